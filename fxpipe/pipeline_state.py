@@ -139,7 +139,7 @@ class PipelineState:
     ) -> bool:
         """Compares graph and model where dynamic sizes are far from those at which they were."""
         lengths = traced.dynamic.lengths_of(inputs.leaves)
-        if not lengths or not traced.dynamic.is_far_from(lengths, traced.compared_lengths):
+        if not lengths or not traced.dynamic.is_far_from(lengths, traced.comparisons.lengths):
             return True
         return holds_for_lengths(traced, args, kwargs)
 

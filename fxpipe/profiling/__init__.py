@@ -207,7 +207,7 @@ def _micro_batch(traced: Traced, leaves: Sequence[Any], wanted: int | None) -> i
     # Without values nobody could compare graph and model: such a read may do no harm, and it will be seen later.
     runs = (
         traced.holds_at(size)
-        or any(size in sizes for _, sizes, _ in traced.accepted_splits)
+        or any(size in sizes for _, sizes, _ in traced.comparisons.accepted_splits)
         or names_without_values(traced.model)
     )
     for read in () if runs else traced.batch_conditions:

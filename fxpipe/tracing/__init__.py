@@ -123,8 +123,7 @@ def trace(
             dynamic_shapes=dynamic_shapes,
             dynamic=dynamic,
         )
-        traced = _find_graph_with_dynamic_sizes(request)
-        traced.print_lines = lost_prints()
+        traced = replace(_find_graph_with_dynamic_sizes(request), print_lines=lost_prints())
         check_invariants(traced)
         return traced
 
@@ -147,7 +146,7 @@ def trace_unverified(
         refuse_unguardable(recording)
         if recording.signature == traced.signature and recording.out_spec == traced.out_spec and not traced.untold:
             return recording
-        add_shapes(recording, input_leaves(model, args, kwargs)[2], in_dims, out_dims)
+        recording = add_shapes(recording, input_leaves(model, args, kwargs)[2], in_dims, out_dims)
         refuse_unguardable(recording)
         return recording
 
@@ -178,8 +177,8 @@ def _find_graph_with_dynamic_sizes(request: TraceRequest) -> Traced:
             break
         except FixedSizeError as error:
             fixed |= dict.fromkeys(error.dims or wanted.dims, str(error))
-    traced.dynamic = replace(traced.dynamic, fixed={**traced.dynamic.fixed, **fixed})
-    traced.why += tuple(traced.reasons_of_fixed_sizes)
+    traced = replace(traced, dynamic=replace(traced.dynamic, fixed={**traced.dynamic.fixed, **fixed}))
+    traced = replace(traced, why=(*traced.why, *traced.reasons_of_fixed_sizes))
     _refuse_fixed_sizes(traced, asked)
     return traced
 
@@ -220,8 +219,11 @@ def _find_graph_with_lazy_state(request: TraceRequest) -> Traced:
         if lazy_state is not None:
             lazy_state.remove()
         raise
-    traced.attributes_read += () if lazy_state is None else lazy_state.attributes
-    return traced
+    return (
+        traced
+        if lazy_state is None
+        else replace(traced, attributes_read=(*traced.attributes_read, *lazy_state.attributes))
+    )
 
 
 def _needs_inputs(model: nn.Module) -> bool:

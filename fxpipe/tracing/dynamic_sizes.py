@@ -220,27 +220,31 @@ class DynamicSizes:
             for symbol, size in lengths
         )
 
-    def within(self, compared: Collection[Lengths]) -> DynamicSizes:
-        """These, for sizes between those compared only."""
-        known = [dict(one) for one in compared]
-        ranges = [
-            sympy.And(symbol >= min(one[symbol] for one in known), symbol <= max(one[symbol] for one in known))
-            for symbol in self.symbols
-        ]
-        bounds = SizeCondition(sympy.And(*ranges), "where graph and model were compared, and found to differ beyond")
-        return replace(self, conditions=(*self.conditions, bounds))
-
     def with_conditions(self, conditions: Sequence[SizeCondition]) -> DynamicSizes:
         return replace(self, conditions=(*self.conditions, *conditions)) if conditions else self
 
-    def failing(self, batch: int, lengths: Lengths) -> tuple[SizeCondition, ...]:
-        """Returns the conditions that do not hold."""
-        return tuple(condition for condition in self.conditions if not condition.holds(batch, lengths))
-
-    def hold(self, batch: int, lengths: Lengths | None = None) -> bool:
-        """Returns whether the conditions hold for so many samples. `lengths`: default: those of the recording."""
-        lengths = self.example if lengths is None else lengths
-        return all(condition.holds(batch, lengths) for condition in self.conditions)
-
 
 FIXED_SIZES = DynamicSizes({}, {}, (), (), {})
+
+
+@dataclass(slots=True)
+class SizeComparisons:
+    """The sizes at which a graph was compared with its model, and what that showed. Later steps add to it."""
+
+    excused: set[int] = field(default_factory=set)  # micro-batches for which conditions need not hold
+    # Mini-batches in such micro-batches whose outputs were compared; of others it is remembered that it was tried.
+    accepted_splits: set[tuple[int, frozenset[int], Lengths]] = field(default_factory=set)
+    tried_splits: set[tuple[int, frozenset[int], Lengths]] = field(default_factory=set)
+    lengths: set[Lengths] = field(default_factory=set)
+    harmless: set[SizeCondition] = field(default_factory=set)  # conditions of dynamic sizes that need not hold
+    bounds: SizeCondition | None = None  # graph and model differ beyond
+
+    def hold_between_compared(self) -> None:
+        """Makes the graph one for sizes between those compared only."""
+        known = [dict(one) for one in self.lengths]
+        ranges = [
+            sympy.And(symbol >= min(one[symbol] for one in known), symbol <= max(one[symbol] for one in known))
+            for symbol in known[0]
+        ]
+        where = "where graph and model were compared, and found to differ beyond"
+        self.bounds = SizeCondition(sympy.And(*ranges), where)

@@ -77,9 +77,8 @@ def _graph_of_all_samples(request: TraceRequest) -> Traced:
         with contextlib.suppress(Exception):
             exported = _import(request, "export")
             if exported.largest_opaque_share < traced.largest_opaque_share:
-                exported.why = tuple(f"not recorded: {reason}" for reason in traced.why)
-                return exported
-        traced.why = (*traced.why, *imbalance_warnings(traced))
+                return replace(exported, why=tuple(f"not recorded: {reason}" for reason in traced.why))
+        return replace(traced, why=(*traced.why, *imbalance_warnings(traced)))
     return traced
 
 
@@ -108,10 +107,8 @@ def _import(request: TraceRequest, tracer: TracerOption) -> Traced:
         else:
             assert callable(tracer)
             traced = trace_by_function(model, tracer, args, kwargs)
-    traced = run_passes(traced, request)
     # Nobody saw which attributes of modules it depends on: it holds for those that they have.
-    traced.attributes_read = all_attribute_guards(model)
-    return traced
+    return replace(run_passes(traced, request), attributes_read=all_attribute_guards(model))
 
 
 def _first_of(others: Mapping[str, Callable[[], Traced]], model: nn.Module, recording: TraceError) -> Traced:
@@ -125,8 +122,7 @@ def _first_of(others: Mapping[str, Callable[[], Traced]], model: nn.Module, reco
                 raise error from recording
             failures[name] = _first_line(error)
             continue
-        traced.why = (f"not simply recorded: {recording}", *traced.why)
-        return traced
+        return replace(traced, why=(f"not simply recorded: {recording}", *traced.why))
     if len(failures) == 1:
         raise recording
     listed = "\n".join(f"- {name}: {failure}" for name, failure in failures.items())
@@ -157,9 +153,7 @@ def _record(request: TraceRequest, in_stages: bool = False) -> Traced:
             first, options = problem, replace(options, in_compile_mode=True)
         else:
             options = _options_after(problem, first, options, request.model)
-    traced.recording_options = options
-    traced.why = _reasons(traced, options, first)
-    return traced
+    return replace(traced, recording_options=options, why=_reasons(traced, options, first))
 
 
 def _record_by_size(request: TraceRequest, record_on: RecordFunction) -> Traced:
@@ -198,9 +192,7 @@ def _record_once(
         model, seed = request.model, request.seed
         return record_with_options(options, model, args, kwargs, seed, uncomputed=uncomputed, disguised=disguised)
 
-    traced = record_disguised({})
-    traced.again = record_disguised
-    traced.checks_in_stages = in_stages
+    traced = replace(record_disguised({}), again=record_disguised, checks_in_stages=in_stages)
     refuse_unguardable(traced)
     return traced
 
@@ -306,5 +298,5 @@ def _graph_of_micro_batch(request: TraceRequest, error: OtherMicroBatchesError) 
     if not is_right:
         refuse_uneven(whole, leaves, error.sizes)
         raise error
-    parts.accepted_splits.add((whole.batch_of(leaves), error.sizes, parts.dynamic.example))
+    parts.comparisons.accepted_splits.add((whole.batch_of(leaves), error.sizes, parts.dynamic.example))
     return parts

@@ -18,6 +18,7 @@ import hashlib
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -36,7 +37,7 @@ from fxpipe.tracing.cache_key import (
     requires_grad_flags,
     tensors_match,
 )
-from fxpipe.tracing.dynamic_sizes import FIXED_SIZES, DynamicSizes, Lengths, SizeCondition
+from fxpipe.tracing.dynamic_sizes import FIXED_SIZES, DynamicSizes, Lengths, SizeComparisons, SizeCondition
 from fxpipe.tracing.node_info import info, opaque_call_of
 from fxpipe.tracing.record.recorded_sizes import SizeRead, SourcePlace
 from fxpipe.utils.equality import equal_values
@@ -86,9 +87,12 @@ class TracedGraph(fx.Graph):
         return node_table(self)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True)
 class Traced:
-    """A model's graph. Made by `fxpipe.trace`; `print` shows it with shapes, module paths and source lines."""
+    """A model's graph. Made by `fxpipe.trace`; `print` shows it with shapes, module paths and source lines.
+
+    Each pass (`tracing_passes`) takes one and returns the next, with the fields that it finds.
+    """
 
     model: nn.Module
     graph: fx.Graph
@@ -120,12 +124,7 @@ class Traced:
     mini_batch_conditions: tuple[SizeCondition, ...] = ()  # what need not hold for micro-batches
     dynamic: DynamicSizes = FIXED_SIZES  # dimensions of inputs, besides the batch, that may differ from the example's
     not_followed: str = ""  # the line where forward took the batch size in a way that leaves no condition (`len(x)`)
-    # Sizes of micro-batches for which reads need not hold: graph and model were compared there. And mini-batches with
-    # such sizes for which the outputs were; of others it is remembered that this was tried.
-    excused_sizes: set[int] = field(default_factory=set)
-    accepted_splits: set[tuple[int, frozenset[int], Lengths]] = field(default_factory=set)
-    tried_splits: set[tuple[int, frozenset[int], Lengths]] = field(default_factory=set)
-    compared_lengths: set[Lengths] = field(default_factory=set)  # dynamic sizes at which graph and model were compared
+    comparisons: SizeComparisons = field(default_factory=SizeComparisons)
     # it holds for those accepted only: the batch size is a number in what it computes
     compares_micro_batches: bool = False
     effects: Effects | None = None  # what the nodes share and change
@@ -149,11 +148,10 @@ class Traced:
     ended_modules: tuple[str, ...] = ()  # paths of modules, in the order in which they ended
     why: tuple[str, ...] = ()  # how the graph came to be as it is, where that is not plain recording
     batch: sympy.Symbol = field(default_factory=lambda: sympy.Symbol("b", integer=True, positive=True))
-    _key: GraphKey | None = field(init=False, default=None)  # once it is asked for: a finished graph's does not change
     _modules: Sequence[nn.Module] = field(init=False)  # held: their ids in `flags` must not come again
 
     def __post_init__(self) -> None:
-        self._modules = all_modules(self.model)
+        object.__setattr__(self, "_modules", all_modules(self.model))
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -269,31 +267,39 @@ class Traced:
 
         `lengths`: the dynamic sizes; by default those of the recording.
         """
-        is_excused = size in self.excused_sizes or all(read.holds(size) for read in self.batch_conditions)
-        return is_excused and self.dynamic.hold(size, lengths)
+        is_excused = size in self.comparisons.excused or all(read.holds(size) for read in self.batch_conditions)
+        return is_excused and not self.failing_conditions(size, lengths)
+
+    def failing_conditions(self, size: int, lengths: Lengths | None = None) -> list[SizeCondition]:
+        """Returns what forward concluded from dynamic sizes and does not hold for these, where that may do harm.
+
+        `lengths`: the dynamic sizes; by default those of the recording.
+        """
+        lengths = self.dynamic.example if lengths is None else lengths
+        bounds = self.comparisons.bounds
+        conditions = self.dynamic.conditions if bounds is None else (*self.dynamic.conditions, bounds)
+        return [c for c in conditions if c not in self.comparisons.harmless and not c.holds(size, lengths)]
 
     def holds_for(self, batch: int, sizes: Collection[int] = (), lengths: Lengths | None = None) -> bool:
         """Returns whether it is the graph of so many samples, in micro-batches of these sizes."""
         lengths = self.dynamic.example if lengths is None else lengths
-        if (batch, frozenset(sizes), lengths) in self.accepted_splits:
+        if (batch, frozenset(sizes), lengths) in self.comparisons.accepted_splits:
             return True
         if self.compares_micro_batches and any(size != batch for size in sizes):
             return False
         reads = (*self.batch_conditions, *self.mini_batch_conditions)
-        if not all(read.holds(batch) for read in reads) or not self.dynamic.hold(batch, lengths):
+        if not all(read.holds(batch) for read in reads) or self.failing_conditions(batch, lengths):
             return False
         return all(self.holds_at(size, lengths) for size in {*sizes})
 
-    @property
+    @cached_property
     def key(self) -> GraphKey:
         """The key of the steps that it is the graph of. Every step asks for it."""
-        if self._key is None:
-            kinds = (
-                TensorKind(leaf.dtype, len(leaf.shape), leaf.requires_grad) if leaf.dtype is not None else None
-                for leaf in self.leaves
-            )
-            self._key = GraphKey(InputsKey(self.in_spec, tuple(kinds)), self.flags, self.state)
-        return self._key
+        kinds = (
+            TensorKind(leaf.dtype, len(leaf.shape), leaf.requires_grad) if leaf.dtype is not None else None
+            for leaf in self.leaves
+        )
+        return GraphKey(InputsKey(self.in_spec, tuple(kinds)), self.flags, self.state)
 
     def matches(self, leaves: Sequence[Any], in_spec: pytree.TreeSpec, flags: tuple[Any, ...], seed: int = 0) -> bool:
         """Returns whether this is the graph of these inputs. Sizes may differ: of the batch, and dynamic ones."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fxpipe.tracing.dynamic_sizes import InputDim
 from fxpipe.tracing.guards import extract_guards, refuse_unguardable
 from fxpipe.tracing.model_state import preserve_state
@@ -25,7 +27,7 @@ from fxpipe.utils.batch_split import micro_batch_sizes
 
 
 def run_passes(traced: Traced, request: TraceRequest) -> Traced:
-    """Runs all passes on a recording, which they complete.
+    """Runs all passes on a recording: each returns the next graph.
 
     Raises:
         FixedSizeError: a dimension cannot be dynamic.
@@ -37,17 +39,19 @@ def run_passes(traced: Traced, request: TraceRequest) -> Traced:
     # Of another way than recording, and of numbers found by comparing recordings, nobody knows the sizes.
     are_sizes_known = traced.again is not None and not traced.recorded_sizes and request.is_compared
     dynamic = request.dynamic.dims if are_sizes_known else frozenset[InputDim]()
-    add_shapes(traced, leaves, request.in_dims, request.out_dims, dynamic)
-    traced.dynamic = traced.dynamic.with_conditions(request.dynamic.conditions(traced.dynamic.formulas))
-    read_untracked_values(traced)
+    traced = add_shapes(traced, leaves, request.in_dims, request.out_dims, dynamic)
+    announced = request.dynamic.conditions(traced.dynamic.formulas)
+    traced = replace(traced, dynamic=traced.dynamic.with_conditions(announced))
+    traced = read_untracked_values(traced)
     refuse_unguardable(traced)
-    traced.guards = extract_guards(traced)
-    is_told = _compare(traced, request) if request.is_compared else _take_as_it_is(traced, request)
+    traced = replace(traced, guards=extract_guards(traced))
+    traced, is_told = _compare(traced, request) if request.is_compared else _take_as_it_is(traced, request)
     refuse_differing_writes(traced)
     refuse_unwritable_inputs(traced, leaves)
     sizes = micro_batch_sizes(traced.batch_of(leaves), request.chunks)
     has_out_dims = request.out_dims is not None
-    traced.compares_micro_batches = not has_out_dims and (not is_told or must_compare_micro_batches(traced))
+    must_compare = not has_out_dims and (not is_told or must_compare_micro_batches(traced))
+    traced = replace(traced, compares_micro_batches=must_compare)
     if not holds_for_micro_batches(traced, leaves, sizes, has_out_dims):
         raise OtherMicroBatchesError(traced, leaves, sizes)
     if traced.dynamic.symbols:
@@ -55,20 +59,20 @@ def run_passes(traced: Traced, request: TraceRequest) -> Traced:
     return traced
 
 
-def _compare(traced: Traced, request: TraceRequest) -> bool:
-    """Compares graph and model, and returns whether samples were seen to be independent of each other."""
+def _compare(traced: Traced, request: TraceRequest) -> tuple[Traced, bool]:
+    """Compares graph and model, and returns whether samples were seen to be independent of each other as well."""
     leaves = request.leaves
     calls = FirstCalls(traced, leaves)
-    traced.effects = check_against_model(traced, leaves, request.chunks, calls)
+    traced = check_against_model(traced, leaves, request.chunks, calls)
     check_training_equivalence(traced, leaves, request.chunks, calls.begun)
     excuse_sizes(traced, leaves)
     refuse_mixing(traced)
     with preserve_state(request.model):
-        return check_batch_independence(traced, leaves)
+        return traced, check_batch_independence(traced, leaves)
 
 
-def _take_as_it_is(traced: Traced, request: TraceRequest) -> bool:
+def _take_as_it_is(traced: Traced, request: TraceRequest) -> tuple[Traced, bool]:
     """Takes the graph for the model's; samples are as independent as the graph alone shows."""
-    traced.effects = effects_unverified(traced, request.leaves)
+    traced = replace(traced, effects=effects_unverified(traced, request.leaves))
     refuse_mixing(traced)
-    return True
+    return traced, True

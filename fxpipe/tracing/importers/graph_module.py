@@ -16,6 +16,7 @@ import contextlib
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -96,14 +97,12 @@ def record_imported(
             if not equal_tensors(tensor, before[name]):
                 with torch.no_grad():
                     tensor.copy_(before[name])
-    traced.tracer = tracer
     if is_faked():
         raise TraceError(
             f"the graph that {tracer!r} made cannot be compared with the model: it or its inputs have no values (meta "
             "or fake); leave it to recording (tracer='record'), or trace it with values"
         )
-    check_imported_graph(traced, input_leaves(model, args, kwargs)[2])
-    return traced
+    return check_imported_graph(replace(traced, tracer=tracer), input_leaves(model, args, kwargs)[2])
 
 
 def raise_model_errors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

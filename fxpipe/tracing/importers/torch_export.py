@@ -12,6 +12,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -65,10 +66,8 @@ def trace_by_export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
             raise
     constants = {name: value for name, value in program.constants.items() if isinstance(value, torch.Tensor)}
     traced = record_imported(model, args, kwargs, _ProgramRunner(model, program, out_spec), constants, "export")
-    traced.size_assumptions = _size_assumptions(
-        program, [(place, dims[place]) for place, leaf in enumerate(leaves) if leaf.is_tensor]
-    )
-    return traced
+    places = [(place, dims[place]) for place, leaf in enumerate(leaves) if leaf.is_tensor]
+    return replace(traced, size_assumptions=_size_assumptions(program, places))
 
 
 def _size_assumptions(program: ExportedProgram, places: Sequence[tuple[int, int | None]]) -> tuple[SizeAssumption, ...]:

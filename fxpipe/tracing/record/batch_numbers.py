@@ -362,8 +362,7 @@ def _insert_formulas(base: Traced, compared: _ComparedRecordings, place: int, di
             return formula_nodes[key]
 
         node.args, node.kwargs = _map_arguments(node, put)
-    base.recorded_sizes = sizes
-    return base
+    return dataclasses.replace(base, recorded_sizes=sizes)
 
 
 def _fit_formulas(compared: _ComparedRecordings) -> tuple[tuple[int, ...], list[SizeFormula]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -209,8 +210,7 @@ def _record_once(
         ended_modules=tuple(recorder.ended_modules),
     )
     erase_unused_nodes(traced, keeping=("size", operator.getitem))  # of sizes it is not yet known which are values
-    traced.signature = signature_of(traced.graph)
-    return traced, recorder.unknown_tensors
+    return replace(traced, signature=signature_of(traced.graph)), recorder.unknown_tensors
 
 
 def _layout(value: Any) -> tuple[Any, ...]:

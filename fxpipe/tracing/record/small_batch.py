@@ -16,6 +16,7 @@ words for what is wrong.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -86,8 +87,7 @@ def record_small_batch(request: TraceRequest, record_on: RecordFunction) -> Trac
         _is_same_recording(traced, without_arithmetic(samples_of(size))) for size in (samples, batch, batch + 1)
     ):
         return None
-    traced.leaves, traced.recorded_samples = leaves, samples
-    return traced
+    return replace(traced, leaves=leaves, recorded_samples=samples)
 
 
 def _has_hooks(model: nn.Module) -> bool:

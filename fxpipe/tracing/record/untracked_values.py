@@ -10,6 +10,7 @@ was to be dynamic cannot be.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -25,14 +26,14 @@ from fxpipe.tracing.shapes.symbolic_shapes import add_size_read
 from fxpipe.tracing.traced import Traced
 
 
-def read_untracked_values(traced: Traced) -> None:
+def read_untracked_values(traced: Traced) -> Traced:
     """Adds a read for each size that depends on values and that forward has gone by unseen.
 
     Raises:
         FixedSizeError: forward has gone by a dynamic size unseen.
         CannotRecord: forward goes by the text of a tensor.
     """
-    again, traced.again = traced.again, None
+    again = traced.again
     sizes: dict[Hashable, fx.Node] = {
         (node.args[0].name, node.args[1]): node
         for node in traced.graph.nodes
@@ -50,6 +51,7 @@ def read_untracked_values(traced: Traced) -> None:
                 if not _is_same_recording(plain, again, keys):
                     _add_reads(traced, [sizes[key] for key in keys if key in sizes], place)
     erase_unused_nodes(traced)
+    return replace(traced, again=None)
 
 
 def _refuse_untracked_dynamic_sizes(

@@ -263,15 +263,18 @@ class ReductionWalk:
             return "sum"
         return self._combination(reduced, output, place)
 
-    def finish(self) -> None:
-        """Makes the pieces outputs of the graph, and takes out again what was added and nobody needs."""
+    def finish(self) -> tuple[str | None, ...]:
+        """Makes the pieces outputs of the graph, and takes out again what was added and nobody needs.
+
+        Returns how each piece goes together.
+        """
         output = self.traced.graph.output_node()
         if self.handed_out:
             output.args = ((*output.args[0][:2], tuple(self.handed_out)),)  # type: ignore[index, misc]
-        self.traced.piece_dims = tuple(self.handed_out.values())
         for node in reversed(self.added):
             if not node.users:
                 self.traced.graph.erase_node(node)
+        return tuple(self.handed_out.values())
 
     def _combination(self, reduced: ReducedOutput, output: fx.Node, place: int) -> OutputCombination:
         known = [self._is_known(piece) for piece in reduced.pieces]

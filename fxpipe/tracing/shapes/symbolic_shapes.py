@@ -130,8 +130,8 @@ def add_shapes(
     in_dims: Any = None,
     out_dims: Any = None,
     dynamic: Collection[InputDim] = (),
-) -> None:
-    """Finds the batch in `traced`, recorded on `values`, and writes the `shapes` of its nodes (`NodeInfo`).
+) -> Traced:
+    """Finds the batch in `traced`, recorded on `values`, and the shapes of its nodes (`NodeInfo`).
 
     Sizes that turn out fixed become constants of the graph. Of the dimensions in `dynamic` those stay so that can.
 
@@ -143,7 +143,7 @@ def add_shapes(
     sizes = {leaf.shape[dim] for leaf, dim in zip(traced.leaves, asked, strict=True) if dim is not None}
     if 0 in sizes:
         raise ArgumentError("an example input holds no samples (size 0 in the batch dimension); give at least one")
-    run = _run_with_dynamic_sizes(traced, values, asked, sure, dynamic)
+    traced, run = _run_with_dynamic_sizes(traced, values, asked, sure, dynamic)
     full_formula = _formula_of(traced, run)
     example = {symbol: sympy.Integer(size) for symbol, size in traced.dynamic.example}
 
@@ -179,19 +179,23 @@ def add_shapes(
         )
     of_values = [read for read in traced.size_reads if _depends_on_values(traced, read)]
     of_batch = [read for read in traced.size_reads if not _depends_on_values(traced, read)]
-    traced.batch_conditions = tuple(read for r in of_batch if (read := _batch_condition(traced, r)) is not None)
-    traced.batch_conditions += tuple(_assumed_conditions(traced, traced.batch_of(values)))
+    conditions = [read for r in of_batch if (read := _batch_condition(traced, r)) is not None]
+    conditions += _assumed_conditions(traced, traced.batch_of(values))
     for size_read in of_values:
         add_size_read(traced, size_read)
-    traced.size_reads = ()
     if traced.recorded_sizes:
-        traced.batch_conditions += (_recorded_sizes_condition(traced),)
-    traced.mini_batch_conditions = fix_squeezes(traced, traced.batch_of(values))
-    walk = ReductionWalk(traced, batch_dependent_nodes(traced))
-    traced.out_dims = _out_dims(traced, out_dims, walk)
-    traced.left_attribute_dims = _left_dims(traced)
-    traced.uneven_outputs = _uneven_outputs(traced)
+        conditions.append(_recorded_sizes_condition(traced))
+    traced = replace(
+        traced,
+        size_reads=(),
+        batch_conditions=tuple(conditions),
+        mini_batch_conditions=fix_squeezes(traced, traced.batch_of(values)),
+        not_followed=next((read.where for read in of_batch if _is_not_followed(read)), ""),
+    )
+    traced = _with_out_dims(traced, out_dims)
+    traced = replace(traced, left_attribute_dims=_left_dims(traced), uneven_outputs=_uneven_outputs(traced))
     _fold_fixed_sizes(traced)
+    return traced
 
 
 def _shapes_of(value: Any, formula: Callable[[Any], sympy.Expr]) -> tuple[TensorShape, ...]:
@@ -203,8 +207,8 @@ def _shapes_of(value: Any, formula: Callable[[Any], sympy.Expr]) -> tuple[Tensor
 
 def _run_with_dynamic_sizes(
     traced: Traced, values: Sequence[Any], asked: list[int | None], sure: bool, dynamic: Collection[InputDim]
-) -> SymbolicRun:
-    """Runs the graph on symbols; sets `traced.in_dims` and `traced.dynamic`, of the dimensions that can be dynamic."""
+) -> tuple[Traced, SymbolicRun]:
+    """Runs the graph on symbols; finds `in_dims`, and which dimensions can be dynamic."""
     sizes = {leaf.shape[dim] for leaf, dim in zip(traced.leaves, asked, strict=True) if dim is not None}
     reasons: dict[InputDim, str] = {}
     while True:
@@ -216,9 +220,8 @@ def _run_with_dynamic_sizes(
                 with contextlib.suppress(TraceError):
                     second = run_on_symbols(traced, values, asked, sure, True, wanted)
                     run = second if second.is_free else run
-            _find_batch(traced, asked, run, sure)
-            traced.dynamic = _dynamic_sizes(traced, run, values, reasons)
-            return run
+            with_batch = replace(traced, in_dims=_find_batch(traced, asked, run, sure))
+            return replace(with_batch, dynamic=_dynamic_sizes(with_batch, run, values, reasons)), run
         except FixedSizeError as error:
             reasons |= dict.fromkeys(error.dims or wanted, str(error))
 
@@ -350,8 +353,8 @@ def candidate_dims(leaves: Sequence[InputLeaf], in_dims: Any) -> list[int | None
     return dims
 
 
-def _find_batch(traced: Traced, asked: Sequence[int | None], run: SymbolicRun, sure: bool) -> None:
-    """Sets `traced.in_dims`: which inputs hold the batch.
+def _find_batch(traced: Traced, asked: Sequence[int | None], run: SymbolicRun, sure: bool) -> tuple[int | None, ...]:
+    """Finds which inputs hold the batch: of each the dimension, or None.
 
     Raises:
         ArgumentError: none does, or they disagree on its size.
@@ -370,8 +373,8 @@ def _find_batch(traced: Traced, asked: Sequence[int | None], run: SymbolicRun, s
                 "the batch size cannot vary: " + "; ".join(lines) + "; let forward take the size from its input "
                 "(x.shape[0]), or name another batch dimension with in_dims"
             )
-    traced.in_dims = tuple(asked[place] if place in free else None for place in range(len(traced.leaves)))
     common_batch_size([(traced.leaves[p].path, traced.leaves[p].shape[asked[p]]) for p in free])  # type: ignore[index]
+    return tuple(asked[place] if place in free else None for place in range(len(traced.leaves)))
 
 
 def _operand_sizes(read: SizeRead) -> list[sympy.Expr]:
@@ -403,6 +406,10 @@ def add_size_read(traced: Traced, read: SizeRead) -> None:
     set_info(node, known)
 
 
+def _is_not_followed(read: SizeRead) -> bool:
+    return read.function in NOT_FOLLOWED and any(o.free_symbols for o in _operand_sizes(read))
+
+
 def _batch_condition(traced: Traced, read: SizeRead) -> SizeCondition | None:
     """Returns the condition that a read of a size puts on the batch size, where it depends on the batch.
 
@@ -413,7 +420,6 @@ def _batch_condition(traced: Traced, read: SizeRead) -> SizeCondition | None:
     if not any(o.free_symbols for o in operands):
         return None
     if read.function in NOT_FOLLOWED:
-        traced.not_followed = traced.not_followed or read.where
         return None  # what became of it shows at other sizes
     if read.function in SIZE_RELATIONS or read.function is bool:
         condition = _relation(read, operands)
@@ -486,7 +492,8 @@ def batch_dependent_nodes(traced: Traced) -> set[fx.Node]:
     return dependent
 
 
-def _out_dims(traced: Traced, out_dims: Any, walk: ReductionWalk) -> tuple[int | str | None, ...]:
+def _with_out_dims(traced: Traced, out_dims: Any) -> Traced:
+    """Finds how the outputs of micro-batches go together."""
     asked: Any = None
     is_for_rest = isinstance(out_dims, str) and out_dims in ("mean", "sum")  # of outputs that hold samples nobody asks
     if out_dims is not None:
@@ -496,10 +503,11 @@ def _out_dims(traced: Traced, out_dims: Any, walk: ReductionWalk) -> tuple[int |
             raise ArgumentError(
                 f"out_dims={out_dims!r} does not fit the output, which has {len(traced.outputs)} leaves: {error}"
             ) from error
-        traced.told = frozenset(place for place, dim in enumerate(asked) if dim is not UNNAMED)
+    walk = ReductionWalk(traced, batch_dependent_nodes(traced))
     dependent = walk.batch_dependent
     hows: list[int | str | None] = []
     combinations: list[OutputCombination] = []
+    untold: list[UndeterminedOutput] = []
     for place, output in enumerate(traced.outputs):
         if not isinstance(output, fx.Node):
             hows.append(None)
@@ -513,10 +521,19 @@ def _out_dims(traced: Traced, out_dims: Any, walk: ReductionWalk) -> tuple[int |
             how = _out_dim(traced, output, place, walk)
             if isinstance(how, OutputCombination):
                 combinations.append(how)
-            hows.append("combined" if isinstance(how, OutputCombination) else how)
-    traced.combinations = tuple(combinations)
-    walk.finish()
-    return tuple(hows)
+                how = "combined"
+            elif isinstance(how, UndeterminedOutput):
+                untold.append(how)
+                how = "mean"
+            hows.append(how)
+    return replace(
+        traced,
+        out_dims=tuple(hows),
+        combinations=tuple(combinations),
+        piece_dims=walk.finish(),
+        told=frozenset(place for place, dim in enumerate(asked or ()) if dim is not UNNAMED),
+        untold=tuple(untold),
+    )
 
 
 def _left_dims(traced: Traced) -> dict[str, int | str]:
@@ -581,7 +598,9 @@ def _uneven_outputs(traced: Traced) -> tuple[tuple[str, sympy.Expr], ...]:
     return tuple(uneven)
 
 
-def _out_dim(traced: Traced, output: fx.Node, place: int, walk: ReductionWalk) -> int | str | OutputCombination:
+def _out_dim(
+    traced: Traced, output: fx.Node, place: int, walk: ReductionWalk
+) -> int | str | OutputCombination | UndeterminedOutput:
     if (dim := _batch_dim(traced, output)) is not None:
         return dim
     shapes = info(output).shapes
@@ -593,8 +612,7 @@ def _out_dim(traced: Traced, output: fx.Node, place: int, walk: ReductionWalk) -
     except UnknownReductionError as unknown:
         told = str(unknown)
     if len(shapes) == 1 and not shapes[0].shape and shapes[0].dtype.is_floating_point:
-        traced.untold += (UndeterminedOutput(place, f"output {place} ({output.name}) is made of {told}"),)
-        return "mean"
+        return UndeterminedOutput(place, f"output {place} ({output.name}) is made of {told}")
     what = str(shapes[0]) if shapes else "a number"
     if any(size.free_symbols - {traced.batch} for size in _sizes_of(output)):
         why = "has a size that depends on values"

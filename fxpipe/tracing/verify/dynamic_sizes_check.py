@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -48,7 +47,7 @@ def check_dynamic_sizes(traced: Traced, leaves: Sequence[Any], seen: Sequence[Ma
     small = tuple((symbol, max(2, size // 2)) for symbol, size in _bounds(traced, before, min).items())
     if any(condition.is_of_torch for condition in traced.dynamic.conditions) and _compare(traced, leaves, small):
         others.append(small)
-    traced.compared_lengths.update((traced.dynamic.example, *others, *([] if unseen is None else [unseen])))
+    traced.comparisons.lengths.update((traced.dynamic.example, *others, *([] if unseen is None else [unseen])))
 
 
 def recheck_lengths(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -61,9 +60,9 @@ def recheck_lengths(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any
         assert lengths is not None
         try:
             if _compare(traced, leaves, lengths):
-                traced.compared_lengths.add(lengths)
+                traced.comparisons.lengths.add(lengths)
         except FixedSizeError:
-            traced.dynamic = traced.dynamic.within(traced.compared_lengths)
+            traced.comparisons.hold_between_compared()
             return False
         return True
 
@@ -107,7 +106,7 @@ def _compare(traced: Traced, leaves: Sequence[Any], lengths: Lengths) -> bool:
             raise
         except Exception:
             return False  # it will say so itself when it meets such inputs
-    failing = traced.dynamic.failing(batch, lengths)
+    failing = traced.failing_conditions(batch, lengths)
     try:
         if not agrees_at_size(traced, sample, batch):
             raise TraceError("the graph does something else than forward")
@@ -120,8 +119,7 @@ def _compare(traced: Traced, leaves: Sequence[Any], lengths: Lengths) -> bool:
     if failing:
         if not _have_expected_shapes(traced, sample, batch, lengths):
             return False
-        held = (condition for condition in traced.dynamic.conditions if condition not in failing)
-        traced.dynamic = replace(traced.dynamic, conditions=tuple(held))
+        traced.comparisons.harmless.update(failing)
     return True
 
 
@@ -137,7 +135,7 @@ def _sample_of(traced: Traced, leaves: Sequence[Any], lengths: Lengths) -> list[
 
 def _may_hold(traced: Traced, batch: int, lengths: Lengths) -> bool:
     """Returns whether all that forward concluded from sizes holds; what torch did need not."""
-    failing = traced.dynamic.failing(batch, lengths)
+    failing = traced.failing_conditions(batch, lengths)
     reads = (*traced.batch_conditions, *traced.mini_batch_conditions)
     return all(condition.is_of_torch for condition in failing) and all(read.holds(batch) for read in reads)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import sympy
@@ -74,7 +75,7 @@ def check_against_model(
     leaves: Sequence[Any],
     chunks: int = 1,
     going_on: Callable[[int, list[Any]], Calls | None] = _nothing_more,
-) -> Effects:
+) -> Traced:
     """Compares graph and model on the inputs and at other sizes: those of micro-batches, one sample less, and one more.
 
     One less only where micro-batches are no smaller than the batch. One more is needed: a loop over four samples that
@@ -82,7 +83,7 @@ def check_against_model(
     left out. Of a graph that was recorded on a part of the samples it is known that forward is the same on all of them
     and on one more: it is compared at the sizes of micro-batches, and watched at that of a larger part.
 
-    Returns what the nodes were seen to do.
+    Returns the graph with what its nodes were seen to do (`effects`).
 
     Args:
         going_on: (size, samples) -> what goes on from the runs of model and graph on these samples, so that they need
@@ -138,12 +139,13 @@ def check_against_model(
         if want is not None:
             _compare_runs(traced, want, have, size, batch)
     compared = {size for size, _, want, _ in wanted if want is not None or watched.get(size)}
-    _hold_for_compared(traced, {batch, *compared, *refused, *((example, batch + 1) if example != batch else ())})
-    return effects_of(traced, [seen for _, seen in ours])
+    sizes = {batch, *compared, *refused, *((example, batch + 1) if example != batch else ())}
+    conditions = (*traced.batch_conditions, *_compared_sizes_condition(traced, sizes))
+    return replace(traced, effects=effects_of(traced, [seen for _, seen in ours]), batch_conditions=conditions)
 
 
-def _hold_for_compared(traced: Traced, sizes: Collection[int]) -> None:
-    """Makes a graph hold for these sizes only, where Python went by the batch size and nobody saw how.
+def _compared_sizes_condition(traced: Traced, sizes: Collection[int]) -> tuple[SizeCondition, ...]:
+    """The condition that a graph holds for these sizes only, where Python went by the batch size and nobody saw how.
 
     At another size it may be another graph also where those compared are one: `h[: len(x) // 2 * 2]` is `h[:8]` with 4
     samples, with 8 and with 9. So is a slice of samples whose bound is a plain number, wherever that is from: nothing
@@ -151,9 +153,9 @@ def _hold_for_compared(traced: Traced, sizes: Collection[int]) -> None:
     like these.
     """
     where = traced.not_followed or next((info(n).source for n in traced.nodes if _cuts_samples(n)), "")
-    if where and not traced.recorded_sizes:
-        condition = sympy.Or(*(sympy.Eq(traced.batch, size) for size in sorted(sizes)))
-        traced.batch_conditions += (SizeCondition(condition, where),)
+    if not where or traced.recorded_sizes:
+        return ()
+    return (SizeCondition(sympy.Or(*(sympy.Eq(traced.batch, size) for size in sorted(sizes))), where),)
 
 
 def _cuts_samples(node: fx.Node) -> bool:
@@ -196,7 +198,7 @@ def excuse_reads(
         _compare_runs(traced, want, have, size, batch)
     except Exception:
         return None  # it is another graph for such micro-batches
-    traced.excused_sizes.add(size)
+    traced.comparisons.excused.add(size)
     return have, seen
 
 

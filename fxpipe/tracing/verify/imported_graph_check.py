@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -100,8 +100,8 @@ class _ModelRun:
     generators: list[Any]  # where torch's random generators stand after the outputs
 
 
-def check_imported_graph(traced: Traced, leaves: Sequence[Any]) -> None:
-    """Watches the model on the example inputs. The graph's output gets the model's structure.
+def check_imported_graph(traced: Traced, leaves: Sequence[Any]) -> Traced:
+    """Watches the model on the example inputs. Returns the graph with the structure of the model's output.
 
     Raises:
         TraceError: the model does what the graph has lost, or what no graph carries; names it.
@@ -118,7 +118,7 @@ def check_imported_graph(traced: Traced, leaves: Sequence[Any]) -> None:
                 f"the graph that {traced.tracer!r} made returns {traced.out_spec.num_leaves} values and the model "
                 f"{want.spec.num_leaves}; leave it to recording (tracer='record')"
             )
-        traced.out_spec = want.spec  # fx makes plain dicts of all kinds of dicts
+        traced = replace(traced, out_spec=want.spec)  # fx makes plain dicts of all kinds of dicts
     with preserve_rng():
         torch.manual_seed(seed)
         generators = _generators_after_graph(traced, leaves)
@@ -127,6 +127,7 @@ def check_imported_graph(traced: Traced, leaves: Sequence[Any]) -> None:
             f"forward draws random numbers that the graph which {traced.tracer!r} made does not draw: what was made of "
             "them, or decided by them, would be the same in every step; leave it to recording (tracer='record')"
         )
+    return traced
 
 
 def _read_names(traced: Traced) -> set[str]:

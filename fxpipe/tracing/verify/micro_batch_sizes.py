@@ -60,14 +60,14 @@ def holds_for_micro_batches(
     key = batch, frozenset(sizes), lengths
     if traced.holds_for(batch, sizes, lengths) or is_faked():  # there are no values; it is asked again when there are
         return True
-    if key in traced.tried_splits or not traced.holds_for(batch, (), lengths):
+    if key in traced.comparisons.tried_splits or not traced.holds_for(batch, (), lengths):
         return False
-    traced.tried_splits.add(key)
+    traced.comparisons.tried_splits.add(key)
     excuse_sizes(traced, leaves, sizes)
     holds = all(traced.holds_at(size, lengths) for size in sizes)
     same = None if holds and is_told else _give_same_outputs(traced, traced, leaves, sizes)
     if same or (holds and same is None):
-        traced.accepted_splits.add(key)
+        traced.comparisons.accepted_splits.add(key)
     return traced.holds_for(batch, sizes, lengths)
 
 

@@ -42,9 +42,7 @@ def traced_by(way: Way, model: nn.Module, *args: Any, **kwargs: Any) -> Traced:
     """The graph with the passes that follow on any way of making it."""
     traced = way(model, args, kwargs)
     leaves = input_leaves(model, args, kwargs)[2]
-    add_shapes(traced, leaves)
-    traced.effects = check_against_model(traced, leaves, 2)
-    return traced
+    return check_against_model(add_shapes(traced, leaves), leaves, 2)
 
 
 def functions(traced: Traced) -> str:

@@ -195,8 +195,7 @@ def opaque(forward: Any, *args: Any) -> Traced:
     for node in result.nodes:
         if node.name.startswith("Real"):
             update_info(node, opaque=OpaqueCall({}, pytree.tree_structure(())))
-    add_shapes(result, input_leaves(model, args, {})[2])
-    return result
+    return add_shapes(result, input_leaves(model, args, {})[2])
 
 
 class Real(torch.autograd.Function):
