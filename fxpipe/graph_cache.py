@@ -20,8 +20,8 @@ from fxpipe.tracing.cache_key import GraphKey
 from fxpipe.tracing.dynamic_sizes import DynamicDims, InputDim
 from fxpipe.tracing.traced import Traced
 
+CachedGraph = tuple[PreparedGraph, BoundProgram]
 MAX_GRAPHS = 16  # of one model, by inputs, mode and state of the caller; the oldest goes
-ATTEMPTS = 2  # graphs that try to have a dimension dynamic: at one size it may be fixed by what is so only there
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +34,35 @@ class GraphInputs:
     seed: int  # of the numbers that forward draws and reads
 
 
+class StepGraphs:
+    """The graphs of the micro-batches of one step, which ask a graph once whether it is that of the model now."""
+
+    def __init__(self) -> None:
+        self._are_of_model: dict[int, tuple[Traced, bool]] = {}  # by id
+
+    def hold(self, graph: CachedGraph, inputs: GraphInputs) -> bool:
+        """Returns whether a graph is that of a micro-batch by itself."""
+        traced = graph[0].traced
+        if traced.key != inputs.key:
+            return False
+        if id(traced) not in self._are_of_model:
+            self._are_of_model[id(traced)] = traced, traced.holds_for_model()
+        return self._are_of_model[id(traced)][1] and traced.holds_for_values(inputs.leaves, inputs.seed)
+
+
 class GraphCache:
     """The graphs of one model, oldest first."""
 
     def __init__(self) -> None:
-        self.entries: list[tuple[PreparedGraph, BoundProgram]] = []
+        self.entries: list[CachedGraph] = []
 
     def __len__(self) -> int:
         return len(self.entries)
 
-    def __iter__(self) -> Iterator[tuple[PreparedGraph, BoundProgram]]:
+    def __iter__(self) -> Iterator[CachedGraph]:
         return iter(self.entries)
 
-    def __getitem__(self, index: int) -> tuple[PreparedGraph, BoundProgram]:
+    def __getitem__(self, index: int) -> CachedGraph:
         return self.entries[index]
 
     def clear(self) -> None:
@@ -59,7 +75,7 @@ class GraphCache:
 
     def candidates(
         self, inputs: GraphInputs, sizes_of: Callable[[int], Collection[int]] | None = None
-    ) -> Iterator[tuple[PreparedGraph, BoundProgram]]:
+    ) -> Iterator[CachedGraph]:
         """Yields the graphs that hold for these inputs.
 
         Args:
@@ -79,8 +95,9 @@ class GraphCache:
     def dynamic_dims(self, inputs: GraphInputs) -> DynamicDims:
         """Returns the dimensions that came with another size before, and may be dynamic in another graph."""
         known = [prepared.traced for prepared, _ in self.entries if prepared.traced.key.inputs == inputs.key.inputs]
-        tried = [traced.dynamic.fixed for traced in known if traced.key == inputs.key]
-        fixed = {dim: why for dims in tried for dim, why in dims.items() if sum(dim in d for d in tried) >= ATTEMPTS}
+        fixed: dict[InputDim, str] = {}
+        for traced in known:
+            fixed |= traced.dynamic.fixed if traced.key == inputs.key else {}
         seen = tuple(map(_sizes, known))
         varying = {
             (place, dim)

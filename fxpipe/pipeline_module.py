@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, overload
 
 import torch
 from torch import nn
 
 from fxpipe._torch.module_internals import share_tensors
+from fxpipe.config.micro_batches import parse_micro_batches
 from fxpipe.config.parse import parse_switch
 from fxpipe.config.pipeline_options import Settings
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
@@ -119,6 +120,7 @@ class Pipeline(nn.Module):
         loss_fn: Callable[..., Any] | None = None,
         reduction: str = "mean",
         grad_scaler: torch.amp.GradScaler | None = None,
+        micro_batches: Iterable[Any] | None = None,
         return_outputs: Literal[False] = False,
         **kwargs: Any,
     ) -> torch.Tensor: ...
@@ -131,6 +133,7 @@ class Pipeline(nn.Module):
         loss_fn: Callable[..., Any] | None = None,
         reduction: str = "mean",
         grad_scaler: torch.amp.GradScaler | None = None,
+        micro_batches: Iterable[Any] | None = None,
         return_outputs: Literal[True],
         **kwargs: Any,
     ) -> tuple[torch.Tensor, Any]: ...
@@ -142,6 +145,7 @@ class Pipeline(nn.Module):
         loss_fn: Callable[..., Any] | None = None,
         reduction: str = "mean",
         grad_scaler: torch.amp.GradScaler | None = None,
+        micro_batches: Iterable[Any] | None = None,
         return_outputs: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
@@ -164,6 +168,16 @@ class Pipeline(nn.Module):
         numbers takes them from torch's generator, micro-batch by micro-batch, and is not compared where they make a
         difference.
 
+        Instead of a mini-batch it takes micro-batches, whose number and sizes may be others in each step, as
+        iterators over data give them:
+
+            loss = pipe.forward_backward(micro_batches=itertools.islice(data, 8), loss_fn=loss_fn)
+
+        Then each is to the model what a mini-batch is, and may have its own length. The loss is the mean, weighted by
+        samples, of what `loss_fn` gives for each (the sum, with `reduction="sum"`), as in a loop that accumulates
+        gradients; there is no mini-batch to compare it with. A mean over tokens, however many each holds, is a pair
+        (total, weight).
+
         Args:
             args, kwargs: the model's inputs. (One named like an argument here has to be given by position.)
             target: a tensor, or tensors in tuples, lists, dicts and dataclasses, with the b samples in dimension 0;
@@ -175,16 +189,22 @@ class Pipeline(nn.Module):
             reduction: "mean": the loss is a mean over samples. "sum": it is a sum. Not used for pairs.
             grad_scaler: scales the loss for backward, as `grad_scaler.scale(loss).backward()` does; then call
                 `grad_scaler.step(optimizer)` and `grad_scaler.update()` as ever.
+            micro_batches: an iterable of micro-batches, in place of inputs and target: each is (args, kwargs, target)
+                with a tuple of inputs by position, a dict of inputs by name and the target or None; or
+                (inputs, target), of which inputs is a tensor, a tuple or a dict; or a tensor or dict of inputs alone.
+                All of them have a target, or none. It is read to its end before anything runs.
             return_outputs: return (loss, outputs). Without it an output is gone with its micro-batch.
 
         Returns:
             The loss of the mini-batch: 0-dim, detached, unscaled, on the last stage's device. With `return_outputs` the
-            pair of it and what the model returns for the mini-batch, detached, gathered as a call gathers it.
+            pair of it and what the model returns for the mini-batch, detached, gathered as a call gathers it; of
+            `micro_batches` a list of what it returns for each.
 
         Raises:
             LossError: the loss is no scalar, does not require grad, or is not what the losses of micro-batches add up
                 to. As after any exception, gradients and buffers are as before.
-            ArgumentError: target has another batch than the inputs, or the inputs cannot be cut.
+            ArgumentError: target has another batch than the inputs, the inputs cannot be cut, or micro_batches cannot
+                be read.
             StateError: gradients are off, the pipe is closed, or another step is running.
 
         Source: forward and backward interleaved without stale weights is PipeDream-Flush, Narayanan et al.,
@@ -200,7 +220,10 @@ class Pipeline(nn.Module):
             raise ArgumentTypeError(
                 f"loss_fn is a {type(loss_fn).__name__}; expected a function (output, target) -> loss"
             )
-        if loss_fn is None and target is not None:
+        if micro_batches is not None and (args or kwargs or target is not None):
+            raise ArgumentError("micro_batches and inputs or a target beside them: these are in the micro-batches")
+        calls = None if micro_batches is None else parse_micro_batches(micro_batches)
+        if loss_fn is None and (target is not None if calls is None else calls[0].target):
             raise ArgumentError(
                 "target without loss_fn: give loss_fn=..., or leave target out if the model returns its loss"
             )
@@ -213,22 +236,22 @@ class Pipeline(nn.Module):
                 f"the model has the hook {hooks[0]!r}, which sees the output of mini-batches, and forward_backward "
                 "makes none; remove it (hook.remove()), put it on a module inside, or call the pipe itself"
             )
-        inside = self._fxpipe
+        inside, function = self._fxpipe, loss_fn or _model_loss
         with inside.engine.running():
-            bound, leaves, batch = inside.bound_program_for(args, kwargs, in_one=True)
-            schedule = inside.schedule_for(batch)
-            targets = () if target is None else (target,)
-            loss, outputs = inside.engine.forward_backward(
-                bound,
-                leaves,
-                batch,
-                schedule,
-                loss_fn or _model_loss,
-                targets,
-                reduction,
-                grad_scaler,
-                return_outputs,
-            )
+            if calls is not None:
+                parts = inside.micro_batches_for(calls)
+                schedule = inside.schedule_for(len(parts), max(part.samples for part in parts))
+                loss, outputs = inside.engine.forward_backward_of(
+                    parts, schedule, function, reduction, grad_scaler, return_outputs
+                )
+            else:
+                bound, leaves, batch = inside.bound_program_for(args, kwargs, in_one=True)
+                settings = inside.settings
+                schedule = inside.schedule_for(settings.micro_batches(batch), settings.largest_micro_batch(batch))
+                targets = () if target is None else (target,)
+                loss, outputs = inside.engine.forward_backward(
+                    bound, leaves, batch, schedule, function, targets, reduction, grad_scaler, return_outputs
+                )
             return (loss, outputs) if return_outputs else loss
 
     # -- Plan and step records ---------------------------------------------------------------------------------------

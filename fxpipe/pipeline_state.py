@@ -6,8 +6,9 @@ parameters are.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +17,10 @@ from torch import nn
 
 from fxpipe._torch.module_internals import module_flags
 from fxpipe._torch.thread_state import ThreadState
+from fxpipe.config.micro_batches import ModelCall
 from fxpipe.config.pipeline_options import Settings
 from fxpipe.errors import ArgumentError, FxpipeError, StateError
-from fxpipe.graph_cache import GraphCache, GraphInputs
+from fxpipe.graph_cache import CachedGraph, GraphCache, GraphInputs, StepGraphs
 from fxpipe.planning import PreparedGraph, prepare, prepare_additional_graph
 from fxpipe.planning.evaluation_check import refusal_of_evaluation
 from fxpipe.planning.passes import holds_for_lengths, holds_for_sizes
@@ -27,6 +29,7 @@ from fxpipe.plans.retarget import resize_plan
 from fxpipe.runtime import BoundProgram, Engine, Executor, executor_for, wire_program
 from fxpipe.runtime.bound_program import ModelTensors
 from fxpipe.runtime.losses import ambiguous_output_message
+from fxpipe.runtime.step_inputs import MicroBatch
 from fxpipe.scheduling import Schedule, is_searched, make_schedule
 from fxpipe.tracing.cache_key import GraphKey, InputsKey
 from fxpipe.tracing.fake_tensors import names_without_values
@@ -79,44 +82,88 @@ class PipelineState:
 
     def bound_program_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], in_one: bool = False
-    ) -> tuple[BoundProgram, list[Any], int]:
+    ) -> tuple[BoundProgram, Sequence[Any], int]:
         """The graph for these inputs, mode and state; recorded where there is none yet.
 
         Args:
             in_one: forward and backward run in one.
         """
-        if self.closed:
-            raise StateError("the pipe is closed; make a new one with fxpipe.pipeline(model, ...)")
-        leaves, _ = flatten((args, kwargs))
-        if not all(map(has_values, leaves)):
-            raise ArgumentError(
-                "the inputs have no values (meta or fake tensors); fxpipe.plan takes such, a step cannot"
-            )
         seed = _peek_seed()
-        prepared, bound = self._known(args, kwargs, seed) or self._make_graph(args, kwargs, seed)
-        batch = prepared.traced.batch_of(leaves)
-        if batch == 0:
-            raise ArgumentError(
-                "the inputs hold no samples (size 0 in the batch dimension); give at least one, or skip the step"
-            )
+        inputs = self._checked_inputs(args, kwargs, seed)
+        leaves = inputs.leaves
+        prepared, bound = self._known(inputs, args, kwargs) or self._make_graph(args, kwargs, seed)
+        batch = _samples_of(prepared.traced, leaves)
         if "chunks" in self.asked.left:
             self._choose_chunks(prepared.traced, batch, args, kwargs)
             lengths = prepared.traced.dynamic.lengths_of(leaves)
             if not prepared.traced.holds_for(batch, self._sizes(batch), lengths):
-                prepared, bound = self._known(args, kwargs, seed) or self._make_graph(args, kwargs, seed)
+                prepared, bound = self._known(inputs, args, kwargs) or self._make_graph(args, kwargs, seed)
         refuse_unwritable_inputs(prepared.traced, leaves, in_one)
         prepared.traced.refuse_uneven_outputs(batch, samples_per_micro_batch(batch, self.settings.micro_batches(batch)))
         return bound, leaves, batch
+
+    def micro_batches_for(self, calls: Sequence[ModelCall]) -> list[MicroBatch]:
+        """The micro-batches that are handed over, each with the program of its graph: the same for all, if one does."""
+        seed = _peek_seed()
+        inputs, step_graphs = self._inputs_of_calls(calls, seed), StepGraphs()
+        graphs: list[CachedGraph] = []
+        for i, call in enumerate(calls):
+            with note_of_micro_batch(i, len(calls)):
+                last = graphs[-1][1] if graphs else None
+                known = sorted(self.graphs, key=lambda graph: graph[1] is not last)  # most take the same
+                graph = next((one for one in known if self._holds(one, inputs[i], call, step_graphs)), None)
+                if graph is None:
+                    graph = self._make_graph(call.args, call.kwargs, seed, len(calls))
+                    # The first call of a model may make what it has later.
+                    inputs, step_graphs = self._inputs_of_calls(calls, seed), StepGraphs()
+                graphs.append(graph)
+        if len({id(bound) for _, bound in graphs}) > 1:
+            graphs = self._with_fewer_programs(graphs, inputs, calls, step_graphs)
+        micro_batches = []
+        for i, ((prepared, bound), one, call) in enumerate(zip(graphs, inputs, calls, strict=True)):
+            with note_of_micro_batch(i, len(calls)):
+                others = {
+                    f"{leaf.path} of micro-batch {k}": value
+                    for k, ((other, _), more) in enumerate(zip(graphs, inputs, strict=True))
+                    if k != i and bound.program.written_inputs
+                    for leaf, value in zip(other.traced.leaves, more.leaves, strict=True)
+                }
+                refuse_unwritable_inputs(prepared.traced, one.leaves, in_one=True, others=others)
+                samples = _samples_of(prepared.traced, one.leaves)
+                micro_batches.append(MicroBatch(bound, one.leaves, samples, call.target))
+        return micro_batches
+
+    def _inputs_of_calls(self, calls: Sequence[ModelCall], seed: int) -> list[GraphInputs]:
+        flags = module_flags(self.model)
+        return [self._checked_inputs(call.args, call.kwargs, seed, flags) for call in calls]
+
+    def _with_fewer_programs(
+        self,
+        graphs: Sequence[CachedGraph],
+        inputs: Sequence[GraphInputs],
+        calls: Sequence[ModelCall],
+        step_graphs: StepGraphs,
+    ) -> list[CachedGraph]:
+        """Takes the graph that holds for most micro-batches for these: for all, once it is one of any size."""
+        different = {id(bound): (prepared, bound) for prepared, bound in graphs}
+        covered = {
+            key: [self._holds(graph, *one, step_graphs) for one in zip(inputs, calls, strict=True)]
+            for key, graph in different.items()
+        }
+        best = max(covered, key=lambda key: sum(covered[key]))
+        return [different[best] if holds else own for own, holds in zip(graphs, covered[best], strict=True)]
+
+    def _holds(self, graph: CachedGraph, inputs: GraphInputs, call: ModelCall, step_graphs: StepGraphs) -> bool:
+        """Returns whether a graph is that of a micro-batch by itself."""
+        is_known = step_graphs.hold(graph, inputs)
+        return is_known and self._holds_for_lengths(graph[0].traced, inputs, call.args, call.kwargs)
 
     def _sizes(self, batch: int) -> frozenset[int]:
         """Samples in the micro-batches of a mini-batch."""
         return micro_batch_sizes(batch, self.settings.chunks)
 
-    def _known(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int
-    ) -> tuple[PreparedGraph, BoundProgram] | None:
+    def _known(self, inputs: GraphInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedGraph | None:
         """The graph of these inputs, in micro-batches as they will run, if there is one."""
-        inputs = self._inputs(args, kwargs, seed)
         for graph in self.graphs.candidates(inputs, self._sizes):
             if self._holds_for_lengths(graph[0].traced, inputs, args, kwargs):
                 return graph
@@ -129,10 +176,31 @@ class PipelineState:
                 return graph
         return None
 
-    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> GraphInputs:
+    def _checked_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int, flags: tuple[Any, ...] | None = None
+    ) -> GraphInputs:
+        """The inputs of a step.
+
+        Raises:
+            StateError: the pipe is closed.
+            ArgumentError: they have no values.
+        """
+        if self.closed:
+            raise StateError("the pipe is closed; make a new one with fxpipe.pipeline(model, ...)")
+        inputs = self._inputs(args, kwargs, seed, flags)
+        if not all(map(has_values, inputs.leaves)):
+            raise ArgumentError(
+                "the inputs have no values (meta or fake tensors); fxpipe.plan takes such, a step cannot"
+            )
+        return inputs
+
+    def _inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int, flags: tuple[Any, ...] | None = None
+    ) -> GraphInputs:
+        """Flattens inputs. `flags`: of the model's modules, where they are known."""
         leaves, spec = flatten((args, kwargs))
-        key = GraphKey(InputsKey.of(spec, leaves), module_flags(self.model), ThreadState.now())
-        return GraphInputs(leaves, spec, key, seed)
+        flags = module_flags(self.model) if flags is None else flags
+        return GraphInputs(leaves, spec, GraphKey(InputsKey.of(spec, leaves), flags, ThreadState.now()), seed)
 
     def _holds_for_lengths(
         self, traced: Traced, inputs: GraphInputs, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -143,14 +211,17 @@ class PipelineState:
             return True
         return holds_for_lengths(traced, args, kwargs)
 
-    def schedule_for(self, batch: int) -> Schedule:
-        """Makes the schedule of a step of `forward_backward`; there must be a plan."""
+    def schedule_for(self, micro_batches: int, samples: int) -> Schedule:
+        """Makes the schedule of a step of `forward_backward`; there must be a plan.
+
+        `samples`: of the largest micro-batch.
+        """
         settings, demands = self.settings, None
         if is_searched(settings.schedule):
             assert self.plan is not None
-            demands = resize_plan(self.plan, settings.largest_micro_batch(batch), settings.checkpoint).demands()
-        n, m = len(settings.placement), settings.micro_batches(batch)
-        return make_schedule(settings.schedule, n, m, settings.checkpoint, settings.placement, demands)
+            demands = resize_plan(self.plan, samples, settings.checkpoint).demands()
+        n = len(settings.placement)
+        return make_schedule(settings.schedule, n, micro_batches, settings.checkpoint, settings.placement, demands)
 
     def _choose_chunks(self, traced: Traced, batch: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Chooses the number of micro-batches again where this mini-batch is larger than any before.
@@ -169,9 +240,12 @@ class PipelineState:
 
     @planning_block()
     def _make_graph(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int
-    ) -> tuple[PreparedGraph, BoundProgram]:
-        """Records and cuts a graph; the first one decides where parameters live."""
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int, micro_batches: int | None = None
+    ) -> CachedGraph:
+        """Records and cuts a graph; the first one decides where parameters live.
+
+        `micro_batches`: the inputs are one of so many micro-batches; else they are a mini-batch.
+        """
         if missing := names_without_values(self.model):
             raise StateError(
                 f"the model has no values to run with: {missing[0]!r} is a meta or fake tensor; give it some first "
@@ -181,7 +255,7 @@ class PipelineState:
             if self.first is None:
                 # Planned as it will be trained, also where the first call only evaluates; a given plan has its mode.
                 with torch.inference_mode(False), torch.enable_grad(), show_progress(self.settings.progress):
-                    first = prepare(self.model, args, kwargs, self.settings, self.given_plan, seed)
+                    first = prepare(self.model, args, kwargs, self.settings, self.given_plan, seed, micro_batches)
                     reason = self._refusal_of_evaluation(first, args, kwargs, seed)
                 self.first = first
                 self.plan, self.settings = self.first.plan, self.first.settings
@@ -200,7 +274,8 @@ class PipelineState:
                     return kept
             with show_progress(self.settings.progress):
                 dynamic = self.graphs.dynamic_dims(self._inputs(args, kwargs, seed))
-                return self._keep(prepare_additional_graph(self.first, args, kwargs, self.settings, seed, dynamic))
+                settings = self.settings if micro_batches is None else replace(self.settings, chunks=1)
+                return self._keep(prepare_additional_graph(self.first, args, kwargs, settings, seed, dynamic))
         except Exception as error:
             _add_batch_size_note(error, self.model, args, kwargs)
             raise
@@ -215,7 +290,7 @@ class PipelineState:
         error, untold = refusal_of_evaluation(first, args, kwargs, seed)
         return str(error) if error is not None else ambiguous_output_message(untold[0]) if untold else None
 
-    def _keep(self, prepared: PreparedGraph) -> tuple[PreparedGraph, BoundProgram]:
+    def _keep(self, prepared: PreparedGraph) -> CachedGraph:
         traced = prepared.traced
         bound = BoundProgram(
             prepared.program,
@@ -272,6 +347,30 @@ class PipelineState:
                 "(leaf_modules=)",
                 stacklevel=2,
             )
+
+
+@contextlib.contextmanager
+def note_of_micro_batch(i: int, count: int) -> Iterator[None]:
+    """A block that looks at one of so many micro-batches."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"fxpipe: raised for micro-batch {i} of the {count} in micro_batches")
+        raise
+
+
+def _samples_of(traced: Traced, leaves: Sequence[Any]) -> int:
+    """Returns the number of samples in flattened inputs.
+
+    Raises:
+        ArgumentError: they hold none.
+    """
+    batch = traced.batch_of(leaves)
+    if batch == 0:
+        raise ArgumentError(
+            "the inputs hold no samples (size 0 in the batch dimension); give at least one, or skip the step"
+        )
+    return batch
 
 
 def _peek_seed() -> int:

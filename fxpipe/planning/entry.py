@@ -114,18 +114,27 @@ def prepare(
     settings: Settings,
     plan: Plan | None = None,
     seed: int = 0,
+    micro_batches: int | None = None,
 ) -> PreparedGraph:
     """Runs all passes. With a `plan`, its stages are taken instead of planning new ones, for the graph of its mode.
 
-    `seed` is that of the numbers that forward draws and reads.
+    Args:
+        seed: that of the numbers that forward draws and reads.
+        micro_batches: the inputs are one of so many micro-batches; None: they are a mini-batch.
     """
     from fxpipe.tracing.cache_key import in_mode
     from fxpipe.tracing.model_state import move_inputs, on_one_device
     from fxpipe.tracing.source_lines import warn_user
     from fxpipe.tracing.strategies import imbalance_warnings
 
+    as_inputs, count = settings, 1  # the settings under which the inputs are a mini-batch
+    if micro_batches is not None:
+        as_inputs = replace(settings, chunks=1, left=settings.left - {"chunks"})
+        count = micro_batches if "chunks" in settings.left else settings.chunks
+        settings = replace(as_inputs, chunks=count)
     if plan is None:
-        profiled = trace_and_profile(model, args, kwargs, settings, seed)
+        profiled = trace_and_profile(model, args, kwargs, as_inputs, seed)
+        profiled = replace(profiled, batch=profiled.batch * count)
         if len(settings.workers) > 1:
             for limit in imbalance_warnings(profiled.traced):
                 warn_user(limit)
@@ -136,10 +145,10 @@ def prepare(
         return prepare_profiled(profiled, settings)
     with on_one_device(model) as device, in_mode(model, plan.evaluating):
         args, kwargs = move_inputs((args, kwargs), device)
-        traced, batch = trace_batch(model, args, kwargs, settings, seed)
+        traced, batch = trace_batch(model, args, kwargs, as_inputs, seed)
         if plan.fingerprint != traced.fingerprint():
             raise ArgumentError(
                 f"plan was made for another graph (fingerprint {plan.fingerprint}, here {traced.fingerprint()}): the "
                 "model, its mode or its inputs have changed; plan it again with fxpipe.plan"
             )
-        return prepare_given_plan(traced, plan, batch, settings)
+        return prepare_given_plan(traced, plan, batch * count, settings)

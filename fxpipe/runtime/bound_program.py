@@ -59,6 +59,11 @@ class BoundProgram:
         return pytree.tree_unflatten(leaves, self.out_spec)
 
 
+def different_programs(bounds: Sequence[BoundProgram]) -> list[BoundProgram]:
+    """The programs among these, each once."""
+    return list({id(bound): bound for bound in bounds}.values())
+
+
 @dataclass(frozen=True, slots=True)
 class ModelTensors:
     """The model's tensors by name, looked up anew in each step: a parameter that was replaced is followed."""

@@ -31,6 +31,7 @@ from fxpipe.runtime.loss_verification import LossHistories
 from fxpipe.runtime.losses import LOSS_REMEDIES, MODEL_LOSS_REMEDIES, MicroBatchLosses, ambiguous_output_message
 from fxpipe.runtime.microbatches import gather, scatter, scatter_gradient, target_dims
 from fxpipe.runtime.step import Step
+from fxpipe.runtime.step_inputs import MicroBatch, StepInputs
 from fxpipe.runtime.step_record import StepRecord, step_record_of
 from fxpipe.runtime.transport import leaves_on_device
 from fxpipe.scheduling import backward_part, forward_part, make_schedule
@@ -85,25 +86,16 @@ class Engine:
         if self._runner != threading.get_ident():
             self._busy, self._runner, self._caller_context = threading.Lock(), None, CallerContext()
 
-    def _step(
-        self,
-        bound: BoundProgram,
-        leaves: Sequence[Any],
-        batch: int,
-        schedule: Schedule,
-        seed: int | None = None,
-        **more: Any,
-    ) -> Step:
-        shares = [size / batch for size in samples_per_micro_batch(batch, schedule.micro_batches)]
+    def _step(self, inputs: StepInputs, schedule: Schedule, seed: int | None = None, **more: Any) -> Step:
         # Only where something draws: a model without random nodes leaves the generator alone, as it does without a
         # pipe.
         if seed is None:
-            seed = int(torch.randint(2**62, (), device="cpu").item()) if bound.program.is_random else 0
+            is_random = any(bound.program.is_random for bound in inputs.programs)
+            seed = int(torch.randint(2**62, (), device="cpu").item()) if is_random else 0
         special = [a for row in schedule.rows for a in row if a.kind in (ActionKind.RECOMPUTE, ActionKind.WEIGHT)]
         recomputed = frozenset(a for a in special if a.kind is ActionKind.RECOMPUTE)
         split = frozenset(a.stage for a in special if a.kind is ActionKind.WEIGHT)
-        tensors = ModelTensors(self.model, bound.constants)
-        return Step(bound, tensors, leaves, shares, seed, recomputed, self._caller_context, split=split, **more)
+        return Step(inputs, self.model, seed, recomputed, self._caller_context, split=split, **more)
 
     def _run_rows(self, step: Step, schedule: Schedule, rows: Rows) -> None:
         """Runs rows, all of the schedule's or a part, and keeps the notes of what they did."""
@@ -111,7 +103,7 @@ class Engine:
         self.executor.run(step, rows)
         # Not the step itself, which holds tensors.
         self._last_step = functools.partial(
-            step_record_of, schedule, step.bound, step.log.now(), [*step.exchange.moved]
+            step_record_of, schedule, step.bounds, step.log.now(), [*step.exchange.moved]
         )
 
     @property
@@ -141,7 +133,10 @@ class Engine:
         name = "gpipe" if bound.state.grad else "inference"
         schedule = make_schedule(name, n, m, checkpoint, placement)
         kind = self._loss_histories.for_drop_in(bound)
-        step = self._step(bound, leaves, batch, schedule, look_at_elements=kind.look_at_elements)
+        shares = _shares(samples_per_micro_batch(batch, m))
+        step = self._step(
+            StepInputs.of_mini_batch(bound, leaves, shares), schedule, look_at_elements=kind.look_at_elements
+        )
         self._run_rows(step, schedule, forward_part(schedule))
         parts = {link.value: [step.exchange.take(n, link, i) for i in range(m)] for link in bound.wiring.links[-1]}
         results = bound.results
@@ -170,32 +165,29 @@ class Engine:
                     raise LossError(f"{wrong} {MODEL_LOSS_REMEDIES}")
                 kind.count_pass()
 
-            attached = self._commit(step, leaves, backward, [outputs[place] for place, *_ in differentiable])
+            attached = self._commit(step, backward, [outputs[place] for place, *_ in differentiable])
             for (place, *_), output in zip(differentiable, attached, strict=True):
                 outputs[place] = output
         count = len(bound.program.outputs)
-        write_back_results(step.tensors, leaves, bound.program, outputs[count:])
+        write_back_results(step.open_programs[0].tensors, leaves, bound.program, outputs[count:])
         return bound.output(outputs[:count])
 
     def _commit(
         self,
         step: Step,
-        leaves: Sequence[Any],
         backward: Callable[[Sequence[torch.Tensor | None]], None],
         outputs: Sequence[torch.Tensor],
         extra: Sequence[torch.Tensor] = (),
     ) -> tuple[torch.Tensor, ...]:
         """`outputs` in the caller's graph: their backward runs `backward`, then hands out what the step has summed."""
-        named = {name: step.tensors.get(name) for stage in step.stages for name in stage.attributes}
-        names = [name for name, t in named.items() if t.requires_grad and not step.is_changed(name)]
-        places = [p for p, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        inputs = [leaves[place] for place in places]
-        parameters = [named[name] for name in names]
+        named = {name: t for name, t in step.tensors_by_name().items() if t.requires_grad and not step.is_changed(name)}
+        trained, parameters = step.trained, [*named.values()]
+        inputs = [one.tensor for one in trained]
 
         def finish(gradients: Sequence[torch.Tensor | None]) -> GradientList:
             backward(gradients)
-            sums: GradientList = [step.parameter_gradient(name) for name in names]
-            sums += [step.exchange.input_gradients(place, leaves[place]) for place in places]
+            sums: GradientList = [step.parameter_gradient(name, tensor.device) for name, tensor in named.items()]
+            sums += [step.exchange.input_gradients(one) for one in trained]
             if step.loss is None:
                 roll_back_with_caller([tensor for tensor in (*parameters, *inputs) if tensor.is_leaf])
                 return sums
@@ -222,7 +214,7 @@ class Engine:
     ) -> tuple[torch.Tensor, Any]:
         """Runs a step and adds its gradients to the model's parameters; returns the loss, and the outputs or None."""
         m = schedule.micro_batches
-        shares = [size / batch for size in samples_per_micro_batch(batch, m)]
+        shares = _shares(samples_per_micro_batch(batch, m))
         device = bound.devices[-1]
         kind = self._loss_histories.of(loss_fn, reduction, target, bound)
 
@@ -234,9 +226,7 @@ class Engine:
             )
             losses.known = bound.known_pieces(leaves, batch) if bound.known_pieces is not None else {}
             step = self._step(
-                bound,
-                leaves,
-                batch,
+                StepInputs.of_mini_batch(bound, leaves, shares),
                 schedule,
                 seed,
                 losses=losses,
@@ -263,15 +253,56 @@ class Engine:
                 raise LossError(f"{wrong} {LOSS_REMEDIES}. {MODEL_LOSS_REMEDIES}")
         if m > 1:
             kind.count_pass(is_mistaken=wrong is not None)
-        extra = [leaf for leaf, *_ in stage.own.values()]
-        (root,) = self._commit(step, leaves, lambda _: None, [torch.zeros((), device="cpu")], extra)
-        with gradient_rollback(leaves_below(root)):
-            root.backward()
+        self._add_gradients(step, stage)
         step.commit_buffers()
         with torch.no_grad():
             more = stage.gather_other_results(lambda parts, how: gather(parts, how, shares))
-            write_back_results(step.tensors, leaves, bound.program, more)
+            write_back_results(step.open_programs[0].tensors, leaves, bound.program, more)
         return loss, stage.tree(outputs) if return_outputs else None
+
+    def forward_backward_of(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        schedule: Schedule,
+        loss_fn: Callable[..., Any],
+        reduction: str,
+        scaler: torch.amp.GradScaler | None = None,
+        return_outputs: bool = False,
+    ) -> tuple[torch.Tensor, list[Any] | None]:
+        """Runs a step over micro-batches that are handed over; returns the loss, and the outputs of each or None."""
+        shares = _shares([one.samples for one in micro_batches])
+        device = micro_batches[0].bound.devices[-1]
+        targets = _targets_on_device([one.target for one in micro_batches], device)
+        losses = MicroBatchLosses(loss_fn, reduction, shares, targets, scaler, is_handed_over=True)
+        step = self._step(
+            StepInputs.of_micro_batches(micro_batches, shares), schedule, losses=losses, keep_outputs=return_outputs
+        )
+        self._run_rows(step, schedule, schedule.rows)
+        assert step.loss is not None
+        loss = losses.total()
+        outputs = step.loss.outputs_of_micro_batches() if return_outputs else None
+        self._add_gradients(step, step.loss)
+        step.commit_buffers()
+        with torch.no_grad():
+            for i, one in enumerate(micro_batches):  # as in a loop, attributes are in the end what the last one leaves
+                results = step.loss.other_results(i)
+                write_back_results(
+                    ModelTensors(self.model, one.bound.constants), one.leaves, one.bound.program, results
+                )
+        return loss, outputs
+
+    def _add_gradients(self, step: Step, stage: LossStage) -> None:
+        """Adds the gradients of a step that has ended well to those of the model's parameters."""
+        extra = [leaf for leaf, *_ in stage.own.values()]
+        (root,) = self._commit(step, lambda _: None, [torch.zeros((), device="cpu")], extra)
+        with gradient_rollback(leaves_below(root)):
+            root.backward()
+
+
+def _shares(samples: Sequence[int]) -> list[float]:
+    """Returns the share of each micro-batch in all samples."""
+    batch = sum(samples)
+    return [size / batch for size in samples]
 
 
 def write_back_results(
@@ -299,6 +330,12 @@ def _scatter_target(target: tuple[Any, ...], batch: int, count: int, device: tor
     dims = target_dims(leaves, batch)
     moved = leaves_on_device(leaves, device)
     return [pytree.tree_unflatten(part, spec) for part in scatter(moved, dims, count)] if leaves else [target] * count
+
+
+def _targets_on_device(targets: list[tuple[Any, ...]], device: torch.device) -> list[tuple[Any, ...]]:
+    """The targets of micro-batches that are handed over, where the loss is taken."""
+    leaves, spec = flatten(targets)
+    return pytree.tree_unflatten(leaves_on_device(leaves, device), spec) if leaves else targets
 
 
 @atexit.register

@@ -16,7 +16,7 @@ import torch
 from fxpipe._torch.autograd import takes_gradient
 from fxpipe.errors import InternalError
 from fxpipe.rewriting.program import PIPE_INPUT, ReceivedValue
-from fxpipe.runtime.bound_program import BoundProgram
+from fxpipe.runtime.step_inputs import StepInputs, TrainedInput
 from fxpipe.runtime.transport import PendingCopy, Transport
 from fxpipe.runtime.wiring import ValueLink
 
@@ -37,22 +37,27 @@ TransferNote: TypeAlias = tuple[str, int | None, int, int, int]
 class Exchange:
     """The values and gradients of one step that are on their way."""
 
-    def __init__(
-        self, bound: BoundProgram, inputs: Sequence[Sequence[Any]], wants: Sequence[bool], transport: Transport
-    ):
-        """`inputs`: for each micro-batch its part of the input leaves; `wants`: which leaves get a gradient."""
-        self.bound, self.transport = bound, transport
-        self._devices = (*bound.devices, bound.devices[-1])  # by user: the loss is where the last stage is
-        self._readers = {value: self._by_device(users) for value, users in bound.wiring.users.items()}
+    def __init__(self, inputs: StepInputs, transport: Transport, grad: bool):
+        """Enters the inputs. `grad`: of the caller; without it no input gets a gradient."""
+        self.bounds, self.transport = inputs.bounds, transport
+        devices = inputs.devices
+        self._devices = (*devices, devices[-1])  # by user: the loss is where the last stage is
+        readers = {
+            id(bound): {value: self._by_device(users) for value, users in bound.wiring.users.items()}
+            for bound in inputs.programs
+        }
+        self._readers = [readers[id(bound)] for bound in inputs.bounds]  # by micro-batch
         self._may_move = transport.may_copy
         self._values: dict[tuple[int, int, str, int], BoundaryValue] = {}
         self._gradients: dict[tuple[int, str, int], Any] = {}
         self.moved: list[TransferNote] = []
-        # Of inputs that require grad, the parts, for where and how large their gradients are.
-        self._parts: dict[str, list[torch.Tensor]] = {}
-        for place, name in enumerate(bound.program.inputs):
-            if name is not None:
-                self._enter(name, [part[place] for part in inputs], wants[place])
+        # Of inputs that require grad, by name and micro-batch, for where and how large their gradients are.
+        self._parts: dict[tuple[str, int], torch.Tensor] = {}
+        trained = {(one.place, i) for one in inputs.trained for i in one.micro_batches} if grad else set()
+        for i, (bound, leaves) in enumerate(zip(inputs.bounds, inputs.parts, strict=True)):
+            for place, name in enumerate(bound.program.inputs):
+                if name is not None:
+                    self._enter(name, i, leaves[place], (place, i) in trained)
 
     def _by_device(self, users: Sequence[int]) -> tuple[tuple[torch.device, tuple[int, ...]], ...]:
         """Groups users by device: a value is sent to each device once."""
@@ -61,14 +66,13 @@ class Exchange:
             groups.setdefault(self._devices[user], []).append(user)
         return tuple((device, tuple(those)) for device, those in groups.items())
 
-    def _enter(self, name: str, parts: Sequence[Any], wants: bool) -> None:
+    def _enter(self, name: str, i: int, part: Any, wants: bool) -> None:
         """Enters an input, which goes the way of all values, but is sent only when it is asked for."""
-        parts = [part.detach() if isinstance(part, torch.Tensor) else part for part in parts]
-        for user in self.bound.wiring.users.get((PIPE_INPUT, name), ()):
-            for i, part in enumerate(parts):
-                self._values[user, PIPE_INPUT, name, i] = BoundaryValue(part, wants)
+        part = part.detach() if isinstance(part, torch.Tensor) else part
+        for user in self.bounds[i].wiring.users.get((PIPE_INPUT, name), ()):
+            self._values[user, PIPE_INPUT, name, i] = BoundaryValue(part, wants)
         if wants:
-            self._parts[name] = parts
+            self._parts[name, i] = part
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -76,7 +80,7 @@ class Exchange:
         wants = False
         if isinstance(value, torch.Tensor):
             wants, value = takes_gradient(value), value.detach()
-        for device, users in self._readers[maker, name]:
+        for device, users in self._readers[i][maker, name]:
             sent = self.transport.start_copy(value, device) if self._may_move else value
             for user in users:
                 self._values[user, maker, name, i] = BoundaryValue(sent, wants)
@@ -101,7 +105,7 @@ class Exchange:
             raise InternalError(f"two gradients for {link.value.name} at stage {link.gradient_target}, micro-batch {i}")
         if self._may_move:
             is_input = link.gradient_target == PIPE_INPUT
-            target = self._parts[link.value.name][i].device if is_input else self._devices[link.gradient_target]
+            target = self._parts[link.value.name, i].device if is_input else self._devices[link.gradient_target]
             gradient = self.transport.start_copy(gradient, target)
         self._gradients[key] = gradient
 
@@ -116,20 +120,23 @@ class Exchange:
 
     def enter_gradients(self, output: ReceivedValue, gradients: Sequence[torch.Tensor | None]) -> None:
         """Enters the gradients of a drop-in's output, one for each micro-batch. They are sent when asked for."""
-        link = next(link for link in self.bound.wiring.links[-1] if link.value == output)
+        link = next(link for link in self.bounds[0].wiring.links[-1] if link.value == output)
         for i, gradient in enumerate(gradients):
             key = (link.gradient_target, link.value.name, i)
             if gradient is not None:  # a value may stand in the output twice
                 self._gradients[key] = gradient if key not in self._gradients else self._gradients[key] + gradient
 
-    def input_gradients(self, place: int, like: torch.Tensor) -> torch.Tensor | None:
+    def input_gradients(self, trained: TrainedInput) -> torch.Tensor | None:
         """Gathers the gradient of an input that requires grad."""
-        name, dim = self.bound.program.inputs[place], self.bound.in_dims[place]
-        assert name is not None
-        parts = self._parts.pop(name)
-        gradients = [self._gradients.pop((PIPE_INPUT, name, i), None) for i in range(len(parts))]
+        parts, gradients, dim = [], [], trained.dim
+        for i in trained.micro_batches:
+            name = self.bounds[i].program.inputs[trained.place]
+            assert name is not None
+            parts.append(self._parts.pop((name, i)))
+            gradients.append(self._gradients.pop((PIPE_INPUT, name, i), None))
         if self._may_move:
-            gradients = [None if g is None else self.transport.open(g, like.device) for g in gradients]
+            device = trained.tensor.device
+            gradients = [None if g is None else self.transport.open(g, device) for g in gradients]
         if all(g is None for g in gradients):
             return None
         if dim is None:
@@ -150,7 +157,3 @@ def boundary_value_bytes(value: Any) -> int:
     if value.layout is torch.sparse_coo:
         return value._values().nbytes
     return value.values().nbytes if value.layout in _WITH_VALUES else 0
-
-
-def tensor_requires_grad(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad

@@ -12,7 +12,7 @@ from fxpipe._torch.autograd import gradients_of, leaves_below, suspend_hooks
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.errors import LossError
 from fxpipe.rewriting.program import ConstantOutput
-from fxpipe.runtime.bound_program import BoundProgram
+from fxpipe.runtime.bound_program import BoundProgram, different_programs
 from fxpipe.runtime.caller_context import CallerStateRunner
 from fxpipe.runtime.commit import add_gradient
 from fxpipe.runtime.exchange import Exchange
@@ -35,7 +35,7 @@ NOT_AFFINE = (
 class LossStage:
     """Runs on the worker of the last stage, right after its F."""
 
-    bound: BoundProgram
+    bounds: Sequence[BoundProgram]  # by micro-batch
     exchange: Exchange
     losses: MicroBatchLosses
     loss_weighting: LossWeightingCheck
@@ -46,13 +46,26 @@ class LossStage:
     own: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=dict)
     # Of what else the loss depends on, by id: the tensor, the sum of its gradients, and how many these are.
     run_as_caller: CallerStateRunner = field(init=False)
-    tree: OutputTree = field(init=False)
+    trees: Sequence[OutputTree] = field(init=False)  # by micro-batch
 
     def __post_init__(self) -> None:
-        self.run_as_caller, self.tree = CallerStateRunner(self.bound.state), OutputTree.of(self.bound)
+        self.run_as_caller = CallerStateRunner(self.bound.state)
+        trees = {id(bound): OutputTree.of(bound) for bound in different_programs(self.bounds)}
+        self.trees = [trees[id(bound)] for bound in self.bounds]
+
+    @property
+    def bound(self) -> BoundProgram:
+        """The program of the mini-batch; where micro-batches were handed over, of the first."""
+        return self.bounds[0]
+
+    @property
+    def tree(self) -> OutputTree:
+        """The output of the mini-batch."""
+        return self.trees[0]
 
     def run(self, i: int) -> None:
-        links, user = self.bound.wiring.links[-1], len(self.bound.devices)
+        bound = self.bounds[i]
+        links, user = bound.wiring.links[-1], len(bound.devices)
         outputs: list[Any] = []
         trained: list[int] = []  # places of outputs that want a gradient
         for link in links:
@@ -64,11 +77,11 @@ class LossStage:
             outputs.append(output)
         if self.keep_outputs:
             self.outputs[i] = [x.detach() if isinstance(x, torch.Tensor) else x for x in outputs]
-        program = self.bound.program
+        program = bound.program
         if program.written_inputs or program.left:
             values = {link.value: output for link, output in zip(links, outputs, strict=True)}
             self.others[i] = [values[v].detach() for v in (*program.written_inputs.values(), *program.left.values())]
-        with hold_generators(self.bound.devices[-1]):
+        with hold_generators(bound.devices[-1]):
             loss, begin = self.run_as_caller(self._loss, outputs, i)
         output_gradients: Sequence[torch.Tensor | None] = [None] * len(trained)
         if loss.requires_grad:  # else it is a number, a micro-batch of padding say, and adds nothing
@@ -82,8 +95,8 @@ class LossStage:
             self.gradients[i] = gradients
 
     def _loss(self, outputs: Sequence[Any], i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        losses, tree = self.losses, self.tree
-        if not tree.is_weighed:
+        losses, tree = self.losses, self.trees[i]
+        if losses.is_handed_over or not tree.is_weighed:
             return losses(tree(outputs), i)
         weight = losses.shares[i]
         return losses(tree.share(outputs, losses.known, weight, losses.reduction), i, lambda: tree(outputs))
@@ -117,6 +130,14 @@ class LossStage:
         """The outputs of the mini-batch, which were kept: one for each link."""
         rows = [self.outputs.pop(i) for i in sorted(self.outputs)]
         return [gather(list(parts), how) for parts, how in zip(zip(*rows, strict=True), self._hows(), strict=True)]
+
+    def outputs_of_micro_batches(self) -> list[Any]:
+        """The outputs, which were kept, as each micro-batch by itself gives them."""
+        return [tree(self.outputs.pop(i)) for i, tree in enumerate(self.trees)]
+
+    def other_results(self, i: int) -> list[torch.Tensor]:
+        """Returns what forward has left in inputs and attributes of a micro-batch that was handed over."""
+        return self.others.pop(i, [])
 
     def gather_other_results(self, gather: GatherFunction) -> list[torch.Tensor]:
         """Gathers what forward has left in inputs and attributes, of the mini-batch."""

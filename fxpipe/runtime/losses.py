@@ -58,6 +58,8 @@ class MicroBatchLosses:
     unit: Any = None  # where it does: a power of two near 1 / the sum of weights
     has_gradient: bool = False  # does any of them require grad
     known: Mapping[int, Any] = field(default_factory=dict)  # pieces of the mini-batch, by place
+    # Micro-batches are no parts of a mini-batch: the loss is a weighted mean, or the sum, of what each by itself gives.
+    is_handed_over: bool = False
 
     def __post_init__(self) -> None:
         self.values = [None] * len(self.shares)

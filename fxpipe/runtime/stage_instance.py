@@ -97,6 +97,47 @@ class StageResult(NamedTuple):
     pending: BackwardHandle
 
 
+class StageTotals:
+    """The sums of a stage over the micro-batches of a step: gradients, and the buffers that change.
+
+    Micro-batches may run different programs; stages of one number share it.
+    """
+
+    def __init__(self) -> None:
+        self.buffers: dict[str, torch.Tensor] = {}  # that change, as the last F left them
+        self.assigned: set[str] = set()  # of those, by name, what forward sets to another tensor
+        self.sums: dict[str, torch.Tensor] = {}  # of gradients, by parameter
+        self._counters: dict[str, torch.Tensor] = {}  # of mini-batches, as every F leaves them
+        self._statistics: dict[int, list[BatchStatistics]] = {}  # of deferred batch norm, by micro-batch
+        self._counts: dict[str, int] = {}  # of gradients in a sum
+
+    def finish_forward(self, stage: Stage, i: int, ran: StageResult) -> None:
+        """Stores what F leaves for that of the next micro-batch, and for the end of the step."""
+        if not ran.buffers:
+            return  # then it has no statistics either, which are of buffers
+        for name, value in ran.buffers.items():
+            (self._counters if name in stage.counters else self.buffers)[name] = value
+        self._statistics[i] = ran.statistics
+        first = next(iter(self._statistics.values()))
+        if first or ran.statistics:
+            check_same_norm_calls(first, ran.statistics)
+
+    def final_buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that change, after all micro-batches."""
+        return updated_running_statistics(
+            self.buffers | self._counters, [self._statistics[i] for i in sorted(self._statistics)]
+        )
+
+    def add(self, gradients: Iterable[tuple[str, torch.Tensor | None]]) -> None:
+        """Adds gradients of parameters, by name, to their sums."""
+        for name, gradient in gradients:
+            if gradient is not None:
+                count = self._counts.get(name, 0)
+                self.sums[name] = add_gradient(self.sums.get(name), gradient, count)
+                self._counts[name] = count + 1
+            del gradient  # before the next one is made
+
+
 class StageInstance:
     """A stage with the tensors of the model that it uses, on its device."""
 
@@ -108,17 +149,14 @@ class StageInstance:
         bring: Callable[[torch.Tensor], torch.Tensor],
         tensors: ModelTensors,
         state: ThreadState,
+        totals: StageTotals,
     ):
         """`function`: what runs of it; `bring`: to the stage's device; `state`: of the caller."""
         self.stage, self.function, self.links, self.grad = stage, function, links, state.grad
+        self.totals = totals
         self._run_as_caller = CallerStateRunner(state)
         self.views: dict[str, torch.Tensor] = {}  # of parameters
         self.constants: dict[str, torch.Tensor] = {}
-        self.buffers: dict[str, torch.Tensor] = {}  # that change, as the last F left them
-        self._counters: dict[str, torch.Tensor] = {}  # of mini-batches, as every F leaves them
-        self._statistics: dict[int, list[BatchStatistics]] = {}  # of deferred batch norm, by micro-batch
-        self.sums: dict[str, torch.Tensor] = {}  # of gradients, by parameter
-        self._counts: dict[str, int] = {}  # of gradients in a sum
         self._detached_parameters: dict[str, torch.Tensor] = {}  # parameters as tapes have them
         for name in stage.attributes:
             tensor = tensors.get(name)
@@ -129,16 +167,22 @@ class StageInstance:
                 )
             moved = bring(tensor.detach())
             if name in stage.changed_buffers or name in stage.assigns:
-                self.buffers[name] = moved.clone()  # the drop-in commits before R asks what F saw
+                if name not in totals.buffers:
+                    totals.buffers[name] = moved.clone()  # the drop-in commits before R asks what F saw
             elif tensor.is_floating_point() or tensor.is_complex():
                 self.views[name] = moved.requires_grad_(tensor.requires_grad and state.grad)
             else:
                 self.constants[name] = moved
+        totals.assigned.update(stage.assigns)
         # What is the same for every micro-batch.
         self._fixed = [self.views.get(name, self.constants.get(name)) for name in stage.attributes]
         of_b = {n: view for n, view in self.views.items() if n not in function.split_parameters}
         summed = {n: view for n, view in of_b.items() if view.requires_grad}
         self._names, self._summed = [*summed], [*summed.values()]  # whose gradients B sums
+
+    def uses(self, name: str) -> bool:
+        """Returns whether the stage reads this tensor of the model, or sets it."""
+        return name in self.stage.attributes or name in self.stage.assigns
 
     def run(
         self, received: Sequence[BoundaryValue], buffers: dict[str, torch.Tensor], is_kept: bool = True
@@ -172,23 +216,6 @@ class StageInstance:
                 pending.begin(name, gradient_edge_of(x))
         return StageResult(sent, buffers, statistics, pending)
 
-    def finish_forward(self, i: int, ran: StageResult) -> None:
-        """Stores what F leaves for that of the next micro-batch, and for the end of the step."""
-        if not ran.buffers:
-            return  # then it has no statistics either, which are of buffers
-        for name, value in ran.buffers.items():
-            (self._counters if name in self.stage.counters else self.buffers)[name] = value
-        self._statistics[i] = ran.statistics
-        first = next(iter(self._statistics.values()))
-        if first or ran.statistics:
-            check_same_norm_calls(first, ran.statistics)
-
-    def final_buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers that change, after all micro-batches."""
-        return updated_running_statistics(
-            self.buffers | self._counters, [self._statistics[i] for i in sorted(self._statistics)]
-        )
-
     def backward(
         self, pending: BackwardHandle, gradients: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor | None]:
@@ -212,7 +239,7 @@ class StageInstance:
         if not roots or not wanted:
             return [None] * len(pending.leaves)
         results = gradients_of(wanted, roots, arrived)
-        self._add(zip(self._names, results, strict=False))
+        self.totals.add(zip(self._names, results, strict=False))
         if pending.tape is not None:
             pending.tape.arrived(results[of_weights:])
         return results[len(self._summed) : of_weights]
@@ -220,12 +247,4 @@ class StageInstance:
     def weight_gradients(self, tape: WeightGradientTape) -> None:
         """Sums the gradients of the parameters that B has left."""
         with torch.no_grad():
-            self._add(tape.weight_gradients())
-
-    def _add(self, gradients: Iterable[tuple[str, torch.Tensor | None]]) -> None:
-        for name, gradient in gradients:
-            if gradient is not None:
-                count = self._counts.get(name, 0)
-                self.sums[name] = add_gradient(self.sums.get(name), gradient, count)
-                self._counts[name] = count + 1
-            del gradient  # before the next one is made
+            self.totals.add(tape.weight_gradients())

@@ -25,25 +25,25 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from fxpipe._torch.profiler import is_profiler_on
 from fxpipe._torch.saved_tensor_hooks import NoSavedTensors
 from fxpipe.rewriting.program import SourceLocation, WeightGradientTape, stage_context
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
 from fxpipe.runtime.caller_context import CallerContext, thread_defaults
-from fxpipe.runtime.exchange import BoundaryValue, Exchange, tensor_requires_grad
+from fxpipe.runtime.exchange import BoundaryValue, Exchange
 from fxpipe.runtime.loss_stage import LossStage
 from fxpipe.runtime.loss_weighting_check import LossWeightingCheck
 from fxpipe.runtime.losses import MicroBatchLosses
-from fxpipe.runtime.microbatches import scatter
 from fxpipe.runtime.profiler_ranges import profiler_range
 from fxpipe.runtime.recomputing import RecomputeBlock
-from fxpipe.runtime.stage_instance import BackwardHandle, StageInstance, StageResult
+from fxpipe.runtime.stage_instance import BackwardHandle, StageInstance, StageResult, StageTotals
+from fxpipe.runtime.step_inputs import StepInputs, check_programs_fit
 from fxpipe.runtime.step_record import StepLog, mark_time
 from fxpipe.runtime.transport import Transport
-from fxpipe.runtime.wiring import Fences
+from fxpipe.runtime.wiring import Fences, fences_of
 from fxpipe.scheduling.actions import Action, ActionKind
-from fxpipe.utils.clone import clone
 from fxpipe.utils.random_generators import mix_seed
 
 # -- The place in the pipeline where an exception was raised, in the user's words ------------------------------------
@@ -70,15 +70,22 @@ class RecomputeInputs:
     buffers: dict[str, torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class OpenProgram:
+    """A program in one step: the model's tensors as it names them, and its stages."""
+
+    bound: BoundProgram
+    tensors: ModelTensors
+    stages: list[StageInstance]
+
+
 class Step:
     """One mini-batch. An executor has only to call `perform(action)`, once `is_ready(action)`."""
 
     def __init__(
         self,
-        bound: BoundProgram,
-        tensors: ModelTensors,
-        leaves: Sequence[Any],
-        weights: Sequence[float],
+        inputs: StepInputs,
+        model: nn.Module,
         seed: int,
         recomputed: frozenset[Action],
         ambient: CallerContext,
@@ -88,41 +95,51 @@ class Step:
         look_at_elements: bool = False,
     ):
         """`split`: the stages that have W."""
-        self.bound, self.tensors, self.stages = bound, tensors, bound.program.stages
-        self.weights, self.seed, self.recomputed = weights, seed, recomputed
-        self.grad = bound.state.grad
+        # Not the inputs themselves: their parts are gone with the stages that use them.
+        self.bounds, self.trained, self.weights = inputs.bounds, inputs.trained, inputs.weights
+        self.seed, self.recomputed = seed, recomputed
+        self.devices, self.state = inputs.devices, inputs.bounds[0].state
+        self.grad = self.state.grad
         self.caller_context = ambient  # of the caller; the drop-in's backward brings its own
-        wiring = bound.wiring
-        self.transport = Transport.of(bound.devices, leaves)
-        self._streams = [self.transport.compute_stream(device) for device in bound.devices]  # by stage
-        wants = [self.grad and tensor_requires_grad(leaf) for leaf in leaves]
-        with torch.no_grad():  # parts begin graphs of their own
-            # What will be written to after forward has to stay what it was for those who read it in R.
-            own = [clone(leaf) if p in bound.program.written_inputs else leaf for p, leaf in enumerate(leaves)]
-            parts = scatter(own, bound.in_dims, len(weights))
-        self.exchange = Exchange(bound, parts, wants, self.transport)
-        self.loss_weighting = LossWeightingCheck.of(bound, look_at_elements and len(weights) > 1)
+        self.transport = Transport.of(self.devices, inputs.values)
+        self._streams = [self.transport.compute_stream(device) for device in self.devices]  # by stage
+        self.exchange = Exchange(inputs, self.transport, self.grad)
+        self.loss_weighting = LossWeightingCheck.of(inputs.bounds[0], look_at_elements and len(self.weights) > 1)
         self.loss = (
-            None if losses is None else LossStage(bound, self.exchange, losses, self.loss_weighting, keep_outputs)
+            None
+            if losses is None
+            else LossStage(inputs.bounds, self.exchange, losses, self.loss_weighting, keep_outputs)
         )
-        self.stage_instances = [
-            StageInstance(
-                stage,
-                stage.callable(is_split=j in split),
-                wiring.links[j],
-                partial(self.transport.bring, target=bound.devices[j]),
-                tensors,
-                bound.state,
-            )
-            for j, stage in enumerate(self.stages)
+        self.totals = [StageTotals() for _ in self.devices]
+        self.open_programs = [
+            self._open(bound, ModelTensors(model, bound.constants), split) for bound in inputs.programs
         ]
+        if len(self.open_programs) > 1:
+            check_programs_fit(inputs.programs, [one.tensors for one in self.open_programs])
+        by_id = {id(one.bound): one for one in self.open_programs}
+        self._programs = [by_id[id(bound)] for bound in inputs.bounds]  # by micro-batch
         self.saved: dict[tuple[int, int], RecomputeInputs] = {}
         self.pending: dict[tuple[int, int], BackwardHandle] = {}
         self.tapes: dict[tuple[int, int], WeightGradientTape] = {}
         self.failure: BaseException | None = None
         self.log = StepLog()
         self._failing = threading.Lock()
-        self._fences = Fences(wiring.before if losses is None else wiring.fences_with_loss)
+        self._fences = Fences(fences_of([bound.wiring for bound in inputs.programs], losses is not None))
+
+    def _open(self, bound: BoundProgram, tensors: ModelTensors, split: frozenset[int]) -> OpenProgram:
+        instances = [
+            StageInstance(
+                stage,
+                stage.callable(is_split=j in split),
+                bound.wiring.links[j],
+                partial(self.transport.bring, target=self.devices[j]),
+                tensors,
+                self.state,
+                self.totals[j],
+            )
+            for j, stage in enumerate(bound.program.stages)
+        ]
+        return OpenProgram(bound, tensors, instances)
 
     @property
     def micro_batches(self) -> int:
@@ -133,7 +150,7 @@ class Step:
     def in_row(self) -> AbstractContextManager[None]:
         """A block of a thread, in which it performs a row or a part of one."""
         stage_context.recomputes = bool(self.recomputed)
-        return thread_defaults(self.bound.state)
+        return thread_defaults(self.state)
 
     def is_ready(self, action: Action) -> bool:
         return self.failure is not None or self._fences.are_open(action)
@@ -156,7 +173,7 @@ class Step:
             if self._streams[j] is None and self.caller_context.is_empty and not is_profiler_on():
                 self._timed(action)
             else:
-                device = self.bound.devices[j]
+                device = self.devices[j]
                 with (
                     self.caller_context.for_action(action.kind, device),
                     profiler_range(action),
@@ -164,9 +181,10 @@ class Step:
                 ):
                     self._timed(action)
         except BaseException as error:
-            node = self.stage_instances[j].function.failing_node(error)
-            location = self.stages[j].locations.get(node)
-            error.add_note(failure_note(action, len(self.stages), str(self.bound.devices[j]), node, location))
+            opened = self._programs[action.micro_batch].stages[j]
+            node = opened.function.failing_node(error)
+            location = opened.stage.locations.get(node)
+            error.add_note(failure_note(action, len(self.devices), str(self.devices[j]), node, location))
             self.fail(error)
             return
         self._fences.pass_on(action)
@@ -183,9 +201,9 @@ class Step:
     # -- actions -----------------------------------------------------------------------------------------------------
 
     def forward(self, j: int, i: int) -> None:
-        opened = self.stage_instances[j]
+        opened = self._programs[i].stages[j]
         received = [self.exchange.take(j, link, i) for link in opened.links]
-        buffers = dict(opened.buffers)
+        buffers = dict(opened.totals.buffers)
         if (ActionKind.RECOMPUTE, j, i) in self.recomputed:
             # Not under no_grad, where torch takes other kernels (LSTM): R must come to the same bits.
             with NoSavedTensors():
@@ -195,9 +213,9 @@ class Step:
             ran = self._run(j, i, received, buffers)
             if self.grad:
                 self.pending[j, i] = ran.pending
-        opened.finish_forward(i, ran)
+        opened.totals.finish_forward(opened.stage, i, ran)
         self._send(j, i, ran.sent)
-        if j == len(self.stages) - 1 and self.loss is not None:
+        if j == len(self.devices) - 1 and self.loss is not None:
             del received, ran  # what nobody saved need not live while the loss runs
             self.loss.run(i)
 
@@ -209,12 +227,13 @@ class Step:
     def _run(
         self, j: int, i: int, received: list[BoundaryValue], buffers: dict[str, torch.Tensor], is_kept: bool = True
     ) -> StageResult:
-        if self.bound.program.is_random:
+        program = self._programs[i]
+        if program.bound.program.is_random:
             stage_context.seed = mix_seed(self.seed, i)
-        return self.stage_instances[j].run(received, buffers, is_kept)
+        return program.stages[j].run(received, buffers, is_kept)
 
     def _send(self, j: int, i: int, sent: Sequence[Any]) -> None:
-        for name, value in zip(self.stages[j].sends, sent, strict=True):
+        for name, value in zip(self._programs[i].stages[j].stage.sends, sent, strict=True):
             self.exchange.send(j, name, i, value)
 
     def backward(self, j: int, i: int) -> None:
@@ -222,7 +241,7 @@ class Step:
         arrived = [self.exchange.take_gradient(j, name, i) for name in pending.names]
         if self.loss_weighting.reduced:
             self.loss_weighting.note_roots(j, i, pending.names, pending.roots, arrived)
-        gradients = self.stage_instances[j].backward(pending, arrived)
+        gradients = self._programs[i].stages[j].backward(pending, arrived)
         for link, gradient in zip(pending.links, gradients, strict=True):
             self.exchange.send_gradient(link, i, gradient)
         if pending.tape is not None:
@@ -231,30 +250,39 @@ class Step:
     def weight_gradients(self, j: int, i: int) -> None:
         tape = self.tapes.pop((j, i), None)
         if tape is not None:  # else B has done all
-            self.stage_instances[j].weight_gradients(tape)
+            self._programs[i].stages[j].weight_gradients(tape)
 
     # -- the end of the step -----------------------------------------------------------------------------------------
 
     def is_changed(self, name: str) -> bool:
         """Returns whether forward changes this tensor of the model."""
-        return any(name in opened.buffers for opened in self.stage_instances)
+        return any(name in totals.buffers for totals in self.totals)
+
+    def tensors_by_name(self) -> dict[str, torch.Tensor]:
+        """The model's tensors that stages use."""
+        return {
+            name: program.tensors.get(name)
+            for program in self.open_programs
+            for opened in program.stages
+            for name in opened.stage.attributes
+        }
 
     @torch.no_grad()
     def commit_buffers(self) -> None:
         """Writes the buffers that forward has changed into the model."""
-        for opened in self.stage_instances:
-            for name, value in opened.final_buffers().items():
-                if name in opened.stage.assigns:
-                    self.tensors.set(name, value)
+        for j, totals in enumerate(self.totals):
+            for name, value in totals.final_buffers().items():
+                tensors = next(one.tensors for one in self.open_programs if one.stages[j].uses(name))
+                if name in totals.assigned:
+                    tensors.set(name, value)
                 else:
-                    self.tensors.get(name).copy_(value)
+                    tensors.get(name).copy_(value)
 
-    def parameter_gradient(self, name: str) -> torch.Tensor | None:
+    def parameter_gradient(self, name: str, home: torch.device) -> torch.Tensor | None:
         """Sums the gradient of a parameter over micro-batches, and over stages in order; where the parameter is."""
-        sums = [instance.sums.pop(name) for instance in self.stage_instances if name in instance.sums]
+        sums = [totals.sums.pop(name) for totals in self.totals if name in totals.sums]
         if not sums:
             return None
-        home = self.tensors.get(name).device
         total, *more = [self.transport.bring(gradient, home) for gradient in sums]
         for gradient in more:
             total = total + gradient

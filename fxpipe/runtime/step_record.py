@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from fxpipe.runtime.bound_program import BoundProgram, different_programs
 from fxpipe.scheduling.actions import Action, ActionKind, Schedule
 from fxpipe.simulation.text_timeline import timeline_lines
 from fxpipe.simulation.timeline import Span, StepTimeline, TransferRecord
@@ -22,7 +23,6 @@ from fxpipe.utils.text_table import text_table
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
 
 if TYPE_CHECKING:
-    from fxpipe.runtime.bound_program import BoundProgram
     from fxpipe.runtime.exchange import TransferNote
 
 
@@ -185,13 +185,15 @@ class StepRecord(TimelineMixin):
 # -- made from the notes of a step -----------------------------------------------------------------------------------
 
 
-def step_record_of(schedule: Schedule, bound: BoundProgram, log: StepLog, moved: Sequence[TransferNote]) -> StepRecord:
-    """Makes the record of a step from its schedule and notes."""
+def step_record_of(
+    schedule: Schedule, bounds: Sequence[BoundProgram], log: StepLog, moved: Sequence[TransferNote]
+) -> StepRecord:
+    """Makes the record of a step from its schedule and notes. `bounds`: by micro-batch, the program that ran."""
     device_of = {action.stage: d for d, row in enumerate(schedule.rows) for action in row}
-    names = {device_of[j]: str(device) for j, device in enumerate(bound.devices) if j in device_of}
+    names = {device_of[j]: str(device) for j, device in enumerate(bounds[0].devices) if j in device_of}
     parts, away = _step_parts(log)
     has_loss = len(parts) == 1 and any(action.kind is ActionKind.BACKWARD for action in log.times)
-    transfers = tuple(_transfer_records(bound, moved, has_loss))
+    transfers = tuple(_transfer_records(bounds, moved, has_loss))
     received, sent = dict.fromkeys(log.times, 0), dict.fromkeys(log.times, 0)
     for transfer in transfers:
         received[transfer.user] += int(transfer.bytes)
@@ -231,15 +233,20 @@ def _step_parts(log: StepLog) -> tuple[list[tuple[float, ActionTimes]], float]:
     return [(0.0, forward), (log.begun[1] - first - away, backward)], away
 
 
-def _transfer_records(bound: BoundProgram, moved: Sequence[TransferNote], has_loss: bool) -> Iterator[TransferRecord]:
+def _transfer_records(
+    bounds: Sequence[BoundProgram], moved: Sequence[TransferNote], has_loss: bool
+) -> Iterator[TransferRecord]:
     """Yields transfers between stages. The loss is the last one's; in a drop-in it is the caller's, and no transfer."""
-    n = len(bound.devices)
+    n = len(bounds[0].devices)
     senders = {
-        (link.gradient_target, link.value.name): user for user, row in enumerate(bound.wiring.links) for link in row
+        (id(bound), link.gradient_target, link.value.name): user
+        for bound in different_programs(bounds)
+        for user, row in enumerate(bound.wiring.links)
+        for link in row
     }
     for value, source, user, i, size in moved:
         kind = ActionKind.FORWARD if source is not None else ActionKind.BACKWARD
-        maker = source if source is not None else senders[user, value]
+        maker = source if source is not None else senders[id(bounds[i]), user, value]
         if not has_loss and n in (maker, user):
             continue
         origin, target = (Action(ActionKind.FORWARD, n - 1, i) if j == n else Action(kind, j, i) for j in (maker, user))

@@ -15,7 +15,7 @@ autograd itself, in the order in which the plain model makes it:
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fxpipe.rewriting.program import PIPE_INPUT, Program, ReceivedValue
@@ -83,6 +83,15 @@ def _fences_before(
         last = ((ActionKind.FORWARD, stages - 1),) if has_loss and stages in senders and j < stages - 1 else ()
         fences[ActionKind.BACKWARD, j] = (*((ActionKind.BACKWARD, k) for k in sorted(senders) if k < stages), *last)
     return fences
+
+
+def fences_of(wirings: Sequence[Wiring], has_loss: bool) -> Mapping[Fence, tuple[Fence, ...]]:
+    """The fences of a step. Where micro-batches run different programs, those of all stand before each."""
+    tables = [wiring.fences_with_loss if has_loss else wiring.before for wiring in wirings]
+    if len(tables) == 1:
+        return tables[0]
+    keys = dict.fromkeys(key for table in tables for key in table)
+    return {key: tuple(dict.fromkeys(fence for table in tables for fence in table.get(key, ()))) for key in keys}
 
 
 # -- Fences between actions on different devices: the second does not start before the first has passed --------------

@@ -102,7 +102,8 @@ def custom_schedule(schedule: Schedule | ScheduleFunction, n: int, m: int) -> Sc
     if schedule.micro_batches < m:
         raise ArgumentError(
             f"schedule {schedule.name!r} is a table for {schedule.micro_batches} micro-batches, but there are {m}: "
-            f"give chunks={schedule.micro_batches}, a longer table, or a function (micro_batches, stages) -> table"
+            f"give so many (chunks={schedule.micro_batches}), a longer table, or a function (micro_batches, stages) -> "
+            "table"
         )
     rows = tuple(tuple(action for action in row if action.micro_batch < m) for row in schedule.rows)
     return Schedule(schedule.name, n, m, rows)

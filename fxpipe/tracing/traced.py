@@ -39,7 +39,7 @@ from fxpipe.tracing.cache_key import (
 )
 from fxpipe.tracing.dynamic_sizes import FIXED_SIZES, DynamicSizes, Lengths, SizeComparisons, SizeCondition
 from fxpipe.tracing.node_info import info, opaque_call_of
-from fxpipe.tracing.record.recorded_sizes import LayoutRead, SizeRead, SourcePlace
+from fxpipe.tracing.record.recorded_sizes import SizeRead, SourcePlace
 from fxpipe.utils.equality import equal_values
 from fxpipe.utils.locks import cancellation_point
 from fxpipe.utils.output_combination import OutputCombination, UndeterminedOutput
@@ -104,7 +104,6 @@ class Traced:
     constants: dict[str, torch.Tensor]
     size_reads: tuple[SizeRead, ...]
     attributes_read: tuple[AttributeGuard, ...]  # attributes of modules that are no tensors, as forward saw them
-    layout_reads: tuple[LayoutRead, ...] = ()
     attributes: tuple[TensorGuard, ...] = ()  # the model's tensors as they were
     requires_grad: tuple[bool, ...] | None = None  # of all parameters, where forward has asked a tensor for it
     tracer: str = "record"
@@ -316,12 +315,20 @@ class Traced:
             seed: that of the numbers that forward draws and reads.
             sizes_of: mini-batch -> its micro-batches, for which it must be the graph as well.
         """
-        if not all(kept.holds() for kept in self.attributes_read):
-            return False
-        if not tensors_match(self.attributes):
-            return False
-        if self.requires_grad not in (None, requires_grad_flags(self.model)):
-            return False
+        return self.holds_for_model() and self.holds_for_values(leaves, seed, sizes_of)
+
+    def holds_for_model(self) -> bool:
+        """Returns whether this is the graph of the model as it is now, whose flags are its own."""
+        return (
+            all(kept.holds() for kept in self.attributes_read)
+            and tensors_match(self.attributes)
+            and self.requires_grad in (None, requires_grad_flags(self.model))
+        )
+
+    def holds_for_values(
+        self, leaves: Sequence[Any], seed: int = 0, sizes_of: Callable[[int], Collection[int]] | None = None
+    ) -> bool:
+        """The same for these inputs, where it is the graph of the model as it is now."""
         batches = set()
         for place, (leaf, dim, value) in enumerate(zip(self.leaves, self.in_dims, leaves, strict=True)):
             if not leaf.is_tensor:

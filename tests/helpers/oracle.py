@@ -95,6 +95,26 @@ def train_step(
     return torch.stack([loss.detach() for loss in losses]).sum()
 
 
+def accumulate_gradients(
+    model: nn.Module,
+    micro_batches: Sequence[tuple[Any, Any]],
+    loss_fn: Callable[..., Any],
+    *,
+    seed: int = 0,
+    reduction: str = "mean",
+    scale: float = 1.0,
+) -> tuple[torch.Tensor, list[Any]]:
+    """Adds the gradients of a loop over (input, target) to the model; returns the loss, and the outputs of each."""
+    total, losses, outputs = sum(len(x) for x, _ in micro_batches), [], []
+    for i, (x, target) in enumerate(micro_batches):
+        with Seeded(mix_seed(seed, i)):
+            outputs.append(model(x))
+        loss = loss_fn(outputs[-1], target)
+        losses.append(loss * (len(x) / total) if reduction == "mean" else loss)
+        (losses[-1] * scale).backward()
+    return torch.stack([loss.detach() for loss in losses]).sum(), [output.detach() for output in outputs]
+
+
 def assert_same_gradients(ours: nn.Module, plain: nn.Module, loose: Sequence[str] = ()) -> None:
     """Every gradient by name: bit for bit, those of `loose` within a tolerance."""
     want = {name: p.grad for name, p in plain.named_parameters()}

@@ -14,7 +14,7 @@ torch lets nobody write to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ from fxpipe.tracing.node_info import info
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.tensors import storage_of
 from fxpipe.tracing.traced import Traced
+
+NO_OTHERS: Mapping[str, Any] = {}
 
 
 def refuse_differing_writes(traced: Traced) -> None:
@@ -50,11 +52,14 @@ def refuse_differing_writes(traced: Traced) -> None:
             )
 
 
-def refuse_unwritable_inputs(traced: Traced, leaves: Sequence[Any], in_one: bool = False) -> None:
+def refuse_unwritable_inputs(
+    traced: Traced, leaves: Sequence[Any], in_one: bool = False, others: Mapping[str, Any] = NO_OTHERS
+) -> None:
     """Raises where one of the inputs of a step cannot be written to, and the graph does so.
 
     Args:
         in_one: forward and backward run in one, so that what is written has no backward of its own afterwards.
+        others: by name, inputs of other micro-batches of the step, which begin with what the caller has given.
 
     Raises:
         ArgumentError: it is a leaf that requires grad, or its memory is given twice; names the inputs and the line.
@@ -73,6 +78,11 @@ def refuse_unwritable_inputs(traced: Traced, leaves: Sequence[Any], in_one: bool
         f"the model's {slot.name!r}": _memory_extent(tensor)
         for slot, tensor in slots_of(traced.model).items()
         if tensor.layout == torch.strided
+    }
+    extents |= {
+        path: _memory_extent(leaf)
+        for path, leaf in others.items()
+        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
     }
     for node in written:
         path, leaf = _input_path(traced, node), leaves[traced.place_of(node)]

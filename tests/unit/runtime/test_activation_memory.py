@@ -199,9 +199,9 @@ def test_inputs_are_let_go_by_the_stage_that_uses_them_last(monkeypatch):
     x, parts = torch.randn(4, 10), []
     init = Exchange.__init__
 
-    def watched_init(self, assembly, inputs, *rest):
-        parts.extend(StorageWeakRef(part[0].untyped_storage()) for part in inputs)
-        init(self, assembly, inputs, *rest)
+    def watched_init(self, inputs, *rest):
+        parts.extend(StorageWeakRef(part[0].untyped_storage()) for part in inputs.parts)
+        init(self, inputs, *rest)
 
     class Model(nn.Module):
         def __init__(self):

@@ -115,7 +115,7 @@ def test_a_table_says_where_stages_are():
             TWO,
             2,
             4,
-            "schedule 'custom' is a table for 3 micro-batches, but there are 4: give chunks=3, a longer table, or",
+            r"'custom' is a table for 3 micro-batches, but there are 4: give so many \(chunks=3\), a longer table, or",
         ),
         ("one_f_one_b", 2, 3, "schedule='one_f_one_b' is unknown; there are 'gpipe', .* or give your own: a table"),
         (7, 2, 3, "schedule=7 is unknown"),

@@ -1,0 +1,103 @@
+"""`forward_backward(micro_batches=...)`: an iterable of micro-batches, each read as one call of the model.
+
+    (args, kwargs, target)    a tuple of inputs by position, a dict of inputs by name, and the target or None
+    (inputs, target)          inputs: a tensor, a tuple or list of inputs by position, or a dict of inputs by name
+    tensor, or dict           inputs without a target
+
+Outer pairs and triples may be lists, as data loaders make them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+
+from fxpipe.errors import ArgumentError, ArgumentTypeError
+
+MOST_MICRO_BATCHES = 4096  # of one step: an iterator with more is one that never ends, or holds all steps
+FORMS = (
+    "(args, kwargs, target) with a tuple and a dict, (inputs, target) with inputs a tensor, a tuple or a dict, or a "
+    "tensor or dict alone, without a target"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCall:
+    """A micro-batch as the model takes it."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: tuple[Any, ...]  # () or (target,)
+
+
+def parse_micro_batches(micro_batches: Any) -> list[ModelCall]:
+    """Reads all micro-batches of a step.
+
+    Raises:
+        ArgumentError: there are none, or too many, or some have a target and others have none.
+        ArgumentTypeError: it is no iterable of micro-batches.
+        Exception: what the iterable raises.
+    """
+    if isinstance(micro_batches, (torch.Tensor, Mapping, str)) or not isinstance(micro_batches, Iterable):
+        raise ArgumentTypeError(
+            f"micro_batches is a {type(micro_batches).__name__}; expected an iterable of micro-batches, each {FORMS}"
+        )
+    items = list(islice(micro_batches, MOST_MICRO_BATCHES + 1))
+    if not items:
+        raise ArgumentError("micro_batches is empty: give at least one micro-batch, or skip the step")
+    if len(items) > MOST_MICRO_BATCHES:
+        raise ArgumentError(
+            f"micro_batches goes on after {MOST_MICRO_BATCHES} of them; give those of one step: "
+            "itertools.islice(iterator, 8) takes the next 8"
+        )
+    calls = [_parse_item(item, i) for i, item in enumerate(items)]
+    with_target = [i for i, call in enumerate(calls) if call.target]
+    if with_target and len(with_target) < len(calls):
+        without = next(i for i, call in enumerate(calls) if not call.target)
+        raise ArgumentError(
+            f"micro-batch {without} has no target, and micro-batch {with_target[0]} has one; give all of them one, or "
+            "none"
+        )
+    return calls
+
+
+def _parse_item(item: Any, i: int) -> ModelCall:
+    if isinstance(item, (torch.Tensor, Mapping)):
+        return _call_of(item, None, i)
+    if type(item) in (tuple, list) and len(item) == 2:
+        return _call_of(item[0], item[1], i)
+    if type(item) in (tuple, list) and len(item) == 3 and type(item[0]) in (tuple, list) and _is_dict(item[1]):
+        return ModelCall(tuple(item[0]), dict(item[1]), _target_of(item[2]))
+    raise ArgumentTypeError(f"micro-batch {i} is {_described(item)}; expected {FORMS}")
+
+
+def _call_of(inputs: Any, target: Any, i: int) -> ModelCall:
+    if isinstance(inputs, torch.Tensor):
+        return ModelCall((inputs,), {}, _target_of(target))
+    if type(inputs) in (tuple, list):
+        return ModelCall(tuple(inputs), {}, _target_of(target))
+    if _is_dict(inputs):
+        return ModelCall((), dict(inputs), _target_of(target))
+    raise ArgumentTypeError(
+        f"the inputs of micro-batch {i} are {_described(inputs)}; expected a tensor, a tuple or list of inputs by "
+        "position, or a dict by name; any other input goes into the tuple: (args, kwargs, target)"
+    )
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+
+
+def _target_of(target: Any) -> tuple[Any, ...]:
+    return () if target is None else (target,)
+
+
+def _described(value: Any) -> str:
+    """Describes a value by its type, and those of its parts."""
+    if type(value) in (tuple, list):
+        return f"a {type(value).__name__} of {len(value)} ({', '.join(type(part).__name__ for part in value)})"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,129 @@
+"""The inputs of a step, micro-batch by micro-batch: parts of one mini-batch, or such as the caller hands over.
+
+Micro-batches that are handed over are on their own: each is to the model what a mini-batch is, may have its own sizes,
+and runs the program of its own graph. Mostly that is the same for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxpipe.errors import StateError
+from fxpipe.runtime.bound_program import BoundProgram, ModelTensors, different_programs
+from fxpipe.runtime.microbatches import scatter
+from fxpipe.utils.clone import clone
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """A micro-batch that the caller hands over."""
+
+    bound: BoundProgram  # the program that runs it
+    leaves: Sequence[Any]  # its flattened inputs
+    samples: int
+    target: tuple[Any, ...]  # () or (target,)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedInput:
+    """An input that requires grad: one of the mini-batch, or of one micro-batch that was handed over."""
+
+    tensor: torch.Tensor
+    place: int  # among the flattened inputs
+    micro_batches: range  # which of them use it
+    dim: int | None  # along which it is cut into their parts; None: each has all of it
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """The micro-batches of a step."""
+
+    bounds: tuple[BoundProgram, ...]  # by micro-batch: the program that runs it
+    parts: tuple[Sequence[Any], ...]  # by micro-batch: its flattened inputs
+    weights: tuple[float, ...]  # by micro-batch: its share of all samples
+    values: tuple[Any, ...]  # all that the caller has given, flattened
+    trained: tuple[TrainedInput, ...]
+
+    @classmethod
+    def of_mini_batch(cls, bound: BoundProgram, leaves: Sequence[Any], weights: Sequence[float]) -> StepInputs:
+        """Cuts a mini-batch, its inputs flattened, into micro-batches of these weights."""
+        m = len(weights)
+        trained = tuple(
+            TrainedInput(leaf, place, range(m), dim)
+            for place, (leaf, dim) in enumerate(zip(leaves, bound.in_dims, strict=True))
+            if tensor_requires_grad(leaf)
+        )
+        with torch.no_grad():  # parts begin graphs of their own
+            parts = scatter(_own_inputs(bound, leaves), bound.in_dims, m)
+        return cls((bound,) * m, tuple(parts), tuple(weights), tuple(leaves), trained)
+
+    @classmethod
+    def of_micro_batches(cls, micro_batches: Sequence[MicroBatch], weights: Sequence[float]) -> StepInputs:
+        """Takes micro-batches as they are handed over."""
+        trained = tuple(
+            TrainedInput(leaf, place, range(i, i + 1), None)
+            for i, one in enumerate(micro_batches)
+            for place, leaf in enumerate(one.leaves)
+            if tensor_requires_grad(leaf)
+        )
+        with torch.no_grad():
+            parts = tuple(_own_inputs(one.bound, one.leaves) for one in micro_batches)
+        values = tuple(leaf for one in micro_batches for leaf in one.leaves)
+        return cls(tuple(one.bound for one in micro_batches), parts, tuple(weights), values, trained)
+
+    @property
+    def programs(self) -> list[BoundProgram]:
+        """The programs that run, each once."""
+        return different_programs(self.bounds)
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The devices of the stages, which are the same in all programs."""
+        return self.bounds[0].devices
+
+
+def _own_inputs(bound: BoundProgram, leaves: Sequence[Any]) -> list[Any]:
+    """Copies what will be written to after forward: it has to stay what it was for those who read it in R."""
+    return [clone(leaf) if place in bound.program.written_inputs else leaf for place, leaf in enumerate(leaves)]
+
+
+def tensor_requires_grad(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def check_programs_fit(bounds: Sequence[BoundProgram], tensors: Sequence[ModelTensors]) -> None:
+    """Checks that micro-batches of different programs may follow each other in one step.
+
+    What a program changes in the model, the next micro-batch must find: in the same stage, and under the same name.
+
+    Raises:
+        StateError: they may not.
+    """
+    stages = [stage for bound in bounds for stage in bound.program.stages]
+    changed = {name for stage in stages for name in (*stage.changed_buffers, *stage.assigns)}
+    places: dict[str, set[int]] = {}
+    objects: dict[str, set[int]] = {}
+    for bound, own in zip(bounds, tensors, strict=True):
+        for j, stage in enumerate(bound.program.stages):
+            for name in {*stage.attributes, *stage.assigns}:
+                places.setdefault(name, set()).add(j)
+                if name in stage.attributes and (name in changed or own.get(name).requires_grad):
+                    objects.setdefault(name, set()).add(id(own.get(name)))
+    for name in sorted(changed):
+        if len(places[name]) > 1:
+            numbers = " and ".join(map(str, sorted(places[name])))
+            raise StateError(
+                f"these micro-batches take {len(bounds)} graphs, as forward concludes different things from them, and "
+                f"{name!r}, which forward changes, is in stages {numbers} of these: the next micro-batch would not "
+                "find what one has left; give those for which forward does the same in a step of their own"
+            )
+    for name, different in objects.items():
+        if len(different) > 1:
+            raise StateError(
+                f"these micro-batches take {len(bounds)} graphs, in which {name!r} is not the same tensor; keep it as "
+                "a parameter or buffer of a module (register_parameter, register_buffer)"
+            )
