@@ -22,6 +22,7 @@ from fxpipe.tracing.traced import Traced
 
 CachedGraph = tuple[PreparedGraph, BoundProgram]
 MAX_GRAPHS = 16  # of one model, by inputs, mode and state of the caller; the oldest goes
+ATTEMPTS = 2  # graphs that try to have a dimension dynamic: at one size it may be fixed by what is so only there
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +96,8 @@ class GraphCache:
     def dynamic_dims(self, inputs: GraphInputs) -> DynamicDims:
         """Returns the dimensions that came with another size before, and may be dynamic in another graph."""
         known = [prepared.traced for prepared, _ in self.entries if prepared.traced.key.inputs == inputs.key.inputs]
-        fixed: dict[InputDim, str] = {}
-        for traced in known:
-            fixed |= traced.dynamic.fixed if traced.key == inputs.key else {}
+        tried = [traced.dynamic.fixed for traced in known if traced.key == inputs.key]
+        fixed = {dim: why for dims in tried for dim, why in dims.items() if sum(dim in d for d in tried) >= ATTEMPTS}
         seen = tuple(map(_sizes, known))
         varying = {
             (place, dim)

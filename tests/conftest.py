@@ -13,6 +13,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+from helpers import devices
 
 # A red test is red for everyone and every time; no deadline, since the first example of a test may warm torch up.
 hypothesis.settings.register_profile("fxpipe", deadline=None, derandomize=True)
@@ -22,11 +23,29 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 GRACE = 2.0  # seconds that the workers of a pipe dropped at the end of a test have to end
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--simulated", action="store_true", help="run the tests that run on simulated accelerators")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--simulated"):
+        devices.simulate()
+
+
 def pytest_report_header() -> str:
     return f"torch {torch.__version__}, {torch.get_num_threads()} CPU threads, {torch.cuda.device_count()} CUDA devices"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if devices.is_simulated():  # which a process has for good: it runs nothing else
+        others = [item for item in items if not item.get_closest_marker("simulated")]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item.get_closest_marker("simulated")]
+        return
+    apart = pytest.mark.skip(reason="runs in a session of its own: pytest --simulated")
+    for item in items:
+        if item.get_closest_marker("simulated"):
+            item.add_marker(apart)
     found = torch.cuda.device_count()
     for marker, needed in (("cuda", 1), ("multi_gpu", 2)):
         if found < needed:
@@ -34,6 +53,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for item in items:
                 if item.get_closest_marker(marker):
                     item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _simulated_machine() -> Any:
+    """The accelerators of a session that simulates them; before the first backward, see `device_module`."""
+    if not devices.is_simulated():
+        return None
+    from simulated import build, device_module
+
+    try:
+        return device_module.machine()
+    except build.CompilerMissingError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(autouse=True)
+def simulated(_simulated_machine: Any) -> Iterator[Any]:
+    """The simulated machine, where there is one. Whatever was not ordered in a test fails it."""
+    if _simulated_machine is None:
+        yield None
+        return
+    _simulated_machine.begin()
+    yield _simulated_machine
+    races = _simulated_machine.races()
+    assert not races, "not ordered on the simulated devices:\n  " + "\n  ".join(races)
 
 
 @pytest.fixture(autouse=True)

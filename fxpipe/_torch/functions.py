@@ -82,6 +82,9 @@ _NODELESS = frozenset(
     "is_same_size is_tensor is_grad_enabled "
     "is_autocast_enabled get_autocast_dtype get_default_dtype".split()
 )
+# Those of them that tell how a tensor lies in memory, by its sizes.
+LAYOUT_QUESTIONS = frozenset("is_contiguous storage_offset dim_order is_non_overlapping_and_dense".split())
+STORAGE_METHODS = frozenset("untyped_storage storage".split())
 _STATE_FUNCTIONS = frozenset("_set_grad_enabled _enter_autocast _exit_autocast".split())  # kept by ThreadState
 # Functions that tell the values of a tensor.
 VALUE_READS = frozenset(

@@ -15,7 +15,7 @@ import contextlib
 import inspect
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from fxpipe._torch.compiler import is_compiler_loaded
 from fxpipe._torch.module_internals import original_module
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.tracing.dynamic_sizes import NO_DYNAMIC_DIMS, DynamicDims, FixedSizeError
+from fxpipe.tracing.dynamic_sizes import NO_DYNAMIC_DIMS, DynamicDims, FixedSizeError, InputDim
 from fxpipe.tracing.fake_tensors import is_faked, with_fake_tensors
 from fxpipe.tracing.forward_rng import preserve_own_generators
 from fxpipe.tracing.guards import refuse_unguardable
@@ -170,25 +170,27 @@ def _ready_to_record(model: nn.Module) -> Iterator[None]:
 def _find_graph_with_dynamic_sizes(request: TraceRequest) -> Traced:
     """The graph, with those dimensions dynamic that can be."""
     asked, fixed = request.dynamic, dict(request.dynamic.fixed)
+    fixed_here: dict[InputDim, str] = {}
     while True:
         try:
-            wanted = asked.without(fixed)
+            wanted = asked.without({**fixed, **fixed_here})
             traced = _find_graph_with_lazy_state(replace(request, dynamic=wanted))
             break
         except FixedSizeError as error:
-            fixed |= dict.fromkeys(error.dims or wanted.dims, str(error))
+            reasons = dict.fromkeys(error.dims or wanted.dims, str(error))
+            (fixed_here if error.is_of_this_size else fixed).update(reasons)
     traced = replace(traced, dynamic=replace(traced.dynamic, fixed={**traced.dynamic.fixed, **fixed}))
     traced = replace(traced, why=(*traced.why, *traced.reasons_of_fixed_sizes))
-    _refuse_fixed_sizes(traced, asked)
+    _refuse_fixed_sizes(traced, asked, {**traced.dynamic.fixed, **fixed_here})
     return traced
 
 
-def _refuse_fixed_sizes(traced: Traced, wanted: DynamicDims) -> None:
+def _refuse_fixed_sizes(traced: Traced, wanted: DynamicDims, reasons: Mapping[InputDim, str]) -> None:
     """Raises where a dimension that the user says is dynamic is not. A size of 1 is fixed, as in `torch.export`."""
     for place, dim in wanted.asked.keys() - traced.dynamic.formulas.keys():
         leaf = traced.leaves[place]
         if leaf.shape[dim] > 1 and not is_faked():
-            reason = traced.dynamic.fixed.get((place, dim), f"by {traced.tracer!r} nobody follows sizes")
+            reason = reasons.get((place, dim), f"by {traced.tracer!r} nobody follows sizes")
             raise ArgumentError(
                 f"dynamic_shapes names dimension {dim} of {leaf.path}, which cannot vary: {reason}; leave it out (each "
                 "size is another graph then), or let forward keep the size a size"

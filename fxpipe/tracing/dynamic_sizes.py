@@ -166,9 +166,10 @@ NO_DYNAMIC_DIMS = DynamicDims()
 class FixedSizeError(Exception):
     """The size of a dimension that was to be dynamic is a number in the graph. Never reaches the caller."""
 
-    def __init__(self, why: str, dims: frozenset[InputDim] = frozenset()):
+    def __init__(self, why: str, dims: frozenset[InputDim] = frozenset(), is_of_this_size: bool = False):
         super().__init__(why)
         self.dims = dims  # those that cannot be dynamic; none: all of them
+        self.is_of_this_size = is_of_this_size  # with another size they may be
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +188,10 @@ class SizeCondition:
 @functools.lru_cache(maxsize=4096)
 def _holds(condition: sympy.Basic, batch: int, lengths: Lengths) -> bool:
     values = dict(lengths)
-    return bool(condition.subs({s: values.get(s, batch) for s in condition.free_symbols}))
+    try:
+        return bool(condition.subs({s: values.get(s, batch) for s in condition.free_symbols}))
+    except ZeroDivisionError:  # `Mod(s0, s1 % 4)`: nothing was concluded of such sizes
+        return False
 
 
 @dataclass(frozen=True, slots=True)

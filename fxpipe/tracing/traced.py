@@ -39,7 +39,7 @@ from fxpipe.tracing.cache_key import (
 )
 from fxpipe.tracing.dynamic_sizes import FIXED_SIZES, DynamicSizes, Lengths, SizeComparisons, SizeCondition
 from fxpipe.tracing.node_info import info, opaque_call_of
-from fxpipe.tracing.record.recorded_sizes import SizeRead, SourcePlace
+from fxpipe.tracing.record.recorded_sizes import LayoutRead, SizeRead, SourcePlace
 from fxpipe.utils.equality import equal_values
 from fxpipe.utils.locks import cancellation_point
 from fxpipe.utils.output_combination import OutputCombination, UndeterminedOutput
@@ -104,6 +104,7 @@ class Traced:
     constants: dict[str, torch.Tensor]
     size_reads: tuple[SizeRead, ...]
     attributes_read: tuple[AttributeGuard, ...]  # attributes of modules that are no tensors, as forward saw them
+    layout_reads: tuple[LayoutRead, ...] = ()
     attributes: tuple[TensorGuard, ...] = ()  # the model's tensors as they were
     requires_grad: tuple[bool, ...] | None = None  # of all parameters, where forward has asked a tensor for it
     tracer: str = "record"

@@ -5,7 +5,8 @@
 - `torch.vmap`, which becomes one node: under it torch functions are given batches that look like samples;
 - applications of an `autograd.Function`, through whatever alias: each becomes one node that keeps its backward.
   `torch.utils.checkpoint` is called through, with its functions of that kind: recompute is the pipeline's own business;
-- attributes of modules that forward reads (`dropout.p`): with others it is another graph.
+- attributes of modules that forward reads (`dropout.p`): with others it is another graph;
+- the bytes of storages, which are sizes of tensors.
 """
 
 from __future__ import annotations
@@ -89,13 +90,24 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
             return map_batch(function, *settings, *args, **kwargs)
         return call_transform(recorder, "vmap", functools.partial(map_batch, function, *settings), args, kwargs)
 
+    def told_of(bytes_of: Callable[[torch.UntypedStorage], int]) -> Callable[[torch.UntypedStorage], int]:
+        def method(storage: torch.UntypedStorage) -> int:
+            if not is_elsewhere():
+                recorder.read_storage_bytes(storage)
+            return bytes_of(storage)
+
+        return method
+
+    storage_class: Any = torch.UntypedStorage
+    storage_class.nbytes = told_of(torch.UntypedStorage.nbytes)
+    storage_class.__len__ = told_of(torch.UntypedStorage.__len__)
     nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign,assignment]
     nn.Module.__call__ = call  # type: ignore[method-assign]
     try:
         with intercept_vmap(vmap), intercept_apply(apply, _HiddenApplications(recorder, is_elsewhere)):
             yield
     finally:
-        del nn.Module.__getattribute__
+        del nn.Module.__getattribute__, storage_class.nbytes, storage_class.__len__
         nn.Module.__call__ = module_call  # type: ignore[method-assign]
         active.recorder = outer
         PATCH_TURN.release()

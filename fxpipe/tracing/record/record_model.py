@@ -200,7 +200,8 @@ def _record_once(
         tuple(recorder.size_reads),
         # Without those of modules that forward makes, and sets up after it has read them.
         tuple(kept for kept in recorder.attributes_read.values() if kept.holds()),
-        tensor_guards_of(model, recorder.read_names() | recorder.sized_names),
+        layout_reads=tuple(recorder.layout_reads.values()),
+        attributes=tensor_guards_of(model, recorder.read_names() | recorder.sized_names),
         requires_grad=requires_grad_flags(model) if recorder.asks_for_gradients else None,
         seed=recorder.seed,
         draws_from_stream=tuple(recorder.draws_from_stream),
@@ -284,6 +285,7 @@ def _is_recorded(recorder: Recorder, value: Any) -> bool:
 def erase_unused_nodes(traced: Traced, keeping: Collection[Any] = ()) -> None:
     """Erases nodes that are there for nobody."""
     needed = {n for read in traced.size_reads for n in read.operands if isinstance(n, fx.Node)}
+    needed |= {read.tensor for read in traced.layout_reads}
     for node in reversed(list(traced.graph.nodes)):
         if node.target in _ERASABLE and node.target not in keeping and not node.users and node not in needed:
             traced.graph.erase_node(node)

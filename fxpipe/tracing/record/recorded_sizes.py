@@ -42,6 +42,16 @@ class SizeRead:
     calls: int = 0  # of other modules that it had made
 
 
+@dataclass(frozen=True, slots=True)
+class LayoutRead:
+    """The model asked how a tensor lies in memory, which its sizes tell, and went on with the answer."""
+
+    tensor: fx.Node
+    question: Callable[[torch.Tensor], Any]
+    answer: Any  # a truth value, or numbers
+    where: str  # the user's source line
+
+
 class SourcePlace(NamedTuple):
     """A place in forward at which it did something."""
 
@@ -221,6 +231,9 @@ class RecordedShape(tuple[int, ...]):
     """The shape of a recorded tensor; `torch.Size` cannot hold `RecordedSize` objects, and cannot be subclassed."""
 
     __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"torch.Size([{', '.join(map(repr, self))}])"
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # for models that ask `isinstance(shape, torch.Size)`

@@ -31,8 +31,10 @@ from fxpipe._torch.autograd import version_of
 from fxpipe._torch.functions import (
     CONSTANT_TYPES,
     GRADIENT_ATTRIBUTES,
+    LAYOUT_QUESTIONS,
     PLAIN_TYPES,
     SPLIT_FUNCTIONS,
+    STORAGE_METHODS,
     TENSOR_ATTRIBUTES,
     TEXT_METHODS,
     VALUE_READS,
@@ -55,6 +57,7 @@ from fxpipe.tracing.module_attributes import AttributeGuard
 from fxpipe.tracing.node_info import NodeInfo, RandomDraws, RecordingPlace, ValueRead, info, set_info, update_info
 from fxpipe.tracing.record.grad_fn import NODE_HOOK_PROBLEM, NODE_HOOK_REMEDY, GradFnProxy
 from fxpipe.tracing.record.recorded_sizes import (
+    LayoutRead,
     RecordedShape,
     RecordedSize,
     SizeRead,
@@ -88,6 +91,10 @@ def disguised_text(text: str, guise: int) -> str:
         return re.sub(r"True|False|-(?=\d)|(?<![\d.e-])(?=\d)", lambda match: opposite.get(match[0], "-"), text)
     digits = "0123456789"
     return text.translate(str.maketrans(digits, digits[guise:] + digits[:guise] if guise < 10 else "9" * 10))
+
+
+def _storage_bytes(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
 
 
 class RunningModule(NamedTuple):
@@ -154,7 +161,7 @@ class Recorder(TorchFunctionMode):
             step: to be called for each node.
             forgets: functions of torch save nothing for backward.
             disguised: which sizes, by name of node and dimension, and which texts, by number, look other than they are
-                to code that no recording can follow (`untracked_values`), and in which guise.
+                to code that no recording can follow (`untracked_values`): sizes larger by this, texts in this guise.
         """
         super().__init__()
         self.model = model
@@ -165,6 +172,8 @@ class Recorder(TorchFunctionMode):
         self.prefixes: dict[str, RecordedCalls] = {}  # of modules that run up to such a call
         self._calls = Counter[str]()  # of other modules, by the path of the one that has made them
         self.size_reads: list[SizeRead] = []
+        self.layout_reads: dict[tuple[fx.Node, str], LayoutRead] = {}
+        self._storages: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}  # by id: those that forward has
         self.disguised = disguised or {}
         self.texts: list[SourcePlace] = []  # where a tensor was made a text
         self.sized_names = set[str]()  # of the model's tensors of which forward has asked the sizes
@@ -205,6 +214,7 @@ class Recorder(TorchFunctionMode):
         """Lets go of all values: sizes live on, in caches of libraries."""
         self.recording = False
         self.registry.clear()
+        self._storages.clear()
 
     @property
     def must_save(self) -> bool:
@@ -382,7 +392,7 @@ class Recorder(TorchFunctionMode):
         node = self.node_of(tensor)
         return RecordedShape(
             RecordedSize(
-                number, self._size_node(node, method, i, number), self, number + ((node.name, i) in self.disguised)
+                number, self._size_node(node, method, i, number), self, number + self.disguised.get((node.name, i), 0)
             )
             for i, number in enumerate(numbers)
         )
@@ -422,6 +432,21 @@ class Recorder(TorchFunctionMode):
             )
         )
 
+    def _read_layout(self, tensor: torch.Tensor, question: Callable[[torch.Tensor], Any], name: str) -> Any:
+        with self.pause():
+            answer = question(tensor)
+        if self.knows(tensor):
+            node = self.node_of(tensor)
+            self.layout_reads[node, name] = LayoutRead(node, question, answer, self.source)
+        else:
+            self._note_sizes(tensor)
+        return answer
+
+    def read_storage_bytes(self, storage: torch.UntypedStorage) -> None:
+        """Notes that forward has asked a storage for its bytes; not one of others than forward, who ask as well."""
+        if id(storage) in self._storages:
+            self._read_layout(self._storages[id(storage)][1], _storage_bytes, "storage")
+
     # -- torch functions ---------------------------------------------------------------------------------------------
 
     def __torch_function__(
@@ -433,6 +458,17 @@ class Recorder(TorchFunctionMode):
             return self._unrecorded(func, args, kwargs)
         if name in TEXT_METHODS:
             return self._text(func, args, kwargs)
+        if name in STORAGE_METHODS and args[0].layout == torch.strided:
+            with self.pause():
+                storage = args[0].untyped_storage()
+            self._storages[id(storage)] = storage, args[0]
+            return self._plainly(func, args, kwargs)
+        if name in LAYOUT_QUESTIONS and args[0].layout == torch.strided:
+            return self._read_layout(
+                args[0], lambda tensor: func(tensor, *args[1:], **kwargs), f"{name}{args[1:]}{kwargs}"
+            )
+        if name == "is_same_size" and len(args) == 2:
+            return self._sizes(args[0], "size") == self._sizes(args[1], "size")
         if leaves_no_node(name):
             return self._plainly(func, args, kwargs)
         if name in ("__get__", "__set__"):

@@ -57,16 +57,21 @@ def read_untracked_values(traced: Traced) -> Traced:
 def _refuse_untracked_dynamic_sizes(
     traced: Traced, plain: Traced, again: Callable[[Mapping[Any, int]], Traced]
 ) -> None:
-    for symbol in traced.dynamic.symbols:
+    """Refuses a dynamic size of which forward makes something else where it looks larger.
+
+    By one, which shows what goes by each size (`range(size)`); then by several times, which shows what goes by steps
+    (`math.isqrt(size)`), and would be long where it is a loop.
+    """
+    for symbol, size in traced.dynamic.example:
         keys = [
             (node.name, dim)
             for node in traced.graph.nodes
             for shape in (info(node).dynamic_shapes or ())[:1]
-            for dim, size in enumerate(shape.shape)
-            if symbol in size.free_symbols
+            for dim, formula in enumerate(shape.shape)
+            if symbol in formula.free_symbols
         ]
-        if not _is_same_recording(plain, again, keys):
-            dims = frozenset(key for key, size in traced.dynamic.formulas.items() if symbol in size.free_symbols)
+        if not all(_is_same_recording_in(plain, again, dict.fromkeys(keys, more)) for more in (1, 3 * size + 1)):
+            dims = frozenset(key for key, formula in traced.dynamic.formulas.items() if symbol in formula.free_symbols)
             raise FixedSizeError("forward takes its size as a plain number (range(size), an index of a list)", dims)
 
 

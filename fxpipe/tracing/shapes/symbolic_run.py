@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -30,12 +30,21 @@ from fxpipe.tracing.dynamic_sizes import FixedSizeError, InputDim
 from fxpipe.tracing.interpreter import run_node_without_grad
 from fxpipe.tracing.model_state import preserve_rng
 from fxpipe.tracing.node_info import info, opaque_call_of, value_read_of
+from fxpipe.tracing.record.recorded_sizes import LayoutRead
 from fxpipe.tracing.record.unrecordable import CannotRecord, calls_before_effects
 from fxpipe.tracing.shapes.node_cache import ChangedInPlaceError, NodeCache, function_key, tensor_key
 from fxpipe.tracing.shapes.observed_shapes import Observation, observe_shapes
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
 from fxpipe.utils.progress import progress
+
+
+class SizeGuard(NamedTuple):
+    """What torch concluded from sizes: for itself, or because forward had asked."""
+
+    condition: sympy.Basic
+    where: str  # the user's line
+    is_asked: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +60,8 @@ class SymbolicRun:
     ]  # which nodes took a number from a value, so that sizes of what they make may be one
 
     dynamic: dict[InputDim, sympy.Symbol]  # what the sizes of dynamic dimensions were called
-    guards: tuple[tuple[sympy.Basic, str], ...]  # what torch concluded from sizes, and the user's line
+    guards: tuple[SizeGuard, ...]
+    layouts: tuple[tuple[LayoutRead, Any], ...]  # what forward asked about tensors, and the answers of fake ones
 
     @property
     def is_free(self) -> bool:
@@ -199,7 +209,7 @@ class _Attempt:
         self.traced, self.values, self.dims, self.known, self.cache = traced, values, dims, known, cache
         self.asked_dynamic = dynamic
         self.dynamic: dict[InputDim, sympy.Symbol] = {}
-        self.guards: list[tuple[sympy.Basic, str]] = []
+        self.guards: list[SizeGuard] = []
         self.env = QuietShapeEnv(duck_shape=False)
         self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self.mode.cache_enabled = False  # torch never empties it of symbols, and `cache` does the same
@@ -226,6 +236,7 @@ class _Attempt:
                 elif node.op in CALL_OPS and not info(node).is_guarded_read:
                     self.node_values[node] = self._call(node)
                 step()
+            layouts = tuple((read, self._layout_answer(read)) for read in self.traced.layout_reads)
         return SymbolicRun(
             self.env,
             self.symbols,
@@ -234,6 +245,7 @@ class _Attempt:
             frozenset(self.known.value_dependent_nodes),
             self.dynamic,
             tuple(self.guards),
+            layouts,
         )
 
     def _make_inputs(self) -> None:
@@ -286,12 +298,33 @@ class _Attempt:
             if before != (len(self.env.replacements), len(self.env.guards)):
                 raise _RetryError from error
             return self._seen(node)
-        self.guards += [(guard.expr, info(node).source) for guard in self.env.guards[before[1] :]]
+        self._keep_guards(before[1], info(node).source, is_asked=False)
         is_fixed = len(self.env.replacements) != before[0] and self._note_fixed(node)
         if is_fixed and _is_user_function(node) and node not in self.known.baked:
             self.known.distrust(node, _BakesBatchError())
             raise _RetryError
         return value
+
+    def _keep_guards(self, start: int, where: str, is_asked: bool) -> None:
+        self.guards += [SizeGuard(guard.expr, where, is_asked) for guard in self.env.guards[start:]]
+
+    def _layout_answer(self, read: LayoutRead) -> Any:
+        """Asks the fake tensor; None where there is none. What torch has concluded before may be part of the answer."""
+        fake = self.node_values.get(read.tensor)
+        if not isinstance(fake, torch.Tensor):
+            return None
+        start, answer = len(self.env.guards), read.question(fake)
+        self._keep_guards(start, read.where, is_asked=True)
+        sizes = (*fake.shape, *fake.stride())
+        symbols = {symbol for size in sizes for symbol in self._symbols_of(size)}
+        self.guards = [
+            guard._replace(is_asked=guard.is_asked or not symbols.isdisjoint(guard.condition.free_symbols))
+            for guard in self.guards
+        ]
+        return answer
+
+    def _symbols_of(self, size: Any) -> set[Any]:
+        return self._formula(size).free_symbols if isinstance(size, torch.SymInt) else set()
 
     def _note_fixed(self, node: fx.Node) -> bool:
         """Notes the symbols to which `node` has given a fixed size; returns whether there are any."""

@@ -23,6 +23,7 @@ import sympy
 import torch
 from torch import fx
 
+from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.operators import OpOverload
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.dynamic_sizes import FIXED_SIZES, DynamicSizes, FixedSizeError, InputDim, SizeCondition
@@ -179,8 +180,12 @@ def add_shapes(
         )
     of_values = [read for read in traced.size_reads if _depends_on_values(traced, read)]
     of_batch = [read for read in traced.size_reads if not _depends_on_values(traced, read)]
+    # A condition on dynamic sizes as well as on the batch size is one of `traced.dynamic`.
+    of_batch = [read for read in of_batch if not _is_dynamic(run, full_formula, read, example.keys())]
     conditions = [read for r in of_batch if (read := _batch_condition(traced, r)) is not None]
     conditions += _assumed_conditions(traced, traced.batch_of(values))
+    layouts = _layout_conditions(run, full_formula)
+    conditions += [c for c in layouts if c.condition.free_symbols == {traced.batch}]
     for size_read in of_values:
         add_size_read(traced, size_read)
     if traced.recorded_sizes:
@@ -188,6 +193,7 @@ def add_shapes(
     traced = replace(
         traced,
         size_reads=(),
+        layout_reads=(),
         batch_conditions=tuple(conditions),
         mini_batch_conditions=fix_squeezes(traced, traced.batch_of(values)),
         not_followed=next((read.where for read in of_batch if _is_not_followed(read)), ""),
@@ -300,15 +306,48 @@ def _dynamic_sizes(
             dims = frozenset(symbols[s] for s in met)
             raise FixedSizeError(f"forward takes its size as a plain number at {read.where}", dims)
         conditions.append(SizeCondition(_relation(read, operands), read.where))
-    for guard, where in run.guards:
-        expression = run.env.replace(guard).xreplace(names)
+    _refuse_other_layouts(run, formula, symbols)
+    conditions += [c for c in _layout_conditions(run, formula) if c.condition.free_symbols & symbols.keys()]
+    for guard in run.guards:
+        expression = run.env.replace(guard.condition).xreplace(names)
         if expression.free_symbols & symbols.keys():
-            conditions.append(SizeCondition(expression, where, is_of_torch=True))
+            conditions.append(SizeCondition(expression, guard.where, is_of_torch=not guard.is_asked))
     formulas = {key: run.env.replace(symbol).xreplace(names) for key, symbol in run.dynamic.items()}
     example = tuple((s, values[place].shape[dim]) for s, (place, dim) in symbols.items())
     different = {condition.condition: condition for condition in reversed(conditions)}
     different.pop(sympy.true, None)
     return DynamicSizes(formulas, symbols, example, tuple(reversed(different.values())), dict(reasons))
+
+
+def _layout_conditions(run: SymbolicRun, formula: Callable[[Any], sympy.Expr]) -> Iterator[SizeCondition]:
+    """Yields what numbers say of sizes that forward was told about the layout of tensors (`x.storage_offset()`)."""
+    for read, answer in run.layouts:
+        for told, number in zip(pytree.tree_leaves(answer), pytree.tree_leaves(read.answer), strict=False):
+            if type(number) is int:
+                yield SizeCondition(sympy.Eq(formula(told), number), read.where)
+
+
+def _refuse_other_layouts(
+    run: SymbolicRun, formula: Callable[[Any], sympy.Expr], symbols: Mapping[sympy.Symbol, InputDim]
+) -> None:
+    """Raises where a fake tensor of dynamic sizes has another layout than forward has met."""
+    for read, answer in run.layouts:
+        fake = run.node_values[read.tensor]
+        sizes = map(formula, (*fake.shape, *fake.stride()) if isinstance(fake, torch.Tensor) else ())
+        met = {s for size in sizes for s in size.free_symbols} & symbols.keys()
+        is_same = type(answer) is not bool or answer == read.answer
+        if met and not (is_same and answer is not None):
+            raise FixedSizeError(
+                f"forward goes by the layout of a tensor at {read.where}", frozenset(symbols[s] for s in met)
+            )
+
+
+def _is_dynamic(
+    run: SymbolicRun, formula: Callable[[Any], sympy.Expr], read: SizeRead, symbols: Collection[sympy.Symbol]
+) -> bool:
+    """Returns whether a read is of a dynamic size."""
+    operands = map(formula, _operand_values(run, read)) if symbols else ()
+    return any(not operand.free_symbols.isdisjoint(symbols) for operand in operands)
 
 
 def _operand_values(run: SymbolicRun, read: SizeRead) -> list[Any]:

@@ -6,6 +6,7 @@ The inputs of the recording are cut, or go on from their beginning, so that thei
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,9 @@ from fxpipe.tracing.verify.equivalence import agrees_at_size, run_model, take_sa
 from fxpipe.tracing.verify.micro_batch_sizes import checking_mode
 from fxpipe.tracing.verify.training_equivalence import FEWEST_SAMPLES, check_training_equivalence
 
-_STEP = 3  # a size that was never recorded is so much larger than the largest
+_STEP = 3  # a size that was never recorded is so much larger than the largest, if the graph is for that
+_FARTHEST_STEP = 17  # else so much larger or smaller than that of the recording, at most
+_CANDIDATES = 4  # for such a size, which the model may refuse
 
 
 def check_dynamic_sizes(traced: Traced, leaves: Sequence[Any], seen: Sequence[Mapping[InputDim, int]]) -> None:
@@ -41,9 +44,11 @@ def check_dynamic_sizes(traced: Traced, leaves: Sequence[Any], seen: Sequence[Ma
         raise FixedSizeError("rows of an output do not simply grow with the number of samples")
     before = [lengths for sizes in seen if (lengths := _lengths_seen(traced, sizes)) is not None]
     others = [lengths for lengths in dict.fromkeys(before) if _compare(traced, leaves, lengths)]
-    unseen = next((lengths for lengths in _unseen(traced, before) if _compare(traced, leaves, lengths)), None)
+    candidates = [*itertools.islice(_unseen(traced, leaves, before), _CANDIDATES)]
+    unseen = next((lengths for lengths in candidates if _compare(traced, leaves, lengths)), None)
     if not others and unseen is None:
-        raise FixedSizeError("the model runs at no other size, as far as was tried")
+        why = "the model runs at no other size" if candidates else "forward concludes something else at any other size"
+        raise FixedSizeError(f"{why}, as far as was tried", is_of_this_size=not candidates)
     small = tuple((symbol, max(2, size // 2)) for symbol, size in _bounds(traced, before, min).items())
     if any(condition.is_of_torch for condition in traced.dynamic.conditions) and _compare(traced, leaves, small):
         others.append(small)
@@ -74,11 +79,22 @@ def _lengths_seen(traced: Traced, sizes: Mapping[InputDim, int]) -> Lengths | No
     return lengths if lengths != traced.dynamic.example else None
 
 
-def _unseen(traced: Traced, before: Sequence[Lengths]) -> Iterator[Lengths]:
-    """Yields sizes that were never recorded: larger ones, where the model takes no such smaller ones."""
-    yield tuple((symbol, size + _STEP) for symbol, size in _bounds(traced, before, max).items())
-    yield tuple((symbol, max(2, size - 1)) for symbol, size in _bounds(traced, before, min).items())
-    yield tuple((symbol, max(2, size // 2)) for symbol, size in _bounds(traced, before, min).items())
+def _unseen(traced: Traced, leaves: Sequence[Any], before: Sequence[Lengths]) -> Iterator[Lengths]:
+    """Yields sizes that were never recorded, for which the graph is: larger ones first, which models refuse less."""
+    largest, least = _bounds(traced, before, max), _bounds(traced, before, min)
+    example = dict(traced.dynamic.example)
+    known = {traced.dynamic.example, *before}
+    steps = [step for more in range(1, _FARTHEST_STEP) for step in (more, -more)]
+    for lengths in (
+        {symbol: size + _STEP for symbol, size in largest.items()},
+        {symbol: size - 1 for symbol, size in least.items()},
+        {symbol: size // 2 for symbol, size in least.items()},
+        *({symbol: size + step for symbol, size in example.items()} for step in steps),
+    ):
+        wanted = tuple((symbol, max(2, size)) for symbol, size in lengths.items())
+        if wanted not in known and _sample_of(traced, leaves, wanted) is not None:
+            known.add(wanted)
+            yield wanted
 
 
 def _bounds(
@@ -126,9 +142,10 @@ def _compare(traced: Traced, leaves: Sequence[Any], lengths: Lengths) -> bool:
 def _sample_of(traced: Traced, leaves: Sequence[Any], lengths: Lengths) -> list[Any] | None:
     """Samples of these sizes, few if they do, for which forward concludes what the graph does; None: there are none."""
     for batch in dict.fromkeys((min(FEWEST_SAMPLES, traced.batch_of(leaves)), traced.batch_of(leaves))):
+        if not _may_hold(traced, batch, lengths):
+            continue
         sample = resize(traced, take_samples(traced, leaves, 0, batch), lengths)
-        do_guards_hold = traced.guards is None or traced.guards.hold(traced, sample, traced.seed)
-        if _may_hold(traced, batch, lengths) and do_guards_hold:
+        if traced.guards is None or traced.guards.hold(traced, sample, traced.seed):
             return sample
     return None
 
