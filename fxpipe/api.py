@@ -114,7 +114,8 @@ def pipeline(
             momentum, 0 for SGD.
         hardware: plan for this hardware instead of measuring what is here; as for `fxpipe.plan`.
         profile: costs measured before (`fxpipe.profile`), or a file of them, instead of measuring.
-        profile_budget: seconds to measure for, at most about; 5 by default.
+        profile_budget: seconds to measure for, at most about; 5 by default. To measure on an accelerator resets its
+            peak memory statistics (`torch.cuda.max_memory_allocated`), which torch cannot set back.
         tracer: "auto" takes the first way that leads to a right graph: recording, with values that forward reads as
             guards; with some modules kept whole; `torch.export`. "record", "export" and "fx" (symbolic tracing) allow
             one way; a `torch.fx.Tracer`, or a function from the model to a `torch.fx.GraphModule`, is your own.

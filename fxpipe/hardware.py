@@ -242,18 +242,21 @@ _COPIES = 7
 
 def local_link(a: torch.device, b: torch.device) -> Link | None:
     """The way from one device of this machine to another, measured once; None where a value is handed over."""
-    a, b = _with_index(a), _with_index(b)
-    return None if a == b or "cuda" not in (a.type, b.type) else _measure_link(a, b)
+    from fxpipe import accelerator
+
+    a, b = accelerator.with_index(a), accelerator.with_index(b)
+    return None if a == b else _measure_link(a, b)
 
 
 def local_memory(device: torch.device) -> int | None:
-    """Bytes of a GPU that this process can have: all but what others use. None for other devices: nobody knows."""
-    import torch
+    """Bytes of a device that this process can have for further tensors: all but what tensors and others have.
 
-    if device.type != "cuda":
-        return None
-    free: int = torch.cuda.mem_get_info(device)[0]
-    return free + int(torch.cuda.memory_reserved(device))  # what torch holds is used by its tensors, or will be
+    None for the CPU, and where the backend does not tell.
+    """
+    from fxpipe import accelerator
+
+    figures = accelerator.memory_figures(accelerator.with_index(device))
+    return None if figures is None else figures.available
 
 
 def fit_link(small: float, large: float, small_bytes: int = _SMALL_COPY, large_bytes: int = _LARGE_COPY) -> Link:
@@ -264,38 +267,25 @@ def fit_link(small: float, large: float, small_bytes: int = _SMALL_COPY, large_b
     return Link(rate, max(0.0, small - small_bytes / rate))
 
 
-def _with_index(device: torch.device) -> torch.device:
-    import torch
-
-    if device.type != "cuda" or device.index is not None:
-        return device
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 @functools.cache
 def _measure_link(a: torch.device, b: torch.device) -> Link:
     import torch
+
+    from fxpipe import accelerator
 
     def copy_seconds(size: int) -> float:
         source = torch.zeros(size, dtype=torch.uint8, device=a)
         seconds = []
         for _ in range(_COPIES):
-            _synchronize(a, b)
+            accelerator.synchronize(a, b)
             start = time.perf_counter()
-            source.to(b)
-            _synchronize(a, b)
+            # As between stages: through pinned memory, from and to a CPU.
+            accelerator.copy_to(accelerator.pinned(source) if a.type == "cpu" else source, b)
+            accelerator.synchronize(a, b)
             seconds.append(time.perf_counter() - start)
         return median(seconds[1:])  # the first opens the way
 
     return fit_link(copy_seconds(_SMALL_COPY), copy_seconds(_LARGE_COPY))
-
-
-def _synchronize(*devices: torch.device) -> None:
-    import torch
-
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
 
 
 # The work of nodes and stages, whatever the hardware: the operations that run, as formulas in the micro-batch size.

@@ -20,14 +20,19 @@ from typing import Any
 import torch
 
 from fxpipe._torch.versions import optional_name
-
-AUTOCAST_DEVICES = ("cpu", "cuda")
+from fxpipe.accelerator import accelerator_type
 
 _is_any_autocast_enabled: Any = optional_name("torch", "_C._is_any_autocast_enabled")
 
 
+def autocast_devices() -> tuple[str, ...]:
+    """Returns the types of devices whose autocast a stage may depend on: the CPU, and the accelerator."""
+    kind = accelerator_type()
+    return ("cpu",) if kind is None else ("cpu", kind)
+
+
 def _is_known_autocast_enabled() -> bool:
-    return any(map(torch.is_autocast_enabled, AUTOCAST_DEVICES))
+    return any(map(torch.is_autocast_enabled, autocast_devices()))
 
 
 # Is autocast on in this thread, for whatever device? Without a function of torch's for it, for those of a pipe.
@@ -56,15 +61,17 @@ class ThreadState:
     """The thread-local state that a function depends on besides its arguments: grad mode and autocast."""
 
     grad: bool  # are gradients recorded; False in `no_grad` and in `inference_mode`
-    autocast: tuple[AutocastState, ...]  # one for each of AUTOCAST_DEVICES
+    autocast: tuple[AutocastState, ...]  # one for each of `autocast_devices`
 
     @classmethod
     def now(cls) -> ThreadState:
+        devices = autocast_devices()
         return _cached_state(
+            devices,
             torch.is_grad_enabled() and not torch.is_inference_mode_enabled(),
             torch.is_autocast_cache_enabled(),
-            *map(torch.is_autocast_enabled, AUTOCAST_DEVICES),
-            *map(torch.get_autocast_dtype, AUTOCAST_DEVICES),
+            *map(torch.is_autocast_enabled, devices),
+            *map(torch.get_autocast_dtype, devices),
         )
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - of states, of which there are few
@@ -73,12 +80,12 @@ class ThreadState:
 
 
 @functools.lru_cache(maxsize=64)
-def _cached_state(grad: bool, cache: bool, *autocast: Any) -> ThreadState:
+def _cached_state(devices: tuple[str, ...], grad: bool, cache: bool, *autocast: Any) -> ThreadState:
     """Every node is recorded and run under one of a few states, which are asked for at each of them."""
-    enabled, dtypes = autocast[: len(AUTOCAST_DEVICES)], autocast[len(AUTOCAST_DEVICES) :]
+    enabled, dtypes = autocast[: len(devices)], autocast[len(devices) :]
     return ThreadState(
         grad,
-        tuple(AutocastState(*of_device, cache) for of_device in zip(AUTOCAST_DEVICES, enabled, dtypes, strict=True)),
+        tuple(AutocastState(*of_device, cache) for of_device in zip(devices, enabled, dtypes, strict=True)),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe import accelerator
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import Hardware, parse_hardware
 from fxpipe.profiling import Profile
@@ -51,40 +52,19 @@ def parse_leaf_modules(leaf_modules: Any) -> tuple[str | type[nn.Module], ...]:
 
 
 def parse_devices(devices: Sequence[str | torch.device] | None, anywhere: bool = False) -> tuple[torch.device, ...]:
-    """Returns one device for each worker. None: all CUDA devices, or two CPU workers where there is none.
+    """Returns one device for each worker. None: all of the accelerator, or two CPU workers where there is none.
 
     `anywhere`: they need not be here.
     """
     if devices is None:
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        return tuple(torch.device("cuda", k) for k in range(count)) or (torch.device("cpu"),) * 2
+        return accelerator.local_devices() or (torch.device("cpu"),) * 2
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
         raise ArgumentTypeError(
             f"devices={devices!r}: expected a list of devices, one for each worker, as in ['cpu', 'cpu']"
         )
     if not devices:
         raise ArgumentError("devices is empty: give one for each worker, as in ['cuda:0', 'cuda:1'] or ['cpu', 'cpu']")
-    return tuple(_parse_device(device, anywhere) for device in devices)
-
-
-def _parse_device(value: str | torch.device, anywhere: bool = True, argument: str = "devices") -> torch.device:
-    try:
-        device = torch.device(value)
-    except (RuntimeError, TypeError):
-        raise ArgumentError(f"{argument}: {value!r} is no device of torch's; 'cpu' and 'cuda:0' are") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ArgumentError(f"{argument}: {value!r} is not supported; stages run on 'cpu' and 'cuda:0', 'cuda:1', ...")
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if anywhere:
-        return torch.device("cuda", device.index or 0)
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = device.index if device.index is not None else (torch.cuda.current_device() if count else 0)
-    if index >= count:
-        raise ArgumentError(
-            f"devices: {value!r} is not available: there are {count} CUDA devices here; 'cpu' always works"
-        )
-    return torch.device("cuda", index)
+    return tuple(accelerator.parse_device("devices", device, anywhere) for device in devices)
 
 
 def parse_chunks(chunks: int | str, workers: int) -> int:
@@ -161,7 +141,7 @@ def _parse_worker(argument: str, name: str, value: Any, workers: Sequence[torch.
             f"{argument}[{name!r}]={value!r} is a {type(value).__name__}; expected the number of a device among "
             f"devices ({listed}), or its name"
         )
-    device = _parse_device(value, argument=f"{argument}[{name!r}]")
+    device = accelerator.parse_device(f"{argument}[{name!r}]", value, anywhere=True)
     places = [k for k, worker in enumerate(workers) if worker == device]
     if len(places) != 1:
         times = "not" if not places else f"{len(places)} times"

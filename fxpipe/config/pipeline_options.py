@@ -143,6 +143,8 @@ class Settings:
     check: bool = True
     pins: Mapping[str, int] = field(default_factory=dict)  # names of modules or nodes -> worker
     memory_limits: tuple[int | None, ...] | None = None  # bytes, by worker; None: what the devices have
+    # What a device has for the model, in bytes, looked at once before planning; None: not yet, or nobody knows.
+    memory_at_hand: Mapping[torch.device, int | None] = field(default_factory=dict)
     optimizer_state: float = 2.0  # bytes for each byte of a trained parameter
     hardware: Hardware | None = None  # to plan for; None: what is at hand
     profile: Profile | None = None  # measured before

@@ -61,8 +61,10 @@ def parse_devices_option(text: str) -> DevicesOption:
 
 
 def resolve_devices(devices: DevicesOption | None) -> tuple[str, ...]:
-    """The name of each device; a number means so many CUDA devices, or shares of the CPU where CUDA is absent."""
+    """The name of each device; a number means so many of the accelerator, or shares of the CPU where there is none."""
     import torch
+
+    from fxpipe import accelerator
 
     if isinstance(devices, tuple):
         for name in devices:
@@ -71,16 +73,16 @@ def resolve_devices(devices: DevicesOption | None) -> tuple[str, ...]:
             except RuntimeError:
                 raise ArgumentError(f"--devices: {name!r} is no device of torch's; cpu and cuda:0 are") from None
         return devices
-    present = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    present = accelerator.local_devices()
     if not present:
         return ("cpu",) * (2 if devices is None else devices)
-    if devices is not None and devices > present:
+    if devices is not None and devices > len(present):
         shares = "cpu" if devices == 1 else "cpu,cpu" if devices == 2 else "cpu,cpu,..."
         raise ArgumentError(
-            f"--devices {devices}: CUDA has {present} here; for shares of the CPU give a list: {shares}; to plan for "
-            "GPUs that are elsewhere, --hardware"
+            f"--devices {devices}: {present[0].type.upper()} has {len(present)} here; for shares of the CPU give a "
+            f"list: {shares}; to plan for GPUs that are elsewhere, --hardware"
         )
-    return tuple(f"cuda:{index}" for index in range(present if devices is None else devices))
+    return tuple(map(str, present[:devices]))
 
 
 def planned_devices(devices: DevicesOption | None, hardware: str) -> tuple[str, ...]:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import fx
 
+from fxpipe import accelerator
 from fxpipe.hardware import MEMORY_MARGIN, link_between, local_link, local_memory
 from fxpipe.partitioning.chain import Chain, Flow, HeldStorage, Link, ParameterUse, StageSite
 from fxpipe.profiling import Profile
 from fxpipe.scheduling import activations_in_flight, make_schedule, micro_batches_in_flight
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.shapes.symbolic_shapes import bytes_at, bytes_formula
-from fxpipe.tracing.tensors import tensor_bytes
+from fxpipe.tracing.tensors import has_values, storage_of, tensor_bytes
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import Effects
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from fxpipe.config.pipeline_options import Settings
 
@@ -174,19 +176,39 @@ def memory_pools(settings: Settings) -> tuple[int, ...]:
 
 def device_kind(device: torch.device) -> str:
     """Returns the name of a device's kind: two GPUs of one make are of one kind."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return device.type
-    import torch
-
-    return torch.cuda.get_device_name(device) if torch.cuda.is_available() else str(device)
+    return accelerator.device_name(device) or str(device)
 
 
 def _worker_memory(settings: Settings, device: torch.device) -> int | None:
     """Returns the memory that a worker may take of a device, which several may share; None where it is not known."""
     if settings.hardware is not None:
         return settings.hardware.usable_memory
-    memory = local_memory(device)
+    memory = settings.memory_at_hand[device] if device in settings.memory_at_hand else local_memory(device)
     return None if memory is None else int(memory * (1 - MEMORY_MARGIN)) // settings.workers.count(device)
+
+
+def with_memory_at_hand(settings: Settings, model: nn.Module) -> Settings:
+    """Notes what each device has for the model: what is free there, and what the model has of it already.
+
+    For plans count the model's parameters and gradients wherever they are.
+    """
+    if settings.hardware is not None or settings.memory_limits is not None:
+        return settings
+    at_hand = {}
+    for device in dict.fromkeys(settings.workers):
+        memory = local_memory(device)
+        at_hand[device] = None if memory is None else memory + _bytes_of_model(model, device)
+    return replace(settings, memory_at_hand=at_hand)
+
+
+def _bytes_of_model(model: nn.Module, device: torch.device) -> int:
+    """Computes the bytes of the parameters, buffers and gradients that a model has on a device."""
+    tensors = [*model.parameters(), *model.buffers()]
+    tensors += [tensor.grad for tensor in model.parameters() if tensor.grad is not None]
+    on_device = {storage_of(t): tensor_bytes(t) for t in tensors if t.device == device and has_values(t)}
+    return sum(on_device.values())
 
 
 def worker_link(settings: Settings, one: int, other: int) -> Link | None:

@@ -122,11 +122,16 @@ def prepare(
         seed: that of the numbers that forward draws and reads.
         micro_batches: the inputs are one of so many micro-batches; None: they are a mini-batch.
     """
+    from fxpipe import accelerator
+    from fxpipe.planning.cost_model import with_memory_at_hand
     from fxpipe.tracing.cache_key import in_mode
     from fxpipe.tracing.model_state import move_inputs, on_one_device
     from fxpipe.tracing.source_lines import warn_user
     from fxpipe.tracing.strategies import imbalance_warnings
 
+    accelerator.refuse_capture()
+    if plan is None:
+        settings = with_memory_at_hand(settings, model)
     as_inputs, count = settings, 1  # the settings under which the inputs are a mini-batch
     if micro_batches is not None:
         as_inputs = replace(settings, chunks=1, left=settings.left - {"chunks"})

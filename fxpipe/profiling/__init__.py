@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe import accelerator
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import HARDWARE, Hardware, parse_hardware
 from fxpipe.profiling.flops import NodeOperations, work_of
@@ -96,7 +97,7 @@ def profile(
         preserve_state(traced.model),
         with_fake_tensors(traced.model, inputs) as leaves,
     ):
-        place = _device_of_model(traced, leaves) if device is None else _parse_device(device)
+        place = _device_of_model(traced, leaves) if device is None else accelerator.parse_device("device", device)
         counts = _counts(traced, effects, leaves, micro_batch, anywhere=chosen is not None)
         if is_faked() and chosen is None:
             chosen = HARDWARE["a100-80gb"]
@@ -217,20 +218,6 @@ def _micro_batch(traced: Traced, leaves: Sequence[Any], wanted: int | None) -> i
                 "held; trace the model on that many samples"
             )
     return size
-
-
-def _parse_device(device: torch.device | str) -> torch.device:
-    try:
-        parsed = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise ArgumentError(f"device={device!r} is no device of torch's; 'cpu' and 'cuda:0' are") from None
-    if parsed.type == "cpu":
-        return torch.device("cpu")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = parsed.index if parsed.index is not None else (torch.cuda.current_device() if count else 0)
-    if parsed.type != "cuda" or index >= count:
-        raise ArgumentError(f"device={device!r} is not available: there are {count} CUDA devices here, and 'cpu'")
-    return torch.device("cuda", index)
 
 
 def _device_of_model(traced: Traced, leaves: Sequence[Any]) -> torch.device:

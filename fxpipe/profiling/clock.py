@@ -1,7 +1,8 @@
 """Clocks for each kind of device, and the time that a call of autograd takes by itself.
 
-- On a GPU events in its stream are the clock: they tell when the device came by. So a node takes as long as its kernels
-  do or as it takes to launch them, whichever is longer.
+- On an accelerator events in its stream are the clock: they tell when the device came by. It is kept busy with other
+  work while the host queues the node and both events (`HeadStart`), as it is in a step whose host runs ahead. So a node
+  takes as long as its kernels do, and not as long as it takes to launch them, which for small nodes is longer.
 - On the CPU with one thread it is the processor time of this thread, which stands still while another process has the
   core. On a quiet machine that is the time that passes; on a busy one it is what the node costs all the same. It stands
   still as well while the node waits (for a disk, a lock, a server), as a step will: that time is added. Linux tells it
@@ -11,6 +12,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +23,7 @@ from typing import Any
 
 import torch
 
+from fxpipe import accelerator
 from fxpipe._torch.error_messages import has_no_way_back
 
 _TICKS = 30  # for the median
@@ -50,8 +53,8 @@ class Clock:
 
     @classmethod
     def on(cls, device: torch.device) -> Clock:
-        if device.type == "cuda":
-            clock = _cuda_event_clock(device)
+        if device.type != "cpu":
+            clock = _event_clock(device)
         elif torch.get_num_threads() > 1:
             clock = cls(time.perf_counter, device=device)
         elif _SCHEDULED.exists():
@@ -93,13 +96,14 @@ class Clock:
         """
         if not ends or not starts:
             return 0.0, ()
-        by_itself = self._overhead(len(ends), len(starts))
-        try:
-            seconds, results = self.seconds(_run_backward, ends, starts, gradients, totals, keeps_graph)
-        except RuntimeError as error:
-            if not has_no_way_back(error):
-                raise
-            return 0.0, ()
+        with torch.autograd.set_multithreading_enabled(False):  # as in a stage: in this thread, whatever the device
+            by_itself = self._overhead(len(ends), len(starts))
+            try:
+                seconds, results = self.seconds(_run_backward, ends, starts, gradients, totals, keeps_graph)
+            except RuntimeError as error:
+                if not has_no_way_back(error):
+                    raise
+                return 0.0, ()
         return seconds - by_itself, results
 
     def _overhead(self, ends: int, starts: int) -> float:
@@ -134,14 +138,52 @@ def _seconds_without_work() -> float:
     return _seconds_off_core() - int(_SCHEDULED.read_bytes().split()[1]) / 1e9
 
 
-def _cuda_event_clock(device: torch.device) -> Clock:
-    def mark() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(device))
-        return event
+_HEAD_START = 3e-4  # seconds that the host has to queue what is timed: a call from Python, or of autograd, takes less
+_LONG_LAUNCH = 5e-5  # seconds that the device is at one product of the head start: the next is queued in less
+_SIDES = (256, 512, 1024, 2048, 4096)  # of the products' matrices
 
-    def between(later: torch.cuda.Event, earlier: torch.cuda.Event) -> float:
-        later.synchronize()
-        return float(earlier.elapsed_time(later)) / 1e3  # of milliseconds
 
-    return Clock(mark, between, lambda: torch.cuda.synchronize(device), device)
+class HeadStart:
+    """Work that keeps a device busy for a while, so that the host comes to be ahead of it.
+
+    Products of small matrices, which leave the caches to what is timed; with `out=`, which autocast leaves alone.
+    """
+
+    def __init__(self, device: torch.device, seconds: float = _HEAD_START):
+        self._device = device
+        for side in _SIDES:
+            self._matrices = [torch.zeros(side, side, device=device) for _ in range(3)]
+            of_one = self._product_seconds()
+            if of_one >= _LONG_LAUNCH:
+                break
+        self._count = math.ceil(seconds / max(of_one, _LONG_LAUNCH))
+
+    def _product_seconds(self) -> float:
+        """Measures one product, behind one that warms up."""
+        stream, marks = accelerator.current_stream(self._device), []
+        for _ in range(2):
+            self._multiply()
+            accelerator.synchronize(self._device)
+            marks = [accelerator.record_event(stream, timing=True)]
+            self._multiply()
+            marks.append(accelerator.record_event(stream, timing=True))
+        return accelerator.seconds_between(*marks)
+
+    def _multiply(self) -> None:
+        with torch.no_grad():
+            torch.mm(*self._matrices[:2], out=self._matrices[2])
+
+    def give(self) -> None:
+        """Waits until the device has nothing to do, and gives it this work."""
+        accelerator.synchronize(self._device)
+        for _ in range(self._count):
+            self._multiply()
+
+
+def _event_clock(device: torch.device) -> Clock:
+    """A clock of a device. What calls of autograd cost the host is no part of its times, and need not be taken off."""
+
+    def mark() -> torch.Event:
+        return accelerator.record_event(accelerator.current_stream(device), timing=True)
+
+    return Clock(mark, lambda later, earlier: accelerator.seconds_between(earlier, later), HeadStart(device).give)

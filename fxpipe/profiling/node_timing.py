@@ -31,7 +31,6 @@ What no node does by itself counts for the node that makes it happen:
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import time
 import warnings
@@ -45,6 +44,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from fxpipe import accelerator
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.profiling.backward_timing import (
     BackwardQueue,
@@ -416,8 +416,12 @@ def measure(
     Returns:
         What was found, by size.
     """
-    on_gpu = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    with torch.inference_mode(False), on_gpu, progress("profiling", budget, "s") as spend, warnings.catch_warnings():
+    with (
+        torch.inference_mode(False),
+        accelerator.current_device(device),
+        progress("profiling", budget, "s") as spend,
+        warnings.catch_warnings(),
+    ):
         # Tensors come to a GPU one by one, so the weights of an RNN do not lie side by side there.
         warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
         clock, step = Clock.on(device), _budget_step(budget, spend)

@@ -1,8 +1,9 @@
 """Counts of one node by itself: arithmetic, and memory for a moment, forward and backward.
 
 A node runs once, and back, on detached values. Everything below autograd passes a dispatch mode, which counts the
-arithmetic of each operation, and what is allocated and freed by weak references to storages. On CUDA the allocator's
-own numbers are taken, which also know what kernels need inside (workspaces).
+arithmetic of each operation, and what is allocated and freed by weak references to storages. On an accelerator the
+allocator's own numbers are taken, which also know what kernels need inside (workspaces). They are the most bytes since
+a reset, so the peak that the user reads of a device (`max_memory_allocated`) begins anew: torch cannot set it back.
 
     forward  ──▶  temporary: most bytes at one time, less those that are still there at the end (outputs, saved ones)
     backward ──▶  temporary: the same, less the gradients of its inputs
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe import accelerator
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.dispatch_modes import TorchDispatchMode
 from fxpipe._torch.error_messages import has_no_way_back
@@ -27,8 +29,6 @@ from fxpipe.profiling.flops import operation_flops
 from fxpipe.tracing.node_info import state_of
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import call_node
-
-CUDA_BLOCK_BYTES = 512  # bytes; torch's allocator on CUDA gives no part of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,13 @@ def probe_node(node: fx.Node, written: Iterable[fx.Node], values: Mapping[fx.Nod
         changed = {n: pytree.tree_map_only(torch.Tensor, torch.clone, inputs[n]) for n in written}
     starts = [t for value in inputs.values() for t in tensors_in(value) if t.requires_grad]
     operands = inputs | changed
-    device = next((t.device for t in tensors_in(list(operands.values())) if t.device.type == "cuda"), None)
+    device = next((t.device for t in tensors_in(list(operands.values())) if accelerator.counts_memory(t.device)), None)
     if device is not None and not _is_fake(operands):
         _probe_once(
             node, operands, changed, starts, _CountingMode()
         )  # libraries take their workspaces at their first call
         operands |= {n: pytree.tree_map_only(torch.Tensor, torch.clone, inputs[n]) for n in changed}
-        return _probe_once(node, operands, {n: operands[n] for n in changed}, starts, _CudaCountingMode(device))
+        return _probe_once(node, operands, {n: operands[n] for n in changed}, starts, _AllocatorCountingMode(device))
     return _probe_once(node, operands, changed, starts, _CountingMode())
 
 
@@ -139,8 +139,8 @@ class _CountingMode(TorchDispatchMode):
             del self.alive[number]
 
 
-class _CudaCountingMode(_CountingMode):
-    """Most bytes as the allocator of a GPU counts them."""
+class _AllocatorCountingMode(_CountingMode):
+    """Most bytes as the allocator of a device counts them."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -148,10 +148,11 @@ class _CudaCountingMode(_CountingMode):
 
     def begin(self, known: Iterable[torch.Tensor]) -> None:
         super().begin(known)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self.start = torch.cuda.memory_allocated(self.device)
+        accelerator.reset_peak(self.device)
+        self.start = accelerator.allocated_bytes(self.device)
 
     def end(self) -> tuple[int, int]:
-        most = torch.cuda.max_memory_allocated(self.device) - self.start
+        most = accelerator.peak_allocated_bytes(self.device) - self.start
         arithmetic, _ = super().end()
-        return arithmetic, max(0, most - sum(-(-n // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES for n in self.alive.values()))
+        unit = accelerator.allocation_unit(self.device)
+        return arithmetic, max(0, most - sum(-(-n // unit) * unit for n in self.alive.values()))

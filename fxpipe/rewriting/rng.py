@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from fxpipe import accelerator
 from fxpipe._torch.checkpoint import can_replay_checkpoints, replay_checkpoints
 from fxpipe._torch.dispatch_modes import TorchDispatchMode, pop_dispatch_mode, push_dispatch_mode
 from fxpipe._torch.functions import opname
@@ -190,8 +191,8 @@ def _own_generator(device: torch.device) -> torch.Generator:
     return generators[device]
 
 
-def _process_generator(device: torch.device) -> torch.Generator:
-    return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
+def _process_generator(device: torch.device) -> accelerator.GeneratorState:
+    return accelerator.default_generator(device)
 
 
 def _lend_generator(generator: torch.Generator, call: Callable[[], Any]) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe import accelerator
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.autograd import leaves_below
 from fxpipe.errors import LossError, StateError
@@ -67,6 +68,7 @@ class Engine:
                     "the pipe is already running a step, in another thread or around this call (a hook, loss_fn); "
                     "call it when that has ended"
                 )
+            accelerator.refuse_capture()
             self._runner = threading.get_ident()
             self._caller_context = CallerContext.now()
             with self._caller_context.suspended():

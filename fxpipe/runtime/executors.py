@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 import torch
 
+from fxpipe import accelerator
 from fxpipe.errors import InternalError, StateError
 from fxpipe.runtime.profiler_ranges import warn_of_unseen_workers
 from fxpipe.runtime.step import Step
@@ -97,8 +98,8 @@ def _worker_main(
         torch.set_num_threads(threads)
         # Asking settles it: else the thread takes the process's number at its first operation (torch 2.13).
         torch.get_num_threads()
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        if device.type != "cpu":
+            accelerator.set_current_device(device)
     except BaseException as error:
         ready.put(error)
         return

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from fxpipe import accelerator
 from fxpipe.errors import ArgumentError, ArgumentTypeError, LossError
 from fxpipe.utils.output_combination import UndeterminedOutput
 from fxpipe.utils.pytree import map_tensor_leaves
@@ -240,11 +241,8 @@ def _hold_both(device: torch.device) -> Iterator[None]:
 
 def restore_generators(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """A block after which the same generators stand where they stood."""
-    return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=_rng_device_type(device))
-
-
-def _rng_device_type(device: torch.device) -> str:
-    return "cuda" if device.type == "cpu" else device.type
+    own = [] if device.type == "cpu" else [accelerator.default_generator(device)]
+    return accelerator.restore_generators(own)
 
 
 def are_bitwise_equal(some: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> bool:

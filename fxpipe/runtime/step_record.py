@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from fxpipe import accelerator
 from fxpipe.runtime.bound_program import BoundProgram, different_programs
 from fxpipe.scheduling.actions import Action, ActionKind, Schedule
 from fxpipe.simulation.text_timeline import timeline_lines
@@ -32,16 +33,12 @@ if TYPE_CHECKING:
 # a GPU has only been queued when the host is through with it: events on its stream are queued around it, and asked for
 # their times once the step is read. So no step waits for a GPU because it is timed.
 
-TimeMark: TypeAlias = "float | torch.cuda.Event"  # a time of the host's clock, or a place in a stream
+TimeMark: TypeAlias = "float | torch.Event"  # a time of the host's clock, or a place in a stream
 
 
-def mark_time(stream: torch.cuda.Stream | None) -> TimeMark:
+def mark_time(stream: torch.Stream | None) -> TimeMark:
     """Marks the present time of a stream; None for the host."""
-    if stream is None:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(stream)
-    return event
+    return time.perf_counter() if stream is None else accelerator.record_event(stream, timing=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +58,7 @@ class HostClock:
     """Turns marks into seconds of the host's clock."""
 
     def __init__(self) -> None:
-        self._now: dict[torch.device, tuple[float, torch.cuda.Event]] = {}  # a time that both clocks know
+        self._now: dict[torch.device, tuple[float, torch.Event]] = {}  # a time that both clocks know
 
     def seconds(self, when: TimeMark) -> float:
         if isinstance(when, float):
@@ -69,14 +66,13 @@ class HostClock:
         if when.device not in self._now:
             self._now[when.device] = self._common(when.device)
         host, event = self._now[when.device]
-        return host - float(when.elapsed_time(event)) / 1e3
+        return host - accelerator.seconds_between(when, event)
 
     @staticmethod
-    def _common(device: torch.device) -> tuple[float, torch.cuda.Event]:
+    def _common(device: torch.device) -> tuple[float, torch.Event]:
         """Reads both clocks when the GPU has nothing left to do, so that it is at the event when the host is."""
-        torch.cuda.synchronize(device)
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(device))
+        accelerator.synchronize(device)
+        event = accelerator.record_event(accelerator.current_stream(device), timing=True)
         event.synchronize()
         return time.perf_counter(), event
 

@@ -43,6 +43,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from fxpipe import accelerator
 from fxpipe._torch.operators import neg_view
 
 # A tensor as one piece of memory and the way to read it: what a copy has to move, and how it becomes a tensor again.
@@ -154,8 +155,11 @@ class DeviceBackend(Protocol):
     def on(self, *streams: Any) -> AbstractContextManager[None]:
         """A block in which these are the current streams; the last one's device is the current device."""
 
-    def record(self, stream: Any, for_host: bool = False) -> Any:
+    def record(self, stream: Any) -> Any:
         """Records an event behind all that the stream has been given."""
+
+    def wait_on_host(self, event: Any) -> None:
+        """Lets the host sleep until the event has passed."""
 
     def copy(self, memory: torch.Tensor, target: torch.device) -> torch.Tensor:
         """Starts a copy on the current streams, into memory of the current stream, or into pinned memory."""
@@ -167,55 +171,43 @@ class DeviceBackend(Protocol):
         """Keeps the tensor's memory from being used anew before this stream is done with it."""
 
 
-class CudaBackend:
-    """GPUs, as torch has them."""
+class AcceleratorBackend:
+    """The devices of torch's accelerator."""
 
     def device_of(self, tensor: torch.Tensor) -> torch.device:
         return tensor.device
 
-    def current(self, device: torch.device) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(device)
+    def current(self, device: torch.device) -> torch.Stream:
+        return accelerator.current_stream(device)
 
-    def copy_streams(self, source: torch.device, target: torch.device) -> tuple[torch.cuda.Stream, ...]:
+    def copy_streams(self, source: torch.device, target: torch.device) -> tuple[torch.Stream, ...]:
         with _stream_lock:
             if (source, target) not in _copy_streams:
-                ends = dict.fromkeys(device for device in (source, target) if device.type == "cuda")
-                _copy_streams[source, target] = tuple(torch.cuda.Stream(device) for device in ends)
+                ends = dict.fromkeys(device for device in (source, target) if device.type != "cpu")
+                _copy_streams[source, target] = tuple(map(accelerator.new_stream, ends))
             return _copy_streams[source, target]
 
-    def on(self, *streams: torch.cuda.Stream) -> AbstractContextManager[None]:
-        return torch.cuda.stream(streams[0]) if len(streams) == 1 else _on_streams(streams)
+    def on(self, *streams: torch.Stream) -> AbstractContextManager[None]:
+        return accelerator.current_streams(*streams)
 
-    def record(self, stream: torch.cuda.Stream, for_host: bool = False) -> torch.cuda.Event:
-        # The host sleeps until a blocking event; else it would spin, on a core that another stage may need.
-        event = torch.cuda.Event(blocking=for_host)
-        event.record(stream)
-        return event
+    def record(self, stream: torch.Stream) -> torch.Event:
+        return accelerator.record_event(stream)
+
+    def wait_on_host(self, event: torch.Event) -> None:
+        accelerator.wait_on_host(event)
 
     def copy(self, memory: torch.Tensor, target: torch.device) -> torch.Tensor:
-        is_home = target.type == "cpu"
-        result = torch.empty(memory.shape, dtype=memory.dtype, device=target, pin_memory=is_home)
-        return result.copy_(memory, non_blocking=True)
+        return accelerator.copy_to(memory, target)
 
     def pinned(self, memory: torch.Tensor) -> torch.Tensor:
-        if memory.is_pinned():
-            return memory
-        return torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True).copy_(memory)
+        return accelerator.pinned(memory)
 
-    def keep(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        tensor.record_stream(stream)
-
-
-@contextlib.contextmanager
-def _on_streams(streams: Iterable[torch.cuda.Stream]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for stream in streams:
-            stack.enter_context(torch.cuda.stream(stream))
-        yield
+    def keep(self, tensor: torch.Tensor, stream: torch.Stream) -> None:
+        accelerator.keep_for_stream(tensor, stream)
 
 
 # Of the process: a stream has a pool of memory, which new streams for each step would have to fill again.
-_copy_streams: dict[tuple[torch.device, torch.device], tuple[torch.cuda.Stream, ...]] = {}
+_copy_streams: dict[tuple[torch.device, torch.device], tuple[torch.Stream, ...]] = {}
 _stream_lock = threading.Lock()
 
 _forced = False
@@ -240,9 +232,9 @@ class Transport:
     """
 
     def __init__(self, devices: Iterable[torch.device], machine: DeviceBackend | None = None):
-        self._machine = machine or CudaBackend()
+        self._machine = machine or AcceleratorBackend()
         distinct = dict.fromkeys(devices)
-        self._compute = {d: self._machine.current(d) for d in distinct if d.type == "cuda"}
+        self._compute = {d: self._machine.current(d) for d in distinct if d.type != "cpu"}
         self._forced = _forced
         # Where stages and inputs are all on the CPU, `start_copy` and `open` need not be called.
         self.may_copy = _forced or any(d.type != "cpu" for d in distinct)
@@ -314,7 +306,7 @@ class Transport:
             return self._carried(value.content, target)
         if value.arrived is not None:
             if target.type == "cpu":
-                value.arrived.synchronize()
+                self._machine.wait_on_host(value.arrived)
             else:
                 self._stream(target).wait_event(value.arrived)
         return value.content.unpack()
@@ -349,7 +341,7 @@ class Transport:
         with machine.on(*streams):
             copy = machine.copy(memory, target)
             # The stream of the target is told to wait for the copy, on whichever that runs.
-            arrived = machine.record(streams[-1], for_host=target.type == "cpu")
+            arrived = machine.record(streams[-1])
         if target.type != "cpu":
             machine.keep(copy, self._stream(target))
         if not is_ours:
@@ -384,9 +376,9 @@ class Transport:
         for (source, target), held in self._held.items():
             if not held:
                 continue
-            last = self._machine.record(self._machine.copy_streams(source, target)[-1], for_host=source.type == "cpu")
+            last = self._machine.record(self._machine.copy_streams(source, target)[-1])
             if source.type == "cpu":
-                last.synchronize()
+                self._machine.wait_on_host(last)
             else:
                 self._stream(source).wait_event(last)
             held.clear()

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from fxpipe import accelerator
 from fxpipe._torch.functions import opname
 from fxpipe._torch.module_internals import STORE_NAMES
 from fxpipe._torch.operators import OpOverloadPacket, schema_of
@@ -86,9 +87,7 @@ def generator_states() -> list[Any]:
     if is_faked():
         return [fake_draw_count()]
     states: list[Any] = [torch.default_generator.get_state()]
-    if torch.cuda.is_initialized():
-        states += [g.get_offset() for g in torch.cuda.default_generators]
-    return states
+    return states + [accelerator.generator_position(generator) for generator in accelerator.used_generators()]
 
 
 def same_generator_states(left: list[Any], right: list[Any]) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe import accelerator
 from fxpipe._torch.autograd import base_of, version_of
 from fxpipe._torch.fake_tensor_mode import FakeTensor
 from fxpipe._torch.module_internals import MODULE_DICT_KEYS, own_buffers, own_children, tensor_stores
@@ -102,10 +103,9 @@ def equal_tensors(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def preserve_rng() -> Iterator[None]:
-    """A block after which all random generators stand where they stood; CUDA is not woken for it."""
+    """A block after which all random generators stand where they stood; the accelerator is not woken for it."""
     before = python_rng_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices):
+    with accelerator.restore_generators(accelerator.used_generators()):
         try:
             yield
         finally:

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from fxpipe._torch.functions import opname
+from fxpipe.accelerator import accelerator_type
 
 # Functions that make a tensor from nothing, on the default device where none is given.
 _FACTORIES = frozenset(
@@ -32,7 +33,7 @@ def set_node_device(node: fx.Node, device: torch.device) -> None:
     if node.kwargs.get("device") is not None:  # a name ("cuda:0") or the number of a GPU
         node.kwargs = {**node.kwargs, "device": device}
     if node.op == "call_method":
-        if node.target in ("cuda", "cpu"):
+        if node.target in ("cpu", accelerator_type()):
             node.target, node.args, node.kwargs = "to", (node.args[0], device), {}
         elif node.target == "to" and len(node.args) > 1 and isinstance(node.args[1], (str, int)):
             node.args = (node.args[0], device, *node.args[2:])

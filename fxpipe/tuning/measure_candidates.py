@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe import accelerator
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe.pipeline_module import Pipeline
 from fxpipe.plans import Plan
@@ -99,10 +100,10 @@ def _step_timer(
     def run(args: Any, kwargs: Any, arguments: dict[str, Any]) -> float:
         pipe._fxpipe.settle()
         model.zero_grad(set_to_none=True)
-        _synchronise(devices)
+        accelerator.synchronize(*devices)
         begin = time.perf_counter()
         pipe.forward_backward(*args, **arguments, **kwargs)
-        _synchronise(devices)
+        accelerator.synchronize(*devices)
         return time.perf_counter() - begin
 
     return run
@@ -139,12 +140,6 @@ def _restore_devices(module: nn.Module) -> Iterator[None]:
     finally:
         for tensor, data in before:
             tensor.data = data
-
-
-def _synchronise(devices: Sequence[torch.device]) -> None:
-    for device in {*devices}:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
 
 
 def _inputs_of_size(

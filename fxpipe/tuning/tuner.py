@@ -23,7 +23,7 @@ from fxpipe.config.pipeline_options import (
 from fxpipe.config.stage_placement import TRAINING_SCHEDULES
 from fxpipe.errors import ArgumentError, ArgumentTypeError, MemoryLimitError
 from fxpipe.hardware import Hardware
-from fxpipe.planning.cost_model import planned_workers
+from fxpipe.planning.cost_model import planned_workers, with_memory_at_hand
 from fxpipe.planning.passes import ProfiledModel, holds_for_chunks, trace_and_profile
 from fxpipe.plans import Plan
 from fxpipe.profiling import Profile
@@ -153,6 +153,7 @@ def tune(
         if measure and hardware is not None:
             raise ArgumentError("measure=True and hardware: what is not here cannot be run; leave one of them out")
         settings = make_settings(PipelineOptions.among(options, but=TUNED_OPTIONS), anywhere=hardware is not None)
+        settings = with_memory_at_hand(settings, model_or_plan)
         kwargs = example_kwargs or {}
         profiled = _for_batch_size(trace_and_profile(model_or_plan, example_args, kwargs, settings), size)
         settings = replace(settings, left=frozenset())

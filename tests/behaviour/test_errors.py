@@ -13,6 +13,7 @@ from helpers.oracle import assert_same_gradients, assert_same_state
 from torch import nn
 
 import fxpipe
+from fxpipe import accelerator
 from fxpipe.errors import ArgumentError, ArgumentTypeError, FxpipeError, LossError, PartitionError, StateError
 from fxpipe.hardware import HARDWARE
 
@@ -81,8 +82,8 @@ def test_devices(devices, error, words):
 
 
 def test_unavailable_devices_are_counted(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(accelerator, "device_count", lambda kind: 2)
+    monkeypatch.setattr(accelerator, "missing_support", lambda kind: None)
     with pytest.raises(ArgumentError, match="'cuda:2' is not available: there are 2 CUDA devices"):
         fxpipe.pipeline(_chain(), ["cuda:0", "cuda:1", "cuda:2"])
 

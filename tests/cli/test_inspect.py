@@ -500,7 +500,7 @@ def test_targets(target: str, model_file: Path, fake_plan: FakePlanning) -> None
 def test_a_number_of_devices_without_cuda(
     model_file: Path, fake_plan: FakePlanning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("fxpipe.accelerator.local_devices", lambda: ())
     assert main(["zoo_of_models:make_mlp", "--devices", "3"]) == 0
     assert fake_plan.devices == ("cpu", "cpu", "cpu")
     assert main(["zoo_of_models:make_mlp"]) == 0
@@ -510,8 +510,9 @@ def test_a_number_of_devices_without_cuda(
 def test_a_number_of_devices_with_cuda(
     model_file: Path, fake_plan: FakePlanning, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(
+        "fxpipe.accelerator.local_devices", lambda: tuple(torch.device("cuda", index) for index in range(3))
+    )
     assert main(["zoo_of_models:make_mlp", "--devices", "2"]) == 0
     assert fake_plan.devices == ("cuda:0", "cuda:1")
     assert main(["zoo_of_models:make_mlp"]) == 0

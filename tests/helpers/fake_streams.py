@@ -76,7 +76,7 @@ class Memory:
 
 
 class FakeMachine:
-    """Fulfils `fxpipe.runtime.transport.Machine`, and raises AssertionError where an order is missing."""
+    """Fulfils `fxpipe.runtime.transport.DeviceBackend`, and raises AssertionError where an order is missing."""
 
     def __init__(self, seed):
         self.random, self.host = random.Random(seed), Clock()
@@ -108,9 +108,12 @@ class FakeMachine:
         finally:
             self.currents, self.here = before
 
-    def record(self, stream, for_host=False):
+    def record(self, stream):
         self.look_at_freed()
         return Event(self, stream)
+
+    def wait_on_host(self, event):
+        event.synchronize()
 
     def device_of(self, tensor):
         return self._memory(tensor).device

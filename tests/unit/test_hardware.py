@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxpipe
+from fxpipe import accelerator
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import HARDWARE, Hardware, fit_link, link_between, local_link, local_memory, parse_hardware
 from fxpipe.partitioning.chain import Link
@@ -122,26 +123,30 @@ def test_between_processors_values_are_handed_over():
 
 
 def test_a_way_is_measured_once_by_copies_of_two_sizes(monkeypatch):
-    copies = []
-    monkeypatch.setattr("fxpipe.hardware._synchronize", lambda *devices: None)
-    monkeypatch.setattr(torch.Tensor, "to", lambda self, device: copies.append((self.numel(), device)))
+    copies, pinned = [], []
+    monkeypatch.setattr(accelerator, "synchronize", lambda *devices: None)
+    monkeypatch.setattr(accelerator, "copy_to", lambda memory, device: copies.append((memory.numel(), device)))
+    monkeypatch.setattr(accelerator, "pinned", lambda memory: pinned.append(memory.numel()) or memory)
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *args, device, **kwargs: zeros(*args, **kwargs))
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 63)
     first = local_link(cpu, cuda)
     assert {n for n, _ in copies} == {2**12, 2**26}
     assert {d for _, d in copies} == {cuda}
+    assert pinned == [n for n, _ in copies]  # as between stages
     number = len(copies)
     assert local_link(cpu, cuda) is first
     assert len(copies) == number
     local_link(cuda, cpu)
     assert len(copies) == 2 * number
+    assert len(pinned) == number  # the copy itself goes into pinned memory
 
 
 def test_memory_is_what_others_leave(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60, 80))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 15)
-    assert local_memory(torch.device("cuda", 0)) == 75
+    """Neither other programs nor the tensors of this one; what torch keeps for further ones counts."""
+    figures = accelerator.MemoryFigures(free=60, total=80, allocated=10, reserved=15)
+    monkeypatch.setattr(accelerator, "memory_figures", lambda device: figures)
+    assert local_memory(torch.device("cuda", 0)) == 65
 
 
 @pytest.mark.cuda

@@ -1,0 +1,428 @@
+"""Devices beside the CPU, whatever their make: every call of fxpipe to a device is one of these functions.
+
+They go through torch's interface for all accelerators: `torch.accelerator`, `torch.Stream`, `torch.Event`, and what
+the module of a backend has by convention (`torch.get_device_module`: memory figures, generators, names). So CUDA, ROCm,
+XPU and backends of others (PrivateUse1) are driven by the same code. torch has one accelerator at a time; devices of
+another type, and a backend without streams, events or generators, are refused by name (`missing_support`).
+
+A stream is a `torch.Stream` and an event a `torch.Event` throughout: torch does not let them be mixed with those of
+`torch.cuda`. A device has its index (`with_index`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from fxpipe.errors import ArgumentError, StateError
+
+# -- Devices -----------------------------------------------------------------------------------------------------------
+
+
+def accelerator_type() -> str | None:
+    """Returns the type of torch's accelerator ("cuda"), whether or not a device is here; None where it has none."""
+    device = torch.accelerator.current_accelerator()
+    return None if device is None else device.type
+
+
+def device_count(device_type: str | None = None) -> int:
+    """Counts the devices of the accelerator that are here; 0 of another type."""
+    if accelerator_type() is None or device_type not in (None, accelerator_type()):
+        return 0
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def local_devices() -> tuple[torch.device, ...]:
+    """Returns all devices of the accelerator; none where there is none, or none that stages can run on."""
+    kind = accelerator_type()
+    count = device_count()
+    if kind is None or not count or missing_support(kind):
+        return ()
+    return tuple(torch.device(kind, index) for index in range(count))
+
+
+@functools.cache
+def missing_support(device_type: str) -> str | None:
+    """Says what torch's backend for a type of devices, of which one is here, lacks for stages; None if nothing."""
+    if device_type != accelerator_type():
+        return f"torch's accelerator is {accelerator_type()!r}, and it has one at a time"
+    needed: tuple[tuple[str, Callable[[torch.device], Any]], ...] = (
+        ("current streams (torch.accelerator.current_stream)", current_stream),
+        ("streams (torch.Stream)", new_stream),
+        ("events with times (torch.Event)", _try_event),
+        ("random generators (torch.Generator)", torch.Generator),
+        ("its own random generator (default_generators or get_rng_state)", lambda d: default_generator(d).get_state()),
+        ("tensors that remember a stream (Tensor.record_stream)", _try_record_stream),
+    )
+    for name, attempt in needed:
+        try:
+            attempt(torch.device(device_type, 0))
+        except (RuntimeError, AttributeError, NotImplementedError, TypeError) as error:
+            first = str(error).strip().partition("\n")[0]
+            return f"torch's backend {device_type!r} lacks {name}: {first}"
+    return None
+
+
+def _try_event(device: torch.device) -> None:
+    first, second = (record_event(current_stream(device), timing=True) for _ in range(2))
+    second.synchronize()
+    first.query()
+    first.elapsed_time(second)
+
+
+def _try_record_stream(device: torch.device) -> None:
+    torch.empty(1, device=device).record_stream(current_stream(device))
+
+
+def with_index(device: torch.device) -> torch.device:
+    """Returns the device with its index, that of the current device where it has none; the CPU has none."""
+    if device.type == "cpu":
+        return torch.device("cpu")
+    index = device.index
+    if index is None:
+        is_here = device.type == accelerator_type() and torch.accelerator.is_available()
+        index = torch.accelerator.current_device_index() if is_here else 0
+    return torch.device(device.type, index)
+
+
+def parse_device(argument: str, value: str | torch.device, anywhere: bool = False) -> torch.device:
+    """Checks what a user names as a device, and returns it with its index. `anywhere`: it need not be here.
+
+    Raises:
+        ArgumentError: it is no device, not here, or none that stages can run on.
+    """
+    try:
+        device = torch.device(value)
+    except (RuntimeError, TypeError):
+        raise ArgumentError(f"{argument}: {value!r} is no device of torch's; 'cpu' and 'cuda:0' are") from None
+    if device.type == "meta":
+        raise ArgumentError(f"{argument}: {value!r} is not supported; stages run on 'cpu' and on accelerators")
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if anywhere:
+        return torch.device(device.type, device.index or 0)
+    count = device_count(device.type)
+    if (device.index or 0) >= count:
+        raise ArgumentError(
+            f"{argument}: {value!r} is not available: there are {count} {device.type.upper()} devices here; 'cpu' "
+            "always works"
+        )
+    if lacking := missing_support(device.type):
+        raise ArgumentError(f"{argument}: {value!r} is not supported: {lacking}; 'cpu' always works")
+    return with_index(device)
+
+
+def device_name(device: torch.device) -> str | None:
+    """Returns the name that the maker gives it; None where torch does not tell."""
+    function = getattr(torch.get_device_module(device.type), "get_device_name", None)
+    return None if function is None or not device_count(device.type) else str(function(device))
+
+
+def set_current_device(device: torch.device) -> None:
+    """Makes it the current device of this thread."""
+    torch.accelerator.set_device_index(device.index)
+
+
+class current_device:
+    """A block in which a device is the current one; the CPU changes nothing."""
+
+    __slots__ = ("_before", "_device")
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def __enter__(self) -> None:
+        if self._device.type != "cpu":
+            self._before = torch.accelerator.current_device_index()
+            torch.accelerator.set_device_index(self._device.index)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.set_device_index(self._before)
+
+
+def synchronize(*devices: torch.device) -> None:
+    """Waits until these devices have done all that they were given, on whatever stream; the CPU always has."""
+    for device in dict.fromkeys(devices):
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device.index)
+
+
+# -- Streams and events ------------------------------------------------------------------------------------------------
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """Returns the stream that is current on a device in this thread."""
+    return torch.accelerator.current_stream(device.index)
+
+
+def new_stream(device: torch.device) -> torch.Stream:
+    """Makes a stream of a device, of those that torch keeps."""
+    return torch.Stream(device=device)
+
+
+class current_streams:
+    """A block in which these are the current streams of their devices, and the last one's device is the current one.
+
+    `with stream:` would remember in the stream what was current before, and several threads share one.
+    """
+
+    __slots__ = ("_before", "_device", "_streams")
+
+    def __init__(self, *streams: torch.Stream):
+        self._streams = streams
+
+    def __enter__(self) -> None:
+        self._device = torch.accelerator.current_device_index()
+        self._before = [torch.accelerator.current_stream(stream.device_index) for stream in self._streams]
+        for stream in self._streams:
+            torch.accelerator.set_stream(stream)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for stream in reversed(self._before):
+            torch.accelerator.set_stream(stream)
+        torch.accelerator.set_device_index(self._device)
+
+
+def record_event(stream: torch.Stream, timing: bool = False) -> torch.Event:
+    """Records an event behind all that a stream has been given. `timing`: it will be asked when that was."""
+    event = torch.Event(device=stream.device, enable_timing=timing)
+    event.record(stream)
+    return event
+
+
+def seconds_between(earlier: torch.Event, later: torch.Event) -> float:
+    """Returns the seconds from one event to another; waits for the later one."""
+    later.synchronize()
+    return float(earlier.elapsed_time(later)) / 1e3  # of milliseconds
+
+
+_SHORTEST_SLEEP, _LONGEST_SLEEP = 1e-5, 2e-4  # seconds
+
+
+def wait_on_host(event: torch.Event) -> None:
+    """Lets the host sleep until an event has passed.
+
+    `torch.Event` ignores `blocking=`, so that `event.synchronize()` spins, on a core that another stage may need.
+    """
+    pause = _SHORTEST_SLEEP
+    while not event.query():
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_SLEEP)
+    event.synchronize()  # at once: whoever watches for races (torch's sanitizer, say) knows this call alone
+
+
+def copy_to(memory: torch.Tensor, target: torch.device) -> torch.Tensor:
+    """Starts a copy on the current streams: into memory of the current stream, or into pinned memory of the CPU."""
+    result = torch.empty(memory.shape, dtype=memory.dtype, device=target, pin_memory=target.type == "cpu")
+    return result.copy_(memory, non_blocking=True)
+
+
+def keep_for_stream(tensor: torch.Tensor, stream: torch.Stream) -> None:
+    """Keeps the memory of a tensor from being used anew before this stream has done what it has been given by then."""
+    tensor.record_stream(stream)
+
+
+def pinned(memory: torch.Tensor) -> torch.Tensor:
+    """Returns memory of the CPU that devices can read meanwhile: itself if it is pinned, or a pinned copy."""
+    if memory.is_pinned():
+        return memory
+    return torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True).copy_(memory)
+
+
+# -- Captures of graphs ------------------------------------------------------------------------------------------------
+
+
+def refuse_capture() -> None:
+    """Refuses to plan or to run a step while this thread captures a graph of what is queued (`torch.cuda.graph`).
+
+    Raises:
+        StateError: a current stream is being captured.
+    """
+    kind = accelerator_type()
+    if kind is None:
+        return
+    is_capturing = getattr(torch.get_device_module(kind), "is_current_stream_capturing", None)
+    if is_capturing is None or not _is_initialized(kind):
+        return
+    for index in range(device_count()):
+        device = torch.device(kind, index)
+        with current_device(device):
+            if is_capturing():
+                raise StateError(
+                    f"a graph is being captured on the current stream of {device} (torch.cuda.graph), and no step of a "
+                    "pipe can be part of it: stages run in threads and on streams of their own, and the host waits for "
+                    "some. Call the pipe outside the capture; compile=True is what makes launches fewer"
+                )
+
+
+# -- Memory ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFigures:
+    """The memory of a device, in bytes."""
+
+    free: int  # that no process has
+    total: int
+    allocated: int  # of tensors of this process
+    reserved: int  # that torch's allocator has of the device, for this process
+
+    @property
+    def available(self) -> int:
+        """Bytes for further tensors of this process: what no process has, and what torch keeps unused."""
+        return self.free + max(0, self.reserved - self.allocated)
+
+
+# Names of the device's module, and of `torch.accelerator`, whose functions are for allocators of torch's own make.
+_MEMORY_FUNCTIONS = {
+    "mem_get_info": "get_memory_info",
+    "memory_allocated": "memory_allocated",
+    "memory_reserved": "memory_reserved",
+    "max_memory_allocated": "max_memory_allocated",
+    "max_memory_reserved": "max_memory_reserved",
+    "reset_peak_memory_stats": "reset_peak_memory_stats",
+}
+
+
+@functools.cache
+def _memory_function(device_type: str, name: str) -> Callable[[torch.device], Any] | None:
+    """Returns the function of that name for a type of devices; None where there is none that works."""
+    function: Callable[[torch.device], Any] | None = getattr(torch.get_device_module(device_type), name, None)
+    if function is not None or device_type != accelerator_type():
+        return function
+    function = getattr(torch.accelerator, _MEMORY_FUNCTIONS[name], None)
+    try:
+        if function is not None:
+            function(torch.device(device_type, 0))
+    except RuntimeError:  # an allocator of another make
+        return None
+    return function
+
+
+def memory_figures(device: torch.device) -> MemoryFigures | None:
+    """Returns figures of a device's memory; None for the CPU, and where the backend has none."""
+    if device.type == "cpu":
+        return None
+    names = ("mem_get_info", "memory_allocated", "memory_reserved")
+    figures, allocated, reserved = (_memory_function(device.type, name) for name in names)
+    if figures is None or allocated is None or reserved is None:
+        return None
+    free, total = figures(device)
+    return MemoryFigures(int(free), int(total), int(allocated(device)), int(reserved(device)))
+
+
+def counts_memory(device: torch.device) -> bool:
+    """Returns whether the backend counts the bytes of tensors, and the most there were."""
+    names = ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats")
+    return device.type != "cpu" and all(_memory_function(device.type, name) for name in names)
+
+
+def _memory_figure(device: torch.device, name: str) -> int:
+    function = _memory_function(device.type, name)
+    if function is None:
+        raise StateError(f"torch's backend {device.type!r} lacks {name}")
+    return int(function(device) or 0)
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Returns the bytes of tensors that there are on a device."""
+    return _memory_figure(device, "memory_allocated")
+
+
+def peak_allocated_bytes(device: torch.device) -> int:
+    """Returns the most bytes of tensors that there were since `reset_peak`."""
+    return _memory_figure(device, "max_memory_allocated")
+
+
+def peak_reserved_bytes(device: torch.device) -> int:
+    """Returns the most bytes that torch's allocator had of the device since `reset_peak`."""
+    return _memory_figure(device, "max_memory_reserved")
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begins anew with the most bytes that there were; torch has no way to set them back."""
+    _memory_figure(device, "reset_peak_memory_stats")
+
+
+@functools.cache
+def allocation_unit(device: torch.device) -> int:
+    """Returns the bytes that the smallest tensor takes of a device: sizes are counted in multiples of it."""
+    before = allocated_bytes(device)
+    smallest = torch.empty(1, dtype=torch.uint8, device=device)
+    unit = allocated_bytes(device) - before
+    del smallest
+    return max(1, unit)
+
+
+# -- Random generators -------------------------------------------------------------------------------------------------
+
+
+class GeneratorState(Protocol):
+    """A generator, as far as its state goes."""
+
+    def get_state(self) -> torch.Tensor: ...
+
+    def set_state(self, state: torch.Tensor) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _ModuleGenerator:
+    """The generator of a device whose backend shows its state only."""
+
+    device: torch.device
+
+    def get_state(self) -> torch.Tensor:
+        state: torch.Tensor = torch.get_device_module(self.device.type).get_rng_state(self.device)
+        return state
+
+    def set_state(self, state: torch.Tensor) -> None:
+        torch.get_device_module(self.device.type).set_rng_state(state, self.device)
+
+
+def default_generator(device: torch.device) -> GeneratorState:
+    """Returns the generator that the process has for a device."""
+    if device.type == "cpu":
+        return torch.default_generator
+    generators = getattr(torch.get_device_module(device.type), "default_generators", None)
+    return _ModuleGenerator(device) if generators is None else generators[device.index or 0]
+
+
+def used_generators() -> list[GeneratorState]:
+    """Returns the generators of the accelerator's devices; none where nothing has used the accelerator yet."""
+    kind = accelerator_type()
+    if kind is None or not device_count() or not _is_initialized(kind) or missing_support(kind):
+        return []
+    return [default_generator(torch.device(kind, index)) for index in range(device_count())]
+
+
+def generator_position(generator: GeneratorState) -> Any:
+    """Returns what changes when a generator is drawn from; where it can, without a copy of its state."""
+    try:
+        return generator.get_offset()  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):  # of another kind, such as the CPU's
+        return generator.get_state().tolist()
+
+
+@contextlib.contextmanager
+def restore_generators(generators: Iterable[GeneratorState]) -> Iterator[None]:
+    """A block after which these generators and that of the CPU stand where they stood."""
+    states = [(generator, generator.get_state()) for generator in (torch.default_generator, *generators)]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
+def _is_initialized(device_type: str) -> bool:
+    """Returns whether the backend has been used: to ask more of it would wake it."""
+    function = getattr(torch.get_device_module(device_type), "is_initialized", None)
+    return function is None or bool(function())
