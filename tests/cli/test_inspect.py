@@ -510,9 +510,9 @@ def test_a_number_of_devices_without_cuda(
 def test_a_number_of_devices_with_cuda(
     model_file: Path, fake_plan: FakePlanning, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        "fxpipe.accelerator.local_devices", lambda: tuple(torch.device("cuda", index) for index in range(3))
-    )
+    monkeypatch.setattr("fxpipe.accelerator.accelerator_type", lambda: "cuda")
+    monkeypatch.setattr("fxpipe.accelerator.device_count", lambda kind=None: 3)
+    monkeypatch.setattr("fxpipe.accelerator.missing_support", lambda kind: None)
     assert main(["zoo_of_models:make_mlp", "--devices", "2"]) == 0
     assert fake_plan.devices == ("cuda:0", "cuda:1")
     assert main(["zoo_of_models:make_mlp"]) == 0

@@ -513,7 +513,7 @@ def test_device_may_be_named() -> None:
     assert profile(traced, (x,), device="cpu").device == "cpu"
     with pytest.raises(ArgumentError, match="device='gpu' is no device of torch's; 'cpu' and 'cuda:0' are"):
         profile(traced, (x,), device="gpu")
-    with pytest.raises(ArgumentError, match="device='cuda:99' is not available"):
+    with pytest.raises(ArgumentError, match="device: 'cuda:99' is not available"):
         profile(traced, (x,), device="cuda:99")
 
 
