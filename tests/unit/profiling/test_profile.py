@@ -511,7 +511,7 @@ def test_device_may_be_named() -> None:
     x = torch.randn(2, 4)
     traced = trace(nn.Linear(4, 4), (x,))
     assert profile(traced, (x,), device="cpu").device == "cpu"
-    with pytest.raises(ArgumentError, match="device='gpu' is no device of torch's; 'cpu' and 'cuda:0' are"):
+    with pytest.raises(ArgumentError, match="device: 'gpu' is no device of torch's; 'cpu' and 'cuda:0' are"):
         profile(traced, (x,), device="gpu")
     with pytest.raises(ArgumentError, match="device: 'cuda:99' is not available"):
         profile(traced, (x,), device="cuda:99")
