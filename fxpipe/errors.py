@@ -13,6 +13,10 @@ class FileError(ArgumentError, OSError):
     """A file cannot be written where an argument says: also what `open` would raise."""
 
 
+class UnequalOutputsError(ArgumentError):
+    """Outputs of micro-batches have sizes with which they cannot be put together."""
+
+
 class ArgumentTypeError(FxpipeError, TypeError):
     """An argument has a type that cannot be used."""
 

@@ -51,6 +51,18 @@ class BoundProgram:
             *((value, self.left_attribute_dims[name]) for name, value in self.program.left.items()),
         ]
 
+    @property
+    def result_names(self) -> list[str]:
+        """Names each of `results`, for people."""
+        leaves = self.out_spec.num_leaves
+        outputs = [
+            f"the output {place} ({value.name})" if isinstance(value, ReceivedValue) else f"the output {place}"
+            for place, value in enumerate(self.program.outputs)
+        ]
+        outputs[leaves:] = [f"a part of an output ({name})" for name in outputs[leaves:]]
+        written = [f"what forward writes to the input {place}" for place in self.program.written_inputs]
+        return [*outputs, *written, *(f"the attribute {name!r}, which forward sets," for name in self.program.left)]
+
     def output(self, handed_out: Sequence[Any], combined: Mapping[int, Any] | None = None) -> Any:
         """The model's output, of what is handed out, gathered. `combined`: by place, where it is not made of that."""
         leaves = list(handed_out[: self.out_spec.num_leaves])

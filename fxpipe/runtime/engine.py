@@ -21,7 +21,7 @@ from torch import nn
 from fxpipe import accelerator
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.autograd import leaves_below
-from fxpipe.errors import LossError, StateError
+from fxpipe.errors import LossError, StateError, UnequalOutputsError
 from fxpipe.rewriting.program import ConstantOutput, Program
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
 from fxpipe.runtime.caller_context import CallerContext
@@ -143,8 +143,8 @@ class Engine:
         parts = {link.value: [step.exchange.take(n, link, i) for i in range(m)] for link in bound.wiring.links[-1]}
         results = bound.results
         outputs = [
-            o.value if isinstance(o, ConstantOutput) else gather([p.value for p in parts[o]], how, step.weights)
-            for o, how in results
+            o.value if isinstance(o, ConstantOutput) else gather([p.value for p in parts[o]], how, step.weights, what)
+            for (o, how), what in zip(results, bound.result_names, strict=True)
         ]
         step.commit_buffers()
         step.transport.settle()
@@ -246,7 +246,8 @@ class Engine:
             is_verified = True
             step, stage = run(is_verified, step.seed)
         loss = stage.losses.total()
-        outputs = stage.gather_outputs(lambda parts, how: gather(parts, how, shares)) if stage.keep_outputs else []
+        outputs, is_verified = self._gathered_outputs(stage, shares, is_verified, return_outputs)
+        more = stage.gather_other_results(lambda parts, how, what: gather(parts, how, shares, what))
         if is_verified:
             kind.can_verify = stage.verify(outputs)
         if wrong and not (is_verified and kind.can_verify):
@@ -258,9 +259,22 @@ class Engine:
         self._add_gradients(step, stage)
         step.commit_buffers()
         with torch.no_grad():
-            more = stage.gather_other_results(lambda parts, how: gather(parts, how, shares))
             write_back_results(step.open_programs[0].tensors, leaves, bound.program, more)
         return loss, stage.tree(outputs) if return_outputs else None
+
+    @staticmethod
+    def _gathered_outputs(
+        stage: LossStage, shares: Sequence[float], is_verified: bool, is_asked: bool
+    ) -> tuple[list[Any], bool]:
+        """The outputs of the mini-batch, where they were kept, and whether the loss can be verified by them."""
+        if not stage.keep_outputs:
+            return [], False
+        try:
+            return stage.gather_outputs(lambda parts, how, what: gather(parts, how, shares, what)), is_verified
+        except UnequalOutputsError:
+            if is_asked:
+                raise
+            return [], False
 
     def forward_backward_of(
         self,

@@ -21,7 +21,7 @@ from fxpipe.runtime.loss_weighting_check import LossWeightingCheck
 from fxpipe.runtime.losses import MicroBatchLosses, ambiguous_output_message, hold_generators, restore_generators
 from fxpipe.utils.output_combination import OutputCombination
 
-GatherFunction = Callable[[Sequence[Any], int | str | None], Any]
+GatherFunction = Callable[[Sequence[Any], int | str | None, str], Any]
 
 
 NOT_AFFINE = (
@@ -129,7 +129,7 @@ class LossStage:
     def gather_outputs(self, gather: GatherFunction) -> list[Any]:
         """The outputs of the mini-batch, which were kept: one for each link."""
         rows = [self.outputs.pop(i) for i in sorted(self.outputs)]
-        return [gather(list(parts), how) for parts, how in zip(zip(*rows, strict=True), self._hows(), strict=True)]
+        return [gather(list(parts), *way) for parts, way in zip(zip(*rows, strict=True), self._ways(), strict=True)]
 
     def outputs_of_micro_batches(self) -> list[Any]:
         """The outputs, which were kept, as each micro-batch by itself gives them."""
@@ -142,8 +142,10 @@ class LossStage:
     def gather_other_results(self, gather: GatherFunction) -> list[torch.Tensor]:
         """Gathers what forward has left in inputs and attributes, of the mini-batch."""
         rows = [self.others.pop(i) for i in sorted(self.others)]
-        hows = [how for _, how in self.bound.results[len(self.bound.program.outputs) :]]
-        return [gather(list(parts), how) for parts, how in zip(zip(*rows, strict=True), hows, strict=False)]
+        ways = [(how, what) for (_, how), what in zip(self.bound.results, self.bound.result_names, strict=True)][
+            len(self.bound.program.outputs) :
+        ]
+        return [gather(list(parts), *way) for parts, way in zip(zip(*rows, strict=True), ways, strict=False)]
 
     def verify(self, outputs: Sequence[Any]) -> bool:
         """Verifies that the loss of all `outputs`, gathered, is what the losses of micro-batches add up to.
@@ -159,14 +161,16 @@ class LossStage:
         with set_thread_state(self.bound.state), restore_generators(self.bound.devices[-1]):
             return verify_loss(
                 self.losses,
-                [GatheredOutput(x, how, g) for x, how, g in zip(outputs, self._hows(), columns, strict=True)],
+                [GatheredOutput(x, how, g) for x, (how, _), g in zip(outputs, self._ways(), columns, strict=True)],
                 self.tree,
             )
 
-    def _hows(self) -> list[int | str | None]:
-        """Returns how the outputs go together: one for each link."""
-        how = dict(reversed(self.bound.results))  # an output may be an input that was written to
-        return [how[link.value] for link in self.bound.wiring.links[-1]]
+    def _ways(self) -> list[tuple[int | str | None, str]]:
+        """Returns how the outputs go together, and what they are: one for each link."""
+        results = zip(self.bound.results, self.bound.result_names, strict=True)
+        # Of one that stands there twice the first: an output may be an input that was written to.
+        ways = {value: (how, what) for (value, how), what in reversed([*results])}
+        return [ways[link.value] for link in self.bound.wiring.links[-1]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.errors import ArgumentError
+from fxpipe.errors import ArgumentError, UnequalOutputsError
 
 
 def scatter(leaves: Sequence[Any], dims: Sequence[int | None], count: int) -> list[list[Any]]:
@@ -44,8 +44,34 @@ def target_dims(leaves: Sequence[Any], batch: int) -> list[int | None]:
     return [0 if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
 
 
-def gather(parts: Sequence[Any], how: int | str | None, weights: Sequence[float]) -> Any:
-    """One output of all micro-batches; tensors come detached."""
+def check_equal_sizes(parts: Sequence[Any], how: int | str | None, what: str) -> None:
+    """Checks that the parts of an output, which is `what`, can be put together.
+
+    Raises:
+        UnequalOutputsError: their sizes differ besides the dimension that holds the batch.
+    """
+    if how is None or not all(isinstance(part, torch.Tensor) for part in parts):
+        return
+    shapes = [tuple(part.shape) for part in parts]
+    fixed = {shape[:how] + shape[how + 1 :] if isinstance(how, int) else shape for shape in shapes}
+    if len(fixed) > 1:
+        sizes = ", ".join(map(str, dict.fromkeys(shapes)))
+        along = f"along dimension {how}" if isinstance(how, int) else f"as a {how}" if how != "stack" else "as a stack"
+        raise UnequalOutputsError(
+            f"{what} comes out of micro-batches with the shapes {sizes}, which cannot be put together {along}: a size "
+            "that depends on values is that of each micro-batch. Let forward make the same size for all, of an input "
+            "(pad_packed_sequence(..., total_length=x.shape[1])); or use chunks=1; or give micro-batches yourself "
+            "(forward_backward(micro_batches=...)), whose outputs come as a list"
+        )
+
+
+def gather(parts: Sequence[Any], how: int | str | None, weights: Sequence[float], what: str = "an output") -> Any:
+    """One output of all micro-batches; tensors come detached.
+
+    Raises:
+        UnequalOutputsError: they cannot be put together; says of what they are, which is `what`.
+    """
+    check_equal_sizes(parts, how, what)
     parts = [part.detach() if isinstance(part, torch.Tensor) else part for part in parts]
     if how is None:
         return parts[0]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 
+from fxpipe.errors import UnequalOutputsError
 from fxpipe.runtime.microbatches import gather, scatter, scatter_gradient
 from fxpipe.utils.batch_split import samples_per_micro_batch
 
@@ -27,6 +29,25 @@ def test_parts_are_as_dense_as_the_whole() -> None:
     assert second.is_contiguous()
     assert torch.equal(torch.cat([first, second], 1), whole)
     assert not turned.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("how", "shapes"),
+    [
+        (0, [(2, 5), (2, 7)]),
+        (1, [(2, 5), (3, 5)]),
+        ("mean", [(3,), (1,)]),
+        ("sum", [(3,), ()]),
+        ("stack", [(1,), (2,)]),
+    ],
+)
+def test_parts_that_cannot_be_put_together_are_refused_by_name(how: Any, shapes: list[tuple[int, ...]]) -> None:
+    """Broadcast they would add up to something else."""
+    parts = [torch.zeros(shape) for shape in shapes]
+    with pytest.raises(
+        UnequalOutputsError, match=re.escape(f"the output 3 comes out of micro-batches with the shapes {shapes[0]}")
+    ):
+        gather(parts, how, [0.5, 0.5], "the output 3")
 
 
 @pytest.mark.parametrize("how", ["mean", "sum", "stack", 0, 1, None])

@@ -1,0 +1,101 @@
+"""Outputs of micro-batches with sizes of their own: put together as the model gives them, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.oracle import assert_same_gradients, assert_same_state, closing
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import fxpipe
+from fxpipe.errors import UnequalOutputsError
+
+D = 4
+EVEN, UNEVEN = torch.tensor([7, 7, 7, 5]), torch.tensor([5, 3, 2, 7])
+MESSAGE = (
+    r"the output 1 \(.*\) comes out of micro-batches with the shapes \(2, 5, 4\), \(2, 7, 4\), which cannot be put "
+    r"together along dimension 0: .* total_length=.* or use chunks=1; or give micro-batches yourself"
+)
+
+
+class Packed(nn.Module):
+    """Its second output is as long as the longest sample of those that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.rnn, self.last = nn.Linear(D, D), nn.GRU(D, D, batch_first=True), nn.Linear(D, D)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.first(x)
+        packed = pack_padded_sequence(h, lengths, batch_first=True, enforce_sorted=False)
+        states = self.last(pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0])
+        return h.mean(1), states
+
+
+def loss_of(outputs: tuple[torch.Tensor, torch.Tensor], target: torch.Tensor) -> tuple[torch.Tensor, int]:
+    means, states = outputs
+    return states.square().sum() + F.mse_loss(means, target, reduction="sum"), len(means)
+
+
+def pipe_of(model: nn.Module) -> Any:
+    return closing(fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2, example_args=(torch.randn(4, 7, D), EVEN)))
+
+
+def test_equal_sizes_are_put_together_as_the_model_gives_them() -> None:
+    model = Packed()
+    plain = copy.deepcopy(model)
+    with pipe_of(model) as pipe:
+        for lengths in (EVEN, torch.tensor([2, 6, 6, 1]), torch.tensor([3, 1, 3, 3])):
+            for length in (7, 9):
+                x = torch.randn(4, length, D)
+                torch.testing.assert_close(pipe(x, lengths), plain(x, lengths))
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_call_refuses_unequal_sizes(is_training: bool) -> None:
+    model = Packed().train(is_training)
+    with pipe_of(model) as pipe, torch.set_grad_enabled(is_training):
+        pipe(torch.randn(4, 7, D), EVEN)
+        with pytest.raises(UnequalOutputsError, match=MESSAGE):
+            pipe(torch.randn(4, 7, D), UNEVEN)
+        pipe(torch.randn(4, 7, D), EVEN)
+
+
+def test_forward_backward_refuses_to_return_unequal_outputs_and_changes_nothing() -> None:
+    model = Packed()
+    x, target = torch.randn(4, 7, D), torch.randn(4, D)
+    with pipe_of(model) as pipe:
+        before = copy.deepcopy(model)
+        with pytest.raises(UnequalOutputsError, match=MESSAGE):
+            pipe.forward_backward(x, UNEVEN, target=target, loss_fn=loss_of, return_outputs=True)
+        assert_same_gradients(pipe, before)
+        assert_same_state(pipe, before)
+
+
+def test_a_step_needs_no_output_of_the_mini_batch() -> None:
+    model = Packed()
+    plain = copy.deepcopy(model)
+    x, target = torch.randn(4, 7, D), torch.randn(4, D)
+    with pipe_of(model) as pipe:
+        have = pipe.forward_backward(x, UNEVEN, target=target, loss_fn=loss_of)
+    parts = zip(x.split(2), UNEVEN.split(2), target.split(2), strict=True)
+    want = sum(loss_of(plain(part, lengths), wanted)[0] for part, lengths, wanted in parts) / 4
+    want.backward()
+    torch.testing.assert_close(have, want.detach())
+    assert_same_gradients(model, plain, loose=[name for name, _ in plain.named_parameters()])
+
+
+def test_micro_batches_that_are_handed_over_give_a_list() -> None:
+    model = Packed()
+    plain = copy.deepcopy(model)
+    x, target = torch.randn(4, 7, D), torch.randn(4, D)
+    calls = [*zip(zip(x.split(2), UNEVEN.split(2), strict=True), target.split(2), strict=True)]
+    with pipe_of(model) as pipe:
+        _, outputs = pipe.forward_backward(micro_batches=calls, loss_fn=loss_of, return_outputs=True)
+        torch.testing.assert_close(outputs, [plain(*inputs) for inputs, _ in calls])
