@@ -203,6 +203,7 @@ class DynamicSizes:
     example: Lengths  # of the recording
     conditions: tuple[SizeCondition, ...]
     fixed: Mapping[InputDim, str]  # dimensions that were to be dynamic and are not, and why
+    is_observed: bool = False  # are there nodes of which only runs have shown what they make of other sizes?
 
     def lengths_of(self, leaves: Sequence[Any]) -> Lengths | None:
         """Returns the dynamic sizes of flattened inputs; None where some do not fit together (a shorter mask)."""
@@ -216,11 +217,12 @@ class DynamicSizes:
     def is_far_from(self, lengths: Lengths, compared: Collection[Lengths]) -> bool:
         """Returns whether a size is more than twice, or less than half, of those that graph and model were compared at.
 
-        Forward may go by a size in a way that nobody sees, at a threshold beyond those.
+        Forward may go by a size in a way that nobody sees, at a threshold beyond those. Where nodes do so that run
+        Python, it is enough that the size is beyond them.
         """
-        known = [dict(one) for one in compared]
+        known, factor = [dict(one) for one in compared], 1 if self.is_observed else 2
         return any(
-            size > 2 * max(one[symbol] for one in known) or 2 * size < min(one[symbol] for one in known)
+            size > factor * max(one[symbol] for one in known) or factor * size < min(one[symbol] for one in known)
             for symbol, size in lengths
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fxpipe.tracing.dynamic_sizes import InputDim
+from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.guards import extract_guards, refuse_unguardable
 from fxpipe.tracing.model_state import preserve_state
 from fxpipe.tracing.record.untracked_values import read_untracked_values
@@ -36,12 +37,13 @@ def run_passes(traced: Traced, request: TraceRequest) -> Traced:
     """
     leaves = request.leaves
     refuse_unguardable(traced)
-    # Of another way than recording, and of numbers found by comparing recordings, nobody knows the sizes.
-    are_sizes_known = traced.again is not None and not traced.recorded_sizes and request.is_compared
-    dynamic = request.dynamic.dims if are_sizes_known else frozenset[InputDim]()
+    why_fixed = _why_sizes_are_fixed(traced, request)
+    dynamic = frozenset[InputDim]() if why_fixed else request.dynamic.dims
     traced = add_shapes(traced, leaves, request.in_dims, request.out_dims, dynamic)
+    reasons = {} if is_faked() else dict.fromkeys(request.dynamic.dims - dynamic, why_fixed)
+    fixed = {**traced.dynamic.fixed, **reasons}
     announced = request.dynamic.conditions(traced.dynamic.formulas)
-    traced = replace(traced, dynamic=traced.dynamic.with_conditions(announced))
+    traced = replace(traced, dynamic=replace(traced.dynamic.with_conditions(announced), fixed=fixed))
     traced = read_untracked_values(traced)
     refuse_unguardable(traced)
     traced = replace(traced, guards=extract_guards(traced))
@@ -57,6 +59,17 @@ def run_passes(traced: Traced, request: TraceRequest) -> Traced:
     if traced.dynamic.symbols:
         check_dynamic_sizes(traced, leaves, request.dynamic.seen)
     return traced
+
+
+def _why_sizes_are_fixed(traced: Traced, request: TraceRequest) -> str:
+    """Returns why no dimension can be dynamic, if that is so whatever forward does."""
+    if not request.is_compared:
+        return "the graph is not compared with the model"
+    if traced.again is None:
+        return f"by {traced.tracer!r} nobody follows sizes"
+    if traced.recorded_sizes:
+        return "forward makes plain numbers of the number of samples, and what becomes of other sizes is not followed"
+    return ""
 
 
 def _compare(traced: Traced, request: TraceRequest) -> tuple[Traced, bool]:

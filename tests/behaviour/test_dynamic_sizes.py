@@ -29,6 +29,7 @@ class Layers(nn.Module):
         self.first, self.second, self.last = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)
         self.table = nn.Parameter(torch.randn(64, D))
         self.convolution = nn.Conv1d(D, D, 3, padding=1)
+        self.recurrent = nn.GRU(D, D, batch_first=True)
         self.register_buffer("cache", torch.randn(4, D))
 
 
@@ -97,6 +98,32 @@ def writes_to_half(m: Any, x: torch.Tensor) -> torch.Tensor:
     h = m.first(x)
     h[:, : x.shape[1] // 2] *= 2
     return m.last(h)
+
+
+# Of these torch's fake tensors make plain numbers, or tell nothing: runs show what they make of other sizes.
+
+
+def max_pool(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = F.max_pool1d(m.first(x).transpose(1, 2), 3, 2, ceil_mode=True)
+    return m.last(h.transpose(1, 2))
+
+
+def recurrent(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.last(m.recurrent(m.first(x))[0])
+
+
+def linear_ramp(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.last(m.first(x) * torch.linspace(0, 1, x.shape[1])[:, None])
+
+
+@fxpipe.leaf
+def halved(x: torch.Tensor) -> torch.Tensor:
+    half = x[:, : x.shape[1] // 2]
+    return half * 2 if half.shape[1] > 4 else half
+
+
+def leaf_that_halves(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.last(halved(m.first(x)))
 
 
 # What forward concludes from a size is a condition; another conclusion is another graph.
@@ -248,6 +275,10 @@ ANY_SIZE = (
     last_position,
     windows_by_unfold,
     writes_to_half,
+    max_pool,
+    recurrent,
+    linear_ramp,
+    leaf_that_halves,
 )
 BY_CONDITION = {  # and how many graphs LENGTHS take, the first of which is that of one size
     branch_on_a_size: 3,
@@ -353,6 +384,31 @@ class Hidden(Layers):
 
 def test_a_size_far_beyond_those_compared_is_compared_again() -> None:
     assert assert_steps(Hidden(), batches_of((7, 12, 9, 60, 8, 60))) == 3
+
+
+@fxpipe.leaf
+def clipped(x: torch.Tensor) -> torch.Tensor:
+    return x[:, :50]
+
+
+def test_a_size_that_only_a_run_shows_is_compared_beyond_those_seen() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h = clipped(m.first(x))
+        return m.last(h * 2 if h.shape[1] == 50 else h)
+
+    assert assert_steps(model_of(forward), batches_of((7, 12, 9, 55, 8, 50, 52))) == 5
+
+
+@fxpipe.leaf
+def steps_of_five(x: torch.Tensor) -> torch.Tensor:
+    return x[:, : [2, 3, 5, 8, 13, 21, 34][x.shape[1] // 5]]
+
+
+def test_a_leaf_whose_sizes_follow_no_formula_has_a_graph_for_each_size() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return m.last(steps_of_five(m.first(x)))
+
+    assert assert_steps(model_of(forward), batches_of((7, 12, 5, 12))) == 3
 
 
 def test_a_size_of_one_is_another_graph() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 WAYS = ("fxpipe", "symbolic_trace", "pipelining")
+AT_SIZES = "sizes"
 MODES = ("train", "eval")
 
 Task = tuple[str, str, int]  # way, mode, number of stages
@@ -13,7 +14,10 @@ Task = tuple[str, str, int]  # way, mode, number of stages
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one way made of one entry. Only fxpipe fills in what is below the message."""
+    """What one way made of one entry. Only fxpipe fills in what is below the message.
+
+    "sizes" is fxpipe as well, with a batch of each of several sizes.
+    """
 
     model: str
     family: str
@@ -27,6 +31,8 @@ class Row:
     nodes: int = 0
     largest_leaf: float = 0.0  # its share of the parameters
     plan_seconds: float = 0.0
+    graphs: int = 0  # made for inputs of several sizes, where these may vary
+    sizes: str = ""  # of these inputs
     called: Sequence[str] = ()  # functions of fxpipe, where calls are noted (`helpers.called_functions`)
 
     @property

@@ -28,12 +28,14 @@ from zoo.reference import (
     plain_step,
     same_outputs,
 )
-from zoo.row import Row
+from zoo.row import AT_SIZES, Row
+from zoo.sizes import MANY_GRAPHS, restored_buffers, with_sizes
 
 
 def run(entry: Entry, way: str, mode: str, stages: int) -> Row:
     """One row; raises where the plain model does."""
-    judge = {"fxpipe": _fxpipe, "symbolic_trace": _symbolic, "pipelining": _pipelining}[way]
+    judges = {"fxpipe": _fxpipe, AT_SIZES: _at_sizes, "symbolic_trace": _symbolic, "pipelining": _pipelining}
+    judge = judges[way]
     found = judge(entry, mode == "train", stages)
     return Row(entry.name, entry.family, way, mode, stages, **found)
 
@@ -75,6 +77,46 @@ def _fxpipe(entry: Entry, training: bool, stages: int) -> dict[str, Any]:
         if pipe is not None:
             pipe.close()
     return found | {"verdict": verdict, "message": message}
+
+
+def _at_sizes(entry: Entry, training: bool, stages: int) -> dict[str, Any]:
+    """A batch of the entry's size, then one of each other size."""
+    sized = with_sizes(entry, training)
+    if sized is None:
+        return {"verdict": "right", "message": "no size can vary"}
+    model, (args, kwargs) = entry.build()
+    model.train(training)
+    found: dict[str, Any] = {"sizes": str(sized)}
+    try:
+        with fxpipe.pipeline(
+            model, ["cpu"] * stages, CHUNKS, example_args=args, example_kwargs=kwargs, **entry.options
+        ) as pipe:
+            for one in (entry, *map(sized.at, sized.sizes)):
+                first = pipe._fxpipe.first
+                want = plain_step(one, training=training, kept_whole=tuple(first.traced.whole) if first else ())
+                pipe.zero_grad()
+                with restored_buffers(pipe):
+                    comparison = compare(direct_step(pipe, pipe, one.build()[1]), want)
+                if comparison.verdict != "right":
+                    return found | {"verdict": comparison.verdict, "message": comparison.message}
+            graphs = len(pipe._fxpipe.graphs)
+            why = _why_many(pipe) if graphs > MANY_GRAPHS else ""
+            return found | {"verdict": "right", "graphs": graphs, "message": why}
+    except InternalError as error:
+        return found | {"verdict": "fails", "message": _text(error)}
+    except FxpipeError as error:
+        return found | {"verdict": "refused", "message": _text(error)}
+    except Exception as error:
+        return found | {"verdict": "fails", "message": _text(error)}
+
+
+def _why_many(pipe: fxpipe.Pipeline) -> str:
+    """Why there is more than one graph for all sizes: a size that is a plain number, or other answers of guards."""
+    graphs = [prepared.traced for prepared, _ in pipe._fxpipe.graphs]
+    reasons = dict.fromkeys(reason for traced in graphs for reason in traced.reasons_of_fixed_sizes)
+    answers = dict.fromkeys(str(g) for traced in graphs if traced.guards for g in traced.guards.guards)
+    conditions = dict.fromkeys(f"{c.condition} at {c.where}" for traced in graphs for c in traced.dynamic.conditions)
+    return "; ".join(reasons or answers or conditions)
 
 
 def _about(pipe: fxpipe.Pipeline) -> dict[str, Any]:

@@ -7,12 +7,17 @@ agree.
 
 Which inputs hold samples is not known for certain then: a mask of shape [T, T] looks batched where T happens to equal
 the batch size. All that may be are varied together; where the graph refuses that, fewer of them.
+
+Where dynamic sizes go into a node, the graph is run at other ones as well, and each size that the node makes is fitted
+by a formula in those that it is given: one of them, the product of two, a half of one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,12 +27,17 @@ from torch import fx
 
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe.errors import StateError, TraceError
+from fxpipe.tracing.dynamic_sizes import InputDim
 from fxpipe.tracing.interpreter import NodeValues, copy_of_input, run_node, run_nodes
 from fxpipe.tracing.model_state import preserve_state
+from fxpipe.tracing.record.fit_formula import SizeFormula, formula_value, simplest_formula
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
 from fxpipe.utils.equality import equal_values
 
 MAX_CHOICES = 32  # of inputs to vary
+LENGTH_RUNS = 3  # at other dynamic sizes, with all of them changed
+
+ObservedValues = dict[fx.Node, Any]  # trees of ObservedTensor, numbers and constants
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +74,9 @@ class Observation:
 
     varied: tuple[int, ...]  # places among the input leaves
     fixed: frozenset[int]  # places of inputs that may hold samples by their sizes, but cannot vary
-    node_values: dict[fx.Node, Any]  # trees of SeenTensor with formulas, numbers as formulas, and constants
+    node_values: dict[fx.Node, Any]  # trees of ObservedTensor with formulas, numbers as formulas, and constants
+    runs: Sequence[ObservedValues]
+    samples: int  # the fewest that a run had
 
     def fake(self, node: fx.Node, n: Any) -> Any:
         """Builds the value that `node` makes of n samples. To be called under a fake mode."""
@@ -96,7 +108,7 @@ def observe_shapes(
         raise TraceError("it can only be seen in a real run, and the inputs hold no values")
     if not groups:
         run = _observe_graph(traced, values, node)
-        return Observation((), frozenset(), _fit_all((0, 1), (run, run), node))
+        return Observation((), frozenset(), _fit_all((0, 1), (run, run), node), (run,), 0)
     for varied in itertools.islice(_choices(values, dims, groups), MAX_CHOICES):
         samples = values[varied[0]].shape[dims[varied[0]]]
         for numbers in _sample_counts(samples):
@@ -114,8 +126,55 @@ def observe_shapes(
                 if _is_of_values(traced, values, dims, varied, node):
                     raise TraceError(why) from error  # with fewer inputs varied it would look fixed
                 break  # at multiples it may look as if there were one
-            return Observation(varied, frozenset(p for group in groups for p in group) - {*varied}, formulas)
+            fixed = frozenset(p for group in groups for p in group) - {*varied}
+            return Observation(varied, fixed, formulas, runs, min(numbers))
     raise TraceError(why)
+
+
+def observe_lengths(
+    traced: Traced,
+    values: Sequence[Any],
+    dims: Mapping[int, int],
+    observation: Observation,
+    groups: Sequence[Sequence[InputDim]],
+    node: fx.Node,
+) -> list[ObservedValues]:
+    """Runs the graph at other dynamic sizes, as far as it goes: all changed alike, then those of one group alone.
+
+    Args:
+        observation: of `node`, with other numbers of samples.
+        groups: dynamic dimensions that have one size, each a group.
+
+    Raises:
+        TraceError: it does not run at other sizes.
+    """
+    inputs = _resized(values, dims, observation.varied, observation.samples) if observation.varied else [*values]
+    everywhere = [key for group in groups for key in group]
+    changes: tuple[Callable[[int], int], ...] = (lambda s: 2 * s, lambda s: 3 * s, lambda s: s + 1, lambda s: s + 2)
+    runs: list[ObservedValues] = []
+    why = ""
+    for change in changes:
+        if len(runs) == LENGTH_RUNS:
+            break
+        try:
+            runs.append(_observe_graph(traced, _with_lengths(inputs, everywhere, change), node))
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+    if len(runs) < LENGTH_RUNS - 1:
+        raise TraceError(why)
+    for group in groups if len(groups) > 1 else ():
+        with contextlib.suppress(Exception):
+            runs.append(_observe_graph(traced, _with_lengths(inputs, group, lambda s: 2 * s), node))
+    return runs
+
+
+def _with_lengths(values: Sequence[Any], dims: Sequence[InputDim], change: Callable[[int], int]) -> list[Any]:
+    resized = list(values)
+    for place, dim in dims:
+        value = resized[place]
+        index = torch.arange(change(value.shape[dim]), device=value.device) % value.shape[dim]
+        resized[place] = value.detach().index_select(dim, index).requires_grad_(value.requires_grad)
+    return resized
 
 
 # -- samples to run with ---------------------------------------------------------------------------------------------
@@ -188,9 +247,9 @@ def _listed(numbers: Sequence[int]) -> str:
 # -- one run ---------------------------------------------------------------------------------------------------------
 
 
-def _observe_graph(traced: Traced, sample: Sequence[Any], wanted: fx.Node) -> dict[fx.Node, Any]:
+def _observe_graph(traced: Traced, sample: Sequence[Any], wanted: fx.Node) -> ObservedValues:
     """Runs the graph and observes each node, up to where it raises; if that is before `wanted`, raises as well."""
-    seen: dict[fx.Node, Any] = {}
+    seen: ObservedValues = {}
     values: NodeValues = {}
 
     def placeholder(node: fx.Node) -> Any:
@@ -204,8 +263,7 @@ def _observe_graph(traced: Traced, sample: Sequence[Any], wanted: fx.Node) -> di
     with preserve_state(traced.model):
         try:
             for node in run_nodes(traced.graph.nodes, values, placeholder, attribute, run_node, keep=()):
-                if node.op in CALL_OPS:
-                    seen[node] = pytree.tree_map_only(torch.Tensor, _observed_tensor, values[node])
+                seen[node] = pytree.tree_map_only(torch.Tensor, _observed_tensor, values[node])
         except Exception:
             if wanted not in seen:
                 raise
@@ -227,7 +285,7 @@ class _NoFormula(Exception):
 def _fit_all(numbers: Sequence[int], runs: Sequence[Mapping[fx.Node, Any]], wanted: fx.Node) -> dict[fx.Node, Any]:
     """Fits what nodes make for any number of samples, where that can be said; of `wanted` it must."""
     formulas = {wanted: _fit_value(numbers, [run[wanted] for run in runs])}
-    for node in runs[0]:
+    for node in (node for node in runs[0] if node.op in CALL_OPS):
         with contextlib.suppress(_NoFormula, KeyError):
             formulas[node] = _fit_value(numbers, [run[node] for run in runs])
     return formulas
@@ -272,3 +330,107 @@ def _fit_affine(numbers: Sequence[int], sizes: Sequence[int], what: Callable[[],
     if rest or any(size != slope * number + offset for number, size in zip(numbers, sizes, strict=True)):
         raise _NoFormula(what())
     return AffineSize(slope, offset)
+
+
+# -- formulas in the sizes that a node is given ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class GivenSize:
+    """A size as a formula in the product of some that the node is given."""
+
+    places: tuple[int, ...]  # among the sizes given
+    formula: SizeFormula  # in that product
+
+    def of(self, sizes: Sequence[Any]) -> Any:
+        return formula_value(self.formula, functools.reduce(operator.mul, (sizes[place] for place in self.places), 1))
+
+
+@dataclass(frozen=True, slots=True)
+class LengthFormulas:
+    """The value of a node, with sizes as formulas in those that it is given."""
+
+    value: Any  # a tree of ObservedTensor with `GivenSize`, of `GivenSize` and constants
+
+    def fake(self, sizes: Sequence[Any]) -> Any:
+        """Builds the value from the sizes that the node is given: symbols, under a fake mode."""
+        return pytree.tree_map_only((ObservedTensor, GivenSize), lambda seen: self._fake(seen, sizes), self.value)
+
+    @staticmethod
+    def _fake(seen: Any, sizes: Sequence[Any]) -> Any:
+        if isinstance(seen, GivenSize):
+            return seen.of(sizes)
+        shape, stride = ([size.of(sizes) for size in formulas] for formulas in (seen.shape, seen.stride))
+        if len(stride) < len(shape):
+            return torch.empty(shape, dtype=seen.dtype, device=seen.device)
+        return torch.empty_strided(shape, stride, dtype=seen.dtype, device=seen.device)
+
+
+def fit_lengths(node: fx.Node, sources: Sequence[fx.Node], runs: Sequence[ObservedValues]) -> LengthFormulas:
+    """Fits what a node makes by formulas in the sizes of `sources`, which it is given.
+
+    Raises:
+        TraceError: there is no simple one.
+    """
+    operands = [list(given_sizes([run[source] for source in sources])) for run in runs]
+    flat, specs = zip(*(pytree.tree_flatten(run[node]) for run in runs), strict=True)
+    if any(spec != specs[0] for spec in specs[1:]) or len({*map(len, operands)}) > 1:
+        raise TraceError("it returns one structure or another")
+    columns: dict[tuple[int, ...], int] = {}
+    for place, column in enumerate(zip(*operands, strict=True)):
+        columns.setdefault(column, place)
+    fitted = [_fit_leaf_to(columns, leaves) for leaves in zip(*flat, strict=True)]
+    return LengthFormulas(pytree.tree_unflatten(fitted, specs[0]))
+
+
+def given_sizes(values: Sequence[Any]) -> Iterator[Any]:
+    """Yields the sizes of tensors, observed or fake, and numbers."""
+    for leaf in pytree.tree_leaves(values):
+        if isinstance(leaf, (ObservedTensor, torch.Tensor)):
+            yield from leaf.shape
+        elif isinstance(leaf, (int, torch.SymInt)) and not isinstance(leaf, bool):
+            yield leaf
+
+
+def _fit_leaf_to(columns: Mapping[tuple[int, ...], int], leaves: Sequence[Any]) -> Any:
+    first = leaves[0]
+    if all(isinstance(leaf, ObservedTensor) for leaf in leaves):
+        if len({(leaf.dtype, leaf.device, len(leaf.shape), len(leaf.stride)) for leaf in leaves}) > 1:
+            raise TraceError("it makes tensors of one kind or another")
+        shape = tuple(_fit_to(columns, sizes) for sizes in zip(*(leaf.shape for leaf in leaves), strict=True))
+        stride: tuple[GivenSize, ...] = ()
+        if any(leaf.stride != _contiguous(leaf.shape) for leaf in leaves):
+            with contextlib.suppress(TraceError):
+                stride = tuple(_fit_to(columns, sizes) for sizes in zip(*(leaf.stride for leaf in leaves), strict=True))
+        return ObservedTensor(shape, stride, first.dtype, first.device)
+    if all(type(leaf) is int for leaf in leaves):
+        return _fit_to(columns, leaves)
+    if all(equal_values(leaf, first) for leaf in leaves):
+        return first
+    raise TraceError(f"it returns {' and '.join(map(repr, leaves))}")
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(itertools.accumulate((max(size, 1) for size in shape[:0:-1]), operator.mul, initial=1))[::-1]
+
+
+def _fit_to(columns: Mapping[tuple[int, ...], int], sizes: Sequence[int]) -> GivenSize:
+    """The simplest formula for a size that was `sizes`, by run, in the columns of those given."""
+    if len({*sizes}) == 1:
+        return GivenSize((), sizes[0])
+    products: dict[tuple[int, ...], tuple[int, ...]] = {}
+    products |= {(place,): column for column, place in columns.items() if len({*column}) > 1}
+    products |= {
+        (one, other): tuple(map(operator.mul, left, right))
+        for (left, one), (right, other) in itertools.combinations_with_replacement(columns.items(), 2)
+    }
+    for places, column in products.items():
+        if column == tuple(sizes):
+            return GivenSize(places, "b")
+    for places, column in products.items():
+        points = dict(zip(column, sizes, strict=True))
+        is_function = all(points[x] == size for x, size in zip(column, sizes, strict=True))
+        formula = simplest_formula([*points.items()]) if is_function and len(points) > 2 else None
+        if formula is not None:
+            return GivenSize(places, formula)
+    raise TraceError(f"it makes sizes of {_listed(list(sizes))}")

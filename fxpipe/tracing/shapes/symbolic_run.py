@@ -33,14 +33,21 @@ from fxpipe.tracing.node_info import info, opaque_call_of, value_read_of
 from fxpipe.tracing.record.recorded_sizes import LayoutRead
 from fxpipe.tracing.record.unrecordable import CannotRecord, calls_before_effects
 from fxpipe.tracing.shapes.node_cache import ChangedInPlaceError, NodeCache, function_key, tensor_key
-from fxpipe.tracing.shapes.observed_shapes import Observation, observe_shapes
+from fxpipe.tracing.shapes.observed_shapes import (
+    LengthFormulas,
+    Observation,
+    fit_lengths,
+    given_sizes,
+    observe_lengths,
+    observe_shapes,
+)
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
 from fxpipe.utils.progress import progress
 
 
 class SizeGuard(NamedTuple):
-    """What torch concluded from sizes: for itself, or because forward had asked."""
+    """A conclusion of torch from sizes: for itself, or because forward had asked."""
 
     condition: sympy.Basic
     where: str  # the user's line
@@ -62,6 +69,7 @@ class SymbolicRun:
     dynamic: dict[InputDim, sympy.Symbol]  # what the sizes of dynamic dimensions were called
     guards: tuple[SizeGuard, ...]
     layouts: tuple[tuple[LayoutRead, Any], ...]  # what forward asked about tensors, and the answers of fake ones
+    observed_dims: frozenset[InputDim]  # dynamic dimensions whose sizes go into nodes that only runs have shown
 
     @property
     def is_free(self) -> bool:
@@ -111,6 +119,33 @@ def run_on_symbols(
                 path = info(unknown.node).module
                 calls = {path: calls_before_effects(traced.graph, path, info(unknown.node).recorded_at.calls)}
                 raise CannotRecord(str(error), frozenset({path}) if path else frozenset(), calls=calls) from error
+        except _UnknownLengthsError as unknown:
+            _observe_lengths(traced, values, dims, known, unknown)
+
+
+def _observe_lengths(
+    traced: Traced, values: Sequence[Any], dims: dict[int, int], known: _Knowledge, unknown: _UnknownLengthsError
+) -> None:
+    """Runs the graph for real at other dynamic sizes, to see what a node makes of them.
+
+    Raises:
+        FixedSizeError: that cannot be told.
+    """
+    node, observation = unknown.node, unknown.observation
+    why = known.unknown_nodes.get(node)
+    try:
+        runs = observe_lengths(traced, values, dims, observation, unknown.groups, node)
+        known.lengths[node] = fit_lengths(node, unknown.sources, [*observation.runs, *runs])
+    except TraceError as error:
+        if isinstance(why, _BakesSizeError):
+            del known.unknown_nodes[node]
+            known.baked.add(node)
+            return
+        raise FixedSizeError(
+            f"torch cannot tell what {node.name} ({info(node).source}) makes of other sizes, where nothing but a run "
+            f"shows it; {error}",
+            frozenset(key for group in unknown.groups for key in group),
+        ) from error
 
 
 def _observe_node(
@@ -153,6 +188,7 @@ class _Knowledge:
     )  # what they make may have sizes that are values (`t[:n]`)
     baked: set[fx.Node] = field(default_factory=set)  # functions that do fix the batch size
     observed: list[Observation] = field(default_factory=list)
+    lengths: dict[fx.Node, LengthFormulas] = field(default_factory=dict)  # what nodes make of dynamic sizes
     _inputs: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
 
     def inputs_of(self, node: fx.Node) -> frozenset[int]:
@@ -186,12 +222,24 @@ class _UnknownShapeError(Exception):
         self.is_of_values = is_of_values  # does a size depend on the values of tensors?
 
 
+class _UnknownLengthsError(Exception):
+    """Nobody has seen what a node makes of other dynamic sizes. `groups`: dimensions, those of one size together."""
+
+    def __init__(self, node: fx.Node, sources: list[fx.Node], observation: Observation, groups: list[list[InputDim]]):
+        super().__init__(node.name)
+        self.node, self.sources, self.observation, self.groups = node, sources, observation, groups
+
+
 class _RetryError(Exception):
     """A call that told nothing has left guards, which must not stay: another attempt is due, without it."""
 
 
 class _BakesBatchError(Exception):
     """The Python of the user's function took the batch size for a number; as it runs for each size anew, it may."""
+
+
+class _BakesSizeError(Exception):
+    """A function took a dynamic size for a number, as torch's do of some (`max_pool1d`, a GRU); a run may show more."""
 
 
 class _Attempt:
@@ -210,6 +258,7 @@ class _Attempt:
         self.asked_dynamic = dynamic
         self.dynamic: dict[InputDim, sympy.Symbol] = {}
         self.guards: list[SizeGuard] = []
+        self.observed_dims: set[InputDim] = set()
         self.env = QuietShapeEnv(duck_shape=False)
         self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self.mode.cache_enabled = False  # torch never empties it of symbols, and `cache` does the same
@@ -246,6 +295,7 @@ class _Attempt:
             self.dynamic,
             tuple(self.guards),
             layouts,
+            frozenset(self.observed_dims),
         )
 
     def _make_inputs(self) -> None:
@@ -299,10 +349,14 @@ class _Attempt:
                 raise _RetryError from error
             return self._seen(node)
         self._keep_guards(before[1], info(node).source, is_asked=False)
-        is_fixed = len(self.env.replacements) != before[0] and self._note_fixed(node)
-        if is_fixed and _is_user_function(node) and node not in self.known.baked:
-            self.known.distrust(node, _BakesBatchError())
-            raise _RetryError
+        fixed = self._note_fixed(node) if len(self.env.replacements) != before[0] else []
+        if fixed and node not in self.known.baked:
+            if _is_user_function(node):
+                self.known.distrust(node, _BakesBatchError())
+                raise _RetryError
+            if not {*self.dynamic.values()}.isdisjoint(fixed):
+                self.known.unknown_nodes[node] = _BakesSizeError()
+                raise _RetryError
         return value
 
     def _keep_guards(self, start: int, where: str, is_asked: bool) -> None:
@@ -326,17 +380,16 @@ class _Attempt:
     def _symbols_of(self, size: Any) -> set[Any]:
         return self._formula(size).free_symbols if isinstance(size, torch.SymInt) else set()
 
-    def _note_fixed(self, node: fx.Node) -> bool:
-        """Notes the symbols to which `node` has given a fixed size; returns whether there are any."""
+    def _note_fixed(self, node: fx.Node) -> list[sympy.Symbol]:
+        """Notes the symbols to which `node` has given a fixed size, and returns them."""
         fixed = [s for s, v in self.env.replacements.items() if v.is_number and s not in self.fixed_by]
         self.fixed_by.update(dict.fromkeys(fixed, node))
-        return bool(fixed)
+        return fixed
 
     # -- values that fake tensors do not tell ------------------------------------------------------------------------
 
     def _seen(self, node: fx.Node) -> Any:
         """Builds the value that a node makes, as real runs have shown it."""
-        self._refuse_dynamic(node)
         groups = self._groups(node)
         candidates = [place for group in groups for place in group]
         observation = self.known.observation(node, candidates)
@@ -346,20 +399,36 @@ class _Attempt:
         for place in observation.fixed.intersection(candidates):
             int(self.inputs[place])  # fixes the symbol
         self._note_fixed(node)
+        if self._dynamic_dims_given(node):
+            return self._seen_at_lengths(node, observation)
         varied = [place for place in observation.varied if place in candidates]
         return observation.fake(node, self.inputs[varied[0]] if varied else 0)
 
-    def _refuse_dynamic(self, node: fx.Node) -> None:
+    def _seen_at_lengths(self, node: fx.Node, observation: Observation) -> Any:
+        """Builds the value from the sizes that the node is given, where dynamic ones are among them.
+
+        Raises:
+            FixedSizeError: its sizes may depend on values as well.
+        """
+        dims = self._dynamic_dims_given(node)
+        if node in self.known.value_dependent_nodes or self._is_of_values(node):
+            raise FixedSizeError(f"the sizes of {node.name} ({info(node).source}) depend on values", dims)
+        sources = [source for source in node.all_input_nodes if not info(source).is_guarded_read]
+        if node not in self.known.lengths:
+            groups: dict[sympy.Expr, list[InputDim]] = {}
+            for key, symbol in self.dynamic.items():
+                if (size := self.env.replace(symbol)).free_symbols:
+                    groups.setdefault(size, []).append(key)
+            raise _UnknownLengthsError(node, sources, observation, [*groups.values()])
+        self.observed_dims |= dims
+        return self.known.lengths[node].fake([*given_sizes([self.node_values[source] for source in sources])])
+
+    def _dynamic_dims_given(self, node: fx.Node) -> frozenset[InputDim]:
+        """The dynamic dimensions whose sizes go into a node."""
         symbols = {s: key for key, symbol in self.dynamic.items() for s in self.env.replace(symbol).free_symbols}
         numbers = [self.node_values.get(source) for source in node.all_input_nodes]
         sizes = [*self._sizes_given(node), *(self._formula(n) for n in numbers if isinstance(n, torch.SymInt))]
-        dims = frozenset(symbols[s] for size in sizes for s in size.free_symbols & symbols.keys())
-        if dims:
-            raise FixedSizeError(
-                f"torch cannot tell what {node.name} ({info(node).source}) makes of other sizes, where nothing but a "
-                "run shows it",
-                dims,
-            )
+        return frozenset(symbols[s] for size in sizes for s in size.free_symbols & symbols.keys())
 
     def _sizes_given(self, node: fx.Node) -> list[sympy.Expr]:
         """Lists the symbolic sizes of the tensors that a node is given."""

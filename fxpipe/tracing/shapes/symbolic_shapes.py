@@ -271,7 +271,10 @@ def _dynamic_symbols(run: SymbolicRun) -> dict[sympy.Symbol, InputDim]:
         if size.is_number:
             node = run.fixed_by.get(run.dynamic[key])
             where = f"{node.name} at {info(node).source}" if node is not None else "a function of torch"
-            raise FixedSizeError(f"its size is fixed by {where}", frozenset({key}))
+            raise FixedSizeError(
+                f"its size is fixed by {where}, where it meets a plain number (of a loop over positions, of a table)",
+                frozenset({key}),
+            )
         if size.free_symbols & _batch_symbols(run):
             raise FixedSizeError(f"its size goes with the batch size ({size})", frozenset({key}))
         if size.is_Symbol:
@@ -316,7 +319,8 @@ def _dynamic_sizes(
     example = tuple((s, values[place].shape[dim]) for s, (place, dim) in symbols.items())
     different = {condition.condition: condition for condition in reversed(conditions)}
     different.pop(sympy.true, None)
-    return DynamicSizes(formulas, symbols, example, tuple(reversed(different.values())), dict(reasons))
+    is_observed = not run.observed_dims.isdisjoint(formulas)
+    return DynamicSizes(formulas, symbols, example, tuple(reversed(different.values())), dict(reasons), is_observed)
 
 
 def _layout_conditions(run: SymbolicRun, formula: Callable[[Any], sympy.Expr]) -> Iterator[SizeCondition]:
