@@ -291,6 +291,7 @@ class Pipeline(nn.Module):
         """
         self._fxpipe.engine.executor.close()
         self._fxpipe.closed = True
+        self._fxpipe.optimizer_states.close()
 
     def __enter__(self) -> Pipeline:
         return self

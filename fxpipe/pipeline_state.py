@@ -21,6 +21,7 @@ from fxpipe.config.micro_batches import ModelCall
 from fxpipe.config.pipeline_options import Settings
 from fxpipe.errors import ArgumentError, FxpipeError, StateError
 from fxpipe.graph_cache import CachedGraph, GraphCache, GraphInputs, StepGraphs
+from fxpipe.optimizer_state import OptimizerStateMover
 from fxpipe.planning import PreparedGraph, prepare, prepare_additional_graph
 from fxpipe.planning.evaluation_check import refusal_of_evaluation
 from fxpipe.planning.passes import holds_for_lengths, holds_for_sizes
@@ -56,6 +57,7 @@ class PipelineState:
         self.model, self.asked, self.given_plan = model, settings, plan
         self.settings = settings  # with what planning has decided, once it has
         self.engine = Engine(model, executor)
+        self.optimizer_states = OptimizerStateMover(model)
         self.plan: Plan | None = None
         self.first: PreparedGraph | None = None
         self.graphs = GraphCache()
@@ -78,7 +80,7 @@ class PipelineState:
     def settle(self) -> None:
         """Moves the model's tensors to where the stages want them, should something else have moved them away."""
         assert self.first is not None
-        _move_to_stages(self.model, self.first, self.settings.devices)
+        _move_to_stages(self.model, self.first, self.settings.devices, self.optimizer_states)
 
     def bound_program_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], in_one: bool = False
@@ -262,7 +264,7 @@ class PipelineState:
                 if self.settings.workers != self.asked.workers:  # a map of modules needs no more
                     self.engine.executor.close()
                     self.engine.executor = executor_for(self.settings.workers)
-                _move_to_stages(self.model, self.first, self.settings.devices)
+                _move_to_stages(self.model, self.first, self.settings.devices, self.optimizer_states)
                 kept = self._keep(self.first)
                 traced = self.first.traced
                 if reason:
@@ -380,7 +382,9 @@ def _peek_seed() -> int:
     return int(torch.randint(2**62, (), generator=generator, device="cpu").item())
 
 
-def _move_to_stages(model: nn.Module, prepared: PreparedGraph, devices: Sequence[torch.device]) -> None:
+def _move_to_stages(
+    model: nn.Module, prepared: PreparedGraph, devices: Sequence[torch.device], optimizer_states: OptimizerStateMover
+) -> None:
     """Each parameter and buffer to the device of the first stage that uses it; the objects stay the same."""
     moved = set()
     for stage, device in zip(prepared.program.stages, devices, strict=True):
@@ -388,6 +392,7 @@ def _move_to_stages(model: nn.Module, prepared: PreparedGraph, devices: Sequence
             if name not in moved and name not in prepared.traced.constants:
                 tensor = ModelTensors(model, {}).get(name)
                 if tensor.device != device:
+                    optimizer_states.note_move(name, tensor.device)
                     tensor.data = tensor.data.to(device)
                     if tensor.grad is not None:
                         tensor.grad.data = tensor.grad.data.to(device)

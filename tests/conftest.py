@@ -84,6 +84,8 @@ def simulated(_simulated_machine: Any) -> Iterator[Any]:
 def _measured_in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hardly any test depends on how well times are known."""
     monkeypatch.setattr("fxpipe.config.parse.PROFILE_BUDGET", 0.05)
+    if devices.is_simulated():  # where a copy takes long, and tells nothing of links
+        monkeypatch.setattr("fxpipe.hardware._LARGE_COPY", 1 << 16)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,0 +1,79 @@
+"""Optimizers that have state when a pipe moves the parameters to the devices of its stages.
+
+State that an optimizer makes in its first step is made where the parameters are by then. What was there before (of
+steps without the pipe, of `load_state_dict`, or made with the optimizer, as `Adagrad` does) is on the devices where the
+parameters were. torch knows no optimizers of a parameter, so they are met when they step: before an optimizer's first
+step behind a move, its state follows the parameters.
+
+The hook for that is torch's for all optimizers, since torch has no other that the user need not set. It is there from
+the first move until the pipe is closed or the model is gone, and looks once at each optimizer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+
+class OptimizerStateMover:
+    """Moves the state of a model's optimizers behind the parameters that a pipe has moved."""
+
+    def __init__(self, model: nn.Module):
+        self._model = weakref.ref(model)
+        self._devices_before: dict[str, set[torch.device]] = {}  # of the parameters that were moved, by name
+        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # since the last move
+        self._hook: Any = None
+
+    def note_move(self, name: str, before: torch.device) -> None:
+        """Notes that a tensor of the model was moved; `before`: where it was."""
+        self._devices_before.setdefault(name, set()).add(before)
+        self._seen.clear()
+        model = self._model()
+        if self._hook is None and model is not None:
+            self._hook = register_optimizer_step_pre_hook(self._before_step)
+            weakref.finalize(model, self._hook.remove)
+
+    def close(self) -> None:
+        """Takes the hook away, unless there are gradients, with which a step may still follow.
+
+        Then it goes with the model.
+        """
+        if self._hook is not None and all(parameter.grad is None for parameter, _ in self._moved().values()):
+            self._hook.remove()
+            self._hook = None
+
+    def _moved(self) -> dict[int, tuple[nn.Parameter, set[torch.device]]]:
+        """The parameters that were moved, by identity, with the devices on which they were before."""
+        model = self._model()
+        named = () if model is None else model.named_parameters(remove_duplicate=False)
+        return {id(p): (p, self._devices_before[name]) for name, p in named if name in self._devices_before}
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer in self._seen:
+            return
+        self._seen.add(optimizer)
+        moved = self._moved()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter)
+                if id(parameter) in moved and isinstance(state, dict):
+                    _, before = moved[id(parameter)]
+                    for key, value in state.items():
+                        if key != "step" or group.get("capturable") or group.get("fused"):  # else it is for the host
+                            state[key] = _follow(value, before, parameter.device)
+
+
+def _follow(value: Any, before: set[torch.device], device: torch.device) -> Any:
+    """Brings the tensors of a value that are where a parameter was to where it is."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device) if value.device in before else value
+    if isinstance(value, Mapping):
+        return {key: _follow(item, before, device) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_follow(item, before, device) for item in value)
+    return value
