@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fxpipe._torch.module_internals import module_flags
+from fxpipe._torch.tensor_data import replace_data
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.config.micro_batches import ModelCall
 from fxpipe.config.pipeline_options import Settings
@@ -393,9 +394,9 @@ def _move_to_stages(
                 tensor = ModelTensors(model, {}).get(name)
                 if tensor.device != device:
                     optimizer_states.note_move(name, tensor.device)
-                    tensor.data = tensor.data.to(device)
-                    if tensor.grad is not None:
-                        tensor.grad.data = tensor.grad.data.to(device)
+                    replace_data(tensor, tensor.data.to(device))
+                    if tensor.grad is not None and tensor.grad.device != device:
+                        replace_data(tensor.grad, tensor.grad.data.to(device))
                 moved.add(name)
     for module in model.modules():
         # cuDNN wants the weights of an RNN side by side, or gathers them at every call, and warns of it.

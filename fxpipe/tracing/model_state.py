@@ -22,6 +22,7 @@ from fxpipe import accelerator
 from fxpipe._torch.autograd import base_of, version_of
 from fxpipe._torch.fake_tensor_mode import FakeTensor
 from fxpipe._torch.module_internals import MODULE_DICT_KEYS, own_buffers, own_children, tensor_stores
+from fxpipe._torch.tensor_data import replace_data
 from fxpipe.tracing.record.module_hooks import COMPUTATION_ATTRIBUTES, is_computation_hook
 from fxpipe.tracing.record.unrecordable import CannotRecord, MakesState
 from fxpipe.tracing.tensors import has_values
@@ -416,11 +417,11 @@ def on_cpu(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         for tensor, data, gradient in away:
             if gradient is not None:
                 tensor.grad = None
-            tensor.data = data.cpu()
+            replace_data(tensor, data.cpu())
         yield
     finally:
         for tensor, data, gradient in away:
-            tensor.data = data
+            replace_data(tensor, data)
             if tensor.is_leaf:
                 tensor.grad = gradient
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from fxpipe import accelerator
 from fxpipe._torch import torch_pytree as pytree
+from fxpipe._torch.tensor_data import replace_data
 from fxpipe.pipeline_module import Pipeline
 from fxpipe.plans import Plan
 from fxpipe.tracing.model_state import preserve_rng, preserve_state, slots_of, without_gradients
@@ -139,7 +140,7 @@ def _restore_devices(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for tensor, data in before:
-            tensor.data = data
+            replace_data(tensor, data)
 
 
 def _inputs_of_size(
