@@ -109,7 +109,10 @@ class Guards:
         writes = any(_written_storages(node) for node in self.program)
 
         def placeholder(node: fx.Node) -> Any:
-            return leaves[traced.place_of(node)].detach().to("cpu", copy=writes)
+            leaf = leaves[traced.place_of(node)].detach()
+            # Only for its values: the host waits for a copy from a device, in every step.
+            is_read = not all(map(_is_size, node.users))
+            return leaf.to("cpu", copy=writes) if is_read else leaf
 
         def attribute(node: fx.Node) -> torch.Tensor:
             return attribute_tensor(traced, node).detach().to("cpu", copy=writes)
