@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--simulated"):
-        devices.simulate()
+        devices.simulate()  # before the first backward, and before tests are collected that ask for devices
 
 
 def pytest_report_header() -> str:
@@ -41,6 +41,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = [item for item in items if not item.get_closest_marker("simulated")]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item.get_closest_marker("simulated")]
+        if reason := devices.why_not_simulated():
+            for item in items:
+                item.add_marker(pytest.mark.skip(reason=reason))
         return
     apart = pytest.mark.skip(reason="runs in a session of its own: pytest --simulated")
     for item in items:
@@ -55,28 +58,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                     item.add_marker(skip)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _simulated_machine() -> Any:
-    """The accelerators of a session that simulates them; before the first backward, see `device_module`."""
-    if not devices.is_simulated():
-        return None
-    from simulated import build, device_module
-
-    try:
-        return device_module.machine()
-    except build.CompilerMissingError as error:
-        pytest.skip(str(error))
-
-
 @pytest.fixture(autouse=True)
-def simulated(_simulated_machine: Any) -> Iterator[Any]:
+def simulated() -> Iterator[Any]:
     """The simulated machine, where there is one. Whatever was not ordered in a test fails it."""
-    if _simulated_machine is None:
+    machine = devices.simulated_machine()
+    if machine is None:
         yield None
         return
-    _simulated_machine.begin()
-    yield _simulated_machine
-    races = _simulated_machine.races()
+    machine.begin()
+    yield machine
+    races = machine.races()
     assert not races, "not ordered on the simulated devices:\n  " + "\n  ".join(races)
 
 

@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.devices import accelerator, is_simulated, on_accelerators
 from helpers.models import BY_NAME, CASES
 from helpers.oracle import closing, parts_of
 from torch import nn
@@ -20,10 +21,15 @@ from fxpipe.runtime.step import _ACTION_METHODS, Step
 from fxpipe.runtime.transport import forced_copies
 from fxpipe.scheduling.actions import ActionKind
 
-ONE = pytest.param(["cuda:0", "cuda:0"], marks=pytest.mark.cuda, id="one")
-MIXED = pytest.param(["cpu", "cuda:0"], marks=pytest.mark.cuda, id="mixed")
-TWO = pytest.param(["cuda:0", "cuda:1"], marks=pytest.mark.multi_gpu, id="two")
+ONE, MIXED, TWO = on_accelerators("0 0", "one"), on_accelerators("cpu 0", "mixed"), on_accelerators("0 1", "two")
 BATCH, CHUNKS = 6, 3
+MODULE = torch.get_device_module(accelerator())
+
+
+def _synchronize():
+    """Waits for all devices."""
+    for index in range(torch.accelerator.device_count()):
+        torch.accelerator.synchronize(index)
 
 
 @pytest.fixture(autouse=True)
@@ -126,8 +132,8 @@ def busy(monkeypatch):
         action = getattr(Step, name)
 
         def late(self, j, i, action=action):
-            if self.bound.devices[j].type == "cuda":
-                torch.cuda._sleep(CYCLES)
+            if self.devices[j].type != "cpu":
+                MODULE._sleep(CYCLES)
             action(self, j, i)
 
         monkeypatch.setitem(_ACTION_METHODS, ActionKind.FORWARD if name == "forward" else ActionKind.BACKWARD, late)
@@ -173,8 +179,8 @@ def test_copies_are_waited_for(devices, drop_in, busy):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.cuda
-def test_forced_copies_on_one_gpu_are_alike(case, schedule):
+@pytest.mark.parametrize("devices", [ONE])
+def test_forced_copies_on_one_gpu_are_alike(case, schedule, devices):
     plain = _without_dropout(case.make())
     args, kwargs = case.inputs(BATCH)
     target = case.target(BATCH)
@@ -184,7 +190,7 @@ def test_forced_copies_on_one_gpu_are_alike(case, schedule):
             forced_copies() if forced else contextlib.nullcontext(),
             fxpipe.pipeline(
                 copy.deepcopy(plain),
-                ["cuda:0", "cuda:0"],
+                devices,
                 CHUNKS,
                 example_args=args,
                 example_kwargs=kwargs,
@@ -205,19 +211,19 @@ def test_a_step_comes_between_what_the_caller_queues_before_and_after(devices, d
     given, target = x.to(devices[0]), t.to(devices[-1])
     with forced_copies(), _pipe(model, devices, x) as pipe:
         _step(pipe, given, target, drop_in)
-        torch.cuda.synchronize()
-        sides = [torch.cuda.Stream(device) for device in dict.fromkeys(devices)]
+        _synchronize()
+        sides = [torch.Stream(device) for device in dict.fromkeys(devices)]
         with contextlib.ExitStack() as stack:
             for side in reversed(sides):
-                stack.enter_context(torch.cuda.stream(side))
+                stack.enter_context(side)
             late, late_target = torch.zeros_like(given), torch.zeros_like(target)
-            torch.cuda._sleep(5 * CYCLES)
+            MODULE._sleep(5 * CYCLES)
             late.copy_(given)
             late_target.copy_(target)
             have = [value.clone() for value in _step(pipe, late, late_target, drop_in)]
             late.zero_()  # behind the step, which has read it
             late_target.zero_()
-        torch.cuda.synchronize()
+        _synchronize()
         _assert_close(have, want)
 
 
@@ -230,14 +236,14 @@ def test_the_host_waits_for_nothing(devices, drop_in):
         for given in (x, pinned, on_gpu):
             for mode in ("default", "error", "error"):  # first a graph is recorded, the loss verified, memory taken
                 pipe.zero_grad()
-                torch.cuda.set_sync_debug_mode(mode)
+                MODULE.set_sync_debug_mode(mode)
                 try:
                     if drop_in:
                         F.mse_loss(pipe(given), target).backward()
                     else:
                         pipe.forward_backward(given, target=target, loss_fn=F.mse_loss)
                 finally:
-                    torch.cuda.set_sync_debug_mode("default")
+                    MODULE.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("devices", [ONE, MIXED, TWO])
@@ -267,14 +273,14 @@ def test_a_gpu_holds_less_with_1f1b_and_nothing_behind_a_step(devices):
                 pipe.zero_grad()
                 pipe.forward_backward(x, loss_fn=lambda y: y.square().mean())
             pipe.zero_grad()
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated(devices[0])
-            torch.cuda.reset_peak_memory_stats(devices[0])
+            _synchronize()
+            before = MODULE.memory_allocated(devices[0])
+            MODULE.reset_peak_memory_stats(devices[0])
             pipe.forward_backward(x, loss_fn=lambda y: y.square().mean())
             pipe.zero_grad()
-            peaks[schedule] = torch.cuda.max_memory_allocated(devices[0]) - before
-            torch.cuda.synchronize()
-            assert torch.cuda.memory_allocated(devices[0]) <= before
+            peaks[schedule] = MODULE.max_memory_allocated(devices[0]) - before
+            _synchronize()
+            assert MODULE.memory_allocated(devices[0]) <= before
     assert peaks["1f1b"] < peaks["gpipe"]
 
 
@@ -285,20 +291,20 @@ def test_backward_may_be_called_on_other_streams_than_forward(devices, busy):
     with forced_copies(), _pipe(model, devices, x) as pipe:
         for _ in range(2):
             pipe.zero_grad()
-            torch.cuda.synchronize()
+            _synchronize()
             given = x.to(devices[0], copy=True).requires_grad_()
             target = t.to(devices[-1])
-            sides = [torch.cuda.Stream(device) for device in dict.fromkeys(devices)]
+            sides = [torch.Stream(device) for device in dict.fromkeys(devices)]
             for side in sides:
-                side.wait_stream(torch.cuda.current_stream(side.device))
+                side.wait_stream(torch.accelerator.current_stream(side.device))
             with contextlib.ExitStack() as stack:
                 for side in reversed(sides):
-                    stack.enter_context(torch.cuda.stream(side))
+                    stack.enter_context(side)
                 loss = F.mse_loss(pipe(given), target)
             loss.backward()
             found = [loss.detach(), given.grad, *(p.grad for p in pipe.parameters())]
             have = [value.clone() for value in found]  # on the streams that are current now, which the engine has wait
-            torch.cuda.synchronize()
+            _synchronize()
             _assert_close(have, want)
             del loss, found, given  # with them nodes of the side streams
 
@@ -378,16 +384,16 @@ def test_a_stage_that_runs_out_of_memory_says_so_and_leaves_none_behind(devices,
         for _ in range(2):
             pipe.forward_backward(x, loss_fn=torch.sum, reduction="sum")
         pipe.zero_grad()
-        torch.cuda.synchronize()
-        before = [torch.cuda.memory_allocated(device) for device in devices]
+        _synchronize()
+        before = [MODULE.memory_allocated(device) for device in devices]
         monkeypatch.setitem(WANTED, "numbers", 2**45)
         with pytest.raises(torch.OutOfMemoryError) as caught:
             pipe.forward_backward(x, loss_fn=torch.sum, reduction="sum")
         assert "micro-batch 0, forward" in caught.value.__notes__[-1]
         assert all(p.grad is None for p in pipe.parameters())
         del caught  # its frames hold what the stage had
-        torch.cuda.synchronize()
-        assert [torch.cuda.memory_allocated(device) for device in devices] <= before
+        _synchronize()
+        assert [MODULE.memory_allocated(device) for device in devices] <= before
         monkeypatch.setitem(WANTED, "numbers", 1)
         pipe.forward_backward(x, loss_fn=torch.sum, reduction="sum")
         assert all(p.grad is not None for p in pipe.parameters())
@@ -415,6 +421,7 @@ def test_the_weights_of_an_rnn_lie_side_by_side(devices):
             _close(pipe(x), plain(x))
 
 
+@pytest.mark.skipif(is_simulated(), reason="torch compiles nothing for simulated devices")
 @pytest.mark.filterwarnings("default")  # the compiler of torch warns of what it would have otherwise
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize("devices", [ONE, TWO])

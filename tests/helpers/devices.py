@@ -2,30 +2,60 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-_session = {"is_simulated": False}
+
+@dataclass
+class Session:
+    """How this process has its devices."""
+
+    is_simulated: bool = False
+    machine: Any = None
+    reason: str = ""  # why there is no machine though it should be simulated
+
+
+_session = Session()
 
 
 def simulate() -> None:
-    """Makes this session one on simulated accelerators. Before tests are collected."""
-    _session["is_simulated"] = True
+    """Makes this process one with simulated accelerators, for good."""
+    from simulated import build, device_module, host_order
+
+    from fxpipe.runtime.wiring import Fences
+
+    _session.is_simulated = True
+    try:
+        machine = _session.machine = device_module.machine()
+    except build.CompilerMissingError as error:
+        _session.reason = str(error)
+    else:
+        host_order.follow_fences(Fences, machine.tell, machine.hear)
 
 
 def is_simulated() -> bool:
-    return _session["is_simulated"]
+    return _session.is_simulated
+
+
+def why_not_simulated() -> str:
+    return _session.reason
+
+
+def simulated_machine() -> Any:
+    """Returns the machine; None in a session without one."""
+    return _session.machine
 
 
 def accelerator() -> str:
     """Returns the type of the devices."""
-    return "sim" if is_simulated() else "cuda"
+    return "sim" if _session.machine is not None else "cuda"
 
 
 def on_accelerators(pattern: str, id: str) -> Any:
     """Makes a parameter of tests: devices as in "cpu 0", where a number is an accelerator."""
     devices = [device if device == "cpu" else f"{accelerator()}:{device}" for device in pattern.split()]
     count = len({device for device in devices if device != "cpu"})
-    mark = pytest.mark.simulated if is_simulated() else pytest.mark.cuda if count < 2 else pytest.mark.multi_gpu
+    mark = pytest.mark.simulated if _session.is_simulated else pytest.mark.cuda if count < 2 else pytest.mark.multi_gpu
     return pytest.param(devices, marks=mark, id=id)

@@ -22,6 +22,23 @@ def follow(tell: Told, hear: Told) -> None:
     _follow_queues(tell, hear)
 
 
+def follow_fences(fences: type, tell: Told, hear: Told) -> None:
+    """Follows the fences of a step, too: a set that workers look into, which has no name elsewhere."""
+    wait, pass_on = fences.wait, fences.pass_on  # type: ignore[attr-defined]
+
+    def hearing_wait(self: Any, action: Any) -> None:
+        wait(self, action)
+        kind, stage, i = action
+        for fence in self._before.get((kind, stage), ()):
+            hear((id(self), *fence, i))
+
+    def telling_pass_on(self: Any, action: Any) -> None:
+        tell((id(self), *action))
+        pass_on(self, action)
+
+    fences.wait, fences.pass_on = hearing_wait, telling_pass_on  # type: ignore[attr-defined]
+
+
 def _follow_threads(tell: Told, hear: Told) -> None:
     start, run, join = threading.Thread.start, threading.Thread.run, threading.Thread.join
 

@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
@@ -248,6 +249,7 @@ class Call {
 
   Tensor result(const Tensor& tensor, const Operation& by, bool is_view) {
     if (!tensor.defined() || !tensor.device().is_cpu()) return tensor;
+    if (tensor._is_zerotensor()) return result(at::zeros(tensor.sizes(), tensor.options()), by, is_view);
     for (const auto& operand : operands_) {
       if (tensor.is_same(operand.cpu)) return operand.ours;
       if (tensor.storage().is_alias_of(operand.cpu.storage())) return at(tensor, operand.ours.storage());
@@ -424,6 +426,18 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   // For these torch has a kernel for all devices, which says that a backend must have its own.
   for (const auto* name : {"convolution_overrideable", "convolution_backward_overrideable"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&simulated::run_on_cpu>());
+  // All others that the CPU has a kernel for. The fallback would do, but that torch writes functions out, for backends
+  // without kernels of their own, as calls of `out=` with an empty tensor.
+  auto& dispatcher = c10::Dispatcher::singleton();
+  const auto has_kernel = [&](const c10::OperatorName& name, c10::DispatchKey key) {
+    const auto op = dispatcher.findSchema(name);
+    return op.has_value() && op->hasKernelForDispatchKey(key);
+  };
+  for (const auto& name : dispatcher.getAllOpNames())
+    if (name.getNamespace() == "aten" && has_kernel(name, c10::DispatchKey::CPU) &&
+        !has_kernel(name, c10::DispatchKey::PrivateUse1))
+      m.impl((name.name + (name.overload_name.empty() ? "" : "." + name.overload_name)).c_str(),
+             torch::CppFunction::makeFromBoxedFunction<&simulated::run_on_cpu>());
 }
 
 // Of a simulated device, and of no stream's: for Python, once, when it is loaded.
