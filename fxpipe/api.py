@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ def pipeline(
     hardware: str | Hardware | None = None,
     profile: Profile | str | Path | None = None,
     profile_budget: float | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    target: Any = None,
     tracer: TracerOption = "auto",
     in_dims: Any = None,
     dynamic_shapes: Any = None,
@@ -116,6 +118,9 @@ def pipeline(
         profile: costs measured before (`fxpipe.profile`), or a file of them, instead of measuring.
         profile_budget: seconds to measure for, at most about; 5 by default. To measure on an accelerator resets its
             peak memory statistics (`torch.cuda.max_memory_allocated`), which torch cannot set back.
+        loss_fn, target: the loss that steps will take, as for `forward_backward`, and a target of the example inputs.
+            What it costs is then a part of the plan, and the cut heeds it; for that it is called a few times. Where the
+            model takes its own loss, leave both out.
         tracer: "auto" takes the first way that leads to a right graph: recording, with values that forward reads as
             guards; with some modules kept whole; `torch.export`. "record", "export" and "fx" (symbolic tracing) allow
             one way; a `torch.fx.Tracer`, or a function from the model to a `torch.fx.GraphModule`, is your own.

@@ -13,13 +13,13 @@ from fxpipe._torch.module_internals import share_tensors
 from fxpipe.config.micro_batches import parse_micro_batches
 from fxpipe.config.parse import parse_switch
 from fxpipe.config.pipeline_options import Settings
-from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
+from fxpipe.errors import ArgumentError, StateError
 from fxpipe.pipeline_state import PipelineState
 from fxpipe.plans import Plan
 from fxpipe.plans.display import plan_html
 from fxpipe.plans.node_groups import node_groups_of
 from fxpipe.runtime import Executor, StepRecord, executor_for
-from fxpipe.runtime.losses import check_reduction, check_scaler
+from fxpipe.runtime.losses import check_loss_function, check_reduction, check_scaler
 from fxpipe.tracing.record.module_hooks import run_with_user_hooks, user_hooks_of
 from fxpipe.tracing.tensors import has_values
 from fxpipe.utils.units import count_text, human_bytes, human_seconds
@@ -214,19 +214,10 @@ class Pipeline(nn.Module):
         check_reduction(reduction)
         check_scaler(grad_scaler)
         parse_switch("return_outputs", return_outputs)
-        if isinstance(loss_fn, type):
-            raise ArgumentTypeError(f"loss_fn is the class {loss_fn.__name__}; give an instance: {loss_fn.__name__}()")
-        if loss_fn is not None and not callable(loss_fn):
-            raise ArgumentTypeError(
-                f"loss_fn is a {type(loss_fn).__name__}; expected a function (output, target) -> loss"
-            )
         if micro_batches is not None and (args or kwargs or target is not None):
             raise ArgumentError("micro_batches and inputs or a target beside them: these are in the micro-batches")
         calls = None if micro_batches is None else parse_micro_batches(micro_batches)
-        if loss_fn is None and (target is not None if calls is None else calls[0].target):
-            raise ArgumentError(
-                "target without loss_fn: give loss_fn=..., or leave target out if the model returns its loss"
-            )
+        check_loss_function(loss_fn, target if calls is None else calls[0].target or None)
         if not torch.is_grad_enabled():
             raise StateError(
                 "forward_backward needs gradients, but is called under no_grad; call the pipe itself to evaluate"

@@ -18,7 +18,7 @@ from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import Hardware, parse_hardware
 from fxpipe.profiling import Profile
 from fxpipe.scheduling import CHECKPOINTS
-from fxpipe.utils.units import parse_count
+from fxpipe.utils.units import parse_count, parse_number
 
 CHUNKS_PER_WORKER = 4  # GPipe, section 2.3: the bubble is negligible from there on
 PROFILE_BUDGET = 5.0  # seconds
@@ -149,15 +149,6 @@ def _parse_worker(argument: str, name: str, value: Any, workers: Sequence[torch.
             f"{argument}[{name!r}]={str(value)!r} stands {times} in devices ({listed}); give the number of one of them"
         )
     return places[0]
-
-
-def parse_number(argument: str, value: Any, what: str) -> float:
-    """A finite number, 0 or more."""
-    if not isinstance(value, Real) or isinstance(value, bool):
-        raise ArgumentTypeError(f"{argument}={value!r} is a {type(value).__name__}; expected {what}, 0 or more")
-    if not math.isfinite(value) or value < 0:
-        raise ArgumentError(f"{argument}={value!r}: expected {what}, 0 or more and finite")
-    return float(value)
 
 
 def parse_profile_budget(seconds: Any) -> float:

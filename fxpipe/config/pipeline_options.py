@@ -9,7 +9,7 @@ at once:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from fxpipe.config.parse import (
     parse_hardware_option,
     parse_leaf_modules,
     parse_memory_limit,
-    parse_number,
     parse_pins,
     parse_profile_budget,
     parse_profile_option,
@@ -38,9 +37,11 @@ from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import Hardware
 from fxpipe.plans import Plan
 from fxpipe.profiling import Profile
+from fxpipe.profiling.loss_cost import PlannedLoss, parse_loss
 from fxpipe.scheduling import ScheduleLike
 from fxpipe.tracing.trace_request import TracerOption, check_tracer
 from fxpipe.utils.batch_split import largest_micro_batch
+from fxpipe.utils.units import parse_number
 
 AUTO = "auto"
 
@@ -61,6 +62,8 @@ class PipelineOptions:
     hardware: str | Hardware | None = None
     profile: Profile | str | Path | None = None
     profile_budget: float | None = None
+    loss_fn: Callable[..., Any] | None = None
+    target: Any = None
     tracer: TracerOption = AUTO
     in_dims: Any = None
     dynamic_shapes: Any = None
@@ -80,7 +83,10 @@ class PipelineOptions:
 OPTION_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(PipelineOptions)}
 TRACING_OPTIONS = ("tracer", "in_dims", "dynamic_shapes", "out_dims", "leaf_modules", "check")
 # What planning alone asks for: beside a plan nobody would heed it.
-PLANNING_OPTIONS = ("balance", "pin", "memory_limit", "optimizer_state", "hardware", "profile", "profile_budget")
+PLANNING_OPTIONS = (
+    *("balance", "pin", "memory_limit", "optimizer_state"),
+    *("hardware", "profile", "profile_budget", "loss_fn", "target"),
+)
 
 
 def is_default(value: Any, default: Any) -> bool:
@@ -149,6 +155,7 @@ class Settings:
     hardware: Hardware | None = None  # to plan for; None: what is at hand
     profile: Profile | None = None  # measured before
     profile_budget: float = 5.0  # seconds
+    loss: PlannedLoss | None = None  # that steps will take of the outputs; None: not known
     operations: bool = True  # shall the plan know what other hardware would take?
     deferred_batch_norm: bool = False
     compile: Mapping[str, Any] | None = None  # keywords of torch.compile; None: stages run as they are
@@ -210,6 +217,7 @@ def make_settings(options: PipelineOptions, plan: Plan | None = None, *, anywher
         hardware=parse_hardware_option(options.hardware),
         profile=parse_profile_option(options.profile),
         profile_budget=parse_profile_budget(options.profile_budget),
+        loss=parse_loss(options.loss_fn, options.target),
         deferred_batch_norm=parse_switch("deferred_batch_norm", options.deferred_batch_norm),
         compile=parse_compile(options.compile),
         progress=parse_switch("progress", options.progress),

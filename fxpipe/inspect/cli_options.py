@@ -197,6 +197,20 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "and 1, those of hf:TYPE from its vocabulary; there, inputs are drawn if none are given",
     )
     add(
+        "--loss",
+        type=_argparse_type(parse_target),
+        metavar="LOSS",
+        help="the loss that steps take of the output, whose cost is then a part of the plan: a function (output, "
+        "target) -> loss, or a class to make one (torch.nn.functional:cross_entropy, losses.py:FocalLoss)",
+    )
+    add(
+        "--target",
+        dest="loss_target",
+        type=_argparse_type(parse_input),
+        metavar="TARGET",
+        help="the target of --loss for the mini-batch: sizes and a dtype (8:int64), or a function that makes it",
+    )
+    add(
         "--meta",
         action="store_true",
         help="build the model without memory for its weights, under torch.device('meta'); seconds are estimates",

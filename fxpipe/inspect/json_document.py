@@ -75,6 +75,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
             nodes            list of node names in the order in which they run
             code             text, for people
             forward_seconds, backward_seconds, flops              of one micro-batch
+            loss_seconds                                          of the loss, in each F of the last stage
             parameter_bytes  of the stage
             gradient_bytes   of the parameters' gradients
             state_bytes      of gradients and of the optimizer's state
@@ -216,6 +217,7 @@ def _stage_document(plan: Plan, stage: StagePlan, figures: StageFigures) -> dict
         "code": stage.code,
         "forward_seconds": stage.forward_seconds,
         "backward_seconds": stage.backward_seconds,
+        "loss_seconds": stage.loss_seconds,
         "flops": stage.flops(plan.micro_batch),
         "parameter_bytes": stage.parameter_bytes,
         "gradient_bytes": stage.gradient_bytes,

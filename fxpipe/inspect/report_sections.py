@@ -24,7 +24,7 @@ from fxpipe.viz.html import (
     table_markup,
     text_cell,
 )
-from fxpipe.viz.stage_graph import draw_stage_graph, stage_seconds
+from fxpipe.viz.stage_graph import draw_stage_graph
 from fxpipe.viz.svg import escape_markup, svg_of
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def note_paragraph(line: str) -> str:
 
 
 def stages_section(plan: Plan) -> str:
-    slowest = max(stage_seconds(stage) for stage in plan.stages)
+    slowest = max(stage.seconds for stage in plan.stages)
     headers = (
         "stage", "device", "nodes", "parameters", "forward", "backward", "both", "GFLOP", "checkpoint", "in flight",
         "memory", "sends", *(["portals in", "portals out"] if plan.portals else ()),
@@ -146,7 +146,7 @@ def stages_section(plan: Plan) -> str:
 
 
 def _stage_row(plan: Plan, stage: StagePlan, memory: sympy.Expr, slowest: float) -> tuple[HtmlCell, ...]:
-    j, both = stage.index, stage_seconds(stage)
+    j, both = stage.index, stage.seconds
     worker, flops = plan.placement[j], float(plan.flops(j, plan.micro_batch)) / 1e9
     limit = "" if stage.memory_limit is None else f"of {human_bytes(stage.memory_limit)}"
     return (
@@ -204,7 +204,7 @@ def _source_line_cell(line: str) -> HtmlCell:
 
 
 def balance_section(plan: Plan) -> str:
-    both = [stage_seconds(stage) for stage in plan.stages]
+    both = [stage.seconds for stage in plan.stages]
     slowest = max(range(len(both)), key=both.__getitem__)
     mean = sum(both) / len(both)
     said = [

@@ -11,6 +11,7 @@ from typing import Any
 from fxpipe.errors import ArgumentError
 from fxpipe.inspect.cli_options import DevicesOption, PlanFile, Subject, make_parser
 from fxpipe.inspect.inputs import InputOption
+from fxpipe.inspect.targets import Target
 from fxpipe.utils.files import check_output_path
 
 # -- Output files, checked before the long work ----------------------------------------------------------------------
@@ -62,6 +63,8 @@ class Request:
     subject: Subject
     kwargs: dict[str, Any] = field(default_factory=dict)  # of the factory, or fields of the configuration
     inputs: tuple[InputOption, ...] = ()
+    loss: Target | None = None
+    loss_target: InputOption | None = None
     on_meta: bool = False  # build the model without memory
     evaluating: bool = False
     devices: DevicesOption | None = None
@@ -98,6 +101,8 @@ def parse_request(argv: Sequence[str]) -> Request:
         subject=arguments.target,
         kwargs=_dict_without_repeats(arguments.kwargs, "--kwargs"),
         inputs=tuple(arguments.input),
+        loss=arguments.loss,
+        loss_target=arguments.loss_target,
         on_meta=arguments.meta,
         evaluating=arguments.eval,
         devices=arguments.devices,
@@ -141,11 +146,15 @@ def _check_option_combination(request: Request) -> None:
         raise ArgumentError(f"--code prints the code of a stage and nothing else; leave --{other} out")
     if request.sweep and request.tune:
         raise ArgumentError("--sweep and --tune are two questions: ask one after the other")
+    if request.loss_target is not None and request.loss is None:
+        raise ArgumentError("--target without --loss: give both, or neither where the model returns its loss")
     if not isinstance(request.subject, PlanFile):
         return
     of_the_model = {
         "--kwargs": request.kwargs,
         "--input": request.inputs,
+        "--loss": request.loss,
+        "--target": request.loss_target,
         "--meta": request.on_meta,
         "--eval": request.evaluating,
         "--devices": request.devices,

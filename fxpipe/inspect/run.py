@@ -18,7 +18,7 @@ from fxpipe.inspect.inputs import InputOption, ModelArguments, make_arguments
 from fxpipe.inspect.request import Request, check_outputs
 from fxpipe.inspect.step_summary import StepSummary, compare_schedules
 from fxpipe.inspect.sweep import USUAL_DEVICES, SweepRow, counts_up_to, sweep_devices
-from fxpipe.inspect.targets import describe_error, load_model
+from fxpipe.inspect.targets import call_target, describe_error, load_model, load_target, with_article
 from fxpipe.utils.units import human_bytes
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fxpipe.config.pipeline_options import Settings
     from fxpipe.planning import ProfiledModel
     from fxpipe.plans import Plan
+    from fxpipe.profiling.loss_cost import PlannedLoss
     from fxpipe.simulation import Simulation
     from fxpipe.tuning.tuning_result import Tuning
 
@@ -45,6 +46,7 @@ class LoadedModel:
     model: nn.Module
     arguments: ModelArguments
     drawn: tuple[InputOption, ...]  # inputs that nobody asked for
+    loss: PlannedLoss | None  # None: none was given
 
 
 def devices_for(request: Request) -> tuple[str, ...]:
@@ -71,7 +73,25 @@ def load_requested_model(request: Request) -> LoadedModel:
         drawn = example_inputs(model, request.options.get("chunks", 1))
     below = vocabulary_size(model) if is_shipped else 2
     arguments = make_arguments(request.inputs or drawn, integers_below=below, on_meta=request.on_meta)
-    return LoadedModel(model, arguments, drawn)
+    return LoadedModel(model, arguments, drawn, _load_loss(request))
+
+
+def _load_loss(request: Request) -> PlannedLoss | None:
+    from fxpipe.profiling.loss_cost import PlannedLoss
+
+    if request.loss is None:
+        return None
+    value = load_target(request.loss)
+    loss_fn = call_target(request.loss) if isinstance(value, type) else value
+    if not callable(loss_fn):
+        made = with_article(loss_fn)
+        raise ArgumentError(f"--loss {request.loss} is {made}, not a function (output, target) -> loss")
+    if request.loss_target is None:
+        return PlannedLoss(loss_fn)
+    target = make_arguments([request.loss_target], on_meta=request.on_meta)
+    if target.kwargs or len(target.args) != 1:
+        raise ArgumentError(f"--target {request.loss_target}: expected one value, without a name")
+    return PlannedLoss(loss_fn, target.args)
 
 
 def settings_for(request: Request, devices: tuple[str, ...], **others: Any) -> Settings:
@@ -91,13 +111,16 @@ def settings_for(request: Request, devices: tuple[str, ...], **others: Any) -> S
 def profile_loaded_model(loaded: LoadedModel, settings: Settings) -> ProfiledModel:
     """Trace and profile what was loaded."""
     from fxpipe import planning
+    from fxpipe.profiling.loss_cost import LOSS_NOTE
 
-    arguments = loaded.arguments
+    arguments, settings = loaded.arguments, replace(settings, loss=loaded.loss)
     try:
         return planning.trace_and_profile(loaded.model, arguments.args, arguments.kwargs, settings)
     except FxpipeError:
         raise
-    except Exception:
+    except Exception as error:
+        if LOSS_NOTE in getattr(error, "__notes__", ()):
+            raise ArgumentError(f"--loss raised {describe_error(error)} on the model's output") from error
         _raise_if_model_fails(loaded.model, arguments)
         raise
 
@@ -106,6 +129,7 @@ def plan_profiled_model(loaded: LoadedModel, profiled: ProfiledModel, settings: 
     """A plan for other settings, of what is known; measures again where workers are others."""
     from fxpipe import planning
 
+    settings = replace(settings, loss=loaded.loss)
     again = planning.profile_again(profiled, loaded.arguments.args, loaded.arguments.kwargs, settings)
     return planning.prepare_profiled(again, settings).plan
 
@@ -258,6 +282,7 @@ def _tune_model(request: Request, loaded: LoadedModel, devices: tuple[str, ...])
         example_args=arguments.args,
         example_kwargs=arguments.kwargs,
         stages_per_device=None if request.stages_per_device is None else [request.stages_per_device],
+        **({} if loaded.loss is None else loaded.loss.arguments()),
         **_tune_options(request.options),
     )
 

@@ -63,6 +63,7 @@ class Chain:
     first_stages: tuple[int, ...] = ()  # by place: the first stage that may have the node; none: all are free
     last_stages: tuple[int, ...] = ()  # by place: the last one
     required_cuts: tuple[int, ...] = ()  # places before which a cut must stand
+    loss: tuple[float, ...] = ()  # by kind: seconds of the loss, which are in `backward` of the last place; none: none
 
     def __len__(self) -> int:
         return len(self.forward[0])
@@ -208,6 +209,7 @@ def _stage_load(
         returning = (flow for flow in chain.flows if gradient_arrives(flow, start, end, len(chain)))
         transfers += [sending_seconds(flow, sites[stage + 1].link) for flow in returning]
     work = [*forward, *backward, *(forward if recompute else ())]
+    loss = chain.loss[site.kind] if chain.loss and end == len(chain) else 0.0
 
     weights = [w for w in chain.weights if any_within(w.users, start, end)]
     trained = [w.bytes for w in weights if w.is_trained]
@@ -215,7 +217,8 @@ def _stage_load(
     kept = [flow for i, flow in arrived if recompute or flow.returns or i in arrived_and_saved]
     cost = StageCost(
         math.fsum(forward),
-        math.fsum(backward),
+        max(0.0, math.fsum((*backward, -loss))),
+        loss=loss,
         parameter_bytes=math.fsum(w.bytes for w in weights),
         gradient_bytes=math.fsum(trained),
         optimizer_bytes=math.fsum(size * (site.state - 1) for size in trained),

@@ -415,4 +415,5 @@ def _weighted_chain(chain: Chain, sites: Sequence[StageSite], shares: Sequence[f
     ]
     number = {kind: place for place, kind in enumerate(kinds)}
     weighed = [replace(site, kind=number[site.kind, share]) for site, share in zip(sites, shares, strict=True)]
-    return replace(chain, forward=tuple(rows[0]), backward=tuple(rows[1])), weighed
+    loss = tuple(share * chain.loss[kind] for kind, share in kinds) if chain.loss else ()
+    return replace(chain, forward=tuple(rows[0]), backward=tuple(rows[1]), loss=loss), weighed

@@ -52,9 +52,19 @@ def chain_of(
     def held_at(number: int) -> int:
         return -1 if number < 0 else profiled[number]
 
+    backward = [[cost.backward.at(samples) for cost in row] for row in by_place]
+    working = [bytes_at(cost.working_bytes, traced.batch, samples) for cost in by_place[0]]
+    loss: tuple[float, ...] = ()
+    if all(profile.loss is not None for profile in profiles):
+        # Wherever it is cut, the last place is on the last stage, which takes the loss.
+        of_loss = [profile.loss for profile in profiles if profile.loss is not None]
+        loss = tuple((cost.forward + cost.backward).at(samples) for cost in of_loss)
+        for row, seconds in zip(backward, loss, strict=True):
+            row[-1] += seconds
+        working[-1] = max(working[-1], bytes_at(of_loss[0].working_bytes, traced.batch, samples))
     return Chain(
         forward=tuple(tuple(cost.forward.at(samples) for cost in row) for row in by_place),
-        backward=tuple(tuple(cost.backward.at(samples) for cost in row) for row in by_place),
+        backward=tuple(map(tuple, backward)),
         flows=tuple(_flows(traced, effects, samples, frozenset(copied))),
         held=tuple(
             HeldStorage(
@@ -65,7 +75,8 @@ def chain_of(
             for saved in profiles[0].saved
         ),
         weights=tuple(_parameter_weights(traced, effects)),
-        working=tuple(bytes_at(cost.working_bytes, traced.batch, samples) for cost in by_place[0]),
+        working=tuple(working),
+        loss=loss,
         forbidden_cuts=forbidden,
     )
 

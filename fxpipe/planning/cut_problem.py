@@ -132,6 +132,7 @@ def _cut_problem(
         chain,
         forward=tuple(chain.forward[kind] for kind in kinds),
         backward=tuple(chain.backward[kind] for kind in kinds),
+        loss=tuple(chain.loss[kind] for kind in kinds) if chain.loss else (),
         first_stages=way.first_stages,
         last_stages=way.last_stages,
         required_cuts=required,

@@ -218,13 +218,16 @@ def plan_of_cut(
     bytes_of_stages = stage_bytes(cut, cut.profiles, samples)
     ends = [*cut.starts[1:], len(names)]
     hardware, operations = settings.hardware, dict[Operation, int]()
-    knows_work = all(cost.work is not None for profile in cut.profiles for cost in profile.nodes)
+    losses = [profile.loss for profile in cut.profiles]
+    costs_of_work = [cost for profile in cut.profiles for cost in (*profile.nodes, profile.loss) if cost is not None]
+    knows_work = all(cost.work is not None for cost in costs_of_work)
     stages = []
     for j, (start, end) in enumerate(zip(cut.starts, ends, strict=True)):
         cost, memory, costs = cut.loads[j].cost, cut.sites[j].memory, by_kind[cut.sites[j].kind]
         own = [costs[name] for name in names[start:end]]
         sent = _sent_bytes(program, j, formulas)
         copied = [costs[name] for name in copies[j]]
+        loss = losses[cut.sites[j].kind] if end == len(names) else None
         update = 0.0 if hardware is None else hardware.update_seconds(cost.gradient_bytes, cost.optimizer_bytes)
         stages.append(
             StagePlan(
@@ -250,12 +253,14 @@ def plan_of_cut(
                     math.fsum(one.forward.fixed for one in (*own, *copied)),
                     math.fsum(one.backward.fixed for one in own),
                     math.fsum(one.weight.fixed for one in own),
+                    0.0 if loss is None else (loss.forward + loss.backward).fixed,
                 ),
                 sent=sent,
-                work=_stage_work(own, copied, operations) if knows_work else StageWork(),
+                work=_stage_work(own, copied, loss, operations) if knows_work else StageWork(),
                 update_seconds=update,
                 modules=tuple(info(node).module for node in traced.nodes[start:end]),
                 shares=time_shares(own, samples),
+                loss_seconds=cost.loss,
             )
         )
     lines = {node.name: user_line_of(node) for node in traced.graph.nodes}
@@ -339,7 +344,9 @@ def _planned_transfers(
     return tuple(sendings)
 
 
-def _stage_work(costs: Sequence[NodeCost], copied: Sequence[NodeCost], places: dict[Operation, int]) -> StageWork:
+def _stage_work(
+    costs: Sequence[NodeCost], copied: Sequence[NodeCost], loss: NodeCost | None, places: dict[Operation, int]
+) -> StageWork:
     """Counts the operations of a stage, with `places` of operations that grow as needed."""
 
     def counted(operations: Iterable[Operation]) -> tuple[tuple[int, int], ...]:
@@ -350,4 +357,5 @@ def _stage_work(costs: Sequence[NodeCost], copied: Sequence[NodeCost], places: d
         counted(one for work in (*works, *(cost.work or NodeWork() for cost in copied)) for one in work.forward),
         counted(one for work in works for one in work.backward),
         counted(one for work in works for one in work.to_inputs),
+        () if loss is None or loss.work is None else counted((*loss.work.forward, *loss.work.backward)),
     )

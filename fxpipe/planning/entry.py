@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,8 @@ def plan(
     hardware: str | Hardware | None = None,
     profile: Profile | str | Path | None = None,
     profile_budget: float | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    target: Any = None,
     tracer: TracerOption = "auto",
     in_dims: Any = None,
     dynamic_shapes: Any = None,
@@ -68,8 +70,8 @@ def plan(
         hardware: seconds, memory and links are those of this hardware, which need not be here: a name of
             `fxpipe.hardware.HARDWARE` ("a100-80gb", "h100", "h200", "cpu"), or a `Hardware`.
         devices, chunks, balance, pin, stages_per_device, schedule, checkpoint, memory_limit, optimizer_state, profile,
-            profile_budget, tracer, in_dims, dynamic_shapes, out_dims, leaf_modules, check, progress: as for
-            `fxpipe.pipeline`.
+            profile_budget, loss_fn, target, tracer, in_dims, dynamic_shapes, out_dims, leaf_modules, check, progress:
+            as for `fxpipe.pipeline`.
 
     Raises:
         FxpipeError: an argument cannot be used, or the model cannot be traced or cut so; see `fxpipe.errors`.

@@ -18,6 +18,8 @@ from fxpipe.utils.batch_split import micro_batch_sizes
 from fxpipe.utils.locks import planning_block
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import nn
 
@@ -195,14 +197,14 @@ def _profile_kinds(
     """The kinds of devices, the threads that a CPU was measured with, and a profile for each kind."""
     from fxpipe.planning.cost_model import device_kind, device_kinds
     from fxpipe.profiling import profile
-    from fxpipe.profiling.profile_data import profile_for
     from fxpipe.tracing.model_state import preserve_state
 
     kinds = device_kinds(settings.workers) if settings.hardware is None else list(settings.workers[:1])
     names = tuple(map(device_kind, kinds))
     if settings.profile is not None:
-        return names, None, (profile_for(traced, settings.profile),) * len(kinds)
+        return names, None, (_given_profile(traced, settings.profile, settings),) * len(kinds)
     threads = _worker_threads(settings.workers)
+    loss = {} if settings.loss is None else settings.loss.arguments()
     with preserve_state(traced.model):  # hooks, and modules kept whole, run as they are
         profiles = tuple(
             profile(
@@ -216,11 +218,24 @@ def _profile_kinds(
                 hardware=settings.hardware,
                 device=device if settings.hardware is None else None,
                 operations=settings.operations,
+                **loss,
             )
             for device in kinds
         )
     is_measured = settings.hardware is None and not profiles[0].estimated_for
     return names, threads if is_measured and "cpu" in names else None, profiles
+
+
+def _given_profile(traced: Traced, profile: Profile | str | Path, settings: Settings) -> Profile:
+    from fxpipe.profiling.profile_data import profile_for
+
+    costs = profile_for(traced, profile)
+    if settings.loss is not None and costs.loss is None:
+        raise ArgumentError(
+            "loss_fn and a profile that does not know what a loss costs: leave loss_fn out, or make the profile with "
+            "it (fxpipe.profile(traced, args, loss_fn=..., target=...))"
+        )
+    return costs
 
 
 def _samples_to_measure(traced: Traced, batch: int, settings: Settings) -> int:

@@ -54,6 +54,7 @@ class StageSeconds:
     forward: float = 0.0
     backward: float = 0.0
     weight: float = 0.0  # the part of backward that makes gradients of parameters
+    loss: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class StageWork:
     forward: tuple[tuple[int, int], ...] = ()
     backward: tuple[tuple[int, int], ...] = ()
     to_inputs: tuple[tuple[int, int], ...] = ()  # what backward would run, had no parameter a gradient
+    loss: tuple[tuple[int, int], ...] = ()  # forward and back
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,12 @@ class StagePlan:
     update_seconds: float = 0.0  # of the optimizer, once for a step, on known hardware: to read and write what it needs
     modules: tuple[str, ...] = ()  # for each node the path of the module whose forward made it
     shares: tuple[float, ...] = ()  # for each node the part of the stage's seconds, 0 to 1, that it takes
+    loss_seconds: float = 0.0  # of the loss, which follows forward on the last stage, forward and back to the outputs
+
+    @property
+    def seconds(self) -> float:
+        """All that it computes for one micro-batch; recomputation not counted."""
+        return self.forward_seconds + self.loss_seconds + self.backward_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +238,7 @@ class PlanData:
             portal_bytes=portals,
             working_bytes=sizes.working(b),
             update=stage.update_seconds,
+            loss=stage.loss_seconds,
         )
 
     def as_schedule(self) -> Schedule:

@@ -67,6 +67,7 @@ def _head(plan: PlanData) -> str:
         f"seconds are estimates for {plan.estimated_for}" if plan.estimated_for else "",
         f"slowest stage {_bottlenecks(plan)}" if plan.bottlenecks else "",
         _heaviest(plan),
+        _loss(plan),
     ]
     return "\n".join(filter(None, lines))
 
@@ -80,13 +81,21 @@ def _bottlenecks(plan: PlanData) -> str:
     )
 
 
+def _loss(plan: PlanData) -> str:
+    """Says what the loss adds to each F of the last stage, where that is known."""
+    last = plan.stages[-1]
+    if not last.loss_seconds:
+        return ""
+    return f"loss {human_seconds(last.loss_seconds)} of each F of stage {last.index}, beside its forward"
+
+
 def _heaviest(plan: PlanData) -> str:
     """Describes the heaviest node, which bounds the balance."""
     node = plan.heaviest
     if node is None or not node.seconds:
         return ""
     stage = plan.stages[node.stage]
-    share = node.seconds / (stage.forward_seconds + stage.backward_seconds or node.seconds)
+    share = node.seconds / (stage.seconds or node.seconds)
     return wrap_text(
         f"heaviest node {shorten_name(node.name)}, {human_seconds(node.seconds)}, {100 * min(1.0, share):.0f} % of "
         f"stage "

@@ -52,5 +52,5 @@ def plan_figures(plan: PlanData) -> PlanFigures:
 
 def slowest_to_mean(plan: PlanData) -> float:
     """1 where all stages take the same time, n where one of n stages takes it all."""
-    seconds = [stage.forward_seconds + stage.backward_seconds for stage in plan.stages]
+    seconds = [stage.seconds for stage in plan.stages]
     return max(seconds) / fmean(seconds) if any(seconds) else 1.0

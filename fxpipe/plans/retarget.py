@@ -48,6 +48,7 @@ def _resize_stage(stage: StagePlan, samples: int, times: float, recomputes: bool
         weight_seconds=min(
             backward, _scale_seconds(stage.weight_seconds, stage.fixed.weight, times)
         ),  # rounded, a part still
+        loss_seconds=_scale_seconds(stage.loss_seconds, stage.fixed.loss, times),
         activation_bytes=stage.bytes.kept(recomputes)(samples) + stage.bytes.held(samples),
         sent_bytes=_resize_bytes(stage.sent, stage.sent_bytes, samples, times),
     )
@@ -136,11 +137,12 @@ def _retarget_stage(plan: Plan, stage: StagePlan, device: str, hardware: Hardwar
         forward_seconds=here.forward,
         backward_seconds=here.backward,
         weight_seconds=here.weight,
+        loss_seconds=here.loss,
         memory_limit=hardware.usable_memory // plan.placement.count(worker),
         fixed=StageSeconds(
             *(
                 max(0.0, 2 * getattr(here, kind) - getattr(twice, kind))  # the line through both
-                for kind in ("forward", "backward", "weight")
+                for kind in ("forward", "backward", "weight", "loss")
             )
         ),
         action_seconds=action_seconds(device),
@@ -155,7 +157,7 @@ def _stage_seconds(plan: Plan, stage: StagePlan, hardware: Hardware, b: int) -> 
     work = stage.work
     backward = total(work.backward)
     weight = max(0.0, backward - total(work.to_inputs))
-    return StageSeconds(total(work.forward), backward, weight)
+    return StageSeconds(total(work.forward), backward, weight, total(work.loss))
 
 
 def _retarget_transfer(plan: Plan, way: PlannedTransfer, hardware: Hardware) -> PlannedTransfer:

@@ -71,7 +71,7 @@ class Plan(PlanData):
 
     def _all_work(self) -> Iterator[tuple[int, int]]:
         for stage in self.stages:
-            yield from (*stage.work.forward, *stage.work.backward, *stage.work.to_inputs)
+            yield from (*stage.work.forward, *stage.work.backward, *stage.work.to_inputs, *stage.work.loss)
 
     def _has_a_schedule(self) -> bool:
         from fxpipe.scheduling import as_schedule_like

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.plans import Plan
@@ -13,7 +13,7 @@ from fxpipe.scheduling import SCHEDULES, Schedule, ScheduleLike, as_schedule_lik
 from fxpipe.simulation import simulate_schedule
 from fxpipe.simulation.simulation_result import Simulation
 from fxpipe.utils.batch_split import largest_micro_batch
-from fxpipe.utils.units import parse_count
+from fxpipe.utils.units import parse_count, parse_number
 
 if TYPE_CHECKING:
     from fxpipe.hardware import Hardware
@@ -27,6 +27,7 @@ def simulate(
     checkpoint: str | Sequence[str] | None = None,
     batch: int | None = None,
     hardware: str | Hardware | None = None,
+    loss_seconds: float | None = None,
     overlaps: bool = False,
 ) -> Simulation:
     """Simulates a step of a plan: its time, bubbles and memory by device. Nothing is run, and no model is needed.
@@ -45,6 +46,8 @@ def simulate(
         checkpoint: "never", "always" or "except_last", or one of these for each stage.
         batch: samples of the mini-batch.
         hardware: seconds, links and memory are those of this hardware, as for `fxpipe.plan`.
+        loss_seconds: of the loss of a micro-batch, forward and back to the outputs, as `pipe.last_step.loss_seconds`
+            tells of a step that ran. By default what the plan knows: 0 where it was made without a `loss_fn`.
         overlaps: transfers run beside computation. If not, the device that receives copies before it computes, as it is
             when a pipe runs.
 
@@ -59,6 +62,8 @@ def simulate(
         ScheduleError: a schedule of your own would not run.
     """
     variant = vary_plan(plan, schedule=schedule, chunks=chunks, checkpoint=checkpoint, batch=batch, hardware=hardware)
+    if loss_seconds is not None:
+        variant = _with_loss(variant, loss_seconds)
     stages, transfers = variant.costs()
     limits = [
         [s.memory_limit for s in variant.stages if variant.placement[s.index] == k] for k in range(len(variant.workers))
@@ -69,6 +74,12 @@ def simulate(
         samples=variant.batch,
         limits=tuple(None if None in of_device else sum(filter(None, of_device)) for of_device in limits),
     )
+
+
+def _with_loss(plan: Plan, seconds: Any) -> Plan:
+    seconds = parse_number("loss_seconds", seconds, "seconds of the loss of a micro-batch")
+    *others, last = plan.stages
+    return replace(plan, stages=(*others, replace(last, loss_seconds=seconds)))
 
 
 def vary_plan(

@@ -18,22 +18,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from fxpipe import accelerator
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.hardware import HARDWARE, Hardware, parse_hardware
+from fxpipe.hardware import HARDWARE, Hardware, NodeWork, parse_hardware
 from fxpipe.profiling.flops import NodeOperations, work_of
 from fxpipe.profiling.formulas import fit_seconds, output_bytes, parameter_bytes, sizes_to_measure
+from fxpipe.profiling.loss_cost import LOSS_NAME, ExampleLoss, parse_loss
 from fxpipe.profiling.memory import GraphCounts, count_flops_and_bytes
 from fxpipe.profiling.node_timing import NodeTiming, dependents_of, measure
-from fxpipe.profiling.profile_data import NodeCost, Profile, Seconds
+from fxpipe.profiling.profile_data import ZERO_FORMULA, NodeCost, Profile, Seconds
 from fxpipe.profiling.roofline import estimate
 from fxpipe.tracing.fake_tensors import is_faked, names_without_values, with_fake_tensors
 from fxpipe.tracing.model_state import preserve_state
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import Effects
 from fxpipe.utils.locks import DISPATCH_MODE_LOCK
+from fxpipe.utils.polynomial import fit_counts
 from fxpipe.utils.progress import show_progress
 from fxpipe.utils.pytree import flatten
 from fxpipe.utils.units import parse_count
@@ -54,6 +56,8 @@ def profile(
     hardware: str | Hardware | None = None,
     device: torch.device | str | None = None,
     operations: bool = True,
+    loss_fn: Callable[..., Any] | None = None,
+    target: Any = None,
     progress: bool = True,
 ) -> Profile:
     """Measures every node of `traced` on inputs like those it was traced on, or estimates it if there are no values.
@@ -73,11 +77,15 @@ def profile(
             that neither has to fit. Default: where the model is.
         operations: find the operations of each node, too, from which follows what other hardware would take. Estimates
             know them anyway; beside measuring it takes up to a second.
+        loss_fn, target: the loss that steps will take of the model's output, as for `Pipeline.forward_backward`; what
+            it costs is `Profile.loss`. The target has as many samples as the inputs.
         progress: show a bar where it takes long and stderr is a terminal.
 
     Raises:
-        ArgumentError: the inputs are not those of the trace, or there are fewer samples than `micro_batch`.
-        Exception: what a node raises on these inputs, with a note.
+        ArgumentError: the inputs are not those of the trace, or there are fewer samples than `micro_batch`; the target
+            holds others.
+        LossError: what `loss_fn` returns is no loss.
+        Exception: what a node or `loss_fn` raises on these inputs, with a note.
     """
     numbers = {"micro_batch": micro_batch, "second": second, "threads": threads, "repeats": repeats}
     for name, number in numbers.items():
@@ -90,36 +98,46 @@ def profile(
     inputs = _leaves(traced, args, {} if kwargs is None else kwargs)
     micro_batch = _micro_batch(traced, inputs, micro_batch)
     others = sizes_to_measure(traced, micro_batch, second)
+    planned = parse_loss(loss_fn, target)
     # `preserve_state`: hooks, and modules kept whole, run as they are.
     with (
         DISPATCH_MODE_LOCK,
         show_progress(progress),
         preserve_state(traced.model),
+        preserve_state(loss_fn) if isinstance(loss_fn, nn.Module) else contextlib.nullcontext(),
         with_fake_tensors(traced.model, inputs) as leaves,
     ):
+        loss = None if planned is None else ExampleLoss(traced, planned, traced.batch_of(leaves))
         place = _device_of_model(traced, leaves) if device is None else accelerator.parse_device("device", device)
         counts = _counts(traced, effects, leaves, micro_batch, anywhere=chosen is not None)
         if is_faked() and chosen is None:
             chosen = HARDWARE["a100-80gb"]
         if chosen is not None:
             sizes = (micro_batch, *itertools.islice(others, 1))
-            timings = {size: estimate(traced, effects, leaves, size, chosen) for size in sizes}
+            timings = {size: estimate(traced, effects, leaves, size, chosen, loss) for size in sizes}
         else:
             with _torch_threads(threads):
-                timings = measure(traced, effects, leaves, place, micro_batch, others, repeats=repeats, budget=budget)
-        ran = _operations_by_size(traced, effects, leaves, micro_batch, timings, operations)
-    here = timings[micro_batch]
+                timings = measure(
+                    traced, effects, leaves, place, micro_batch, others, repeats=repeats, budget=budget, loss=loss
+                )
+        ran = _operations_by_size(traced, effects, leaves, micro_batch, timings, loss, operations)
+    here, end = timings[micro_batch], traced.graph.output_node()
     parameters = parameter_bytes(traced)
     outputs = output_bytes(traced, effects, {n: m.bytes for n, m in here.items()}, micro_batch)
-    growing = dependents_of(traced, [n for k, n in traced.placeholders.items() if traced.in_dims[k] is not None])
+    growing = {end} | dependents_of(
+        traced, [n for k, n in traced.placeholders.items() if traced.in_dims[k] is not None]
+    )
 
     def seconds(of: Callable[[NodeTiming], float], node: fx.Node) -> Seconds:
         return fit_seconds(
             {size: of(measured[node]) for size, measured in timings.items()}, micro_batch, node in growing
         )
 
+    def work(node: fx.Node) -> NodeWork | None:
+        return None if ran is None else work_of({size: of[node] for size, of in ran.items()}, micro_batch)
+
     costs = []
-    for node in here:
+    for node in traced.nodes:
         weight = seconds(lambda m: m.weight_seconds, node)
         backward = seconds(lambda m: m.backward_seconds - m.weight_seconds, node) + weight
         forward = seconds(lambda m: m.forward_seconds, node)
@@ -136,11 +154,24 @@ def profile(
                 counted.backward_flops,
                 counted.saved_bytes,
                 counted.working_bytes,
-                None if ran is None else work_of({size: nodes[node] for size, nodes in ran.items()}, micro_batch),
+                work(node),
             )
         )
+    of_loss = None
+    if end in here:
+        of_loss = NodeCost(
+            LOSS_NAME,
+            seconds(lambda m: m.forward_seconds, end),
+            seconds(lambda m: m.backward_seconds, end),
+            ZERO_FORMULA,
+            ZERO_FORMULA,
+            working_bytes=fit_counts(tuple((n, of[end].bytes) for n, of in timings.items()), micro_batch).formula,
+            work=work(end),
+        )
     name = "" if chosen is None else chosen.name
-    return Profile(tuple(costs), micro_batch, traced.batch, str(place), name, counts.saved, traced.fingerprint())
+    return Profile(
+        tuple(costs), micro_batch, traced.batch, str(place), name, counts.saved, traced.fingerprint(), of_loss
+    )
 
 
 def _operations_by_size(
@@ -149,6 +180,7 @@ def _operations_by_size(
     leaves: Sequence[Any],
     micro_batch: int,
     timings: Mapping[int, Mapping[fx.Node, NodeTiming]],
+    loss: ExampleLoss | None,
     operations: bool,
 ) -> dict[int, dict[fx.Node, NodeOperations]] | None:
     """Finds by number of samples each node's operations: estimated or, where nodes were measured, as they would be.
@@ -166,7 +198,7 @@ def _operations_by_size(
         return None
     sizes = (micro_batch, *itertools.islice(sizes_to_measure(traced, micro_batch), 1))
     with contextlib.suppress(Exception), with_fake_tensors(traced.model, leaves, always=True) as fakes:
-        return noted({size: estimate(traced, effects, fakes, size, HARDWARE["cpu"]) for size in sizes})
+        return noted({size: estimate(traced, effects, fakes, size, HARDWARE["cpu"], loss) for size in sizes})
     return None
 
 

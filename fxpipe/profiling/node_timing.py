@@ -55,6 +55,7 @@ from fxpipe.profiling.backward_timing import (
 )
 from fxpipe.profiling.clock import Clock
 from fxpipe.profiling.flops import NodeOperations
+from fxpipe.profiling.loss_cost import ExampleLoss, LossCall
 from fxpipe.profiling.node_kinds import (
     MAX_SAMPLES,
     NEGLIGIBLE_SHARE,
@@ -98,7 +99,7 @@ class NodeTiming:
     forward_seconds: float
     backward_seconds: float
     weight_seconds: float  # the part of backward that makes gradients of parameters
-    bytes: int  # of all tensors that it returned
+    bytes: int  # of all tensors that it returned; of a loss, the most that it holds at one time
     ran: NodeOperations | None = None  # its operations, where it was estimated
 
 
@@ -116,6 +117,7 @@ class TimingRounds:
     drops_first: bool = True  # is the first sample of a kind unlike the others
     device: torch.device | None = None  # to run on; None: where model and inputs are
     times_input_gradient: bool = True  # also, where there are gradients of parameters, without them
+    keeps_outputs: bool = False  # for a loss
     samples: dict[Hashable, TimingSamples] = field(default_factory=dict)
     kind: dict[fx.Node, Hashable] = field(default_factory=dict)  # the key of its samples
     bytes: dict[fx.Node, int] = field(default_factory=dict)
@@ -133,6 +135,7 @@ class TimingRounds:
     _taken: Counter[fx.Node] = field(default_factory=Counter)  # samples
     _reuse: ValueReuse = field(init=False)
     _negligible: float = 0.0  # seconds, for all nodes of a kind
+    outputs: dict[fx.Node, NodeValue] = field(default_factory=dict)  # values of the model's output, of the first round
 
     def __post_init__(self) -> None:
         self._calls = calls_on(self.traced, self.device)
@@ -164,6 +167,8 @@ class TimingRounds:
                 self.effects.drop_unused(node, self.values)
                 self.step()
             self._back.go()
+            if self.keeps_outputs and not self.outputs:
+                self.outputs = {n: self._output(n) for n in self.traced.outputs if isinstance(n, fx.Node)}
         finally:
             self.values.clear()
             self._back.clear()
@@ -288,6 +293,9 @@ class TimingRounds:
             held = held.clone()
         return held.requires_grad_(needs_grad)
 
+    def _output(self, node: fx.Node) -> NodeValue:
+        return self.values[node] if node in self.values else self._held(node)
+
     def _spread_grad(self, written: Sequence[fx.Node], leaves_grad: Sequence[bool]) -> None:
         """Makes what a node has written something differentiable to require grad from now on, and its views as well."""
         tensors = [t for n in written for t in tensors_in(self.values[n])]
@@ -403,6 +411,7 @@ def measure(
     *,
     repeats: int = 5,
     budget: float = 10.0,
+    loss: ExampleLoss | None = None,
 ) -> dict[int, dict[fx.Node, NodeTiming]]:
     """Measures every working node on the first samples of flattened inputs. The model stays as it is.
 
@@ -412,9 +421,10 @@ def measure(
         others: further sizes, the best first. The first at which the graph runs is measured as well.
         repeats: samples for each kind of node, besides the one that warms up; more where they disagree.
         budget: seconds after which one sample for each kind is enough.
+        loss: that is taken of the outputs.
 
     Returns:
-        What was found, by size.
+        What was found, by size; what the loss takes stands under the output node.
     """
     with (
         torch.inference_mode(False),
@@ -430,7 +440,9 @@ def measure(
 
         def rounds_of(size: int) -> TimingRounds:
             sample, to_inputs = take_samples(traced, leaves, 0, size), size == micro_batch
-            return TimingRounds(traced, effects, sample, clock, repeats, deadline, step, True, device, to_inputs)
+            return TimingRounds(
+                traced, effects, sample, clock, repeats, deadline, step, True, device, to_inputs, loss is not None
+            )
 
         rounds = {micro_batch: rounds_of(micro_batch)}
         rounds[micro_batch].round()
@@ -445,12 +457,21 @@ def measure(
         # A list: all take their turn in each round.
         while any([r.round() for r in rounds.values()]):
             pass
+        losses = {} if loss is None else {size: loss.of(r.outputs, size) for size, r in rounds.items()}
+        of_loss = {size: _loss_timing(call, clock, repeats) for size, call in losses.items()}
     here = {node: rounds[micro_batch].measured(node) for node in effects.nodes}
     timings = {micro_batch: here}
     for size, other in rounds.items():
         if size != micro_batch:
             timings[size] = {node: _with_weight_share(other.measured(node), here[node]) for node in effects.nodes}
+    for size, timing in of_loss.items():
+        timings[size][traced.graph.output_node()] = timing
     return timings
+
+
+def _loss_timing(call: LossCall, clock: Clock, repeats: int) -> NodeTiming:
+    forward, backward = call.seconds(clock, repeats)
+    return NodeTiming(forward, backward, 0.0, call.peak_bytes())
 
 
 def _with_weight_share(timing: NodeTiming, like: NodeTiming) -> NodeTiming:

@@ -11,7 +11,7 @@ a reset, so the peak that the user reads of a device (`max_memory_allocated`) be
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,21 @@ def probe_node(node: fx.Node, written: Iterable[fx.Node], values: Mapping[fx.Nod
         operands |= {n: pytree.tree_map_only(torch.Tensor, torch.clone, inputs[n]) for n in changed}
         return _probe_once(node, operands, {n: operands[n] for n in changed}, starts, _AllocatorCountingMode(device))
     return _probe_once(node, operands, changed, starts, _CountingMode())
+
+
+def peak_bytes(call: Callable[[], tuple[torch.Tensor, list[torch.Tensor]]], known: Iterable[torch.Tensor]) -> int:
+    """Counts the most bytes at one time, of all that is not `known`, in a loss and its way back.
+
+    Args:
+        call: returns the loss, and the tensors that its gradient goes to.
+    """
+    counter = _CountingMode()
+    with counter, torch.autograd.set_multithreading_enabled(False):
+        counter.begin(known)
+        loss, starts = call()
+        gradients = torch.autograd.grad(loss, starts, allow_unused=True) if loss.requires_grad and starts else ()
+    del gradients  # until here: they are among what it holds
+    return counter.most
 
 
 def _is_fake(values: Any) -> bool:

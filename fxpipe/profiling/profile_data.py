@@ -85,6 +85,7 @@ class Profile:
     estimated_for: str = ""  # the hardware whose seconds these would be; empty where they were measured
     saved: tuple[SavedStorage, ...] = ()
     fingerprint: str = ""  # of the graph (`Traced.fingerprint`); empty where it is not known
+    loss: NodeCost | None = None  # that steps take of the outputs; None: not known, or the model takes it itself
 
     def save(self, path: str | Path) -> None:
         """Writes the profile as JSON; see `fxpipe.profiling.profile_data`.
@@ -137,7 +138,8 @@ class Profile:
         return _formula_sum(n.flops + n.backward_flops for n in self.nodes)
 
     def __str__(self) -> str:
-        rows = [_cost_row(cost, self.micro_batch) for cost in self.nodes]
+        costs = self.nodes if self.loss is None else (*self.nodes, self.loss)
+        rows = [_cost_row(cost, self.micro_batch) for cost in costs]
         table = text_table([*rows, self._total()], PROFILE_HEADERS, left=("node",))
         how = f", seconds estimated for {self.estimated_for}" if self.estimated_for else ""
         return f"{len(self.nodes)} nodes on {self.device}, micro-batch of {self.micro_batch}{how}\n{table}"
@@ -145,8 +147,8 @@ class Profile:
     def _total(self) -> tuple[str, ...]:
         return (
             "total",
-            f"{self.forward_seconds * 1e3:.3f}",
-            f"{self.backward_seconds * 1e3:.3f}",
+            f"{(self.forward_seconds + (self.loss.forward.at(self.micro_batch) if self.loss else 0)) * 1e3:.3f}",
+            f"{(self.backward_seconds + (self.loss.backward.at(self.micro_batch) if self.loss else 0)) * 1e3:.3f}",
             str(self.flops),
             str(self.parameter_bytes),
             str(self.output_bytes),
@@ -182,6 +184,7 @@ def _formula_sum(expressions: Iterable[sympy.Expr]) -> sympy.Expr:
 #      "operations": [{"dtype": "float32", "flops": [0, 200704], "moved": [1024, 2048]}, ...],
 #      "nodes": [{"name": "linear", "forward": [1e-06, 2.5e-05], ..., "output_bytes": [0, 100352], ...,
 #                 "work": [[0], [1, 2], [1]]}, ...],
+#      "loss": null, or as a node,
 #      "saved": [{"bytes": [0, 2048], "maker": 3, "savers": [4, 7]}, ...]}
 #
 # Seconds are a pair, the fixed cost and that of a sample; bytes and FLOPs are coefficients of polynomials in the batch
@@ -190,10 +193,11 @@ def _formula_sum(expressions: Iterable[sympy.Expr]) -> sympy.Expr:
 # read is checked piece by piece: a file of another kind, a damaged one or a forged one is an `ArgumentError`, and so is
 # one of another graph.
 
-PROFILE_FORMAT, PROFILE_VERSION = "fxpipe profile", 3
+PROFILE_FORMAT, PROFILE_VERSION = "fxpipe profile", 4
 _READ_VERSIONS = {  # version -> formulas of a node that nothing reads any more
     2: ("temporary_bytes",),
-    3: (),
+    3: (),  # without a loss
+    4: (),
 }
 
 _SECONDS = ("forward", "backward", "weight")
@@ -205,7 +209,10 @@ _FORMULAS = (
     "saved_bytes",
     "working_bytes",
 )
-_FIELDS = ("format", "version", "fingerprint", "micro_batch", "device", "estimated_for", "operations", "nodes", "saved")
+_FIELDS = (
+    *("format", "version", "fingerprint", "micro_batch", "device", "estimated_for"),
+    *("operations", "nodes", "saved", "loss"),
+)
 
 
 def save_profile(profile: Profile, path: str | Path) -> None:
@@ -227,13 +234,16 @@ def save_profile(profile: Profile, path: str | Path) -> None:
         rows = (work.forward, work.backward, work.to_inputs)
         return [[operations.setdefault(one, len(operations)) for one in row] for row in rows]
 
-    nodes: list[dict[str, Any]] = [
-        {"name": node.name}
-        | {key: [getattr(node, key).fixed, getattr(node, key).per_sample] for key in _SECONDS}
-        | {key: numbers(getattr(node, key)) for key in _FORMULAS}
-        | {"work": places(node.work)}
-        for node in profile.nodes
-    ]
+    def cost(node: NodeCost) -> dict[str, Any]:
+        return (
+            {"name": node.name}
+            | {key: [getattr(node, key).fixed, getattr(node, key).per_sample] for key in _SECONDS}
+            | {key: numbers(getattr(node, key)) for key in _FORMULAS}
+            | {"work": places(node.work)}
+        )
+
+    nodes = list(map(cost, profile.nodes))
+    loss = None if profile.loss is None else cost(profile.loss)
     document = {
         "format": PROFILE_FORMAT,
         "version": PROFILE_VERSION,
@@ -244,6 +254,7 @@ def save_profile(profile: Profile, path: str | Path) -> None:
         "operations": list(map(dataclass_to_json, operations)),
         "nodes": nodes,
         "saved": [{"bytes": numbers(s.bytes), "maker": s.maker, "savers": list(s.savers)} for s in profile.saved],
+        "loss": loss,
     }
     write_atomically(path, (json.dumps(document, indent=1, allow_nan=False) + "\n").encode(), "a profile")
 
@@ -300,7 +311,7 @@ def _parse_profile(document: Any) -> Profile:
         versions = " and ".join(map(str, _READ_VERSIONS))
         raise ArgumentError(f"it has version {_short(version)}, and this fxpipe reads versions {versions}")
     unread = _READ_VERSIONS[version]
-    fields = _parse_fields(document, _FIELDS, "the profile")
+    fields = _parse_fields(document if version > 3 else {**document, "loss": None}, _FIELDS, "the profile")
     batch = sympy.Symbol("b", integer=True, positive=True)
     micro_batch = _parse_count(fields["micro_batch"], "micro_batch", 1)
     operations = [
@@ -318,7 +329,9 @@ def _parse_profile(document: Any) -> Profile:
     device, hardware, fingerprint = (
         _parse_text(fields[key], key) for key in ("device", "estimated_for", "fingerprint")
     )
-    return Profile(nodes, micro_batch, batch, device, hardware, saved, fingerprint)
+    loss = fields["loss"]
+    of_loss = None if loss is None else _parse_node_cost(loss, micro_batch, operations, unread, "loss")
+    return Profile(nodes, micro_batch, batch, device, hardware, saved, fingerprint, of_loss)
 
 
 def _parse_operation(value: Any, where: str) -> Operation:

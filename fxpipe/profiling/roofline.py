@@ -18,6 +18,7 @@ A function that asks for values has no fake result. If the model has values, it 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ from fxpipe._torch.operators import schema_of
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.hardware import Hardware
 from fxpipe.profiling.flops import NodeOperations, OperationCounts, operation_flops
+from fxpipe.profiling.loss_cost import ExampleLoss, LossCall
 from fxpipe.profiling.node_timing import NodeTiming
 from fxpipe.tracing.fake_tensors import fake_if_active, in_fake_mode, is_faked, with_fake_tensors
 from fxpipe.tracing.interpreter import naming_node, run_node_without_grad
@@ -54,13 +56,21 @@ _ALLOCATIONS = frozenset("empty empty_like empty_strided new_empty new_empty_str
 
 
 def estimate(
-    traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int, hardware: Hardware
+    traced: Traced,
+    effects: Effects,
+    leaves: Sequence[Any],
+    samples: int,
+    hardware: Hardware,
+    loss: ExampleLoss | None = None,
 ) -> dict[fx.Node, NodeTiming]:
-    """Estimates every working node for so many samples, on inputs like the flattened ones. The model stays as it is."""
+    """Estimates every working node for so many samples, on inputs like the flattened ones. The model stays as it is.
+
+    What the loss takes, if there is one, stands under the output node.
+    """
     if not is_faked():
         with contextlib.suppress(Exception), with_fake_tensors(traced.model, leaves, always=True) as fakes:
-            return _estimate_nodes(traced, effects, _resize_inputs(traced, fakes, samples), hardware)
-    return _estimate_nodes(traced, effects, _resize_inputs(traced, leaves, samples), hardware)
+            return _estimate_nodes(traced, effects, _resize_inputs(traced, fakes, samples), samples, hardware, loss)
+    return _estimate_nodes(traced, effects, _resize_inputs(traced, leaves, samples), samples, hardware, loss)
 
 
 def _resize_inputs(traced: Traced, leaves: Sequence[Any], size: int) -> list[Any]:
@@ -89,8 +99,9 @@ class _KindEstimate:
 
 
 def _estimate_nodes(
-    traced: Traced, effects: Effects, leaves: Sequence[Any], hardware: Hardware
+    traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int, hardware: Hardware, loss: ExampleLoss | None
 ) -> dict[fx.Node, NodeTiming]:
+    of_outputs = None if loss is None else functools.partial(loss.of, samples=samples)
     with (
         preserve_rng(),
         in_fake_mode(),
@@ -99,8 +110,8 @@ def _estimate_nodes(
     ):
         if is_faked():
             with contextlib.suppress(ChangedInPlaceError):
-                return _EstimateRun(traced, effects, leaves, hardware, step, NodeCache()).run()
-        return _EstimateRun(traced, effects, leaves, hardware, step, None).run()
+                return _EstimateRun(traced, effects, leaves, hardware, step, of_outputs, NodeCache()).run()
+        return _EstimateRun(traced, effects, leaves, hardware, step, of_outputs, None).run()
 
 
 @dataclass(slots=True)
@@ -110,6 +121,7 @@ class _EstimateRun:
     leaves: Sequence[Any]
     hardware: Hardware
     step: ProgressStep
+    loss: Callable[[Mapping[fx.Node, Any]], LossCall] | None  # of the outputs' values
     cache: NodeCache | None  # None: each node is a kind of its own
     values: dict[fx.Node, _Value] = field(default_factory=dict)  # without gradients
     grads: dict[fx.Node, tuple[bool, ...]] = field(default_factory=dict)  # by tensor of a value: does it require grad
@@ -126,7 +138,19 @@ class _EstimateRun:
             if self.cache is None:  # else values are few, and their ids are their names
                 self.effects.drop_unused(node, self.values)
             self.step()
+        if self.loss is not None:
+            outputs = {
+                n: _detached_like(self.values[n], self.grads[n]) for n in self.traced.outputs if n in self.values
+            }
+            timings[self.traced.graph.output_node()] = self._loss_timing(self.loss(outputs))
         return timings
+
+    def _loss_timing(self, call: LossCall) -> NodeTiming:
+        with Roofline(self.hardware) as clock:
+            loss, starts = call()
+            forward = clock.take()
+            backward = clock.back([loss], starts) if loss.requires_grad else ()
+        return self._measured(NodeOperations(forward, backward, backward), call.peak_bytes())
 
     def _hold(self) -> None:
         """Holds inputs and the model's tensors: copies of what a node will write to."""

@@ -149,6 +149,18 @@ class MicroBatchLosses:
         return sum(scaled[1:], scaled[0])
 
 
+def check_loss_function(loss_fn: Any, target: Any) -> None:
+    """Raises unless these can be a loss function and its target."""
+    if isinstance(loss_fn, type):
+        raise ArgumentTypeError(f"loss_fn is the class {loss_fn.__name__}; give an instance: {loss_fn.__name__}()")
+    if loss_fn is not None and not callable(loss_fn):
+        raise ArgumentTypeError(f"loss_fn is a {type(loss_fn).__name__}; expected a function (output, target) -> loss")
+    if loss_fn is None and target is not None:
+        raise ArgumentError(
+            "target without loss_fn: give loss_fn=..., or leave target out if the model returns its loss"
+        )
+
+
 def ambiguous_output_message(one: UndeterminedOutput) -> str:
     """Returns the message for outputs whose micro-batches cannot be put together without knowing how."""
     return (

@@ -217,7 +217,10 @@ class Step:
         self._send(j, i, ran.sent)
         if j == len(self.devices) - 1 and self.loss is not None:
             del received, ran  # what nobody saved need not live while the loss runs
+            stream = self._streams[j]
+            start = mark_time(stream)
             self.loss.run(i)
+            self.log.losses[i] = (start, mark_time(stream))
 
     def recompute(self, j: int, i: int) -> None:
         inputs = self.saved.pop((j, i))

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -48,10 +49,12 @@ class StepLog:
     begun: list[float] = field(default_factory=list)  # when the rows were started: the drop-in has two parts
     times: dict[Action, tuple[TimeMark, TimeMark]] = field(default_factory=dict)
     on_core: dict[Action, float] = field(default_factory=dict)  # seconds; of actions on a CPU
+    losses: dict[int, tuple[TimeMark, TimeMark]] = field(default_factory=dict)  # by micro-batch
 
     def now(self) -> StepLog:
         """Returns a copy of the log as it is now."""
-        return replace(self, begun=list(self.begun), times=dict(self.times), on_core=dict(self.on_core))
+        copies = {one.name: getattr(self, one.name).copy() for one in fields(self)}
+        return replace(self, **copies)
 
 
 class HostClock:
@@ -111,6 +114,7 @@ class StepRecord(TimelineMixin):
     transfers: tuple[TransferRecord, ...]
     devices: tuple[DeviceRecord, ...]
     away: float  # seconds between forward and backward of a drop-in
+    losses: tuple[float, ...] = ()  # seconds of each micro-batch's loss, in F of the last stage; none in a drop-in
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -125,6 +129,11 @@ class StepRecord(TimelineMixin):
     def busy(self, stage: int) -> float:
         """Seconds in which a stage was at work."""
         return sum(a.end - a.start for a in self.actions if a.action.stage == stage)
+
+    @property
+    def loss_seconds(self) -> float:
+        """Seconds of the loss of a micro-batch, the median; 0 in a drop-in."""
+        return median(self.losses) if self.losses else 0.0
 
     def bubble(self, device: int) -> float:
         """The share of the step in which a device had nothing to do."""
@@ -142,6 +151,7 @@ class StepRecord(TimelineMixin):
             seconds=self.seconds,
             on_core=cores if len(cores) == len(self.actions) else (),
             away=self.away,
+            loss_seconds=sum(self.losses),
         )
 
     def arrows(self) -> Iterator[TransferRecord]:
@@ -168,9 +178,9 @@ class StepRecord(TimelineMixin):
         ]  # fmt: skip
         headers = ("device", "", "busy", "waited", "bubble", "received", "sent")
         table = text_table(rows, headers, left=("",)) if rows else ""
-        return "\n".join(
-            [f"{self.schedule}: {count} in {human_seconds(self.seconds)}{away}", table, "", *self._timeline()]
-        ).rstrip()
+        loss = [f"the loss took {human_seconds(self.loss_seconds)} of each F of the last stage"] if self.losses else []
+        head = f"{self.schedule}: {count} in {human_seconds(self.seconds)}{away}"
+        return "\n".join([head, table, *loss, "", *self._timeline()]).rstrip()
 
     def _timeline(self) -> Iterator[str]:
         count = len(self.devices)
@@ -209,7 +219,9 @@ def step_record_of(
     devices = tuple(
         _device_record(names.get(d, ""), [a for a in actions if a.device == d]) for d in range(len(schedule.rows))
     )
-    return StepRecord(schedule.name, tuple(actions), transfers, devices, away)
+    clock = HostClock()
+    losses = tuple(clock.seconds(end) - clock.seconds(start) for _, (start, end) in sorted(log.losses.items()))
+    return StepRecord(schedule.name, tuple(actions), transfers, devices, away, losses)
 
 
 ActionTimes = dict[Action, tuple[float, float]]

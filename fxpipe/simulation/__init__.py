@@ -19,9 +19,9 @@ what several links share (`Transfer.over`: the network adapter of a node). Each 
 order in which they are handed over: so a link can be what a pipeline waits for.
 
 Simpler than the real thing: a stage takes as long for every micro-batch; copying disturbs no computation; starting an
-action takes as long as any other; the loss, which no plan knows, takes no time; a value on its way takes no memory, nor
-do the gradients of values; the gradient of an output that the loss takes from an earlier stage leaves with the last
-stage's B.
+action takes as long as any other; a loss takes no time unless the plan was made with it; a value on its
+way takes no memory, nor do the gradients of values; the gradient of an output that the loss takes from an earlier stage
+leaves with the last stage's B.
 
 `events.py` finds what actions need and walks from event to event; `simulation_result.py` holds the result, with the
 critical path: what the end of the step depends on. `fxpipe.plans.simulate_plan` is `fxpipe.simulate`: the same for a

@@ -63,6 +63,7 @@ class StageCost:
     working_bytes: float = 0  # beside all that, while an action runs
     update: float = 0.0  # seconds of the optimizer, once for a step: of U, where the schedule has it
     action: float = 0.0  # seconds of each F, R, B and W beside all that, for the stage to be started and handed things
+    loss: float = 0.0  # seconds of F beside `forward`: of the loss, forward and back to the outputs
 
     @property
     def static_bytes(self) -> float:
@@ -214,7 +215,7 @@ def _stage_times(cost: StageCost, value: float, gradient: float, mode: str, limi
         of_last = saved if mode == "except_last" else 0.0  # its F keeps what the F of others leave to R
         limit = max(received + saved, limit - cost.static_bytes - cost.working_bytes - of_last)
     return StageTimes(
-        forward=value + cost.forward + cost.action,
+        forward=value + cost.forward + cost.loss + cost.action,
         backward=gradient + cost.backward - weight + cost.action,
         weight=weight + cost.action,
         recompute=again + cost.action if mode != "never" else 0.0,

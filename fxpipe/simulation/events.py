@@ -89,9 +89,10 @@ def dependency_counts(by_stage: list[list[DependencyEdge]], m: int) -> list[list
 def action_durations(schedule: Schedule, stages: Sequence[StageCost]) -> dict[ActionKind, list[float]]:
     """Computes the seconds of each kind of action, for each stage."""
     split = {action.stage for row in schedule.rows for action in row if action.kind is ActionKind.WEIGHT}
+    trained = {action.stage for row in schedule.rows for action in row if action.kind is ActionKind.BACKWARD}
     weight = [float(s.backward / 2 if s.weight is None else s.weight) for s in stages]
     own = {
-        ActionKind.FORWARD: [float(s.forward) for s in stages],
+        ActionKind.FORWARD: [float(s.forward) + (s.loss if j in trained else 0.0) for j, s in enumerate(stages)],
         ActionKind.RECOMPUTE: [float(s.forward if s.recompute is None else s.recompute) for s in stages],
         ActionKind.BACKWARD: [float(s.backward) - (weight[j] if j in split else 0.0) for j, s in enumerate(stages)],
         ActionKind.WEIGHT: weight,

@@ -113,6 +113,7 @@ class StepComparison:
     kinds: dict[ActionKind, ComparedFigure]  # seconds of all actions of a kind together
     # seconds of all actions; measured: in which their workers had a core. Not on GPUs
     on_core: ComparedFigure | None = None
+    loss: ComparedFigure | None = None  # seconds of all F of the last stage in which it took the loss
 
     @property
     def core_share(self) -> float:
@@ -126,8 +127,16 @@ class StepComparison:
             shares = (percent(one.bubble.measured), percent(one.bubble.simulated))
             rows.append((f"device {k} {one.name}".rstrip(), *_figure_cells(one.busy), "", *shares))
         rows += [(f"all {kind}", *_figure_cells(pair), "", "", "") for kind, pair in self.kinds.items()]
+        if self.loss is not None:
+            rows.append(("loss, in F", *_figure_cells(self.loss), "", "", ""))
         headers = ("seconds", "measured", "simulated", "ratio", "", "bubble", "simulated")
-        return "\n".join([self.schedule, text_table(rows, headers, left=("seconds", "")), *self._busy()])
+        table = text_table(rows, headers, left=("seconds", ""))
+        return "\n".join([self.schedule, table, *self._unknown_loss(), *self._busy()])
+
+    def _unknown_loss(self) -> Iterator[str]:
+        """Yields a line that says that the plan knows nothing of a loss."""
+        if self.loss is not None and not self.loss.simulated:
+            yield "The plan does not know the loss: plan with loss_fn and target, or simulate with loss_seconds."
 
     def _busy(self) -> Iterator[str]:
         """Yields lines that say that the machine was busy, and what is left of the difference without that."""
@@ -158,8 +167,10 @@ def compare_steps(simulated: StepTimeline, measured: StepTimeline) -> StepCompar
     was, will_be = _by_kind(measured.spans), _by_kind(simulated.spans)
     kinds = {kind: ComparedFigure(was[kind], will_be[kind]) for kind in ActionKind if was[kind] or will_be[kind]}
     on_core = ComparedFigure(sum(measured.on_core), sum(will_be.values())) if measured.on_core else None
+    pair = ComparedFigure(measured.loss_seconds, simulated.loss_seconds)
+    loss = pair if pair.measured or pair.simulated else None
     return StepComparison(
-        measured.schedule, ComparedFigure(measured.seconds, simulated.seconds), devices, kinds, on_core
+        measured.schedule, ComparedFigure(measured.seconds, simulated.seconds), devices, kinds, on_core, loss
     )
 
 
@@ -289,7 +300,13 @@ class Simulation(TimelineMixin):
             seconds=self.step_seconds,
             memory=self.memory if has_memory and has_bytes else (),
             limits=self.limits,
+            loss_seconds=self._loss_seconds,
         )
+
+    @property
+    def _loss_seconds(self) -> float:
+        trains = any(span.action.kind is ActionKind.BACKWARD for span in self.spans)
+        return self.schedule.micro_batches * self.stages[-1].loss if trains else 0.0
 
     def arrows(self) -> Iterator[TransferRecord]:
         """Yields all transfers from stage to stage, micro-batch by micro-batch."""

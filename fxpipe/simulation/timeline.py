@@ -136,6 +136,7 @@ class StepTimeline:
     limits: tuple[float | None, ...] = ()  # bytes, by device, where memory is known; None: not known
     on_core: tuple[float, ...] = ()  # seconds of each span in which its worker had a core; empty where not known
     away: float = 0.0  # seconds between forward and backward of a drop-in, which are left out of all times
+    loss_seconds: float = 0.0  # of all F of the last stage, those of the loss
 
     @property
     def rows(self) -> tuple[tuple[Span, ...], ...]:

@@ -69,8 +69,6 @@ def tune(
     checkpoint: Sequence[str] | None = None,
     stages_per_device: Sequence[int] | None = None,
     measure: bool = False,
-    target: Any = None,
-    loss_fn: Callable[..., Any] | None = None,
     reduction: str = "mean",
     balance: str = "auto",
     memory_limit: Any = None,
@@ -78,6 +76,8 @@ def tune(
     hardware: str | Hardware | None = None,
     profile: Profile | str | Path | None = None,
     profile_budget: float | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    target: Any = None,
     tracer: TracerOption = "auto",
     in_dims: Any = None,
     dynamic_shapes: Any = None,
@@ -114,8 +114,9 @@ def tune(
         measure: run the best few for real, on the devices and with the model's values, in alternation, and choose by
             the median of what they take. They run `forward_backward`; parameters, gradients, buffers and random
             numbers are left as they were.
-        target, loss_fn, reduction: of `forward_backward`, to measure with. Without a `loss_fn` the model's output is
-            the loss if it is a scalar, and the mean of the squares of all outputs if not.
+        loss_fn, target, reduction: of `forward_backward`: the loss is costed with the model, and taken where steps are
+            measured. Without a `loss_fn` the model's output is then the loss if it is a scalar, and the mean of the
+            squares of all outputs if not.
         balance: how stages are cut: "auto", "block" or "optimal".
         memory_limit: what stages may take on a device, as for `fxpipe.pipeline`; for a plan it replaces the plan's.
         hardware: seconds, memory and links are those of this hardware, as for `fxpipe.plan`.

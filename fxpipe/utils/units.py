@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import operator
+from numbers import Real
 from typing import Any
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
@@ -83,3 +85,12 @@ def parse_count(argument: str, value: Any, expected: str = "a whole number") -> 
         return count
     kind = ArgumentTypeError if count is None else ArgumentError
     raise kind(f"{argument}={value!r}: expected {expected}, at least 1")
+
+
+def parse_number(argument: str, value: Any, what: str) -> float:
+    """A finite number, 0 or more."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise ArgumentTypeError(f"{argument}={value!r} is a {type(value).__name__}; expected {what}, 0 or more")
+    if not math.isfinite(value) or value < 0:
+        raise ArgumentError(f"{argument}={value!r}: expected {what}, 0 or more and finite")
+    return float(value)

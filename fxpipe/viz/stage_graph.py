@@ -97,7 +97,7 @@ class GraphLayout:
             arriving[bundle.target].append(bundle)
         return cls(
             len(plan.stages),
-            max(stage_seconds(stage) for stage in plan.stages),
+            max(stage.seconds for stage in plan.stages),
             bundles[:MAX_ARCS],
             bundles[MAX_ARCS:],
             {stage: tuple(own) for stage, own in leaving.items()},
@@ -141,7 +141,7 @@ class GraphLayout:
 
     def length(self, stage: StagePlan) -> float:
         """Returns the length of a stage's boxes; one that takes no time is still there."""
-        return max(LEAST_BOX_WIDTH, LONGEST_BAR * (stage_seconds(stage) / self.slowest if self.slowest else 1.0))
+        return max(LEAST_BOX_WIDTH, LONGEST_BAR * (stage.seconds / self.slowest if self.slowest else 1.0))
 
     @property
     def rows(self) -> int:
@@ -160,11 +160,6 @@ class GraphLayout:
         """The line in which it is named or, with others, counted."""
         place = self.leaving[bundle.source].index(bundle)
         return min(self.first_row(bundle.source) + place, self.rows - 1)
-
-
-def stage_seconds(stage: StagePlan) -> float:
-    """Returns the seconds of a stage, which its lane is as long as."""
-    return stage.forward_seconds + stage.backward_seconds
 
 
 def hover_title(head: str, lines: Sequence[str]) -> str:
@@ -405,7 +400,7 @@ def _box_text(group: NodeGroup, stage: StagePlan, x: float, width: float, frame:
     name = (
         count_text(len(group.nodes), "node") if group.is_elided else short_group_name(group.name, room, SMALL_LETTERS)
     )
-    time = human_seconds(group.share * stage_seconds(stage))
+    time = human_seconds(group.share * stage.seconds)
     middle = frame.top(stage.index) + frame.lane_height / 2
     if not name or text_width(name, SMALL_LETTERS) > room:
         return
@@ -416,7 +411,7 @@ def _box_text(group: NodeGroup, stage: StagePlan, x: float, width: float, frame:
 
 
 def _group_title(group: NodeGroup, stage: StagePlan) -> str:
-    time = human_seconds(group.share * stage_seconds(stage))
+    time = human_seconds(group.share * stage.seconds)
     head = (
         f"{group.name}: {count_text(len(group.nodes), 'node')}, {time}, {percent(group.share)} of stage {stage.index}"
     )

@@ -366,3 +366,57 @@ def test_other_failures_are_not_taken_for_a_lack_of_memory(tmp_path: Path, capsy
 def test_an_error_that_lists_all_there_is_is_cut() -> None:
     assert describe_error(ValueError("one of " + "x, " * 5000)).endswith("x, x ...")
     assert len(describe_error(ValueError("x" * 5000))) < 600
+
+
+# -- a loss ------------------------------------------------------------------------------------------------------------
+
+LOSSES = """
+import torch
+from torch import nn
+
+def make():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8))
+
+class Halved(nn.Module):
+    def forward(self, out, target):
+        return (out - target).square().mean() / 2
+
+half = 0.5
+
+def fails(out, target):
+    raise OSError("no disk")
+"""
+LOSS_RUN = ("losses.py:make", "--input", "4x4", "--devices", "cpu,cpu", "--chunks", "2")
+
+
+@pytest.fixture
+def losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "losses.py").write_text(LOSSES)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("losses")
+@pytest.mark.parametrize(
+    ("loss", "target"),
+    [("torch.nn.functional:cross_entropy", "4:int64"), ("losses.py:Halved", "4x8"), ("torch.nn:MSELoss", "4x8")],
+)
+def test_a_loss_is_a_part_of_the_plan(loss, target, capsys):
+    assert main([*LOSS_RUN, "--loss", loss, "--target", target, "--json"]) == 0
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    assert [stage["loss_seconds"] > 0 for stage in stages] == [False, True]
+
+
+@pytest.mark.usefixtures("losses")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--target", "4:int64"), "--target without --loss"),
+        (("--loss", "losses.py:half"), "--loss losses.py:half is a float, not a function"),
+        (("--loss", "losses.py:fails", "--target", "4x8"), "--loss raised OSError: no disk on the model's output"),
+        (("--loss", "torch.nn:MSELoss", "--target", "3x8"), "the inputs hold 4 samples"),
+        (("--loss", "torch.nn:MSELoss", "--target", "t=4x8"), "--target t=4x8:float32: expected one value"),
+        (("--loss", "torch.nn:NoLoss"), "torch.nn has no 'NoLoss'"),
+    ],
+)
+def test_a_loss_that_cannot_be_taken_is_refused(arguments, message, capsys):
+    assert message in refusal([*LOSS_RUN, *arguments], capsys)

@@ -41,9 +41,11 @@ def chains(draw: st.DrawFn, stages: int, kinds: int = 1) -> Chain:
         ParameterUse(draw(amounts), draw(some_of(0, n)), draw(st.booleans())) for _ in range(draw(st.integers(0, 6)))
     ]
     bounded = draw(st.sampled_from([False, False, True]))
+    backward = tuple(draw(row) for _ in range(kinds))
+    has_loss = draw(st.booleans())
     return Chain(
         tuple(draw(row) for _ in range(kinds)),
-        tuple(draw(row) for _ in range(kinds)),
+        backward,
         tuple(flows),
         tuple(held),
         tuple(weights),
@@ -51,6 +53,7 @@ def chains(draw: st.DrawFn, stages: int, kinds: int = 1) -> Chain:
         dict.fromkeys(draw(st.sets(st.integers(1, n - 1), max_size=2)) if n > 1 else (), "they hang together"),
         tuple(draw(st.sampled_from([0, 0, 0, 0, 0, 1])) for _ in range(n)) if bounded else (),
         tuple(draw(st.sampled_from([stages - 1] * 5 + [0])) for _ in range(n)) if bounded else (),
+        loss=tuple(seconds[-1] for seconds in backward) if has_loss else (),
     )
 
 

@@ -96,7 +96,7 @@ MECHANISMS = (
         ("inputs written to", "tracing.verify.effects.Effects.written_inputs?"),
         ("attributes set", "tracing.traced.Traced.left?"),
         ("state, from micro-batch to micro-batch", "tracing.traced.Traced.carried_state?"),
-        ("buffers changed", "runtime.stage_instance.StageInstance.final_buffers?"),
+        ("buffers changed", "runtime.stage_instance.StageTotals.final_buffers?"),
         ("buffers in a stage behind the one that sets them", "rewriting.build_stages._StageCut._keeper?"),
         ("prints", "tracing.print_calls._print_once"),
     ),

@@ -1,0 +1,119 @@
+"""The cost of the loss, which `forward_backward` takes of each micro-batch right behind the last stage's forward.
+
+    outputs, detached ──▶ loss_fn(output, target) ──▶ loss
+            ▲                                          │
+            └────────────── gradients ◀────────────────┘
+
+It is costed like a node, on the outputs that the graph gives while its nodes are measured or estimated; among their
+timings it stands under the graph's output node. Both ways are part of F of the last stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe._torch import torch_pytree as pytree
+from fxpipe._torch.thread_state import set_thread_state
+from fxpipe.profiling.clock import Clock
+from fxpipe.profiling.probe import peak_bytes
+from fxpipe.runtime.losses import check_loss_function, checked_loss
+from fxpipe.runtime.microbatches import target_dims
+from fxpipe.tracing.fake_tensors import fake_if_active
+from fxpipe.tracing.tensors import tensors_in
+from fxpipe.tracing.traced import Traced
+from fxpipe.tracing.verify.equivalence import slice_samples
+from fxpipe.utils.pytree import flatten, map_tensor_leaves
+
+LOSS_NAME = "loss"  # beside the names of nodes
+LOSS_NOTE = "fxpipe: loss_fn raised this when it was called to find out what it costs"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLoss:
+    """The loss that steps will take."""
+
+    function: Callable[..., Any]  # of the model's output and the target
+    target: tuple[Any, ...] = ()  # () or (target,), of all samples of the example
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns the arguments that it came as."""
+        return {"loss_fn": self.function, "target": self.target[0] if self.target else None}
+
+
+def parse_loss(loss_fn: Any, target: Any) -> PlannedLoss | None:
+    """Checks a loss to plan with; None where there is none."""
+    check_loss_function(loss_fn, target)
+    return None if loss_fn is None else PlannedLoss(loss_fn, () if target is None else (target,))
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleLoss:
+    """A planned loss, of the outputs of a graph."""
+
+    traced: Traced
+    loss: PlannedLoss
+    batch: int  # samples of the example
+
+    def of(self, values: Mapping[fx.Node, Any], samples: int) -> LossCall:
+        """The loss of so many samples, of which the graph has given these values."""
+        outputs = tuple(values[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in self.traced.outputs)
+        device = next((tensor.device for tensor in tensors_in(outputs)), None)
+
+        def beside_outputs(tensor: torch.Tensor) -> torch.Tensor:
+            return fake_if_active(tensor.detach()).to(tensor.device if device is None else device)
+
+        leaves, spec = flatten(map_tensor_leaves(beside_outputs, self.loss.target))
+        part = slice_samples(leaves, target_dims(leaves, self.batch), 0, samples)
+        return LossCall(self.traced, self.loss.function, outputs, pytree.tree_unflatten(part, spec))
+
+
+@dataclass(frozen=True, slots=True)
+class LossCall:
+    """The loss of one micro-batch."""
+
+    traced: Traced
+    function: Callable[..., Any]
+    outputs: tuple[Any, ...]  # leaves of the model's output; those that go back require grad
+    target: tuple[Any, ...]
+
+    def __call__(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Returns the loss, and the outputs that its gradient goes to.
+
+        Raises:
+            LossError: it is none.
+            Exception: what `loss_fn` raises, with a note.
+        """
+        own = [_leaf(value) for value in self.outputs]
+        target = map_tensor_leaves(torch.clone, self.target)  # it may be written to
+        try:
+            with set_thread_state(self.traced.state), torch.enable_grad():
+                value = self.function(pytree.tree_unflatten(own, self.traced.out_spec), *target)
+        except Exception as error:
+            error.add_note(LOSS_NOTE)
+            raise
+        loss, _ = checked_loss(value, "the example inputs")
+        return loss, [leaf for leaf in own if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+    def seconds(self, clock: Clock, repeats: int) -> tuple[float, float]:
+        """Measures the seconds forward, and back to the outputs."""
+        forward, backward = [], []
+        for _ in range(repeats + 1):
+            seconds, (loss, starts) = clock.seconds(self)
+            ends = [loss] if loss.requires_grad else []
+            forward.append(seconds)
+            backward.append(clock.backward_seconds(ends, starts, list(map(torch.ones_like, ends)), ())[0])
+        return median(forward[1:]), max(0.0, median(backward[1:]))  # the first is not warm
+
+    def peak_bytes(self) -> int:
+        """Counts the most bytes at one time beside the outputs, their gradients among them."""
+        return peak_bytes(self, (*tensors_in(self.outputs), *tensors_in(self.target)))
+
+
+def _leaf(value: Any) -> Any:
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,305 @@
+"""The loss is costed like a node: on the last stage, in F, in its memory, and for any size and hardware."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import ArgumentError, ArgumentTypeError, LossError
+from fxpipe.profiling import NodeCost, Profile, Seconds
+from fxpipe.scheduling.actions import ActionKind
+from fxpipe.tracing import trace
+
+CLASSES, WIDTH, BATCH = 64, 8, 8
+
+
+def layers(count: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count - 1)), nn.Linear(WIDTH, CLASSES))
+
+
+def batch(samples: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(samples, WIDTH), torch.randint(CLASSES, (samples,))
+
+
+def profiled(loss_fn: Any = F.cross_entropy, target: Any = None, **options: Any) -> Profile:
+    x, t = batch()
+    traced = trace(layers(), (x,))
+    return fxpipe.profile(
+        traced, (x,), micro_batch=4, loss_fn=loss_fn, target=t if target is None else target, **options
+    )
+
+
+def with_known_seconds(loss: float, count: int = 8) -> tuple[nn.Module, torch.Tensor, Profile]:
+    """A chain of nodes of 1 ms forward and 1 ms back, and a loss of so many ms each way."""
+    x, t = batch()
+    model = layers(count)
+    measured = fxpipe.profile(trace(model, (x,)), (x,), micro_batch=4, loss_fn=F.cross_entropy, target=t)
+    assert measured.loss is not None
+    even = tuple(replace(n, forward=Seconds(1e-3), backward=Seconds(1e-3)) for n in measured.nodes)
+    of_loss = replace(measured.loss, forward=Seconds(loss * 1e-3), backward=Seconds(loss * 1e-3))
+    return model, x, replace(measured, nodes=even, loss=of_loss)
+
+
+def test_a_profile_knows_what_the_loss_takes():
+    costs = profiled()
+    assert costs.loss is not None
+    assert costs.loss.forward.at(4) > 0
+    assert costs.loss.backward.at(4) > 0
+    assert "loss" in str(costs).split()
+
+
+def test_the_loss_holds_its_log_softmax_and_two_gradients_at_a_time():
+    costs = profiled()
+    assert costs.loss is not None
+    at = costs.loss.working_bytes.subs(costs.batch, 16)
+    logits = 16 * CLASSES * 4
+    assert 3 * logits <= at <= 3.1 * logits
+
+
+def test_without_a_loss_none_is_known():
+    x, _ = batch()
+    assert fxpipe.profile(trace(layers(), (x,)), (x,)).loss is None
+
+
+def test_a_loss_without_a_target_takes_the_output_alone():
+    x, _ = batch()
+    costs = fxpipe.profile(trace(layers(), (x,)), (x,), loss_fn=lambda out: out.square().mean())
+    assert costs.loss is not None
+
+
+def test_a_loss_that_returns_total_and_weight_is_costed():
+    costs = profiled(lambda out, t: (F.cross_entropy(out, t, reduction="sum"), len(t)))
+    assert costs.loss is not None
+    assert costs.loss.forward.at(4) > 0
+
+
+def test_a_profile_with_a_loss_is_the_same_when_it_is_read(tmp_path):
+    costs = profiled()
+    costs.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == costs
+
+
+def test_a_profile_of_before_there_were_losses_is_read(tmp_path):
+    path = tmp_path / "profile.json"
+    profiled().save(path)
+    document = json.loads(path.read_text())
+    del document["loss"]
+    document["version"] = 3
+    path.write_text(json.dumps(document))
+    assert Profile.load(path).loss is None
+
+
+# -- nothing is changed by it ------------------------------------------------------------------------------------------
+
+
+class CountingLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        target.clamp_(max=1)
+        return F.cross_entropy(F.dropout(out) * self.scale, target)
+
+
+def test_the_loss_leaves_everything_as_it_was():
+    x, t = batch()
+    model, loss_fn, before = layers(), CountingLoss(), t.clone()
+    traced = trace(model, (x,))
+    state = torch.get_rng_state()
+    fxpipe.profile(traced, (x,), micro_batch=4, loss_fn=loss_fn, target=t)
+    assert loss_fn.calls == 0
+    assert loss_fn.scale.grad is None
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(t, before)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "target", "error", "message"),
+    [
+        (F.cross_entropy, torch.zeros(3, dtype=torch.long), ArgumentError, r"shape \(3,\), but the inputs hold 8"),
+        (nn.CrossEntropyLoss, torch.zeros(8, dtype=torch.long), ArgumentTypeError, "the class CrossEntropyLoss"),
+        (None, torch.zeros(8), ArgumentError, "target without loss_fn"),
+        (7, None, ArgumentTypeError, "loss_fn is a int"),
+        (lambda out, t: out, torch.zeros(8), LossError, "expected a 0-dim floating point tensor"),
+        (lambda out, t: out[t], torch.full((8,), 99), IndexError, "out of bounds"),
+    ],
+)
+def test_what_is_no_loss_is_refused(loss_fn, target, error, message):
+    x, _ = batch()
+    with pytest.raises(error, match=message):
+        fxpipe.profile(trace(layers(), (x,)), (x,), loss_fn=loss_fn, target=target)
+
+
+def test_an_error_of_the_loss_says_why_it_was_called():
+    def broken(out: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError("of mine")
+
+    x, _ = batch()
+    with pytest.raises(ZeroDivisionError) as raised:
+        fxpipe.plan(layers(), 2, example_args=(x,), loss_fn=broken)
+    assert "called to find out what it costs" in raised.value.__notes__[0]
+
+
+# -- the plan heeds it -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("loss", "counts"), [(0, [4, 4]), (1, [4, 4]), (2, [5, 3]), (4, [6, 2])])
+def test_the_cut_heeds_the_loss(loss, counts):
+    model, x, costs = with_known_seconds(loss)
+    plan = fxpipe.plan(model, 2, example_args=(x,), chunks=2, profile=costs)
+    assert [len(stage.nodes) for stage in plan.stages] == counts
+    assert plan.stages[0].loss_seconds == 0
+    assert plan.stages[1].loss_seconds == pytest.approx(2e-3 * loss)
+    assert plan.stages[1].backward_seconds == pytest.approx(1e-3 * counts[1])
+    assert ("\nloss " in str(plan)) == (loss > 0)
+
+
+def test_f_of_the_last_stage_takes_the_loss_and_r_does_not():
+    model, x, costs = with_known_seconds(3)
+    plan = fxpipe.plan(model, 2, example_args=(x,), chunks=2, profile=costs, balance=[4, 4], checkpoint="always")
+    seconds = {
+        (span.action.kind, span.action.stage): span.seconds - plan.stages[span.action.stage].action_seconds
+        for span in fxpipe.simulate(plan).spans
+    }
+    assert seconds[ActionKind.FORWARD, 0] == pytest.approx(4e-3)
+    assert seconds[ActionKind.FORWARD, 1] == pytest.approx(4e-3 + 6e-3)
+    assert seconds[ActionKind.RECOMPUTE, 1] == pytest.approx(4e-3)
+    assert seconds[ActionKind.BACKWARD, 1] == pytest.approx(4e-3)
+
+
+def test_inference_takes_no_loss():
+    model, x, costs = with_known_seconds(3)
+    plan = fxpipe.plan(model, 2, example_args=(x,), chunks=2, profile=costs, balance=[4, 4])
+    spans = fxpipe.simulate(plan, schedule="inference").spans
+    assert max(span.seconds for span in spans) < 5e-3
+
+
+def test_a_search_of_a_schedule_heeds_the_loss():
+    model, x, costs = with_known_seconds(3)
+    plan = fxpipe.plan(
+        model, 2, example_args=(x,), chunks=2, profile=costs, balance=[4, 4], schedule="zero_bubble_auto"
+    )
+    assert plan.demands()[1].forward == pytest.approx(10e-3, rel=0.05)
+
+
+def test_the_loss_grows_with_the_micro_batch_but_for_its_fixed_part():
+    model, x, costs = with_known_seconds(0)
+    assert costs.loss is not None
+    costs = replace(costs, loss=replace(costs.loss, forward=Seconds(1e-3, 2e-3)))
+    plan = fxpipe.plan(model, 2, example_args=(x,), chunks=2, profile=costs)
+    assert plan.stages[-1].loss_seconds == pytest.approx(9e-3)
+    assert fxpipe.simulate(plan, chunks=4).stages[-1].loss == pytest.approx(5e-3)
+
+
+def test_the_memory_of_the_loss_counts_on_the_last_stage():
+    x, t = batch()
+    plain, of_loss = (
+        fxpipe.plan(layers(), 2, example_args=(x,), chunks=2, balance=[2, 2], **options)
+        for options in ({}, {"loss_fn": F.cross_entropy, "target": t})
+    )
+    assert of_loss.memory(0, b=4) == plain.memory(0, b=4)
+    assert of_loss.memory(1, b=4) > plain.memory(1, b=4)
+
+
+def test_the_loss_is_estimated_for_other_hardware(tmp_path):
+    x, t = batch()
+    planned = fxpipe.plan(layers(), 2, example_args=(x,), chunks=2, hardware="h100", loss_fn=F.cross_entropy, target=t)
+    assert planned.stages[-1].loss_seconds > 0
+    measured = fxpipe.plan(layers(), 2, example_args=(x,), chunks=2, loss_fn=F.cross_entropy, target=t)
+    measured.save(tmp_path / "plan.json")
+    loaded = fxpipe.Plan.load(tmp_path / "plan.json")
+    assert loaded == measured
+    elsewhere = fxpipe.simulate(loaded, hardware="h100").stages[-1]
+    assert elsewhere.loss == pytest.approx(planned.stages[-1].loss_seconds)
+
+
+def test_a_model_without_values_is_planned_with_its_loss():
+    with torch.device("meta"):
+        model, x, t = layers(), torch.empty(BATCH, WIDTH), torch.empty(BATCH, dtype=torch.long)
+    plan = fxpipe.plan(model, 2, example_args=(x,), chunks=2, hardware="h100", loss_fn=F.cross_entropy, target=t)
+    assert plan.stages[-1].loss_seconds > 0
+
+
+def test_a_profile_that_knows_no_loss_is_refused_beside_one():
+    x, t = batch()
+    model = layers()
+    costs = fxpipe.profile(trace(model, (x,)), (x,))
+    with pytest.raises(ArgumentError, match="loss_fn and a profile that does not know what a loss costs"):
+        fxpipe.plan(model, 2, example_args=(x,), profile=costs, loss_fn=F.cross_entropy, target=t)
+
+
+@pytest.mark.parametrize("stages_per_device", [1, 2])
+def test_stages_on_one_device_and_unequal_ones_have_their_loss(stages_per_device):
+    x, t = batch()
+    plan = fxpipe.plan(
+        layers(),
+        example_args=(x,),
+        devices=["cpu", "cpu"],
+        chunks=2,
+        stages_per_device=stages_per_device,
+        loss_fn=F.cross_entropy,
+        target=t,
+    )
+    assert [stage.loss_seconds > 0 for stage in plan.stages] == [False] * (2 * stages_per_device - 1) + [True]
+
+
+def test_tuning_takes_the_loss_into_its_plans():
+    x, t = batch()
+    tuning = fxpipe.tune(layers(), ["cpu", "cpu"], example_args=(x,), loss_fn=F.cross_entropy, target=t, progress=False)
+    assert tuning.best.plan is not None
+    assert tuning.best.plan.stages[-1].loss_seconds > 0
+
+
+def test_the_loss_cost_is_a_cost_of_a_node():
+    assert isinstance(profiled().loss, NodeCost)
+
+
+# -- what steps tell ---------------------------------------------------------------------------------------------------
+
+
+def test_a_step_tells_what_the_loss_took():
+    x, t = batch()
+    with_loss = {"loss_fn": F.cross_entropy, "target": t}
+    for planned in ({}, with_loss):
+        pipe = fxpipe.pipeline(layers(), ["cpu", "cpu"], 4, example_args=(x,), **planned)
+        try:
+            pipe.forward_backward(x, **with_loss)
+            step = pipe.last_step
+            assert step is not None
+            assert len(step.losses) == 4
+            assert 0 < step.loss_seconds <= max(step.losses)
+            assert "the loss took" in str(step)
+            comparison = fxpipe.simulate(pipe.plan).compared(step)
+            assert comparison.loss is not None
+            assert comparison.loss.measured == pytest.approx(sum(step.losses))
+            assert bool(comparison.loss.simulated) == bool(planned)
+            assert ("does not know the loss" in str(comparison)) == (not planned)
+            learnt = fxpipe.simulate(pipe.plan, loss_seconds=step.loss_seconds).compared(step)
+            assert learnt.loss is not None
+            assert learnt.loss.simulated == pytest.approx(4 * step.loss_seconds)
+            F.cross_entropy(pipe(x), t).backward()
+            assert pipe.last_step is not None
+            assert pipe.last_step.losses == ()
+        finally:
+            pipe.close()
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), "1 s"])
+def test_seconds_of_a_loss_that_cannot_be_are_refused(seconds):
+    x, _ = batch()
+    plan = fxpipe.plan(layers(), 2, example_args=(x,), chunks=2, hardware="cpu")
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=r"^loss_seconds="):
+        fxpipe.simulate(plan, loss_seconds=seconds)
