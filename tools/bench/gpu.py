@@ -17,7 +17,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from timing import Contestant, ratios, run_rounds, summarise
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe import accelerator
 
 SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
 CHECKPOINTS = ("never", "except_last", "always")
@@ -182,11 +183,18 @@ def trained(setting: Setting, workload: Workload, device: torch.device, chunks: 
 
 
 def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    accelerator.synchronize(accelerator.with_index(device))
 
 
 # ---- what is measured ----
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """The most bytes at one time in a step, beyond what is there between steps."""
+
+    allocated: int  # of tensors
+    reserved: int  # that torch's allocator takes of the device for them: also what waits to be used by a stream again
 
 
 @dataclass(frozen=True)
@@ -196,7 +204,7 @@ class Found:
     setting: Setting
     seconds: list[float]
     plain_seconds: list[float]
-    peak: int | None  # bytes at one time beyond what is there between steps; None on a CPU
+    peak: StepMemory | None  # None on a CPU
     queued: float  # seconds until the host is through with a step, of which the device may still have to do a part
 
 
@@ -211,14 +219,18 @@ def measure(setting: Setting, workload: Workload, plain: Trained, loss: float, o
         return Found(setting, seconds["ours"], seconds[PLAIN], peak_of(ours), queued_seconds(ours))
 
 
-def peak_of(ours: Trained) -> int | None:
-    if ours.device.type != "cuda":
+def peak_of(ours: Trained) -> StepMemory | None:
+    if not accelerator.counts_memory(ours.device):
         return None
     ours.prepare()
-    before = torch.cuda.memory_allocated(ours.device)
-    torch.cuda.reset_peak_memory_stats(ours.device)
+    torch.accelerator.empty_cache()  # else memory of earlier steps is reserved already
+    before = accelerator.memory_figures(ours.device)
+    accelerator.reset_peak(ours.device)
     ours.run()
-    return torch.cuda.max_memory_allocated(ours.device) - before
+    return StepMemory(
+        accelerator.peak_allocated_bytes(ours.device) - before.allocated,
+        accelerator.peak_reserved_bytes(ours.device) - before.reserved,
+    )
 
 
 def queued_seconds(ours: Trained) -> float:
@@ -245,8 +257,9 @@ def table(found: list[Found]) -> str:
                 "quartiles": f"{1000 * summary.first_quartile:.1f}–{1000 * summary.third_quartile:.1f}",
                 "times plain, eager": summarise(ratios(one.plain_seconds, one.seconds)),
                 "ms, queued": f"{1000 * one.queued:.1f}",
-                "peak, MiB": "" if one.peak is None else f"{one.peak / 2**20:,.0f}",
-                "of plain": "" if one.peak is None or not peak else f"{one.peak / peak:.2f}",
+                "peak, MiB": "" if one.peak is None else f"{one.peak.allocated / 2**20:,.0f}",
+                "of plain": "" if one.peak is None or not peak else f"{one.peak.allocated / peak.allocated:.2f}",
+                "reserved, MiB": "" if one.peak is None else f"{one.peak.reserved / 2**20:,.0f}",
             }
         )
     return tabulate(rows, headers="keys", disable_numparse=True)
@@ -307,8 +320,8 @@ def main() -> None:
         found = train(name, options)
         print(f"\n{table(found)}\n", flush=True)
         result["models"][name] = [
-            {"setting": str(f.setting), "seconds": f.seconds, "plain": f.plain_seconds, "peak": f.peak,
-             "queued": f.queued} for f in found
+            {"setting": str(f.setting), "seconds": f.seconds, "plain": f.plain_seconds,
+             "peak": f.peak and asdict(f.peak), "queued": f.queued} for f in found
         ]  # fmt: skip
         if options.json:
             options.json.write_text(json.dumps(result, indent=1))
