@@ -1,0 +1,102 @@
+"""Optimizers with state of before the pipe step as those of the plain model, whatever the pipe has moved."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.oracle import closing
+from torch import nn
+
+import fxpipe
+
+pytestmark = pytest.mark.simulated
+DEVICES = ["sim:1", "cpu", "sim:2"]
+KINDS = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, 1e-2),
+    "one by one": lambda parameters: torch.optim.AdamW(parameters, 1e-2, foreach=False, amsgrad=True),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, 1e-2, momentum=0.9),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, 1e-2),  # has state before its first step
+    "NAdam": lambda parameters: torch.optim.NAdam(parameters, 1e-2),
+}
+
+
+def _model():
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 2))
+
+
+def _batch():
+    return torch.randn(6, 6), torch.randn(6, 2)
+
+
+def _plain_step(model, optimizer, x, t):
+    optimizer.zero_grad()
+    F.mse_loss(model(x), t).backward()
+    optimizer.step()
+
+
+def _pipe_step(pipe, optimizer, x, t):
+    optimizer.zero_grad()
+    pipe.forward_backward(x, target=t, loss_fn=F.mse_loss)
+    optimizer.step()
+
+
+def _assert_equal_training(plain, want, pipe, have, steps=3):
+    """Both models train on, and their optimizers come to equal parameters and states."""
+    for _ in range(steps):
+        x, t = _batch()
+        _plain_step(plain, want, x, t)
+        _pipe_step(pipe, have, x, t)
+    for (name, one), other in zip(plain.named_parameters(), pipe.model.parameters(), strict=True):
+        torch.testing.assert_close(other.detach().cpu(), one.detach(), msg=name)
+        assert other.device.type == "sim" or "cpu" in DEVICES
+        for key, value in want.state[one].items():
+            torch.testing.assert_close(torch.as_tensor(have.state[other][key]).cpu(), torch.as_tensor(value), msg=key)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_planned_first", [True, False], ids=["planned at once", "planned by the first step"])
+def test_an_optimizer_that_has_stepped_before_the_pipe_goes_on(kind, is_planned_first):
+    plain = _model()
+    want = KINDS[kind](plain.parameters())
+    _plain_step(plain, want, *_batch())
+    model = copy.deepcopy(plain)
+    have = KINDS[kind](model.parameters())
+    have.load_state_dict(copy.deepcopy(want.state_dict()))  # to where the parameters are: the CPU
+    example = {"example_args": _batch()[:1]} if is_planned_first else {}
+    with closing(fxpipe.pipeline(model, DEVICES, 3, **example)) as pipe:
+        _assert_equal_training(plain, want, pipe, have)
+
+
+def test_a_checkpoint_that_is_loaded_into_a_running_pipe_goes_on():
+    plain, model = _model(), _model()
+    want, have = (KINDS["AdamW"](module.parameters()) for module in (plain, model))
+    with closing(fxpipe.pipeline(model, DEVICES, 3)) as pipe:
+        _assert_equal_training(plain, want, pipe, have)
+        saved = copy.deepcopy((plain.state_dict(), want.state_dict()))
+        _assert_equal_training(plain, want, pipe, have)
+        for module, optimizer in ((plain, want), (model, have)):
+            module.load_state_dict(saved[0])
+            optimizer.load_state_dict(copy.deepcopy(saved[1]))
+        _assert_equal_training(plain, want, pipe, have)
+
+
+def test_a_step_behind_the_pipe_finds_its_state():
+    plain = _model()
+    want = KINDS["AdamW"](plain.parameters())
+    _plain_step(plain, want, *_batch())
+    model = copy.deepcopy(plain)
+    have = KINDS["AdamW"](model.parameters())
+    have.load_state_dict(copy.deepcopy(want.state_dict()))
+    x, t = _batch()
+    with closing(fxpipe.pipeline(model, DEVICES, 3)) as pipe:
+        pipe.forward_backward(x, target=t, loss_fn=F.mse_loss)
+    have.step()
+    want.zero_grad()
+    F.mse_loss(plain(x), t).backward()
+    want.step()
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(other.detach().cpu(), one.detach())
