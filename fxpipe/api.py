@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
 
 from fxpipe.config.pipeline_options import PipelineOptions, make_settings
-from fxpipe.errors import ArgumentTypeError
+from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import Hardware
 from fxpipe.pipeline_module import Pipeline
 from fxpipe.plans import Plan
@@ -19,11 +19,26 @@ from fxpipe.scheduling import ScheduleLike
 from fxpipe.tracing.fake_tensors import names_without_values
 from fxpipe.tracing.trace_request import TracerOption
 from fxpipe.tuning.auto_options import with_best_schedule
+from fxpipe.utils.units import parse_number
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def is_over_ranks(devices: Any) -> TypeGuard[DeviceMesh | ProcessGroup]:
+    """Returns whether these are the processes of a group, and not devices of this one."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return isinstance(devices, (DeviceMesh, ProcessGroup))
 
 
 def pipeline(
     model: nn.Module,
-    devices: Sequence[str | torch.device] | None = None,
+    devices: Sequence[str | torch.device] | DeviceMesh | ProcessGroup | None = None,
     chunks: int | str = "auto",
     *,
     example_args: tuple[Any, ...] = (),
@@ -50,6 +65,8 @@ def pipeline(
     deferred_batch_norm: bool = False,
     compile: bool | Mapping[str, Any] = False,
     plan: Plan | None = None,
+    outputs: str = "last",
+    timeout: float | None = None,
 ) -> Pipeline:
     """Makes a pipeline of any module.
 
@@ -65,6 +82,8 @@ def pipeline(
         devices: one for each worker; a device may stand there several times (`["cpu", "cpu"]` is two workers, each
             with its share of the cores). None: all CUDA devices, or two CPU workers where there is none. In all that is
             printed and drawn, device 0 is the first entry here, device 1 the second, also where they name the same.
+            Or a `DeviceMesh` of one dimension, or a process group, of `torch.distributed`: each of its ranks calls this
+            with the same arguments, and runs the row of one device (`fxpipe.distributed`).
         chunks: number of micro-batches a mini-batch is cut into; fewer where it has fewer samples. "auto": the number
             of 1, 2, 4, ... with the shortest simulated step of `schedule` that fits into memory, as `fxpipe.tune` finds
             it, which also prints what it chose from. It is chosen with the plan, for the first mini-batch, and again at
@@ -147,6 +166,8 @@ def pipeline(
             given. The schedule is not taken from it, but `fxpipe.pipeline(model, **tuning.best.arguments)` is the plan
             that `fxpipe.tune` found, with its schedule. What says how to plan (balance, pin, memory_limit,
             optimizer_state, hardware, profile, profile_budget) is refused beside it.
+        outputs: over processes, who gets what a call returns: "last", the rank of the last stage, or "all".
+        timeout: over processes, the seconds that a rank waits for another before it takes it for hung; 1800 by default.
 
     Raises:
         FxpipeError: an argument cannot be used, or the model cannot be traced or cut so; see `fxpipe.errors`.
@@ -169,6 +190,17 @@ def pipeline(
         raise ArgumentTypeError(
             f"example_kwargs is a {type(example_kwargs).__name__}; expected a dict of inputs by name"
         )
+    if is_over_ranks(devices):
+        from fxpipe.distributed import pipeline_over_ranks
+
+        seconds = 1800.0 if timeout is None else parse_number("timeout", timeout, "seconds")
+        return pipeline_over_ranks(model, devices, options, plan, outputs, seconds, example_args, example_kwargs or {})
+    for name, value, default in (("outputs", outputs, "last"), ("timeout", timeout, None)):
+        if value != default:
+            raise ArgumentError(
+                f"{name}={value!r} is for a pipe over processes: give devices=<DeviceMesh or ProcessGroup>, or leave "
+                "it out"
+            )
     settings = make_settings(options, plan)
     if plan is not None and settings.left:
         settings = with_best_schedule(plan, settings)

@@ -64,6 +64,10 @@ class StateError(FxpipeError, RuntimeError):
     """The pipe is in no state for what was asked: it is closed, its backward has run, a step is running."""
 
 
+class DistributedError(FxpipeError, RuntimeError):
+    """Another process of a pipe has failed, is gone or does not answer, or does something else than this one."""
+
+
 class TorchVersionError(FxpipeError, ImportError):
     """This version of torch lacks something that fxpipe needs."""
 

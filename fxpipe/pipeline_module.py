@@ -83,13 +83,18 @@ class Pipeline(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, settings: Settings, plan: Plan | None = None, executor: Executor | None = None
+        self,
+        model: nn.Module,
+        settings: Settings,
+        plan: Plan | None = None,
+        executor: Executor | None = None,
+        state: PipelineState | None = None,
     ):
         own = self.__dict__
         own["_model"] = model  # not a child: its children are this module's own
         super().__init__()
         share_tensors(self, model)
-        own["_fxpipe"] = PipelineState(model, settings, plan, executor or executor_for(settings.workers))
+        own["_fxpipe"] = state or PipelineState(model, settings, plan, executor or executor_for(settings.workers))
 
     # -- Running -----------------------------------------------------------------------------------------------------
 
@@ -218,16 +223,8 @@ class Pipeline(nn.Module):
             raise ArgumentError("micro_batches and inputs or a target beside them: these are in the micro-batches")
         calls = None if micro_batches is None else parse_micro_batches(micro_batches)
         check_loss_function(loss_fn, target if calls is None else calls[0].target or None)
-        if not torch.is_grad_enabled():
-            raise StateError(
-                "forward_backward needs gradients, but is called under no_grad; call the pipe itself to evaluate"
-            )
-        if hooks := user_hooks_of(self.model):
-            raise StateError(
-                f"the model has the hook {hooks[0]!r}, which sees the output of mini-batches, and forward_backward "
-                "makes none; remove it (hook.remove()), put it on a module inside, or call the pipe itself"
-            )
-        inside, function = self._fxpipe, loss_fn or _model_loss
+        check_can_train(self.model)
+        inside, function = self._fxpipe, loss_fn or model_loss
         with inside.engine.running():
             if calls is not None:
                 parts = inside.micro_batches_for(calls)
@@ -351,6 +348,19 @@ def _one_tensor_per_device(model: nn.Module) -> Iterator[torch.Tensor]:
     yield from tensors.values()
 
 
-def _model_loss(output: Any) -> Any:
+def model_loss(output: Any) -> Any:
     """Without a loss_fn the model's output is the loss."""
     return output
+
+
+def check_can_train(model: nn.Module) -> None:
+    """Raises where `forward_backward` cannot run now."""
+    if not torch.is_grad_enabled():
+        raise StateError(
+            "forward_backward needs gradients, but is called under no_grad; call the pipe itself to evaluate"
+        )
+    if hooks := user_hooks_of(model):
+        raise StateError(
+            f"the model has the hook {hooks[0]!r}, which sees the output of mini-batches, and forward_backward "
+            "makes none; remove it (hook.remove()), put it on a module inside, or call the pipe itself"
+        )

@@ -47,6 +47,7 @@ from fxpipe.utils.batch_split import micro_batch_sizes, samples_per_micro_batch
 from fxpipe.utils.locks import planning_block
 from fxpipe.utils.progress import show_progress
 from fxpipe.utils.pytree import flatten
+from fxpipe.utils.random_generators import draw_seed
 
 MANY_VALUE_GRAPHS = 8  # graphs that differ in what forward read only: one is warned that each step may need another
 
@@ -71,7 +72,7 @@ class PipelineState:
     def plan_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plans a model without values; the first call, when it has some, plans it again with measured seconds."""
         with torch.inference_mode(False), torch.enable_grad(), show_progress(self.settings.progress):
-            self.plan = prepare(self.model, args, kwargs, self.settings, self.given_plan, _peek_seed()).plan
+            self.plan = prepare(self.model, args, kwargs, self.settings, self.given_plan, peek_seed()).plan
 
     def add_prepared(self, prepared: PreparedGraph) -> None:
         """Takes a graph that was profiled and cut elsewhere."""
@@ -91,11 +92,11 @@ class PipelineState:
         Args:
             in_one: forward and backward run in one.
         """
-        seed = _peek_seed()
+        seed = peek_seed()
         inputs = self._checked_inputs(args, kwargs, seed)
         leaves = inputs.leaves
         prepared, bound = self._known(inputs, args, kwargs) or self._make_graph(args, kwargs, seed)
-        batch = _samples_of(prepared.traced, leaves)
+        batch = samples_of(prepared.traced, leaves)
         if "chunks" in self.asked.left:
             self._choose_chunks(prepared.traced, batch, args, kwargs)
             lengths = prepared.traced.dynamic.lengths_of(leaves)
@@ -107,7 +108,7 @@ class PipelineState:
 
     def micro_batches_for(self, calls: Sequence[ModelCall]) -> list[MicroBatch]:
         """The micro-batches that are handed over, each with the program of its graph: the same for all, if one does."""
-        seed = _peek_seed()
+        seed = peek_seed()
         inputs, step_graphs = self._inputs_of_calls(calls, seed), StepGraphs()
         graphs: list[CachedGraph] = []
         for i, call in enumerate(calls):
@@ -132,7 +133,7 @@ class PipelineState:
                     for leaf, value in zip(other.traced.leaves, more.leaves, strict=True)
                 }
                 refuse_unwritable_inputs(prepared.traced, one.leaves, in_one=True, others=others)
-                samples = _samples_of(prepared.traced, one.leaves)
+                samples = samples_of(prepared.traced, one.leaves)
                 micro_batches.append(MicroBatch(bound, one.leaves, samples, call.target))
         return micro_batches
 
@@ -362,7 +363,7 @@ def note_of_micro_batch(i: int, count: int) -> Iterator[None]:
         raise
 
 
-def _samples_of(traced: Traced, leaves: Sequence[Any]) -> int:
+def samples_of(traced: Traced, leaves: Sequence[Any]) -> int:
     """Returns the number of samples in flattened inputs.
 
     Raises:
@@ -376,11 +377,11 @@ def _samples_of(traced: Traced, leaves: Sequence[Any]) -> int:
     return batch
 
 
-def _peek_seed() -> int:
+def peek_seed() -> int:
     """Returns the number that torch's generator would draw next, without advancing it: the step draws from it."""
     generator = torch.Generator()
     generator.set_state(torch.default_generator.get_state())
-    return int(torch.randint(2**62, (), generator=generator, device="cpu").item())
+    return draw_seed(generator)
 
 
 def _move_to_stages(

@@ -194,9 +194,13 @@ class _GradientSnapshot:
 
 
 @contextmanager
-def gradient_rollback(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-    """A block that hands out gradients to leaves: where it fails, they have the gradients from before it."""
-    if not any(map(has_gradient_hooks, leaves)):
+def gradient_rollback(leaves: Sequence[torch.Tensor], is_certain: bool = False) -> Iterator[None]:
+    """A block that hands out gradients to leaves: where it fails, they have the gradients from before it.
+
+    Args:
+        is_certain: it may fail where none of these has a hook, too.
+    """
+    if not (is_certain or any(map(has_gradient_hooks, leaves))):
         yield
         return
     before = _GradientSnapshot(leaves)

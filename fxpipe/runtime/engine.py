@@ -40,6 +40,7 @@ from fxpipe.scheduling.actions import ActionKind, Rows, Schedule
 from fxpipe.utils.batch_split import samples_per_micro_batch
 from fxpipe.utils.locks import call_in_forked_child, stop_planning_threads
 from fxpipe.utils.pytree import flatten, map_tensor_leaves, refuse_hidden_tensors, refuse_layout
+from fxpipe.utils.random_generators import draw_seed
 
 LAST_STEP_SECONDS = 1.0  # seconds that the interpreter waits for a step that has lost its workers
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -93,7 +94,7 @@ class Engine:
         # pipe.
         if seed is None:
             is_random = any(bound.program.is_random for bound in inputs.programs)
-            seed = int(torch.randint(2**62, (), device="cpu").item()) if is_random else 0
+            seed = draw_seed() if is_random else 0
         special = [a for row in schedule.rows for a in row if a.kind in (ActionKind.RECOMPUTE, ActionKind.WEIGHT)]
         recomputed = frozenset(a for a in special if a.kind is ActionKind.RECOMPUTE)
         split = frozenset(a.stage for a in special if a.kind is ActionKind.WEIGHT)
@@ -135,7 +136,7 @@ class Engine:
         name = "gpipe" if bound.state.grad else "inference"
         schedule = make_schedule(name, n, m, checkpoint, placement)
         kind = self._loss_histories.for_drop_in(bound)
-        shares = _shares(samples_per_micro_batch(batch, m))
+        shares = shares_of(samples_per_micro_batch(batch, m))
         step = self._step(
             StepInputs.of_mini_batch(bound, leaves, shares), schedule, look_at_elements=kind.look_at_elements
         )
@@ -195,7 +196,7 @@ class Engine:
                 return sums
             sums += [step.loss.own.pop(id(leaf))[1] for leaf in extra]
             divisor = step.loss.losses.divisor
-            return sums if divisor is None else [g if g is None else _divided(g, divisor) for g in sums]
+            return sums if divisor is None else [g if g is None else divided(g, divisor) for g in sums]
 
         followed = step.transport.on_step_streams(finish)
         return attach_commit(followed, outputs, [*parameters, *inputs, *extra])
@@ -216,7 +217,7 @@ class Engine:
     ) -> tuple[torch.Tensor, Any]:
         """Runs a step and adds its gradients to the model's parameters; returns the loss, and the outputs or None."""
         m = schedule.micro_batches
-        shares = _shares(samples_per_micro_batch(batch, m))
+        shares = shares_of(samples_per_micro_batch(batch, m))
         device = bound.devices[-1]
         kind = self._loss_histories.of(loss_fn, reduction, target, bound)
 
@@ -224,7 +225,7 @@ class Engine:
             # As it is before the step: loss_fn may write to it.
             whole = map_tensor_leaves(lambda t: t.detach().to(device, copy=True), target) if is_verified else None
             losses = MicroBatchLosses(
-                loss_fn, reduction, shares, _scatter_target(target, batch, m, device), scaler, whole
+                loss_fn, reduction, shares, scatter_target(target, batch, m, device), scaler, whole
             )
             losses.known = bound.known_pieces(leaves, batch) if bound.known_pieces is not None else {}
             step = self._step(
@@ -286,7 +287,7 @@ class Engine:
         return_outputs: bool = False,
     ) -> tuple[torch.Tensor, list[Any] | None]:
         """Runs a step over micro-batches that are handed over; returns the loss, and the outputs of each or None."""
-        shares = _shares([one.samples for one in micro_batches])
+        shares = shares_of([one.samples for one in micro_batches])
         device = micro_batches[0].bound.devices[-1]
         targets = _targets_on_device([one.target for one in micro_batches], device)
         losses = MicroBatchLosses(loss_fn, reduction, shares, targets, scaler, is_handed_over=True)
@@ -315,7 +316,7 @@ class Engine:
             root.backward()
 
 
-def _shares(samples: Sequence[int]) -> list[float]:
+def shares_of(samples: Sequence[int]) -> list[float]:
     """Returns the share of each micro-batch in all samples."""
     batch = sum(samples)
     return [size / batch for size in samples]
@@ -332,12 +333,12 @@ def write_back_results(
         tensors.set(name, value)
 
 
-def _divided(gradient: torch.Tensor, divisor: Any) -> torch.Tensor:
+def divided(gradient: torch.Tensor, divisor: Any) -> torch.Tensor:
     """Divides a gradient by the divisor, which is where the loss is."""
     return gradient / (divisor.to(gradient.device) if isinstance(divisor, torch.Tensor) else divisor)
 
 
-def _scatter_target(target: tuple[Any, ...], batch: int, count: int, device: torch.device) -> list[tuple[Any, ...]]:
+def scatter_target(target: tuple[Any, ...], batch: int, count: int, device: torch.device) -> list[tuple[Any, ...]]:
     """The target of each micro-batch, where the loss is taken: `()` or `(target,)`."""
     leaves, spec = flatten(target)
     for leaf in leaves:

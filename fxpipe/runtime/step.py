@@ -103,7 +103,7 @@ class Step:
         self.caller_context = ambient  # of the caller; the drop-in's backward brings its own
         self.transport = Transport.of(self.devices, inputs.values)
         self._streams = [self.transport.compute_stream(device) for device in self.devices]  # by stage
-        self.exchange = Exchange(inputs, self.transport, self.grad)
+        self.exchange = self._open_exchange(inputs)
         self.loss_weighting = LossWeightingCheck.of(inputs.bounds[0], look_at_elements and len(self.weights) > 1)
         self.loss = (
             None
@@ -126,20 +126,25 @@ class Step:
         self._failing = threading.Lock()
         self._fences = Fences(fences_of([bound.wiring for bound in inputs.programs], losses is not None))
 
+    def _open_exchange(self, inputs: StepInputs) -> Exchange:
+        """Makes the exchange, with the inputs in it."""
+        return Exchange(inputs, self.transport, self.grad)
+
     def _open(self, bound: BoundProgram, tensors: ModelTensors, split: frozenset[int]) -> OpenProgram:
-        instances = [
-            StageInstance(
-                stage,
-                stage.callable(is_split=j in split),
-                bound.wiring.links[j],
-                partial(self.transport.bring, target=self.devices[j]),
-                tensors,
-                self.state,
-                self.totals[j],
-            )
-            for j, stage in enumerate(bound.program.stages)
-        ]
-        return OpenProgram(bound, tensors, instances)
+        stages = range(len(bound.program.stages))
+        return OpenProgram(bound, tensors, [self._open_stage(bound, j, tensors, j in split) for j in stages])
+
+    def _open_stage(self, bound: BoundProgram, j: int, tensors: ModelTensors, is_split: bool) -> StageInstance:
+        stage = bound.program.stages[j]
+        return StageInstance(
+            stage,
+            stage.callable(is_split),
+            bound.wiring.links[j],
+            partial(self.transport.bring, target=self.devices[j]),
+            tensors,
+            self.state,
+            self.totals[j],
+        )
 
     @property
     def micro_batches(self) -> int:

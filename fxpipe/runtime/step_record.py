@@ -7,6 +7,7 @@ out of all of them; it is `StepRecord.away`.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -200,7 +201,8 @@ def step_record_of(
     parts, away = _step_parts(log)
     has_loss = len(parts) == 1 and any(action.kind is ActionKind.BACKWARD for action in log.times)
     transfers = tuple(_transfer_records(bounds, moved, has_loss))
-    received, sent = dict.fromkeys(log.times, 0), dict.fromkeys(log.times, 0)
+    received: Counter[Action] = Counter()
+    sent: Counter[Action] = Counter()
     for transfer in transfers:
         received[transfer.user] += int(transfer.bytes)
         sent[transfer.maker] += int(transfer.bytes)

@@ -80,7 +80,8 @@ class PackedTensor:
             dense = self.memory.view(self.shape)
             tensor = torch.empty_strided(self.shape, self.stride, dtype=dense.dtype, device=dense.device).copy_(dense)
         else:
-            tensor = self.memory.as_strided(self.shape, self.stride, 0).detach()  # detached: no view for autograd
+            start = self.memory.storage_offset()  # it may be a part of a larger piece
+            tensor = self.memory.as_strided(self.shape, self.stride, start).detach()  # detached: no view for autograd
         if self.is_neg:
             tensor = neg_view(tensor)
         return tensor.conj() if self.is_conj else tensor

@@ -24,6 +24,11 @@ def mix_seed(*numbers: int) -> int:
     return state >> 1
 
 
+def draw_seed(generator: torch.Generator | None = None) -> int:
+    """Draws the seed of a step, from the generator of the process if no other is given."""
+    return int(torch.randint(2**62, (), generator=generator, device="cpu").item())
+
+
 _generator_locks: dict[torch.device, contextlib.AbstractContextManager[Any]] = {}  # of the process's generators
 call_in_forked_child(_generator_locks.clear)
 

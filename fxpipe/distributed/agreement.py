@@ -1,0 +1,115 @@
+"""All ranks have the same model, settings, versions, graph and plan: compared before anything depends on it.
+
+Each rank says what it has as texts by field; where two differ, the error on every rank names the field and who has
+what. Values of parameters are not compared: each is used by the ranks that hold it only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.config.pipeline_options import Settings
+from fxpipe.distributed.connection import Connection
+from fxpipe.errors import ArgumentError
+from fxpipe.rewriting.program import Program
+from fxpipe.runtime.bound_program import BoundProgram
+from fxpipe.scheduling import Schedule
+
+Fields = Mapping[str, str]
+LONGEST_SHOWN = 120
+
+
+def check_agreement(connection: Connection, own: Fields) -> None:
+    """Compares what the ranks have.
+
+    Raises:
+        ArgumentError: on all ranks, where they differ; names the fields and the ranks.
+    """
+    everybody: Sequence[Fields] = connection.all_gather(dict(own), "what the other ranks have", is_long=True)
+    problems = [problem for field in own if (problem := _difference(field, everybody))]
+    if problems:
+        raise ArgumentError("ranks differ in " + "; and in ".join(problems))
+
+
+def _difference(field: str, everybody: Sequence[Fields]) -> str | None:
+    ranks: dict[str, list[int]] = {}
+    for rank, fields in enumerate(everybody):
+        ranks.setdefault(fields.get(field, "nothing"), []).append(rank)
+    if len(ranks) == 1:
+        return None
+    texts = [*ranks]
+    shown = [_around_difference(text, texts) for text in texts]
+    values = "; ".join(
+        f"rank{'s' if len(those) > 1 else ''} {', '.join(map(str, those))}: {text}"
+        for those, text in zip(ranks.values(), shown, strict=True)
+    )
+    return f"{field} ({values}): give all ranks the same"
+
+
+def _around_difference(text: str, texts: Sequence[str]) -> str:
+    """Returns the part of a text where it differs from the others."""
+    if len(text) <= LONGEST_SHOWN:
+        return text
+    shortest = min(map(len, texts))
+    first = next((k for k in range(shortest) if len({other[k] for other in texts}) > 1), shortest)
+    start = max(0, first - LONGEST_SHOWN // 4)
+    return f"... {text[start : start + LONGEST_SHOWN]} ..."
+
+
+def model_fields(model: nn.Module, settings: Settings) -> Fields:
+    """Returns what must be equal before there is a plan."""
+    from fxpipe import __version__
+
+    tensors = [
+        f"{name} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        + ("" if tensor.requires_grad else " frozen")
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    ]
+    return {
+        "versions": f"torch {torch.__version__}, fxpipe {__version__}, Python {sys.version.split()[0]}",
+        "model": f"{type(model).__qualname__}: {', '.join(tensors)}",
+        "settings": _settings_text(settings),
+    }
+
+
+def _settings_text(settings: Settings) -> str:
+    names = (
+        "placement chunks schedule checkpoint balance tracer in_dims out_dims leaf_modules dynamic_shapes pins check"
+    )
+    names += " deferred_batch_norm compile"
+    return ", ".join(f"{name}={_value_text(getattr(settings, name))}" for name in names.split())
+
+
+def _value_text(value: Any) -> str:
+    """Returns a text that is the same in another process: without addresses."""
+    if isinstance(value, Schedule):
+        value = str(value)
+    elif callable(value):
+        value = getattr(value, "__qualname__", type(value).__qualname__)
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def graph_fields(fingerprint: str, bound: BoundProgram, placement: Sequence[int], settings: Settings) -> Fields:
+    """Returns what must be equal of a graph that was recorded, and of its stages."""
+    return {
+        "graph": f"fingerprint {fingerprint}",
+        "plan": f"stages on ranks {tuple(placement)}, chunks {settings.chunks}, checkpoint {settings.checkpoint}, "
+        f"schedule {_value_text(settings.schedule)}",
+        **_stage_fields(bound.program),
+    }
+
+
+def _stage_fields(program: Program) -> Fields:
+    fields = {}
+    for j, stage in enumerate(program.stages):
+        code = re.sub(r" +#.*", "", stage.code)  # source lines may stand elsewhere on another machine
+        text = repr((code, stage.attributes, stage.receives, stage.sends, stage.assigns))
+        fields[f"stage {j}"] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return fields

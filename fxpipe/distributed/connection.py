@@ -1,0 +1,177 @@
+"""Transfers between the ranks of a pipe, on a gloo group of its own.
+
+A group that has failed cannot be used again: what was on its way would be taken for what comes next. So a group lives
+for one *generation*, to the first failure, and is then closed and made anew under another name in the store. That is
+why it is made here and not by `torch.distributed.new_group`, which uses names again and needs all processes of the
+world.
+
+A message is one tensor of bytes with a tag of its own, so that no order of sending and receiving matters. A group lives
+as long as anything of torch's that waits in it: each `Work` stands in the tables of the connection and nowhere else, so
+that an exception, whose traceback holds frames, keeps no socket open.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Hashable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from fxpipe._torch.process_groups import ProcessGroupGloo, Store
+from fxpipe.distributed.failures import ConnectionLost
+
+COLLECTIVE_BYTES = 1024  # of an object that goes round in one message; a longer one takes a second
+LONG_SECONDS = 7200.0  # for what plans or records a graph
+
+
+class Connection:
+    """One generation of connections between all ranks of a pipe."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: float):
+        self.rank, self.size = rank, size
+        self._timeout = timedelta(seconds=timeout)
+        longest = timedelta(seconds=max(timeout, LONG_SECONDS))
+        self._group: Any = ProcessGroupGloo(store, rank, size, longest) if size > 1 else None
+        self._sends: dict[Hashable, list[tuple[Any, torch.Tensor]]] = {}
+        self._receives: dict[int, tuple[Any, torch.Tensor]] = {}
+        self.heard: dict[int, str] = {}  # by rank, the last message that came from there
+
+    def close(self) -> None:
+        """Closes the connections: whoever waits for this rank fails."""
+        self._sends.clear()
+        self._receives.clear()
+        self._group = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._group is not None or self.size == 1
+
+    # -- from one rank to another ------------------------------------------------------------------------------------
+
+    def send(self, key: Hashable, peer: int, tag: int, memory: torch.Tensor) -> None:
+        """Begins to send bytes; `finish_sends(key)` waits until they are gone, and `memory` is kept until then."""
+        try:
+            self._sends.setdefault(key, []).append((self._group.send([memory], peer, tag), memory))
+        except RuntimeError as error:
+            raise _lost(f"rank {peer} to take a message", error) from None
+
+    def finish_sends(self, key: Hashable, what: str) -> None:
+        """Returns when all that was sent under this key has been taken."""
+        while self._sends.get(key):
+            self._wait(self._sends[key][-1][0], what)
+            self._sends[key].pop()
+        self._sends.pop(key, None)
+
+    def finish_all_sends(self) -> None:
+        for key in list(self._sends):
+            self.finish_sends(key, "its messages to be taken")
+
+    def expect(self, peer: int, tag: int, size: int) -> None:
+        """Begins to receive so many bytes; `receive` waits for them."""
+        memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+        try:
+            self._receives[tag] = (self._group.recv([memory], peer, tag), memory)
+        except RuntimeError as error:
+            raise _lost(f"a message of rank {peer}", error) from None
+
+    def receive(self, peer: int, tag: int, what: str) -> torch.Tensor:
+        """Returns the bytes that were expected. `what`: for people, what is waited for."""
+        self._wait(self._receives[tag][0], f"{what} of rank {peer}")
+        self.heard[peer] = what
+        return self._receives.pop(tag)[1]
+
+    def _wait(self, work: Any, what: str) -> None:
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            raise _lost(what, error) from None
+        finally:
+            del work
+
+    # -- all together ------------------------------------------------------------------------------------------------
+
+    def _collective(self, begin: Callable[[Any], Any], what: str, is_long: bool) -> None:
+        try:
+            begin(self._group).wait(timedelta(seconds=LONG_SECONDS) if is_long else self._timeout)
+        except RuntimeError as error:
+            raise _lost(what, error) from None
+
+    def broadcast(self, value: Any, source: int, what: str, *, is_long: bool = False) -> Any:
+        """Returns on all ranks the object that `source` has. `is_long`: it may plan meanwhile."""
+        if self.size == 1:
+            return value
+        content = _bytes_of(pickle.dumps(value)) if self.rank == source else torch.empty(0, dtype=torch.uint8)
+        head = torch.zeros(COLLECTIVE_BYTES, dtype=torch.uint8)
+        if self.rank == source:
+            _fill(head, content)
+        self._collective(lambda group: group.broadcast(head, source), what, is_long)
+        size = _size_in(head)
+        rest = torch.empty(max(0, size - _ROOM), dtype=torch.uint8)
+        if rest.numel():
+            if self.rank == source:
+                rest.copy_(content[_ROOM:])
+            self._collective(lambda group: group.broadcast(rest, source), what, is_long)
+        return value if self.rank == source else pickle.loads(_joined(head, rest, size))
+
+    def broadcast_tensor(self, tensor: torch.Tensor, source: int, what: str) -> None:
+        """Fills a tensor on all ranks with the values that `source` has in it."""
+        if self.size == 1:
+            return
+        same = tensor.detach().to("cpu", copy=True).contiguous()
+        self._collective(lambda group: group.broadcast(same, source), what, True)
+        if self.rank != source:
+            tensor.copy_(same)
+
+    def all_gather(self, value: Any, what: str, *, is_long: bool = False) -> list[Any]:
+        """Returns the objects of all ranks, in their order."""
+        if self.size == 1:
+            return [value]
+        content = _bytes_of(pickle.dumps(value))
+        head = torch.zeros(COLLECTIVE_BYTES, dtype=torch.uint8)
+        _fill(head, content)
+        heads = [torch.empty_like(head) for _ in range(self.size)]
+        self._collective(lambda group: group.allgather([heads], [head]), what, is_long)
+        sizes = [_size_in(one) for one in heads]
+        longest = max(0, max(sizes) - _ROOM)
+        rests = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+        if longest:
+            own = torch.zeros(longest, dtype=torch.uint8)
+            more = content[_ROOM:]
+            own[: more.numel()] = more
+            self._collective(lambda group: group.allgather([rests], [own]), what, is_long)
+        return [
+            pickle.loads(_joined(one, rest[: max(0, size - _ROOM)], size))
+            for one, rest, size in zip(heads, rests, sizes, strict=True)
+        ]
+
+
+_PREFIX = 8  # bytes that tell how long an object is
+_ROOM = COLLECTIVE_BYTES - _PREFIX
+
+
+def _bytes_of(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _fill(head: torch.Tensor, content: torch.Tensor) -> None:
+    head[:_PREFIX] = _bytes_of(content.numel().to_bytes(_PREFIX, "little"))
+    first = content[:_ROOM]
+    head[_PREFIX : _PREFIX + first.numel()] = first
+
+
+def _size_in(head: torch.Tensor) -> int:
+    return int.from_bytes(bytes(head[:_PREFIX].tolist()), "little")
+
+
+def _joined(head: torch.Tensor, rest: torch.Tensor, size: int) -> bytes:
+    first = min(size, _ROOM)
+    return bytes(head[_PREFIX : _PREFIX + first].tolist()) + bytes(rest.tolist())
+
+
+def _lost(what: str, error: RuntimeError) -> ConnectionLost:
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    lower = text.lower()
+    is_timeout = "timed out" in lower or "timeout" in lower
+    return ConnectionLost(f"{what} (timed out)" if is_timeout else what, text, is_timeout)

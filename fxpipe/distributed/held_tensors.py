@@ -1,0 +1,176 @@
+"""The parameters and buffers that a rank holds, and those that several ranks hold, kept equal.
+
+The first graph decides: a rank holds the tensors that its stages use. A tied weight is held by several ranks; each step
+all of them get the gradients of all stages, and sum them in the order of stages, as one process does. The first holder
+is a tensor's *home*. A graph beside the first one (for evaluation, say) may use a tensor on a rank that does not hold
+it: then it is *borrowed* from its home for each step, and what that rank has of it, gradients or a changed buffer, goes
+to the holders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.distributed.packets import Mailbox, PacketValue
+from fxpipe.distributed.rank_step import RankStep
+from fxpipe.distributed.relay_routes import RelayRoutes
+from fxpipe.errors import StateError
+from fxpipe.rewriting.program import Program
+from fxpipe.runtime.bound_program import ModelTensors
+
+StageSum = tuple[str, int]  # a parameter, and the stage that has a sum of its gradients
+Peers = dict[tuple[int, int], list[Any]]  # from one rank to another
+
+
+@dataclass(frozen=True, slots=True)
+class TensorTransfers:
+    """The tensors of the model that go from rank to rank in each step of one graph."""
+
+    borrowed: Mapping[tuple[int, int], tuple[str, ...]]
+    gradients: Mapping[tuple[int, int], tuple[StageSum, ...]]
+    changed: Mapping[tuple[int, int], tuple[str, ...]]
+    stages_of: Mapping[str, tuple[int, ...]]  # by name, the stages that use it
+
+
+class HeldTensors:
+    """The ranks that hold each tensor of a model."""
+
+    def __init__(self, first: Program, routes: RelayRoutes, names: Iterable[str]):
+        """`names`: of all tensors of the model. What no stage uses is held by the rank of the first one."""
+        holders: dict[str, list[int]] = {}
+        for j, stage in enumerate(first.stages):
+            for name in stage.attributes:
+                ranks = holders.setdefault(name, [])
+                if routes.rank(j) not in ranks:
+                    ranks.append(routes.rank(j))
+        self._rest = (routes.rank(0),)
+        self._holders = {name: tuple(ranks) for name, ranks in holders.items()}
+        self._names = tuple(dict.fromkeys((*self._holders, *names)))
+
+    def holders(self, name: str) -> tuple[int, ...]:
+        """Returns the ranks that hold a tensor, its home first."""
+        return self._holders.get(name, self._rest)
+
+    def names_of(self, rank: int) -> tuple[str, ...]:
+        return tuple(name for name in self._names if rank in self.holders(name))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self._names
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """The names that several ranks hold."""
+        return tuple(name for name in self._names if len(self.holders(name)) > 1)
+
+    def transfers(self, program: Program, routes: RelayRoutes) -> TensorTransfers:
+        """Computes what goes from rank to rank in a step of this program."""
+        stages_of: dict[str, list[int]] = {}
+        changed: Peers = {}
+        for j, stage in enumerate(program.stages):
+            for name in stage.attributes:
+                stages_of.setdefault(name, []).append(j)
+            for name in sorted({*stage.changed_buffers, *stage.assigns}):
+                for rank in self.holders(name):
+                    if rank != routes.rank(j):
+                        changed.setdefault((routes.rank(j), rank), []).append(name)
+        borrowed: Peers = {}
+        gradients: Peers = {}
+        for name, stages in sorted(stages_of.items()):
+            holders = self.holders(name)
+            for rank in sorted({routes.rank(j) for j in stages} - {*holders}):
+                borrowed.setdefault((holders[0], rank), []).append(name)
+            for j in stages:
+                for rank in holders:
+                    if rank != routes.rank(j):
+                        gradients.setdefault((routes.rank(j), rank), []).append((name, j))
+        return TensorTransfers(
+            _frozen(borrowed), _frozen(gradients), _frozen(changed), {n: tuple(js) for n, js in stages_of.items()}
+        )
+
+
+def _frozen(peers: Peers) -> dict[tuple[int, int], tuple[Any, ...]]:
+    return {pair: tuple(peers[pair]) for pair in sorted(peers)}
+
+
+class TensorExchange:
+    """The transfers of one step, on one rank."""
+
+    def __init__(self, mailbox: Mailbox, rank: int, tensors: ModelTensors, packet_key: tuple[Any, ...], free_tag: int):
+        self._mailbox, self._rank, self._tensors = mailbox, rank, tensors
+        self._packet_key, self._free_tag = packet_key, free_tag
+
+    def _swap(
+        self, kind: int, what: str, pairs: Mapping[tuple[int, int], tuple[Any, ...]], value_of: Any
+    ) -> dict[Any, Any]:
+        """Sends the values of this rank and returns those of the others, by key."""
+        received: dict[Any, Any] = {}
+        tag = self._free_tag + kind
+        for source, target in pairs:
+            if source == self._rank:
+                values = [PacketValue(value_of(key)) for key in pairs[source, target]]
+                self._mailbox.send((*self._packet_key, kind, source, target), tag, target, values)
+        for source, target in pairs:
+            if target == self._rank:
+                packet = (*self._packet_key, kind, source, target)
+                self._mailbox.expect(packet, tag, source)
+                values = self._mailbox.receive(packet, tag, source, what)
+                received |= dict(zip(pairs[source, target], (one.value for one in values), strict=True))
+        return received
+
+    @torch.no_grad()
+    def borrow(self, transfers: TensorTransfers) -> None:
+        """Gives ranks the values of tensors that they use and do not hold."""
+        values = self._swap(0, "the parameters that it holds", transfers.borrowed, self._detached)
+        for name, value in values.items():
+            _write(self._tensors, name, value)
+
+    def sum_gradients(self, transfers: TensorTransfers, step: RankStep) -> dict[tuple[str, int], torch.Tensor]:
+        """Returns, by name and stage, the sums of stages on other ranks, of the tensors that this rank holds."""
+
+        def sum_of(key: StageSum) -> torch.Tensor | None:
+            name, j = key
+            return step.totals[j].sums.get(name)
+
+        received = self._swap(1, "the gradients of tied weights", transfers.gradients, sum_of)
+        return {key: value for key, value in received.items() if value is not None}
+
+    @torch.no_grad()
+    def spread_changes(self, transfers: TensorTransfers) -> None:
+        """Gives the holders of buffers what another rank has left in them."""
+        values = self._swap(2, "the buffers that it has changed", transfers.changed, self._detached)
+        for name, value in values.items():
+            _write(self._tensors, name, value)
+
+    def _detached(self, name: str) -> torch.Tensor:
+        return self._tensors.get(name).detach()
+
+
+def _write(tensors: ModelTensors, name: str, value: torch.Tensor) -> None:
+    target = tensors.get(name)
+    if target.shape == value.shape and target.dtype == value.dtype:
+        target.detach().copy_(value)
+    elif isinstance(target, nn.Parameter):
+        raise StateError(
+            f"{name!r} has the shape {tuple(target.shape)} here and {tuple(value.shape)} on the rank that holds it"
+        )
+    else:
+        tensors.set(name, value)
+
+
+def gradient_of(
+    name: str, stages: Iterable[int], step: RankStep, others: Mapping[tuple[str, int], torch.Tensor]
+) -> torch.Tensor | None:
+    """Sums the gradient of a parameter over stages in order, as `Step.parameter_gradient` does."""
+    total: torch.Tensor | None = None
+    for j in stages:
+        part = step.totals[j].sums.pop(name, None)
+        part = others.get((name, j)) if part is None else part
+        if part is not None:
+            total = part if total is None else total + part
+    return total

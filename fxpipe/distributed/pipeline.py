@@ -1,0 +1,248 @@
+"""`DistributedPipeline`: the module that `fxpipe.pipeline` returns on each rank of a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fxpipe.config.parse import parse_switch
+from fxpipe.config.pipeline_options import PipelineOptions, Settings, make_settings
+from fxpipe.distributed.agreement import check_agreement, model_fields
+from fxpipe.distributed.rank_group import RankGroup
+from fxpipe.distributed.rank_state import RankState
+from fxpipe.errors import ArgumentError, StateError
+from fxpipe.pipeline_module import Pipeline, check_can_train, model_loss
+from fxpipe.plans import Plan
+from fxpipe.runtime.bound_program import ModelTensors
+from fxpipe.runtime.losses import check_loss_function, check_reduction
+from fxpipe.scheduling import make_schedule
+from fxpipe.tracing.record.module_hooks import user_hooks_of
+
+DEFAULT_TIMEOUT = 1800.0  # seconds, as of process groups
+OUTPUTS = ("last", "all")
+
+REFUSED_DROP_IN = (
+    "pipe(x) with gradients on would have to go back through all processes when its loss does, and autograd's graph "
+    "ends with the process. To train, write\n"
+    "    loss = pipe.forward_backward(x, target=target, loss_fn=loss_fn)\n"
+    "in place of loss_fn(pipe(x), target).backward(). To evaluate:\n"
+    "    with torch.no_grad(): y = pipe(x)"
+)
+
+
+class DistributedPipeline(Pipeline):
+    """A model that runs as a pipeline over processes, on one of them. Made by `fxpipe.pipeline(devices=mesh)`.
+
+    All ranks make the same calls. Its parameters and buffers, and the keys of `state_dict`, are those of the stages of
+    this rank; a tied weight is on each rank that uses it.
+    """
+
+    def __init__(self, model: nn.Module, settings: Settings, state: RankState, outputs: str):
+        self.__dict__["_outputs"] = outputs
+        super().__init__(model, settings, state=state)
+
+    # -- Running -----------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for a mini-batch, without gradients.
+
+        Inputs are looked at on the rank of the first stage (`needs_inputs`), and may be left out or None elsewhere.
+
+        Returns:
+            The output on the rank of the last stage, None on the others; with `outputs="all"` on all of them.
+
+        Raises:
+            StateError: gradients are on: training goes through `forward_backward`.
+        """
+        if torch.is_grad_enabled():
+            raise StateError(REFUSED_DROP_IN)
+        state = self._state
+        with state.engine.running(), state.group.together():
+            if hooks := user_hooks_of(self.model):
+                raise StateError(
+                    f"the model has the hook {hooks[0]!r}, which sees its inputs and outputs, and these are on "
+                    "different processes; remove it (hook.remove()), or put it on a module inside"
+                )
+            graph, inputs = state.agree("the pipe", args, kwargs)
+            settings = state.settings
+            count = settings.micro_batches(inputs.batch)
+            n, placement = len(settings.placement), settings.placement
+            schedule = make_schedule("inference", n, count, "never", placement)
+            return state.engine.call_ranks(graph, inputs, schedule, to_all=self._to_all)
+
+    def forward_backward(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_fn: Callable[..., Any] | None = None,
+        reduction: str = "mean",
+        grad_scaler: torch.amp.GradScaler | None = None,
+        micro_batches: Iterable[Any] | None = None,
+        return_outputs: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs forward and backward of a mini-batch; adds the gradients to `.grad` of this rank's parameters.
+
+            loss = pipe.forward_backward(x, target=t, loss_fn=torch.nn.functional.cross_entropy)
+
+        As in one process (`Pipeline.forward_backward`), on all ranks at once. Inputs are looked at on the rank of the
+        first stage (`needs_inputs`), target and loss_fn on that of the last one (`needs_target`): elsewhere they may
+        be None, or left out.
+
+        Returns:
+            The loss, on all ranks; with `return_outputs` the pair of it and the outputs, as a call returns them.
+
+        Raises:
+            DistributedError: the step has failed on another rank, which it names; or a rank is gone, or has not
+                answered for `timeout` seconds. As after any exception, gradients and buffers are as before on all
+                ranks, and the next step begins anew.
+        """
+        state = self._state
+        with state.engine.running(), state.group.together():
+            check_reduction(reduction)
+            parse_switch("return_outputs", return_outputs)
+            check_loss_function(loss_fn, target)
+            check_can_train(self.model)
+            if micro_batches is not None:
+                raise ArgumentError(
+                    "micro_batches= cannot be handed over to processes yet: give them as one mini-batch, of which each "
+                    "rank needs its part, or accumulate over several calls"
+                )
+            if grad_scaler is not None:
+                raise StateError(
+                    "grad_scaler would skip an update on the rank that has an infinite gradient, and on no other: "
+                    "train in bfloat16, which needs none, or in one process"
+                )
+            graph, inputs = state.agree("forward_backward", args, kwargs)
+            settings, batch = state.settings, inputs.batch
+            schedule = state.schedule_for(settings.micro_batches(batch), settings.largest_micro_batch(batch))
+            loss, outputs = state.engine.train_ranks(
+                graph, inputs, schedule, loss_fn or model_loss, () if target is None else (target,), reduction,
+                with_outputs=return_outputs, to_all=self._to_all,
+            )  # fmt: skip
+        return (loss, outputs) if return_outputs else loss
+
+    @property
+    def needs_inputs(self) -> bool:
+        """Tells whether this rank's inputs are looked at: it has the first stage."""
+        return self._state.group.rank == self._state.leader
+
+    @property
+    def needs_target(self) -> bool:
+        """Tells whether this rank's target and loss_fn are looked at: it has the last stage."""
+        return self._state.group.rank == self._state.last
+
+    # -- Tensors of this rank ----------------------------------------------------------------------------------------
+
+    def _own(self) -> set[int]:
+        """Returns the identities of the tensors that this rank holds."""
+        state = self._state
+        constants: dict[str, torch.Tensor] = next(iter(state.graphs))[1].constants if len(state.graphs) else {}
+        tensors = ModelTensors(self.model, constants)
+        return {id(tensors.get(name)) for name in state.own_names()}
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        own = self._own()
+        for name, parameter in self.model.named_parameters(prefix, recurse, remove_duplicate):
+            if id(parameter) in own:
+                yield name, parameter
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        own = self._own()
+        for name, buffer in self.model.named_buffers(prefix, recurse, remove_duplicate):
+            if id(buffer) in own:
+                yield name, buffer
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The part of the model's state that this rank holds, under the model's keys.
+
+        `torch.distributed.checkpoint` saves and loads it: together the ranks have all of the model.
+        """
+        own, state = self._own(), self._state
+        keep = kwargs.pop("keep_vars", False)
+        full = self.model.state_dict(*args, keep_vars=True, **kwargs)
+        # What is no tensor of the model (the extra state of a module) goes with the first stage.
+        known = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
+        for key in [*full]:
+            value = full[key]
+            is_own = id(value) in own if id(value) in known else state.group.rank == state.leader
+            if not is_own:
+                del full[key]
+            elif isinstance(value, torch.Tensor) and not keep:
+                full[key] = value.detach()
+        return full
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads this rank's part of a state, of which `state_dict` may have more: all of the model, say."""
+        own = {*self.state_dict()}
+        whole = {*self.model.state_dict()}
+        keys = self.model.load_state_dict(
+            {key: value for key, value in state_dict.items() if key in own}, strict=False, assign=assign
+        )
+        missing = [key for key in keys.missing_keys if key in own]
+        unexpected = [key for key in state_dict if key not in whole]
+        if strict and (missing or unexpected):
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for rank {self._state.group.rank}: "
+                f"missing keys {missing}, unexpected keys {unexpected}"
+            )
+        return type(keys)(missing, unexpected)
+
+    # -- Lifecycle ---------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Closes the connections to the other ranks; the model stays as it is. Every rank closes its own."""
+        super().close()
+        self._state.group.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
+        raise StateError(
+            "a pipe over processes cannot be copied: it is one of several, with connections to the others; make "
+            "another with fxpipe.pipeline, or copy state_dict()"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise StateError("a pipe over processes cannot be pickled: save its state_dict()")
+
+    @property
+    def _state(self) -> RankState:
+        state: RankState = self.__dict__["_fxpipe"]
+        return state
+
+    @property
+    def _to_all(self) -> bool:
+        return bool(self.__dict__["_outputs"] == "all")
+
+
+def pipeline_over_ranks(
+    model: nn.Module,
+    devices: DeviceMesh | dist.ProcessGroup,
+    options: PipelineOptions,
+    plan: Plan | None,
+    outputs: str,
+    timeout: float,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> DistributedPipeline:
+    """Makes the pipe of this rank, together with all the others."""
+    group = RankGroup(devices, timeout)
+    with group.together() as connection:
+        if outputs not in OUTPUTS:
+            raise ArgumentError(f"outputs={outputs!r} is unknown; accepted are 'last' and 'all'")
+        settings = make_settings(replace(options, devices=[str(group.device)] * group.size), plan)
+        check_agreement(connection, model_fields(model, settings))
+        state = RankState(model, settings, plan, group)
+        pipe = DistributedPipeline(model, settings, state, outputs)
+        if connection.broadcast(bool(args or kwargs), 0, "the example inputs"):
+            state.record_first(args, kwargs)
+    return pipe

@@ -1,0 +1,395 @@
+"""Whole steps of a pipe over several processes, on one rank.
+
+A step goes as in one process (`runtime.engine`); what differs is its end. Before anything is committed all ranks
+gather what each has to say: the loss, which the rank of the last stage has, and whether the step counts. So it is
+committed on all ranks, or on none.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fxpipe._torch.autograd import has_gradient_hooks, leaves_below
+from fxpipe._torch.pipelining import ScheduleEngine
+from fxpipe.distributed.held_tensors import HeldTensors, TensorExchange, TensorTransfers, gradient_of
+from fxpipe.distributed.packets import MAX_KEYS, Layout, Mailbox
+from fxpipe.distributed.rank_group import RankGroup
+from fxpipe.distributed.rank_step import RankRow, RankStep, first_free_tag
+from fxpipe.distributed.relay_routes import RelayRoutes
+from fxpipe.errors import LossError, StateError
+from fxpipe.rewriting.program import ConstantOutput
+from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
+from fxpipe.runtime.commit import GradientList, attach_commit, gradient_rollback
+from fxpipe.runtime.engine import Engine, divided, scatter_target, shares_of, write_back_results
+from fxpipe.runtime.executors import InlineExecutor
+from fxpipe.runtime.loss_stage import LossStage
+from fxpipe.runtime.loss_weighting_check import LossWeightingCheck
+from fxpipe.runtime.losses import LOSS_REMEDIES, MODEL_LOSS_REMEDIES, MicroBatchLosses, ambiguous_output_message
+from fxpipe.runtime.microbatches import gather
+from fxpipe.runtime.step_inputs import StepInputs
+from fxpipe.runtime.step_record import step_record_of
+from fxpipe.scheduling import Schedule
+from fxpipe.scheduling.actions import ActionKind
+from fxpipe.utils.batch_split import samples_per_micro_batch
+from fxpipe.utils.pytree import map_tensor_leaves
+
+
+@dataclass(frozen=True, slots=True)
+class RankGraph:
+    """A graph with all that a rank needs to run it."""
+
+    number: int  # by which ranks speak of it
+    bound: BoundProgram
+    routes: RelayRoutes
+    held: HeldTensors
+    transfers: TensorTransfers
+
+
+@dataclass(frozen=True, slots=True)
+class RankInputs:
+    """The inputs of a step: the same on all ranks, but for the leaves, which the rank of the first stage has."""
+
+    leaves: Sequence[Any]
+    batch: int
+    sizes: tuple[Any, ...]  # of the leaves, on all ranks
+    seed: int
+    known: Mapping[int, Any]  # pieces of the mini-batch, by place
+
+
+@dataclass(slots=True)
+class StepReport:
+    """One rank's report at the end of the rows."""
+
+    loss: torch.Tensor | None = None  # of the rank of the last stage, as all that follows
+    divisor: Any = None
+    shares: Sequence[Any] = ()  # of micro-batches, where other ranks have to ask
+    wrong: str | None = None
+    wrong_means: str | None = None
+    can_verify: bool = False
+    is_verified: bool = False
+    has_hooks: bool = False  # on leaves of this rank, which may fail
+    weights_of_elements: dict[Any, Any] = field(default_factory=dict)  # that the loss weighting check has noted here
+
+
+class RankEngine(Engine):
+    """Runs this rank's part of the steps of one model."""
+
+    def __init__(self, model: nn.Module, group: RankGroup):
+        super().__init__(model, InlineExecutor())
+        self.group = group
+        self._engines: dict[Schedule, ScheduleEngine] = {}
+        self._layouts: dict[Any, Layout] = {}
+        self._generation = -1
+
+    # -- rows --------------------------------------------------------------------------------------------------------
+
+    def _engine_for(self, schedule: Schedule) -> ScheduleEngine:
+        engine = self._engines.get(schedule)
+        if engine is None:
+            engine = ScheduleEngine(engine_rows(schedule), self._process_group, self.group.device)
+            self._engines[schedule] = engine
+        return engine
+
+    @property
+    def _process_group(self) -> dist.ProcessGroup:
+        return self.group.process_group
+
+    def _mailbox(self) -> Mailbox:
+        if self._generation != self.group.generation or len(self._layouts) > MAX_KEYS:
+            self._layouts.clear()  # on all ranks at once
+            self._generation = self.group.generation
+        return Mailbox(self.group.connection, self.group.device, self._layouts)
+
+    def _tensor_exchange(
+        self, graph: RankGraph, inputs: RankInputs, schedule: Schedule, mailbox: Mailbox, tensors: ModelTensors
+    ) -> TensorExchange:
+        return TensorExchange(mailbox, self.group.rank, tensors, (graph.number, "tensors"), first_free_tag(schedule))
+
+    def _run_row(
+        self, graph: RankGraph, inputs: RankInputs, schedule: Schedule, step: RankStep, mailbox: Mailbox
+    ) -> None:
+        step.log.begun.append(time.perf_counter())
+        row = RankRow(step, mailbox, self.group, (graph.number, inputs.sizes, schedule.micro_batches))
+        with step.in_row():
+            self._engine_for(schedule).run(row)
+        self._last_step = functools.partial(
+            step_record_of, schedule, step.bounds, step.log.now(), [*step.exchange.moved]
+        )
+        step.rank_exchange.check_empty()
+
+    def _open(self, graph: RankGraph, inputs: RankInputs, schedule: Schedule, **more: Any) -> RankStep:
+        bound, m = graph.bound, schedule.micro_batches
+        shares = shares_of(samples_per_micro_batch(inputs.batch, m))
+        if graph.routes.is_here(0, self.group.rank):
+            own = StepInputs.of_mini_batch(bound, inputs.leaves, shares)
+        else:
+            own = StepInputs((bound,) * m, (inputs.leaves,) * m, tuple(shares), (), ())
+        return RankStep(
+            own, self.model, inputs.seed, schedule, self._caller_context, graph.routes, self.group.rank, **more
+        )
+
+    # -- evaluation --------------------------------------------------------------------------------------------------
+
+    def call_ranks(self, graph: RankGraph, inputs: RankInputs, schedule: Schedule, *, to_all: bool) -> Any:
+        """Runs all forwards; returns the output on the rank of the last stage, or on all, else None."""
+        bound, connection = graph.bound, self.group.connection
+        n, m = len(bound.devices), schedule.micro_batches
+        if m > 1 and bound.untold:
+            raise LossError(ambiguous_output_message(bound.untold[0]))
+        mailbox, tensors = self._mailbox(), ModelTensors(self.model, bound.constants)
+        exchange = self._tensor_exchange(graph, inputs, schedule, mailbox, tensors)
+        exchange.borrow(graph.transfers)
+        step = self._open(graph, inputs, schedule)
+        self._run_row(graph, inputs, schedule, step, mailbox)
+        last, results = graph.routes.rank(n), bound.results
+        outputs: list[Any] = []
+        if self.group.rank == last:
+            parts = {link.value: [step.exchange.take(n, link, i) for i in range(m)] for link in bound.wiring.links[-1]}
+            outputs = [
+                o.value
+                if isinstance(o, ConstantOutput)
+                else gather([p.value for p in parts[o]], how, step.weights, name)
+                for (o, how), name in zip(results, bound.result_names, strict=True)
+            ]
+        count = len(bound.program.outputs)
+        more = self._from_last(graph, outputs[count:])
+        output = bound.output(outputs[:count]) if self.group.rank == last else None
+        if to_all:
+            output = self._on_all(output, last)
+        connection.all_gather(None, "the end of the step")
+        step.commit_buffers()
+        exchange.spread_changes(graph.transfers)
+        self._write_back(graph, inputs, tensors, more)
+        step.transport.settle()
+        connection.finish_all_sends()
+        mailbox.remember()
+        return output
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def train_ranks(
+        self,
+        graph: RankGraph,
+        inputs: RankInputs,
+        schedule: Schedule,
+        loss_fn: Callable[..., Any],
+        target: tuple[Any, ...],
+        reduction: str,
+        *,
+        with_outputs: bool,
+        to_all: bool,
+    ) -> tuple[torch.Tensor, Any]:
+        """Runs a step and adds its gradients to the parameters of this rank; returns the loss, and outputs or None."""
+        bound, connection, m = graph.bound, self.group.connection, schedule.micro_batches
+        last = graph.routes.rank(len(bound.devices))
+        is_last = self.group.rank == last
+        tensors = ModelTensors(self.model, bound.constants)
+        kind = self._loss_histories.of(loss_fn, reduction, target, bound) if is_last else None
+        mailbox = self._mailbox()
+        exchange = self._tensor_exchange(graph, inputs, schedule, mailbox, tensors)
+        exchange.borrow(graph.transfers)
+        is_verified, is_again = kind is not None and kind.is_due and m > 1, False
+
+        while True:
+            losses = self._losses(inputs, schedule, loss_fn, target, reduction, is_verified) if is_last else None
+            step = self._open(
+                graph, inputs, schedule,
+                losses=losses,
+                keep_outputs=is_last and (is_verified or with_outputs),
+                look_at_elements=kind is None or kind.look_at_elements,
+            )  # fmt: skip
+            self._run_row(graph, inputs, schedule, step, mailbox)
+            leaves = [*self._trained(graph, tensors).values(), *(one.tensor for one in step.trained)]
+            report, outputs = StepReport(has_hooks=any(map(has_gradient_hooks, leaves))), []
+            if step.loss is not None and kind is not None:
+                outputs = self._close_loss(step, step.loss, kind, report, is_verified, with_outputs)
+            elif step.loss_weighting.gradients:
+                report.weights_of_elements = dict(step.loss_weighting.gradients)
+            reports: list[StepReport] = connection.all_gather(report, "the end of the step")
+            of_last = reports[last]
+            wrong = _wrong_weights(reports, of_last, of_last.wrong, means_only=False)
+            if wrong and of_last.can_verify and not of_last.is_verified and not is_again:
+                is_verified, is_again = is_last, True  # nothing has changed yet: again, and this time for certain
+                connection.finish_all_sends()
+                continue
+            break
+        if wrong and not (of_last.is_verified and of_last.can_verify):
+            wrong_means = _wrong_weights(reports, of_last, of_last.wrong_means, means_only=True)
+            if wrong_means:
+                raise LossError(f"{wrong_means} {LOSS_REMEDIES}. {MODEL_LOSS_REMEDIES}")
+        if m > 1 and kind is not None:
+            kind.count_pass(is_mistaken=wrong is not None)
+
+        others = exchange.sum_gradients(graph.transfers, step)
+        more = self._from_last(graph, self._other_results(step))
+        output = step.loss.tree(outputs) if step.loss is not None and with_outputs else None
+        if with_outputs and to_all:
+            output = self._on_all(output, last)
+        connection.finish_all_sends()
+        self._commit_gradients(graph, tensors, step, others, of_last.divisor, any(one.has_hooks for one in reports))
+        step.commit_buffers()
+        exchange.spread_changes(graph.transfers)
+        self._write_back(graph, inputs, tensors, more)
+        mailbox.remember()
+        assert of_last.loss is not None
+        return of_last.loss.to(self.group.device), output
+
+    def _losses(
+        self,
+        inputs: RankInputs,
+        schedule: Schedule,
+        loss_fn: Callable[..., Any],
+        target: tuple[Any, ...],
+        reduction: str,
+        is_verified: bool,
+    ) -> MicroBatchLosses:
+        device, batch, m = self.group.device, inputs.batch, schedule.micro_batches
+        shares = shares_of(samples_per_micro_batch(batch, m))
+        # As it is before the step: loss_fn may write to it.
+        whole = map_tensor_leaves(lambda t: t.detach().to(device, copy=True), target) if is_verified else None
+        losses = MicroBatchLosses(loss_fn, reduction, shares, scatter_target(target, batch, m, device), None, whole)
+        losses.known = inputs.known
+        return losses
+
+    def _close_loss(
+        self, step: RankStep, stage: LossStage, kind: Any, report: StepReport, is_verified: bool, is_asked: bool
+    ) -> list[Any]:
+        """Fills in the report of the rank of the last stage, and returns the outputs, where they were kept."""
+        losses = stage.losses
+        self._refuse_strange_leaves(step, stage)
+        report.loss, report.divisor = losses.total().cpu(), losses.divisor
+        report.wrong = step.loss_weighting.difference(losses.share)
+        report.wrong_means = step.loss_weighting.difference(losses.share, means_only=True) if report.wrong else None
+        report.shares = [losses.share(i) for i in range(step.micro_batches)]
+        outputs, is_verified = self._gathered_outputs(stage, step.weights, is_verified, is_asked)
+        report.is_verified = is_verified
+        if is_verified:
+            kind.can_verify = stage.verify(outputs)
+        report.can_verify = kind.can_verify
+        return outputs
+
+    def _refuse_strange_leaves(self, step: RankStep, stage: LossStage) -> None:
+        """Refuses a loss that reads parameters of the model itself: other ranks may hold them."""
+        if self.group.size == 1:
+            return
+        names = {id(tensor): name for name, tensor in self.model.named_parameters()}
+        if name := next((names[key] for key in stage.own if key in names), None):
+            raise LossError(
+                f"loss_fn reads the parameter {name!r} of the model, which another rank may hold; let forward return "
+                "what the loss needs of it, a penalty say"
+            )
+
+    @staticmethod
+    def _other_results(step: RankStep) -> list[torch.Tensor]:
+        """Returns what forward has left in inputs and attributes, on the rank of the last stage."""
+        if step.loss is None:
+            return []
+        with torch.no_grad():
+            return step.loss.gather_other_results(lambda parts, how, what: gather(parts, how, step.weights, what))
+
+    # -- what the ranks hand each other at the end of a step ---------------------------------------------------------
+
+    def _from_last(self, graph: RankGraph, values: Sequence[Any]) -> Sequence[Any]:
+        """Returns what forward has left in inputs and attributes, on all ranks."""
+        program = graph.bound.program
+        if not (program.written_inputs or program.left):
+            return []
+        result: Sequence[Any] = self._on_all(list(values), graph.routes.rank(len(graph.bound.devices)))
+        return result
+
+    def _on_all(self, value: Any, source: int) -> Any:
+        at_home = map_tensor_leaves(lambda t: t.detach().cpu(), value)
+        result = self.group.connection.broadcast(at_home, source, "the outputs")
+        return value if self.group.rank == source else map_tensor_leaves(lambda t: t.to(self.group.device), result)
+
+    def _write_back(
+        self, graph: RankGraph, inputs: RankInputs, tensors: ModelTensors, values: Sequence[torch.Tensor]
+    ) -> None:
+        program = graph.bound.program
+        if not values:
+            return
+        leaves = ((place, inputs.leaves[place]) for place in program.written_inputs)
+        by_place = {
+            place: leaf if isinstance(leaf, torch.Tensor) else torch.empty_like(value)  # not given on this rank
+            for (place, leaf), value in zip(leaves, values, strict=False)
+        }
+        with torch.no_grad():
+            write_back_results(tensors, by_place, program, values)  # type: ignore[arg-type]
+
+    def _trained(self, graph: RankGraph, tensors: ModelTensors) -> dict[str, torch.Tensor]:
+        """Returns, by name, the tensors that this rank holds and trains."""
+        held = {name: tensors.get(name) for name in graph.transfers.stages_of if self._holds(graph, name)}
+        stages = graph.bound.program.stages
+        changed = {name for stage in stages for name in (*stage.changed_buffers, *stage.assigns)}
+        return {name: tensor for name, tensor in held.items() if tensor.requires_grad and name not in changed}
+
+    def _holds(self, graph: RankGraph, name: str) -> bool:
+        return self.group.rank in graph.held.holders(name)
+
+    def _commit_gradients(
+        self,
+        graph: RankGraph,
+        tensors: ModelTensors,
+        step: RankStep,
+        others: Mapping[tuple[str, int], torch.Tensor],
+        divisor: Any,
+        any_hooks: bool,
+    ) -> None:
+        """Adds the gradients of the step to `.grad`. Where hooks may fail on one rank, all wait for it."""
+        trained = self._trained(graph, tensors)
+        extra = [] if step.loss is None else [leaf for leaf, *_ in step.loss.own.values()]
+
+        def finish(_: object) -> GradientList:
+            sums: GradientList = [gradient_of(name, graph.transfers.stages_of[name], step, others) for name in trained]
+            sums += [step.exchange.input_gradients(one) for one in step.trained]
+            if step.loss is not None:
+                sums += [step.loss.own.pop(id(leaf))[1] for leaf in extra]
+            return sums if divisor is None else [g if g is None else divided(g, divisor) for g in sums]
+
+        leaves = [*trained.values(), *(one.tensor for one in step.trained), *extra]
+        connection = self.group.connection
+        if not leaves:
+            if any_hooks:
+                connection.all_gather(None, "the hooks on gradients")
+            return
+        (root,) = attach_commit(step.transport.on_step_streams(finish), [torch.zeros((), device="cpu")], leaves)
+        with gradient_rollback(leaves_below(root), is_certain=any_hooks):
+            root.backward()
+            if any_hooks:
+                connection.all_gather(None, "the hooks on gradients")
+
+
+def _wrong_weights(
+    reports: Sequence[StepReport], of_last: StepReport, wrong: str | None, *, means_only: bool
+) -> str | None:
+    """Returns how elements count differently: as the rank of the last stage says, or of what others have reduced."""
+    if wrong:
+        return wrong
+    notes = {key: value for report in reports for key, value in report.weights_of_elements.items()}
+    if not notes:
+        return None
+    check = LossWeightingCheck(True, frozenset())
+    check.gradients.update(notes)
+    return check.difference(of_last.shares.__getitem__, means_only)
+
+
+def engine_rows(schedule: Schedule) -> dict[int, list[str]]:
+    """Returns the rows in the engine's words: B is I where its stage has W, and R is left to B."""
+    split = {action.stage for row in schedule.rows for action in row if action.kind is ActionKind.WEIGHT}
+    return {rank: [_word(action, split) for action in row if action.kind is not ActionKind.RECOMPUTE]
+            for rank, row in enumerate(schedule.rows)}  # fmt: skip
+
+
+def _word(action: Any, split: set[int]) -> str:
+    kind = "I" if action.kind is ActionKind.BACKWARD and action.stage in split else action.kind.value
+    if kind not in ("F", "B", "I", "W"):
+        raise StateError(f"{action} cannot run over processes")
+    return f"{action.stage}{kind}{action.micro_batch}"

@@ -1,0 +1,100 @@
+"""The exchange of one rank: what its stages hand each other, and what crosses to and from other ranks.
+
+A value that arrives is entered for all stages of this rank that use it, and waits for the cuts that it still has to
+cross. Packets are made and taken apart here; when each is sent, the engine says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fxpipe._torch.autograd import takes_gradient
+from fxpipe.distributed.packets import PacketValue
+from fxpipe.distributed.relay_routes import GradientKey, RelayRoutes, ValueKey
+from fxpipe.errors import InternalError
+from fxpipe.rewriting.program import PIPE_INPUT
+from fxpipe.runtime.exchange import BoundaryValue, Exchange
+from fxpipe.runtime.step_inputs import StepInputs
+from fxpipe.runtime.transport import Transport
+from fxpipe.runtime.wiring import ValueLink
+
+
+class RankExchange(Exchange):
+    """The values and gradients of one step that are on this rank."""
+
+    def __init__(self, inputs: StepInputs, transport: Transport, grad: bool, routes: RelayRoutes, rank: int):
+        """`inputs`: anything in the place of tensors, on ranks without the first stage."""
+        self._routes, self._rank, self._wiring = routes, rank, inputs.bounds[0].wiring
+        cuts = [j for j, at in enumerate(routes.placement[:-1]) if at == rank and routes.crosses(j)]
+        # By value, the cuts that it crosses from this rank on; by cut and micro-batch, what is to be sent.
+        self._cuts_of: dict[ValueKey, list[int]] = {}
+        for cut in cuts:
+            for key in routes.down[cut]:
+                self._cuts_of.setdefault(key, []).append(cut)
+        self._leaving: dict[tuple[int, int], dict[ValueKey, PacketValue]] = {}
+        self._returning: dict[tuple[GradientKey, int], torch.Tensor] = {}
+        super().__init__(inputs, transport, grad)
+
+    def _enter(self, name: str, i: int, part: Any, wants: bool) -> None:
+        if not self._routes.is_here(0, self._rank):
+            return
+        part = part.detach() if isinstance(part, torch.Tensor) else part
+        self._arrived((PIPE_INPUT, name), i, part, wants)
+        if wants:
+            self._parts[name, i] = part
+
+    def _arrived(self, key: ValueKey, i: int, value: Any, requires_grad: bool) -> None:
+        """Enters a value for the stages of this rank that use it, and for the cuts that it crosses."""
+        for user in self._wiring.users[key]:
+            if self._routes.is_here(user, self._rank):
+                self._values[user, *key, i] = BoundaryValue(value, requires_grad)
+        for cut in self._cuts_of.get(key, ()):
+            self._leaving.setdefault((cut, i), {})[key] = PacketValue(value, requires_grad)
+
+    def send(self, maker: int, name: str, i: int, value: Any) -> None:
+        wants = False
+        if isinstance(value, torch.Tensor):
+            wants, value = takes_gradient(value), value.detach()
+        self._arrived((maker, name), i, value, wants)
+
+    def send_gradient(self, link: ValueLink, i: int, gradient: torch.Tensor | None) -> None:
+        if gradient is None or self._routes.is_here(link.gradient_target, self._rank):
+            super().send_gradient(link, i, gradient)
+        else:
+            self._returning[(link.value.source, link.value.name, link.gradient_target), i] = gradient
+
+    # -- packets -----------------------------------------------------------------------------------------------------
+
+    def values_of_cut(self, cut: int, i: int) -> list[PacketValue]:
+        """Takes what a micro-batch sends down through a cut."""
+        leaving = self._leaving.pop((cut, i), {})
+        return [leaving[key] for key in self._routes.down[cut]]
+
+    def enter_values(self, cut: int, i: int, values: Sequence[PacketValue]) -> None:
+        for key, one in zip(self._routes.down[cut], values, strict=True):
+            self._arrived(key, i, one.value, one.requires_grad)
+
+    def gradients_of_cut(self, cut: int, i: int) -> list[PacketValue]:
+        """Takes the gradients that a micro-batch sends up through a cut; None for those that there are not."""
+        return [PacketValue(self._returning.pop((key, i), None)) for key in self._routes.up[cut]]
+
+    def enter_gradients_of_cut(self, cut: int, i: int, gradients: Sequence[PacketValue]) -> None:
+        for key, one in zip(self._routes.up[cut], gradients, strict=True):
+            if one.value is None:
+                continue
+            _, name, target = key
+            if self._routes.is_here(target, self._rank):
+                if (target, name, i) in self._gradients:
+                    raise InternalError(f"two gradients for {name} at stage {target}, micro-batch {i}")
+                self._gradients[target, name, i] = one.value
+            else:
+                self._returning[key, i] = one.value
+
+    def check_empty(self) -> None:
+        """Raises `InternalError` where something was sent that nobody has taken."""
+        left = [*self._leaving, *self._returning]
+        if left:
+            raise InternalError(f"left behind at the end of a step: {left[:4]}")

@@ -1,0 +1,254 @@
+"""The graphs of a pipe over processes: recorded on all ranks at once, chosen by the rank that has the inputs.
+
+The rank of the first stage, the *leader*, looks at the inputs of a step: which graph is theirs, how many samples. It
+tells the others, who need no inputs. Where no graph is, it sends the inputs, and all record it. The first plan is made
+by rank 0 alone, since times differ, and the others cut as it says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe._torch.module_internals import all_modules
+from fxpipe._torch.thread_state import ThreadState
+from fxpipe.config.pipeline_options import Settings
+from fxpipe.distributed.agreement import check_agreement, graph_fields
+from fxpipe.distributed.held_tensors import HeldTensors
+from fxpipe.distributed.rank_engine import RankEngine, RankGraph, RankInputs
+from fxpipe.distributed.rank_group import RankGroup
+from fxpipe.distributed.relay_routes import relay_routes
+from fxpipe.errors import ArgumentError, StateError
+from fxpipe.graph_cache import MAX_GRAPHS
+from fxpipe.pipeline_state import PipelineState, peek_seed, samples_of
+from fxpipe.planning import PreparedGraph
+from fxpipe.plans import Plan
+from fxpipe.runtime import BoundProgram, InlineExecutor
+from fxpipe.runtime.bound_program import ModelTensors
+from fxpipe.tracing.model_state import slots_of
+from fxpipe.tracing.verify.written_inputs import refuse_unwritable_inputs
+from fxpipe.utils.batch_split import samples_per_micro_batch
+from fxpipe.utils.pytree import flatten, map_tensor_leaves
+from fxpipe.utils.random_generators import draw_seed
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """The decisions of planning, made on rank 0."""
+
+    plan: Plan
+    placement: tuple[int, ...]
+    chunks: int
+    checkpoint: str | tuple[str, ...]
+    schedule: Any  # None for a function of the user's, which each rank has
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The message of the leader to the others, of what a step is."""
+
+    call: str  # what runs; all ranks must call the same
+    mode: str  # of the modules and the thread
+    number: int  # of the graph
+    inputs: Any = None  # where it is to be recorded: (args, kwargs) of the mini-batch
+    peeked_seed: int = 0  # of the numbers that forward draws and reads, while it is recorded
+    seed: int = 0
+    batch: int = 0
+    sizes: tuple[Any, ...] = ()
+    known: Any = None
+
+
+class RankState(PipelineState):
+    """The state of a pipe on one rank."""
+
+    def __init__(self, model: nn.Module, settings: Settings, plan: Plan | None, group: RankGroup):
+        super().__init__(model, settings, plan, InlineExecutor())
+        self.group = group
+        self.engine: RankEngine = RankEngine(model, group)
+        self.checks_evaluation &= group.rank == 0  # one warning will do
+        self.held: HeldTensors | None = None
+        self._numbered: dict[int, tuple[PreparedGraph, RankGraph]] = {}
+        self._next_number = 0
+
+    # -- who has what ------------------------------------------------------------------------------------------------
+
+    @property
+    def leader(self) -> int:
+        """The rank that is asked for inputs: that of the first stage, or before there is a plan rank 0."""
+        return 0 if self.first is None else self.settings.placement[0]
+
+    @property
+    def last(self) -> int:
+        return self.settings.placement[-1]
+
+    def own_names(self) -> tuple[str, ...]:
+        """Returns the names of the tensors that this rank holds.
+
+        Raises:
+            StateError: that is not known before there is a plan.
+        """
+        if self.held is None:
+            raise StateError(
+                "the pipe has no plan yet, so nobody knows which parameters this rank has: give example_args to "
+                "fxpipe.pipeline, or make the optimizer behind the first step"
+            )
+        return self.held.names_of(self.group.rank)
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def agree(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[RankGraph, RankInputs]:
+        """Settles with all ranks what runs now. Of the inputs only those of the leader are looked at."""
+        if self.closed:
+            raise StateError("the pipe is closed; make a new one with fxpipe.pipeline(model, ...)")
+        is_first = self.first is None
+        job = self._propose(call, args, kwargs) if self.group.rank == self.leader else None
+        job = self.group.connection.broadcast(job, self.leader, "the first stage's inputs", is_long=is_first)
+        assert job is not None
+        self._check_call(job, call)
+        if job.inputs is not None:
+            self._record(job.inputs, job.peeked_seed)
+            job = self._propose(call, args, kwargs) if self.group.rank == self.leader else None
+            job = self.group.connection.broadcast(job, self.leader, "the first stage's inputs", is_long=True)
+            if job.inputs is not None:
+                raise StateError("the graph that was recorded for these inputs is not taken for theirs")
+        prepared, graph = self._numbered[job.number]
+        leaves = flatten((args, kwargs))[0] if self.group.rank == self.leader else [None] * len(job.sizes)
+        sizes = samples_per_micro_batch(job.batch, self.settings.micro_batches(job.batch))
+        prepared.traced.refuse_uneven_outputs(job.batch, sizes)
+        if graph.bound.program.is_random and self.group.rank != self.leader:
+            draw_seed()  # so that the generators of all ranks stand where that of one process would
+        known = {} if job.known is None else map_tensor_leaves(lambda t: t.to(self.group.device), job.known)
+        return graph, RankInputs(leaves, job.batch, job.sizes, job.seed, known)
+
+    def _propose(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:
+        """Looks at the inputs, on the leader."""
+        leaves, _ = flatten((args, kwargs))
+        if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            raise ArgumentError(
+                f"rank {self.group.rank} has the first stage and needs the inputs of the mini-batch, but was given none"
+                "; others may leave them out: pipe.needs_inputs tells"
+            )
+        peeked, mode = peek_seed(), self._mode()
+        checked = self._checked_inputs(args, kwargs, peeked)
+        known = None if self.first is None else self._known(checked, args, kwargs)
+        if known is None:
+            inputs = map_tensor_leaves(lambda t: t.detach().cpu().requires_grad_(t.requires_grad), (args, kwargs))
+            return Job(call, mode, -1, inputs=inputs, peeked_seed=peeked)
+        prepared, bound = known
+        batch = samples_of(prepared.traced, leaves)
+        refuse_unwritable_inputs(prepared.traced, leaves, call == "forward_backward")
+        number = next(k for k, (_, graph) in self._numbered.items() if graph.bound is bound)
+        pieces = None
+        if bound.known_pieces is not None:
+            pieces = map_tensor_leaves(lambda t: t.detach().cpu(), dict(bound.known_pieces(leaves, batch)))
+        seed = draw_seed() if bound.program.is_random else 0
+        sizes = tuple(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+        return Job(call, mode, number, seed=seed, batch=batch, sizes=sizes, known=pieces)
+
+    def _mode(self) -> str:
+        """Returns the modes of the modules and of this thread as a text that another process makes, too."""
+        flags = "".join("t" if module.training else "e" for module in all_modules(self.model))
+        return hashlib.sha256(f"{flags} {ThreadState.now()}".encode()).hexdigest()[:16]
+
+    def _check_call(self, job: Job, call: str) -> None:
+        if job.call != call:
+            raise StateError(
+                f"rank {self.leader} calls {job.call}, and rank {self.group.rank} calls {call}: all ranks make the "
+                "same calls in the same order"
+            )
+        if job.mode != self._mode():
+            raise StateError(
+                f"rank {self.leader} and rank {self.group.rank} call {call} in different modes: train() and eval(), "
+                "grad mode and autocast must be the same on all ranks"
+            )
+
+    # -- graphs ------------------------------------------------------------------------------------------------------
+
+    def record_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Plans with the example inputs of rank 0, and records their graph on all ranks."""
+        connection = self.group.connection
+        own = map_tensor_leaves(lambda t: t.detach().cpu().requires_grad_(t.requires_grad), (args, kwargs))
+        inputs, seed = connection.broadcast((own, peek_seed()), 0, "the example inputs", is_long=True)
+        self._record(inputs, seed)
+
+    def _record(self, inputs: Any, seed: int) -> None:
+        """Records a graph on all ranks, and compares what came of it."""
+        args, kwargs = map_tensor_leaves(lambda t: t.to(self.group.device), inputs)
+        known = {id(bound) for _, bound in self.graphs}
+        if self.first is None:
+            self._plan(args, kwargs, seed)
+        else:
+            self._refresh()
+            self._make_graph(args, kwargs, seed)
+        for prepared, bound in self.graphs:
+            if id(bound) not in known:
+                self._number(prepared, bound)
+        while len(self._numbered) > MAX_GRAPHS:
+            del self._numbered[min(self._numbered)]
+
+    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> None:
+        connection = self.group.connection
+        decisions = None
+        if self.group.rank == 0:
+            self._make_graph(args, kwargs, seed)
+            assert self.plan is not None
+            settings = self.settings
+            schedule = None if callable(settings.schedule) else settings.schedule
+            decisions = Decisions(self.plan, settings.placement, settings.chunks, settings.checkpoint, schedule)
+        decisions = connection.broadcast(decisions, 0, "the plan", is_long=True)
+        if self.group.rank != 0:
+            self.given_plan = decisions.plan
+            self.settings = replace(
+                self.settings,
+                placement=decisions.placement,
+                chunks=decisions.chunks,
+                checkpoint=decisions.checkpoint,
+                schedule=self.settings.schedule if decisions.schedule is None else decisions.schedule,
+                left=frozenset(),
+            )
+            self._make_graph(args, kwargs, seed)
+            self.plan = decisions.plan  # with all its figures: a schedule may be searched by them
+        devices = max(self.settings.placement) + 1
+        if devices != self.group.size:
+            raise ArgumentError(
+                f"the plan has stages for {devices} devices, but the process group has {self.group.size} ranks: start "
+                f"{devices}, or pin stages to all of them"
+            )
+
+    def _number(self, prepared: PreparedGraph, bound: BoundProgram) -> None:
+        """Makes a graph known by a number, the same on all ranks."""
+        placement = self.settings.placement
+        fields = graph_fields(prepared.traced.fingerprint(), bound, placement, self.settings)
+        check_agreement(self.group.connection, fields)
+        routes = relay_routes(bound.wiring, placement)
+        if self.held is None:
+            tensors = ModelTensors(self.model, bound.constants)
+            used = {id(tensors.get(name)) for stage in bound.program.stages for name in stage.attributes}
+            names = {id(tensor): slot.name for slot, tensor in slots_of(self.model).items() if id(tensor) not in used}
+            self.held = HeldTensors(bound.program, routes, names.values())
+            self._send_from_home(self.held.shared, bound.constants)  # each rank may have drawn its own
+        transfers = self.held.transfers(bound.program, routes)
+        self._numbered[self._next_number] = (
+            prepared, RankGraph(self._next_number, bound, routes, self.held, transfers)
+        )  # fmt: skip
+        self._next_number += 1
+
+    def _refresh(self) -> None:
+        """Gives all ranks the values of all tensors, which other ranks have trained: forward may read them."""
+        assert self.held is not None
+        _, graph = next(iter(self._numbered.values()))
+        self._send_from_home(self.held.names, graph.bound.constants)
+
+    @torch.no_grad()
+    def _send_from_home(self, names: Sequence[str], constants: dict[str, torch.Tensor]) -> None:
+        assert self.held is not None
+        tensors, connection = ModelTensors(self.model, constants), self.group.connection
+        for name in names:
+            tensor = tensors.get(name)
+            if tensor.layout is torch.strided:
+                connection.broadcast_tensor(tensor.detach(), self.held.holders(name)[0], f"the values of {name}")

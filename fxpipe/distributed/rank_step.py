@@ -1,0 +1,135 @@
+"""A step of which only the stages of this rank are here, as the engine of `torch.distributed.pipelining` runs it.
+
+What each action does is the one-process step's (`runtime.step`). Around it stands the exchange of packets: who is to
+receive begins early, waits when the action needs it, and a packet that was sent is given back when its gradient has
+come, which says that it was taken.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from fxpipe.distributed.packets import Mailbox
+from fxpipe.distributed.rank_exchange import RankExchange
+from fxpipe.distributed.rank_group import RankGroup
+from fxpipe.distributed.relay_routes import RelayRoutes
+from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
+from fxpipe.runtime.caller_context import CallerContext
+from fxpipe.runtime.exchange import Exchange
+from fxpipe.runtime.executors import raise_failure
+from fxpipe.runtime.losses import MicroBatchLosses
+from fxpipe.runtime.stage_instance import StageInstance
+from fxpipe.runtime.step import Step
+from fxpipe.runtime.step_inputs import StepInputs
+from fxpipe.scheduling.actions import Action, ActionKind, Schedule
+
+
+class AbsentStage:
+    """Stands for a stage that is on another rank."""
+
+
+class RankStep(Step):
+    """One mini-batch on one rank. The loss is there where the last stage is."""
+
+    def __init__(
+        self,
+        inputs: StepInputs,
+        model: nn.Module,
+        seed: int,
+        schedule: Schedule,
+        ambient: CallerContext,
+        routes: RelayRoutes,
+        rank: int,
+        losses: MicroBatchLosses | None = None,
+        keep_outputs: bool = False,
+        look_at_elements: bool = False,
+    ):
+        self.routes, self.rank = routes, rank
+        actions = [action for row in schedule.rows for action in row]
+        super().__init__(
+            inputs,
+            model,
+            seed,
+            frozenset(action for action in actions if action.kind is ActionKind.RECOMPUTE),
+            ambient,
+            losses,
+            keep_outputs,
+            frozenset(action.stage for action in actions if action.kind is ActionKind.WEIGHT),
+            look_at_elements,
+        )
+
+    def _open_exchange(self, inputs: StepInputs) -> Exchange:
+        self.rank_exchange = RankExchange(inputs, self.transport, self.grad, self.routes, self.rank)
+        return self.rank_exchange
+
+    def _open_stage(self, bound: BoundProgram, j: int, tensors: ModelTensors, is_split: bool) -> StageInstance:
+        if self.routes.is_here(j, self.rank):
+            return super()._open_stage(bound, j, tensors, is_split)
+        return AbsentStage()  # type: ignore[return-value]
+
+
+class RankRow:
+    """The row of this rank: its actions, and the packets around them. The `RowActions` of the engine."""
+
+    def __init__(self, step: RankStep, mailbox: Mailbox, group: RankGroup, packet_key: tuple[Any, ...]):
+        """`packet_key`: the same for steps whose packets are the same, as a rule: graph and sizes of inputs."""
+        self._step, self._mailbox, self._group, self._packet_key = step, mailbox, group, packet_key
+        self._exchange, self._routes, self._count = step.rank_exchange, step.routes, step.micro_batches
+
+    def forward(self, j: int, i: int) -> None:
+        if j and self._routes.crosses(j - 1):
+            what = _words(ActionKind.FORWARD, j - 1, i)
+            values = self._mailbox.receive(*self._values(j - 1, i), self._routes.rank(j - 1), what)
+            self._exchange.enter_values(j - 1, i, values)
+        self._perform(ActionKind.FORWARD, j, i)
+
+    def backward(self, j: int, i: int) -> None:
+        if j < len(self._step.devices) - 1 and self._routes.crosses(j):
+            what = _words(ActionKind.BACKWARD, j + 1, i)
+            gradients = self._mailbox.receive(*self._gradients(j, i), self._routes.rank(j + 1), what)
+            self._exchange.enter_gradients_of_cut(j, i, gradients)
+            key, _ = self._values(j, i)
+            self._mailbox.finish_send(key, what)  # what has come back depends on it: it was taken
+        if (ActionKind.RECOMPUTE, j, i) in self._step.recomputed:
+            self._perform(ActionKind.RECOMPUTE, j, i)  # the engine has no word for it: as late as can be
+        self._perform(ActionKind.BACKWARD, j, i)
+
+    def weight_gradients(self, j: int, i: int) -> None:
+        self._perform(ActionKind.WEIGHT, j, i)
+
+    def send_values(self, j: int, i: int) -> None:
+        self._mailbox.send(*self._values(j, i), self._routes.rank(j + 1), self._exchange.values_of_cut(j, i))
+
+    def expect_values(self, j: int, i: int) -> None:
+        self._mailbox.expect(*self._values(j - 1, i), self._routes.rank(j - 1))
+
+    def send_gradients(self, j: int, i: int) -> None:
+        values = self._exchange.gradients_of_cut(j - 1, i)
+        self._mailbox.send(*self._gradients(j - 1, i), self._routes.rank(j - 1), values)
+
+    def expect_gradients(self, j: int, i: int) -> None:
+        self._mailbox.expect(*self._gradients(j, i), self._routes.rank(j + 1))
+
+    def _values(self, cut: int, i: int) -> tuple[Any, int]:
+        """Returns the key and the tag of a packet that goes down through a cut."""
+        return (*self._packet_key, "values", cut, i), 2 * (cut * self._count + i)
+
+    def _gradients(self, cut: int, i: int) -> tuple[Any, int]:
+        return (*self._packet_key, "gradients", cut, i), 2 * (cut * self._count + i) + 1
+
+    def _perform(self, kind: ActionKind, j: int, i: int) -> None:
+        action = Action(kind, j, i)
+        self._group.doing = str(action)
+        self._step.perform(action)
+        raise_failure(self._step)
+
+
+def first_free_tag(schedule: Schedule) -> int:
+    """Returns the first tag that no packet of a cut has."""
+    return 2 * schedule.stages * schedule.micro_batches
+
+
+def _words(kind: ActionKind, j: int, i: int) -> str:
+    return f"the result of {Action(kind, j, i)} (stage {j}, micro-batch {i})"

@@ -1,0 +1,295 @@
+"""A pipe over processes trains to the bits of a pipe in one process, whatever its stages hand each other."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.rank_models import (
+    DENSE_CUTS,
+    MIXED_CUTS,
+    Dense,
+    Mixed,
+    padded_loss,
+    token_loss,
+    tokens,
+)
+from helpers.ranks import Ranks
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import LossError, StateError
+
+QUICK = {"progress": False, "check": False, "hardware": "cpu"}
+FOUR_STAGES = {"interleaved_1f1b": 4, "zbv": 4}
+OWN_TABLE = "0F0 0F1 0B0 0F2 0R1 0B1 0B2\n1F0 1B0 1F1 1B1 1F2 1B2"
+# Two steps with the same packets, then fewer micro-batches, of one sample each; then other lengths, there and back.
+MIXED_BATCHES = [(7, 5, 1), (7, 5, 2), (2, 5, 3)]
+MORE_LENGTHS = [(7, 9, 4), (7, 5, 5)]
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def four_ranks():
+    with Ranks(4) as ranks:
+        yield ranks
+
+
+def trained(devices, model, batches, loss_fn, is_over_ranks, optimizer=True, **options):
+    """Losses, gradients and state after some steps, of which the last ones are accumulated."""
+    x, _ = batches[0]
+    with fxpipe.pipeline(model, devices, example_args=(x,), **QUICK | options) as pipe:
+        step = torch.optim.SGD(pipe.parameters(), 0.1, momentum=0.9)
+        torch.manual_seed(5)
+        losses = []
+        for place, (x, t) in enumerate(batches):
+            if is_over_ranks:  # nobody is given what it does not need
+                x, t = x if pipe.needs_inputs else None, t if pipe.needs_target else None
+            losses.append(pipe.forward_backward(x, target=t, loss_fn=loss_fn))
+            if optimizer and place < len(batches) - 2:
+                step.step()
+                step.zero_grad()
+        gradients = {name: p.grad for name, p in pipe.named_parameters()}
+        return losses, gradients, {key: value.clone() for key, value in pipe.state_dict().items()}
+
+
+def model_of(kind, batches):
+    torch.manual_seed(0)
+    if kind is Mixed:
+        return Mixed(), [tokens(*batch) for batch in batches], MIXED_CUTS
+    return Dense(), [(torch.randn(b, 4), torch.randn(b, 4)) for b, *_ in batches], DENSE_CUTS
+
+
+def train_on_rank(mesh, kind, batches, loss_fn, stages, options):
+    model, data, cuts = model_of(kind, batches)
+    return trained(mesh, model, data, loss_fn, True, balance=cuts[stages], **options)
+
+
+def same_as_in_one_process(ranks, kind, batches, loss_fn, stages, **options):
+    model, data, cuts = model_of(kind, batches)
+    results = ranks.run(train_on_rank, kind, batches, loss_fn, stages, options)
+    one = trained(["cpu"] * ranks.size, model, data, loss_fn, False, balance=cuts[stages], **options)
+    keys = set()
+    for losses, gradients, state in results:
+        assert all(map(torch.equal, losses, one[0]))
+        for name, gradient in gradients.items():
+            assert torch.equal(gradient, one[1][name]), name
+        for key, value in state.items():
+            assert torch.equal(value, one[2][key]), key
+        keys |= state.keys()
+    assert keys == model.state_dict().keys()
+    assert {name for _, gradients, _ in results for name in gradients} == dict(model.named_parameters()).keys()
+    return results
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    ["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zero_bubble_2p", "zbv", "zero_bubble_auto", OWN_TABLE],
+    ids=lambda schedule: schedule.split("\n")[0],
+)
+def test_each_schedule_on_two_ranks_has_the_bits_of_one_process(two_ranks, schedule):
+    stages = FOUR_STAGES.get(schedule, 2)
+    options = {} if schedule is OWN_TABLE else {"chunks": 3}
+    batches = MIXED_BATCHES + (MORE_LENGTHS if schedule in ("1f1b", "zbv") else [])
+    same_as_in_one_process(two_ranks, Mixed, batches, token_loss, stages, schedule=schedule, **options)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved_1f1b"])
+def test_every_skip_on_two_ranks_has_the_bits_of_one_process(two_ranks, schedule):
+    batches = [(8, 0, 0), (7, 0, 0), (8, 0, 0)]
+    options = {} if schedule in FOUR_STAGES else {"stages_per_device": 2}
+    same_as_in_one_process(two_ranks, Dense, batches, F.mse_loss, 4, schedule=schedule, chunks=4, **options)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_values_are_relayed_through_ranks_that_do_not_use_them(four_ranks, schedule):
+    same_as_in_one_process(four_ranks, Mixed, MIXED_BATCHES, token_loss, 4, schedule=schedule, chunks=3)
+    same_as_in_one_process(four_ranks, Dense, [(8, 0, 0), (6, 0, 0)], F.mse_loss, 4, schedule=schedule, chunks=4)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "options"),
+    [
+        (padded_loss, {}),
+        (partial(F.mse_loss, reduction="sum"), {}),
+        (token_loss, {"checkpoint": "always"}),
+        (token_loss, {"deferred_batch_norm": True}),
+    ],
+    ids=["weights", "one micro-batch", "recompute", "deferred batch norm"],
+)
+def test_losses_and_options_mean_what_they_mean_in_one_process(two_ranks, loss_fn, options):
+    if isinstance(loss_fn, partial):
+        same_as_in_one_process(two_ranks, Dense, [(5, 0, 0)] * 2, loss_fn, 2, chunks=1, **options)
+    else:
+        same_as_in_one_process(two_ranks, Mixed, MIXED_BATCHES, loss_fn, 2, chunks=3, **options)
+
+
+def plain_gradients(model, x, t, count, loss_fn):
+    """Those of the plain model over the same micro-batches."""
+    total = 0.0
+    for part, target in zip(x.tensor_split(count), t.tensor_split(count), strict=True):
+        loss = loss_fn(model(part), target) * (len(part) / len(x))
+        loss.backward()
+        total += loss.item()
+    return total, {name: p.grad for name, p in model.named_parameters()}
+
+
+def train_without_dropout(mesh, batches):
+    torch.manual_seed(0)
+    model = Mixed(0.0)
+    return trained(mesh, model, [tokens(*b) for b in batches], token_loss, True, False, balance=MIXED_CUTS[2], chunks=3)
+
+
+def test_gradients_are_those_of_the_plain_model(two_ranks):
+    model = Mixed(0.0)
+    batches = [(7, 5, 1), (7, 5, 2)]
+    results = two_ranks.run(train_without_dropout, batches)
+    totals = [plain_gradients(model, *tokens(*batch), 3, token_loss) for batch in batches]
+    for losses, gradients, state in results:
+        torch.testing.assert_close([loss.item() for loss in losses], [total for total, _ in totals])
+        torch.testing.assert_close(gradients, {name: totals[-1][1][name] for name in gradients})
+        torch.testing.assert_close(state, {key: model.state_dict()[key] for key in state})
+
+
+# -- Evaluation, outputs, state --------------------------------------------------------------------------------------
+
+
+def evaluate(mesh, outputs):
+    torch.manual_seed(mesh.get_rank())  # each rank draws its own parameters: only those of its stages count
+    model = Mixed()
+    pipe = fxpipe.pipeline(
+        model, mesh, 3, example_args=(tokens(7, 5, 1)[0],), balance=MIXED_CUTS[2], outputs=outputs, **QUICK
+    )
+    x, t = tokens(7, 5, 2)
+    _, trained_outputs = pipe.forward_backward(x, target=t, loss_fn=token_loss, return_outputs=True)
+    torch.optim.SGD(pipe.parameters(), 0.5).step()
+    pipe.eval()
+    with torch.no_grad():
+        evaluated = pipe(x) if pipe.needs_inputs else pipe()
+    return trained_outputs, evaluated, pipe.state_dict()
+
+
+@pytest.mark.parametrize("outputs", ["last", "all"])
+def test_evaluation_is_that_of_the_plain_model_with_the_state_of_all_ranks(two_ranks, outputs):
+    results = two_ranks.run(evaluate, outputs)
+    model = Mixed().eval()
+    tied = {state["emb.weight"] for *_, state in results}
+    model.load_state_dict(results[0][2] | results[1][2])
+    assert len(tied) == 2
+    assert torch.equal(*tied)
+    expected = model(tokens(7, 5, 2)[0])
+    for rank, (trained_outputs, evaluated, _) in enumerate(results):
+        if outputs == "all" or rank == 1:
+            torch.testing.assert_close(evaluated, expected)
+            assert trained_outputs.shape == expected.shape
+        else:
+            assert evaluated is None
+            assert trained_outputs is None
+
+
+def load_parts(mesh, state):
+    x, t = tokens(7, 5, 2)
+    pipe = fxpipe.pipeline(Mixed(), mesh, 3, example_args=(x,), balance=MIXED_CUTS[2], **QUICK)
+    keys = pipe.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"unexpected keys \['nobody'\]"):
+        pipe.load_state_dict(state | {"nobody": torch.zeros(1)})
+    with pytest.raises(RuntimeError, match="missing keys"):
+        pipe.load_state_dict({})
+    assert not keys.missing_keys
+    assert pipe.model.training
+    pipe.eval()
+    return pipe.forward_backward(x, target=t, loss_fn=token_loss).item()
+
+
+def test_the_state_of_a_model_is_loaded_into_all_ranks(two_ranks):
+    model = Mixed().eval()
+    x, t = tokens(7, 5, 2)
+    losses = two_ranks.run(load_parts, model.state_dict())
+    assert losses == pytest.approx([token_loss(model(x), t).item()] * 2)
+
+
+class Branches(nn.Module):
+    """Writes to its input, keeps a value in a buffer, and takes its own loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x, scale=None):
+        self.steps += 1
+        y = self.first(x)
+        y = y if scale is None else y * scale
+        return {"loss": self.second(torch.tanh(y)).square().mean(), "y": y}
+
+
+def model_losses(mesh, x):
+    torch.manual_seed(0)
+    pipe = fxpipe.pipeline(Branches(), mesh, 2, example_args=(x,), balance=["first"], **QUICK)
+    x = x.clone().requires_grad_()
+    losses = []
+    for scale in (None, 2.0, None):
+        arguments = {"scale": scale} if pipe.needs_inputs else {}
+        loss = pipe.forward_backward(x if pipe.needs_inputs else None, loss_fn=lambda out: out["loss"], **arguments)
+        losses.append(loss.item())
+    return losses, x.grad, pipe.state_dict()
+
+
+def test_inputs_get_gradients_and_the_model_may_take_the_loss(two_ranks):
+    x = torch.randn(6, 4)
+    torch.manual_seed(0)
+    model = Branches()
+    results = two_ranks.run(model_losses, x)
+    plain = x.clone().requires_grad_()
+    expected = []
+    for scale in (None, 2.0, None):
+        loss = model(plain, scale)["loss"]
+        loss.backward()
+        expected.append(loss.item())
+    assert [losses for losses, *_ in results] == [pytest.approx(expected)] * 2
+    torch.testing.assert_close(results[0][1], plain.grad)
+    assert results[1][1] is None
+    assert results[0][2]["steps"].item() == 6.0
+
+
+# -- Refusals --------------------------------------------------------------------------------------------------------
+
+
+def refused(mesh, loss_fn):
+    x, t = tokens(8, 5, 2)
+    t[:4, 1:] = 0
+    pipe = fxpipe.pipeline(Mixed(), mesh, 2, example_args=(x,), balance=MIXED_CUTS[2], **QUICK)
+    with pytest.raises((LossError, RuntimeError)) as caught:
+        pipe.forward_backward(x, target=t, loss_fn=loss_fn)
+    gradients = [p.grad for p in pipe.parameters()]
+    with pytest.raises(StateError) as drop_in:
+        pipe(x)
+    with pytest.raises(StateError, match="state_dict"):
+        copy.deepcopy(pipe)
+    loss = pipe.forward_backward(x, target=t, loss_fn=padded_loss)
+    return str(caught.value), gradients, str(drop_in.value), loss.item()
+
+
+def test_a_loss_that_does_not_add_up_is_refused_on_all_ranks(two_ranks):
+    loss_fn = partial(F.cross_entropy, ignore_index=0)
+    results = two_ranks.run(refused, _Transposed(loss_fn))
+    for text, gradients, drop_in, _ in results:
+        assert "count" in text
+        assert gradients == [None] * len(gradients)
+        assert "loss = pipe.forward_backward(x, target=target, loss_fn=loss_fn)" in drop_in
+        assert "with torch.no_grad(): y = pipe(x)" in drop_in
+    assert results[0][3] == results[1][3]
+
+
+class _Transposed:
+    def __init__(self, loss_fn):
+        self.loss_fn = loss_fn
+
+    def __call__(self, out, target):
+        return self.loss_fn(out.transpose(1, 2), target)

@@ -1,0 +1,83 @@
+"""Rows in the words of the engine of torch: every schedule is one that comes to its end there."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fxpipe._torch.pipelining import ScheduleEngine
+from fxpipe._torch.process_groups import PrefixStore, ProcessGroupGloo
+from fxpipe.distributed.rank_engine import engine_rows
+from fxpipe.scheduling import SCHEDULES, make_schedule
+
+COUNTS = (1, 2, 5, 8)
+
+
+@pytest.fixture(scope="module")
+def lonely_group():
+    """A group of this process alone; the engine looks at its rank, and at its size in the rows."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=PrefixStore("world", store), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("devices", [2, 3, 4])
+def test_each_schedule_comes_to_its_end(lonely_group, name, devices):
+    recipe = SCHEDULES[name]
+    for each in {recipe.stages_per_device, 2} if recipe.most is None else {recipe.stages_per_device}:
+        for count in COUNTS:
+            for checkpoint in ("never", "always") if name != "inference" else ("never",):
+                placement = recipe.placement(devices, each)
+                schedule = make_schedule(name, devices * each, count, checkpoint, placement)
+                ScheduleEngine(engine_rows(schedule), lonely_group, torch.device("cpu"))
+
+
+def test_rows_that_wait_for_each_other_are_refused(lonely_group):
+    with pytest.raises((ValueError, RuntimeError, AssertionError)):
+        ScheduleEngine(
+            {0: ["0F0", "0B0", "0F1", "0B1"], 1: ["1F1", "1F0", "1B1", "1B0"]}, lonely_group, torch.device("cpu")
+        )
+
+
+def test_recomputation_is_left_to_backward_and_backward_is_split_where_w_is():
+    rows = engine_rows(make_schedule("0F0 0R0 0B0\n1F0 1B0 1W0", 2, 1))
+    assert rows == {0: ["0F0", "0B0"], 1: ["1F0", "1I0", "1W0"]}
+
+
+class Performed:
+    """Notes what the engine asks for."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda j, i: self.calls.append((name, j, i))
+
+
+def test_the_engine_performs_a_row_in_order(lonely_group):
+    engine = ScheduleEngine({0: ["0F0", "0F1", "0B0", "0B1"]}, lonely_group, torch.device("cpu"))
+    performed = Performed()
+    for _ in range(2):
+        engine.run(performed)
+    once = [("forward", 0, 0), ("forward", 0, 1), ("backward", 0, 0), ("backward", 0, 1)]
+    assert performed.calls == once * 2
+
+
+def test_what_an_action_raises_comes_out_as_it_is_and_is_logged_by_nobody(lonely_group, capfd):
+    class Broken(Performed):
+        def __getattr__(self, name):
+            raise ZeroDivisionError(name)
+
+    engine = ScheduleEngine({0: ["0F0", "0B0"]}, lonely_group, torch.device("cpu"))
+    with pytest.raises(ZeroDivisionError, match="forward"):
+        engine.run(Broken())
+    assert capfd.readouterr().err == ""
+    performed = Performed()
+    engine.run(performed)
+    assert len(performed.calls) == 2
+
+
+def test_a_group_of_its_own_needs_a_name_that_was_not_used(lonely_group):
+    groups = [ProcessGroupGloo(PrefixStore(str(k), dist.HashStore()), 0, 1) for k in range(2)]
+    assert [group.size() for group in groups] == [1, 1]
