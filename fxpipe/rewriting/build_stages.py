@@ -303,7 +303,8 @@ class _StageBuilder:
             update_info(self.copies[node], attribute=str(node.target), known_shapes=info(node).known_shapes)
         for node in draft.needs:
             self.copies[node] = self.graph.placeholder(node.name)
-            update_info(self.copies[node], known_shapes=info(node).known_shapes)
+            known = info(node)
+            update_info(self.copies[node], known_shapes=known.known_shapes, dynamic_shapes=known.dynamic_shapes)
         for node in draft.needs:
             if node.name in popped:
                 self.copies[node] = insert_pop(self.graph, self.copies[node], node.name)

@@ -322,8 +322,8 @@ def _transposed_parameter(node: Any, parameters: ParameterNames) -> fx.Node | No
 
 
 def _static_shape(node: Any) -> tuple[int, ...] | None:
-    """Returns the shape of a parameter, or of what is made of one; None where it depends on the batch."""
-    shapes = info(node).shapes if isinstance(node, fx.Node) else None
+    """Returns the shape of a parameter, or of what is made of one; None where it depends on sizes of inputs."""
+    shapes = info(node).full_shapes if isinstance(node, fx.Node) else None
     if not shapes or any(size.free_symbols for size in shapes[0].shape):
         return None
     return tuple(int(size) for size in shapes[0].shape)

@@ -60,7 +60,7 @@ class GradientTap:
 
 @dataclass(frozen=True, slots=True)
 class SizeSource:
-    """The place where the code finds a size that shapes depend on: the batch, as a rule."""
+    """The place where the code finds a size that shapes depend on: the batch, as a rule, or a dynamic size."""
 
     symbol: sympy.Symbol
     place: int  # among received values
@@ -74,6 +74,10 @@ class StageTaps:
 
     taps: tuple[GradientTap, ...]
     size_sources: tuple[SizeSource, ...]
+
+    @property
+    def shapes(self) -> list[tuple[sympy.Expr, ...]]:
+        return [tap.shape for tap in self.taps]
 
 
 class _TapZeros(torch.autograd.Function):
@@ -142,7 +146,7 @@ def _can_be_tapped(measures: Mapping[sympy.Symbol, SizeSource], node: fx.Node, u
 
 
 def _output_shape(node: fx.Node) -> TensorShape | None:
-    shapes = info(node).shapes
+    shapes = info(node).full_shapes
     return shapes[0] if len(shapes) == 1 else None
 
 

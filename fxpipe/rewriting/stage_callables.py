@@ -7,22 +7,25 @@ compiler can have in its graph (`rng_compiled`). The runtime asks a stage for it
 A stage compiles at its first F, in its worker, since the compiler bakes in how many threads an operation may take; one
 stage at a time, while others may run. Uneven micro-batches have two sizes, so a stage compiles twice for a graph: torch
 makes the second one for any size. Stages that take inputs may do so a third time, as torch tells apart whether a tensor
-starts where its storage does, as the first micro-batch's part of an input.
+starts where its storage does, as the first micro-batch's part of an input. Sizes that are dynamic in the graph are so
+for the compiler from the beginning.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
-from fxpipe._torch.compiler import compile_backward_at_once
+from fxpipe._torch.compiler import compile_backward_at_once, mark_dynamic_dims
 from fxpipe.rewriting.program import Stage, StageCallable
 from fxpipe.rewriting.split_backward import split_stage_backward, stage_code
 from fxpipe.rewriting.split_backward_compiled import TappedStage, split_compiled_stage_backward
+from fxpipe.tracing.node_info import info
 from fxpipe.utils.locks import DISPATCH_MODE_LOCK
 
 StageFunction = Callable[..., tuple[Any, ...]]
@@ -50,19 +53,43 @@ def _plain_callable(stage: Stage, is_split: bool) -> StageCallable:
 def _compiled_callable(stage: Stage, is_split: bool, options: Mapping[str, Any]) -> StageCallable:
     if not is_split:
         code = stage_code(stage)
-        return StageCallable(_compiled(code, stage, options), frozenset(), functools.partial(_failing_node, code))
+        function = _compiled(code, stage, options, [])
+        return StageCallable(function, frozenset(), functools.partial(_failing_node, code))
     tapped = split_compiled_stage_backward(stage)
-    function = _compiled(tapped.run, stage, options)
+    function = _compiled(tapped.run, stage, options, tapped.taps.shapes)
     if tapped.split_parameters:
         function = TappedStage(stage.attributes, tapped.taps, function)
     return StageCallable(function, tapped.split_parameters, functools.partial(_failing_node, tapped.run))
 
 
-def _compiled(code: fx.GraphModule, stage: Stage, options: Mapping[str, Any]) -> StageFunction:
+def _compiled(
+    code: fx.GraphModule, stage: Stage, options: Mapping[str, Any], taps: Sequence[tuple[sympy.Expr, ...]]
+) -> StageFunction:
+    """Compiles the code of a stage. `taps`: the shapes of the taps that it takes first."""
     from fxpipe.rewriting.rng_compiled import with_compilable_rng  # registers an operator
 
     compiled: StageFunction = torch.compile(with_compilable_rng(code).forward, **options)
-    return SerializedCompilation(compiled, len(stage.attributes))
+    dynamic = {} if options.get("dynamic") is False else _dynamic_dims(stage_code(stage).graph, stage, taps)
+    return SerializedCompilation(compiled, len(stage.attributes), dynamic)
+
+
+def _dynamic_dims(graph: fx.Graph, stage: Stage, taps: Sequence[tuple[sympy.Expr, ...]]) -> dict[int, tuple[int, ...]]:
+    """Finds, by place among the arguments of a stage, dimensions whose sizes are dynamic in its graph."""
+    received = list(graph.find_nodes(op="placeholder"))[len(stage.attributes) :]
+    symbols = {
+        symbol
+        for node in graph.nodes
+        for full, example in zip(info(node).full_shapes, info(node).shapes, strict=True)
+        for sizes in zip(full.shape, example.shape, strict=True)
+        for symbol in sizes[0].free_symbols - sizes[1].free_symbols
+    }
+    shapes = [*taps, *[()] * len(stage.attributes)]
+    shapes += [info(node).full_shapes[0].shape if len(info(node).full_shapes) == 1 else () for node in received]
+    dims = {
+        place: tuple(dim for dim, size in enumerate(shape) if size.free_symbols & symbols)
+        for place, shape in enumerate(shapes)
+    }
+    return {place: those for place, those in dims.items() if those}
 
 
 def _failing_node(code: fx.GraphModule, error: BaseException) -> str:
@@ -80,8 +107,9 @@ def _failing_node(code: fx.GraphModule, error: BaseException) -> str:
 class SerializedCompilation:
     """Compiled code that compiles while no other does."""
 
-    def __init__(self, code: StageFunction, attributes: int):
-        self._code, self._attributes = code, attributes
+    def __init__(self, code: StageFunction, attributes: int, dynamic: Mapping[int, tuple[int, ...]]):
+        """`dynamic`: by place among the arguments, dimensions that are compiled for any size."""
+        self._code, self._attributes, self._dynamic = code, attributes, dynamic
         self._seen: set[Hashable] = set()
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
@@ -93,6 +121,9 @@ class SerializedCompilation:
         )
         if kind in self._seen:
             return self._code(*args)
+        for place, dims in self._dynamic.items():
+            if isinstance(args[place], torch.Tensor):
+                mark_dynamic_dims(args[place], dims)
         # Backward, too: else it would be compiled when it first runs.
         with DISPATCH_MODE_LOCK, compile_backward_at_once():
             result = self._code(*args)
@@ -103,6 +134,6 @@ class SerializedCompilation:
 def _compile_key(value: Any) -> Any:
     """Returns the properties of a value that the compiler distinguishes."""
     if not isinstance(value, torch.Tensor):
-        return type(value)
+        return type(value), value if isinstance(value, int) else None
     strides = value.stride() if value.layout == torch.strided else None
     return value.dtype, value.shape, strides, value.requires_grad, strides is None or value.storage_offset() == 0

@@ -114,6 +114,11 @@ class NodeInfo:
         return self.known_shapes or ()
 
     @property
+    def full_shapes(self) -> tuple[TensorShape, ...]:
+        """The shapes with dynamic sizes as symbols, which are those of the recording in `shapes`."""
+        return self.dynamic_shapes or self.shapes
+
+    @property
     def opaque_module(self) -> str | None:
         """The path of the module that is kept whole here, or goes on as Python; None: neither."""
         return None if self.opaque is None else self.opaque.module

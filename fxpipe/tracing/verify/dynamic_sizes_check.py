@@ -173,7 +173,7 @@ def _have_expected_shapes(traced: Traced, sample: Sequence[Any], batch: int, len
     with preserve_state(traced.model):
         for node in run_nodes(traced.graph.nodes, values, placeholder, attribute, run_node_without_grad, keep=()):
             known = info(node)
-            shapes = known.dynamic_shapes or known.shapes
+            shapes = known.full_shapes
             for tensor, shape in zip(tensors_in(values[node]), shapes, strict=False):
                 if tuple(tensor.shape) != tuple(formula.subs(sizes) for formula in shape.shape):
                     return False
