@@ -394,6 +394,7 @@ def _move_to_stages(
             if name not in moved and name not in prepared.traced.constants:
                 tensor = ModelTensors(model, {}).get(name)
                 if tensor.device != device:
+                    torch.clear_autocast_cache()  # of casts that stay where the tensor was
                     optimizer_states.note_move(name, tensor.device)
                     replace_data(tensor, tensor.data.to(device))
                     if tensor.grad is not None and tensor.grad.device != device:

@@ -36,3 +36,12 @@ def requested_bytes(error: BaseException) -> int | None:
     """Returns how many bytes an allocator was asked for when it raised this; None where it does not say."""
     request = re.search(r"allocate (\d+) bytes", str(error))
     return None if request is None else int(request[1])
+
+
+def allocator_error(error: BaseException | None) -> BaseException | None:
+    """Finds the error that an allocator raised in the chain of causes of an error; None if there is none."""
+    while error is not None:
+        if is_out_of_memory(error):
+            return error
+        error = error.__cause__ or error.__context__
+    return None

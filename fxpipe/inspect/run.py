@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fxpipe._torch.error_messages import is_out_of_memory, requested_bytes
+from fxpipe._torch.error_messages import allocator_error, requested_bytes
 from fxpipe.errors import ArgumentError, FxpipeError, MemoryLimitError, TooManyStagesError
 from fxpipe.inspect.cli_options import PlanFile, first_devices, most_devices, planned_devices, resolve_devices
 from fxpipe.inspect.diff import PlanDifference, compare_plans
@@ -162,7 +162,7 @@ def explaining_memory_shortage(request: Request) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        cause = None if request.on_meta else _allocator_error(error)
+        cause = None if request.on_meta else allocator_error(error)
         if cause is None:
             raise
         asked = requested_bytes(cause)
@@ -171,15 +171,6 @@ def explaining_memory_shortage(request: Request) -> Iterator[None]:
             f"{request.subject}: the memory here does not hold the model and its inputs{at_once}; give --meta to plan "
             "it without values, and --hardware for the devices that are to hold it"
         ) from error
-
-
-def _allocator_error(error: BaseException | None) -> BaseException | None:
-    """Finds the error that an allocator raised in the chain of causes of an error; None if there is none."""
-    while error is not None:
-        if is_out_of_memory(error):
-            return error
-        error = error.__cause__ or error.__context__
-    return None
 
 
 @dataclass(frozen=True, slots=True)

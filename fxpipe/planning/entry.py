@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fxpipe.hardware import Hardware
     from fxpipe.profiling import Profile
     from fxpipe.scheduling import ScheduleLike
+    from fxpipe.tracing import Traced
     from fxpipe.tracing.trace_request import TracerOption
 
 
@@ -127,7 +128,7 @@ def prepare(
     from fxpipe import accelerator
     from fxpipe.planning.cost_model import with_memory_at_hand
     from fxpipe.tracing.cache_key import in_mode
-    from fxpipe.tracing.model_state import move_inputs, on_one_device
+    from fxpipe.tracing.model_state import look_on_recording_device
     from fxpipe.tracing.source_lines import warn_user
     from fxpipe.tracing.strategies import imbalance_warnings
 
@@ -150,9 +151,13 @@ def prepare(
 
             return prepare_best(profiled, args, kwargs, settings)
         return prepare_profiled(profiled, settings)
-    with on_one_device(model) as device, in_mode(model, plan.evaluating):
-        args, kwargs = move_inputs((args, kwargs), device)
-        traced, batch = trace_batch(model, args, kwargs, as_inputs, seed)
+
+    def look(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, int]:
+        return trace_batch(model, args, kwargs, as_inputs, seed)
+
+    with in_mode(model, plan.evaluating):
+        device, (traced, batch) = look_on_recording_device(model, settings.workers, args, kwargs, look)
+        traced = replace(traced, device=device)
         if plan.fingerprint != traced.fingerprint():
             raise ArgumentError(
                 f"plan was made for another graph (fingerprint {plan.fingerprint}, here {traced.fingerprint()}): the "

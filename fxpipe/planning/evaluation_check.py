@@ -72,13 +72,13 @@ def _can_be_recorded(first: PreparedGraph, args: tuple[Any, ...], kwargs: dict[s
     """Checks that a recording on few samples shows nothing for which evaluation would be refused."""
     from fxpipe._torch import torch_pytree as pytree
     from fxpipe.tracing import trace_unverified
-    from fxpipe.tracing.model_state import move_inputs, on_one_device
+    from fxpipe.tracing.model_state import model_on, move_inputs
     from fxpipe.tracing.verify.equivalence import slice_samples
     from fxpipe.utils.pytree import flatten
 
     traced, settings = first.traced, first.settings
-    with on_one_device(traced.model) as device:
-        args, kwargs = move_inputs((args, kwargs), device)
+    with model_on(traced.model, traced.device):
+        args, kwargs = move_inputs((args, kwargs), traced.device)
         leaves, spec = flatten((args, kwargs))
         few = slice_samples(leaves, traced.in_dims, 0, min(EVALUATION_SAMPLES, traced.batch_of(leaves)))
         args, kwargs = pytree.tree_unflatten(few, spec)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fxpipe.errors import ArgumentError
 from fxpipe.plans import Plan
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from fxpipe.rewriting import Program
     from fxpipe.tracing import Traced
     from fxpipe.tracing.dynamic_sizes import DynamicDims
+
+    MeasuredKinds: TypeAlias = tuple[tuple[str, ...], int | None, tuple[Profile, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +79,18 @@ def trace_and_profile(
     """
     from fxpipe.rewriting.reorder import reorder_nodes
     from fxpipe.tracing.cache_key import in_mode
-    from fxpipe.tracing.model_state import move_inputs, on_one_device
+    from fxpipe.tracing.model_state import look_on_recording_device
     from fxpipe.tracing.print_calls import mute_repeated_prints
 
-    with mute_repeated_prints(), on_one_device(model) as device, in_mode(model, None):
-        args, kwargs = move_inputs((args, kwargs), device)
+    def look(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, int, MeasuredKinds]:
         traced, batch = trace_batch(model, args, kwargs, settings, seed)
-        kinds, threads, profiles = _profile_kinds(traced, args, kwargs, batch, settings)
+        return traced, batch, _profile_kinds(traced, args, kwargs, batch, settings)
+
+    with mute_repeated_prints(), in_mode(model, None):
+        device, (traced, batch, (kinds, threads, profiles)) = look_on_recording_device(
+            model, settings.workers, args, kwargs, look
+        )
+    traced = replace(traced, device=device)
     in_order = reorder_nodes(traced)
     orders = (traced,) if in_order is traced else (traced, in_order)
     return ProfiledModel(traced, orders, profiles, kinds, threads, settings.hardware, batch, traced.fingerprint())
@@ -98,12 +105,12 @@ def profile_again(
     cores. Costs that were given, in `settings.profile`, are taken as they are for any.
     """
     from fxpipe.tracing.cache_key import in_mode
-    from fxpipe.tracing.model_state import move_inputs, on_one_device
+    from fxpipe.tracing.model_state import model_on, move_inputs
 
     if profiled.holds_for(settings):
         return profiled
-    model = profiled.traced.model
-    with on_one_device(model) as device, in_mode(model, None):
+    model, device = profiled.traced.model, profiled.traced.device
+    with model_on(model, device), in_mode(model, None):
         args, kwargs = move_inputs((args, kwargs), device)
         kinds, threads, profiles = _profile_kinds(profiled.traced, args, kwargs, profiled.batch, settings)
     return replace(profiled, profiles=profiles, kinds=kinds, threads=threads, hardware=settings.hardware)
@@ -114,12 +121,12 @@ def holds_for_chunks(
 ) -> bool:
     """Checks that the model takes micro-batches of a `chunks`-th of the batch, and its graph does the same there."""
     from fxpipe.tracing.cache_key import in_mode
-    from fxpipe.tracing.model_state import move_inputs, on_one_device
+    from fxpipe.tracing.model_state import model_on, move_inputs
     from fxpipe.tracing.verify.micro_batch_sizes import agrees_with_model
 
     sizes = micro_batch_sizes(batch, chunks)
-    with on_one_device(traced.model) as device, in_mode(traced.model, None):
-        args, kwargs = move_inputs((args, kwargs), device)
+    with model_on(traced.model, traced.device), in_mode(traced.model, None):
+        args, kwargs = move_inputs((args, kwargs), traced.device)
         return not settings.check or agrees_with_model(traced, args, kwargs, sorted(sizes))
 
 
@@ -127,21 +134,21 @@ def holds_for_sizes(
     traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Collection[int], settings: Settings
 ) -> bool:
     """Checks that the graph is that of these inputs in micro-batches of these sizes, in the mode of the model."""
-    from fxpipe.tracing.model_state import move_inputs, on_one_device
+    from fxpipe.tracing.model_state import model_on, move_inputs
     from fxpipe.tracing.verify.micro_batch_sizes import recheck_micro_batches
 
-    with on_one_device(traced.model) as device:
-        args, kwargs = move_inputs((args, kwargs), device)
+    with model_on(traced.model, traced.device):
+        args, kwargs = move_inputs((args, kwargs), traced.device)
         return recheck_micro_batches(traced, args, kwargs, sizes, settings.out_dims is not None)
 
 
 def holds_for_lengths(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Compares graph and model on these inputs, where dynamic sizes are far from those compared, and remembers it."""
-    from fxpipe.tracing.model_state import move_inputs, on_one_device
+    from fxpipe.tracing.model_state import model_on, move_inputs
     from fxpipe.tracing.verify.dynamic_sizes_check import recheck_lengths
 
-    with on_one_device(traced.model) as device:
-        args, kwargs = move_inputs((args, kwargs), device)
+    with model_on(traced.model, traced.device):
+        args, kwargs = move_inputs((args, kwargs), traced.device)
         return recheck_lengths(traced, args, kwargs)
 
 
@@ -193,7 +200,7 @@ def _worker_threads(workers: Sequence[torch.device]) -> int:
 
 def _profile_kinds(
     traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int, settings: Settings
-) -> tuple[tuple[str, ...], int | None, tuple[Profile, ...]]:
+) -> MeasuredKinds:
     """The kinds of devices, the threads that a CPU was measured with, and a profile for each kind."""
     from fxpipe.planning.cost_model import device_kind, device_kinds
     from fxpipe.profiling import profile
@@ -344,12 +351,15 @@ def prepare_additional_graph(
     from fxpipe.partitioning import cut_least_misplaced
     from fxpipe.rewriting import forbidden_cuts, split_into_stages
     from fxpipe.rewriting.reorder import reorder_nodes
-    from fxpipe.tracing.model_state import move_inputs, on_one_device
+    from fxpipe.tracing.model_state import look_on_recording_device
 
     model = first.traced.model
-    with on_one_device(model) as device:
-        args, kwargs = move_inputs((args, kwargs), device)
-        traced, _ = trace_batch(model, args, kwargs, settings, seed, dynamic)
+
+    def look(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        return trace_batch(model, args, kwargs, settings, seed, dynamic)[0]
+
+    device, traced = look_on_recording_device(model, settings.workers, args, kwargs, look)
+    traced = replace(traced, device=device)
     if first.is_reordered:
         traced = reorder_nodes(traced)
     starts = cut_least_misplaced(_misplacement_costs(first, traced), forbidden_cuts(traced))

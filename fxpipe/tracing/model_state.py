@@ -10,22 +10,23 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from fxpipe import accelerator
 from fxpipe._torch.autograd import base_of, version_of
+from fxpipe._torch.error_messages import allocator_error
 from fxpipe._torch.fake_tensor_mode import FakeTensor
 from fxpipe._torch.module_internals import MODULE_DICT_KEYS, own_buffers, own_children, tensor_stores
 from fxpipe._torch.tensor_data import replace_data
 from fxpipe.tracing.record.module_hooks import COMPUTATION_ATTRIBUTES, is_computation_hook
 from fxpipe.tracing.record.unrecordable import CannotRecord, MakesState
-from fxpipe.tracing.tensors import has_values
+from fxpipe.tracing.tensors import has_values, storage_of
 from fxpipe.utils.pytree import map_tensor_leaves
 
 _KINDS = ("parameter", "buffer", "attribute")  # of tensors of a module, in the order of `tensor_stores`
@@ -389,41 +390,116 @@ def preserve_state(model: nn.Module) -> Iterator[Snapshot]:
 # another graph of it (evaluation, say) its tensors come to the CPU for the while.
 
 
-@contextlib.contextmanager
-def on_one_device(model: nn.Module) -> Iterator[torch.device | None]:
-    """The device on which the whole model is, for this block; None for a model without tensors, or without values."""
-    held = (*slots_of(model).values(), *container_tensors(model).values())
-    tensors = list({id(tensor): tensor for tensor in held}.values())
-    if not all(map(has_values, tensors)):
-        yield None  # fake ones will stand for them
-        return
-    devices = {tensor.device for tensor in tensors}
-    if len(devices) < 2:
-        yield next(iter(devices), None)
-        return
-    with on_cpu(tensors):
-        yield torch.device("cpu")
+RECORDING_SHARE = 0.5  # of a device's memory that a model may take to be recorded there: its activations come on top
 
 
-@contextlib.contextmanager
-def on_cpu(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """The data of these tensors is on the CPU in this block. The tensors stay the same objects.
+def recording_device(model: nn.Module, workers: Iterable[torch.device] = ()) -> torch.device | None:
+    """Chooses the device on which a model is recorded: where its stages will run, if it fits there.
 
-    They have no gradients there: torch refuses to assign one that is on another type of device. After the block each
-    has the gradient that it had, the same object.
+    What forward does may depend on the kind of device: autocast, functions that one kind lacks (`x.is_cuda`, kernels
+    without a CPU version), and so do the bytes of what it makes. A model that is larger than half of what is free on
+    the first accelerator among the workers is recorded where it is; one that is on several devices, on the CPU.
+
+    Returns:
+        The device; None for a model without tensors, or without values, for which fake ones stand.
     """
+    tensors = _model_tensors(model)
+    if not all(map(has_values, tensors)):
+        return None
+    devices = {tensor.device for tensor in tensors}
+    for worker in workers:
+        if worker.type == "cpu" or worker not in accelerator.local_devices():
+            continue
+        elsewhere = {storage_of(t): t.untyped_storage().nbytes() for t in tensors if t.device != worker}
+        free = accelerator.memory_figures(worker)
+        if not elsewhere or free is None or sum(elsewhere.values()) <= RECORDING_SHARE * free.available:
+            return worker
+        break
+    return next(iter(devices), None) if len(devices) < 2 else torch.device("cpu")
+
+
+def _model_tensors(model: nn.Module) -> list[torch.Tensor]:
+    held = (*slots_of(model).values(), *container_tensors(model).values())
+    return list({id(tensor): tensor for tensor in held}.values())
+
+
+@contextlib.contextmanager
+def model_on(model: nn.Module, device: torch.device | None) -> Iterator[None]:
+    """The data of the model's tensors is on this device in this block; None: it stays.
+
+    The tensors stay the same objects, and those that share memory share it there. They have no gradients: torch
+    refuses to assign one that is on another type of device. After the block each has the data and the gradient that it
+    had, the same objects.
+    """
+    tensors = [] if device is None else [t for t in _model_tensors(model) if t.device != device]
     away = [(tensor, tensor.data, tensor.grad if tensor.is_leaf else None) for tensor in tensors]
+    copies = _copies_on([data for _, data, _ in away], device)
+    if away:
+        torch.clear_autocast_cache()  # of casts that were made of the data until now
     try:
-        for tensor, data, gradient in away:
+        for (tensor, _, gradient), copy in zip(away, copies, strict=True):
             if gradient is not None:
                 tensor.grad = None
-            replace_data(tensor, data.cpu())
+            replace_data(tensor, copy)
         yield
     finally:
+        if away:
+            torch.clear_autocast_cache()  # of casts that were made of the other data
         for tensor, data, gradient in away:
             replace_data(tensor, data)
             if tensor.is_leaf:
                 tensor.grad = gradient
+
+
+def _copies_on(tensors: Sequence[torch.Tensor], device: torch.device | None) -> list[torch.Tensor]:
+    """Copies tensors to a device; those that share memory share it there."""
+    strided = [t for t in tensors if t.layout == torch.strided and not t.is_conj() and not t.is_neg()]
+    sharing = Counter(map(storage_of, strided))
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        key = storage_of(tensor) if tensor.layout == torch.strided else None
+        if key is None or sharing[key] < 2:
+            return tensor.to(device)
+        if key not in storages:
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+            storages[key] = whole.to(device).untyped_storage()
+        part = torch.empty(0, dtype=tensor.dtype, device=device)
+        return part.set_(storages[key], tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    return [copy(tensor) for tensor in tensors]
+
+
+T = TypeVar("T")
+
+
+def look_on_recording_device(
+    model: nn.Module,
+    workers: Iterable[torch.device],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    look: Callable[[tuple[Any, ...], dict[str, Any]], T],
+) -> tuple[torch.device | None, T]:
+    """Moves model and inputs to where the model is recorded (`recording_device`), and looks at it there.
+
+    Where the memory of an accelerator does not suffice for what runs there, it looks once more on the CPU.
+
+    Args:
+        look: is given the inputs, on the device.
+
+    Returns:
+        The device, and what `look` returned.
+    """
+    device = recording_device(model, workers)
+    try:
+        with model_on(model, device):
+            return device, look(*move_inputs((args, kwargs), device))
+    except Exception as error:
+        if device is None or device.type == "cpu" or allocator_error(error) is None:
+            raise
+    device = torch.device("cpu")
+    with model_on(model, device):
+        return device, look(*move_inputs((args, kwargs), device))
 
 
 def move_inputs(inputs: Any, device: torch.device | None) -> Any:

@@ -133,6 +133,7 @@ class Traced:
     texts: tuple[SourcePlace, ...] = ()  # where forward made texts of tensors
     again: Callable[[Mapping[Any, int]], Traced] | None = None  # records once more, while the graph is being made
     recording_options: RecordingOptions | None = None  # None: made in another way
+    device: torch.device | None = None  # to which planning had moved the model for it; None: it stayed
     signature: int = 0  # the same for recordings of the same functions of the same values; see `signature_of`
     checks_in_stages: bool = False  # values that only the stages know are compared there
     seed: int = 0  # of the numbers that forward drew and read

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.tracing.model_state import move_inputs, on_cpu, on_one_device, without_gradients
+from fxpipe import accelerator
+from fxpipe.tracing.model_state import (
+    look_on_recording_device,
+    model_on,
+    move_inputs,
+    recording_device,
+    without_gradients,
+)
 
 
 def test_a_model_on_one_device_stays_there():
     model = nn.Linear(2, 2)
     data = model.weight.data_ptr()
-    with on_one_device(model) as device:
-        assert device == torch.device("cpu")
+    device = recording_device(model)
+    assert device == torch.device("cpu")
+    with model_on(model, device):
         assert model.weight.data_ptr() == data
 
 
 def test_a_model_without_tensors_leaves_its_inputs_alone():
     x = torch.randn(2)
-    with on_one_device(nn.ReLU()) as device:
-        assert move_inputs((x,), device) == (x,)
+    assert move_inputs((x,), recording_device(nn.ReLU())) == (x,)
 
 
 def test_inputs_that_are_there_already_are_not_copied():
@@ -48,13 +57,8 @@ def test_weights_of_an_rnn_are_put_side_by_side_where_they_come_to(monkeypatch):
         assert model[1] in flattened
 
 
-@pytest.fixture
-def cpu_is_elsewhere(monkeypatch):
-    """Stands for a second device: `cpu()` returns other numbers, and torch refuses their gradients in the same way."""
-    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.double)
-
-
-def test_gradients_are_set_aside_while_parameters_are_on_the_cpu(cpu_is_elsewhere):
+@pytest.mark.simulated
+def test_gradients_are_set_aside_while_parameters_are_elsewhere(simulated):
     model = nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2, sparse=True), nn.Linear(2, 2))
     model[2].weight = model[0].weight
     model[0](torch.randn(4, 2)).sum().backward()
@@ -64,19 +68,69 @@ def test_gradients_are_set_aside_while_parameters_are_on_the_cpu(cpu_is_elsewher
     model.scale.grad = torch.ones(2)
     held = [*model.parameters(), model.scale]
     gradients, data = [p.grad for p in held], [p.data_ptr() for p in held]
-    with on_cpu(held):
-        assert all(p.grad is None and p.dtype == torch.float64 for p in held)
+    with model_on(model, torch.device("sim:0")):
+        assert all(p.grad is None and p.device.type == "sim" for p in held)
         with without_gradients(model):
-            model[0](torch.randn(4, 2).double()).sum().backward()
+            model[0](torch.randn(4, 2).to("sim:0")).sum().backward()
         assert all(p.grad is None for p in held)
     assert all(p.grad is gradient for p, gradient in zip(held, gradients, strict=True))
     assert [p.data_ptr() for p in held] == data
 
 
-def test_gradients_come_back_where_the_block_raises(cpu_is_elsewhere):
+@pytest.mark.simulated
+def test_gradients_come_back_where_the_block_raises(simulated):
     model = nn.Linear(2, 2)
     model(torch.randn(4, 2)).sum().backward()
     gradient = model.weight.grad
-    with pytest.raises(RuntimeError, match="dtype"), on_cpu([*model.parameters()]):
-        model(torch.randn(4, 2))  # not of the dtype that the weights have there
+    with pytest.raises(RuntimeError), model_on(model, torch.device("sim:0")):
+        model(torch.randn(4, 2))  # not on the device that the weights are on
     assert model.weight.grad is gradient
+
+
+@pytest.mark.simulated
+def test_tensors_that_share_memory_share_it_elsewhere(simulated):
+    model = nn.Linear(3, 3)
+    model.register_buffer("row", model.weight.detach()[1])
+    with model_on(model, torch.device("sim:1")), torch.no_grad():
+        model.weight.fill_(5)
+        assert model.row.tolist() == [5, 5, 5]
+    assert model.row.data_ptr() == model.weight[1].data_ptr()
+    assert model.row.tolist() != [5, 5, 5]
+
+
+@pytest.mark.simulated
+def test_a_model_is_recorded_on_the_first_accelerator_of_its_stages(simulated):
+    model = nn.Linear(4, 4)
+    cpu, first, second = torch.device("cpu"), torch.device("sim:1"), torch.device("sim:2")
+    assert recording_device(model, [cpu, first, second]) == first
+    assert recording_device(model, [cpu, cpu]) == cpu
+    assert recording_device(model.to("sim:3"), [cpu]) == torch.device("sim:3")
+    assert recording_device(nn.ReLU(), [cpu]) is None
+    assert recording_device(nn.Linear(2, 2, device="meta"), [first]) is None
+
+
+@pytest.mark.simulated
+def test_a_model_that_an_accelerator_does_not_hold_is_recorded_where_it_is(simulated, monkeypatch):
+    figures = accelerator.memory_figures(torch.device("sim:0"))
+    monkeypatch.setattr(
+        accelerator, "memory_figures", lambda device: replace(figures, free=100, reserved=0, allocated=0)
+    )
+    workers = [torch.device("sim:0"), torch.device("sim:1")]
+    assert recording_device(nn.Linear(4, 4), workers) == torch.device("cpu")
+    assert recording_device(nn.Linear(2, 2), workers) == torch.device("sim:0")
+    assert recording_device(nn.Linear(4, 4, device="sim:0"), workers) == torch.device("sim:0")
+
+
+@pytest.mark.simulated
+def test_where_memory_runs_out_it_is_recorded_on_the_cpu(simulated):
+    model, seen = nn.Linear(2, 2), []
+
+    def look(args, kwargs):
+        seen.append((args[0].device.type, model.weight.device.type))
+        if args[0].device.type == "sim":
+            raise ValueError("no graph") from torch.OutOfMemoryError("out of memory")
+        return "graph"
+
+    device, result = look_on_recording_device(model, [torch.device("sim:0")], (torch.ones(1, 2),), {}, look)
+    assert (device, result) == (torch.device("cpu"), "graph")
+    assert seen == [("sim", "sim"), ("cpu", "cpu")]
