@@ -43,9 +43,14 @@ class SimulatedMachine:
         count: int = self._library.sim_count(what.encode())
         return count
 
-    def begin(self) -> None:
-        """Forgets what has happened, as if everything had been waited for."""
+    def begin(self, host_ahead: bool = False) -> None:
+        """Forgets what has happened, as if everything had been waited for.
+
+        `host_ahead`: devices are far behind what they are given, else by chance: an event has passed when it is asked
+        for long enough, not at once now and then.
+        """
         self._library.sim_forget()
+        self._library.sim_set_host_ahead(host_ahead)
 
     def tell(self, channel: object) -> None:
         """Lets this thread of the host tell what it has waited for; who hears on the channel knows it, too."""

@@ -12,6 +12,7 @@ int64_t sim_device_bytes() { return kDeviceBytes; }
 void sim_set_sync_debug_mode(int mode) { sync_debug_mode = mode; }
 void sim_host_tells(uint64_t channel) { machine().host_tells(channel); }
 void sim_host_hears(uint64_t channel) { machine().host_hears(channel); }
+void sim_set_host_ahead(int is_ahead) { machine().set_host_ahead(is_ahead); }
 void sim_forget() { machine().forget_all_orders(); }
 
 // The races since it was last asked, a line each, as far as there is room.

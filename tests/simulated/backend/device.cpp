@@ -210,7 +210,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return stream_at(exchange_queue(queue_of(stream)));
   }
   bool queryStream(const c10::Stream& stream) const override {
-    return has_passed(machine().clock_of(queue_of(stream)));
+    static thread_local int times_asked = 0;
+    return machine().has_passed(machine().clock_of(queue_of(stream)), times_asked);
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     machine().count("host waits");
@@ -228,6 +229,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     Lock lock(machine().mutex);
     auto& own = *event_at(*event);
     own.queue = machine().begin(queue_of(stream), "event").queue;
+    own.times_asked = 0;
     own.clock = machine().clock_of(own.queue);
     own.has_time = flag == c10::EventFlag::BACKEND_DEFAULT;
     own.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -240,7 +242,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryEvent(void* event) const override {
     Lock lock(machine().mutex);
     if (!event || event_at(event)->queue == kNobody) return true;
-    return has_passed(event_at(event)->clock);
+    return machine().has_passed(event_at(event)->clock, event_at(event)->times_asked);
   }
   void synchronizeEvent(void* event) const override {
     machine().count("host waits");
@@ -257,14 +259,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {
     machine().record_stream(memory.get(), queue_of(stream));
-  }
-
- private:
-  // What nobody has waited for is over, or is not: who asks must cope with both.
-  static bool has_passed(const Clock& clock) {
-    if (!machine().host_knows(clock) && !machine().toss()) return false;
-    machine().host_waits(clock);
-    return true;
   }
 };
 

@@ -311,7 +311,7 @@ void copy_within(const Tensor& from, const Tensor& to) {
     machine().count("copies between devices");
     machine().wait(source, machine().clock_of(target));
   }
-  const auto by = machine().begin(source, "copy between devices");
+  const auto by = machine().begin(source, source == target ? "copy" : "copy between devices");
   read(from, by);
   write(to, by);
   on_cpu(to).copy_(on_cpu(from));
@@ -325,7 +325,7 @@ void copy_to_device(const Tensor& from, const Tensor& to, bool non_blocking) {
   const auto held = machine().pinned(memory_of(from));
   if (held) {
     read(from, by);
-    machine().apply_effects(queue, by.tick);  // what this stream has brought there is there
+    machine().bring_up_to_date(held.get());  // whether it was waited for is told above
   }
   write(to, by);
   on_cpu(to).copy_(on_cpu(from));
@@ -334,7 +334,7 @@ void copy_to_device(const Tensor& from, const Tensor& to, bool non_blocking) {
     machine().host_waits(machine().clock_of(queue));
   } else if (held) {  // it is read any time before the host has waited
     const auto view = on_cpu(from), before = view.clone();
-    machine().after(by, [held, view, before] {
+    machine().after(by, nullptr, [held, view, before] {
       if (std::memcmp(view.contiguous().data_ptr(), before.contiguous().data_ptr(), before.nbytes()))
         machine().report("written while read", "the host has written to pinned memory before a copy has read it");
     });
@@ -353,7 +353,7 @@ void copy_to_host(const Tensor& from, const Tensor& to, bool non_blocking) {
     auto arriving = view.clone();
     arriving.copy_(on_cpu(from));
     poison(to, range_of(to));
-    machine().after(by, [held, view, arriving]() mutable { view.copy_(arriving); });
+    machine().after(by, held.get(), [held, view, arriving]() mutable { view.copy_(arriving); });
     return;
   }
   view.copy_(on_cpu(from));

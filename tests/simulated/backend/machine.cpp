@@ -88,7 +88,8 @@ void Machine::host_waits(const Clock& clock) {
   t_host.join(clock);
   host_.join(clock);
   for (Queue queue = 0; queue < kQueues; queue++)
-    if (clock.ticks[queue]) apply_effects(queue, clock.ticks[queue]);
+    if (!effects_[queue].empty())
+      apply_effects(queue, [&](const HostEffect& effect) { return effect.tick <= clock.ticks[queue]; });
 }
 
 bool Machine::host_knows(const Clock& clock) {
@@ -107,22 +108,37 @@ void Machine::host_hears(uint64_t channel) {
   if (told != channels_.end()) t_host.join(told->second);
 }
 
-void Machine::after(const Operation& operation, std::function<void()> effect) {
+void Machine::after(const Operation& operation, const void* written, std::function<void()> effect) {
   Lock lock(mutex);
-  effects_[operation.queue].push_back({operation.tick, std::move(effect)});
+  effects_[operation.queue].push_back({operation.tick, written, std::move(effect)});
 }
 
-void Machine::apply_effects(Queue queue, uint32_t until) {
+void Machine::bring_up_to_date(const void* pinned) {
   Lock lock(mutex);
+  for (Queue queue = 0; queue < kQueues; queue++)
+    apply_effects(queue, [&](const HostEffect& effect) { return effect.written == pinned; });
+}
+
+void Machine::apply_effects(Queue queue, const std::function<bool(const HostEffect&)>& is_due) {
   auto& waiting = effects_[queue];
-  const auto end = std::find_if(waiting.begin(), waiting.end(), [&](auto& effect) { return effect.tick > until; });
-  for (auto effect = waiting.begin(); effect != end; ++effect) effect->apply();
-  waiting.erase(waiting.begin(), end);
+  const auto later = std::stable_partition(waiting.begin(), waiting.end(), is_due);
+  for (auto effect = waiting.begin(); effect != later; ++effect) effect->apply();
+  waiting.erase(waiting.begin(), later);
 }
 
-bool Machine::toss() {
+// What nobody has waited for is over, or is not: who asks must cope with both. So chance answers, or else a device that
+// is far behind: then only who asks for long hears that it is over.
+bool Machine::has_passed(const Clock& clock, int& times_asked) {
+  constexpr int kLong = 20;
   Lock lock(mutex);
-  return dice_() & 1;
+  const bool is_over = host_knows(clock) || (is_host_ahead_ ? ++times_asked > kLong : dice_() & 1);
+  if (is_over) host_waits(clock);
+  return is_over;
+}
+
+void Machine::set_host_ahead(bool is_ahead) {
+  Lock lock(mutex);
+  is_host_ahead_ = is_ahead;
 }
 
 // -- accesses ----------------------------------------------------------------------------------------------------------

@@ -73,6 +73,7 @@ struct Event {
   Queue queue = kNobody;  // not recorded yet: nobody waits for it
   bool has_time = false;
   double seconds = 0;
+  int times_asked = 0;  // whether it has passed
 };
 
 // -- memory ------------------------------------------------------------------------------------------------------------
@@ -115,6 +116,7 @@ struct DeviceMemory {
 // What a stream does to the host's memory. It happens when the host has waited for it.
 struct HostEffect {
   uint32_t tick;
+  const void* written;  // the pinned block; null where the memory is only read
   std::function<void()> apply;
 };
 
@@ -136,9 +138,10 @@ class Machine {
   bool host_knows(const Clock& clock);  // some thread of it
   void host_tells(uint64_t channel);
   void host_hears(uint64_t channel);
-  void after(const Operation& operation, std::function<void()> effect);
-  void apply_effects(Queue queue, uint32_t until);
-  bool toss();  // what may or may not have happened
+  void after(const Operation& operation, const void* written, std::function<void()> effect);
+  void bring_up_to_date(const void* pinned);  // for a device that reads it
+  bool has_passed(const Clock& clock, int& times_asked);
+  void set_host_ahead(bool is_ahead);
 
   // Accesses. They return whether it was ordered behind all that it conflicts with.
   bool read(const void* memory, Range range, const Operation& by);
@@ -166,6 +169,7 @@ class Machine {
  private:
   Block* find(const void* memory);
   const Clock& host_clock();
+  void apply_effects(Queue queue, const std::function<bool(const HostEffect&)>& is_due);
   bool comes_behind(Queue queue, const Operation& earlier);
   void reuse_delayed(int device);
 
@@ -180,6 +184,7 @@ class Machine {
   std::vector<std::string> races_;
   std::map<std::string, int64_t> counts_;
   std::mt19937 dice_{1};
+  bool is_host_ahead_ = false;
 };
 
 Machine& machine();

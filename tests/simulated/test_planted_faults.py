@@ -1,0 +1,277 @@
+"""What the simulated devices would tell of a runtime that forgets to wait: a fault at a time, each of which is seen."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.planted import with_fault
+from torch import nn
+
+import fxpipe
+from fxpipe import accelerator
+from fxpipe.runtime import engine, transport
+from fxpipe.runtime.exchange import Exchange
+from fxpipe.runtime.step import Step
+from fxpipe.runtime.transport import AcceleratorBackend, Transport, forced_copies
+
+pytestmark = pytest.mark.simulated
+WIDTH = 6
+
+
+class Skipping(nn.Module):
+    """A weight of two stages, a value that skips one, and values with gaps between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.inner, self.outer = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        left, right = self.shared(x).relu().view(-1, 2, WIDTH // 2).unbind(1)
+        inner = self.inner(torch.cat([left, right * 2], 1)).relu()
+        outer = self.outer(inner)
+        return self.shared(outer + torch.cat([right, left], 1)).view(-1, 2, WIDTH // 2)[:, 0]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    torch.manual_seed(0)
+    return Skipping()
+
+
+@pytest.fixture(scope="module")
+def pipes(plain):
+    """Pipelines by their devices, planned once."""
+    with contextlib.ExitStack() as stack:
+        made = {}
+        for devices in (("sim:0", "sim:1"), ("sim:0", "cpu"), ("sim:0", "sim:0")):
+            pipe = fxpipe.pipeline(
+                copy.deepcopy(plain),
+                list(devices),
+                3,
+                balance=["outer"],
+                checkpoint="never",
+                example_args=(torch.randn(6, WIDTH),),
+            )
+            made[devices] = stack.enter_context(pipe)
+            for way in (step_in_one, step_with_pinned_inputs):
+                way(pipe, devices)  # starts its threads, and verifies the loss
+        yield made
+
+
+# -- ways to run a step ------------------------------------------------------------------------------------------------
+
+
+def _batch(devices, is_pinned=False):
+    torch.manual_seed(3)
+    x, target = torch.randn(6, WIDTH), torch.randn(6, WIDTH // 2)
+    if is_pinned:
+        return x.pin_memory(), target.pin_memory()
+    return x.to(devices[0]), target.to(devices[-1])
+
+
+def _gradients(model):
+    return [p.grad for p in model.parameters()]
+
+
+def step_in_one(pipe, devices):
+    x, target = _batch(devices)
+    pipe.forward_backward(x, target=target, loss_fn=F.mse_loss)
+    return _gradients(pipe)
+
+
+def step_with_pinned_inputs(pipe, devices):
+    """They are written to at once behind the step."""
+    x, target = _batch(devices, is_pinned=True)
+    pipe.forward_backward(x, target=target, loss_fn=F.mse_loss)
+    x.zero_()
+    target.zero_()
+    return _gradients(pipe)
+
+
+def step_on_side_streams(pipe, devices):
+    """Forward is called on other streams than backward, with inputs that have gaps and come from the other device."""
+    x, target = _batch(devices[::-1])
+    x, target = torch.stack([x, x], 1)[:, 0].requires_grad_(), target.to(devices[-1])
+    sides = [accelerator.new_stream(d) for d in map(torch.device, dict.fromkeys(devices)) if d.type != "cpu"]
+    for side in sides:
+        side.wait_event(accelerator.record_event(accelerator.current_stream(side.device)))
+    with accelerator.current_streams(*reversed(sides)):
+        loss = F.mse_loss(pipe(x), target)
+    loss.backward()
+    return [gradient.clone() for gradient in _gradients(pipe)]
+
+
+def several_steps(pipe, devices):
+    for _ in range(2):
+        pipe.zero_grad()
+        gradients = step_in_one(pipe, devices)
+    return gradients
+
+
+# A step that goes through the streams of the devices, of the devices and the CPU, of one device twice.
+WAYS = [
+    (step_in_one, ("sim:0", "sim:1")),
+    (step_with_pinned_inputs, ("sim:0", "sim:1")),
+    (step_on_side_streams, ("sim:0", "sim:1")),
+    (step_in_one, ("sim:0", "cpu")),
+    (step_on_side_streams, ("sim:0", "sim:0")),
+    (several_steps, ("sim:0", "sim:1")),
+]
+
+
+def _evidence(way, devices, pipes, plain, simulated):
+    """What is wrong with a step: races, or gradients that are not those of the plain model; empty for a right one."""
+    pipe = pipes[devices]
+    pipe.zero_grad()
+    simulated.begin(host_ahead=True)
+    try:
+        with forced_copies():
+            gradients = way(pipe, devices)
+        for device in dict.fromkeys(devices):
+            accelerator.synchronize(torch.device(device))
+        have = [gradient.cpu() for gradient in gradients]
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}"]
+    races = simulated.races()
+    plain.zero_grad()
+    x, target = _batch(("cpu", "cpu"))
+    F.mse_loss(plain(x), target).backward()
+    wrong = [
+        "a gradient is wrong"
+        for h, p in zip(have, plain.parameters(), strict=True)
+        if not torch.allclose(h, p.grad, atol=1e-5)
+    ]
+    return races + wrong
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way[0].__name__} on {' '.join(way[1])}")
+def test_a_runtime_without_faults_shows_nothing(way, pipes, plain, simulated):
+    assert _evidence(*way, pipes, plain, simulated) == []
+
+
+FAULTS = {
+    "a stage does not wait for what it receives": (
+        (Transport, "open", "self._stream(target).wait_event(value.arrived)", "pass"),
+        "read too early",
+    ),
+    "a stage on the CPU does not wait for what it receives": (
+        (Transport, "open", "self._machine.wait_on_host(value.arrived)", "pass"),
+        "a gradient is wrong",
+    ),
+    "the host asks once whether an event has passed, and goes on": (
+        (AcceleratorBackend, "wait_on_host", "accelerator.wait_on_host(event)", "event.query()"),
+        "a gradient is wrong",
+    ),
+    "a copy does not wait for who makes its value": (
+        (Transport, "_copied", "streams[0].wait_event(machine.record(self._stream(source)))", "pass"),
+        "read too early",
+    ),
+    "a copy waits for the stream that is current in its thread": (
+        (Transport, "_copied", "machine.record(self._stream(source))", "machine.record(machine.current(source))"),
+        "read too early",
+    ),
+    "the end of a copy is marked before it begins": (
+        (
+            Transport,
+            "_copied",
+            "with machine.on(*streams):",
+            "arrived = machine.record(streams[-1])\n    with machine.on(*streams):",
+            "        arrived = machine.record(streams[-1])",
+            "",
+        ),
+        "read too early",
+    ),
+    "the copy runs beside the stream on which its end is marked": (
+        (Transport, "_copied", "with machine.on(*streams):", "with machine.on(streams[0]):"),
+        "read too early",
+    ),
+    "no stream is recorded for what arrives": (
+        (Transport, "_copied", "machine.keep(copy, self._stream(target))", "pass"),
+        "given back too early",
+    ),
+    "the copy's own stream is recorded for what arrives": (
+        (Transport, "_copied", "machine.keep(copy, self._stream(target))", "machine.keep(copy, streams[-1])"),
+        "given back too early",
+    ),
+    "nothing holds what a copy reads": (
+        (Transport, "_copied", "self._hold(source, target, arrived, memory)", "pass"),
+        "given back too early",
+    ),
+    "what a copy reads is held until the next copy": (
+        (Transport, "_hold", "held[0][0].query()", "len(held) > 1"),
+        "given back too early",
+    ),
+    "what copies have read is given back before they end": (
+        (Transport, "settle", "self._stream(source).wait_event(last)", "pass"),
+        "given back too early",
+    ),
+    "the caller may write to its inputs before they are read": (
+        (Transport, "settle", "self._machine.wait_on_host(last)", "pass"),
+        "written while read",
+    ),
+    "the caller may write to its target before it is read": (
+        (transport, "leaves_on_device", "transport.settle()", "pass"),
+        "written while read",
+    ),
+    "the end of a copy is marked where its value was made": (
+        (
+            Transport,
+            "_copied",
+            "arrived = machine.record(streams[-1])",
+            "arrived = machine.record(streams[-1] if source.type == 'cpu' else self._stream(source))",
+        ),
+        "read too early",
+    ),
+    "gradients are summed on other streams than the step's": (
+        (Transport, "on_step_streams", "with self._machine.on(*self._compute.values()):", "if True:"),
+        "read too early",
+    ),
+    "stages run on the streams that are current in their threads": (
+        (Transport, "at", "stream = self._compute.get(device)", "stream = None"),
+        "read too early",
+    ),
+    "values with gaps are gathered on the stream of who asks for them": (
+        (Transport, "_send", "with self.at(source) if has_gaps(tensor) else _NO_STREAM:", "if True:"),
+        "read too early",
+    ),
+    "a gradient of another stage is summed before it has come": (
+        (
+            Step,
+            "parameter_gradient",
+            "self.transport.bring(gradient, home)",
+            "(gradient if gradient.device == home else self.transport._send(gradient, gradient.device, home)"
+            ".content.unpack())",
+        ),
+        "read too early",
+    ),
+    "the gradient of an input is read before it has come": (
+        (
+            Exchange,
+            "input_gradients",
+            "self.transport.open(g, device)",
+            "g.content.unpack()",
+        ),
+        "read too early",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_seen(name, pipes, plain, simulated, monkeypatch):
+    (owner, function, *lines), kind = FAULTS[name]
+    replaced = with_fault(getattr(owner, function), *lines)
+    monkeypatch.setattr(owner, function, replaced)
+    if owner is transport:  # others have it by name
+        monkeypatch.setattr(engine, function, replaced)
+    seen: list[str] = []
+    for way in WAYS:
+        seen += _evidence(*way, pipes, plain, simulated)
+        if any(text.startswith(kind) for text in seen):
+            break
+    else:
+        pytest.fail(f"{kind!r} is not among what was seen: {seen}")
+    simulated.begin()
