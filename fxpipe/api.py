@@ -30,10 +30,10 @@ def is_over_ranks(devices: Any) -> TypeGuard[DeviceMesh | ProcessGroup]:
     """Returns whether these are the processes of a group, and not devices of this one."""
     if not torch.distributed.is_available():
         return False
-    from torch.distributed import ProcessGroup
+    from torch.distributed import GroupMember, ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    return isinstance(devices, (DeviceMesh, ProcessGroup))
+    return isinstance(devices, (DeviceMesh, ProcessGroup)) or devices is GroupMember.NON_GROUP_MEMBER
 
 
 def pipeline(

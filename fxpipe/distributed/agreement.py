@@ -24,6 +24,10 @@ from fxpipe.scheduling import Schedule
 
 Fields = Mapping[str, str]
 LONGEST_SHOWN = 120
+COMPARED_SETTINGS = (
+    *("placement", "chunks", "schedule", "checkpoint", "balance", "pins", "tracer", "check", "in_dims", "out_dims"),
+    *("dynamic_shapes", "leaf_modules", "deferred_batch_norm", "compile"),
+)
 
 
 def check_agreement(connection: Connection, own: Fields) -> None:
@@ -75,16 +79,8 @@ def model_fields(model: nn.Module, settings: Settings) -> Fields:
     return {
         "versions": f"torch {torch.__version__}, fxpipe {__version__}, Python {sys.version.split()[0]}",
         "model": f"{type(model).__qualname__}: {', '.join(tensors)}",
-        "settings": _settings_text(settings),
+        **{name: _value_text(getattr(settings, name)) for name in COMPARED_SETTINGS},
     }
-
-
-def _settings_text(settings: Settings) -> str:
-    names = (
-        "placement chunks schedule checkpoint balance tracer in_dims out_dims leaf_modules dynamic_shapes pins check"
-    )
-    names += " deferred_batch_norm compile"
-    return ", ".join(f"{name}={_value_text(getattr(settings, name))}" for name in names.split())
 
 
 def _value_text(value: Any) -> str:

@@ -133,7 +133,9 @@ def wait_for_ranks(store: Store, rank: int, size: int, timeout: float) -> None:
     try:
         store.wait(keys, timedelta(seconds=timeout))
     except RuntimeError:
-        missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
+        with contextlib.suppress(RuntimeError):
+            store.delete_key(f"here/{rank}")  # whoever comes later finds nobody
+        missing = [str(other) for other, key in enumerate(keys) if other != rank and not store.check([key])]
         raise DistributedError(
             f"rank {', '.join(missing) or 'unknown'} of {size} has not come in {timeout:g} s: every rank of the "
             "process group makes the pipe, and calls it as often as the others; is one gone, or was it started with "

@@ -63,6 +63,7 @@ class DistributedPipeline(Pipeline):
         if torch.is_grad_enabled():
             raise StateError(REFUSED_DROP_IN)
         state = self._state
+        state.check_open()
         with state.engine.running(), state.group.together():
             if hooks := user_hooks_of(self.model):
                 raise StateError(
@@ -104,6 +105,7 @@ class DistributedPipeline(Pipeline):
                 ranks, and the next step begins anew.
         """
         state = self._state
+        state.check_open()
         with state.engine.running(), state.group.together():
             check_reduction(reduction)
             parse_switch("return_outputs", return_outputs)
@@ -203,7 +205,7 @@ class DistributedPipeline(Pipeline):
     def close(self) -> None:
         """Closes the connections to the other ranks; the model stays as it is. Every rank closes its own."""
         super().close()
-        self._state.group.close()
+        self._state.group.leave()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         raise StateError(

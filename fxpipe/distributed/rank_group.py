@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -12,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fxpipe import accelerator
 from fxpipe._torch.process_groups import PrefixStore
 from fxpipe.distributed.connection import Connection
 from fxpipe.distributed.failures import ConnectionLost, FailureBoard, FailureReport, error_text, wait_for_ranks
-from fxpipe.errors import ArgumentError, InternalError
+from fxpipe.errors import ArgumentError, DistributedError, InternalError
 
 _pipes_of: Counter[str] = Counter()  # by process group, the pipes that this process has made on it
 
@@ -43,19 +43,13 @@ def process_group_of(devices: DeviceMesh | dist.ProcessGroup) -> tuple[dist.Proc
         kind, group = devices.device_type, devices.get_group()
     else:
         group = devices
-        if group.rank() < 0 or dist.get_rank(group) < 0:
+        if not isinstance(group, dist.ProcessGroup):  # what `new_group` returns to those who are not in it
             raise ArgumentError(
                 f"devices is a process group that this process, rank {dist.get_rank()}, is not in: call "
                 "fxpipe.pipeline on its ranks only"
             )
-        kind = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    if kind == "cpu":
-        return group, torch.device("cpu")
-    if kind != "cuda":
-        raise ArgumentError(f"devices is a mesh of {kind!r} devices; a pipe runs on 'cpu' or 'cuda'")
-    if not torch.cuda.is_available():
-        raise ArgumentError("devices is a mesh of 'cuda' devices, and this process sees none; use 'cpu'")
-    return group, torch.device("cuda", torch.cuda.current_device())
+        kind = "cpu" if dist.get_backend(group) == "gloo" else accelerator.accelerator_type() or "cpu"
+    return group, accelerator.parse_device("devices", kind)
 
 
 class RankGroup:
@@ -64,15 +58,15 @@ class RankGroup:
     def __init__(self, devices: DeviceMesh | dist.ProcessGroup, timeout: float):
         self.process_group, self.device = process_group_of(devices)
         self.rank, self.size, self.timeout = self.process_group.rank(), self.process_group.size(), timeout
-        name = self.process_group.group_name
-        _pipes_of[name] += 1
-        self._store = PrefixStore(f"fxpipe/{name}/{_pipes_of[name]}", self.process_group.get_group_store())
-        self._generations = itertools.count()
+        # Those that all ranks have made: where one has not come, the next attempt has the same number.
+        self._name = self.process_group.group_name
+        self._number = _pipes_of[self._name] + 1
+        self._store = PrefixStore(f"fxpipe/{self._name}/{self._number}", self.process_group.get_group_store())
         self._connection: Connection | None = None
         self._board: FailureBoard | None = None
         self._is_inside = False
         self.doing = ""  # the last action that this rank has begun
-        self.generation = -1
+        self.generation = 0
 
     @property
     def connection(self) -> Connection:
@@ -107,11 +101,15 @@ class RankGroup:
     def _connect(self) -> Connection:
         """Returns the connection; a new one, where the last one has failed or there was none yet."""
         if self._connection is None:
-            self.generation = next(self._generations)
             store = PrefixStore(str(self.generation), self._store)
             wait_for_ranks(store, self.rank, self.size, self.timeout)
+            _pipes_of[self._name] = max(_pipes_of[self._name], self._number)
             self._board = FailureBoard(store, self.rank, self.size)
-            self._connection = Connection(PrefixStore("gloo", store), self.rank, self.size, self.timeout)
+            try:
+                self._connection = Connection(PrefixStore("gloo", store), self.rank, self.size, self.timeout)
+            except RuntimeError as error:
+                self._fail(FailureReport(self.rank, "", error=f"no connection to the other ranks: {error}"))
+                raise DistributedError(f"no connection to the other ranks: {error}") from error
         self._connection.heard.clear()
         return self._connection
 
@@ -119,7 +117,13 @@ class RankGroup:
         """Leaves the report, then closes: others who find the connection closed find the report."""
         assert self._board is not None
         self._board.leave(report)
+        self.generation += 1  # what is on its way in this one is never read
         self.close()
+
+    def leave(self) -> None:
+        """Ends this rank's part in the pipe; ranks that still call it are told."""
+        if self._connection is not None:
+            self._fail(FailureReport(self.rank, self.doing, error="StateError: the pipe was closed on this rank"))
 
     def close(self) -> None:
         if self._connection is not None:

@@ -99,12 +99,15 @@ class RankState(PipelineState):
             )
         return self.held.names_of(self.group.rank)
 
+    def check_open(self) -> None:
+        """Raises `StateError` where the pipe is closed: it has no connection, and makes none any more."""
+        if self.closed:
+            raise StateError("the pipe is closed; make a new one with fxpipe.pipeline(model, ...)")
+
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def agree(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[RankGraph, RankInputs]:
         """Settles with all ranks what runs now. Of the inputs only those of the leader are looked at."""
-        if self.closed:
-            raise StateError("the pipe is closed; make a new one with fxpipe.pipeline(model, ...)")
         is_first = self.first is None
         job = self._propose(call, args, kwargs) if self.group.rank == self.leader else None
         job = self.group.connection.broadcast(job, self.leader, "the first stage's inputs", is_long=is_first)
