@@ -41,7 +41,7 @@ simulated: .venv/.installed
 
 # The benchmark runs also where a test has failed; the status is that of both.
 gpu: .venv/.installed
-	$(BIN)/python -m pytest -m "cuda or multi_gpu" $(ARGS); status=$$?; $(BIN)/python tools/bench/gpu.py && exit $$status
+	PYTHON=$(BIN)/python tools/gpu_day.sh $(ARGS)
 
 lint: .venv/.installed
 	$(BIN)/ruff check

@@ -17,7 +17,7 @@ OPTIONS = {
     "chunks": 2,
     "schedules": "1f1b,zero_bubble",
     "checkpoints": "never",
-    "compiled": False,
+    "modes": "eager",
     "rounds": 1,
 }
 

@@ -122,7 +122,7 @@ class Setting:
 
 def settings(options: argparse.Namespace) -> Iterator[Setting]:
     """Plain first: it is what the others are compared with. One stage has but one order, whatever the schedule."""
-    for is_compiled in (False, True) if options.compiled else (False,):
+    for is_compiled in {"both": (False, True), "eager": (False,), "compiled": (True,)}[options.modes]:
         yield Setting(0, "", "", is_compiled)
         for stages in (1, 2):
             schedules = options.schedules.split(",") if stages > 1 else ["1f1b"]
@@ -137,6 +137,7 @@ class Trained:
     model: nn.Module
     step: Callable[[], Tensor]
     device: torch.device
+    predicted: float | None = None  # seconds of a step, simulated; None: of the plain model
 
     def prepare(self) -> None:
         self.model.zero_grad(set_to_none=True)
@@ -173,13 +174,21 @@ def trained(setting: Setting, workload: Workload, device: torch.device, chunks: 
         schedule=setting.schedule,
         checkpoint=setting.checkpoint,
         compile=setting.is_compiled,
+        loss_fn=workload.loss_fn,
+        target=workload.target,
     ) as pipe:
 
         def step() -> Tensor:
             loss: Tensor = pipe.forward_backward(workload.input, target=workload.target, loss_fn=workload.loss_fn)
             return loss
 
-        yield Trained(model, step, device)
+        yield Trained(model, step, device, predicted_seconds(pipe.plan))
+
+
+def predicted_seconds(plan: fxpipe.Plan) -> float:
+    """Simulates a step whose stages all share one device: it is no shorter than all that they do."""
+    simulation = fxpipe.simulate(plan)
+    return max(simulation.step_seconds, sum(simulation.busy))
 
 
 def synchronise(device: torch.device) -> None:
@@ -206,6 +215,7 @@ class Found:
     plain_seconds: list[float]
     peak: StepMemory | None  # None on a CPU
     queued: float  # seconds until the host is through with a step, of which the device may still have to do a part
+    predicted: float | None
 
 
 def measure(setting: Setting, workload: Workload, plain: Trained, loss: float, options: argparse.Namespace) -> Found:
@@ -216,7 +226,7 @@ def measure(setting: Setting, workload: Workload, plain: Trained, loss: float, o
             raise RuntimeError(f"{setting} has loss {found}, but the plain model has {loss}")
         seconds = run_rounds({PLAIN: plain.contestant, "ours": ours.contestant}, options.rounds, str(setting))
         plain.prepare()  # its gradients are no part of the peak
-        return Found(setting, seconds["ours"], seconds[PLAIN], peak_of(ours), queued_seconds(ours))
+        return Found(setting, seconds["ours"], seconds[PLAIN], peak_of(ours), queued_seconds(ours), ours.predicted)
 
 
 def peak_of(ours: Trained) -> StepMemory | None:
@@ -245,7 +255,7 @@ def queued_seconds(ours: Trained) -> float:
     return seconds
 
 
-def table(found: list[Found]) -> str:
+def table(found: list[Found], form: str = "simple") -> str:
     plain_peak = {one.setting.is_compiled: one.peak for one in found if not one.setting.stages}
     rows = []
     for one in found:
@@ -256,13 +266,14 @@ def table(found: list[Found]) -> str:
                 "ms, median": f"{1000 * summary.median:.1f}",
                 "quartiles": f"{1000 * summary.first_quartile:.1f}–{1000 * summary.third_quartile:.1f}",
                 "times plain, eager": summarise(ratios(one.plain_seconds, one.seconds)),
+                "ms, predicted": "" if one.predicted is None else f"{1000 * one.predicted:.1f}",
                 "ms, queued": f"{1000 * one.queued:.1f}",
                 "peak, MiB": "" if one.peak is None else f"{one.peak.allocated / 2**20:,.0f}",
                 "of plain": "" if one.peak is None or not peak else f"{one.peak.allocated / peak.allocated:.2f}",
                 "reserved, MiB": "" if one.peak is None else f"{one.peak.reserved / 2**20:,.0f}",
             }
         )
-    return tabulate(rows, headers="keys", disable_numparse=True)
+    return tabulate(rows, headers="keys", disable_numparse=True, tablefmt=form)
 
 
 # ---- main ----
@@ -283,7 +294,7 @@ def train(name: str, options: argparse.Namespace) -> list[Found]:
         for setting in settings(options):
             found.append(measure(setting, workload, plain, loss, options))
             print(f"{setting}: {1000 * summarise(found[-1].seconds).median:.1f} ms", flush=True)
-            if options.compiled:
+            if setting.is_compiled:
                 torch.compiler.reset()
     return found
 
@@ -304,27 +315,36 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=8, help="micro-batches in a mini-batch (default: 8)")
     parser.add_argument("--schedules", default=",".join(SCHEDULES), help="of two stages, with commas (default: all)")
     parser.add_argument("--checkpoints", default=",".join(CHECKPOINTS), help="with commas (default: all)")
-    parser.add_argument("--eager", dest="compiled", action="store_false", help="leave out what is compiled")
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--eager", dest="modes", action="store_const", const="eager", help="leave out what is compiled")
+    modes.add_argument("--compiled", dest="modes", action="store_const", const="compiled", help="leave out what is not")
+    parser.set_defaults(modes="both")
     parser.add_argument("--rounds", type=int, default=15, help="timed rounds (default: 15)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables to this file, too")
     options = parser.parse_args()
     if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
         parser.error(f"--device {options.device}: there is no GPU here; --device cpu --size toy shows that it runs")
 
     environment = find_environment(torch.device(options.device))
     print(tabulate(environment.items()))
+    tables = [", ".join(f"{name} {value}" for name, value in environment.items())]
     result: dict[str, Any] = {"environment": environment, "chunks": options.chunks, "models": {}}
     for name in options.models.split(","):
         batch = options.batch or BATCHES[name]
-        print(f"\n{name}: forward and backward of {batch} samples in {options.chunks} micro-batches\n")
+        title = f"{name}: forward and backward of {batch} samples in {options.chunks} micro-batches"
+        print(f"\n{title}\n")
         found = train(name, options)
         print(f"\n{table(found)}\n", flush=True)
         result["models"][name] = [
             {"setting": str(f.setting), "seconds": f.seconds, "plain": f.plain_seconds,
-             "peak": f.peak and asdict(f.peak), "queued": f.queued} for f in found
+             "peak": f.peak and asdict(f.peak), "queued": f.queued, "predicted": f.predicted} for f in found
         ]  # fmt: skip
         if options.json:
             options.json.write_text(json.dumps(result, indent=1))
+        tables += [title, table(found, "github")]
+        if options.markdown:
+            options.markdown.write_text("\n\n".join(tables) + "\n")
 
 
 if __name__ == "__main__":
