@@ -6,6 +6,7 @@ Optional: torch does it itself, unless one memory is of the CPU and the other of
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ def replace_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     except RuntimeError as error:
         if tensor.device.type == data.device.type or _swap_tensor_impl is None or _use_count is None:
             raise
+        if _use_count(tensor) > 1:
+            gc.collect()  # a recording that was given up holds its graph with the exception that ended it
         if _use_count(tensor) > 1:  # a graph would give its gradient to a tensor that nobody has any more
             error.add_note(
                 f"fxpipe: a tensor of the model has to move from {tensor.device} to {data.device}, which torch cannot "

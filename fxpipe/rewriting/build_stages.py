@@ -37,7 +37,7 @@ from fxpipe.rewriting.stage_callables import make_stage_callable
 from fxpipe.rewriting.stage_functions import set_autocast, set_grad, with_write_check
 from fxpipe.tracing.graph_text import node_expression, short_source_line
 from fxpipe.tracing.node_arguments import container_of
-from fxpipe.tracing.node_devices import set_node_device
+from fxpipe.tracing.node_devices import is_for_host, set_node_device
 from fxpipe.tracing.node_info import WriteOrder, info, random_draws_of, state_of, update_info
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import Effects, running_statistics
@@ -114,6 +114,7 @@ def split_into_stages(
                 {n.name: SourceLocation(info(n).module, info(n).source) for n in (*draft.again, *draft.nodes)},
                 format_stage_code(builder.graph, stage),
                 functools.partial(make_stage_callable, options=compile_options),
+                frozenset(n.name for n in table[stage] if is_for_host(builder.copies[n])),
             )
         )
     names = {place: node.name for place, node in traced.placeholders.items()}

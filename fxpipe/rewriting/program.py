@@ -71,6 +71,7 @@ class Stage:
     locations: dict[str, SourceLocation]  # by node name
     code: str  # for people
     make_callable: Callable[[Stage, bool], StageCallable]  # (the stage, is its backward split)
+    host_values: frozenset[str] = frozenset()  # of the values that it receives: those that it wants on the CPU
     _callables: dict[bool, StageCallable] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def callable(self, is_split: bool) -> StageCallable:

@@ -16,9 +16,12 @@ import torch
 from fxpipe._torch.autograd import takes_gradient
 from fxpipe.errors import InternalError
 from fxpipe.rewriting.program import PIPE_INPUT, ReceivedValue
+from fxpipe.runtime.bound_program import BoundProgram
 from fxpipe.runtime.step_inputs import StepInputs, TrainedInput
 from fxpipe.runtime.transport import PendingCopy, Transport
 from fxpipe.runtime.wiring import ValueLink
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(slots=True)
@@ -43,7 +46,7 @@ class Exchange:
         devices = inputs.devices
         self._devices = (*devices, devices[-1])  # by user: the loss is where the last stage is
         readers = {
-            id(bound): {value: self._by_device(users) for value, users in bound.wiring.users.items()}
+            id(bound): {value: self._by_device(bound, value[1], users) for value, users in bound.wiring.users.items()}
             for bound in inputs.programs
         }
         self._readers = [readers[id(bound)] for bound in inputs.bounds]  # by micro-batch
@@ -59,11 +62,18 @@ class Exchange:
                 if name is not None:
                     self._enter(name, i, leaves[place], (place, i) in trained)
 
-    def _by_device(self, users: Sequence[int]) -> tuple[tuple[torch.device, tuple[int, ...]], ...]:
+    def _device(self, bound: BoundProgram, name: str, user: int) -> torch.device:
+        """Where a user wants a value: on its own device, unless it is for the host."""
+        stages = bound.program.stages
+        return _CPU if user < len(stages) and name in stages[user].host_values else self._devices[user]
+
+    def _by_device(
+        self, bound: BoundProgram, name: str, users: Sequence[int]
+    ) -> tuple[tuple[torch.device, tuple[int, ...]], ...]:
         """Groups users by device: a value is sent to each device once."""
         groups: dict[torch.device, list[int]] = {}
         for user in users:
-            groups.setdefault(self._devices[user], []).append(user)
+            groups.setdefault(self._device(bound, name, user), []).append(user)
         return tuple((device, tuple(those)) for device, those in groups.items())
 
     def _enter(self, name: str, i: int, part: Any, wants: bool) -> None:
@@ -90,7 +100,7 @@ class Exchange:
         source, name = link.value.source, link.value.name
         value = self._values.pop((user, source, name, i))
         if self._may_move and (source == PIPE_INPUT or isinstance(value.value, PendingCopy)):
-            value.value = self.transport.open(value.value, self._devices[user])
+            value.value = self.transport.open(value.value, self._device(self.bounds[i], name, user))
         if source != PIPE_INPUT:
             self.moved.append((name, source, user, i, boundary_value_bytes(value.value)))
         return value

@@ -9,6 +9,8 @@ from torch import fx
 
 from fxpipe._torch.functions import opname
 from fxpipe.accelerator import accelerator_type
+from fxpipe.tracing.node_arguments import container_of
+from fxpipe.tracing.node_info import info
 
 # Functions that make a tensor from nothing, on the default device where none is given.
 _FACTORIES = frozenset(
@@ -39,6 +41,20 @@ def set_node_device(node: fx.Node, device: torch.device) -> None:
             node.args = (node.args[0], device, *node.args[2:])
     elif _is_factory(node) and node.kwargs.get("device") is None and device.type != "cpu":
         node.kwargs = {**node.kwargs, "device": device}
+
+
+def is_for_host(node: fx.Node) -> bool:
+    """Returns whether nothing uses a value but opaque calls which want it on the CPU."""
+    return bool(node.users) and all(_takes_on_host(user, node) for user in node.users)
+
+
+def _takes_on_host(user: fx.Node, node: fx.Node) -> bool:
+    call = info(user).opaque
+    if call is None or container_of(user) is not None:
+        return False
+    tensors, values = user.args
+    places = {place for place, value in enumerate(values) if value is node}  # type: ignore[arg-type]
+    return node not in tensors and places <= call.host_places  # type: ignore[operator]
 
 
 def _is_factory(node: fx.Node) -> bool:

@@ -69,6 +69,7 @@ class OpaqueCall:
     calls_before: tuple[str, ...] | None = None  # after which forward goes on here; None: all of forward is here
     recorded_calls: int = 0  # of these calls: those that are made before any opaque part of this forward
     is_hook: bool = False  # of a module
+    host_places: frozenset[int] = frozenset()  # of those leaves: tensors that stay on the CPU
 
     @property
     def path(self) -> str:

@@ -30,6 +30,7 @@ from fxpipe.tracing.model_state import (
     without_gradients,
 )
 from fxpipe.tracing.node_info import OpaqueCall, RandomDraws, info, opaque_call_of, update_info
+from fxpipe.tracing.record.host_arguments import HostArguments
 from fxpipe.tracing.record.recorded_sizes import RecordedSize
 from fxpipe.tracing.record.recorder import Recorder
 from fxpipe.tracing.record.uncomputed_tensors import refuse_without_values
@@ -152,12 +153,14 @@ def call_opaque(
         fixed[place] = leaf
     node_args = (tuple(map(recorder.node_of, tensors)), tuple(nodes))
     first: list[Any] = []
+    host = HostArguments()
 
     def whole(module_tensors: Sequence[torch.Tensor], values: Sequence[Any]) -> tuple[Any, ...]:
-        filled = [fixed.get(place, value) for place, value in enumerate(values)]
+        filled = host.on_host([fixed.get(place, value) for place, value in enumerate(values)])
         a, k = pytree.tree_unflatten(filled, spec)
         try:
-            results, results_spec = flatten_dataclasses(run(module_tensors, a, k), _is_tensor)
+            with host.converting(filled) if first else host.finding(filled):
+                results, results_spec = flatten_dataclasses(run(module_tensors, a, k), _is_tensor)
         except OpaqueStateError as error:
             if not first:
                 raise
@@ -249,7 +252,7 @@ def call_opaque(
     node = recorder.add("call_function", whole, node_args)
     update_info(
         node,
-        opaque=OpaqueCall(fixed, spec),
+        opaque=OpaqueCall(fixed, spec, host_places=host.places),
         rng=RandomDraws(from_python=rolled) if random or rolled else None,
         written_storages=info(node).written_storages.union(map(recorder.registry.storages.name, changed_buffers)),
     )

@@ -1,0 +1,139 @@
+"""Tensors that torch wants on the CPU, wherever the others are: the lengths of a packed sequence.
+
+Stages bring what they receive to their device. A call that is kept whole may hand some of it to a function that takes
+it from the CPU only, and would be refused there. Its first run tells (`HostArguments.finding`):
+
+- an argument of the call that only ever meets itself on its way to such a function stays on the CPU, as where the plain
+  model is trained on a device, and nobody waits for it;
+- one that is used with other tensors as well is needed on the device, and brought to the CPU for the function alone,
+  for which the host waits (`HostArguments.converting`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fxpipe._torch.functions import opname
+from fxpipe.accelerator import accelerator_type
+from fxpipe.tracing.tensors import tensors_in
+
+# By function, the place and the name of the argument that it takes from the CPU only, if that is a tensor.
+_HOST_PARAMETERS: Mapping[str, tuple[int, str]] = {
+    "_pack_padded_sequence": (1, "lengths"),
+    "_pad_packed_sequence": (1, "batch_sizes"),
+    "tensor_split": (1, "tensor_indices_or_sections"),
+}
+
+
+def _host_argument(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Returns the tensor that a function takes from the CPU only; None where it has none."""
+    parameter = _HOST_PARAMETERS.get(opname(function))
+    if parameter is None:
+        return None
+    place, name = parameter
+    value = args[place] if place < len(args) else kwargs.get(name)
+    return value if isinstance(value, torch.Tensor) else None
+
+
+class HostArguments:
+    """Those of one call that is kept whole."""
+
+    def __init__(self) -> None:
+        self.places: frozenset[int] = frozenset()  # of arguments that stay on the CPU
+        self._converts = False  # do others come to such a function
+
+    @contextlib.contextmanager
+    def finding(self, leaves: Sequence[Any]) -> Iterator[None]:
+        """A block that runs the call on these leaves of its arguments, after which is known what it needs."""
+        finder = _Finder(leaves)
+        with finder:
+            yield
+        self.places = frozenset(finder.reached - finder.mixed)
+        self._converts = finder.has_other or not finder.reached <= self.places
+
+    def on_host(self, leaves: Sequence[Any]) -> list[Any]:
+        """Brings the leaves that stay on the CPU there."""
+        return [_to_host(leaf) if place in self.places else leaf for place, leaf in enumerate(leaves)]
+
+    def converting(self, leaves: Sequence[Any]) -> AbstractContextManager[Any]:
+        """A block that runs the call again, on whatever device."""
+        if self._converts and any(map(_is_on_device, leaves)):
+            return _Conversion()
+        return contextlib.nullcontext()
+
+
+def _is_on_device(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta")
+
+
+def _to_host(value: Any) -> Any:
+    return value.cpu() if _is_on_device(value) else value
+
+
+class _Finder(TorchFunctionMode):
+    """Follows the arguments of a call through functions, up to those that take them from the CPU only."""
+
+    def __init__(self, leaves: Sequence[Any]):
+        super().__init__()
+        # By identity: the places of the arguments that a tensor was made of, and the tensor, unless it has gone since.
+        self._places: dict[int, tuple[frozenset[int], weakref.ref[torch.Tensor]]] = {}
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point():  # what such functions take are integers
+                self._note(leaf, self._places_of(leaf) | {place})
+        self.reached: set[int] = set()  # places whose tensors come to such a function
+        self.mixed: set[int] = set()  # places whose tensors meet others
+        self.has_other = False  # a tensor that was not made of arguments comes to such a function
+
+    def _note(self, tensor: torch.Tensor, places: frozenset[int]) -> None:
+        self._places[id(tensor)] = places, weakref.ref(tensor)
+
+    def _places_of(self, tensor: torch.Tensor) -> frozenset[int]:
+        places, reference = self._places.get(id(tensor), (frozenset[int](), None))
+        return places if reference is not None and reference() is tensor else frozenset()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        host = _host_argument(func, args, kwargs)
+        if host is not None:
+            places = self._places_of(host)
+            self.reached |= places
+            self.has_other |= not places
+        if _asks_for_device(func, args, kwargs):
+            # It is where forward puts it. What is there already comes back itself; a view of it tells the two apart.
+            return result.view_as(result) if self._places_of(result) and result.layout is torch.strided else result
+        sources = {self._places_of(t) for t in tensors_in((args, kwargs)) if t is not host}
+        together = frozenset[int]().union(*sources)
+        if len(sources) > 1 or len(together) > 1:
+            self.mixed |= together
+        for tensor in tensors_in(result) if together else ():
+            self._note(tensor, together)
+        return result
+
+
+def _asks_for_device(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Returns whether a function moves a tensor; `to(dtype)` does not."""
+    if opname(function) != "to":
+        return opname(function) in ("cpu", accelerator_type())
+    asked = (value for value in (*args[1:], *kwargs.values()) if not isinstance(value, bool))
+    return any(isinstance(value, (torch.device, str, int, torch.Tensor)) for value in asked)
+
+
+class _Conversion(TorchFunctionMode):
+    """Brings what functions take from the CPU only there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        host = _host_argument(func, args, kwargs)
+        if host is not None and _is_on_device(host):
+            there = host.cpu()
+            args = tuple(there if value is host else value for value in args)
+            kwargs = {key: there if value is host else value for key, value in kwargs.items()}
+        return func(*args, **kwargs)

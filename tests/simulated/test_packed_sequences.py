@@ -1,0 +1,124 @@
+"""Lengths of packed sequences, and what else torch takes from the CPU only, while stages run on devices."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.oracle import closing
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import fxpipe
+
+pytestmark = pytest.mark.simulated
+STEPS, WIDTH, WORDS = 5, 6, 99
+
+
+class Reader(nn.Module):
+    """Kept whole: the sizes of what it packs depend on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.seen = set()
+
+    def forward(self, x, lengths):
+        self.seen.add((x.device.type, lengths.device.type))
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=x.shape[1])[0]
+
+
+class MaskedReader(Reader):
+    """Uses the lengths with other tensors, too, as only works where all are on one device."""
+
+    def forward(self, x, lengths):
+        mask = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+        return super().forward(x * mask[..., None], lengths)
+
+
+class MovingReader(Reader):
+    """Moves what it uses on the device, as code for GPUs does."""
+
+    def forward(self, x, lengths):
+        mask = torch.arange(x.shape[1], device=x.device) < lengths.to(x.device)[:, None]
+        return super().forward(x * mask[..., None], lengths.to(torch.int64))
+
+
+class CountingReader(Reader):
+    """Finds the lengths itself."""
+
+    def forward(self, x, lengths):
+        return super().forward(x, 1 + (x.detach()[..., 0] > 0).sum(1))
+
+
+class Tagger(nn.Module):
+    def __init__(self, reader, in_forward=lambda lengths: lengths):
+        super().__init__()
+        self.embed, self.reader, self.head = nn.Embedding(WORDS, WIDTH), reader, nn.Linear(WIDTH, 3)
+        self.in_forward = in_forward
+
+    def forward(self, ids, lengths):
+        return self.head(self.reader(torch.tanh(self.embed(ids)), self.in_forward(lengths)))
+
+
+READERS = {
+    Reader: {("sim", "cpu")},
+    MaskedReader: {("sim", "sim")},
+    MovingReader: {("sim", "cpu")},
+    CountingReader: {("sim", "sim")},
+}
+
+
+def _batch():
+    return torch.randint(WORDS, (6, STEPS)), torch.randint(1, STEPS + 1, (6,))
+
+
+def _assert_trains_like_plain(plain, devices, **options):
+    model = copy.deepcopy(plain)
+    with closing(fxpipe.pipeline(model, devices, 3, example_args=_batch(), checkpoint="never", **options)) as pipe:
+        if isinstance(model, Tagger):
+            model.reader.seen.clear()
+        for _ in range(2):
+            ids, lengths = _batch()
+            for module in (plain, pipe):
+                module.zero_grad()
+            F.mse_loss(plain(ids, lengths), torch.ones(6, STEPS, 3)).backward()
+            pipe.forward_backward(ids, lengths, target=torch.ones(6, STEPS, 3), loss_fn=F.mse_loss)
+            for (name, want), have in zip(plain.named_parameters(), model.parameters(), strict=True):
+                torch.testing.assert_close(have.grad.cpu(), want.grad, msg=name)
+        seen = set(model.reader.seen) if isinstance(model, Tagger) else set()
+        with torch.no_grad():  # of a graph that is recorded on the CPU
+            torch.testing.assert_close(pipe.eval()(ids, lengths).cpu(), plain(ids, lengths))
+        return seen
+
+
+@pytest.mark.parametrize("devices", [["sim:0", "sim:1"], ["cpu", "sim:2"]], ids=str)
+@pytest.mark.parametrize("kind", READERS)
+def test_lengths_are_on_the_cpu_where_they_are_packed(kind, devices):
+    seen = _assert_trains_like_plain(Tagger(kind()), devices, balance=["embed"])
+    assert seen == READERS[kind]
+
+
+def test_lengths_that_another_stage_makes_come_to_the_cpu():
+    plain = Tagger(Reader(), lambda lengths: lengths.clamp(min=2))
+    seen = _assert_trains_like_plain(plain, ["sim:0", "sim:1"], pin={"embed": 0, "reader": 1})
+    assert seen == {("sim", "cpu")}
+
+
+def test_a_leaf_function_that_splits_at_places_of_a_tensor():
+    @fxpipe.leaf
+    def halves_swapped(x, places):
+        return torch.cat(x.tensor_split(places[:1], dim=1)[::-1], dim=1)
+
+    class Swapping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 3)
+
+        def forward(self, ids, lengths):
+            return self.head(halves_swapped(self.embed(ids), lengths * 0 + 2))
+
+    _assert_trains_like_plain(Swapping(), ["sim:0", "sim:1"])
