@@ -16,13 +16,14 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from statistics import median
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.partitioning.chain import Link
-from fxpipe.utils.polynomial import Polynomial
+from fxpipe.utils.polynomial import ZERO, Polynomial
 
 if TYPE_CHECKING:
     import torch
@@ -302,8 +303,18 @@ class Operation:
     flops: Polynomial
     moved: Polynomial  # bytes read and written
 
-    def seconds(self, hardware: Hardware, b: int) -> float:
-        return hardware.seconds(self.flops(b), self.dtype, self.moved(b))
+    def seconds(self, hardware: Hardware, sizes: Mapping[str, int]) -> float:
+        """Seconds for sizes by name, the samples `b` among them."""
+        return hardware.seconds(self.flops.at(sizes), self.dtype, self.moved.at(sizes))
+
+    def growing(self, hardware: Hardware, sizes: Mapping[str, int]) -> Polynomial:
+        """Of these seconds, what grows with the sizes: all, or none where it takes that long to launch it."""
+        seconds = self.seconds(hardware, sizes)
+        if seconds <= hardware.launch:
+            return ZERO
+        is_arithmetic = hardware.seconds(self.flops.at(sizes), self.dtype, 0) == seconds
+        formula = self.flops if is_arithmetic else self.moved
+        return formula * Fraction(seconds / formula.at(sizes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from fxpipe.errors import ArgumentError
 from fxpipe.inspect.hugging_face import HUGGING_FACE_PREFIX, ModelType, parse_model_type
@@ -43,6 +43,56 @@ def parse_subject(text: str) -> Subject:
         raise ArgumentError(
             f"{text!r}: expected {TARGET_FORMS}, hf:gpt2 or another type, or a saved plan.json"
         ) from None
+
+
+# -- Sizes that differ from batch to batch ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicOption:
+    """A dimension of an input whose size may differ from batch to batch."""
+
+    input: str
+    dim: int
+    name: str = ""  # of the size
+    least: int | None = None
+    most: int | None = None
+
+
+_DYNAMIC_TEXT = re.compile(
+    r"(?P<input>[^=]+):(?P<dim>\d{1,2})(=(?P<name>[^\W\d]\w*)(:(?P<least>\d{1,12})?-(?P<most>\d{1,12})?)?)?"
+)
+
+
+def parse_dynamic_option(text: str) -> DynamicOption:
+    """`ids:1=s` -> dimension 1 of ids, whose size is s; `ids:1=s:2-512` -> from 2 to 512."""
+    match = _DYNAMIC_TEXT.fullmatch(text.strip())
+    if match is None:
+        raise ArgumentError(f"{text!r}: expected an input, a dimension and a name, as in ids:1=s or ids:1=s:2-512")
+    least, most = (None if match[key] is None else int(match[key]) for key in ("least", "most"))
+    if least is not None and most is not None and least > most:
+        raise ArgumentError(f"{text!r}: the least size, {least}, is more than the largest, {most}")
+    return DynamicOption(match["input"], int(match["dim"]), match["name"] or "", least, most)
+
+
+def dynamic_shapes_of(options: Sequence[DynamicOption]) -> dict[str, dict[int, Any]]:
+    """The options as `fxpipe.plan` takes them."""
+    from torch.export import Dim
+
+    shapes: dict[str, dict[int, Any]] = {}
+    for option in options:
+        bounds = {key: size for key, size in (("min", option.least), ("max", option.most)) if size is not None}
+        dim: Any = Dim(option.name, **bounds) if option.name else Dim.DYNAMIC
+        shapes.setdefault(option.input, {})[option.dim] = dim
+    return shapes
+
+
+def parse_size_option(text: str) -> tuple[str, int]:
+    """`s=512` -> ("s", 512)."""
+    match = re.fullmatch(r"([^\W\d]\w*)=(0*[1-9]\d{0,11})", text.strip())
+    if match is None:
+        raise ArgumentError(f"{text!r}: expected the name of a size and a whole number, as in s=512")
+    return match[1], int(match[2])
 
 
 # -- Devices as the command line names them, and those that are here -------------------------------------------------
@@ -125,6 +175,8 @@ examples:
     python -m fxpipe.inspect models/gpt.py:build --kwargs depth=4 name=small --input 8x128:int64
   a type of transformers, with random weights; nothing is downloaded
     python -m fxpipe.inspect hf:gpt2 --kwargs n_layer=4 --devices 4 --schedule zero_bubble
+  batches of any length up to 512: what each needs and takes
+    python -m fxpipe.inspect hf:gpt2 --input input_ids=8x128:int64 --dynamic input_ids:1=s:2-512 --sizes s=512
   70 G parameters on a laptop, for hardware that is elsewhere
     python -m fxpipe.inspect hf:llama --meta --hardware h200 --devices 8 --chunks 32 --input input_ids=64x2048:int64
         --kwargs hidden_size=8192 intermediate_size=28672 num_hidden_layers=80 num_attention_heads=64
@@ -216,6 +268,16 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         help="build the model without memory for its weights, under torch.device('meta'); seconds are estimates",
     )
     add("--eval", action="store_true", help="call model.eval() first")
+    add(
+        "--dynamic",
+        action="append",
+        default=[],
+        type=_argparse_type(parse_dynamic_option),
+        metavar="INPUT:DIM=NAME",
+        help="a dimension besides the batch whose size differs from batch to batch, with the name that formulas have "
+        "for it (input_ids:1=s) and, if known, its least and its largest size (input_ids:1=s:2-512), of which memory "
+        "limits are asked; repeat it for more",
+    )
     add("--tracer", choices=TRACER_CHOICES, help="how the graph is made; auto takes the first way that is right")
     add(
         "--leaf",
@@ -287,6 +349,15 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what to show")
     add = group.add_argument
+    add(
+        "--sizes",
+        action="extend",
+        nargs="+",
+        default=[],
+        type=_argparse_type(parse_size_option),
+        metavar="NAME=SIZE",
+        help="show all figures at these sizes of dynamic dimensions, not those of the example; the stages stay: s=512",
+    )
     add(
         "--sweep",
         action="store_true",

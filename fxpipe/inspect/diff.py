@@ -94,6 +94,7 @@ def _moved_nodes(home: dict[str, int], now: dict[str, int]) -> Iterator[MovedNod
 def _choice_changes(before: Plan, after: Plan) -> Iterator[Change]:
     for name in ("schedule", "chunks", "micro_batch", "balance", "tracer", "estimated_for"):
         yield Change(name, getattr(before, name), getattr(after, name))
+    yield Change("sizes", *(",".join(f"{one.name}={one.size}" for one in plan.sizes) for plan in (before, after)))
     yield Change("checkpoint", ",".join(_checkpoint_modes(before)), ",".join(_checkpoint_modes(after)))
     yield Change("stages", len(before.stages), len(after.stages))
     yield Change("devices", ",".join(before.workers), ",".join(after.workers))

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.inspect.step_summary import StepSummary
-from fxpipe.plans.figures import StageFigures, plan_figures
+from fxpipe.plans.figures import StageFigures, plan_figures, size_figures
 
 if TYPE_CHECKING:
     from fxpipe.inspect.diff import Change, PlanDifference
@@ -68,6 +68,17 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         checkpoint           a mode, or a list with the mode of each stage
         why                  list of texts: how the tracer came to this graph, where that is not plain recording
         guards               list of texts: values that forward read; with other ones another graph runs
+        sizes                list of {name, size, least, most, largest, dims}: sizes besides the batch that may differ
+                             from batch to batch; seconds and bytes are given for `size`, the graph holds from `least`
+                             to `most` (null: any), memory limits are asked at `largest`, `dims` are texts
+        sizes_compared       list of the same stages at several of these sizes: each
+            sizes            by name
+            step_seconds, slowest_to_mean
+            slowest          the slowest stage
+            shares           list: of each stage in the seconds of all
+            memory_bytes     of the stage that needs most
+            fullest          that stage
+            over_bytes       over its limit, of the stage that is furthest; null if no limit is known
         devices              list of names, one for each entry of `devices`: its place is the number of the device
         placement            list: for each stage the number of its device
         stages               list, in order, of
@@ -86,9 +97,9 @@ def plan_document(plan: Plan) -> dict[str, Any]:
             in_flight        micro-batches that have gone forward and not yet back, at most
             memory_bytes     at most at one time, of all that
             memory_limit     bytes that it may take; null where none is known
-            memory_formula   text: `memory_bytes` in the samples `b` of a micro-batch
+            memory_formula   text: `memory_bytes` in the samples `b` of a micro-batch, and the sizes
         portals              list of {name, source, target, bytes, formula, line}: two stages, bytes of one micro-batch,
-                             the same as text in `b`, and the user's line; empty where not known
+                             the same as text in `b` and the sizes, and the user's line; empty where not known
         sendings             list of {source, target, bytes, seconds}: all that goes from one stage to another for one
                              micro-batch; to a later one values, to an earlier one gradients
         tied                 list of {names, stages, bytes}: parameters with several names, or in several stages
@@ -115,6 +126,11 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         "fingerprint": plan.fingerprint,
         "why": list(plan.why),
         "guards": list(plan.guards),
+        "sizes": [asdict(one) | {"dims": list(one.dims)} for one in plan.sizes],
+        "sizes_compared": [
+            asdict(row) | {"shares": list(row.shares)}
+            for row in map(size_figures, plan.at_sizes() if plan.sizes else ())
+        ],
         "devices": list(plan.workers),
         "placement": list(plan.placement),
         "stages": [_stage_document(plan, stage, own) for stage, own in zip(plan.stages, figures.stages, strict=True)],
@@ -218,7 +234,7 @@ def _stage_document(plan: Plan, stage: StagePlan, figures: StageFigures) -> dict
         "forward_seconds": stage.forward_seconds,
         "backward_seconds": stage.backward_seconds,
         "loss_seconds": stage.loss_seconds,
-        "flops": stage.flops(plan.micro_batch),
+        "flops": stage.flops.at(plan.here),
         "parameter_bytes": stage.parameter_bytes,
         "gradient_bytes": stage.gradient_bytes,
         "state_bytes": stage.state_bytes,

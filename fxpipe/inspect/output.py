@@ -88,6 +88,8 @@ def _plan_texts(findings: Findings, out: TextIO) -> list[str]:
         timeline,
         device_table(findings.simulation),
     ]
+    if findings.plan.sizes:
+        texts.append(findings.plan.compare_sizes())
     if len(findings.schedules) > 1:
         texts.append(summaries_text(findings.schedules))
     return texts

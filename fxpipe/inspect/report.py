@@ -228,6 +228,7 @@ def report_page(plan: Plan, *, title: str = "", sweep: Sequence[Plan] = ()) -> s
         ("graph", "Graph", sections.graph_section(plan)),
         ("portals", "Portals", sections.portals_section(plan)),
         ("balance", "What bounds the balance", sections.balance_section(plan)),
+        ("sizes", "Other sizes", sections.sizes_section(plan)),
         ("schedules", "Schedules", sections.schedules_section(plan, schedule_variants(plan))),
         ("devices", "Numbers of devices", sections.sweep_section(compared)),
         ("tied", "Tied parameters", sections.tied_parameters_section(plan)),

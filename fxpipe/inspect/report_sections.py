@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from fxpipe.errors import FxpipeError
 from fxpipe.inspect.step_summary import StepSummary, summarize_step
+from fxpipe.plans.figures import size_figures
 from fxpipe.utils.batch_split import largest_micro_batch
 from fxpipe.utils.text_table import shorten_source_line
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, three_digits
@@ -174,6 +175,26 @@ def _portals_cell(plan: Plan, source: int | None = None, target: int | None = No
 
 def graph_section(plan: Plan) -> str:
     return f'<figure class="wide" tabindex="0">\n{svg_of(draw_stage_graph(plan))}</figure>'
+
+
+def sizes_section(plan: Plan) -> str:
+    """The same stages at other sizes, where some are dynamic."""
+    if not plan.sizes:
+        return ""
+    headers = ("step", "slowest / mean", "slowest stage", "most memory", "in stage", "over its limit by")
+    rows = tuple(
+        (
+            *map(number_cell, figures.sizes.values()),
+            seconds_cell(figures.step_seconds),
+            number_cell(round(figures.slowest_to_mean, 2)),
+            number_cell(figures.slowest),
+            bytes_cell(figures.memory_bytes),
+            number_cell(figures.fullest),
+            missing_cell() if not figures.over_bytes else bytes_cell(figures.over_bytes),
+        )
+        for figures in map(size_figures, plan.at_sizes())
+    )
+    return sortable_table(HtmlTable((*(one.name for one in plan.sizes), *headers), rows), "other sizes")
 
 
 def portals_section(plan: Plan) -> str:

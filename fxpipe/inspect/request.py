@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.errors import ArgumentError
-from fxpipe.inspect.cli_options import DevicesOption, PlanFile, Subject, make_parser
+from fxpipe.inspect.cli_options import DevicesOption, DynamicOption, PlanFile, Subject, make_parser
 from fxpipe.inspect.inputs import InputOption
 from fxpipe.inspect.targets import Target
 from fxpipe.utils.files import check_output_path
@@ -70,6 +70,8 @@ class Request:
     devices: DevicesOption | None = None
     stages_per_device: int | None = None
     options: dict[str, Any] = field(default_factory=dict)  # of `fxpipe.plan`: those that were given
+    dynamic: tuple[DynamicOption, ...] = ()
+    sizes: dict[str, int] = field(default_factory=dict)  # dynamic ones, at which figures are shown
     json: bool = False
     code: int | None = None  # the stage whose code is to be printed
     diff: Path | None = None  # the plan to compare with
@@ -108,6 +110,8 @@ def parse_request(argv: Sequence[str]) -> Request:
         devices=arguments.devices,
         stages_per_device=arguments.stages_per_device,
         options={name: value for name, value in options.items() if value is not None},
+        dynamic=tuple(arguments.dynamic),
+        sizes=_dict_without_repeats(arguments.sizes, "--sizes"),
         json=arguments.json,
         code=arguments.code,
         diff=arguments.diff,
@@ -157,6 +161,7 @@ def _check_option_combination(request: Request) -> None:
         "--target": request.loss_target,
         "--meta": request.on_meta,
         "--eval": request.evaluating,
+        "--dynamic": request.dynamic,
         "--devices": request.devices,
         "--stages-per-device": request.stages_per_device,
         "--sweep": request.sweep,

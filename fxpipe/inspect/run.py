@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from fxpipe._torch.error_messages import allocator_error, requested_bytes
 from fxpipe.errors import ArgumentError, FxpipeError, MemoryLimitError, TooManyStagesError
-from fxpipe.inspect.cli_options import PlanFile, first_devices, most_devices, planned_devices, resolve_devices
+from fxpipe.inspect.cli_options import (
+    PlanFile,
+    dynamic_shapes_of,
+    first_devices,
+    most_devices,
+    planned_devices,
+    resolve_devices,
+)
 from fxpipe.inspect.diff import PlanDifference, compare_plans
 from fxpipe.inspect.hugging_face import ModelType, example_inputs, load_hugging_face_model, vocabulary_size
 from fxpipe.inspect.inputs import InputOption, ModelArguments, make_arguments
@@ -102,6 +109,7 @@ def settings_for(request: Request, devices: tuple[str, ...], **others: Any) -> S
         "devices": devices,
         "stages_per_device": request.stages_per_device,
         "profile_budget": PROFILE_SECONDS,
+        **({"dynamic_shapes": dynamic_shapes_of(request.dynamic)} if request.dynamic else {}),
         **request.options,
     }
     settings = make_settings(PipelineOptions(**options | others), anywhere="hardware" in request.options)
@@ -248,8 +256,17 @@ def _inspect_plan(plan: Plan, request: Request) -> Findings:
     import fxpipe
 
     _check_code_stage(request, len(plan.stages))
+    plan = _at_sizes(plan, request)
     simulation = fxpipe.simulate(plan)
     return Findings(str(request.subject), plan, simulation, compare_schedules(plan, simulation))
+
+
+def _at_sizes(plan: Plan, request: Request) -> Plan:
+    """The plan with the figures of the sizes that were asked for."""
+    try:
+        return plan.at(**request.sizes) if request.sizes else plan
+    except ArgumentError as error:
+        raise ArgumentError(f"--sizes: {error}") from None
 
 
 def _inspect_tuning(tuning: Tuning, request: Request) -> Findings:
@@ -274,6 +291,7 @@ def _tune_model(request: Request, loaded: LoadedModel, devices: tuple[str, ...])
         example_kwargs=arguments.kwargs,
         stages_per_device=None if request.stages_per_device is None else [request.stages_per_device],
         **({} if loaded.loss is None else loaded.loss.arguments()),
+        dynamic_shapes=dynamic_shapes_of(request.dynamic) or None,
         **_tune_options(request.options),
     )
 
@@ -335,7 +353,7 @@ def _sweep_rows(
 
     def plan_for(count: int, schedule: str) -> Plan:
         settings = settings_for(request, first_devices(devices, count, hardware), schedule=schedule)
-        return plan_profiled_model(loaded, profiled, settings)
+        return _at_sizes(plan_profiled_model(loaded, profiled, settings), request)
 
     own = request.options.get("schedule", "1f1b")
     schedules = (own, *(name for name in TRAINING_SCHEDULES if name != own))

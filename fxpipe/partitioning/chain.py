@@ -16,7 +16,7 @@ import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fxpipe.simulation.costs import StageCost
 
@@ -64,6 +64,14 @@ class Chain:
     last_stages: tuple[int, ...] = ()  # by place: the last one
     required_cuts: tuple[int, ...] = ()  # places before which a cut must stand
     loss: tuple[float, ...] = ()  # by kind: seconds of the loss, which are in `backward` of the last place; none: none
+    largest: Chain | None = None  # the same where sizes are largest, of which memory is asked; None: here
+
+    @property
+    def of_memory(self) -> Chain:
+        """The chain with the bytes of which memory limits are asked."""
+        if self.largest is None:
+            return self
+        return replace(self.largest, forward=self.forward, backward=self.backward, loss=self.loss)
 
     def __len__(self) -> int:
         return len(self.forward[0])
@@ -134,15 +142,22 @@ class StageLoad:
     recompute: bool  # does it run its forward again before its backward
     receive_seconds: float  # values in forward, gradients in backward
     seconds: float  # of all: the time in which the stage is done with a micro-batch
-    memory: float  # bytes, with all micro-batches that it has at one time
+    memory: float  # bytes, with all micro-batches that it has at one time, where sizes are largest
+    memory_cost: StageCost  # there
 
 
 def stage_loads(
     chain: Chain, sites: Sequence[StageSite], starts: Sequence[int], recompute: Sequence[bool]
 ) -> tuple[StageLoad, ...]:
     """The load of each stage of a cut; stage j is on `sites[j]`."""
-    storages = flow_of_storage(chain)
-    return tuple(_stage_load(chain, sites, starts, j, recompute[j], storages) for j in range(len(starts)))
+    storages, largest = flow_of_storage(chain), chain.of_memory
+    largest_storages = storages if largest is chain else flow_of_storage(largest)
+    loads = []
+    for j, again in enumerate(recompute):
+        cost = _stage_cost(chain, sites, starts, j, again, storages)
+        held = cost if largest is chain else _stage_cost(largest, sites, starts, j, again, largest_storages)
+        loads.append(_stage_load(chain, sites, starts, j, again, cost, held))
+    return tuple(loads)
 
 
 def recompute_choices(site: StageSite) -> tuple[bool, ...]:
@@ -198,50 +213,78 @@ def _stage_load(
     starts: Sequence[int],
     stage: int,
     recompute: bool,
-    storages: Mapping[int, int],
+    cost: StageCost,
+    held: StageCost,
 ) -> StageLoad:
     site = sites[stage]
-    before, start, end = [0, *starts, len(chain)][stage : stage + 3]
+    start, end = [*starts, len(chain)][stage : stage + 2]
     forward, backward = chain.forward[site.kind][start:end], chain.backward[site.kind][start:end]
-    arrived = [(i, flow) for i, flow in enumerate(chain.flows) if flow_arrives(flow, start, end)]
-    transfers = [sending_seconds(flow, site.link) for _, flow in arrived]
+    transfers = [sending_seconds(flow, site.link) for flow in chain.flows if flow_arrives(flow, start, end)]
     if stage + 1 < len(sites):
         returning = (flow for flow in chain.flows if gradient_arrives(flow, start, end, len(chain)))
         transfers += [sending_seconds(flow, sites[stage + 1].link) for flow in returning]
     work = [*forward, *backward, *(forward if recompute else ())]
-    loss = chain.loss[site.kind] if chain.loss and end == len(chain) else 0.0
+    memory = held.memory(site.in_flight, site.activations(recompute))
+    return StageLoad(cost, recompute, math.fsum(transfers), math.fsum(work + transfers), memory, held)
 
+
+def _stage_cost(
+    chain: Chain,
+    sites: Sequence[StageSite],
+    starts: Sequence[int],
+    stage: int,
+    recompute: bool,
+    storages: Mapping[int, int],
+) -> StageCost:
+    site = sites[stage]
+    start, end = [*starts, len(chain)][stage : stage + 2]
     weights = [w for w in chain.weights if any_within(w.users, start, end)]
     trained = [w.bytes for w in weights if w.is_trained]
-    held, arrived_and_saved = _held_bytes(chain, start, end, storages)
-    kept = [flow for i, flow in arrived if recompute or flow.returns or i in arrived_and_saved]
-    cost = StageCost(
+    forward, backward = chain.forward[site.kind][start:end], chain.backward[site.kind][start:end]
+    loss = chain.loss[site.kind] if chain.loss and end == len(chain) else 0.0
+    kept = kept_by_stage(chain, starts, stage, recompute, storages)
+    saved = [*(chain.held[i].bytes for i in kept.held), *(chain.flows[i].bytes for i in kept.views)]
+    return StageCost(
         math.fsum(forward),
         max(0.0, math.fsum((*backward, -loss))),
         loss=loss,
         parameter_bytes=math.fsum(w.bytes for w in weights),
         gradient_bytes=math.fsum(trained),
         optimizer_bytes=math.fsum(size * (site.state - 1) for size in trained),
-        saved_bytes=math.fsum(held),
-        input_bytes=math.fsum(flow.bytes for flow in kept if flow.maker >= before),
-        portal_bytes=math.fsum(flow.bytes for flow in kept if flow.maker < before),
+        saved_bytes=math.fsum(saved),
+        input_bytes=math.fsum(chain.flows[i].bytes for i in kept.inputs),
+        portal_bytes=math.fsum(chain.flows[i].bytes for i in kept.portals),
         working_bytes=max(chain.working[start:end], default=0.0),
     )
-    memory = cost.memory(site.in_flight, site.activations(recompute))
-    return StageLoad(cost, recompute, math.fsum(transfers), math.fsum(work + transfers), memory)
 
 
-def _held_bytes(chain: Chain, start: int, end: int, storages: Mapping[int, int]) -> tuple[list[float], set[int]]:
-    """Bytes kept for backward beside received flows; and which of those are saved."""
-    held, arrived_and_saved = [], set()
+@dataclass(frozen=True, slots=True)
+class KeptByStage:
+    """The things that a stage keeps for backward, by index in its chain."""
+
+    held: tuple[int, ...]  # storages
+    views: tuple[int, ...]  # flows of which storages came to it as views; one for each
+    inputs: tuple[int, ...]  # flows of the stage before
+    portals: tuple[int, ...]  # flows of stages before that
+
+
+def kept_by_stage(
+    chain: Chain, starts: Sequence[int], stage: int, recompute: bool, storages: Mapping[int, int]
+) -> KeptByStage:
+    """Finds what a stage keeps for backward. `storages`: see `flow_of_storage`."""
+    before, start, end = [0, *starts, len(chain)][stage : stage + 3]
+    held, views, arrived_and_saved = [], [], set()
     for i, storage in enumerate(chain.held):
         if not any_within(storage.savers, start, end):
             continue
         flow = storages.get(i) if storage.maker < start else None
         if flow is None:
-            held.append(storage.bytes)
+            held.append(i)
         elif any_within(chain.flows[flow].users, start, end):
             arrived_and_saved.add(flow)
-        else:  # it came as a view
-            held.append(chain.flows[flow].bytes)
-    return held, arrived_and_saved
+        else:
+            views.append(flow)
+    arrived = [(i, flow) for i, flow in enumerate(chain.flows) if flow_arrives(flow, start, end)]
+    kept = [(i, flow) for i, flow in arrived if recompute or flow.returns or i in arrived_and_saved]
+    inputs, portals = (tuple(i for i, flow in kept if (flow.maker >= before) == is_input) for is_input in (True, False))
+    return KeptByStage(tuple(held), tuple(views), inputs, portals)

@@ -146,7 +146,7 @@ def best_attempt(chain: Chain, sites: Sequence[StageSite]) -> tuple[tuple[int, .
 
 
 def _shortage_row(stage: int, places: tuple[int, int], load: StageLoad, site: StageSite) -> tuple[str, ...]:
-    cost, times = load.cost, site.in_flight
+    cost, times = load.memory_cost, site.in_flight
     if load.recompute:
         saved = human_bytes(cost.saved_bytes) + (f" x {site.recomputed}" if site.recomputed > 1 else "")
         activations = f"{human_bytes(cost.received_bytes)} x {times} + {saved}, recomputed"
@@ -190,9 +190,9 @@ def _problem_message(
             f"the parameters: with gradients and optimizer state they take {human_bytes(everything)}, and all devices "
             f"together have {human_bytes(together)}"
         )
-    lasting, working = load.cost.static_bytes, load.cost.working_bytes
+    lasting, working = load.memory_cost.static_bytes, load.memory_cost.working_bytes
     activations, in_flight = load.memory - lasting - working, sites[stage].in_flight
-    momentary = _largest_working_label(chain, names, places)
+    momentary = _largest_working_label(chain.of_memory, names, places)
     size, words = max(
         (lasting, "the parameters: with gradients and optimizer state they take"),
         (activations, f"the activations: with {in_flight} micro-batches in flight they take"),

@@ -90,7 +90,7 @@ class _PartialSearch:
         self._n, self._sites = len(chain), sites
         self._places = [p for p in range(1, self._n) if p not in chain.forbidden_cuts]
         self._seconds = StageClocks(chain, sites, [*self._places, self._n])
-        self._bytes = StageMemory(chain, sites)
+        self._bytes = StageMemory(chain.of_memory, sites)
         self._most = [
             math.inf if s.memory is None else self._bytes.exact(s.memory) if s.memory < math.inf else math.inf
             for s in sites

@@ -112,7 +112,7 @@ class CutSearch:
         self._places = [place for place in range(1, self._n) if place not in chain.forbidden_cuts] + [self._n]
         self._all = bits_of(self._places)
         self._seconds = StageClocks(chain, sites, self._places)
-        self._bytes = StageMemory(chain, sites) if any(site.memory is not None for site in sites) else None
+        self._bytes = StageMemory(chain.of_memory, sites) if any(site.memory is not None for site in sites) else None
         self._bounded = bool(chain.first_stages or chain.last_stages)
         self._until = _first_barred_places(chain, len(sites))
         self._work = [self._seconds.work(j, site.must_recompute) for j, site in enumerate(sites)]

@@ -21,7 +21,7 @@ from fxpipe.partitioning import cut_by_block, optimal_partition, stage_loads
 from fxpipe.partitioning.chain import Chain, StageLoad, StageSite, sending_seconds
 from fxpipe.partitioning.optimal import OptimalCut, RemedyTrial, recompute_trials
 from fxpipe.partitioning.partial_recompute import StagePart, partial_recompute_cuts
-from fxpipe.planning.cost_model import chain_of, memory_pools, stage_devices_of
+from fxpipe.planning.cost_model import chain_of, largest_lengths, memory_pools, stage_devices_of
 from fxpipe.planning.cut_problem import CutProblem, cut_problems, node_costs_of
 from fxpipe.plans import Bottleneck
 from fxpipe.profiling import Profile
@@ -297,13 +297,23 @@ def choose_cut(
             except PartitionError as error:
                 failures.append(error)
     if not cuts:
-        raise _most_helpful(failures)
+        raise _naming_sizes(_most_helpful(failures), orders[0], profiles[0])
     return min(cuts, key=lambda cut: (cut.simulation.step_seconds, sum(way.bytes for way in cut.transfers)))
 
 
 def _most_helpful(failures: Sequence[PartitionError]) -> PartitionError:
     """Picks the error to show: the last way to satisfy pins has the most stages, and so comes nearest to fitting."""
     return next((error for error in reversed(failures) if isinstance(error, MemoryLimitError)), failures[0])
+
+
+def _naming_sizes(error: PartitionError, traced: Traced, profile: Profile) -> PartitionError:
+    """The error, and the sizes at which memory was asked, where these are not those of the example."""
+    largest = largest_lengths(traced, profile)
+    if not isinstance(error, MemoryLimitError) or largest == profile.lengths:
+        return error
+    sizes = ", ".join(f"{symbol.name}={size}" for symbol, size in largest)
+    words = f"Memory is asked at {sizes}, the largest that dynamic_shapes announces."
+    return MemoryLimitError(f"{error}\n{words}", f"{error.brief} {words}", error.over)
 
 
 def _candidate_cuts(problem: CutProblem, explains: bool) -> Iterator[Cut]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import sympy
 from torch import fx
 
 from fxpipe import accelerator
@@ -13,6 +14,7 @@ from fxpipe.hardware import MEMORY_MARGIN, link_between, local_link, local_memor
 from fxpipe.partitioning.chain import Chain, Flow, HeldStorage, Link, ParameterUse, StageSite
 from fxpipe.profiling import Profile
 from fxpipe.scheduling import activations_in_flight, make_schedule, micro_batches_in_flight
+from fxpipe.tracing.dynamic_sizes import Lengths
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.shapes.symbolic_shapes import bytes_at, bytes_formula
 from fxpipe.tracing.tensors import has_values, storage_of, tensor_bytes
@@ -33,7 +35,9 @@ def chain_of(
     forbidden: Mapping[int, str],
     copied: Iterable[fx.Node] = (),
 ) -> Chain:
-    """The graph for micro-batches of so many samples.
+    """The graph for micro-batches of so many samples, and the dynamic sizes of the profiles.
+
+    Memory is asked of the largest sizes that are announced.
 
     Args:
         traced: the order of its nodes gives the places.
@@ -42,6 +46,28 @@ def chain_of(
         forbidden: place -> why no cut may stand before it.
         copied: nodes that a stage makes for itself rather than receive.
     """
+    planned = profiles[0].lengths
+    largest = largest_lengths(traced, profiles[0])
+    chain = _chain_at(traced, profiles, samples, planned, forbidden, frozenset(copied))
+    if largest == planned:
+        return chain
+    return replace(chain, largest=_chain_at(traced, profiles, samples, largest, forbidden, frozenset(copied)))
+
+
+def largest_lengths(traced: Traced, profile: Profile) -> Lengths:
+    """Returns the dynamic sizes of which memory is asked: the largest that are announced, or were profiled."""
+    announced = dict(traced.dynamic.largest_lengths)
+    return tuple((symbol, max(size, announced.get(symbol, size))) for symbol, size in profile.lengths)
+
+
+def _chain_at(
+    traced: Traced,
+    profiles: Sequence[Profile],
+    samples: int,
+    lengths: Lengths,
+    forbidden: Mapping[int, str],
+    copied: frozenset[fx.Node],
+) -> Chain:
     effects = traced.effects
     assert effects is not None
     costs = [{cost.name: cost for cost in profile.nodes} for profile in profiles]
@@ -53,7 +79,7 @@ def chain_of(
         return -1 if number < 0 else profiled[number]
 
     backward = [[cost.backward.at(samples) for cost in row] for row in by_place]
-    working = [bytes_at(cost.working_bytes, traced.batch, samples) for cost in by_place[0]]
+    working = [bytes_at(cost.working_bytes, traced.batch, samples, lengths) for cost in by_place[0]]
     loss: tuple[float, ...] = ()
     if all(profile.loss is not None for profile in profiles):
         # Wherever it is cut, the last place is on the last stage, which takes the loss.
@@ -61,14 +87,17 @@ def chain_of(
         loss = tuple((cost.forward + cost.backward).at(samples) for cost in of_loss)
         for row, seconds in zip(backward, loss, strict=True):
             row[-1] += seconds
-        working[-1] = max(working[-1], bytes_at(of_loss[0].working_bytes, traced.batch, samples))
+        working[-1] = max(working[-1], bytes_at(of_loss[0].working_bytes, traced.batch, samples, lengths))
     return Chain(
         forward=tuple(tuple(cost.forward.at(samples) for cost in row) for row in by_place),
         backward=tuple(map(tuple, backward)),
-        flows=tuple(_flows(traced, effects, samples, frozenset(copied))),
+        flows=tuple(
+            Flow(bytes_at(flow.formula, traced.batch, samples, lengths), flow.maker, flow.users, flow.returns)
+            for flow in value_flows(traced, copied)
+        ),
         held=tuple(
             HeldStorage(
-                bytes_at(saved.bytes, traced.batch, samples),
+                bytes_at(saved.bytes, traced.batch, samples, lengths),
                 held_at(saved.maker),
                 tuple(sorted(map(held_at, saved.savers))),
             )
@@ -81,7 +110,20 @@ def chain_of(
     )
 
 
-def _flows(traced: Traced, effects: Effects, samples: int, copied: frozenset[fx.Node]) -> Iterable[Flow]:
+@dataclass(frozen=True, slots=True)
+class ValueFlow:
+    """A `Flow` for any sizes."""
+
+    formula: sympy.Expr  # its bytes
+    maker: int
+    users: tuple[int, ...]
+    returns: bool
+
+
+def value_flows(traced: Traced, copied: frozenset[fx.Node] = frozenset()) -> Iterable[ValueFlow]:
+    """Yields the flows of a graph, in the order of a chain."""
+    effects = traced.effects
+    assert effects is not None
     outputs = {
         o for o in (*traced.handed_out, *effects.written_inputs, *traced.left.values()) if isinstance(o, fx.Node)
     }
@@ -95,8 +137,7 @@ def _flows(traced: Traced, effects: Effects, samples: int, copied: frozenset[fx.
             # An input that forward writes to is a value of the stage that does so, which writes to a clone.
             maker, returns, users = writer, effects.alias[node] in with_gradient, [u for u in users if u > writer]
         if users and node not in copied:
-            size = bytes_at(bytes_formula(info(node).shapes), traced.batch, samples)
-            yield Flow(size, maker, tuple(users), returns)
+            yield ValueFlow(bytes_formula(info(node).full_shapes), maker, tuple(users), returns)
 
 
 def _first_writer(effects: Effects, node: fx.Node) -> int | None:

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
+import itertools
 import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import sympy
 from torch import fx
 
 from fxpipe.config.pipeline_options import Settings
-from fxpipe.errors import ArgumentError
 from fxpipe.hardware import NodeWork, Operation, shared_adapters
-from fxpipe.partitioning import stage_loads
-from fxpipe.partitioning.chain import Chain, Link
+from fxpipe.partitioning.chain import Link, flow_of_storage, kept_by_stage
 from fxpipe.planning.choose import Cut
-from fxpipe.planning.cost_model import chain_of, worker_link
+from fxpipe.planning.cost_model import chain_of, largest_lengths, value_flows, worker_link
 from fxpipe.plans import (
     HeaviestNode,
     OpaqueNode,
     Plan,
+    PlannedSize,
     PlannedTransfer,
     Portal,
     StageBytes,
+    StageGrowth,
     StagePlan,
     StageSeconds,
     StageWork,
@@ -35,6 +33,8 @@ from fxpipe.plans import (
 )
 from fxpipe.plans.retarget import action_seconds, transfer_over_link
 from fxpipe.profiling import NodeCost, Profile
+from fxpipe.profiling.formulas import size_polynomial
+from fxpipe.profiling.other_sizes import size_point
 from fxpipe.rewriting import Program
 from fxpipe.rewriting.program import PIPE_INPUT
 from fxpipe.rewriting.rematerialize import choose_rematerialization
@@ -42,76 +42,103 @@ from fxpipe.scheduling import schedule_text
 from fxpipe.simulation import transfers_of
 from fxpipe.tracing import Traced
 from fxpipe.tracing.cache_key import evaluating_modules
+from fxpipe.tracing.dynamic_sizes import Lengths
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.shapes.symbolic_shapes import bytes_at, bytes_formula
 from fxpipe.tracing.source_lines import UNKNOWN_LINE
 from fxpipe.tracing.tensors import tensor_bytes
 from fxpipe.tracing.traced import attribute_tensor, opaque_name
-from fxpipe.utils.polynomial import Polynomial, fit_counts, polynomial_sum
+from fxpipe.utils.polynomial import ZERO, Polynomial, SizePoint, fit_counts, polynomial_sum
 from fxpipe.utils.polynomial_bound import polynomial_bound
 
 if TYPE_CHECKING:
     from torch import fx
 
 
-# -- Memory and time of stages as polynomials in the micro-batch size: one plan answers for every `b` ----------------
+# -- Memory of stages as polynomials in the micro-batch size and the dynamic sizes: one plan answers for all ----------
 
-FITTED_SIZES = (1, 2, 3, 4)  # at which the stages are looked at, beside that of the plan
+FITTED_SIZES = (1, 2, 3, 4)  # numbers of samples at which working memory is looked at, beside that of the plan
 
 
 def stage_bytes(cut: Cut, profiles: Sequence[Profile], samples: int) -> list[StageBytes]:
     """Computes the memory of each stage; `samples` are of the planned micro-batch, for which the figures are exact."""
-    sizes = sorted({*FITTED_SIZES, samples})
-    counted = {size: _stage_bytes_at(cut, chain_of(cut.traced, profiles, size, {})) for size in sizes}
+    traced, profile = cut.traced, profiles[0]
+    chain = chain_of(traced, profiles, samples, {})
+    storages, lengths = flow_of_storage(chain), profile.lengths
+    costs = {cost.name: cost for cost in profile.nodes}
 
-    def through(stage: int, figure: int) -> Polynomial:
-        points = tuple((size, counted[size][stage][figure]) for size in sizes)
-        return fit_counts(points, samples)
+    def polynomial(formula: sympy.Expr) -> Polynomial:
+        return size_polynomial(formula, traced.batch, samples, lengths)
 
-    return [
-        StageBytes(*(through(j, figure) for figure in range(len(fields(StageBytes))))) for j in range(len(cut.starts))
-    ]
-
-
-def _stage_bytes_at(cut: Cut, chain: Chain) -> list[tuple[int, ...]]:
-    """Computes the numbers of a `StageBytes` for each stage, at one size."""
-    ways = (stage_loads(chain, cut.sites, cut.starts, [way] * len(cut.starts)) for way in (False, True))
-    return [
-        (
-            int(plain.received_bytes),
-            int(plain.saved_bytes),
-            int(plain.working_bytes),
-            int(plain.portal_bytes),
-            int(again.received_bytes - plain.received_bytes),
-            int(again.portal_bytes - plain.portal_bytes),
+    flows = [polynomial(flow.formula) for flow in value_flows(traced)]
+    held = [polynomial(saved.bytes) for saved in profile.saved]
+    working = [{polynomial(costs[node.name].working_bytes)} for node in traced.nodes]
+    if chain.loss and profile.loss is not None:
+        working[-1].add(polynomial(profile.loss.working_bytes))
+    points = _points_around(samples, lengths, largest_lengths(traced, profile))
+    stages = []
+    for j, (start, end) in enumerate(zip(cut.starts, [*cut.starts[1:], len(chain)], strict=True)):
+        plain, again = (kept_by_stage(chain, cut.starts, j, way, storages) for way in (False, True))
+        portals = polynomial_sum(flows[i] for i in plain.portals)
+        portals_again = polynomial_sum(flows[i] for i in {*again.portals} - {*plain.portals})
+        stages.append(
+            StageBytes(
+                received=polynomial_sum(flows[i] for i in plain.inputs) + portals,
+                held=polynomial_sum([*(held[i] for i in plain.held), *(flows[i] for i in plain.views)]),
+                working=_largest_of(set().union(*working[start:end]), size_point(samples, lengths), points),
+                portals=portals,
+                again=polynomial_sum(flows[i] for i in {*again.inputs} - {*plain.inputs}) + portals_again,
+                portals_again=portals_again,
+            )
         )
-        for plain, again in zip(*([load.cost for load in loads] for loads in ways), strict=True)
+    return stages
+
+
+def _points_around(samples: int, lengths: Lengths, largest: Lengths) -> tuple[SizePoint, ...]:
+    """Sizes at which it is looked which of several polynomials is the largest."""
+    most = dict(largest)
+    values = [
+        [(symbol.name, value) for value in sorted({max(1, size // 2), size, size + 1, 2 * size, most[symbol]})]
+        for symbol, size in lengths
     ]
+    return tuple(SizePoint(b, sizes) for b in sorted({*FITTED_SIZES, samples}) for sizes in itertools.product(*values))
 
 
-def value_bytes(node: fx.Node, batch: sympy.Symbol, samples: int) -> Polynomial:
-    """Computes the bytes of a node's value, right in any case for `samples`, those of the planned micro-batch.
-
-    A size that depends on values (nonzero) counts as 0.
-    """
-    formula = bytes_formula(info(node).shapes)
-    return _value_bytes(formula.subs(dict.fromkeys(formula.free_symbols - {batch}, 0)), batch, samples)
-
-
-@functools.lru_cache(maxsize=4096)
-def _value_bytes(formula: sympy.Expr, batch: sympy.Symbol, samples: int) -> Polynomial:
-    here = bytes_at(formula, batch, samples)
-    with contextlib.suppress(ArgumentError):
-        polynomial = polynomial_bound(formula, batch)
-        if polynomial(samples) == here:
-            return polynomial
-    return fit_counts(((samples, here),), samples)
+def _largest_of(polynomials: Collection[Polynomial], here: SizePoint, points: Sequence[SizePoint]) -> Polynomial:
+    """The largest of these: one of them or, where it depends on the sizes which, what their maximum grows like."""
+    most = {point: max((one.value(point.values) for one in polynomials), default=0) for point in (here, *points)}
+    for one in polynomials:
+        if all(one.value(point.values) == value for point, value in most.items()):
+            return one
+    return fit_counts(tuple((point, math.ceil(value)) for point, value in most.items()), here)
 
 
 def stage_flops(profile: Profile, names: Collection[str]) -> Polynomial:
     """Sums the FLOPs of these nodes, forward and backward."""
     total = sympy.Add(*(cost.flops + cost.backward_flops for cost in profile.nodes if cost.name in names))
-    return polynomial_bound(total, profile.batch)
+    return polynomial_bound(total, profile.batch, *(symbol for symbol, _ in profile.lengths))
+
+
+def stage_growth(own: Sequence[NodeCost], copied: Sequence[NodeCost], loss: NodeCost | None) -> StageGrowth:
+    """Of the seconds of a stage, what grows with the batch and the dynamic sizes."""
+    return StageGrowth(
+        polynomial_sum(cost.forward.growing for cost in (*own, *copied)),
+        polynomial_sum(cost.backward.growing for cost in own),
+        polynomial_sum(cost.weight.growing for cost in own),
+        ZERO if loss is None else (loss.forward + loss.backward).growing,
+    )
+
+
+def planned_sizes(traced: Traced, profile: Profile) -> tuple[PlannedSize, ...]:
+    """The dynamic sizes, as they were planned, and how small and large they may be."""
+    largest = dict(largest_lengths(traced, profile))
+    dims: dict[sympy.Basic, list[str]] = {}
+    for (place, dim), formula in traced.dynamic.formulas.items():
+        dims.setdefault(formula, []).append(f"dimension {dim} of {traced.leaves[place].path}")
+    return tuple(
+        PlannedSize(symbol.name, size, largest[symbol], *traced.dynamic.bounds(symbol), tuple(dims.get(symbol, ())))
+        for symbol, size in profile.lengths
+    )
 
 
 # -- Annotations of a cut: tied parameters, modules kept whole, the heaviest node ------------------------------------
@@ -162,7 +189,8 @@ def heaviest_node(cut: Cut, samples: int) -> HeaviestNode:
         stage = min(bisect_right(cut.starts, place), len(cut.sites)) - 1
         cost = by_kind[cut.sites[stage].kind][node.name]
         seconds = cost.forward + cost.backward
-        nodes.append(HeaviestNode(node.name, stage, seconds.at(samples), user_line_of(node), seconds.fixed))
+        line = user_line_of(node)
+        nodes.append(HeaviestNode(node.name, stage, seconds.at(samples), line, seconds.fixed, seconds.growing))
     return max(nodes, key=lambda node: node.seconds)
 
 
@@ -183,7 +211,7 @@ def rematerialized_nodes(cut: Cut, program: Program, samples: int) -> tuple[tupl
     if all(site.link is None for site in cut.sites):
         return ((),) * len(cut.sites)
     receive = [None if site.link is None else _receive_seconds(site.link) for site in cut.sites]
-    sizes = value_sizes(cut.traced, samples)
+    sizes = value_sizes(cut.traced, samples, cut.profiles[0].lengths)
 
     def if_all_were(kind: int) -> tuple[tuple[str, ...], ...]:
         seconds = {cost.name: cost.forward.at(samples) for cost in cut.profiles[kind].nodes}
@@ -212,7 +240,8 @@ def plan_of_cut(
         settings: with all that was left to planning.
     """
     traced, samples = cut.traced, settings.largest_micro_batch(batch)
-    formulas = _sent_formulas(traced, program, samples)
+    here = size_point(samples, cut.profiles[0].lengths).values
+    formulas = _sent_formulas(traced, program, samples, cut.profiles[0].lengths)
     by_kind = [{cost.name: cost for cost in profile.nodes} for profile in cut.profiles]
     names = [node.name for node in traced.nodes]
     bytes_of_stages = stage_bytes(cut, cut.profiles, samples)
@@ -239,7 +268,7 @@ def plan_of_cut(
                 backward_seconds=cost.backward,
                 parameter_bytes=int(cost.parameter_bytes),
                 activation_bytes=int(cost.received_bytes + cost.saved_bytes),
-                sent_bytes=sent(samples),
+                sent_bytes=sent.at(here),
                 # Both are sums, rounded.
                 weight_seconds=min(cost.backward, math.fsum(one.weight.at(samples) for one in own)),
                 action_seconds=action_seconds(str(settings.devices[j])),
@@ -255,6 +284,7 @@ def plan_of_cut(
                     math.fsum(one.weight.fixed for one in own),
                     0.0 if loss is None else (loss.forward + loss.backward).fixed,
                 ),
+                growing=stage_growth(own, copied, loss),
                 sent=sent,
                 work=_stage_work(own, copied, loss, operations) if knows_work else StageWork(),
                 update_seconds=update,
@@ -267,7 +297,7 @@ def plan_of_cut(
     return Plan(
         stages=tuple(stages),
         portals=tuple(
-            Portal(s.name, s.source, s.target, formulas[s.name](samples), formulas[s.name], lines[s.name])
+            Portal(s.name, s.source, s.target, formulas[s.name].at(here), formulas[s.name], lines[s.name])
             for s in program.skips
         ),
         devices=tuple(map(str, settings.devices)),
@@ -283,20 +313,21 @@ def plan_of_cut(
         estimated_for=cut.profiles[0].estimated_for,
         placement=settings.placement,
         bottlenecks=cut.bottlenecks,
-        sendings=_planned_transfers(traced, program, formulas, settings, samples),
+        sendings=_planned_transfers(traced, program, formulas, settings, here),
         batch=batch,
         evaluating=evaluating_modules(traced.model),
         tied=tied_parameters(traced, program),
         whole=opaque_nodes(traced),
         heaviest=heaviest_node(cut, samples),
         operations=tuple(operations) if knows_work else (),
+        sizes=planned_sizes(traced, cut.profiles[0]),
     )
 
 
-def value_sizes(traced: Traced, samples: int) -> dict[str, int]:
+def value_sizes(traced: Traced, samples: int, lengths: Lengths) -> dict[str, int]:
     """Computes the bytes of the value of each node, by name."""
     nodes: Sequence[fx.Node] = list(traced.graph.nodes)
-    return {n.name: bytes_at(bytes_formula(info(n).shapes), traced.batch, samples) for n in nodes}
+    return {n.name: bytes_at(bytes_formula(info(n).full_shapes), traced.batch, samples, lengths) for n in nodes}
 
 
 def _sent_bytes(program: Program, stage: int, formulas: Mapping[str, Polynomial]) -> Polynomial:
@@ -305,14 +336,18 @@ def _sent_bytes(program: Program, stage: int, formulas: Mapping[str, Polynomial]
     return polynomial_sum(formulas[value.name] for value in following if value.source == stage)
 
 
-def _sent_formulas(traced: Traced, program: Program, samples: int) -> dict[str, Polynomial]:
+def _sent_formulas(traced: Traced, program: Program, samples: int, lengths: Lengths) -> dict[str, Polynomial]:
     """Computes the bytes of all values that are sent, by name."""
     names = {value.name for stage in program.stages for value in stage.receives}
-    return {n.name: value_bytes(n, traced.batch, samples) for n in traced.graph.nodes if n.name in names}
+    return {
+        n.name: size_polynomial(bytes_formula(info(n).full_shapes), traced.batch, samples, lengths)
+        for n in traced.graph.nodes
+        if n.name in names
+    }
 
 
 def _planned_transfers(
-    traced: Traced, program: Program, formulas: Mapping[str, Polynomial], settings: Settings, samples: int
+    traced: Traced, program: Program, formulas: Mapping[str, Polynomial], settings: Settings, here: Mapping[str, int]
 ) -> tuple[PlannedTransfer, ...]:
     """Yields the transfers between stages, by pairs of them; outputs go to the caller, and are not among them."""
     effects = traced.effects
@@ -335,7 +370,7 @@ def _planned_transfers(
         sent = PlannedTransfer(
             source,
             target,
-            sum(size(samples) for size in sizes),
+            sum(size.at(here) for size in sizes),
             over=over,
             size=polynomial_sum(sizes),
             values=len(sizes),

@@ -6,6 +6,7 @@ in a file. So all that reads a plan, its text among it, needs the data only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from fxpipe.errors import ArgumentError
 from fxpipe.hardware import Operation
 from fxpipe.simulation.costs import StageCost, Transfer, stage_memory
 from fxpipe.utils.polynomial import ZERO, Polynomial
+from fxpipe.utils.units import parse_count
 
 if TYPE_CHECKING:
     import sympy
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """Memory of a stage beside its parameters, for one micro-batch of `b` samples.
+    """Memory of a stage beside its parameters, for one micro-batch of `b` samples, and any dynamic sizes.
 
     What other stages made comes from the stage before or, through portals, from those before that. A stage that
     recomputes keeps all of it, any other only what its backward needs.
@@ -55,6 +57,38 @@ class StageSeconds:
     backward: float = 0.0
     weight: float = 0.0  # the part of backward that makes gradients of parameters
     loss: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StageGrowth:
+    """Of the seconds of a stage, what grows with the batch and the dynamic sizes; 0 where there are none of these."""
+
+    forward: Polynomial = ZERO
+    backward: Polynomial = ZERO
+    weight: Polynomial = ZERO
+    loss: Polynomial = ZERO
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSize:
+    """A size of inputs, besides the batch, that may differ from batch to batch; formulas have it by its name."""
+
+    name: str
+    size: int  # for which seconds and bytes are given
+    largest: int  # that is announced, or was planned: of this memory limits are asked
+    least: int = 1  # that the graph holds for
+    most: int | None = None
+    dims: tuple[str, ...] = ()  # of inputs that have this size, for people
+
+    @property
+    def usual_sizes(self) -> tuple[int, ...]:
+        """Sizes to look at: half of the planned one, that, twice it, and the largest, within the bounds."""
+        most = max(self.size, min(max(self.largest, 2 * self.size), self.most or self.largest))
+        return max(self.least, self.size // 2), self.size, min(2 * self.size, most), min(self.largest, most)
+
+    @property
+    def bounds(self) -> str:
+        return f"at least {self.least}" if self.most is None else f"{self.least} to {self.most}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +129,7 @@ class StagePlan:
     modules: tuple[str, ...] = ()  # for each node the path of the module whose forward made it
     shares: tuple[float, ...] = ()  # for each node the part of the stage's seconds, 0 to 1, that it takes
     loss_seconds: float = 0.0  # of the loss, which follows forward on the last stage, forward and back to the outputs
+    growing: StageGrowth = field(default_factory=StageGrowth)  # of the seconds, what grows with the dynamic sizes
 
     @property
     def seconds(self) -> float:
@@ -160,6 +195,7 @@ class HeaviestNode:
     seconds: float  # of one micro-batch, forward and backward
     line: str  # of the user's code; empty where it is not known
     fixed_seconds: float = 0.0  # of that, what it is for any size
+    growing: Polynomial = ZERO  # of that, what grows with the dynamic sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +224,7 @@ class PlanData:
     whole: tuple[OpaqueNode, ...] = ()
     heaviest: HeaviestNode | None = None  # what bounds the balance: no stage is faster than its slowest node
     operations: tuple[Operation, ...] = ()  # that stages run (`StagePlan.work`); none: not known
+    sizes: tuple[PlannedSize, ...] = ()  # dynamic ones, for which seconds and bytes are given; none: all are fixed
 
     def __post_init__(self) -> None:
         if not self.placement:
@@ -223,8 +260,8 @@ class PlanData:
         return [self._cost(stage) for stage in self.stages], list(self.sendings)
 
     def _cost(self, stage: StagePlan) -> StageCost:
-        b, sizes, recomputes = self.micro_batch, stage.bytes, self.recomputes(stage.index)
-        portals = sizes.through_portals(recomputes)(b)
+        here, sizes, recomputes = self.here, stage.bytes, self.recomputes(stage.index)
+        portals = sizes.through_portals(recomputes).at(here)
         return StageCost(
             stage.forward_seconds,
             stage.backward_seconds,
@@ -233,10 +270,10 @@ class PlanData:
             parameter_bytes=stage.parameter_bytes,
             gradient_bytes=stage.gradient_bytes,
             optimizer_bytes=stage.state_bytes - stage.gradient_bytes,
-            saved_bytes=sizes.held(b),
-            input_bytes=sizes.kept(recomputes)(b) - portals,
+            saved_bytes=sizes.held.at(here),
+            input_bytes=sizes.kept(recomputes).at(here) - portals,
             portal_bytes=portals,
-            working_bytes=sizes.working(b),
+            working_bytes=sizes.working.at(here),
             update=stage.update_seconds,
             loss=stage.loss_seconds,
         )
@@ -254,23 +291,64 @@ class PlanData:
 
         return stage_times_of(*self.costs(), self.modes, [stage.memory_limit for stage in self.stages])
 
-    # -- Formulas in the micro-batch size ------------------------------------------------------------------------------
+    # -- Formulas in the micro-batch size and the dynamic sizes --------------------------------------------------------
 
-    def memory(self, stage: int, b: int | None = None) -> sympy.Expr:
+    def memory(self, stage: int, b: int | None = None, **sizes: int) -> sympy.Expr:
         """Bytes that a stage needs at most: parameters, gradients, optimizer, activations of all in flight.
 
             print(plan.memory(1))       # 802816*b + 1048576
             plan.memory(1, b=8)         # 7471104
+            plan.memory(1, b=8, s=512)  # of a plan with a dynamic size: 6272*b*s + 1048576
 
         Args:
             stage: its index.
             b: samples of a micro-batch. None: the formula, in the symbol `b`.
-        """
-        return _evaluate_at(self._memory(self._stage(stage)), b)
+            sizes: dynamic sizes, by name. Others are as planned or, without `b`, symbols of the formula.
 
-    def flops(self, stage: int, b: int | None = None) -> sympy.Expr:
+        Raises:
+            ArgumentError: there is no such stage or size, or the graph is not one for this size.
+        """
+        return self._evaluate(self._memory(self._stage(stage)), b, sizes)
+
+    def flops(self, stage: int, b: int | None = None, **sizes: int) -> sympy.Expr:
         """Floating-point operations of a stage for one micro-batch, forward and backward, as for `memory`."""
-        return _evaluate_at(self._stage(stage).flops, b)
+        return self._evaluate(self._stage(stage).flops, b, sizes)
+
+    @property
+    def here(self) -> dict[str, int]:
+        """The sizes for which seconds and bytes are given, by name: the samples `b` of a micro-batch, dynamic ones."""
+        return {"b": self.micro_batch} | {one.name: one.size for one in self.sizes}
+
+    @property
+    def largest_sizes(self) -> dict[str, int]:
+        """The dynamic sizes of which memory limits are asked, by name."""
+        return {one.name: one.largest for one in self.sizes}
+
+    def check_sizes(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Returns dynamic sizes by name.
+
+        Raises:
+            ArgumentError: the plan has no such size, or its graph is none for this size.
+        """
+        known = {one.name: one for one in self.sizes}
+        for name, size in sizes.items():
+            if name not in known:
+                names = ", ".join(map(repr, known))
+                has = f"the plan has {names}" if names else "all sizes of the plan are fixed (see dynamic_shapes)"
+                raise ArgumentError(f"{name}={size!r} is no size of the plan, nor another argument: {has}")
+            one = known[name]
+            parse_count(name, size, f"a whole number, the size of {', '.join(one.dims) or 'a dimension'}")
+            if size < one.least or (one.most is not None and size > one.most):
+                raise ArgumentError(f"{name}={size}: the graph of the plan is one for sizes of {one.bounds}")
+        return dict(sizes)
+
+    def _evaluate(self, polynomial: Polynomial, b: int | None, sizes: Mapping[str, int]) -> sympy.Expr:
+        import sympy
+
+        sizes = self.check_sizes(sizes)
+        if b is not None:
+            return sympy.Integer(polynomial.at({**self.here, **sizes, "b": b}))
+        return polynomial.formula.subs({s: sizes[s.name] for s in polynomial.formula.free_symbols if s.name in sizes})
 
     def _memory(self, stage: StagePlan) -> Polynomial:
         from fxpipe.scheduling import activations_in_flight, micro_batches_in_flight
@@ -284,9 +362,3 @@ class PlanData:
         if not 0 <= stage < len(self.stages):
             raise ArgumentError(f"stage={stage}: the plan has {len(self.stages)} stages, 0 to {len(self.stages) - 1}")
         return self.stages[stage]
-
-
-def _evaluate_at(polynomial: Polynomial, b: int | None) -> sympy.Expr:
-    import sympy
-
-    return polynomial.formula if b is None else sympy.Integer(polynomial(b))

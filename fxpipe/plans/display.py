@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fxpipe.plans.data import PlanData, Portal, StagePlan, TiedParameter
-from fxpipe.plans.figures import PlanFigures, StageFigures, plan_figures
+from fxpipe.plans.data import PlanData, PlannedSize, Portal, StagePlan, TiedParameter
+from fxpipe.plans.figures import PlanFigures, SizeFigures, StageFigures, plan_figures, size_figures
 from fxpipe.utils import units
 from fxpipe.utils.text_table import (
     EMPTY_CELL,
@@ -39,6 +39,7 @@ PLAN_STAGE_HEADERS = (
     "stage", "device", "nodes", "parameters", "forward", "backward", "in\nflight", "memory", "sends",
     "portals\nin/out",
 )  # fmt: skip
+SIZE_HEADERS = ("step", "slowest /\nmean", "slowest\nstage", "share of each stage", "most memory", "in\nstage", "fits")
 PLAN_PORTAL_HEADERS = ("portal", "from", "to", "bytes", "of b samples", "line")
 
 
@@ -56,7 +57,7 @@ def _head(plan: PlanData) -> str:
     most = "" if plan.micro_batches == 1 else "at most "
     devices = f" on {count_text(len(plan.workers), 'device')}" if len(plan.workers) < len(plan.stages) else ""
     name = plan.schedule.partition(":")[0]  # in front of a table of the user's own
-    micro_batches = f"{count_text(plan.micro_batches, 'micro-batch', 'es')} of {most}{samples}"
+    micro_batches = f"{count_text(plan.micro_batches, 'micro-batch', 'es')} of {most}{samples}{sizes_suffix(plan)}"
     choices = (
         f"schedule {name}, checkpoint {_checkpoint_text(plan)}, balance {plan.balance}, tracer {plan.tracer}, "
         f"graph {plan.fingerprint[:12]}"
@@ -70,6 +71,37 @@ def _head(plan: PlanData) -> str:
         _loss(plan),
     ]
     return "\n".join(filter(None, lines))
+
+
+def sizes_suffix(plan: PlanData) -> str:
+    """`, s=128` of a plan with a dynamic size: that for which figures are given."""
+    return "".join(f", {one.name}={one.size}" for one in plan.sizes)
+
+
+def _size_line(size: PlannedSize) -> str:
+    largest = f"; memory limits are asked at {size.largest}" if size.largest > size.size else ""
+    return f"{size.name}, {', '.join(size.dims)}: {size.size} in these figures, may be {size.bounds}{largest}"
+
+
+def sizes_table(plans: Sequence[PlanData]) -> str:
+    """The same stages at several sizes, a row for each plan."""
+    rows = [_size_row(size_figures(plan)) for plan in plans]
+    head = f"these stages at other sizes, micro-batches of {count_text(plans[0].micro_batch, 'sample')}"
+    return f"{head}\n\n{text_table(rows, (*(one.name for one in plans[0].sizes), *SIZE_HEADERS))}"
+
+
+def _size_row(figures: SizeFigures) -> tuple[str, ...]:
+    over = figures.over_bytes
+    return (
+        *map(str, figures.sizes.values()),
+        human_seconds(figures.step_seconds),
+        f"{figures.slowest_to_mean:.2f}",
+        str(figures.slowest),
+        "/".join(f"{100 * share:.0f}" for share in figures.shares) + " %",
+        human_bytes(figures.memory_bytes),
+        str(figures.fullest),
+        EMPTY_CELL if over is None else f"over by {human_bytes(over)}" if over else "yes",
+    )
 
 
 def _bottlenecks(plan: PlanData) -> str:
@@ -184,6 +216,7 @@ def _plan_lists(plan: PlanData) -> list[str]:
     whole = tuple(f"{module.name}{_line_suffix(module.line)}: {module.why}" for module in plan.whole)
     told = tuple(f"{name} is kept whole" for module in plan.whole for name in (f"module {module.name!r}", module.name))
     lists = (
+        ("sizes that differ from batch to batch", tuple(map(_size_line, plan.sizes))),
         ("memory in bytes, with micro-batches of b samples", memory),
         ("tied parameters", tuple(map(_tied_line, plan.tied))),
         ("modules kept whole, each one node", whole),
@@ -245,6 +278,7 @@ def plan_html(plan: PlanData) -> str:
     title = (
         f"{count_text(len(plan.stages), 'stage')} on {count_text(len(plan.workers), 'device')}, "
         f"{count_text(plan.micro_batches, 'micro-batch', 'es')} of {most}{count_text(plan.micro_batch, 'sample')}"
+        f"{sizes_suffix(plan)}"
     )
     facts = (
         f"schedule {plan.schedule.partition(':')[0]}; step {human_seconds(figures.step_seconds)}, "

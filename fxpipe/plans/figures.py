@@ -6,6 +6,7 @@ micro-batches differ in size.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -48,6 +49,39 @@ def plan_figures(plan: PlanData) -> PlanFigures:
         for stage in plan.stages
     )
     return PlanFigures(stages, slowest_to_mean(plan), tuple(simulation.bubble), simulation.step_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class SizeFigures:
+    """The figures of a plan at some dynamic sizes."""
+
+    sizes: Mapping[str, int]  # by name
+    step_seconds: float
+    slowest_to_mean: float
+    slowest: int  # stage
+    shares: tuple[float, ...]  # of the stages in the seconds of all, 0 to 1
+    memory_bytes: int  # of the stage that needs most
+    fullest: int  # that stage
+    over_bytes: int | None  # over its limit, in the stage that is furthest; None: no limit is known
+
+
+def size_figures(plan: PlanData) -> SizeFigures:
+    """Computes what the sizes of a plan make of its balance, its step and its memory."""
+    figures = plan_figures(plan)
+    seconds = [stage.seconds for stage in plan.stages]
+    memory = [own.memory_bytes for own in figures.stages]
+    limited = [(own, stage.memory_limit) for own, stage in zip(memory, plan.stages, strict=True)]
+    over = [own - limit for own, limit in limited if limit is not None]
+    return SizeFigures(
+        {one.name: one.size for one in plan.sizes},
+        figures.step_seconds,
+        figures.slowest_to_mean,
+        seconds.index(max(seconds)),
+        tuple(one / (sum(seconds) or 1.0) for one in seconds),
+        max(memory),
+        memory.index(max(memory)),
+        max(0, *over) if over else None,
+    )
 
 
 def slowest_to_mean(plan: PlanData) -> float:

@@ -7,67 +7,100 @@ another as `fxpipe.plan(..., hardware=...)` does it. The cut stays: on other har
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TypeVar
 
 from fxpipe.errors import ArgumentError
 from fxpipe.hardware import Hardware, link_between, shared_adapters
 from fxpipe.partitioning.chain import Link
-from fxpipe.plans import HeaviestNode, Plan, PlannedTransfer, StagePlan, StageSeconds
-from fxpipe.utils.polynomial import Polynomial
+from fxpipe.plans.data import HeaviestNode, PlanData, PlannedTransfer, StageGrowth, StagePlan, StageSeconds
+from fxpipe.utils.polynomial import Polynomial, polynomial_sum
+
+PlanT = TypeVar("PlanT", bound=PlanData)
 
 # The figures of a plan for micro-batches of another size than it was made for: a plan knows them all by itself.
 #
 # Bytes follow exactly, by the plan's formulas. Seconds follow by what the plan knows of them, a part that is the same
-# for every size and a part that grows with it. Which cuts were compared is forgotten, for it was for the other size.
+# for every size and a part that grows with it: by its formula where there are dynamic sizes, else with the samples.
+# Which cuts were compared is forgotten, for it was for the other size.
 
 
-def resize_plan(plan: Plan, samples: int, checkpoint: str | tuple[str, ...] | None = None) -> Plan:
-    """The plan with the figures of micro-batches of so many samples at most, and with these checkpoint modes."""
-    if samples == plan.micro_batch and checkpoint in (None, plan.checkpoint):
+def resize_plan(
+    plan: PlanT,
+    samples: int,
+    checkpoint: str | tuple[str, ...] | None = None,
+    sizes: Mapping[str, int] = MappingProxyType({}),
+) -> PlanT:
+    """The plan with the figures of micro-batches of so many samples at most, and with these checkpoint modes.
+
+    Args:
+        sizes: dynamic sizes by name; others stay as they are.
+    """
+    now = _Resizing(plan.here, {**plan.here, **sizes, "b": samples})
+    if now.before == now.after and checkpoint in (None, plan.checkpoint):
         return plan
     plan = plan if checkpoint is None else replace(plan, checkpoint=checkpoint)
-    times = samples / plan.micro_batch
     return replace(
         plan,
-        stages=tuple(_resize_stage(stage, samples, times, plan.recomputes(stage.index)) for stage in plan.stages),
-        portals=tuple(replace(p, bytes=_resize_bytes(p.size, p.bytes, samples, times)) for p in plan.portals),
+        stages=tuple(_resize_stage(stage, now, plan.recomputes(stage.index)) for stage in plan.stages),
+        portals=tuple(replace(p, bytes=now.bytes(p.size, p.bytes)) for p in plan.portals),
         micro_batch=samples,
         bottlenecks=(),
-        sendings=tuple(_resize_transfer(way, samples, times) for way in plan.sendings),
-        heaviest=None if plan.heaviest is None else _resize_node(plan.heaviest, times),
+        sendings=tuple(_resize_transfer(way, now) for way in plan.sendings),
+        heaviest=None if plan.heaviest is None else _resize_node(plan.heaviest, now),
+        sizes=tuple(replace(one, size=now.after[one.name]) for one in plan.sizes),
     )
 
 
-def _resize_stage(stage: StagePlan, samples: int, times: float, recomputes: bool) -> StagePlan:
-    backward = _scale_seconds(stage.backward_seconds, stage.fixed.backward, times)
+@dataclass(frozen=True, slots=True)
+class _Resizing:
+    """Sizes by name, the samples of a micro-batch among them, before and after."""
+
+    before: Mapping[str, int]
+    after: Mapping[str, int]
+
+    def bytes(self, formula: Polynomial, known: int) -> int:
+        """Computes bytes by the formula; in proportion where a plan (an older file, one made by hand) has none."""
+        return formula.at(self.after) if formula else math.ceil(known * self._times)
+
+    def seconds(self, known: float, fixed: float, growing: Polynomial) -> float:
+        """Computes seconds: what of them grows with the sizes or, where that is not known, with the samples."""
+        if growing:
+            return max(0.0, known + float(growing.value(self.after) - growing.value(self.before)))
+        return _scale_seconds(known, fixed, self._times)
+
+    @property
+    def _times(self) -> float:
+        return self.after["b"] / self.before["b"]
+
+
+def _resize_stage(stage: StagePlan, now: _Resizing, recomputes: bool) -> StagePlan:
+    fixed, growing = stage.fixed, stage.growing
+    backward = now.seconds(stage.backward_seconds, fixed.backward, growing.backward)
     return replace(
         stage,
-        forward_seconds=_scale_seconds(stage.forward_seconds, stage.fixed.forward, times),
+        forward_seconds=now.seconds(stage.forward_seconds, fixed.forward, growing.forward),
         backward_seconds=backward,
         weight_seconds=min(
-            backward, _scale_seconds(stage.weight_seconds, stage.fixed.weight, times)
+            backward, now.seconds(stage.weight_seconds, fixed.weight, growing.weight)
         ),  # rounded, a part still
-        loss_seconds=_scale_seconds(stage.loss_seconds, stage.fixed.loss, times),
-        activation_bytes=stage.bytes.kept(recomputes)(samples) + stage.bytes.held(samples),
-        sent_bytes=_resize_bytes(stage.sent, stage.sent_bytes, samples, times),
+        loss_seconds=now.seconds(stage.loss_seconds, fixed.loss, growing.loss),
+        activation_bytes=stage.bytes.kept(recomputes).at(now.after) + stage.bytes.held.at(now.after),
+        sent_bytes=now.bytes(stage.sent, stage.sent_bytes),
     )
 
 
-def _resize_bytes(formula: Polynomial, known: int, samples: int, times: float) -> int:
-    """Computes bytes by the formula; in proportion where a plan (an older file, one made by hand) has none."""
-    return formula(samples) if formula else math.ceil(known * times)
-
-
-def _resize_transfer(way: PlannedTransfer, samples: int, growth: float) -> PlannedTransfer:
+def _resize_transfer(way: PlannedTransfer, now: _Resizing) -> PlannedTransfer:
     """Resizes a transfer, with the seconds that so many bytes take on the way that the plan knew."""
-    size = _resize_bytes(way.size, way.bytes, samples, growth)
+    size = now.bytes(way.size, way.bytes)
     times = size / way.bytes if way.bytes else 1.0
     return replace(way, bytes=size, seconds=_scale_seconds(way.seconds, way.fixed_seconds, times))
 
 
-def _resize_node(node: HeaviestNode, times: float) -> HeaviestNode:
-    return replace(node, seconds=_scale_seconds(node.seconds, node.fixed_seconds, times))
+def _resize_node(node: HeaviestNode, now: _Resizing) -> HeaviestNode:
+    return replace(node, seconds=now.seconds(node.seconds, node.fixed_seconds, node.growing))
 
 
 def _scale_seconds(seconds: float, fixed: float, times: float) -> float:
@@ -96,7 +129,7 @@ def action_seconds(device: str) -> float:
     return CPU_ACTION_SECONDS if device.partition(":")[0] == "cpu" else 0.0
 
 
-def retarget_plan(plan: Plan, hardware: Hardware) -> Plan:
+def retarget_plan(plan: PlanT, hardware: Hardware) -> PlanT:
     """The plan with the figures of this hardware. Which node is the heaviest there is not known.
 
     Raises:
@@ -128,9 +161,11 @@ def transfer_over_link(way: PlannedTransfer, link: Link | None) -> PlannedTransf
     return replace(way, seconds=fixed + way.bytes / link.bytes_per_second, fixed_seconds=fixed)
 
 
-def _retarget_stage(plan: Plan, stage: StagePlan, device: str, hardware: Hardware) -> StagePlan:
-    b, worker = plan.micro_batch, plan.placement[stage.index]
-    here, twice = (_stage_seconds(plan, stage, hardware, size) for size in (b, 2 * b))
+def _retarget_stage(plan: PlanData, stage: StagePlan, device: str, hardware: Hardware) -> StagePlan:
+    worker = plan.placement[stage.index]
+    here, twice = (
+        _stage_seconds(plan, stage, hardware, plan.here | {"b": times * plan.micro_batch}) for times in (1, 2)
+    )
     return replace(
         stage,
         device=device,
@@ -145,14 +180,24 @@ def _retarget_stage(plan: Plan, stage: StagePlan, device: str, hardware: Hardwar
                 for kind in ("forward", "backward", "weight", "loss")
             )
         ),
+        growing=_stage_growth(plan, stage, hardware) if plan.sizes else StageGrowth(),
         action_seconds=action_seconds(device),
         update_seconds=hardware.update_seconds(stage.gradient_bytes, stage.state_bytes - stage.gradient_bytes),
     )
 
 
-def _stage_seconds(plan: Plan, stage: StagePlan, hardware: Hardware, b: int) -> StageSeconds:
+def _stage_growth(plan: PlanData, stage: StagePlan, hardware: Hardware) -> StageGrowth:
+    def total(counted: Iterable[tuple[int, int]]) -> Polynomial:
+        return polynomial_sum(plan.operations[k].growing(hardware, plan.here) * times for k, times in counted)
+
+    work = stage.work
+    backward = total(work.backward)
+    return StageGrowth(total(work.forward), backward, backward + total(work.to_inputs) * -1, total(work.loss))
+
+
+def _stage_seconds(plan: PlanData, stage: StagePlan, hardware: Hardware, sizes: Mapping[str, int]) -> StageSeconds:
     def total(counted: Iterable[tuple[int, int]]) -> float:
-        return math.fsum(times * plan.operations[k].seconds(hardware, b) for k, times in counted)
+        return math.fsum(times * plan.operations[k].seconds(hardware, sizes) for k, times in counted)
 
     work = stage.work
     backward = total(work.backward)
@@ -160,7 +205,7 @@ def _stage_seconds(plan: Plan, stage: StagePlan, hardware: Hardware, b: int) -> 
     return StageSeconds(total(work.forward), backward, weight, total(work.loss))
 
 
-def _retarget_transfer(plan: Plan, way: PlannedTransfer, hardware: Hardware) -> PlannedTransfer:
+def _retarget_transfer(plan: PlanData, way: PlannedTransfer, hardware: Hardware) -> PlannedTransfer:
     one, other = plan.placement[way.source], plan.placement[way.target]
     link = link_between(hardware, one, other)
     return transfer_over_link(replace(way, over=shared_adapters(hardware, one, other)), link)

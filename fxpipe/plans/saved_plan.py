@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fxpipe.errors import ArgumentError, FxpipeError
@@ -12,11 +12,67 @@ from fxpipe.plans.data import PlanData
 from fxpipe.scheduling import CHECKPOINTS
 from fxpipe.simulation.costs import check_costs
 from fxpipe.utils.files import dataclass_from_json, dataclass_to_json, write_atomically
+from fxpipe.utils.units import parse_count
 
 
 @dataclass(frozen=True, slots=True)
 class Plan(PlanData):
     """All that is decided about a pipeline: JSON and nothing else. `print` shows it as a table."""
+
+    # -- Other sizes ---------------------------------------------------------------------------------------------------
+
+    def at(self, b: int | None = None, **sizes: int) -> Plan:
+        """The same stages, with the figures of other sizes: what these make of balance, memory and time.
+
+            print(plan.at(s=512))
+            plan.at(b=4, s=512).stages[1].forward_seconds
+
+        Args:
+            b: samples of a micro-batch. Default: as planned.
+            sizes: dynamic sizes, by name; others are as planned.
+
+        Raises:
+            ArgumentError: there is no such size, or the graph is not one for this size.
+        """
+        from fxpipe.plans.retarget import resize_plan
+
+        samples = self.micro_batch if b is None else parse_count("b", b, "a whole number of samples")
+        batch = self.batch if b is None else samples * self.micro_batches
+        return replace(resize_plan(self, samples, sizes=self.check_sizes(sizes)), batch=batch)
+
+    def compare_sizes(self, **sizes: Sequence[int]) -> str:
+        """A table of what other sizes make of the balance of the stages, of the step and of its memory.
+
+            print(plan.compare_sizes())                     # smaller, as planned, larger, the largest
+            print(plan.compare_sizes(s=(128, 512, 2048)))
+
+        Args:
+            sizes: for dynamic sizes the values to compare, by name; several sizes go together, one value each.
+
+        Raises:
+            ArgumentError: there is no such size, the graph is not one for it, or sizes have unequal numbers of values.
+        """
+        from fxpipe.plans.display import sizes_table
+
+        return sizes_table(self.at_sizes(**sizes))
+
+    def at_sizes(self, **sizes: Sequence[int]) -> tuple[Plan, ...]:
+        """The same stages at each of several sizes, as for `compare_sizes`."""
+        if sizes:
+            rows = self._rows_of_sizes(sizes)
+        else:
+            by_name = [[(one.name, size) for size in one.usual_sizes] for one in self.sizes]
+            rows = [dict(row) for row in dict.fromkeys(zip(*by_name, strict=True))] or [{}]
+        return tuple(self.at(**row) for row in rows)
+
+    def _rows_of_sizes(self, sizes: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
+        for name, values in sizes.items():
+            if isinstance(values, str) or not isinstance(values, Sequence) or not values:
+                raise ArgumentError(f"{name}={values!r}: expected the sizes to compare, as in {name}=(128, 512)")
+        if len({len(values) for values in sizes.values()}) > 1:
+            counts = ", ".join(f"{name} {len(values)}" for name, values in sizes.items())
+            raise ArgumentError(f"sizes are compared together, so each has as many values as the others ({counts})")
+        return [dict(zip(sizes, row, strict=True)) for row in zip(*sizes.values(), strict=True)]
 
     # -- Files ---------------------------------------------------------------------------------------------------------
 
@@ -64,10 +120,16 @@ class Plan(PlanData):
             "work": not all(0 <= k < len(self.operations) and times > 0 for k, times in self._all_work()),
             "operations": any(c < 0 for one in self.operations for p in (one.flops, one.moved) for _, c in p.terms),
             "heaviest": self.heaviest is not None and not 0 <= self.heaviest.stage < n,
+            "sizes": not self._has_usable_sizes(),
         }
         for name in (name for name, is_wrong in wrong.items() if is_wrong):
             raise ArgumentError(f"the plan's {name} cannot be: they do not go with its {n} stages, or are unknown")
         check_costs(*self.costs(), n)
+
+    def _has_usable_sizes(self) -> bool:
+        names = [one.name for one in self.sizes]
+        are_names = all(name.isidentifier() and name != "b" for name in names) and len({*names}) == len(names)
+        return are_names and all(1 <= one.least <= one.size <= one.largest for one in self.sizes)
 
     def _all_work(self) -> Iterator[tuple[int, int]]:
         for stage in self.stages:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
@@ -29,12 +30,14 @@ def simulate(
     hardware: str | Hardware | None = None,
     loss_seconds: float | None = None,
     overlaps: bool = False,
+    **sizes: int,
 ) -> Simulation:
     """Simulates a step of a plan: its time, bubbles and memory by device. Nothing is run, and no model is needed.
 
         print(fxpipe.simulate(plan))                        # a timeline, bubbles and memory of each device
         fxpipe.simulate(plan, schedule="zero_bubble", chunks=32).step_seconds
         fxpipe.simulate(plan, hardware="h100").fits         # does it fit into their memory, device by device
+        fxpipe.simulate(plan, s=512)                        # of a plan with a dynamic size: at another one
 
     The stages are the plan's in any case, and so are the devices that have them. Other micro-batches, checkpoint modes
     or hardware than the plan was made for might be served better by other cuts: `fxpipe.plan` finds those.
@@ -50,6 +53,7 @@ def simulate(
             tells of a step that ran. By default what the plan knows: 0 where it was made without a `loss_fn`.
         overlaps: transfers run beside computation. If not, the device that receives copies before it computes, as it is
             when a pipe runs.
+        sizes: dynamic sizes, by name.
 
     Returns:
         The simulation. `step_seconds` is the time of forward and backward of the mini-batch with all that is sent;
@@ -61,7 +65,9 @@ def simulate(
         ArgumentTypeError: an argument is of another type.
         ScheduleError: a schedule of your own would not run.
     """
-    variant = vary_plan(plan, schedule=schedule, chunks=chunks, checkpoint=checkpoint, batch=batch, hardware=hardware)
+    variant = vary_plan(
+        plan, schedule=schedule, chunks=chunks, checkpoint=checkpoint, batch=batch, hardware=hardware, sizes=sizes
+    )
     if loss_seconds is not None:
         variant = _with_loss(variant, loss_seconds)
     stages, transfers = variant.costs()
@@ -90,6 +96,7 @@ def vary_plan(
     checkpoint: str | Sequence[str] | None = None,
     batch: int | None = None,
     hardware: str | Hardware | None = None,
+    sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> Plan:
     """The plan with what is given, and all figures as they are then; arguments as for `simulate`."""
     if not isinstance(plan, Plan):
@@ -103,7 +110,8 @@ def vary_plan(
     samples = _batch(plan, batch, resizes=count != plan.chunks)
     m = count if samples is None else min(count, samples)
     _check_schedule(plan, order, m, modes)
-    variant = resize_plan(plan, plan.micro_batch if samples is None else largest_micro_batch(samples, count), modes)
+    size = plan.micro_batch if samples is None else largest_micro_batch(samples, count)
+    variant = resize_plan(plan, size, modes, plan.check_sizes(sizes))
     variant = replace(
         variant,
         schedule=schedule_text(order, m, plan.placement),

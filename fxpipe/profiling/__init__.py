@@ -6,8 +6,9 @@
 
 `formulas` gives bytes for every batch size at once, from the shapes of the trace. `measure` gives seconds, from real
 runs of each node at two micro-batch sizes, and `formulas` makes of them a fixed cost and a cost per sample, so that one
-profile serves any number of micro-batches. Where model or inputs have no values (meta or fake tensors), `estimate` says
-what hardware known by name would take at least. The model stays as it was.
+profile serves any number of micro-batches. Of a graph with dynamic sizes all of that is told for these as well. Where
+model or inputs have no values (meta or fake tensors), `estimate` says what hardware known by name would take at least.
+The model stays as it was.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import sympy
 import torch
 from torch import fx, nn
 
@@ -24,10 +27,20 @@ from fxpipe import accelerator
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import HARDWARE, Hardware, NodeWork, parse_hardware
 from fxpipe.profiling.flops import NodeOperations, work_of
-from fxpipe.profiling.formulas import fit_seconds, output_bytes, parameter_bytes, sizes_to_measure
+from fxpipe.profiling.formulas import (
+    bytes_of_values,
+    fit_growth,
+    fit_seconds,
+    output_bytes,
+    parameter_bytes,
+    size_polynomial,
+    sizes_to_measure,
+    work_formulas,
+)
 from fxpipe.profiling.loss_cost import LOSS_NAME, ExampleLoss, parse_loss
 from fxpipe.profiling.memory import GraphCounts, count_flops_and_bytes
 from fxpipe.profiling.node_timing import NodeTiming, dependents_of, measure
+from fxpipe.profiling.other_sizes import lengths_together, planned_lengths, size_point
 from fxpipe.profiling.profile_data import ZERO_FORMULA, NodeCost, Profile, Seconds
 from fxpipe.profiling.roofline import estimate
 from fxpipe.tracing.fake_tensors import is_faked, names_without_values, with_fake_tensors
@@ -35,7 +48,7 @@ from fxpipe.tracing.model_state import preserve_state
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import Effects
 from fxpipe.utils.locks import DISPATCH_MODE_LOCK
-from fxpipe.utils.polynomial import fit_counts
+from fxpipe.utils.polynomial import SizePoint, fit_counts, polynomial_sum
 from fxpipe.utils.progress import show_progress
 from fxpipe.utils.pytree import flatten
 from fxpipe.utils.units import parse_count
@@ -97,7 +110,10 @@ def profile(
     chosen = None if hardware is None else parse_hardware(hardware)
     inputs = _leaves(traced, args, {} if kwargs is None else kwargs)
     micro_batch = _micro_batch(traced, inputs, micro_batch)
+    lengths = planned_lengths(traced, inputs)
+    here = size_point(micro_batch, lengths)
     others = sizes_to_measure(traced, micro_batch, second)
+    other_lengths = lengths_together(traced, micro_batch, lengths)
     planned = parse_loss(loss_fn, target)
     # `preserve_state`: hooks, and modules kept whole, run as they are.
     with (
@@ -113,35 +129,52 @@ def profile(
         if is_faked() and chosen is None:
             chosen = HARDWARE["a100-80gb"]
         if chosen is not None:
-            sizes = (micro_batch, *itertools.islice(others, 1))
-            timings = {size: estimate(traced, effects, leaves, size, chosen, loss) for size in sizes}
+            first = (*itertools.islice(others, 1),)
+            timings = _estimates(traced, effects, leaves, here, first, counts.points, chosen, loss)
         else:
             with _torch_threads(threads):
                 timings = measure(
-                    traced, effects, leaves, place, micro_batch, others, repeats=repeats, budget=budget, loss=loss
+                    traced,
+                    effects,
+                    leaves,
+                    place,
+                    micro_batch,
+                    others,
+                    lengths=other_lengths,
+                    repeats=repeats,
+                    budget=budget,
+                    loss=loss,
                 )
-        ran = _operations_by_size(traced, effects, leaves, micro_batch, timings, loss, operations)
-    here, end = timings[micro_batch], traced.graph.output_node()
+        ran = _operations_by_size(traced, effects, leaves, here, counts.points, timings, loss, operations)
+    end = traced.graph.output_node()
     parameters = parameter_bytes(traced)
-    outputs = output_bytes(traced, effects, {n: m.bytes for n, m in here.items()}, micro_batch)
+    outputs = output_bytes(traced, effects, {n: m.bytes for n, m in timings[here].items()}, micro_batch)
     growing = {end} | dependents_of(
         traced, [n for k, n in traced.placeholders.items() if traced.in_dims[k] is not None]
     )
 
-    def seconds(of: Callable[[NodeTiming], float], node: fx.Node) -> Seconds:
-        return fit_seconds(
-            {size: of(measured[node]) for size, measured in timings.items()}, micro_batch, node in growing
-        )
+    def seconds(of: Callable[[NodeTiming], float], node: fx.Node, work: sympy.Expr) -> Seconds:
+        by_point = {point: of(measured[node]) for point, measured in timings.items() if node in measured}
+        by_batch = {point.b: number for point, number in by_point.items() if point.others == here.others}
+        line = fit_seconds(by_batch, micro_batch, node in growing)
+        if not lengths:
+            return line
+        formula = size_polynomial(work, traced.batch, micro_batch, lengths)
+        return replace(line, growing=fit_growth(by_point, here, formula))
 
-    def work(node: fx.Node) -> NodeWork | None:
-        return None if ran is None else work_of({size: of[node] for size, of in ran.items()}, micro_batch)
+    def operations_of(node: fx.Node) -> NodeWork | None:
+        return None if ran is None else work_of({point: of[node] for point, of in ran.items() if node in of}, here)
 
     costs = []
     for node in traced.nodes:
-        weight = seconds(lambda m: m.weight_seconds, node)
-        backward = seconds(lambda m: m.backward_seconds - m.weight_seconds, node) + weight
-        forward = seconds(lambda m: m.forward_seconds, node)
         counted = counts.nodes[node]
+        ran_operations = operations_of(node)
+        work, backward_work = work_formulas(node, counted.flops, counted.backward_flops)
+        weight = seconds(lambda m: m.weight_seconds, node, backward_work)
+        backward = seconds(lambda m: m.backward_seconds - m.weight_seconds, node, backward_work) + weight
+        forward = seconds(lambda m: m.forward_seconds, node, work)
+        if lengths and chosen is not None and ran_operations is not None:
+            forward, backward, weight = _growing_on(chosen, ran_operations, here, forward, backward, weight)
         costs.append(
             NodeCost(
                 node.name,
@@ -154,51 +187,96 @@ def profile(
                 counted.backward_flops,
                 counted.saved_bytes,
                 counted.working_bytes,
-                work(node),
+                ran_operations,
             )
         )
     of_loss = None
-    if end in here:
+    if end in timings[here]:
+        held = tuple((point, of[end].bytes) for point, of in timings.items() if end in of)
+        outputs_size = bytes_of_values(end.all_input_nodes)  # with it grows what the loss takes
         of_loss = NodeCost(
             LOSS_NAME,
-            seconds(lambda m: m.forward_seconds, end),
-            seconds(lambda m: m.backward_seconds, end),
+            seconds(lambda m: m.forward_seconds, end, outputs_size),
+            seconds(lambda m: m.backward_seconds, end, outputs_size),
             ZERO_FORMULA,
             ZERO_FORMULA,
-            working_bytes=fit_counts(tuple((n, of[end].bytes) for n, of in timings.items()), micro_batch).formula,
-            work=work(end),
+            working_bytes=fit_counts(held, here).formula,
+            work=operations_of(end),
         )
     name = "" if chosen is None else chosen.name
     return Profile(
-        tuple(costs), micro_batch, traced.batch, str(place), name, counts.saved, traced.fingerprint(), of_loss
+        tuple(costs),
+        micro_batch,
+        traced.batch,
+        str(place),
+        name,
+        counts.saved,
+        traced.fingerprint(),
+        of_loss,
+        here.others,
     )
+
+
+def _growing_on(
+    hardware: Hardware, work: NodeWork, here: SizePoint, forward: Seconds, backward: Seconds, weight: Seconds
+) -> tuple[Seconds, Seconds, Seconds]:
+    """Seconds that are estimates grow as those of the operations do."""
+    runs = (work.forward, work.backward, work.to_inputs)
+    ahead, back, to_inputs = (polynomial_sum(one.growing(hardware, here.values) for one in run) for run in runs)
+    of_weights = back + to_inputs * -1
+    return replace(forward, growing=ahead), replace(backward, growing=back), replace(weight, growing=of_weights)
+
+
+def _estimates(
+    traced: Traced,
+    effects: Effects,
+    leaves: Sequence[Any],
+    here: SizePoint,
+    others: Sequence[int],
+    points: Sequence[SizePoint],
+    hardware: Hardware,
+    loss: ExampleLoss | None,
+) -> dict[SizePoint, dict[fx.Node, NodeTiming]]:
+    """Estimates the graph for a micro-batch, for other numbers of samples and, with dynamic sizes, at `points`.
+
+    The loss, of which there is a target for the sizes of the example only, is left out at others.
+    """
+    wanted = dict.fromkeys([here, *(here._replace(b=size) for size in others), *(points if here.others else ())])
+    symbols = {symbol.name: symbol for symbol in traced.dynamic.symbols}
+    timings = {}
+    for b, sizes in wanted:
+        lengths = tuple((symbols[name], size) for name, size in sizes)
+        own_loss = loss if sizes == here.others else None
+        timings[SizePoint(b, sizes)] = estimate(traced, effects, leaves, b, hardware, own_loss, lengths)
+    return timings
 
 
 def _operations_by_size(
     traced: Traced,
     effects: Effects,
     leaves: Sequence[Any],
-    micro_batch: int,
-    timings: Mapping[int, Mapping[fx.Node, NodeTiming]],
+    here: SizePoint,
+    points: Sequence[SizePoint],
+    timings: Mapping[SizePoint, Mapping[fx.Node, NodeTiming]],
     loss: ExampleLoss | None,
     operations: bool,
-) -> dict[int, dict[fx.Node, NodeOperations]] | None:
-    """Finds by number of samples each node's operations: estimated or, where nodes were measured, as they would be.
+) -> dict[SizePoint, dict[fx.Node, NodeOperations]] | None:
+    """Finds by sizes each node's operations: estimated or, where nodes were measured, as they would be.
 
     None where nodes were measured and `operations` is off, or the model runs on values only; for other hardware than it
     was measured on, nothing will be known of it.
     """
 
-    def noted(of: Mapping[int, Mapping[fx.Node, NodeTiming]]) -> dict[int, dict[fx.Node, NodeOperations]]:
+    def noted(of: Mapping[SizePoint, Mapping[fx.Node, NodeTiming]]) -> dict[SizePoint, dict[fx.Node, NodeOperations]]:
         return {size: {n: m.ran for n, m in nodes.items() if m.ran is not None} for size, nodes in of.items()}
 
-    if any(m.ran is not None for m in timings[micro_batch].values()) or not timings[micro_batch]:
+    if any(m.ran is not None for m in timings[here].values()) or not timings[here]:
         return noted(timings)
     if not operations:
         return None
-    sizes = (micro_batch, *itertools.islice(sizes_to_measure(traced, micro_batch), 1))
+    others = (*itertools.islice(sizes_to_measure(traced, here.b), 1),)
     with contextlib.suppress(Exception), with_fake_tensors(traced.model, leaves, always=True) as fakes:
-        return noted({size: estimate(traced, effects, fakes, size, HARDWARE["cpu"], loss) for size in sizes})
+        return noted(_estimates(traced, effects, fakes, here, others, points, HARDWARE["cpu"], loss))
     return None
 
 

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fxpipe._torch.operators import attention_on_cpu
 from fxpipe.hardware import NodeWork, Operation
-from fxpipe.utils.polynomial import Polynomial, fit_counts
+from fxpipe.utils.polynomial import Polynomial, SizePoint, fit_counts
 
 _aten = torch.ops.aten
 
@@ -69,26 +69,26 @@ class NodeOperations:
     to_inputs: tuple[OperationCounts, ...] = ()
 
 
-def work_of(by_size: Mapping[int, NodeOperations], samples: int) -> NodeWork:
-    """Derives formulas from what ran for several numbers of samples; right in any case for `samples`.
+def work_of(by_size: Mapping[SizePoint, NodeOperations], here: SizePoint) -> NodeWork:
+    """Derives formulas from what ran for several numbers of samples, and dynamic sizes; right in any case for `here`.
 
-    A number for which other operations ran is left out; what is known for one number only grows with the batch.
+    Sizes for which other operations ran are left out; what is known for one number only grows with the batch.
     """
-    return _work_of(tuple(by_size.items()), samples)
+    return _work_of(tuple(by_size.items()), here)
 
 
 @functools.lru_cache(maxsize=4096)
-def _work_of(by_size: tuple[tuple[int, NodeOperations], ...], samples: int) -> NodeWork:
-    here = dict(by_size)[samples]
+def _work_of(by_size: tuple[tuple[SizePoint, NodeOperations], ...], here: SizePoint) -> NodeWork:
+    ran_here = dict(by_size)[here]
 
     def operations(which: str) -> tuple[Operation, ...]:
-        wanted = [dtype for dtype, _, _ in getattr(here, which)]
+        wanted = [dtype for dtype, _, _ in getattr(ran_here, which)]
         rows = {size: getattr(ran, which) for size, ran in by_size}
         same_types = {size: row for size, row in rows.items() if [dtype for dtype, _, _ in row] == wanted}
         return tuple(
             Operation(
                 dtype,
-                *(_fit_to_polynomial(tuple((s, row[k][i]) for s, row in same_types.items()), samples) for i in (1, 2)),
+                *(_fit_to_polynomial(tuple((s, row[k][i]) for s, row in same_types.items()), here) for i in (1, 2)),
             )
             for k, dtype in enumerate(wanted)
         )
@@ -97,7 +97,7 @@ def _work_of(by_size: tuple[tuple[int, NodeOperations], ...], samples: int) -> N
 
 
 @functools.lru_cache(maxsize=4096)
-def _fit_to_polynomial(counted: tuple[tuple[int, int], ...], samples: int) -> Polynomial:
-    fitted = fit_counts(counted, samples)
+def _fit_to_polynomial(counted: tuple[tuple[SizePoint, int], ...], here: SizePoint) -> Polynomial:
+    fitted = fit_counts(counted, here)
     is_work = all(c >= 0 for _, c in fitted.terms)
-    return fitted if is_work else fit_counts(((samples, dict(counted)[samples]),), samples)
+    return fitted if is_work else fit_counts(((here, dict(counted)[here]),), here)

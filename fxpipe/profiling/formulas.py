@@ -1,4 +1,4 @@
-"""Formulas in the batch size: one trace answers for every micro-batch.
+"""Formulas in the batch size and the dynamic sizes: one trace answers for every micro-batch.
 
 Bytes of parameters and outputs follow from the shapes of the trace. What no shape tells is counted at a few sizes and
 fitted (`fxpipe.utils.polynomial.fit_counts`).
@@ -6,16 +6,24 @@ fitted (`fxpipe.utils.polynomial.fit_counts`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from fractions import Fraction
 
 import sympy
 from torch import fx
 
+from fxpipe.errors import ArgumentError
+from fxpipe.profiling.other_sizes import size_point
 from fxpipe.profiling.profile_data import Seconds
+from fxpipe.tracing.dynamic_sizes import Lengths
 from fxpipe.tracing.node_info import info
-from fxpipe.tracing.shapes.symbolic_shapes import bytes_formula
+from fxpipe.tracing.shapes.symbolic_shapes import bytes_at, bytes_formula
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.effects import Effects
+from fxpipe.utils.polynomial import ZERO, Polynomial, SizePoint, fit_counts
+from fxpipe.utils.polynomial_bound import polynomial_bound
 
 
 def parameter_bytes(traced: Traced) -> dict[fx.Node, sympy.Expr]:
@@ -41,9 +49,10 @@ def output_bytes(
     were `seen` with so many `samples`.
     """
     bytes_of = {}
+    sizes = {traced.batch, *traced.dynamic.symbols}
     for node in traced.nodes:
         size = sympy.Integer(0) if shares_memory(effects, node) else _node_bytes(node)
-        bytes_of[node] = -(-seen[node] // samples) * traced.batch if size.free_symbols - {traced.batch} else size
+        bytes_of[node] = -(-seen[node] // samples) * traced.batch if size.free_symbols - sizes else size
     return bytes_of
 
 
@@ -53,8 +62,29 @@ def shares_memory(effects: Effects, node: fx.Node) -> bool:
     return node in effects.same or (alias is not None and alias in {effects.alias[n] for n in node.all_input_nodes})
 
 
+def bytes_of_values(nodes: Iterable[fx.Node]) -> sympy.Expr:
+    """Sums the bytes of the values of these nodes."""
+    return sympy.Add(*map(_node_bytes, nodes))
+
+
 def _node_bytes(node: fx.Node) -> sympy.Expr:
-    return bytes_formula(info(node).shapes)
+    return bytes_formula(info(node).full_shapes)
+
+
+@functools.lru_cache(maxsize=4096)
+def size_polynomial(formula: sympy.Expr, batch: sympy.Symbol, samples: int, lengths: Lengths = ()) -> Polynomial:
+    """The polynomial that a formula is, right in any case for these sizes.
+
+    A size that depends on values (nonzero) counts as 0.
+    """
+    symbols = (batch, *(symbol for symbol, _ in lengths))
+    formula = formula.xreplace(dict.fromkeys(formula.free_symbols - {*symbols}, sympy.Integer(0)))
+    here, point = bytes_at(formula, batch, samples, lengths), size_point(samples, lengths)
+    with contextlib.suppress(ArgumentError):
+        polynomial = polynomial_bound(formula, *symbols)
+        if polynomial.value(point.values) == here:
+            return polynomial
+    return fit_counts(((point, here),), point)
 
 
 # Seconds as a line over the micro-batch size: at which sizes to measure, and what follows from what was found there.
@@ -92,3 +122,24 @@ def fit_seconds(by_size: Mapping[int, float], micro_batch: int, grows: bool = Tr
     else:
         slope = here / micro_batch if grows else 0.0
     return Seconds(max(0.0, here - slope * micro_batch), slope)
+
+
+# Where sizes besides the batch are dynamic, the line goes over the work of a node in place of the samples: FLOPs or,
+# where there are none, the bytes of what it reads and makes, as formulas in all sizes.
+
+
+def work_formulas(node: fx.Node, flops: sympy.Expr, backward_flops: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
+    """Returns the formulas that the seconds of a node grow with, forward and backward."""
+    moved = bytes_of_values((*(n for n in node.all_input_nodes if n.op != "get_attr"), node))
+    return flops or moved, backward_flops or flops or moved
+
+
+def fit_growth(by_point: Mapping[SizePoint, float], here: SizePoint, work: Polynomial) -> Polynomial:
+    """The part of the seconds that grows with `work`: on a line over it, as of `fit_seconds` over the samples."""
+    now, once = by_point[here], float(work.value(here.values))
+    if not (now and once > 0):
+        return ZERO
+    runs = [(float(work.value(p.values)) / once - 1, s - now) for p, s in by_point.items() if p != here]
+    spread = sum(more * more for more, _ in runs)
+    growing = sum(more * rise for more, rise in runs) / spread if spread else now
+    return work * Fraction(min(max(growing, 0.0), now) / once)

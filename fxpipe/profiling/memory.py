@@ -1,6 +1,16 @@
 """Bytes that autograd keeps, bytes that are taken for a moment, and FLOPs: counted, and said for every batch size.
 
 The graph runs once with the samples of one micro-batch, and at two other sizes, the smallest ones that it holds for.
+Where sizes besides the batch are dynamic, it runs at some of those as well: each by itself, and then together, as many
+as it takes for what has grown so.
+
+    size s
+      │   ·  ·           Of counts that grow with b and s**2 these tell all terms, b*s**2 too.
+      │   ·
+      │   ·  ·
+      │   ·  ·     ●     planned
+      └───┴──┴─────┴── samples
+
 What is saved is as seen in the first run: whether `reshape` copies depends on the size, and so do kernels. How much it
 is comes from shapes where a value shows it, else from what was counted at all sizes (`fit_counts`).
 
@@ -19,6 +29,7 @@ What cannot be exact:
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
@@ -28,9 +39,11 @@ import sympy
 import torch
 from torch import fx
 
+from fxpipe.profiling.other_sizes import other_lengths, planned_lengths, resize_inputs, size_point
 from fxpipe.profiling.probe import Probe
 from fxpipe.profiling.profile_data import SavedStorage
 from fxpipe.profiling.saved_storages import ObservedStorage, StorageObservations, ValueLabel, observe_storages
+from fxpipe.tracing.dynamic_sizes import Lengths
 from fxpipe.tracing.fake_tensors import in_fake_mode, is_faked
 from fxpipe.tracing.model_state import preserve_state, slots_of
 from fxpipe.tracing.node_info import info
@@ -39,8 +52,7 @@ from fxpipe.tracing.skip_matmul import SkipMatmul
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import Traced, runs_python
 from fxpipe.tracing.verify.effects import Effects
-from fxpipe.tracing.verify.equivalence import take_samples
-from fxpipe.utils.polynomial import fit_counts, polynomial_through
+from fxpipe.utils.polynomial import Monomial, SizePoint, fit_counts, polynomial_through
 
 # -- Memory that a stage needs for a moment, beside parameters, their gradients and what autograd keeps --------------
 #
@@ -75,7 +87,11 @@ class TemporaryBytes:
 
 
 def working_bytes_of(
-    storages: Sequence[StorageLifetime], temporaries: Sequence[TemporaryBytes], batch: sympy.Symbol, samples: int
+    storages: Sequence[StorageLifetime],
+    temporaries: Sequence[TemporaryBytes],
+    batch: sympy.Symbol,
+    samples: int,
+    lengths: Lengths = (),
 ) -> tuple[sympy.Expr, ...]:
     """Computes for each node bytes held for a moment, by the rule above; in doubt by the formula for `samples`."""
     forward: dict[int, list[sympy.Expr]] = defaultdict(list)
@@ -93,6 +109,7 @@ def working_bytes_of(
             sum_formulas((*backward[place], temporary.backward)),
             batch,
             samples,
+            lengths,
         )
         for place, temporary in enumerate(temporaries)
     )
@@ -108,15 +125,19 @@ def sum_formulas(formulas: tuple[sympy.Expr, ...]) -> sympy.Expr:
 
 
 @functools.lru_cache(maxsize=8192)
-def larger_formula(left: sympy.Expr, right: sympy.Expr, batch: sympy.Symbol, samples: int) -> sympy.Expr:
+def larger_formula(
+    left: sympy.Expr, right: sympy.Expr, batch: sympy.Symbol, samples: int, lengths: Lengths = ()
+) -> sympy.Expr:
     """A formula that is never smaller than both, if they are polynomials; else the one that is larger for `samples`."""
     if left == right or right == 0:
         return left
-    if left.is_polynomial(batch) and right.is_polynomial(batch):
-        both = [sympy.Poly(formula, batch).as_dict() for formula in (left, right)]
+    sizes = (batch, *(symbol for symbol, _ in lengths))
+    if left.is_polynomial(*sizes) and right.is_polynomial(*sizes):
+        both = [sympy.Poly(formula, *sizes).as_dict() for formula in (left, right)]
         degrees = sorted({*both[0], *both[1]})
-        return sympy.Add(*(max(side.get(d, sympy.Integer(0)) for side in both) * batch ** d[0] for d in degrees))
-    return max(left, right, key=lambda formula: bytes_at(formula, batch, samples))
+        monomials = {d: sympy.Mul(*(size**power for size, power in zip(sizes, d, strict=True))) for d in degrees}
+        return sympy.Add(*(max(side.get(d, sympy.Integer(0)) for side in both) * monomials[d] for d in degrees))
+    return max(left, right, key=lambda formula: bytes_at(formula, batch, samples, lengths))
 
 
 # -- Nodes of which nobody reads a value: nothing that follows from it comes to code that runs as it is --------------
@@ -145,7 +166,7 @@ MAX_TRIED_SAMPLES = 13  # samples that are tried in other runs, where there are 
 
 @dataclass(frozen=True, slots=True)
 class NodeCounts:
-    """Counts of one node; formulas in the batch size."""
+    """Counts of one node; formulas in the batch size and the dynamic sizes."""
 
     flops: sympy.Expr
     backward_flops: sympy.Expr
@@ -159,6 +180,7 @@ class GraphCounts:
 
     nodes: Mapping[fx.Node, NodeCounts]
     saved: tuple[SavedStorage, ...]  # storages that autograd keeps; the model's own are not among them
+    points: tuple[SizePoint, ...] = ()  # where the graph ran, the micro-batch first
 
 
 def count_flops_and_bytes(traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int) -> GraphCounts:
@@ -173,16 +195,16 @@ def count_flops_and_bytes(traced: Traced, effects: Effects, leaves: Sequence[Any
     Raises:
         Exception: what a node raises with so many samples, with a note.
     """
+    lengths = planned_lengths(traced, leaves)
+    here = size_point(samples, lengths)
     with in_fake_mode(), torch.inference_mode(False), torch.enable_grad():
-        runs = _run_at_sizes(traced, effects, leaves, samples)
-    seen = tuple(runs[samples].seen.values())
-    storages = tuple(_storage(traced, s, runs, samples) for s in seen)
+        runs = _run_at_sizes(traced, effects, leaves, samples, lengths)
+    seen = tuple(runs[here].seen.values())
+    storages = tuple(_storage(traced, s, runs, samples, lengths) for s in seen)
     probes = [{size: run.probes[node] for size, run in runs.items()} for node in effects.nodes]
 
     def formula(number: Callable[[Probe], int]) -> list[sympy.Expr]:
-        return [
-            fit_counts(tuple((size, number(p)) for size, p in of_node.items()), samples).formula for of_node in probes
-        ]
+        return [fit_counts(tuple((size, number(p)) for size, p in of_node.items()), here).formula for of_node in probes]
 
     temporaries = tuple(
         map(TemporaryBytes, formula(lambda p: p.temporary_bytes), formula(lambda p: p.backward_temporary_bytes))
@@ -196,11 +218,12 @@ def count_flops_and_bytes(traced: Traced, effects: Effects, leaves: Sequence[Any
         formula(lambda p: p.flops),
         formula(lambda p: p.backward_flops),
         (sum_formulas(tuple(bytes)) for bytes in saved),
-        working_bytes_of(storages, temporaries, traced.batch, samples),
+        working_bytes_of(storages, temporaries, traced.batch, samples, lengths),
     )
     return GraphCounts(
         dict(zip(effects.nodes, nodes, strict=True)),
         tuple(_saved_storage(*pair) for pair in zip(seen, storages, strict=True) if pair[0].savers),
+        tuple(runs),
     )
 
 
@@ -208,25 +231,104 @@ def count_flops_and_bytes(traced: Traced, effects: Effects, leaves: Sequence[Any
 
 
 def _run_at_sizes(
-    traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int
-) -> dict[int, StorageObservations]:
-    """Runs the graph by number of samples: a micro-batch's, two others, and a third where these make no line."""
+    traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int, lengths: Lengths
+) -> dict[SizePoint, StorageObservations]:
+    """Runs the graph: a micro-batch, two other numbers of samples, and a third where these make no line.
+
+    Then, where there are dynamic sizes, at others of these.
+    """
     nodes = unread_nodes(effects)
     values = (*tensors_in(leaves), *slots_of(traced.model).values())
     one_of_a_kind = is_faked() or (len(nodes) == len(effects.nodes) and all(t.device.type == "cpu" for t in values))
-    runs = {samples: _run_at_size(traced, effects, leaves, samples, nodes)}
-    for size in _other_sizes(traced, samples):
+    here = size_point(samples, lengths)
+    runs = {here: _run_at_size(traced, effects, leaves, samples, lengths, nodes)}
+
+    def run_also(size: int, others: Lengths) -> bool:
+        point = size_point(size, others)
+        if point not in runs:
+            try:
+                runs[point] = _run_at_size(traced, effects, leaves, size, others, nodes, one_of_a_kind)
+            except Exception:  # a size that the model refuses, or samples for which it is another graph
+                return False
+        return True
+
+    for size in _other_sizes(traced, samples, lengths):
         if len(runs) == 4 or (len(runs) == 3 and not _grows_unevenly(runs)):
             break
-        try:
-            runs[size] = _run_at_size(traced, effects, leaves, size, nodes, one_of_a_kind)
-        except Exception:  # a size that the model refuses, or samples for which it is another graph
-            continue
+        run_also(size, lengths)
+    if lengths:
+        _run_at_other_lengths(traced, sorted(point.b for point in runs), samples, lengths, runs, run_also)
     return runs
 
 
+MAX_LENGTH_RUNS = 40  # runs at other dynamic sizes; of so many sizes that more are needed, some terms are guessed
+
+
+def _run_at_other_lengths(
+    traced: Traced,
+    batches: Sequence[int],
+    samples: int,
+    lengths: Lengths,
+    runs: Mapping[SizePoint, StorageObservations],
+    run_also: Callable[[int, Lengths], bool],
+) -> None:
+    """Runs the graph at other dynamic sizes, with few samples: one size at a time, then all that have grown together.
+
+    Args:
+        batches: numbers of samples at which it has run, ascending.
+    """
+    few = batches[0]
+    axes: list[list[tuple[sympy.Symbol, int]]] = []  # of each size its values, as many as its counts need
+    for symbol, size in lengths:
+        known = [size]
+        for others in other_lengths(traced, symbol, few, lengths):
+            line = {
+                point: run for point, run in runs.items() if point.b == few and _differs_only(point, symbol, lengths)
+            }
+            if len(known) == 4 or (len(known) == 3 and not _grows_unevenly(line)):
+                break
+            if run_also(few, others):
+                known.append(dict(others)[symbol])
+        line = {point: run for point, run in runs.items() if point.b == few and _differs_only(point, symbol, lengths)}
+        axes.append([(symbol, value) for value in known[: _degree_along(line) + 1]])
+    of_batch = {point: run for point, run in runs.items() if point.others == size_point(few, lengths).others}
+    counts = batches[: _degree_along(of_batch) + 1]
+    for number, (size, *others) in enumerate(itertools.product(counts, *axes)):
+        if number >= MAX_LENGTH_RUNS:
+            break
+        if traced.holds_at(size, tuple(others)):
+            run_also(size, tuple(others))
+
+
+def _differs_only(point: SizePoint, symbol: sympy.Symbol, lengths: Lengths) -> bool:
+    return all(dict(point.others)[s.name] == size for s, size in lengths if s != symbol)
+
+
+def _degree_along(runs: Mapping[SizePoint, StorageObservations]) -> int:
+    """The highest degree of what was counted along one size; 2 where it is on no polynomial."""
+    fitted = (polynomial_through(_along(series)) for series in _count_series(runs))
+    return max((2 if one is None else max((_power(m) for m, _ in one.terms), default=0) for one in fitted), default=0)
+
+
+def _power(monomial: Monomial) -> int:
+    return sum(power for _, power in monomial)
+
+
+def _along(series: Sequence[tuple[SizePoint, int]]) -> list[tuple[int, int]]:
+    """Returns the counts by the one size that differs."""
+    values = [tuple(point.values.values()) for point, _ in series]
+    (place, *_) = [*(k for k, of in enumerate(zip(*values, strict=True)) if len({*of}) > 1), 0]
+    return [(value[place], count) for value, (_, count) in zip(values, series, strict=True)]
+
+
 def _run_at_size(
-    traced: Traced, effects: Effects, leaves: Sequence[Any], size: int, nodes: Collection[fx.Node], once: bool = False
+    traced: Traced,
+    effects: Effects,
+    leaves: Sequence[Any],
+    size: int,
+    lengths: Lengths,
+    nodes: Collection[fx.Node],
+    once: bool = False,
 ) -> StorageObservations:
     """Runs the graph at a size with as little arithmetic as shows what there is to count.
 
@@ -234,7 +336,7 @@ def _run_at_size(
         nodes: of which nobody reads a value.
         once: is one node of each kind enough.
     """
-    sample = take_samples(traced, leaves, 0, size)
+    sample = resize_inputs(traced, leaves, size, lengths)
     attempts = [(True, SkipMatmul(nodes, has_zeros=True))] if once else []
     for is_once, products in (*attempts, (False, SkipMatmul(nodes))):
         try:
@@ -247,35 +349,45 @@ def _run_at_size(
         return observe_storages(traced, effects, sample, SkipMatmul())
 
 
-def _other_sizes(traced: Traced, samples: int) -> list[int]:
+def _other_sizes(traced: Traced, samples: int, lengths: Lengths) -> list[int]:
     """Orders the sizes to be tried: small ones; of a few samples also twice as many, since what small
     ones take may all fit into the one page of memory that a library allots."""
     twice = [2 * samples] if 1 < samples <= 4 else []
     sizes = dict.fromkeys([2, *twice, *range(3, MAX_TRIED_SAMPLES + 1)])
-    return [size for size in sizes if size != samples and traced.holds_at(size)]
+    return [size for size in sizes if size != samples and traced.holds_at(size, lengths)]
 
 
-def _grows_unevenly(runs: Mapping[int, StorageObservations]) -> bool:
-    """Returns whether a count is neither constant nor on a line."""
+def _grows_unevenly(runs: Mapping[SizePoint, StorageObservations]) -> bool:
+    """Returns whether a count is neither constant nor on a line, along the one size that differs."""
+    return any(polynomial_through(_along(series)) is None for series in _count_series(runs))
+
+
+def _count_series(runs: Mapping[SizePoint, StorageObservations]) -> set[tuple[tuple[SizePoint, int], ...]]:
+    """All that was counted in these runs, each by the sizes of the runs."""
     first, *others = runs.values()
-    series = {tuple(run.probes[node] for run in runs.values()) for node in first.probes}
-    counts = {tuple(astuple(probe)[k] for probe in probes) for probes in series for k in range(len(fields(Probe)))}
-    counts |= {(seen.bytes, *(run.bytes(seen.label) for run in others)) for seen in first.seen.values()}
-    return any(
-        None not in numbers and polynomial_through(tuple(zip(runs, numbers, strict=True))) is None for numbers in counts
-    )
+    probes = {tuple(run.probes[node] for run in runs.values()) for node in first.probes}
+    counts = {tuple(astuple(probe)[k] for probe in of) for of in probes for k in range(len(fields(Probe)))}
+    seen = {(storage.bytes, *(run.bytes(storage.label) for run in others)) for storage in first.seen.values()}
+    known: set[tuple[int, ...]] = counts | {
+        tuple(n for n in numbers if n is not None) for numbers in seen if None not in numbers
+    }
+    return {tuple(zip(runs, numbers, strict=True)) for numbers in known}
 
 
 # -- storages --------------------------------------------------------------------------------------------------------
 
 
 def _storage(
-    traced: Traced, seen: ObservedStorage, runs: Mapping[int, StorageObservations], samples: int
+    traced: Traced,
+    seen: ObservedStorage,
+    runs: Mapping[SizePoint, StorageObservations],
+    samples: int,
+    lengths: Lengths,
 ) -> StorageLifetime:
     maker = seen.maker
     if maker < 0 and seen.writers:
         maker = seen.writers[0]  # the stage that writes to an input does so to a clone
-    formula = _storage_bytes(traced, seen, runs, samples)
+    formula = _storage_bytes(traced, seen, runs, samples, lengths)
     return StorageLifetime(formula, maker, tuple(sorted(seen.users)), tuple(sorted(seen.savers)), seen.returns)
 
 
@@ -286,13 +398,18 @@ def _saved_storage(seen: ObservedStorage, storage: StorageLifetime) -> SavedStor
 
 
 def _storage_bytes(
-    traced: Traced, seen: ObservedStorage, runs: Mapping[int, StorageObservations], samples: int
+    traced: Traced,
+    seen: ObservedStorage,
+    runs: Mapping[SizePoint, StorageObservations],
+    samples: int,
+    lengths: Lengths,
 ) -> sympy.Expr:
     label = seen.label
     if isinstance(label, ValueLabel) and label.part == 0 and label.tensor < len(info(label.node).shapes):
-        formula = info(label.node).shapes[label.tensor].bytes
+        formula = info(label.node).full_shapes[label.tensor].bytes
+        is_told = formula.free_symbols <= {traced.batch, *traced.dynamic.symbols}
         # It may be a part of something larger, which stays as a whole.
-        if formula.free_symbols <= {traced.batch} and bytes_at(formula, traced.batch, samples) == seen.bytes:
+        if is_told and bytes_at(formula, traced.batch, samples, lengths) == seen.bytes:
             return formula
     counted = tuple((size, number) for size, run in runs.items() if (number := run.bytes(label)) is not None)
-    return fit_counts(counted, samples).formula
+    return fit_counts(counted, size_point(samples, lengths)).formula

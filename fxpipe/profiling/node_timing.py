@@ -68,13 +68,15 @@ from fxpipe.profiling.node_kinds import (
     map_tensors_in,
     timing_kind,
 )
+from fxpipe.profiling.other_sizes import planned_lengths, resize_inputs, size_point
+from fxpipe.tracing.dynamic_sizes import Lengths
 from fxpipe.tracing.fake_tensors import fake_if_active
 from fxpipe.tracing.interpreter import naming_node
 from fxpipe.tracing.node_info import info, state_of
 from fxpipe.tracing.tensors import bytes_in, storage_of, tensors_in
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import Effects
-from fxpipe.tracing.verify.equivalence import take_samples
+from fxpipe.utils.polynomial import SizePoint
 from fxpipe.utils.progress import ProgressStep, progress
 
 LONG_SECONDS = 0.05  # seconds of a node, one way, from which on what disturbs is small beside it, being cold included
@@ -409,16 +411,18 @@ def measure(
     micro_batch: int,
     others: Iterable[int] = (),
     *,
+    lengths: Iterable[Lengths] = (),
     repeats: int = 5,
     budget: float = 10.0,
     loss: ExampleLoss | None = None,
-) -> dict[int, dict[fx.Node, NodeTiming]]:
+) -> dict[SizePoint, dict[fx.Node, NodeTiming]]:
     """Measures every working node on the first samples of flattened inputs. The model stays as it is.
 
     Args:
         device: where to run; parameters and inputs that are elsewhere come there one by one.
         micro_batch: how many samples to run.
         others: further sizes, the best first. The first at which the graph runs is measured as well.
+        lengths: the same, of dynamic sizes for the micro-batch.
         repeats: samples for each kind of node, besides the one that warms up; more where they disagree.
         budget: seconds after which one sample for each kind is enough.
         loss: that is taken of the outputs.
@@ -438,34 +442,41 @@ def measure(
 
         deadline = time.perf_counter() + budget
 
-        def rounds_of(size: int) -> TimingRounds:
-            sample, to_inputs = take_samples(traced, leaves, 0, size), size == micro_batch
+        own = planned_lengths(traced, leaves)
+        here = size_point(micro_batch, own)
+
+        def rounds_of(size: int, lengths: Lengths) -> TimingRounds:
+            sample, to_inputs = resize_inputs(traced, leaves, size, lengths), size_point(size, lengths) == here
+            keeps_outputs = loss is not None and lengths == own  # of other sizes there is no target
             return TimingRounds(
-                traced, effects, sample, clock, repeats, deadline, step, True, device, to_inputs, loss is not None
+                traced, effects, sample, clock, repeats, deadline, step, True, device, to_inputs, keeps_outputs
             )
 
-        rounds = {micro_batch: rounds_of(micro_batch)}
-        rounds[micro_batch].round()
-        for size in others:
-            other = rounds_of(size)
-            try:
-                other.round()
-            except Exception:  # too few samples for batch norm, too many for the device
-                continue
-            rounds[size] = other
-            break
+        rounds = {here: rounds_of(micro_batch, own)}
+        rounds[here].round()
+        for elsewhere in (((size, own) for size in others), ((micro_batch, other) for other in lengths)):
+            for size, other_lengths in elsewhere:
+                other = rounds_of(size, other_lengths)
+                try:
+                    other.round()
+                except Exception:  # too few samples for batch norm, too many for the device
+                    continue
+                rounds[size_point(size, other_lengths)] = other
+                break
         # A list: all take their turn in each round.
         while any([r.round() for r in rounds.values()]):
             pass
-        losses = {} if loss is None else {size: loss.of(r.outputs, size) for size, r in rounds.items()}
-        of_loss = {size: _loss_timing(call, clock, repeats) for size, call in losses.items()}
-    here = {node: rounds[micro_batch].measured(node) for node in effects.nodes}
-    timings = {micro_batch: here}
-    for size, other in rounds.items():
-        if size != micro_batch:
-            timings[size] = {node: _with_weight_share(other.measured(node), here[node]) for node in effects.nodes}
-    for size, timing in of_loss.items():
-        timings[size][traced.graph.output_node()] = timing
+        losses = (
+            {} if loss is None else {p: loss.of(r.outputs, p.b) for p, r in rounds.items() if p.others == here.others}
+        )
+        of_loss = {point: _loss_timing(call, clock, repeats) for point, call in losses.items()}
+    measured = {node: rounds[here].measured(node) for node in effects.nodes}
+    timings = {here: measured}
+    for point, other in rounds.items():
+        if point != here:
+            timings[point] = {n: _with_weight_share(other.measured(n), measured[n]) for n in effects.nodes}
+    for point, timing in of_loss.items():
+        timings[point][traced.graph.output_node()] = timing
     return timings
 
 

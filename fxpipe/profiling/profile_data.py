@@ -1,5 +1,7 @@
 """The cost of the nodes of a graph, as plain frozen data: bytes and FLOPs as formulas in the batch size `b`.
 
+Where sizes besides the batch are dynamic, the formulas are in these as well, by their names (`Profile.sizes`).
+
 All of it is of one micro-batch with `b` samples; nothing here depends on where the graph will be cut. What does is said
 by places (indexes of nodes in order of running): a storage that several nodes keep for backward counts once in a stage
 that holds them both, and twice in two.
@@ -20,7 +22,7 @@ import sympy
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import NodeWork, Operation
 from fxpipe.utils.files import dataclass_from_json, dataclass_to_json, write_atomically
-from fxpipe.utils.polynomial import Polynomial
+from fxpipe.utils.polynomial import ZERO, Polynomial, SizePoint
 from fxpipe.utils.polynomial_bound import polynomial_bound
 from fxpipe.utils.text_table import text_table
 
@@ -30,16 +32,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Time over the micro-batch size: a fixed cost, and a cost per sample. Neither is negative."""
+    """Time over the micro-batch size: a fixed cost, and a cost per sample. Neither is negative.
+
+    Both are for the dynamic sizes of the profile; with others, `growing` changes.
+    """
 
     fixed: float = 0.0
     per_sample: float = 0.0
+    growing: Polynomial = ZERO  # of the seconds, what grows with the batch and the dynamic sizes
 
     def at(self, samples: int) -> float:
         return self.fixed + self.per_sample * samples
 
     def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(self.fixed + other.fixed, self.per_sample + other.per_sample)
+        growing = self.growing + other.growing if self.growing and other.growing else self.growing or other.growing
+        return Seconds(self.fixed + other.fixed, self.per_sample + other.per_sample, growing)
 
 
 NO_TIME = Seconds()
@@ -86,6 +93,12 @@ class Profile:
     saved: tuple[SavedStorage, ...] = ()
     fingerprint: str = ""  # of the graph (`Traced.fingerprint`); empty where it is not known
     loss: NodeCost | None = None  # that steps take of the outputs; None: not known, or the model takes it itself
+    sizes: tuple[tuple[str, int], ...] = ()  # dynamic sizes for which `seconds` holds, by name
+
+    @property
+    def lengths(self) -> tuple[tuple[sympy.Symbol, int], ...]:
+        """The dynamic sizes, by their symbols in the formulas."""
+        return tuple((sympy.Symbol(name, integer=True, positive=True), size) for name, size in self.sizes)
 
     def save(self, path: str | Path) -> None:
         """Writes the profile as JSON; see `fxpipe.profiling.profile_data`.
@@ -141,7 +154,8 @@ class Profile:
         costs = self.nodes if self.loss is None else (*self.nodes, self.loss)
         rows = [_cost_row(cost, self.micro_batch) for cost in costs]
         table = text_table([*rows, self._total()], PROFILE_HEADERS, left=("node",))
-        how = f", seconds estimated for {self.estimated_for}" if self.estimated_for else ""
+        how = "".join(f", {name}={size}" for name, size in self.sizes)
+        how += f", seconds estimated for {self.estimated_for}" if self.estimated_for else ""
         return f"{len(self.nodes)} nodes on {self.device}, micro-batch of {self.micro_batch}{how}\n{table}"
 
     def _total(self) -> tuple[str, ...]:
@@ -180,24 +194,26 @@ def _formula_sum(expressions: Iterable[sympy.Expr]) -> sympy.Expr:
 #     profile.save("profile.json")
 #     fxpipe.Profile.load("profile.json")
 #
-#     {"format": "fxpipe profile", "version": 3, "fingerprint": "5d2c...", "micro_batch": 4, "device": "cpu", ...,
+#     {"format": "fxpipe profile", "version": 5, "fingerprint": "5d2c...", "micro_batch": 4, "device": "cpu", ...,
 #      "operations": [{"dtype": "float32", "flops": [0, 200704], "moved": [1024, 2048]}, ...],
 #      "nodes": [{"name": "linear", "forward": [1e-06, 2.5e-05], ..., "output_bytes": [0, 100352], ...,
 #                 "work": [[0], [1, 2], [1]]}, ...],
 #      "loss": null, or as a node,
 #      "saved": [{"bytes": [0, 2048], "maker": 3, "savers": [4, 7]}, ...]}
 #
-# Seconds are a pair, the fixed cost and that of a sample; bytes and FLOPs are coefficients of polynomials in the batch
-# size (`Polynomial.to_json`; `utils/polynomial_bound.py` says what becomes of other formulas). The work of a node is
+# Seconds are a pair, the fixed cost and that of a sample, and where there are dynamic sizes ("sizes", by name) a third,
+# the polynomial of what grows with them; bytes and FLOPs are coefficients of polynomials in the batch size and those
+# (`Polynomial.to_json`; `utils/polynomial_bound.py` says what becomes of other formulas). The work of a node is
 # said by places among the operations: of its forward, of its backward, and of its backward to its inputs only. What is
 # read is checked piece by piece: a file of another kind, a damaged one or a forged one is an `ArgumentError`, and so is
 # one of another graph.
 
-PROFILE_FORMAT, PROFILE_VERSION = "fxpipe profile", 4
+PROFILE_FORMAT, PROFILE_VERSION = "fxpipe profile", 5
 _READ_VERSIONS = {  # version -> formulas of a node that nothing reads any more
     2: ("temporary_bytes",),
     3: (),  # without a loss
-    4: (),
+    4: (),  # without dynamic sizes
+    5: (),
 }
 
 _SECONDS = ("forward", "backward", "weight")
@@ -211,8 +227,9 @@ _FORMULAS = (
 )
 _FIELDS = (
     *("format", "version", "fingerprint", "micro_batch", "device", "estimated_for"),
-    *("operations", "nodes", "saved", "loss"),
+    *("operations", "nodes", "saved", "loss", "sizes"),
 )
+_FIELDS_SINCE: dict[str, tuple[int, Any]] = {"loss": (4, None), "sizes": (5, [])}  # version; what those before have
 
 
 def save_profile(profile: Profile, path: str | Path) -> None:
@@ -223,8 +240,13 @@ def save_profile(profile: Profile, path: str | Path) -> None:
         FileError: the file cannot be written.
     """
 
+    symbols = (profile.batch, *(symbol for symbol, _ in profile.lengths))
+
     def numbers(expression: sympy.Expr) -> list[Any]:
-        return polynomial_bound(expression, profile.batch).to_json()
+        return polynomial_bound(expression, *symbols).to_json()
+
+    def seconds(time: Seconds) -> list[Any]:
+        return [time.fixed, time.per_sample, *([time.growing.to_json()] if time.growing else [])]
 
     operations: dict[Operation, int] = {}
 
@@ -237,7 +259,7 @@ def save_profile(profile: Profile, path: str | Path) -> None:
     def cost(node: NodeCost) -> dict[str, Any]:
         return (
             {"name": node.name}
-            | {key: [getattr(node, key).fixed, getattr(node, key).per_sample] for key in _SECONDS}
+            | {key: seconds(getattr(node, key)) for key in _SECONDS}
             | {key: numbers(getattr(node, key)) for key in _FORMULAS}
             | {"work": places(node.work)}
         )
@@ -251,6 +273,7 @@ def save_profile(profile: Profile, path: str | Path) -> None:
         "micro_batch": profile.micro_batch,
         "device": profile.device,
         "estimated_for": profile.estimated_for,
+        "sizes": [list(size) for size in profile.sizes],
         "operations": list(map(dataclass_to_json, operations)),
         "nodes": nodes,
         "saved": [{"bytes": numbers(s.bytes), "maker": s.maker, "savers": list(s.savers)} for s in profile.saved],
@@ -311,27 +334,40 @@ def _parse_profile(document: Any) -> Profile:
         versions = " and ".join(map(str, _READ_VERSIONS))
         raise ArgumentError(f"it has version {_short(version)}, and this fxpipe reads versions {versions}")
     unread = _READ_VERSIONS[version]
-    fields = _parse_fields(document if version > 3 else {**document, "loss": None}, _FIELDS, "the profile")
+    before = {name: value for name, (first, value) in _FIELDS_SINCE.items() if version < first}
+    fields = _parse_fields(document | before, _FIELDS, "the profile")
     batch = sympy.Symbol("b", integer=True, positive=True)
     micro_batch = _parse_count(fields["micro_batch"], "micro_batch", 1)
+    sizes = tuple(_parse_size(one, f"sizes[{k}]") for k, one in enumerate(_parse_list(fields["sizes"], "sizes")))
+    here = SizePoint(micro_batch, sizes)
     operations = [
         _parse_operation(one, f"operations[{place}]")
         for place, one in enumerate(_parse_list(fields["operations"], "operations"))
     ]
     nodes = tuple(
-        _parse_node_cost(node, micro_batch, operations, unread, f"nodes[{place}]")
+        _parse_node_cost(node, here, operations, unread, f"nodes[{place}]")
         for place, node in enumerate(_parse_list(fields["nodes"], "nodes"))
     )
     saved = tuple(
-        _parse_saved_storage(one, micro_batch, len(nodes), f"saved[{number}]")
+        _parse_saved_storage(one, here, len(nodes), f"saved[{number}]")
         for number, one in enumerate(_parse_list(fields["saved"], "saved"))
     )
     device, hardware, fingerprint = (
         _parse_text(fields[key], key) for key in ("device", "estimated_for", "fingerprint")
     )
     loss = fields["loss"]
-    of_loss = None if loss is None else _parse_node_cost(loss, micro_batch, operations, unread, "loss")
-    return Profile(nodes, micro_batch, batch, device, hardware, saved, fingerprint, of_loss)
+    of_loss = None if loss is None else _parse_node_cost(loss, here, operations, unread, "loss")
+    return Profile(nodes, micro_batch, batch, device, hardware, saved, fingerprint, of_loss, sizes)
+
+
+def _parse_size(value: Any, where: str) -> tuple[str, int]:
+    pair = _parse_list(value, where)
+    if len(pair) != 2:
+        raise ArgumentError(f"{where}: expected a name and a size, got {len(pair)}")
+    name = _parse_text(pair[0], where)
+    if not name.isidentifier() or name == "b":
+        raise ArgumentError(f"{where}: {_short(name)} is no name of a size")
+    return name, _parse_count(pair[1], where, 1)
 
 
 def _parse_operation(value: Any, where: str) -> Operation:
@@ -355,46 +391,53 @@ def _parse_work(value: Any, operations: Sequence[Operation], where: str) -> Node
 
 def _parse_node_cost(
     value: Any,
-    samples: int,
+    here: SizePoint,
     operations: Sequence[Operation],
     unread: Sequence[str],
     where: str,
 ) -> NodeCost:
     fields = _parse_fields(value, ("name", *_SECONDS, *_FORMULAS, *unread, "work"), where)
-    seconds = {key: _parse_seconds(fields[key], f"{where}.{key}") for key in _SECONDS}
-    formulas = {key: _parse_formula(fields[key], samples, f"{where}.{key}") for key in _FORMULAS}
+    seconds = {key: _parse_seconds(fields[key], here, f"{where}.{key}") for key in _SECONDS}
+    formulas = {key: _parse_formula(fields[key], here, f"{where}.{key}").formula for key in _FORMULAS}
     work = _parse_work(fields["work"], operations, f"{where}.work")
     return NodeCost(_parse_text(fields["name"], f"{where}.name"), **seconds, **formulas, work=work)
 
 
-def _parse_saved_storage(value: Any, samples: int, nodes: int, where: str) -> SavedStorage:
+def _parse_saved_storage(value: Any, here: SizePoint, nodes: int, where: str) -> SavedStorage:
     fields = _parse_fields(value, ("bytes", "maker", "savers"), where)
     savers = _parse_list(fields["savers"], f"{where}.savers")
     places = tuple(_parse_count(place, f"{where}.savers", 0, nodes - 1) for place in savers)
     if not places or any(a >= b for a, b in pairwise(places)):
         raise ArgumentError(f"{where}.savers: expected ascending places")
     maker = _parse_count(fields["maker"], f"{where}.maker", -1, nodes - 1)
-    return SavedStorage(_parse_formula(fields["bytes"], samples, f"{where}.bytes"), maker, places)
+    return SavedStorage(_parse_formula(fields["bytes"], here, f"{where}.bytes").formula, maker, places)
 
 
-def _parse_seconds(value: Any, where: str) -> Seconds:
-    numbers = _parse_list(value, where)
+def _parse_seconds(value: Any, here: SizePoint, where: str) -> Seconds:
+    figures = _parse_list(value, where)
+    numbers, growing = figures[:2], ZERO
+    if len(figures) == 3 and here.others:
+        growing = _parse_formula(figures[2], here, where)
+    elif len(figures) > 2:
+        numbers = figures
     for number in numbers:
         if type(number) not in (int, float) or not 0 <= number <= sys.float_info.max:
             raise ArgumentError(f"{where}: expected finite seconds, 0 or more, got {_short(number)}")
     if len(numbers) != 2:
         raise ArgumentError(f"{where}: expected two numbers, got {len(numbers)}")
-    return Seconds(*map(float, numbers))
+    fixed, per_sample = map(float, numbers)
+    return Seconds(fixed, per_sample, growing)
 
 
-def _parse_formula(value: Any, samples: int, where: str) -> sympy.Expr:
+def _parse_formula(value: Any, here: SizePoint, where: str) -> Polynomial:
     try:
         formula = Polynomial.from_json(value)
+        is_negative = bool(formula) and (formula.terms[-1][1] < 0 or formula.value(here.values) < 0)
     except ArgumentError as error:
         raise ArgumentError(f"{where}: {error}") from None
-    if formula and (formula.terms[-1][1] < 0 or formula(samples) < 0):
+    if is_negative:
         raise ArgumentError(f"{where}: {value} is less than 0")
-    return formula.formula
+    return formula
 
 
 def _parse_fields(value: Any, names: Iterable[str], where: str) -> dict[str, Any]:

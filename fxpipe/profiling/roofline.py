@@ -38,6 +38,8 @@ from fxpipe.hardware import Hardware
 from fxpipe.profiling.flops import NodeOperations, OperationCounts, operation_flops
 from fxpipe.profiling.loss_cost import ExampleLoss, LossCall
 from fxpipe.profiling.node_timing import NodeTiming
+from fxpipe.profiling.other_sizes import planned_lengths, resize_inputs
+from fxpipe.tracing.dynamic_sizes import Lengths
 from fxpipe.tracing.fake_tensors import fake_if_active, in_fake_mode, is_faked, with_fake_tensors
 from fxpipe.tracing.interpreter import naming_node, run_node_without_grad
 from fxpipe.tracing.model_state import preserve_rng
@@ -62,28 +64,30 @@ def estimate(
     samples: int,
     hardware: Hardware,
     loss: ExampleLoss | None = None,
+    lengths: Lengths | None = None,
 ) -> dict[fx.Node, NodeTiming]:
     """Estimates every working node for so many samples, on inputs like the flattened ones. The model stays as it is.
 
     What the loss takes, if there is one, stands under the output node.
+
+    Args:
+        lengths: the dynamic sizes. Default: those of the inputs.
     """
     if not is_faked():
         with contextlib.suppress(Exception), with_fake_tensors(traced.model, leaves, always=True) as fakes:
-            return _estimate_nodes(traced, effects, _resize_inputs(traced, fakes, samples), samples, hardware, loss)
-    return _estimate_nodes(traced, effects, _resize_inputs(traced, leaves, samples), samples, hardware, loss)
+            resized = _resize_inputs(traced, fakes, samples, lengths)
+            return _estimate_nodes(traced, effects, resized, samples, hardware, loss)
+    return _estimate_nodes(traced, effects, _resize_inputs(traced, leaves, samples, lengths), samples, hardware, loss)
 
 
-def _resize_inputs(traced: Traced, leaves: Sequence[Any], size: int) -> list[Any]:
-    """Resizes inputs to so many samples: their own, again and again."""
-    resized = []
+def _resize_inputs(traced: Traced, leaves: Sequence[Any], size: int, lengths: Lengths | None) -> list[Any]:
+    """Resizes inputs to so many samples, and these dynamic sizes: their own, again and again."""
     with torch.no_grad():
-        for leaf, dim in zip(leaves, traced.in_dims, strict=True):
-            if dim is None or not isinstance(leaf, torch.Tensor) or leaf.shape[dim] == size:
-                resized.append(leaf)
-                continue
-            times = -(-size // leaf.shape[dim])
-            resized.append(torch.cat([leaf] * times, dim).narrow(dim, 0, size).requires_grad_(leaf.requires_grad))
-    return resized
+        resized = resize_inputs(traced, leaves, size, planned_lengths(traced, leaves) if lengths is None else lengths)
+        return [
+            new.requires_grad_(old.requires_grad) if isinstance(old, torch.Tensor) else new
+            for old, new in zip(leaves, resized, strict=True)
+        ]
 
 
 # -- a walk over the graph ---------------------------------------------------------------------------------------------

@@ -1,13 +1,16 @@
 """Sizes that may differ from batch to batch: the number of samples, and dimensions of inputs that are dynamic.
 
 A graph is recorded on inputs of certain sizes. It holds for any number of samples `b` that meets its conditions. Other
-dimensions are fixed, unless they are *dynamic*: then their sizes are symbols (`s0`, `s1`, ...) as well, and the graph
-holds for all that meet the conditions, which are what forward and torch concluded from sizes (`s0 < 512`).
+dimensions are fixed, unless they are *dynamic*: then their sizes are symbols as well, and the graph holds for all that
+meet the conditions, which are what forward and torch concluded from sizes (`length < 512`). A symbol has the name that
+the user gives the dimension (`dynamic_shapes`), or that of the input and the number of the dimension: `ids_dim1`.
 """
 
 from __future__ import annotations
 
 import functools
+import keyword
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -39,6 +42,19 @@ class DynamicDims:
 
     def without(self, dims: Collection[InputDim]) -> DynamicDims:
         return replace(self, dims=self.dims - {*dims})
+
+    def names(self, leaves: Sequence[InputLeaf]) -> dict[InputDim, str]:
+        """The name of the size of each: the user's, first, or one made of the input's. Those of one name are equal."""
+        named = {dim: self.asked[dim].name for dim in sorted(self.asked) if self.asked[dim].name}
+        others = {dim: f"{leaves[dim[0]].path}_dim{dim[1]}" for dim in sorted(self.dims - named.keys())}
+        own = {name: _size_name(name) for name in named.values()}
+        names = {dim: own[name] for dim, name in named.items()}
+        for dim, text in others.items():
+            name = _size_name(text.strip("_"))
+            while name in names.values():
+                name += "_"
+            names[dim] = name
+        return names
 
     def conditions(self, formulas: Mapping[InputDim, sympy.Expr]) -> list[SizeCondition]:
         """The conditions that the user puts on dynamic sizes: least and largest, and equal sizes of one name."""
@@ -162,6 +178,18 @@ def _asked_dim(name: str, dim: int, what: Any) -> AskedDim | None:
 
 NO_DYNAMIC_DIMS = DynamicDims()
 
+# Names that figures take for something else than a size (`plan.memory(1, b=8)`, `fxpipe.simulate(plan, chunks=4)`).
+TAKEN_NAMES = frozenset(
+    "b self cls stage plan samples schedule chunks checkpoint batch hardware loss_seconds overlaps sizes".split()
+)
+
+
+def _size_name(text: str) -> str:
+    """The text as a name that Python takes for that of an argument: `batch['ids']_dim1` -> `batch_ids_dim1`."""
+    name = re.sub(r"\W+", "_", text)
+    name = f"_{name}" if name[:1].isdigit() else name
+    return f"{name}_" if name in TAKEN_NAMES or keyword.iskeyword(name) else name
+
 
 class FixedSizeError(Exception):
     """The size of a dimension that was to be dynamic is a number in the graph. Never reaches the caller."""
@@ -204,6 +232,35 @@ class DynamicSizes:
     conditions: tuple[SizeCondition, ...]
     fixed: Mapping[InputDim, str]  # dimensions that were to be dynamic and are not, and why
     is_observed: bool = False  # are there nodes of which only runs have shown what they make of other sizes?
+    largest: Lengths = ()  # that the user announces, of those of which there is one
+
+    def bounds(self, symbol: sympy.Symbol) -> tuple[int, int | None]:
+        """The least and the largest size of a symbol by conditions on it alone; None: there is no largest."""
+        least, largest = 1, None
+        for part in (part for one in self.conditions for part in sympy.And.make_args(one.condition)):
+            if not part.is_Relational or part.lhs != symbol or not part.rhs.is_Integer:
+                continue
+            number = int(part.rhs)
+            if isinstance(part, sympy.Ge | sympy.Gt):
+                least = max(least, number + isinstance(part, sympy.Gt))
+            elif isinstance(part, sympy.Le | sympy.Lt):
+                most = number - isinstance(part, sympy.Lt)
+                largest = most if largest is None else min(largest, most)
+        return least, largest
+
+    def with_asked(self, asked: DynamicDims) -> DynamicSizes:
+        """These, with what the user asks for: conditions, and the largest sizes."""
+        largest: dict[sympy.Symbol, int] = {}
+        for dim, one in asked.asked.items():
+            symbol = self.formulas.get(dim)
+            if isinstance(symbol, sympy.Symbol) and one.largest is not None:
+                largest[symbol] = min(one.largest, largest.get(symbol, one.largest))
+        return replace(self.with_conditions(asked.conditions(self.formulas)), largest=tuple(largest.items()))
+
+    @property
+    def largest_lengths(self) -> Lengths:
+        """The largest sizes that are announced or, of others, those of the recording: of these memory is asked."""
+        return tuple((symbol, max(size, dict(self.largest).get(symbol, size))) for symbol, size in self.example)
 
     def lengths_of(self, leaves: Sequence[Any]) -> Lengths | None:
         """Returns the dynamic sizes of flattened inputs; None where some do not fit together (a shorter mask)."""

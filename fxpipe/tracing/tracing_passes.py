@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fxpipe.tracing.dynamic_sizes import InputDim
 from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.guards import extract_guards, refuse_unguardable
 from fxpipe.tracing.model_state import preserve_state
@@ -38,12 +37,11 @@ def run_passes(traced: Traced, request: TraceRequest) -> Traced:
     leaves = request.leaves
     refuse_unguardable(traced)
     why_fixed = _why_sizes_are_fixed(traced, request)
-    dynamic = frozenset[InputDim]() if why_fixed else request.dynamic.dims
+    dynamic = {} if why_fixed else request.dynamic.names(traced.leaves)
     traced = add_shapes(traced, leaves, request.in_dims, request.out_dims, dynamic)
-    reasons = {} if is_faked() else dict.fromkeys(request.dynamic.dims - dynamic, why_fixed)
+    reasons = {} if is_faked() else dict.fromkeys(request.dynamic.dims - dynamic.keys(), why_fixed)
     fixed = {**traced.dynamic.fixed, **reasons}
-    announced = request.dynamic.conditions(traced.dynamic.formulas)
-    traced = replace(traced, dynamic=replace(traced.dynamic.with_conditions(announced), fixed=fixed))
+    traced = replace(traced, dynamic=replace(traced.dynamic.with_asked(request.dynamic), fixed=fixed))
     traced = read_untracked_values(traced)
     refuse_unguardable(traced)
     traced = replace(traced, guards=extract_guards(traced))

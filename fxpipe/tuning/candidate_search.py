@@ -19,6 +19,7 @@ from typing import Any
 
 from fxpipe.errors import ArgumentError, PartitionError, ScheduleError
 from fxpipe.plans import Plan
+from fxpipe.plans.retarget import resize_plan
 from fxpipe.plans.simulate_plan import simulate
 from fxpipe.scheduling import ScheduleLike, is_searched
 from fxpipe.tuning.candidate_plans import CheckpointMode, PlanSource, with_memory_limits
@@ -120,7 +121,8 @@ def _simulate_candidate(
     if is_searched(plan.schedule):
         plan = with_memory_limits(plan, limits)  # its order depends on them
     simulation = simulate(plan)
-    memory = tuple(held.peak for held in simulation.memory)
+    largest = resize_plan(plan, plan.micro_batch, sizes=plan.largest_sizes)  # of this memory limits are asked
+    memory = tuple(held.peak for held in (simulation if largest is plan else simulate(largest)).memory)
     lacks = max(
         (peak - limit for peak, limit in zip(memory, limits, strict=True) if limit is not None), default=-float("inf")
     )

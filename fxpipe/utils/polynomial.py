@@ -19,13 +19,13 @@ given text. All numbers are exact.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fxpipe.errors import ArgumentError
 
@@ -67,10 +67,19 @@ class Polynomial:
         Raises:
             ArgumentError: a size that it depends on is missing.
         """
-        known = sizes | {"b": b}
+        return self.at(sizes | {"b": b})
+
+    def at(self, sizes: Mapping[str, int]) -> int:
+        """The same for sizes by name, `b` among them."""
+        return math.ceil(self.value(sizes))
+
+    def value(self, sizes: Mapping[str, int]) -> Number:
+        """The same, not rounded."""
+        total: Number = 0
         try:
-            total: Number = sum(c * math.prod(known[name] ** p for name, p in powers) for powers, c in self.terms)
-            return math.ceil(total)
+            for powers, c in self.terms:
+                total += c * math.prod([sizes[name] ** p for name, p in powers])
+            return total
         except KeyError as error:
             name = error.args[0]
             raise ArgumentError(f"{self} depends on the size {name!r}: give it, as in {name}=128") from None
@@ -133,7 +142,10 @@ ZERO = Polynomial()
 
 def polynomial_sum(polynomials: Iterable[Polynomial]) -> Polynomial:
     """Returns the sum of these polynomials."""
-    return functools.reduce(operator.add, polynomials, ZERO)
+    numbers: dict[Monomial, Number] = {}
+    for monomial, number in (term for one in polynomials for term in one.terms):
+        numbers[monomial] = numbers.get(monomial, 0) + number
+    return Polynomial.of(numbers)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -207,45 +219,127 @@ def _short(value: Any) -> str:
 
 # -- Polynomials through what was counted at some sizes ----------------------------------------------------------------
 
-# of the polynomials: nothing that is usual grows faster (the batch against itself, in contrastive losses)
+
+class SizePoint(NamedTuple):
+    """A number of samples, and other sizes by name: where something was counted."""
+
+    b: int
+    others: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def values(self) -> dict[str, int]:
+        return {"b": self.b, **dict(self.others)}
+
+
+# of the polynomials in each size: nothing that is usual grows faster (the batch against itself, in contrastive losses)
 MAX_FIT_DEGREE = 2
 
 
 @functools.lru_cache(maxsize=4096)
-def fit_counts(counted: tuple[tuple[int, int], ...], samples: int) -> Polynomial:
-    """The polynomial of least degree in `b` through what was counted, as pairs of (number of samples, count).
+def fit_counts(counted: tuple[tuple[int | SizePoint, int], ...], here: int | SizePoint) -> Polynomial:
+    """The polynomial of least degree through what was counted, as pairs of (sizes, count).
 
-    One point more than it needs must lie on it, but for a line through two. Where there is none up to degree 2 (another
-    kernel for another size, memory that is allotted in pages), the count for `samples` samples is taken to grow with
-    the batch: right there, a guess elsewhere.
+    A number of samples stands for a point without other sizes. One point more than it needs must lie on it, but for a
+    line through two. Where there is none up to degree 2 in each size (another kernel for another size, memory that is
+    allotted in pages), the count `here` is taken to grow with all sizes: right there, a guess elsewhere.
     """
     fitted = polynomial_through(counted)
-    return Polynomial.in_b(0, Fraction(dict(counted)[samples], samples)) if fitted is None else fitted
+    return (
+        _growing_from(tuple((_point(at), count) for at, count in counted), _point(here)) if fitted is None else fitted
+    )
 
 
-def polynomial_through(counted: Sequence[tuple[int, int]]) -> Polynomial | None:
-    """The polynomial of least degree through these points; None where there is none that one may trust."""
-    if len(counted) == 1:
-        return ZERO if counted[0][1] == 0 else None
-    for degree in range(MAX_FIT_DEGREE + 1):
-        if len(counted) < degree + 2 and not (degree == 1 and len(counted) == 2):
-            return None
-        coefficients = _interpolate(counted[: degree + 1])
-        if all(sum(c * size**k for k, c in enumerate(coefficients)) == count for size, count in counted):
-            return Polynomial.in_b(*coefficients)
+def polynomial_through(counted: Sequence[tuple[int | SizePoint, int]]) -> Polynomial | None:
+    """The polynomial of least degree through these points; None where there is none that one may trust.
+
+    >>> print(polynomial_through([(SizePoint(b, (("s", s),)), 3 * b * s + b) for b in (1, 2) for s in (4, 5, 7)]))
+    3*b*s + b
+    """
+    if not any(count for _, count in counted):
+        return ZERO
+    points = tuple(tuple(_point(at).values.values()) for at, _ in counted)
+    names = tuple(_point(counted[0][0]).values)
+    if any(len(set(values)) == 1 for values in zip(*points, strict=True)) and len(names) > 1:
+        return None  # nobody has seen how it goes with that size
+    counts = [count for _, count in counted]
+    for degrees in _degrees(len(names)):
+        monomials = math.prod(degree + 1 for degree in degrees)
+        if len(points) <= monomials and not (degrees == (1,) and len(points) == 2):
+            continue
+        basis = _basis(points, degrees)
+        if basis is not None and (numbers := basis.coefficients(counts)) is not None:
+            return Polynomial.of(
+                {
+                    tuple((name, power) for name, power in zip(names, powers, strict=True) if power): number
+                    for powers, number in zip(basis.powers, numbers, strict=True)
+                }
+            )
     return None
 
 
-def _interpolate(points: Sequence[tuple[int, int]]) -> tuple[Fraction, ...]:
-    """Coefficients of the polynomial through so many points: Newton's divided differences, multiplied out."""
-    sizes = [size for size, _ in points]
-    divided = [Fraction(count) for _, count in points]
-    for order in range(1, len(points)):
-        for k in range(len(points) - 1, order - 1, -1):
-            divided[k] = (divided[k] - divided[k - 1]) / (sizes[k] - sizes[k - order])
-    coefficients = [Fraction(0)]
-    for k in range(len(points) - 1, -1, -1):  # coefficients * (b - sizes[k]) + divided[k]
-        shifted = [Fraction(0), *coefficients]
-        coefficients = [a - sizes[k] * b for a, b in zip(shifted, [*coefficients, Fraction(0)], strict=True)]
-        coefficients[0] += divided[k]
-    return tuple(coefficients[: len(points)])
+def _point(at: int | SizePoint) -> SizePoint:
+    return SizePoint(at) if isinstance(at, int) else at
+
+
+@functools.cache
+def _degrees(sizes: int) -> list[tuple[int, ...]]:
+    """Degrees in each of so many sizes, those of the fewest monomials first."""
+    every = itertools.product(range(MAX_FIT_DEGREE + 1), repeat=sizes)
+    return sorted(every, key=lambda degrees: (math.prod(degree + 1 for degree in degrees), degrees))
+
+
+@dataclass(frozen=True, slots=True)
+class _FitBasis:
+    """The monomials up to some degrees, as they are at points where something was counted."""
+
+    powers: tuple[tuple[int, ...], ...]  # of each monomial
+    rows: tuple[tuple[int, ...], ...]  # by point: the value of each monomial
+    chosen: tuple[int, ...]  # as many points, by which the coefficients are found
+    inverse: tuple[tuple[Fraction, ...], ...]  # of their rows
+
+    def coefficients(self, counts: Sequence[int]) -> list[Fraction] | None:
+        """Returns the coefficients of the polynomial through all points; None where there is none."""
+        known = [counts[place] for place in self.chosen]
+        numbers = [sum((a * count for a, count in zip(row, known, strict=True)), Fraction(0)) for row in self.inverse]
+        values = (sum(c * v for c, v in zip(numbers, row, strict=True)) for row in self.rows)
+        return numbers if all(value == count for value, count in zip(values, counts, strict=True)) else None
+
+
+@functools.lru_cache(maxsize=512)
+def _basis(points: tuple[tuple[int, ...], ...], degrees: tuple[int, ...]) -> _FitBasis | None:
+    """The basis of these degrees; None where the points are too few, or lie so that they do not tell the monomials."""
+    powers = tuple(itertools.product(*(range(degree + 1) for degree in degrees)))
+    rows = tuple(tuple(math.prod(x**p for x, p in zip(point, of, strict=True)) for of in powers) for point in points)
+    size = len(powers)
+    reduced: list[tuple[int, list[Fraction]]] = []  # place of the leading 1, row; beside it what it is made of
+    chosen: list[int] = []
+    for place, row in enumerate(rows):
+        own = [Fraction(int(k == len(chosen))) for k in range(size)]
+        work = [*map(Fraction, row), *own]
+        for lead, other in reduced:
+            if work[lead]:
+                work = [a - work[lead] * b for a, b in zip(work, other, strict=True)]
+        lead = next((k for k in range(size) if work[k]), -1)
+        if lead < 0:
+            continue
+        work = [a / work[lead] for a in work]
+        reduced = [(k, [a - r[lead] * b for a, b in zip(r, work, strict=True)] if r[lead] else r) for k, r in reduced]
+        reduced.append((lead, work))
+        chosen.append(place)
+        if len(chosen) == size:
+            inverse = tuple(tuple(r[size:]) for _, r in sorted(reduced))
+            return _FitBasis(powers, rows, tuple(chosen), inverse)
+    return None
+
+
+def _growing_from(counted: Sequence[tuple[SizePoint, int]], here: SizePoint) -> Polynomial:
+    """The count `here`, growing with the samples and with the other sizes: no less than was counted above."""
+    count = dict(counted)[here]
+    above = [(at, number) for at, number in counted if all(at.values[k] >= v for k, v in here.values.items())]
+    guess = ZERO
+    for degree in range(1, MAX_FIT_DEGREE + 1):
+        once = math.prod(size**degree for _, size in here.others) * here.b
+        guess = Polynomial.of({(("b", 1), *((name, degree) for name, _ in here.others)): Fraction(count, once)})
+        if all(guess.value(at.values) >= number for at, number in above) or not here.others:
+            break
+    return guess

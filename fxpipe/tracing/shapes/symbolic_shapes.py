@@ -17,6 +17,7 @@ import functools
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import sympy
@@ -26,7 +27,7 @@ from torch import fx
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.operators import OpOverload
 from fxpipe.errors import ArgumentError, TraceError
-from fxpipe.tracing.dynamic_sizes import FIXED_SIZES, DynamicSizes, FixedSizeError, InputDim, SizeCondition
+from fxpipe.tracing.dynamic_sizes import FIXED_SIZES, DynamicSizes, FixedSizeError, InputDim, Lengths, SizeCondition
 from fxpipe.tracing.node_arguments import container_of
 from fxpipe.tracing.node_info import ValueRead, info, number_of, set_info, update_info
 from fxpipe.tracing.record.recorded_sizes import NOT_FOLLOWED, SizeRead, length
@@ -119,9 +120,12 @@ def bytes_formula(shapes: tuple[TensorShape, ...]) -> sympy.Expr:
 
 
 @functools.lru_cache(maxsize=4096)
-def bytes_at(formula: sympy.Expr, batch: sympy.Symbol, samples: int) -> int:
-    """Computes the bytes for a micro-batch of so many samples. A size that depends on values (nonzero) counts as 0."""
-    number = formula.subs(batch, samples)
+def bytes_at(formula: sympy.Expr, batch: sympy.Symbol, samples: int, lengths: Lengths = ()) -> int:
+    """Computes the bytes for a micro-batch of so many samples. A size that depends on values (nonzero) counts as 0.
+
+    `lengths`: the dynamic sizes, where the formula is in some.
+    """
+    number = formula.xreplace({batch: sympy.Integer(samples), **{s: sympy.Integer(size) for s, size in lengths}})
     return int(number.subs(dict.fromkeys(number.free_symbols, 0)))
 
 
@@ -130,11 +134,12 @@ def add_shapes(
     values: Sequence[Any],
     in_dims: Any = None,
     out_dims: Any = None,
-    dynamic: Collection[InputDim] = (),
+    dynamic: Mapping[InputDim, str] = MappingProxyType({}),
 ) -> Traced:
     """Finds the batch in `traced`, recorded on `values`, and the shapes of its nodes (`NodeInfo`).
 
-    Sizes that turn out fixed become constants of the graph. Of the dimensions in `dynamic` those stay so that can.
+    Sizes that turn out fixed become constants of the graph. Of the dimensions in `dynamic` those stay so that can, and
+    their sizes have these names.
 
     Raises:
         ArgumentError: there is no batch, inputs disagree on it, or an output needs `out_dims`.
@@ -145,7 +150,7 @@ def add_shapes(
     if 0 in sizes:
         raise ArgumentError("an example input holds no samples (size 0 in the batch dimension); give at least one")
     traced, run = _run_with_dynamic_sizes(traced, values, asked, sure, dynamic)
-    full_formula = _formula_of(traced, run)
+    full_formula = _formula_of(_own_symbols(traced, run, dynamic), run)
     example = {symbol: sympy.Integer(size) for symbol, size in traced.dynamic.example}
 
     def formula(value: Any) -> sympy.Expr:
@@ -212,7 +217,7 @@ def _shapes_of(value: Any, formula: Callable[[Any], sympy.Expr]) -> tuple[Tensor
 
 
 def _run_with_dynamic_sizes(
-    traced: Traced, values: Sequence[Any], asked: list[int | None], sure: bool, dynamic: Collection[InputDim]
+    traced: Traced, values: Sequence[Any], asked: list[int | None], sure: bool, dynamic: Mapping[InputDim, str]
 ) -> tuple[Traced, SymbolicRun]:
     """Runs the graph on symbols; finds `in_dims`, and which dimensions can be dynamic."""
     sizes = {leaf.shape[dim] for leaf, dim in zip(traced.leaves, asked, strict=True) if dim is not None}
@@ -227,7 +232,8 @@ def _run_with_dynamic_sizes(
                     second = run_on_symbols(traced, values, asked, sure, True, wanted)
                     run = second if second.is_free else run
             with_batch = replace(traced, in_dims=_find_batch(traced, asked, run, sure))
-            return replace(with_batch, dynamic=_dynamic_sizes(with_batch, run, values, reasons)), run
+            symbols = _own_symbols(traced, run, dynamic)
+            return replace(with_batch, dynamic=_dynamic_sizes(with_batch, run, values, symbols, reasons)), run
         except FixedSizeError as error:
             reasons |= dict.fromkeys(error.dims or wanted, str(error))
 
@@ -236,9 +242,8 @@ def _batch_symbols(run: SymbolicRun) -> set[Any]:
     return {s for symbol in run.symbols.values() for s in run.env.replace(symbol).free_symbols}
 
 
-def _formula_of(traced: Traced, run: SymbolicRun) -> Callable[[Any], sympy.Expr]:
+def _formula_of(names: Mapping[Any, sympy.Symbol], run: SymbolicRun) -> Callable[[Any], sympy.Expr]:
     """Returns the function that tells what a size is, in the batch size and the dynamic sizes."""
-    names = _own_symbols(traced, run)
 
     def formula(value: Any) -> sympy.Expr:
         if isinstance(value, torch.SymInt):
@@ -248,14 +253,13 @@ def _formula_of(traced: Traced, run: SymbolicRun) -> Callable[[Any], sympy.Expr]
     return formula
 
 
-def _own_symbols(traced: Traced, run: SymbolicRun) -> dict[Any, sympy.Symbol]:
-    """Names torch's symbols anew: that of the batch, and those of dynamic sizes in the order of the inputs."""
+def _own_symbols(traced: Traced, run: SymbolicRun, asked: Mapping[InputDim, str]) -> dict[Any, sympy.Symbol]:
+    """Names torch's symbols anew: that of the batch, and those of dynamic sizes as `asked`."""
     names = dict.fromkeys(_batch_symbols(run), traced.batch)
-    for symbol in run.dynamic.values():
-        size = run.env.replace(symbol)
-        if size.is_Symbol and size not in names:
-            number = len({*names.values()} - {traced.batch})
-            names[size] = sympy.Symbol(f"s{number}", integer=True, positive=True)
+    for dim, name in asked.items():
+        size = run.env.replace(run.dynamic[dim]) if dim in run.dynamic else None
+        if size is not None and size.is_Symbol and size not in names:
+            names[size] = sympy.Symbol(name, integer=True, positive=True)
     return names
 
 
@@ -286,7 +290,11 @@ def _dynamic_symbols(run: SymbolicRun) -> dict[sympy.Symbol, InputDim]:
 
 
 def _dynamic_sizes(
-    traced: Traced, run: SymbolicRun, values: Sequence[Any], reasons: Mapping[InputDim, str]
+    traced: Traced,
+    run: SymbolicRun,
+    values: Sequence[Any],
+    names: Mapping[Any, sympy.Symbol],
+    reasons: Mapping[InputDim, str],
 ) -> DynamicSizes:
     """The dynamic sizes of a graph, with all that was concluded from them.
 
@@ -296,8 +304,10 @@ def _dynamic_sizes(
     free = _dynamic_symbols(run)
     if not free:
         return replace(FIXED_SIZES, fixed=dict(reasons))
-    formula, names = _formula_of(traced, run), _own_symbols(traced, run)
-    symbols = {names[symbol]: key for symbol, key in free.items()}
+    formula = _formula_of(names, run)
+    symbols: dict[sympy.Symbol, InputDim] = {}
+    for symbol, key in free.items():
+        symbols.setdefault(names[symbol], key)  # those of one name are equal
     conditions = [SizeCondition(s >= 2, "torch, for which 0 and 1 are sizes of their own") for s in symbols]
     for read in traced.size_reads:
         is_of_values = any(isinstance(o, fx.Node) and o in run.value_dependent_nodes for o in read.operands)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import fxpipe
 from fxpipe.errors import ArgumentError
 from fxpipe.partitioning import Link
-from fxpipe.plans import OpaqueNode, Portal, TiedParameter
+from fxpipe.plans import OpaqueNode, PlannedSize, Portal, TiedParameter
 from fxpipe.utils.files import dataclass_to_json
 from fxpipe.utils.polynomial import Polynomial
 
@@ -39,6 +39,7 @@ def full() -> fxpipe.Plan:
         portals=(Portal("skip", 0, 2, 64, Polynomial.in_b(0, 32), "net.py:3"),),
         tied=(TiedParameter(("first.weight", "last.weight"), (0, 2), 64),),
         whole=(OpaqueNode("layers.1", "draws numbers of its own", "net.py:4"),),
+        sizes=(PlannedSize("s", 8, 32, 2, 64, ("dimension 1 of ids",)),),
     )
 
 

@@ -166,7 +166,7 @@ def test_files_of_another_kind_are_refused(tmp_path, content):
 
 
 CHANGES = [
-    (("version",), 1, "version 1, and this fxpipe reads versions 2 and 3 and 4"),
+    (("version",), 1, "version 1, and this fxpipe reads versions 2 and 3 and 4 and 5"),
     (("micro_batch",), 0, "micro_batch: expected a whole number from 1"),
     (("micro_batch",), 1.0, "micro_batch"),
     (("micro_batch",), 10**400, "micro_batch"),
