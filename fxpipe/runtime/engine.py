@@ -104,6 +104,9 @@ class Engine:
         """Runs rows, all of the schedule's or a part, and keeps the notes of what they did."""
         step.log.begun.append(time.perf_counter())
         self.executor.run(step, rows)
+        self._note_step(step, schedule)
+
+    def _note_step(self, step: Step, schedule: Schedule) -> None:
         # Not the step itself, which holds tensors.
         self._last_step = functools.partial(
             step_record_of, schedule, step.bounds, step.log.now(), [*step.exchange.moved]
@@ -250,7 +253,10 @@ class Engine:
         outputs, is_verified = self._gathered_outputs(stage, shares, is_verified, return_outputs)
         more = stage.gather_other_results(lambda parts, how, what: gather(parts, how, shares, what))
         if is_verified:
+            start = time.perf_counter()
             kind.can_verify = stage.verify(outputs)
+            step.log.verifications.append(time.perf_counter() - start)
+            self._note_step(step, schedule)
         if wrong and not (is_verified and kind.can_verify):
             wrong = step.loss_weighting.difference(stage.losses.share, means_only=True)
             if wrong:

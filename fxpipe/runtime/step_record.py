@@ -51,6 +51,7 @@ class StepLog:
     times: dict[Action, tuple[TimeMark, TimeMark]] = field(default_factory=dict)
     on_core: dict[Action, float] = field(default_factory=dict)  # seconds; of actions on a CPU
     losses: dict[int, tuple[TimeMark, TimeMark]] = field(default_factory=dict)  # by micro-batch
+    verifications: list[float] = field(default_factory=list)  # seconds of the host
 
     def now(self) -> StepLog:
         """Returns a copy of the log as it is now."""
@@ -116,6 +117,7 @@ class StepRecord(TimelineMixin):
     devices: tuple[DeviceRecord, ...]
     away: float  # seconds between forward and backward of a drop-in
     losses: tuple[float, ...] = ()  # seconds of each micro-batch's loss, in F of the last stage; none in a drop-in
+    verification: float = 0.0  # seconds, after all actions, to verify the loss; 0 where it was not due
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -180,6 +182,11 @@ class StepRecord(TimelineMixin):
         headers = ("device", "", "busy", "waited", "bubble", "received", "sent")
         table = text_table(rows, headers, left=("",)) if rows else ""
         loss = [f"the loss took {human_seconds(self.loss_seconds)} of each F of the last stage"] if self.losses else []
+        if self.verification:
+            loss.append(
+                f"then it was verified in {human_seconds(self.verification)}: taken of the whole mini-batch, as in the "
+                "1st, 10th, 100th ... step with a loss"
+            )
         head = f"{self.schedule}: {count} in {human_seconds(self.seconds)}{away}"
         return "\n".join([head, table, *loss, "", *self._timeline()]).rstrip()
 
@@ -223,7 +230,7 @@ def step_record_of(
     )
     clock = HostClock()
     losses = tuple(clock.seconds(end) - clock.seconds(start) for _, (start, end) in sorted(log.losses.items()))
-    return StepRecord(schedule.name, tuple(actions), transfers, devices, away, losses)
+    return StepRecord(schedule.name, tuple(actions), transfers, devices, away, losses, sum(log.verifications))
 
 
 ActionTimes = dict[Action, tuple[float, float]]

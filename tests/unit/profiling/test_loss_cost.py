@@ -297,6 +297,17 @@ def test_a_step_tells_what_the_loss_took():
             pipe.close()
 
 
+def test_a_step_tells_how_long_its_loss_was_verified():
+    x, t = batch()
+    with fxpipe.pipeline(layers(), ["cpu", "cpu"], 4, example_args=(x,)) as pipe:
+        told = []
+        for _ in range(2):
+            pipe.forward_backward(x, target=t, loss_fn=F.cross_entropy)
+            assert pipe.last_step is not None
+            told.append((pipe.last_step.verification > 0, "then it was verified in" in str(pipe.last_step)))
+    assert told == [(True, True), (False, False)]
+
+
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), "1 s"])
 def test_seconds_of_a_loss_that_cannot_be_are_refused(seconds):
     x, _ = batch()
