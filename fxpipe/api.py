@@ -144,7 +144,9 @@ def pipeline(
             guards; with some modules kept whole; `torch.export`. "record", "export" and "fx" (symbolic tracing) allow
             one way; a `torch.fx.Tracer`, or a function from the model to a `torch.fx.GraphModule`, is your own.
         in_dims: which dimension of each input holds the batch: an int, a tuple with an entry for each input, or a dict
-            by name; None for an input without a batch. Found by itself where that is dimension 0.
+            by name; None for an input without a batch. Found by itself where that is dimension 0. An input that is
+            said to hold the batch may have k rows for each sample, one after the other (tiles of images, boxes), and
+            so may outputs and target: those of a sample are in one micro-batch.
         out_dims: how the outputs of micro-batches go together, where that cannot be seen: a dimension, None (the same
             for all), "mean", "sum", "stack"; one for all, a tree like the output, or a dict of some of its fields
             ({"loss": "sum"}). "mean" and "sum" alone are for all outputs without a dimension that holds the batch.

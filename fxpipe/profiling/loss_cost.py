@@ -28,6 +28,7 @@ from fxpipe.tracing.fake_tensors import fake_if_active
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.equivalence import slice_samples
+from fxpipe.utils.batch_split import rows_of_inputs
 from fxpipe.utils.pytree import flatten, map_tensor_leaves
 
 LOSS_NAME = "loss"  # beside the names of nodes
@@ -69,7 +70,7 @@ class ExampleLoss:
             return fake_if_active(tensor.detach()).to(tensor.device if device is None else device)
 
         leaves, spec = flatten(map_tensor_leaves(beside_outputs, self.loss.target))
-        part = slice_samples(leaves, target_dims(leaves, self.batch), 0, samples)
+        part = slice_samples(leaves, target_dims(leaves, self.batch, rows_of_inputs(self.traced.in_dims)), 0, samples)
         return LossCall(self.traced, self.loss.function, outputs, pytree.tree_unflatten(part, spec))
 
 

@@ -11,7 +11,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,7 +37,7 @@ from fxpipe.runtime.step_record import StepRecord, step_record_of
 from fxpipe.runtime.transport import leaves_on_device
 from fxpipe.scheduling import backward_part, forward_part, make_schedule
 from fxpipe.scheduling.actions import ActionKind, Rows, Schedule
-from fxpipe.utils.batch_split import samples_per_micro_batch
+from fxpipe.utils.batch_split import rows_of_inputs, samples_per_micro_batch
 from fxpipe.utils.locks import call_in_forked_child, stop_planning_threads
 from fxpipe.utils.pytree import flatten, map_tensor_leaves, refuse_hidden_tensors, refuse_layout
 from fxpipe.utils.random_generators import draw_seed
@@ -228,7 +228,12 @@ class Engine:
             # As it is before the step: loss_fn may write to it.
             whole = map_tensor_leaves(lambda t: t.detach().to(device, copy=True), target) if is_verified else None
             losses = MicroBatchLosses(
-                loss_fn, reduction, shares, scatter_target(target, batch, m, device), scaler, whole
+                loss_fn,
+                reduction,
+                shares,
+                scatter_target(target, batch, m, device, rows_of_inputs(bound.in_dims)),
+                scaler,
+                whole,
             )
             losses.known = bound.known_pieces(leaves, batch) if bound.known_pieces is not None else {}
             step = self._step(
@@ -344,13 +349,18 @@ def divided(gradient: torch.Tensor, divisor: Any) -> torch.Tensor:
     return gradient / (divisor.to(gradient.device) if isinstance(divisor, torch.Tensor) else divisor)
 
 
-def scatter_target(target: tuple[Any, ...], batch: int, count: int, device: torch.device) -> list[tuple[Any, ...]]:
-    """The target of each micro-batch, where the loss is taken: `()` or `(target,)`."""
+def scatter_target(
+    target: tuple[Any, ...], batch: int, count: int, device: torch.device, rows: Collection[int] = (1,)
+) -> list[tuple[Any, ...]]:
+    """The target of each micro-batch, where the loss is taken: `()` or `(target,)`.
+
+    `rows`: how many rows a sample may have in it.
+    """
     leaves, spec = flatten(target)
     for leaf in leaves:
         refuse_hidden_tensors("target", leaf)
         refuse_layout("target", leaf)
-    dims = target_dims(leaves, batch)
+    dims = target_dims(leaves, batch, rows)
     moved = leaves_on_device(leaves, device)
     return [pytree.tree_unflatten(part, spec) for part in scatter(moved, dims, count)] if leaves else [target] * count
 

@@ -6,12 +6,13 @@ the batch, as a mean weighted by size, as a sum, stacked, or, where they are the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
 from fxpipe.errors import ArgumentError, UnequalOutputsError
+from fxpipe.utils.batch_split import BatchDim, rows_per_sample, samples_per_micro_batch
 
 
 def scatter(leaves: Sequence[Any], dims: Sequence[int | None], count: int) -> list[list[Any]]:
@@ -25,23 +26,29 @@ def scatter(leaves: Sequence[Any], dims: Sequence[int | None], count: int) -> li
 
 def _split_leaf(leaf: torch.Tensor, dim: int, count: int) -> list[torch.Tensor]:
     """Splits a leaf into parts as dense as the whole: forward may `view` them."""
-    parts = leaf.tensor_split(count, dim)
+    rows = rows_per_sample(dim)
+    parts = leaf.split([rows * size for size in samples_per_micro_batch(leaf.shape[dim] // rows, count)], dim)
     return [part.contiguous() for part in parts] if leaf.is_contiguous() else list(parts)
 
 
-def target_dims(leaves: Sequence[Any], batch: int) -> list[int | None]:
+def target_dims(leaves: Sequence[Any], batch: int, rows: Collection[int] = (1,)) -> list[int | None]:
     """Returns the dimension of each leaf of the target that holds the batch: 0 for tensors.
+
+    Args:
+        rows: which numbers of rows a sample may have there.
 
     Raises:
         ArgumentError: a tensor has another size there.
     """
+    sizes = {batch * number: number for number in sorted(rows)}
     for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and (leaf.dim() == 0 or leaf.shape[0] != batch):
+        if isinstance(leaf, torch.Tensor) and (leaf.dim() == 0 or leaf.shape[0] not in sizes):
             raise ArgumentError(
                 f"target holds a tensor of shape {tuple(leaf.shape)}, but the inputs hold {batch} samples: its "
-                f"dimension 0 must be {batch}; what is no part of the batch belongs into loss_fn (functools.partial)"
+                f"dimension 0 must be {' or '.join(map(str, sizes))}; what is no part of the batch belongs into "
+                "loss_fn (functools.partial)"
             )
-    return [0 if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+    return [BatchDim(0, sizes[leaf.shape[0]]) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
 
 
 def check_equal_sizes(parts: Sequence[Any], how: int | str | None, what: str) -> None:

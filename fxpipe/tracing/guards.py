@@ -28,6 +28,7 @@ from fxpipe.tracing.node_info import info, opaque_call_of, set_info, size_formul
 from fxpipe.tracing.record.unrecordable import CannotRecord, calls_before_effects
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import NORM_FUNCTIONS, running_statistics
+from fxpipe.utils.batch_split import rows_per_sample
 from fxpipe.utils.equality import equal_values
 
 # -- Values that only the stages know: forward has read them, and its graph holds where they are the same ------------
@@ -224,7 +225,13 @@ def _reads(traced: Traced) -> list[fx.Node]:
 
 
 def _batched_input(traced: Traced) -> fx.Node:
-    return next(node for place, node in traced.placeholders.items() if traced.in_dims[place] is not None)
+    """Finds an input of which one dimension has the batch size."""
+    dims = traced.in_dims
+    return next(
+        node
+        for place, node in traced.placeholders.items()
+        if dims[place] is not None and rows_per_sample(dims[place]) == 1
+    )
 
 
 def _size_function(size: sympy.Expr, symbols: tuple[sympy.Symbol, ...]) -> Callable[..., int]:

@@ -15,6 +15,7 @@ from fxpipe.tracing.dynamic_sizes import NO_DYNAMIC_DIMS, DynamicDims, parse_dyn
 from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.record.leaf_module import LEAF_MODULE_REASON
 from fxpipe.tracing.record.record_model import input_leaves
+from fxpipe.tracing.shapes.symbolic_shapes import candidate_dims
 
 TracerOption = str | fx.Tracer | type[fx.Tracer] | Callable[[nn.Module], fx.GraphModule]
 TRACERS = ("auto", "record", "export", "fx")
@@ -60,6 +61,7 @@ class TraceRequest:
             ArgumentError, ArgumentTypeError: an input or an option cannot be used.
         """
         inputs, _, leaves = input_leaves(model, args, kwargs)
+        candidate_dims(inputs, in_dims)  # else the model would say something of sizes first
         parameters = inspect.signature(original_module(model).forward).parameters
         dynamic = dynamic.with_asked(parse_dynamic_shapes(dynamic_shapes, inputs, parameters))
         if is_faked():  # no values to compare; and torch.export would make a graph of another kind

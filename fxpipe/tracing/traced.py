@@ -40,6 +40,7 @@ from fxpipe.tracing.cache_key import (
 from fxpipe.tracing.dynamic_sizes import FIXED_SIZES, DynamicSizes, Lengths, SizeComparisons, SizeCondition
 from fxpipe.tracing.node_info import info, opaque_call_of
 from fxpipe.tracing.record.recorded_sizes import LayoutRead, SizeRead, SourcePlace
+from fxpipe.utils.batch_split import rows_per_sample, samples_along
 from fxpipe.utils.equality import equal_values
 from fxpipe.utils.locks import cancellation_point
 from fxpipe.utils.output_combination import OutputCombination, UndeterminedOutput
@@ -343,7 +344,9 @@ class Traced:
             if any(d != dim and (place, d) not in self.dynamic.formulas for d in differing):
                 return False
             if dim is not None:
-                batches.add(value.shape[dim])
+                if value.shape[dim] % rows_per_sample(dim):
+                    return False
+                batches.add(samples_along(value, dim))
         if len(batches) != 1:
             return False
         (batch,) = batches
@@ -386,7 +389,7 @@ class Traced:
             ArgumentError: inputs disagree.
         """
         sizes = [
-            (leaf.path, value.shape[dim])
+            (leaf.path, samples_along(value, dim))
             for leaf, dim, value in zip(self.leaves, self.in_dims, leaves, strict=True)
             if dim is not None
         ]
@@ -409,7 +412,8 @@ def common_batch_size(batch_sizes: Sequence[tuple[str, int]]) -> int:
         sizes = ", ".join(f"{path}: {size}" for path, size in batch_sizes)
         raise ArgumentError(
             f"inputs disagree on the batch size ({sizes}); give all of them the same number of samples, "
-            "or mark an input without a batch with None in in_dims"
+            "mark an input without a batch with None in in_dims, or say with in_dims (in_dims=0) that one with several "
+            "rows for each sample holds the batch, too"
         )
     return batch_sizes[0][1]
 

@@ -1,6 +1,49 @@
-"""The sizes of the micro-batches that a mini-batch is split into: they differ by at most one."""
+"""The sizes of the micro-batches that a mini-batch is split into: they differ by at most one.
+
+An input holds the batch in one dimension, mostly a row for each sample. It may have more (the tiles of an image, its
+boxes): then those of a sample follow each other, and go into its micro-batch together. `BatchDim` says so.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+class BatchDim(int):
+    """The dimension of a tensor that holds the batch, with `rows` rows for each sample."""
+
+    rows: int
+
+    def __new__(cls, dim: int, rows: int = 1) -> BatchDim:
+        self = super().__new__(cls, dim)
+        self.rows = rows
+        return self
+
+    def __reduce__(self) -> tuple[type[BatchDim], tuple[int, int]]:
+        return BatchDim, (int(self), self.rows)
+
+
+def rows_per_sample(dim: int | None) -> int:
+    """Returns the rows that each sample has along a dimension that holds the batch.
+
+    >>> rows_per_sample(0), rows_per_sample(BatchDim(0, rows=4))
+    (1, 4)
+    """
+    return dim.rows if isinstance(dim, BatchDim) else 1
+
+
+def rows_of_inputs(dims: Iterable[int | None]) -> frozenset[int]:
+    """Returns the numbers of rows that a sample has in inputs which hold the batch in these dimensions: 1, and more."""
+    return frozenset({1, *map(rows_per_sample, dims)})
+
+
+def samples_along(tensor: torch.Tensor, dim: int) -> int:
+    """Returns the number of samples that a tensor holds in this dimension."""
+    return tensor.shape[dim] // rows_per_sample(dim)
 
 
 def samples_per_micro_batch(batch: int, count: int) -> list[int]:

@@ -41,6 +41,7 @@ from fxpipe.tracing.record.unrecordable import refuse_model
 from fxpipe.tracing.shapes.symbolic_shapes import candidate_dims
 from fxpipe.tracing.source_lines import line_of_error
 from fxpipe.tracing.traced import SizeAssumption, Traced
+from fxpipe.utils.batch_split import rows_per_sample
 from fxpipe.utils.pytree import flatten, flatten_output, preserve_objects
 
 
@@ -58,6 +59,12 @@ def trace_by_export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     refuse_module_hooks(model)
     leaves, spec, values = input_leaves(model, args, kwargs)
     dims = candidate_dims(leaves, in_dims)
+    for leaf, dim in zip(leaves, dims, strict=True):
+        if rows_per_sample(dim) > 1:
+            raise TraceError(
+                f"torch.export is not told of inputs with several rows for each sample ({leaf.path} has "
+                f"{rows_per_sample(dim)}); give each sample one, of more dimensions (b x k)"
+            )
     with PATCH_TURN:
         try:
             program, out_spec = _run_export(model, _inputs_for_export(values, dims), spec, dims)

@@ -37,7 +37,7 @@ from fxpipe.tracing.shapes.symbolic_shapes import SIZE_RELATIONS, candidate_dims
 from fxpipe.tracing.trace_request import TraceRequest
 from fxpipe.tracing.traced import CALL_OPS, Traced
 from fxpipe.tracing.verify.equivalence import take_samples
-from fxpipe.utils.batch_split import micro_batch_sizes
+from fxpipe.utils.batch_split import micro_batch_sizes, rows_per_sample
 from fxpipe.utils.equality import equal_values
 from fxpipe.utils.pytree import flatten, redefined_class
 
@@ -63,7 +63,7 @@ def record_with_batch_numbers(request: TraceRequest, record_on: RecordFunction) 
         if isinstance(compared, CannotRecord):
             error = error or compared
         elif compared is not None and compared.differs:
-            place = next(p for p, dim in enumerate(dims) if dim is not None)
+            place = next(p for p, dim in enumerate(dims) if dim is not None and rows_per_sample(dim) == 1)
             return _insert_formulas(base, compared, place, dims[place])
         elif compared is not None:
             break
@@ -103,7 +103,7 @@ class _ComparedRecordings:
 def _compare_recordings(
     base: Traced, dims: Sequence[int | None], leaves: Sequence[Any], record_on: RecordFunction, chunks: int
 ) -> _ComparedRecordings | CannotRecord | None:
-    place = next(p for p, dim in enumerate(dims) if dim is not None)
+    place = next(p for p, dim in enumerate(dims) if dim is not None and rows_per_sample(dim) == 1)
     batch = base.leaves[place].shape[dims[place]]  # type: ignore[index]
     needed = _needed_sizes(batch, chunks)
     has_size = _rewrite_factories(base)

@@ -40,7 +40,7 @@ from fxpipe.tracing.shapes.symbolic_shapes import candidate_dims
 from fxpipe.tracing.trace_request import TraceRequest
 from fxpipe.tracing.traced import Traced, runs_python
 from fxpipe.tracing.verify.equivalence import slice_samples
-from fxpipe.utils.batch_split import largest_micro_batch
+from fxpipe.utils.batch_split import largest_micro_batch, samples_along
 
 LONG_RECORDING = 0.25  # seconds of a recording
 
@@ -56,7 +56,7 @@ def record_small_batch(request: TraceRequest, record_on: RecordFunction) -> Trac
         return None
     leaves, spec, values = input_leaves(model, request.args, request.kwargs)
     dims = candidate_dims(leaves, request.in_dims)
-    sizes = {value.shape[dim] for value, dim in zip(values, dims, strict=True) if dim is not None}
+    sizes = {samples_along(value, dim) for value, dim in zip(values, dims, strict=True) if dim is not None}
     if len(sizes) != 1:
         return None  # which input holds samples is found on all of them
     (batch,) = sizes

@@ -32,6 +32,7 @@ from fxpipe.tracing.interpreter import NodeValues, copy_of_input, run_node, run_
 from fxpipe.tracing.model_state import preserve_state
 from fxpipe.tracing.record.fit_formula import SizeFormula, formula_value, simplest_formula
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
+from fxpipe.utils.batch_split import rows_per_sample, samples_along
 from fxpipe.utils.equality import equal_values
 
 MAX_CHOICES = 32  # of inputs to vary
@@ -110,7 +111,7 @@ def observe_shapes(
         run = _observe_graph(traced, values, node)
         return Observation((), frozenset(), _fit_all((0, 1), (run, run), node), (run,), 0)
     for varied in itertools.islice(_choices(values, dims, groups), MAX_CHOICES):
-        samples = values[varied[0]].shape[dims[varied[0]]]
+        samples = samples_along(values[varied[0]], dims[varied[0]])
         for numbers in _sample_counts(samples):
             try:
                 runs = [_observe_graph(traced, _resized(values, dims, varied, n), node) for n in numbers]
@@ -187,7 +188,7 @@ def _choices(
     for count in range(len(groups), 0, -1):
         for chosen in itertools.combinations(groups, count):
             places = tuple(place for group in chosen for place in group)
-            if len({values[place].shape[dims[place]] for place in places}) == 1:
+            if len({samples_along(values[place], dims[place]) for place in places}) == 1:
                 yield places
 
 
@@ -205,7 +206,7 @@ def _resized(values: Sequence[Any], dims: Mapping[int, int], varied: Sequence[in
     resized = list(values)
     for place in varied:
         value, dim = values[place], dims[place]
-        index = torch.arange(number, device=value.device) % value.shape[dim]
+        index = torch.arange(number * rows_per_sample(dim), device=value.device) % value.shape[dim]
         resized[place] = value.detach().index_select(dim, index).requires_grad_(value.requires_grad)
     return resized
 
@@ -219,11 +220,11 @@ def _is_of_values(
     Each sample in place of all shows it, wherever a size is a sum over samples.
     """
     observed: list[Any] = []
-    for k in (None, *range(values[varied[0]].shape[dims[varied[0]]])):
+    for k in (None, *range(samples_along(values[varied[0]], dims[varied[0]]))):
         samples = list(values)
         for place in varied if k is not None else ():
-            value = values[place]
-            index = torch.full((value.shape[dims[place]],), k, device=value.device)
+            value, rows = values[place], rows_per_sample(dims[place])
+            index = k * rows + torch.arange(value.shape[dims[place]], device=value.device) % rows
             samples[place] = value.detach().index_select(dims[place], index).requires_grad_(value.requires_grad)
         try:
             observed.append(_observe_graph(traced, samples, node)[node])

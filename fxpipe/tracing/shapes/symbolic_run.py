@@ -43,6 +43,7 @@ from fxpipe.tracing.shapes.observed_shapes import (
 )
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
+from fxpipe.utils.batch_split import rows_per_sample, samples_along
 from fxpipe.utils.progress import progress
 
 
@@ -98,7 +99,7 @@ def run_on_symbols(
     dims = {
         place: dim
         for place, dim in enumerate(asked)
-        if dim is not None and (sure or single == (values[place].shape[dim] == 1))
+        if dim is not None and (sure or single == (samples_along(values[place], dim) == 1))
     }
     is_shared, known = True, _Knowledge(traced)
     while True:
@@ -301,6 +302,9 @@ class _Attempt:
     def _make_inputs(self) -> None:
         for place, node in self.traced.placeholders.items():
             value, dim = self.values[place].detach(), self.dims.get(place)
+            rows = rows_per_sample(dim)
+            if dim is not None and rows > 1:
+                value = value.narrow(dim, 0, samples_along(value, dim)).contiguous()
             if dim is not None and value.shape[dim] == 1:  # torch fixes 0 and 1: three stand for it
                 value = torch.cat([value] * 3, dim)
             wanted = [d for d in range(value.dim()) if (place, d) in self.asked_dynamic and d != dim]
@@ -313,6 +317,9 @@ class _Attempt:
             self.dynamic |= {(place, d): fake.shape[d].node.expr for d in sorted(free)}
             if dim is not None:
                 self.inputs[place], self.symbols[place] = fake.shape[dim], fake.shape[dim].node.expr
+            if rows > 1:
+                sizes = [size * rows if d == dim else size for d, size in enumerate(fake.shape)]
+                self.node_values[node] = fake.new_empty(sizes)
 
     def _attribute(self, tensor: torch.Tensor) -> Any:
         """A tensor of the model: its sizes do not vary."""

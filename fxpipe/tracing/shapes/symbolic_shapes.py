@@ -36,6 +36,7 @@ from fxpipe.tracing.shapes.batch_reductions import ReductionWalk, UnknownReducti
 from fxpipe.tracing.shapes.symbolic_run import SymbolicRun, run_on_symbols
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import CALL_OPS, InputLeaf, Traced, common_batch_size
+from fxpipe.utils.batch_split import BatchDim, rows_per_sample
 from fxpipe.utils.output_combination import OutputCombination, UndeterminedOutput
 from fxpipe.utils.pytree import UNNAMED, StructureError, broadcast_prefix
 
@@ -146,7 +147,7 @@ def add_shapes(
         TraceError: forward computes with the batch size in plain Python.
     """
     asked, sure = candidate_dims(traced.leaves, in_dims), in_dims is not None
-    sizes = {leaf.shape[dim] for leaf, dim in zip(traced.leaves, asked, strict=True) if dim is not None}
+    sizes = _batch_sizes(traced.leaves, asked)
     if 0 in sizes:
         raise ArgumentError("an example input holds no samples (size 0 in the batch dimension); give at least one")
     traced, run = _run_with_dynamic_sizes(traced, values, asked, sure, dynamic)
@@ -220,7 +221,7 @@ def _run_with_dynamic_sizes(
     traced: Traced, values: Sequence[Any], asked: list[int | None], sure: bool, dynamic: Mapping[InputDim, str]
 ) -> tuple[Traced, SymbolicRun]:
     """Runs the graph on symbols; finds `in_dims`, and which dimensions can be dynamic."""
-    sizes = {leaf.shape[dim] for leaf, dim in zip(traced.leaves, asked, strict=True) if dim is not None}
+    sizes = _batch_sizes(traced.leaves, asked)
     reasons: dict[InputDim, str] = {}
     while True:
         wanted = {*dynamic} - reasons.keys()
@@ -382,7 +383,10 @@ def _relation(read: SizeRead, operands: Sequence[sympy.Expr]) -> sympy.Basic:
 
 
 def candidate_dims(leaves: Sequence[InputLeaf], in_dims: Any) -> list[int | None]:
-    """For each input leaf the dimension that may hold the batch: what `in_dims` says, else 0."""
+    """For each input leaf the dimension that may hold the batch: what `in_dims` says, else 0.
+
+    What the user says holds the batch may have several rows for each sample (`BatchDim`).
+    """
     heads = list(dict.fromkeys(leaf.head for leaf in leaves))
     if in_dims is None or isinstance(in_dims, int):
         by_head = {} if in_dims is None else dict.fromkeys(heads, in_dims)
@@ -395,15 +399,43 @@ def candidate_dims(leaves: Sequence[InputLeaf], in_dims: Any) -> list[int | None
             f"in_dims={in_dims!r} does not fit the inputs {heads}; give an int for all, a tuple with an entry (int "
             "or None) for each input, or a dict from input name to int or None"
         )
-    dims: list[int | None] = []
+    dims: list[BatchDim | None] = []
     for leaf in leaves:
         dim = by_head.get(leaf.head, 0 if leaf.shape else None) if leaf.is_tensor else None
         if dim is not None and not -len(leaf.shape) <= dim < len(leaf.shape):
             raise ArgumentError(
                 f"in_dims gives dimension {dim} for input {leaf.path}, which has shape {leaf.shape}; use None for it"
             )
-        dims.append(dim if dim is None else dim % len(leaf.shape))
-    return dims
+        dims.append(dim if dim is None else BatchDim(dim % len(leaf.shape)))
+    return [*dims] if in_dims is None else _with_rows(leaves, dims)
+
+
+def _batch_sizes(leaves: Sequence[InputLeaf], dims: Sequence[int | None]) -> set[int]:
+    """The numbers of samples of inputs, which hold them in these dimensions."""
+    return {leaf.shape[dim] // rows_per_sample(dim) for leaf, dim in zip(leaves, dims, strict=True) if dim is not None}
+
+
+def _with_rows(leaves: Sequence[InputLeaf], dims: Sequence[BatchDim | None]) -> list[int | None]:
+    """Finds how many rows each sample has in inputs that the user says hold the batch: the smallest one has one.
+
+    Raises:
+        ArgumentError: their number is not whole.
+    """
+    sizes = {leaf.path: leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None}
+    batch = min(sizes.values(), default=0)
+    if batch == 0:
+        return [*dims]
+    smallest = next(path for path, size in sizes.items() if size == batch)
+    for path, size in sizes.items():
+        if size % batch:
+            raise ArgumentError(
+                f"in_dims says that {path} holds the batch, but its {size} rows are no whole number for each of the "
+                f"{batch} samples of {smallest}; give each sample as many rows, or None in in_dims for an input "
+                "without a batch"
+            )
+    return [
+        None if dim is None else BatchDim(dim, leaf.shape[dim] // batch) for leaf, dim in zip(leaves, dims, strict=True)
+    ]
 
 
 def _find_batch(traced: Traced, asked: Sequence[int | None], run: SymbolicRun, sure: bool) -> tuple[int | None, ...]:
@@ -426,7 +458,9 @@ def _find_batch(traced: Traced, asked: Sequence[int | None], run: SymbolicRun, s
                 "the batch size cannot vary: " + "; ".join(lines) + "; let forward take the size from its input "
                 "(x.shape[0]), or name another batch dimension with in_dims"
             )
-    common_batch_size([(traced.leaves[p].path, traced.leaves[p].shape[asked[p]]) for p in free])  # type: ignore[index]
+    common_batch_size(
+        [(traced.leaves[p].path, traced.leaves[p].shape[asked[p]] // rows_per_sample(asked[p])) for p in free]  # type: ignore[index]
+    )
     return tuple(asked[place] if place in free else None for place in range(len(traced.leaves)))
 
 
@@ -493,7 +527,7 @@ def _assumed_conditions(traced: Traced, batch: int) -> Iterator[SizeCondition]:
 
     def size(place: int) -> Any:
         leaf, dim = traced.leaves[place], traced.in_dims[place]
-        return traced.batch if dim is not None else leaf.shape[asked[place] or 0]
+        return traced.batch * rows_per_sample(dim) if dim is not None else leaf.shape[asked[place] or 0]
 
     asked = candidate_dims(traced.leaves, None)
     for condition, places in traced.size_assumptions:
@@ -673,7 +707,7 @@ def _out_dim(
         why = "holds the batch in several dimensions"
     else:
         why = "depends on the batch but has no dimension for it"
-        example = {traced.leaves[p].shape[d] for p, d in enumerate(traced.in_dims) if d is not None}
+        example = _batch_sizes(traced.leaves, traced.in_dims)
         if example & {int(s) for shape in shapes for s in shape.shape if s != 1}:
             why += " (forward may have taken its size in plain Python: range(len(x)), int(x.shape[0]))"
     raise ArgumentError(

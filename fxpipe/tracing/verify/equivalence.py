@@ -32,7 +32,7 @@ from fxpipe.tracing.skip_matmul import SkipMatmul
 from fxpipe.tracing.tensors import storage_of
 from fxpipe.tracing.traced import Traced, runs_python
 from fxpipe.tracing.verify.effects import Effects, Ended, ObservedEffects, RunResult, effects_of, observe_run
-from fxpipe.utils.batch_split import micro_batch_sizes
+from fxpipe.utils.batch_split import micro_batch_sizes, rows_per_sample
 from fxpipe.utils.pytree import StructureError, leaves_by_structure, preserve_objects
 
 # numbers that are compared at a time: what is made for many takes longer to get than to fill
@@ -48,12 +48,13 @@ def slice_samples(leaves: Sequence[Any], dims: Sequence[int | None], start: int,
     """The same for inputs that hold the batch in these dimensions."""
 
     def part(leaf: torch.Tensor, dim: int) -> torch.Tensor:
-        size = leaf.shape[dim]
-        if stop <= size:
-            piece = leaf.narrow(dim, start, stop - start)
+        size, rows = leaf.shape[dim], rows_per_sample(dim)
+        first, last = start * rows, stop * rows
+        if last <= size:
+            piece = leaf.narrow(dim, first, last - first)
             return piece.contiguous() if leaf.is_contiguous() else piece
-        again, over = divmod(stop, size)
-        parts = [leaf.narrow(dim, start, size - start), *[leaf] * (again - 1), leaf.narrow(dim, 0, over)]
+        again, over = divmod(last, size)
+        parts = [leaf.narrow(dim, first, size - first), *[leaf] * (again - 1), leaf.narrow(dim, 0, over)]
         return torch.cat(parts, dim)
 
     return [leaf if dim is None else part(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fxpipe.errors import UnequalOutputsError
-from fxpipe.runtime.microbatches import gather, scatter, scatter_gradient
-from fxpipe.utils.batch_split import samples_per_micro_batch
+from fxpipe.runtime.microbatches import gather, scatter, scatter_gradient, target_dims
+from fxpipe.utils.batch_split import BatchDim, samples_per_micro_batch
 
 
 def test_sizes_are_those_of_the_parts_and_the_larger_ones_come_first() -> None:
@@ -20,6 +20,13 @@ def test_sizes_are_those_of_the_parts_and_the_larger_ones_come_first() -> None:
             assert samples_per_micro_batch(batch, count) == [
                 len(part) for part in torch.arange(batch).tensor_split(count)
             ]
+
+
+def test_rows_of_a_sample_stay_together() -> None:
+    tiles = torch.arange(15)
+    parts = [part for (part,) in scatter([tiles], [BatchDim(0, rows=3)], 2)]
+    assert [part.tolist() for part in parts] == [[*range(9)], [*range(9, 15)]]
+    assert target_dims([tiles, 7], 5, {1, 3}) == [BatchDim(0, rows=3), None]
 
 
 def test_parts_are_as_dense_as_the_whole() -> None:

@@ -1,0 +1,226 @@
+"""Inputs with several rows for each sample: tiles of images, boxes. `in_dims` says that they hold the batch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.oracle import assert_same_gradients, closing
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import ArgumentError
+
+D = 6
+
+
+class Tiles(nn.Module):
+    """Each sample has a row of `x` and some tiles, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tile, self.sample, self.last, self.rows = (nn.Linear(D, D) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = torch.relu(self.tile(tiles))
+        y = self.sample(x) + self.pooled(h, len(x.unbind(1)[0]) if self.goes_by_length else x.shape[0])
+        return self.last(y), self.rows(h) + y.repeat_interleave(tiles.shape[0] // x.shape[0], 0)
+
+    goes_by_length = False
+
+    def pooled(self, h: torch.Tensor, samples: int) -> torch.Tensor:
+        return h.view(samples, -1, D).mean(1)
+
+
+class Counting(Tiles):
+    """Takes the number of samples as a plain number."""
+
+    goes_by_length = True
+
+
+class Reading(Tiles):
+    """Asks for a value of all tiles, by the number of samples."""
+
+    def forward(self, x: torch.Tensor, tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(x, -tiles if (tiles > 0).sum() > x.shape[0] * 9 else tiles)
+
+
+class Pool(nn.Module):
+    def forward(self, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return h.view(x.shape[0], -1, D).mean(1)
+
+
+class Whole(Tiles):
+    """A module that is kept whole, of which only runs show what it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = Pool()
+
+    def forward(self, x: torch.Tensor, tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = torch.relu(self.tile(tiles))
+        return self.last(self.sample(x) + self.pool(h, x)), self.rows(h)
+
+
+def inputs_of(samples: int, rows: int, *sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(samples, D), torch.randn(samples * rows, *sizes, D)
+
+
+def assert_steps(model: nn.Module, batches: list[tuple[int, int]], **options: Any) -> int:
+    """Calls and steps of these (samples, rows) are the plain model's. Returns how many graphs they took."""
+    plain = copy.deepcopy(model)
+    names = [name for name, _ in plain.named_parameters()]
+    x, tiles = inputs_of(*batches[0])
+    with closing(
+        fxpipe.pipeline(model, ["cpu", "cpu"], 2, in_dims=0, example_kwargs={"tiles": tiles, "x": x}, **options)
+    ) as pipe:
+        for samples, rows in batches:
+            x, tiles = inputs_of(samples, rows)
+            target = torch.randn(samples * rows, D)
+            inputs = {"tiles": tiles, "x": x}  # the one with the samples is not the first
+            for one in (pipe, plain):
+                one.zero_grad()
+            have, want = pipe(**inputs), plain(**inputs)
+            torch.testing.assert_close(have, want)
+            for outputs in (have, want):
+                sum(output.square().mean() for output in outputs).backward()
+            loss = pipe.forward_backward(**inputs, target=target, loss_fn=lambda y, t: F.mse_loss(y[1], t))
+            wanted = F.mse_loss(plain(**inputs)[1], target)
+            wanted.backward()
+            torch.testing.assert_close(loss, wanted.detach())
+            assert_same_gradients(pipe, plain, loose=names)
+        graphs = len(pipe._fxpipe.graphs)
+        pipe.eval()
+        with torch.no_grad():
+            for samples, rows in batches:
+                inputs = inputs_of(samples, rows)
+                torch.testing.assert_close(pipe(*inputs), plain(*inputs))
+        return graphs
+
+
+BATCHES = [(4, 3), (5, 3), (6, 3), (1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Tiles, {}),
+        (Tiles, {"schedule": "zero_bubble", "checkpoint": "always"}),
+        (Tiles, {"schedule": "zero_bubble", "compile": {"backend": "eager"}}),
+        (Whole, {"leaf_modules": ["pool"]}),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:.*should not be instantiated")
+def test_a_micro_batch_has_the_rows_of_its_samples(kind: type[nn.Module], options: dict[str, Any]) -> None:
+    assert assert_steps(kind(), BATCHES, **options) == 1
+
+
+def test_values_of_all_rows_are_asked_for() -> None:
+    assert assert_steps(Reading(), [*BATCHES, *BATCHES]) <= 3
+
+
+def test_a_number_of_samples_that_forward_takes_as_a_plain_number_is_right() -> None:
+    assert_steps(Counting(), [(4, 3), (6, 3), (4, 3)])
+
+
+def test_other_numbers_of_rows_are_right() -> None:
+    assert assert_steps(Tiles(), [(4, 3), (4, 2), (3, 6), (4, 3), (2, 1), (5, 2)]) == 4
+
+
+def test_gradients_of_rows_go_to_their_input() -> None:
+    model = Tiles()
+    plain = copy.deepcopy(model)
+    x, tiles = inputs_of(5, 3)
+    ours, theirs = (tiles.clone().requires_grad_() for _ in range(2))
+    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, in_dims=0)) as pipe:
+        pipe(x, ours)[1].square().mean().backward()
+        plain(x, theirs)[1].square().mean().backward()
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_rows_along_another_dimension_and_a_length_that_changes() -> None:
+    class Along(Tiles):
+        def forward(self, x: torch.Tensor, tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return super().forward(x, tiles.mean(0))
+
+    model = Along()
+    plain = copy.deepcopy(model)
+    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, in_dims={"x": 0, "tiles": 1})) as pipe:
+        for length in (5, 7, 4, 9):
+            x, tiles = inputs_of(4, 2)
+            tiles = tiles.expand(length, -1, -1) * torch.randn(length, 1, 1)
+            torch.testing.assert_close(pipe(x, tiles), plain(x, tiles))
+        assert len(pipe._fxpipe.graphs) == 2
+
+
+def test_micro_batches_that_are_handed_over_may_have_other_numbers_of_rows() -> None:
+    model = Tiles()
+    plain = copy.deepcopy(model)
+    calls = [(inputs_of(samples, rows), torch.randn(samples * rows, D)) for samples, rows in ((4, 3), (2, 3), (3, 2))]
+
+    def loss_fn(outputs: Any, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(outputs[1], target)
+
+    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], in_dims=0)) as pipe:
+        have = pipe.forward_backward(micro_batches=calls, loss_fn=loss_fn)
+    want = sum(loss_fn(plain(*inputs), target) * (len(inputs[0]) / 9) for inputs, target in calls)
+    want.backward()
+    torch.testing.assert_close(have, want.detach())
+    assert_same_gradients(model, plain, loose=[name for name, _ in plain.named_parameters()])
+
+
+def test_a_plan_needs_no_values() -> None:
+    with torch.device("meta"):
+        plan = fxpipe.plan(Tiles(), 2, example_args=inputs_of(8, 3), in_dims=0, chunks=2)
+    assert plan.micro_batch == 4
+
+
+class OtherOrder(Tiles):
+    """The first tiles of all samples, then the second ones."""
+
+    def pooled(self, h: torch.Tensor, samples: int) -> torch.Tensor:
+        return h.view(-1, samples, D).mean(0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "rows", "message"),
+    [
+        (
+            Tiles,
+            {"in_dims": 0},
+            11,
+            "tiles holds the batch, but its 11 rows are no whole number for each of the 4 samples",
+        ),
+        (
+            Tiles,
+            {},
+            12,
+            r"disagree on the batch size \(x: 4, tiles: 12\).* say with in_dims \(in_dims=0\) that one with",
+        ),
+        (Tiles, {"in_dims": {"tiles": None}}, 12, "depends on the batch but has no dimension for it"),
+        (OtherOrder, {"in_dims": 0}, 12, "are rows in another order than the samples"),
+        (
+            Tiles,
+            {"in_dims": 0, "tracer": "export"},
+            12,
+            "several rows for each sample .tiles has 3",
+        ),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(kind: type[nn.Module], options: Any, rows: int, message: str) -> None:
+    with pytest.raises(fxpipe.errors.FxpipeError, match=message):
+        fxpipe.pipeline(kind(), ["cpu", "cpu"], 2, example_args=(torch.randn(4, D), torch.randn(rows, D)), **options)
+
+
+def test_rows_that_are_no_whole_number_are_refused_by_a_pipe_that_has_run() -> None:
+    with closing(fxpipe.pipeline(Tiles(), ["cpu", "cpu"], 2, in_dims=0, example_args=inputs_of(4, 3))) as pipe:
+        with pytest.raises(ArgumentError, match="its 11 rows are no whole number"):
+            pipe(torch.randn(4, D), torch.randn(11, D))
+        with pytest.raises(ArgumentError, match="its dimension 0 must be 4 or 12"):
+            pipe.forward_backward(*inputs_of(4, 3), target=torch.randn(8, D), loss_fn=lambda y, t: F.mse_loss(y[1], t))
+        pipe(*inputs_of(4, 3))
