@@ -42,43 +42,49 @@ def device_count(device_type: str | None = None) -> int:
 def local_devices() -> tuple[torch.device, ...]:
     """Returns all devices of the accelerator; none where there is none, or none that stages can run on."""
     kind = accelerator_type()
-    count = device_count()
-    if kind is None or not count or missing_support(kind):
-        return ()
-    return tuple(torch.device(kind, index) for index in range(count))
+    devices = tuple(torch.device(str(kind), index) for index in range(device_count()))
+    return () if not devices or missing_support(devices[0]) else devices
 
 
-@functools.cache
-def missing_support(device_type: str) -> str | None:
-    """Says what torch's backend for a type of devices, of which one is here, lacks for stages; None if nothing."""
-    if device_type != accelerator_type():
+_missing_support: dict[str, str | None] = {}  # by type of device
+
+
+def missing_support(device: torch.device) -> str | None:
+    """Says what torch's backend for a device, which is here, lacks for stages; None if nothing.
+
+    It is tried on this device, and no other, which may be somebody else's.
+    """
+    if device.type not in _missing_support:
+        _missing_support[device.type] = _find_missing_support(device)
+    return _missing_support[device.type]
+
+
+def _find_missing_support(device: torch.device) -> str | None:
+    if device.type != accelerator_type():
         return f"torch's accelerator is {accelerator_type()!r}, and it has one at a time"
     needed: tuple[tuple[str, Callable[[torch.device], Any]], ...] = (
         ("current streams (torch.accelerator.current_stream)", current_stream),
         ("streams (torch.Stream)", new_stream),
-        ("events with times (torch.Event)", _try_event),
+        ("events with times (torch.Event)", lambda device: record_event(current_stream(device), timing=True)),
         ("random generators (torch.Generator)", torch.Generator),
-        ("its own random generator (default_generators or get_rng_state)", lambda d: default_generator(d).get_state()),
+        ("its own random generator (default_generators or get_rng_state)", _try_generator),
         ("tensors that remember a stream (Tensor.record_stream)", _try_record_stream),
     )
     for name, attempt in needed:
         try:
-            attempt(torch.device(device_type, 0))
+            attempt(device)
         except (RuntimeError, AttributeError, NotImplementedError, TypeError) as error:
             first = str(error).strip().partition("\n")[0]
-            return f"torch's backend {device_type!r} lacks {name}: {first}"
+            return f"torch's backend {device.type!r} lacks {name}: {first}"
     return None
 
 
-def _try_event(device: torch.device) -> None:
-    first, second = (record_event(current_stream(device), timing=True) for _ in range(2))
-    second.synchronize()
-    first.query()
-    first.elapsed_time(second)
+def _try_generator(device: torch.device) -> None:
+    default_generator(device).get_state()
 
 
 def _try_record_stream(device: torch.device) -> None:
-    torch.empty(1, device=device).record_stream(current_stream(device))
+    torch.empty(0, device=device).record_stream(current_stream(device))  # takes no memory, of which there may be none
 
 
 def with_index(device: torch.device) -> torch.device:
@@ -114,15 +120,18 @@ def parse_device(argument: str, value: str | torch.device, anywhere: bool = Fals
             f"{argument}: {value!r} is not available: there are {count} {device.type.upper()} devices here; 'cpu' "
             "always works"
         )
-    if lacking := missing_support(device.type):
+    device = with_index(device)
+    if lacking := missing_support(device):
         raise ArgumentError(f"{argument}: {value!r} is not supported: {lacking}; 'cpu' always works")
-    return with_index(device)
+    return device
 
 
 def device_name(device: torch.device) -> str | None:
     """Returns the name that the maker gives it; None where torch does not tell."""
+    if not device_count(device.type):
+        return None
     function = getattr(torch.get_device_module(device.type), "get_device_name", None)
-    return None if function is None or not device_count(device.type) else str(function(device))
+    return None if function is None else str(function(device))
 
 
 def set_current_device(device: torch.device) -> None:
@@ -296,7 +305,7 @@ _MEMORY_FUNCTIONS = {
 def _memory_function(device_type: str, name: str) -> Callable[[torch.device], Any] | None:
     """Returns the function of that name for a type of devices; None where there is none that works."""
     function: Callable[[torch.device], Any] | None = getattr(torch.get_device_module(device_type), name, None)
-    if function is not None or device_type != accelerator_type():
+    if function is not None:
         return function
     function = getattr(torch.accelerator, _MEMORY_FUNCTIONS[name], None)
     try:
@@ -308,8 +317,8 @@ def _memory_function(device_type: str, name: str) -> Callable[[torch.device], An
 
 
 def memory_figures(device: torch.device) -> MemoryFigures | None:
-    """Returns figures of a device's memory; None for the CPU, and where the backend has none."""
-    if device.type == "cpu":
+    """Returns figures of a device's memory; None for one that is no accelerator, and where the backend has none."""
+    if device.type != accelerator_type():
         return None
     names = ("mem_get_info", "memory_allocated", "memory_reserved")
     figures, allocated, reserved = (_memory_function(device.type, name) for name in names)
@@ -322,7 +331,7 @@ def memory_figures(device: torch.device) -> MemoryFigures | None:
 def counts_memory(device: torch.device) -> bool:
     """Returns whether the backend counts the bytes of tensors, and the most there were."""
     names = ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats")
-    return device.type != "cpu" and all(_memory_function(device.type, name) for name in names)
+    return device.type == accelerator_type() and all(_memory_function(device.type, name) for name in names)
 
 
 def _memory_figure(device: torch.device, name: str) -> int:
@@ -398,9 +407,19 @@ def default_generator(device: torch.device) -> GeneratorState:
 def used_generators() -> list[GeneratorState]:
     """Returns the generators of the accelerator's devices; none where nothing has used the accelerator yet."""
     kind = accelerator_type()
-    if kind is None or not device_count() or not _is_initialized(kind) or missing_support(kind):
+    if kind is None or not device_count() or not _is_initialized(kind) or not _has_generators(kind):
         return []
     return [default_generator(torch.device(kind, index)) for index in range(device_count())]
+
+
+@functools.cache
+def _has_generators(device_type: str) -> bool:
+    """Returns whether the generators of devices can be asked for their state, as stages need it."""
+    try:
+        _try_generator(torch.device(device_type, 0))
+    except (RuntimeError, AttributeError, NotImplementedError, TypeError):
+        return False
+    return True
 
 
 def generator_position(generator: GeneratorState) -> Any:

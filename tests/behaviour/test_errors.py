@@ -83,7 +83,7 @@ def test_devices(devices, error, words):
 
 def test_unavailable_devices_are_counted(monkeypatch):
     monkeypatch.setattr(accelerator, "device_count", lambda kind: 2)
-    monkeypatch.setattr(accelerator, "missing_support", lambda kind: None)
+    monkeypatch.setattr(accelerator, "missing_support", lambda device: None)
     with pytest.raises(ArgumentError, match="'cuda:2' is not available: there are 2 CUDA devices"):
         fxpipe.pipeline(_chain(), ["cuda:0", "cuda:1", "cuda:2"])
 

@@ -512,7 +512,7 @@ def test_a_number_of_devices_with_cuda(
 ) -> None:
     monkeypatch.setattr("fxpipe.accelerator.accelerator_type", lambda: "cuda")
     monkeypatch.setattr("fxpipe.accelerator.device_count", lambda kind=None: 3)
-    monkeypatch.setattr("fxpipe.accelerator.missing_support", lambda kind: None)
+    monkeypatch.setattr("fxpipe.accelerator.missing_support", lambda device: None)
     assert main(["zoo_of_models:make_mlp", "--devices", "2"]) == 0
     assert fake_plan.devices == ("cuda:0", "cuda:1")
     assert main(["zoo_of_models:make_mlp"]) == 0

@@ -32,7 +32,7 @@ def two(simulated):
 
 
 def test_any_backend_of_torch_has_what_stages_need(one):
-    assert accelerator.missing_support("sim") is None
+    assert accelerator.missing_support(torch.device("sim:3")) is None
     assert parse_devices(None) == tuple(torch.device("sim", index) for index in range(4))
     assert accelerator.with_index(torch.device("sim")) == one
     with pytest.raises(ArgumentError, match="'sim:4' is not available: there are 4 SIM devices"):

@@ -28,12 +28,14 @@ def backend(monkeypatch):
     )
     monkeypatch.setattr(accelerator, "accelerator_type", lambda: "xpu")
     monkeypatch.setattr(accelerator, "device_count", lambda kind=None: 2 if kind in (None, "xpu") else 0)
-    monkeypatch.setattr(accelerator, "missing_support", lambda kind: None)
+    monkeypatch.setattr(accelerator, "missing_support", lambda device: None)
     monkeypatch.setattr(accelerator, "current_device", lambda device: torch.no_grad())
     monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
-    accelerator._memory_function.cache_clear()
+    for cached in (accelerator._memory_function, accelerator._has_generators):
+        cached.cache_clear()
     yield module
-    accelerator._memory_function.cache_clear()
+    for cached in (accelerator._memory_function, accelerator._has_generators):
+        cached.cache_clear()
 
 
 # -- devices -----------------------------------------------------------------------------------------------------------
@@ -56,7 +58,7 @@ def test_a_device_that_is_not_here_is_refused_with_the_number_of_those_that_are(
 
 
 def test_a_backend_that_lacks_something_is_refused_by_name(backend, monkeypatch):
-    monkeypatch.setattr(accelerator, "missing_support", lambda kind: f"torch's backend {kind!r} lacks streams")
+    monkeypatch.setattr(accelerator, "missing_support", lambda device: f"torch's backend {device.type!r} lacks streams")
     with pytest.raises(ArgumentError, match="'xpu:0' is not supported: torch's backend 'xpu' lacks streams"):
         parse_devices(["xpu:0"])
     assert parse_devices(None) == (CPU, CPU)
@@ -64,7 +66,7 @@ def test_a_backend_that_lacks_something_is_refused_by_name(backend, monkeypatch)
 
 def test_what_is_lacking_is_found_by_trying(monkeypatch):
     """`torch.Stream` of a backend that has none raises what its backend says."""
-    accelerator.missing_support.cache_clear()
+    monkeypatch.setattr(accelerator, "_missing_support", {})
     monkeypatch.setattr(accelerator, "accelerator_type", lambda: "xpu")
     monkeypatch.setattr(accelerator, "current_stream", lambda device: None)
 
@@ -73,9 +75,8 @@ def test_what_is_lacking_is_found_by_trying(monkeypatch):
 
     monkeypatch.setattr(accelerator, "new_stream", refuse)
     words = "torch's backend 'xpu' lacks streams (torch.Stream): Backend doesn't support create a new Stream"
-    assert accelerator.missing_support("xpu") == words
-    assert "one at a time" in accelerator.missing_support("cuda")
-    accelerator.missing_support.cache_clear()
+    assert accelerator.missing_support(torch.device("xpu:1")) == words
+    assert "one at a time" in accelerator.missing_support(torch.device("cuda:0"))
 
 
 # -- captures ----------------------------------------------------------------------------------------------------------
@@ -148,10 +149,16 @@ def test_a_generator_is_that_of_the_backend_or_the_state_that_it_shows(backend):
         backend.set_rng_state(torch.ones(2), device)
         torch.rand(1)
     assert torch.equal(states[1], torch.zeros(2))
-    backend.default_generators = ["first", "second"]
-    assert accelerator.default_generator(device) == "second"
-    assert accelerator.used_generators() == ["first", "second"]
+    backend.default_generators = (torch.Generator(), torch.Generator())
+    assert accelerator.default_generator(device) is backend.default_generators[1]
+    assert accelerator.used_generators() == [*backend.default_generators]
     backend.is_initialized = lambda: False
+    assert accelerator.used_generators() == []
+
+
+def test_a_backend_that_shows_no_state_of_its_generators_is_left_alone(backend):
+    del backend.default_generators
+    backend.get_rng_state = lambda: torch.zeros(2)  # of the only device
     assert accelerator.used_generators() == []
 
 
