@@ -246,13 +246,14 @@ class Pipeline(nn.Module):
 
     @property
     def plan(self) -> Plan:
-        """The stages, what they cost and what they send."""
-        if self._fxpipe.plan is None:
+        """The stages, what they cost and what they send: in the sizes that differ, too, once some were seen to."""
+        plan = self._fxpipe.plan_of_all_sizes()
+        if plan is None:
             raise StateError(
                 "the pipe has no plan yet: it plans at the first call; pass example_args to fxpipe.pipeline to plan at "
                 "once"
             )
-        return self._fxpipe.plan
+        return plan
 
     @property
     def model(self) -> nn.Module:

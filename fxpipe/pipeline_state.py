@@ -24,6 +24,7 @@ from fxpipe.errors import ArgumentError, FxpipeError, StateError
 from fxpipe.graph_cache import CachedGraph, GraphCache, GraphInputs, StepGraphs
 from fxpipe.optimizer_state import OptimizerStateMover
 from fxpipe.planning import PreparedGraph, prepare, prepare_additional_graph
+from fxpipe.planning.dynamic_plan import plan_with_dynamic_sizes
 from fxpipe.planning.evaluation_check import refusal_of_evaluation
 from fxpipe.planning.passes import holds_for_lengths, holds_for_sizes
 from fxpipe.plans import Plan
@@ -68,11 +69,28 @@ class PipelineState:
         self._chosen_for = (False, 0)  # of which mini-batches the number of micro-batches is: do they train? samples
         self._answers: dict[str, list[dict[str, str]]] = {}  # of graphs that differ in nothing else: read -> answer
         self._warned = self._has_prints = False
+        self._sized: tuple[Plan, PreparedGraph, Plan] | None = None  # of this plan and graph: the plan of all sizes
 
     def plan_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plans a model without values; the first call, when it has some, plans it again with measured seconds."""
         with torch.inference_mode(False), torch.enable_grad(), show_progress(self.settings.progress):
             self.plan = prepare(self.model, args, kwargs, self.settings, self.given_plan, peek_seed()).plan
+
+    def plan_of_all_sizes(self) -> Plan | None:
+        """The plan; once a graph with dynamic sizes has been recorded beside that of the example, with its formulas."""
+        plan, first = self.plan, self.first
+        if plan is None or first is None or plan.sizes:
+            return plan
+        same = (one for one, _ in reversed(self.graphs.entries) if one.traced.key == first.traced.key)
+        prepared = next((one for one in same if one.traced.dynamic.symbols), None)
+        if prepared is None:
+            return plan
+        if self._sized is None or self._sized[0] is not plan or self._sized[1] is not prepared:
+            sized = None
+            with contextlib.suppress(Exception):  # what runs on values only has the figures of the example
+                sized = plan_with_dynamic_sizes(plan, first.traced.leaves, prepared)
+            self._sized = plan, prepared, plan if sized is None else sized
+        return self._sized[2]
 
     def add_prepared(self, prepared: PreparedGraph) -> None:
         """Takes a graph that was profiled and cut elsewhere."""

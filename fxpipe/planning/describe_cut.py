@@ -60,9 +60,9 @@ if TYPE_CHECKING:
 FITTED_SIZES = (1, 2, 3, 4)  # numbers of samples at which working memory is looked at, beside that of the plan
 
 
-def stage_bytes(cut: Cut, profiles: Sequence[Profile], samples: int) -> list[StageBytes]:
+def stage_bytes(traced: Traced, starts: Sequence[int], profiles: Sequence[Profile], samples: int) -> list[StageBytes]:
     """Computes the memory of each stage; `samples` are of the planned micro-batch, for which the figures are exact."""
-    traced, profile = cut.traced, profiles[0]
+    profile = profiles[0]
     chain = chain_of(traced, profiles, samples, {})
     storages, lengths = flow_of_storage(chain), profile.lengths
     costs = {cost.name: cost for cost in profile.nodes}
@@ -77,8 +77,8 @@ def stage_bytes(cut: Cut, profiles: Sequence[Profile], samples: int) -> list[Sta
         working[-1].add(polynomial(profile.loss.working_bytes))
     points = _points_around(samples, lengths, largest_lengths(traced, profile))
     stages = []
-    for j, (start, end) in enumerate(zip(cut.starts, [*cut.starts[1:], len(chain)], strict=True)):
-        plain, again = (kept_by_stage(chain, cut.starts, j, way, storages) for way in (False, True))
+    for j, (start, end) in enumerate(zip(starts, [*starts[1:], len(chain)], strict=True)):
+        plain, again = (kept_by_stage(chain, starts, j, way, storages) for way in (False, True))
         portals = polynomial_sum(flows[i] for i in plain.portals)
         portals_again = polynomial_sum(flows[i] for i in {*again.portals} - {*plain.portals})
         stages.append(
@@ -241,10 +241,10 @@ def plan_of_cut(
     """
     traced, samples = cut.traced, settings.largest_micro_batch(batch)
     here = size_point(samples, cut.profiles[0].lengths).values
-    formulas = _sent_formulas(traced, program, samples, cut.profiles[0].lengths)
+    formulas = sent_formulas(traced, program, samples, cut.profiles[0].lengths)
     by_kind = [{cost.name: cost for cost in profile.nodes} for profile in cut.profiles]
     names = [node.name for node in traced.nodes]
-    bytes_of_stages = stage_bytes(cut, cut.profiles, samples)
+    bytes_of_stages = stage_bytes(traced, cut.starts, cut.profiles, samples)
     ends = [*cut.starts[1:], len(names)]
     hardware, operations = settings.hardware, dict[Operation, int]()
     losses = [profile.loss for profile in cut.profiles]
@@ -254,7 +254,7 @@ def plan_of_cut(
     for j, (start, end) in enumerate(zip(cut.starts, ends, strict=True)):
         cost, memory, costs = cut.loads[j].cost, cut.sites[j].memory, by_kind[cut.sites[j].kind]
         own = [costs[name] for name in names[start:end]]
-        sent = _sent_bytes(program, j, formulas)
+        sent = sent_bytes(program, j, formulas)
         copied = [costs[name] for name in copies[j]]
         loss = losses[cut.sites[j].kind] if end == len(names) else None
         update = 0.0 if hardware is None else hardware.update_seconds(cost.gradient_bytes, cost.optimizer_bytes)
@@ -313,7 +313,7 @@ def plan_of_cut(
         estimated_for=cut.profiles[0].estimated_for,
         placement=settings.placement,
         bottlenecks=cut.bottlenecks,
-        sendings=_planned_transfers(traced, program, formulas, settings, here),
+        sendings=planned_transfers(traced, program, formulas, settings, here),
         batch=batch,
         evaluating=evaluating_modules(traced.model),
         tied=tied_parameters(traced, program),
@@ -330,13 +330,13 @@ def value_sizes(traced: Traced, samples: int, lengths: Lengths) -> dict[str, int
     return {n.name: bytes_at(bytes_formula(info(n).full_shapes), traced.batch, samples, lengths) for n in nodes}
 
 
-def _sent_bytes(program: Program, stage: int, formulas: Mapping[str, Polynomial]) -> Polynomial:
+def sent_bytes(program: Program, stage: int, formulas: Mapping[str, Polynomial]) -> Polynomial:
     """Computes the bytes that go to the next stage; portals are not counted."""
     following = program.stages[stage + 1].receives if stage + 1 < len(program.stages) else ()
     return polynomial_sum(formulas[value.name] for value in following if value.source == stage)
 
 
-def _sent_formulas(traced: Traced, program: Program, samples: int, lengths: Lengths) -> dict[str, Polynomial]:
+def sent_formulas(traced: Traced, program: Program, samples: int, lengths: Lengths) -> dict[str, Polynomial]:
     """Computes the bytes of all values that are sent, by name."""
     names = {value.name for stage in program.stages for value in stage.receives}
     return {
@@ -346,7 +346,7 @@ def _sent_formulas(traced: Traced, program: Program, samples: int, lengths: Leng
     }
 
 
-def _planned_transfers(
+def planned_transfers(
     traced: Traced, program: Program, formulas: Mapping[str, Polynomial], settings: Settings, here: Mapping[str, int]
 ) -> tuple[PlannedTransfer, ...]:
     """Yields the transfers between stages, by pairs of them; outputs go to the caller, and are not among them."""

@@ -266,6 +266,7 @@ class PreparedGraph:
     program: Program
     settings: Settings  # with all that was left to planning
     is_reordered: bool
+    starts: tuple[int, ...]  # the place of the first node of each stage
 
 
 def prepare_profiled(profiled: ProfiledModel, settings: Settings) -> PreparedGraph:
@@ -292,7 +293,7 @@ def prepare_cut(cut: Cut, fingerprint: str, batch: int, settings: Settings) -> P
         program = split_into_stages(traced, cut.starts, settings.devices, copies, deferred, compiled)
     plan = plan_of_cut(cut, program, copies, batch, settings)
     plan = replace(plan, fingerprint=fingerprint)
-    return PreparedGraph(plan, traced, program, settings, traced.fingerprint() != fingerprint)
+    return PreparedGraph(plan, traced, program, settings, traced.fingerprint() != fingerprint, cut.starts)
 
 
 def _decided_checkpoint(asked: str | tuple[str, ...], recompute: Sequence[bool]) -> str | tuple[str, ...]:
@@ -332,7 +333,8 @@ def prepare_given_plan(traced: Traced, asked: Plan, batch: int, settings: Settin
         placement=settings.placement,
         batch=batch,
     )
-    return PreparedGraph(plan, reordered, program, settings, names != [node.name for node in traced.nodes])
+    is_reordered = names != [node.name for node in traced.nodes]
+    return PreparedGraph(plan, reordered, program, settings, is_reordered, starts)
 
 
 # -- Another graph of a planned model, for evaluation say, cut so that nodes stay with their parameters --------------
@@ -365,7 +367,7 @@ def prepare_additional_graph(
     starts = cut_least_misplaced(_misplacement_costs(first, traced), forbidden_cuts(traced))
     deferred, compiled = settings.deferred_batch_norm, settings.compile
     program = split_into_stages(traced, starts, settings.devices, (), deferred, compiled)
-    return replace(first, traced=traced, program=program)
+    return replace(first, traced=traced, program=program, starts=tuple(starts))
 
 
 def _misplacement_costs(first: PreparedGraph, traced: Traced) -> list[list[float]]:

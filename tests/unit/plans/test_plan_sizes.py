@@ -66,17 +66,47 @@ def test_figures_at_another_length_are_those_of_a_plan_made_there(length: int) -
     ]
 
 
+def sent_in_a_step(pipe: fxpipe.Pipeline, ids: torch.Tensor) -> dict[tuple[int, int], int]:
+    """The bytes from stage to stage in a step that runs; the loss is on the last one."""
+    pipe.forward_backward(ids, target=ids, loss_fn=lambda y, t: y.float().pow(2).mean())
+    sent: dict[tuple[int, int], int] = {}
+    for way in pipe.last_step.transfers:
+        pair = way.maker.stage, way.user.stage
+        if pair[0] != pair[1] and max(pair) < len(pipe.plan.stages):
+            sent[pair] = sent.get(pair, 0) + int(way.bytes)
+    return sent
+
+
+def sent_as_planned(plan: Plan) -> dict[tuple[int, int], int]:
+    return {(way.source, way.target): plan.micro_batches * way.bytes for way in plan.sendings}
+
+
 def test_what_is_sent_at_another_length_is_what_the_plan_says() -> None:
     plan = fxpipe.plan(model(), 2, example_args=(IDS,), dynamic_shapes=LENGTHS, chunks=4, profile_budget=0.1)
-    ids = torch.randint(17, (8, 13))
     with fxpipe.pipeline(model(), ["cpu", "cpu"], plan=plan, example_args=(IDS,), dynamic_shapes=LENGTHS) as pipe:
-        pipe.forward_backward(ids, target=ids, loss_fn=lambda y, t: y.float().pow(2).mean())
-        seen: dict[tuple[int, int], int] = {}
-        for way in pipe.last_step.transfers:
-            pair = way.maker.stage, way.user.stage
-            seen[pair] = seen.get(pair, 0) + int(way.bytes)
-    told = {(way.source, way.target): 4 * way.bytes for way in plan.at(s=13).sendings}
-    assert {pair: count for pair, count in seen.items() if pair in told} == told
+        sent = sent_in_a_step(pipe, torch.randint(17, (8, 13)))
+    assert sent == sent_as_planned(plan.at(s=13)) != sent_as_planned(plan)
+
+
+def test_a_pipe_that_has_met_a_second_length_has_the_formulas_of_all() -> None:
+    with fxpipe.pipeline(model(), ["cpu", "cpu"], 4, example_args=(IDS,), profile_budget=0.1) as pipe:
+        before = pipe.plan
+        assert before.sizes == ()
+        sent = sent_in_a_step(pipe, torch.randint(17, (8, 13)))
+        plan = pipe.plan
+        assert plan is pipe.plan
+    (size,) = plan.sizes
+    assert (size.name, size.size, size.largest) == ("ids_dim1", 8, 13)
+    assert [stage.nodes for stage in plan.stages] == [stage.nodes for stage in before.stages]
+    for j in range(2):
+        assert plan.memory(j, b=2) == before.memory(j, b=2)
+        assert plan.flops(j, b=3) == before.flops(j, b=3)
+    assert sent_as_planned(plan) == sent_as_planned(before)
+    assert sent_as_planned(plan.at(ids_dim1=13)) == sent
+    cut = [len(stage.nodes) for stage in plan.stages]
+    there = fxpipe.plan(model(), 2, example_args=(torch.randint(17, (8, 13)),), chunks=4, balance=cut, **OPTIONS)
+    assert [plan.memory(j, b=2, ids_dim1=13) for j in range(2)] == [there.memory(j, b=2) for j in range(2)]
+    assert fxpipe.simulate(plan, ids_dim1=13).step_seconds >= fxpipe.simulate(plan).step_seconds
 
 
 def test_pictures_have_two_sizes() -> None:

@@ -1,0 +1,130 @@
+"""The plan of a pipe that has met a second size: the stages of its first graph, with the formulas of the later one.
+
+The first graph is of the sizes of the example; what it costs at others, nobody can tell. The graph that is recorded for
+the second size has these as symbols. So its bytes and FLOPs are counted, on tensors without values, and take the place
+of the first one's: the same numbers at the sizes of the example, and formulas in all. Seconds grow with the FLOPs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from fxpipe.planning.describe_cut import (
+    planned_sizes,
+    planned_transfers,
+    sent_bytes,
+    sent_formulas,
+    stage_bytes,
+    user_line_of,
+)
+from fxpipe.planning.passes import PreparedGraph
+from fxpipe.plans import Plan, Portal, StageGrowth, StagePlan
+from fxpipe.profiling import NodeCost, Profile, Seconds
+from fxpipe.profiling.formulas import size_polynomial
+from fxpipe.profiling.memory import count_flops_and_bytes
+from fxpipe.profiling.other_sizes import size_point
+from fxpipe.profiling.profile_data import ZERO_FORMULA
+from fxpipe.tracing.dynamic_sizes import Lengths
+from fxpipe.tracing.fake_tensors import with_fake_tensors
+from fxpipe.tracing.traced import InputLeaf, Traced
+from fxpipe.utils.locks import DISPATCH_MODE_LOCK, planning_block
+from fxpipe.utils.polynomial import ZERO, Polynomial, polynomial_sum
+
+
+@planning_block()
+def plan_with_dynamic_sizes(plan: Plan, first: Sequence[InputLeaf], prepared: PreparedGraph) -> Plan | None:
+    """The plan with the formulas of a graph of the same stages; None where it is not one for the planned sizes.
+
+    Args:
+        first: the inputs of the graph that was planned.
+        prepared: a graph with dynamic sizes, cut as the plan is.
+
+    Raises:
+        Exception: of a node that does not run without values.
+    """
+    traced, samples = prepared.traced, plan.micro_batch
+    lengths = traced.dynamic.lengths_of(first)
+    if lengths is None or not traced.holds_at(samples, lengths):
+        return None
+    profile = _uncosted_profile(traced, samples, lengths)
+    here = size_point(samples, lengths).values
+    formulas = sent_formulas(traced, prepared.program, samples, lengths)
+    lines = {node.name: user_line_of(node) for node in traced.graph.nodes}
+    memory = stage_bytes(traced, prepared.starts, [profile], samples)
+    ends = [*prepared.starts[1:], len(traced.nodes)]
+    stages = []
+    for stage, own, start, end in zip(plan.stages, memory, prepared.starts, ends, strict=True):
+        costs = profile.nodes[start:end]
+        flops, back = (
+            polynomial_sum(size_polynomial(one, traced.batch, samples, lengths) for one in of)
+            for of in ([cost.flops for cost in costs], [cost.backward_flops for cost in costs])
+        )
+        sent = sent_bytes(prepared.program, stage.index, formulas)
+        growing = _growth(stage, flops, back, here)
+        stages.append(replace(stage, bytes=own, flops=flops + back, sent=sent, growing=growing))
+    return replace(
+        plan,
+        stages=tuple(stages),
+        portals=tuple(
+            Portal(s.name, s.source, s.target, formulas[s.name].at(here), formulas[s.name], lines[s.name])
+            for s in prepared.program.skips
+        ),
+        sendings=planned_transfers(traced, prepared.program, formulas, prepared.settings, here),
+        sizes=planned_sizes(traced, profile),
+    )
+
+
+def _uncosted_profile(traced: Traced, samples: int, lengths: Lengths) -> Profile:
+    """Counts bytes and FLOPs; seconds are not known."""
+    assert traced.effects is not None
+    with DISPATCH_MODE_LOCK, with_fake_tensors(traced.model, _inputs_at(traced, lengths), always=True) as leaves:
+        counts = count_flops_and_bytes(traced, traced.effects, leaves, samples)
+    nodes = tuple(
+        NodeCost(
+            node.name,
+            Seconds(),
+            Seconds(),
+            ZERO_FORMULA,
+            ZERO_FORMULA,
+            flops=counts.nodes[node].flops,
+            backward_flops=counts.nodes[node].backward_flops,
+            saved_bytes=counts.nodes[node].saved_bytes,
+            working_bytes=counts.nodes[node].working_bytes,
+        )
+        for node in traced.nodes
+    )
+    sizes = size_point(samples, lengths).others
+    return Profile(nodes, samples, traced.batch, "", saved=counts.saved, sizes=sizes)
+
+
+def _inputs_at(traced: Traced, lengths: Lengths) -> list[Any]:
+    """Inputs of these dynamic sizes, as large as those of the recording else."""
+    values, inputs = dict(lengths), list[Any]()
+    for place, leaf in enumerate(traced.leaves):
+        if not leaf.is_tensor:
+            inputs.append(leaf.constant)
+            continue
+        formulas = (traced.dynamic.formulas.get((place, dim)) for dim in range(len(leaf.shape)))
+        shape = [s if f is None else int(f.xreplace(values)) for s, f in zip(leaf.shape, formulas, strict=True)]
+        inputs.append(torch.zeros(shape, dtype=leaf.dtype, requires_grad=leaf.requires_grad))
+    return inputs
+
+
+def _growth(stage: StagePlan, flops: Polynomial, back: Polynomial, here: dict[str, int]) -> StageGrowth:
+    """What grows of the seconds of a stage does so with its FLOPs; where there are none, with the samples alone."""
+
+    def growing(seconds: float, fixed: float, work: Polynomial) -> Polynomial:
+        once = work.value(here)
+        return work * (Fraction(max(0.0, seconds - fixed)) / Fraction(once)) if once else ZERO
+
+    return StageGrowth(
+        growing(stage.forward_seconds, stage.fixed.forward, flops),
+        growing(stage.backward_seconds, stage.fixed.backward, back or flops),
+        growing(stage.weight_seconds, stage.fixed.weight, back or flops),
+        growing(stage.loss_seconds, stage.fixed.loss, flops),
+    )
