@@ -3,7 +3,7 @@
 The receiver must know what comes before it can receive it: sizes, strides, which values are tensors at all. That is the
 *layout*. It is the same in each step, as a rule, so both ends remember that of the step before:
 
-    control     16 bytes: is the layout that of the last step, or how many bytes has the new one
+    control     24 bytes: is the layout that of the last step, or how many bytes has the new one; and a note
     payload     the memory of all tensors in one message, expected early where the layout is known
     layout      where it is a new one; then the payload once more, with the sizes that it says
 
@@ -26,7 +26,7 @@ from fxpipe.distributed.connection import Connection
 from fxpipe.errors import InternalError
 from fxpipe.runtime.transport import PackedTensor, is_packable, pack
 
-CONTROL_BYTES = 16
+CONTROL_BYTES = 24
 ALIGNMENT = 64  # bytes, of each tensor in a payload
 MAX_KEYS = 4096  # of layouts that are remembered
 
@@ -139,15 +139,16 @@ class Mailbox:
         """`layouts`: of the last steps, by key; those of this step are put there by `remember`."""
         self._connection, self._device, self._known = connection, device, layouts
         self._new: dict[Hashable, Layout] = {}
-        self.sent_bytes = 0
+        self.note = 0  # of the packet that was received last
 
-    def send(self, key: Hashable, tag: int, peer: int, values: Sequence[PacketValue]) -> None:
+    def send(self, key: Hashable, tag: int, peer: int, values: Sequence[PacketValue], note: int = 0) -> None:
+        """Begins to send a packet. `note`: a number that goes with it; see `RankRow`."""
         connection, known = self._connection, self._known.get(key)
         layout, payload = encode(values)
         self._new[key] = layout
         is_known = layout == known
         content = b"" if is_known else pickle.dumps(layout)
-        control = torch.tensor([is_known, len(content)], dtype=torch.int64).view(torch.uint8)
+        control = torch.tensor([is_known, len(content), note], dtype=torch.int64).view(torch.uint8)
         connection.send(key, peer, 4 * tag, control)
         if not is_known:
             if known is not None and payload_bytes(known):
@@ -155,7 +156,6 @@ class Mailbox:
             connection.send(key, peer, 4 * tag + 2, torch.frombuffer(bytearray(content), dtype=torch.uint8))
         if payload.numel():
             connection.send(key, peer, 4 * tag + (1 if is_known else 3), payload)
-        self.sent_bytes += payload.numel()
 
     def finish_send(self, key: Hashable, what: str) -> None:
         """Returns when a packet has been taken; its memory can be given back."""
@@ -172,7 +172,7 @@ class Mailbox:
         """Returns a packet that was expected, when it has come."""
         connection, known = self._connection, self._known.get(key)
         control = connection.receive(peer, 4 * tag, what).view(torch.int64)
-        is_known, size = control.tolist()
+        is_known, size, self.note = control.tolist()
         payload = torch.empty(0, dtype=torch.uint8)
         if known is not None and payload_bytes(known):
             payload = connection.receive(peer, 4 * tag + 1, what)

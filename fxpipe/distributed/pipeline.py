@@ -15,14 +15,17 @@ from fxpipe.config.parse import parse_switch
 from fxpipe.config.pipeline_options import PipelineOptions, Settings, make_settings
 from fxpipe.distributed.agreement import check_agreement, model_fields
 from fxpipe.distributed.rank_group import RankGroup
+from fxpipe.distributed.rank_record import gathered_record
 from fxpipe.distributed.rank_state import RankState
 from fxpipe.errors import ArgumentError, StateError
 from fxpipe.pipeline_module import Pipeline, check_can_train, model_loss
 from fxpipe.plans import Plan
+from fxpipe.runtime import StepRecord
 from fxpipe.runtime.bound_program import ModelTensors
 from fxpipe.runtime.losses import check_loss_function, check_reduction
 from fxpipe.scheduling import make_schedule
 from fxpipe.tracing.record.module_hooks import user_hooks_of
+from fxpipe.tuning.auto_options import with_best_schedule
 
 DEFAULT_TIMEOUT = 1800.0  # seconds, as of process groups
 OUTPUTS = ("last", "all")
@@ -140,6 +143,17 @@ class DistributedPipeline(Pipeline):
         """Tells whether this rank's target and loss_fn are looked at: it has the last stage."""
         return self._state.group.rank == self._state.last
 
+    def gather_last_step(self) -> StepRecord | None:
+        """Gathers the records of the last step from all ranks, which all call this: one record of all devices.
+
+        `last_step` has this rank's actions alone. Times count from where each rank has begun the step.
+        """
+        state = self._state
+        state.check_open()
+        with state.engine.running(), state.group.together() as connection:
+            records = connection.all_gather(state.engine.last_step, "the records of the last step")
+        return gathered_record(records)
+
     # -- Tensors of this rank ----------------------------------------------------------------------------------------
 
     def _own(self) -> set[int]:
@@ -242,6 +256,8 @@ def pipeline_over_ranks(
         if outputs not in OUTPUTS:
             raise ArgumentError(f"outputs={outputs!r} is unknown; accepted are 'last' and 'all'")
         settings = make_settings(replace(options, devices=[str(group.device)] * group.size), plan)
+        if plan is not None and settings.left:
+            settings = with_best_schedule(plan, settings)
         check_agreement(connection, model_fields(model, settings))
         state = RankState(model, settings, plan, group)
         pipe = DistributedPipeline(model, settings, state, outputs)

@@ -117,7 +117,7 @@ class RankEngine(Engine):
         self, graph: RankGraph, inputs: RankInputs, schedule: Schedule, step: RankStep, mailbox: Mailbox
     ) -> None:
         step.log.begun.append(time.perf_counter())
-        row = RankRow(step, mailbox, self.group, (graph.number, inputs.sizes, schedule.micro_batches))
+        row = RankRow(step, schedule.rows, mailbox, self.group, (graph.number, inputs.sizes, schedule.micro_batches))
         with step.in_row():
             self._engine_for(schedule).run(row)
         self._last_step = functools.partial(

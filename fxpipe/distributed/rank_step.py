@@ -1,12 +1,14 @@
 """A step of which only the stages of this rank are here, as the engine of `torch.distributed.pipelining` runs it.
 
 What each action does is the one-process step's (`runtime.step`). Around it stands the exchange of packets: who is to
-receive begins early, waits when the action needs it, and a packet that was sent is given back when its gradient has
-come, which says that it was taken.
+receive begins early and waits when the action needs it. A packet that was sent is given back when it was taken:
+for values their gradients say so, for gradients a number that goes with later values. (gloo does not tell, but by
+waiting.)
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from torch import nn
@@ -23,7 +25,7 @@ from fxpipe.runtime.losses import MicroBatchLosses
 from fxpipe.runtime.stage_instance import StageInstance
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.step_inputs import StepInputs
-from fxpipe.scheduling.actions import Action, ActionKind, Schedule
+from fxpipe.scheduling.actions import Action, ActionKind, Rows, Schedule
 
 
 class AbsentStage:
@@ -73,16 +75,24 @@ class RankStep(Step):
 class RankRow:
     """The row of this rank: its actions, and the packets around them. The `RowActions` of the engine."""
 
-    def __init__(self, step: RankStep, mailbox: Mailbox, group: RankGroup, packet_key: tuple[Any, ...]):
+    def __init__(self, step: RankStep, rows: Rows, mailbox: Mailbox, group: RankGroup, packet_key: tuple[Any, ...]):
         """`packet_key`: the same for steps whose packets are the same, as a rule: graph and sizes of inputs."""
         self._step, self._mailbox, self._group, self._packet_key = step, mailbox, group, packet_key
         self._exchange, self._routes, self._count = step.rank_exchange, step.routes, step.micro_batches
+        # By stage, the micro-batches in the order in which they go back.
+        self._orders = {
+            j: [a.micro_batch for row in rows for a in row if a.kind is ActionKind.BACKWARD and a.stage == j]
+            for j in range(len(step.devices))
+        }
+        self._taken: Counter[int] = Counter()  # by cut, the packets of gradients that this rank has taken
+        self._given_back: Counter[int] = Counter()  # by cut, those it has sent, and whose memory it has given back
 
     def forward(self, j: int, i: int) -> None:
         if j and self._routes.crosses(j - 1):
             what = _words(ActionKind.FORWARD, j - 1, i)
             values = self._mailbox.receive(*self._values(j - 1, i), self._routes.rank(j - 1), what)
             self._exchange.enter_values(j - 1, i, values)
+            self._give_back(j - 1, self._mailbox.note)
         self._perform(ActionKind.FORWARD, j, i)
 
     def backward(self, j: int, i: int) -> None:
@@ -90,6 +100,7 @@ class RankRow:
             what = _words(ActionKind.BACKWARD, j + 1, i)
             gradients = self._mailbox.receive(*self._gradients(j, i), self._routes.rank(j + 1), what)
             self._exchange.enter_gradients_of_cut(j, i, gradients)
+            self._taken[j] += 1
             key, _ = self._values(j, i)
             self._mailbox.finish_send(key, what)  # what has come back depends on it: it was taken
         if (ActionKind.RECOMPUTE, j, i) in self._step.recomputed:
@@ -100,7 +111,8 @@ class RankRow:
         self._perform(ActionKind.WEIGHT, j, i)
 
     def send_values(self, j: int, i: int) -> None:
-        self._mailbox.send(*self._values(j, i), self._routes.rank(j + 1), self._exchange.values_of_cut(j, i))
+        values = self._exchange.values_of_cut(j, i)
+        self._mailbox.send(*self._values(j, i), self._routes.rank(j + 1), values, self._taken[j])
 
     def expect_values(self, j: int, i: int) -> None:
         self._mailbox.expect(*self._values(j - 1, i), self._routes.rank(j - 1))
@@ -111,6 +123,13 @@ class RankRow:
 
     def expect_gradients(self, j: int, i: int) -> None:
         self._mailbox.expect(*self._gradients(j, i), self._routes.rank(j + 1))
+
+    def _give_back(self, cut: int, taken: int) -> None:
+        """Gives back the memory of so many packets of gradients, which the other side has taken in its order."""
+        for i in self._orders[cut][self._given_back[cut] : taken]:
+            key, _ = self._gradients(cut, i)
+            self._mailbox.finish_send(key, "its gradients to be taken")
+        self._given_back[cut] = max(taken, self._given_back[cut])
 
     def _values(self, cut: int, i: int) -> tuple[Any, int]:
         """Returns the key and the tag of a packet that goes down through a cut."""

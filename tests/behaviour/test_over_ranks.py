@@ -293,3 +293,24 @@ class _Transposed:
 
     def __call__(self, out, target):
         return self.loss_fn(out.transpose(1, 2), target)
+
+
+# -- The record of a step --------------------------------------------------------------------------------------------
+
+
+def recorded(mesh):
+    torch.manual_seed(0)
+    x, t = torch.randn(8, 4), torch.randn(8, 4)
+    pipe = fxpipe.pipeline(Dense(), mesh, 4, example_args=(x,), balance=DENSE_CUTS[2], **QUICK)
+    pipe.forward_backward(x, target=t, loss_fn=F.mse_loss)
+    return pipe.last_step, pipe.gather_last_step()
+
+
+def test_each_rank_has_the_record_of_its_row_and_all_together_that_of_the_step(two_ranks):
+    results = two_ranks.run(recorded)
+    for rank, (own, gathered) in enumerate(results):
+        assert {one.device for one in own.actions} == {rank}
+        assert len(gathered.actions) == 16
+        assert gathered.devices[0].sent == gathered.devices[1].received > 0
+        assert gathered.devices[1].sent == gathered.devices[0].received > 0
+        assert "device 1" in str(gathered)

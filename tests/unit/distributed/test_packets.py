@@ -98,7 +98,7 @@ def test_the_second_step_sends_a_control_and_the_payload_alone():
     pair.step([torch.ones(100)])
     assert len(pair.wire.sizes) == 3
     pair.step([torch.ones(100)])
-    assert pair.wire.sizes == [16, 400]
+    assert pair.wire.sizes == [24, 400]
 
 
 def test_a_layout_that_changes_arrives_all_the_same():
