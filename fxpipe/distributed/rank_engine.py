@@ -7,7 +7,6 @@ committed on all ranks, or on none.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,10 +34,9 @@ from fxpipe.runtime.loss_weighting_check import LossWeightingCheck
 from fxpipe.runtime.losses import LOSS_REMEDIES, MODEL_LOSS_REMEDIES, MicroBatchLosses, ambiguous_output_message
 from fxpipe.runtime.microbatches import gather
 from fxpipe.runtime.step_inputs import StepInputs
-from fxpipe.runtime.step_record import step_record_of
 from fxpipe.scheduling import Schedule
 from fxpipe.scheduling.actions import ActionKind
-from fxpipe.utils.batch_split import samples_per_micro_batch
+from fxpipe.utils.batch_split import rows_of_inputs, samples_per_micro_batch
 from fxpipe.utils.pytree import map_tensor_leaves
 
 
@@ -120,9 +118,7 @@ class RankEngine(Engine):
         row = RankRow(step, schedule.rows, mailbox, self.group, (graph.number, inputs.sizes, schedule.micro_batches))
         with step.in_row():
             self._engine_for(schedule).run(row)
-        self._last_step = functools.partial(
-            step_record_of, schedule, step.bounds, step.log.now(), [*step.exchange.moved]
-        )
+        self._note_step(step, schedule)
         step.rank_exchange.check_empty()
 
     def _open(self, graph: RankGraph, inputs: RankInputs, schedule: Schedule, **more: Any) -> RankStep:
@@ -199,7 +195,7 @@ class RankEngine(Engine):
         is_verified, is_again = kind is not None and kind.is_due and m > 1, False
 
         while True:
-            losses = self._losses(inputs, schedule, loss_fn, target, reduction, is_verified) if is_last else None
+            losses = self._losses(bound, inputs, schedule, loss_fn, target, reduction, is_verified) if is_last else None
             step = self._open(
                 graph, inputs, schedule,
                 losses=losses,
@@ -211,6 +207,7 @@ class RankEngine(Engine):
             report, outputs = StepReport(has_hooks=any(map(has_gradient_hooks, leaves))), []
             if step.loss is not None and kind is not None:
                 outputs = self._close_loss(step, step.loss, kind, report, is_verified, with_outputs)
+                self._note_step(step, schedule)
             elif step.loss_weighting.gradients:
                 report.weights_of_elements = dict(step.loss_weighting.gradients)
             reports: list[StepReport] = connection.all_gather(report, "the end of the step")
@@ -244,6 +241,7 @@ class RankEngine(Engine):
 
     def _losses(
         self,
+        bound: BoundProgram,
         inputs: RankInputs,
         schedule: Schedule,
         loss_fn: Callable[..., Any],
@@ -253,9 +251,12 @@ class RankEngine(Engine):
     ) -> MicroBatchLosses:
         device, batch, m = self.group.device, inputs.batch, schedule.micro_batches
         shares = shares_of(samples_per_micro_batch(batch, m))
+        rows = rows_of_inputs(bound.in_dims)
         # As it is before the step: loss_fn may write to it.
         whole = map_tensor_leaves(lambda t: t.detach().to(device, copy=True), target) if is_verified else None
-        losses = MicroBatchLosses(loss_fn, reduction, shares, scatter_target(target, batch, m, device), None, whole)
+        losses = MicroBatchLosses(
+            loss_fn, reduction, shares, scatter_target(target, batch, m, device, rows), None, whole
+        )
         losses.known = inputs.known
         return losses
 
@@ -272,7 +273,9 @@ class RankEngine(Engine):
         outputs, is_verified = self._gathered_outputs(stage, step.weights, is_verified, is_asked)
         report.is_verified = is_verified
         if is_verified:
+            start = time.perf_counter()
             kind.can_verify = stage.verify(outputs)
+            step.log.verifications.append(time.perf_counter() - start)
         report.can_verify = kind.can_verify
         return outputs
 

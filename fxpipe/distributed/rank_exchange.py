@@ -50,7 +50,9 @@ class RankExchange(Exchange):
         """Enters a value for the stages of this rank that use it, and for the cuts that it crosses."""
         for user in self._wiring.users[key]:
             if self._routes.is_here(user, self._rank):
-                self._values[user, *key, i] = BoundaryValue(value, requires_grad)
+                target = self._device(self.bounds[i], key[1], user)  # the host for some
+                own = self.transport.start_copy(value, target) if self._may_move else value
+                self._values[user, *key, i] = BoundaryValue(own, requires_grad)
         for cut in self._cuts_of.get(key, ()):
             self._leaving.setdefault((cut, i), {})[key] = PacketValue(value, requires_grad)
 
