@@ -128,6 +128,11 @@ class PipelineState:
         """The micro-batches that are handed over, each with the program of its graph: the same for all, if one does."""
         seed = peek_seed()
         inputs, step_graphs = self._inputs_of_calls(calls, seed), StepGraphs()
+        if self.first is None:  # planned for the largest
+            largest = max(range(len(calls)), key=lambda i: _elements(inputs[i].leaves))
+            with note_of_micro_batch(largest, len(calls)):
+                self._make_graph(calls[largest].args, calls[largest].kwargs, seed, len(calls))
+            inputs = self._inputs_of_calls(calls, seed)
         graphs: list[CachedGraph] = []
         for i, call in enumerate(calls):
             with note_of_micro_batch(i, len(calls)):
@@ -369,6 +374,11 @@ class PipelineState:
                 "(leaf_modules=)",
                 stacklevel=2,
             )
+
+
+def _elements(leaves: Sequence[Any]) -> int:
+    """Counts the elements of the tensors among flattened inputs."""
+    return sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 @contextlib.contextmanager

@@ -56,15 +56,16 @@ def updated_running_statistics(
 
 
 def check_same_norm_calls(first: Sequence[BatchStatistics], other: Sequence[BatchStatistics]) -> None:
-    """Checks that two micro-batches have called batch norm alike. In modules kept whole they need not.
+    """Checks that two micro-batches have called batch norm alike. In modules kept whole, or two graphs, they need not.
 
     Raises:
         StateError: they have not.
     """
     if _norm_calls(first) != _norm_calls(other):
         raise StateError(
-            "deferred_batch_norm=True, but batch norm in a module kept whole runs otherwise for some micro-batches "
-            "than for others; let it run as often for each, with the same momentum, or give deferred_batch_norm=False"
+            "deferred_batch_norm=True, but batch norm runs otherwise for some micro-batches than for others (in a "
+            "module kept whole, or where forward takes another way for some of micro_batches=); let it run as often "
+            "for each, with the same momentum, or give deferred_batch_norm=False"
         )
 
 

@@ -159,10 +159,10 @@ def test_a_table_of_ones_own_runs_no_more_micro_batches_than_it_has() -> None:
 
 def test_the_plan_is_one_of_such_micro_batches() -> None:
     with closing(fxpipe.pipeline(Plain(), ["cpu", "cpu"])) as pipe:
-        pipe.forward_backward(micro_batches=batches_of([(4, 7), (2, 5), (3, 6)]), loss_fn=F.mse_loss)
+        pipe.forward_backward(micro_batches=batches_of([(2, 5), (4, 7), (3, 6)]), loss_fn=F.mse_loss)
         assert (pipe.plan.chunks, pipe.plan.micro_batch, pipe.plan.batch) == (3, 4, 12)
     with closing(fxpipe.pipeline(Plain(), ["cpu", "cpu"], chunks=8)) as pipe:
-        pipe.forward_backward(micro_batches=batches_of([(4, 7), (2, 5), (3, 6)]), loss_fn=F.mse_loss)
+        pipe.forward_backward(micro_batches=batches_of([(2, 5), (4, 7), (3, 6)]), loss_fn=F.mse_loss)
         assert (pipe.plan.chunks, pipe.plan.micro_batch, pipe.plan.batch) == (8, 4, 32)
         pipe.forward_backward(torch.randn(16, 7, D), target=torch.randn(16, 7, D), loss_fn=F.mse_loss)
         assert len(pipe.last_step.actions) == 32
@@ -289,6 +289,21 @@ def test_deferred_batch_norm_is_that_of_all_micro_batches() -> None:
             pipe.forward_backward(micro_batches=micro_batches, loss_fn=F.mse_loss)
             norm(torch.cat([x.flatten(0, 1) for x, _ in micro_batches]))
             assert_same_state(model.norm, norm, exact=False)
+
+
+def test_deferred_batch_norm_that_some_micro_batches_leave_out_is_refused() -> None:
+    class Skipping(Normed):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.first(x)
+            return self.last(self.norm(h.transpose(1, 2)).transpose(1, 2) if x.shape[1] > 8 else h)
+
+    model = Skipping()
+    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], deferred_batch_norm=True)) as pipe:
+        before = copy.deepcopy(model)
+        with pytest.raises(StateError, match=r"runs otherwise for some micro-batches .* forward takes another way"):
+            pipe.forward_backward(micro_batches=batches_of([(2, 12), (2, 5)]), loss_fn=F.mse_loss)
+        assert_same_gradients(model, before)
+        assert_same_state(model, before)
 
 
 def test_inputs_that_require_grad_get_theirs() -> None:
