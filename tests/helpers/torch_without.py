@@ -77,6 +77,8 @@ def model_for(name):
         return Mapped(), (torch.randn(4, 3, 4),)
     if "softmax" in name:
         return Attention(), (torch.randn(4, 3, 4),)
+    if "mark_dynamic" in name:
+        return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), (torch.randn(4, 3, 4),)
     if "checkpoint" in name:
         return Noisy(nn.Linear(4, 4), Noise(), nn.Linear(4, 2)), (torch.randn(4, 4),)
     return Convolutions(), (torch.randn(4, 1, 6, 6), torch.randint(3, (4,)))
@@ -106,6 +108,7 @@ def train(name, gone):
         chunks=2,
         leaf_modules=whole,
         compile=compiled,
+        dynamic_shapes={"input": {1: "length"}} if "mark_dynamic" in name else None,
         progress=False,
         profile_budget=0.05,
     )
