@@ -482,7 +482,8 @@ def look_on_recording_device(
 ) -> tuple[torch.device | None, T]:
     """Moves model and inputs to where the model is recorded (`recording_device`), and looks at it there.
 
-    Where the memory of an accelerator does not suffice for what runs there, it looks once more on the CPU.
+    Where that fails on an accelerator, it looks once more on the CPU: the memory may not suffice for what runs there,
+    and a forward that makes tensors without a device, or keeps some in a list, makes them on the CPU.
 
     Args:
         look: is given the inputs, on the device.
@@ -491,15 +492,23 @@ def look_on_recording_device(
         The device, and what `look` returned.
     """
     device = recording_device(model, workers)
+    is_there = all(tensor.device == device for tensor in _model_tensors(model))
     try:
         with model_on(model, device):
             return device, look(*move_inputs((args, kwargs), device))
     except Exception as error:
-        if device is None or device.type == "cpu" or allocator_error(error) is None:
+        if device is None or device.type == "cpu":
             raise
+        first = error
     device = torch.device("cpu")
-    with model_on(model, device):
-        return device, look(*move_inputs((args, kwargs), device))
+    try:
+        with model_on(model, device):
+            return device, look(*move_inputs((args, kwargs), device))
+    except Exception as error:
+        # One of a model that is on the accelerator is about the accelerator.
+        raise (first if is_there and allocator_error(first) is None else error) from None
+    finally:
+        del first  # it holds the frames in which it was raised, and they hold it
 
 
 def move_inputs(inputs: Any, device: torch.device | None) -> Any:
