@@ -59,3 +59,9 @@ def on_accelerators(pattern: str, id: str) -> Any:
     count = len({device for device in devices if device != "cpu"})
     mark = pytest.mark.simulated if _session.is_simulated else pytest.mark.cuda if count < 2 else pytest.mark.multi_gpu
     return pytest.param(devices, marks=mark, id=id)
+
+
+def workers(count: int) -> list[str]:
+    """Returns devices for a pipe that may run anywhere: workers on the CPU, in a simulated session its devices."""
+    machine = _session.machine
+    return ["cpu"] * count if machine is None else [f"sim:{index % machine.device_count}" for index in range(count)]

@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from helpers.devices import workers
 from helpers.oracle import Seeded, draw_seed
 from torch import Tensor, nn
 from zoo.reference import as_one_node, flat, same_by_name, same_outputs
@@ -473,7 +474,7 @@ class Trial:
         with torch.set_grad_enabled(first.mode in ("call", "step")):
             return fxpipe.pipeline(
                 model,
-                ["cpu"] * case.stages,
+                workers(case.stages),
                 case.chunks,
                 example_kwargs=inputs,
                 schedule=case.schedule,

@@ -23,6 +23,8 @@ Device = torch.device | str | int | None
 class SimulatedMachine:
     """The machine, as tests ask it."""
 
+    device_count = DEVICES
+
     def __init__(self, library: ctypes.CDLL):
         self._library = library
         library.sim_host_tells.argtypes = library.sim_host_hears.argtypes = [ctypes.c_uint64]

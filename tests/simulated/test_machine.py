@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytestmark = pytest.mark.simulated
 
@@ -368,6 +369,9 @@ def test_each_device_has_a_generator(simulated):
     dropped = torch.native_dropout(torch.ones(8, device="sim:1"), 0.5, True)[0]
     torch.sim.set_rng_state(state, 1)
     assert torch.equal(torch.native_dropout(torch.ones(8, device="sim:1"), 0.5, True)[0], dropped)
+    with FakeTensorMode():
+        inside = torch.sim.get_rng_state(1)
+    assert type(inside) is torch.Tensor
     with pytest.raises(RuntimeError, match="generator"):
         torch.rand(4, device="sim:0", generator=torch.Generator("sim:1"))
 

@@ -143,7 +143,7 @@ def back(outputs: Leaves) -> None:
         if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.numel():
             numbers = torch.view_as_real(leaf) if leaf.is_complex() else leaf
             weights = torch.cos(torch.arange(numbers.numel(), dtype=torch.float32)).view(numbers.shape)
-            losses.append((numbers.float() * weights).mean())
+            losses.append((numbers.float() * weights.to(numbers.device)).mean())
     if losses:
         torch.stack(losses).sum().backward()
 
@@ -228,6 +228,7 @@ def _difference(path: str, have: Any, want: Any, floor: float, tolerance: float)
         return "" if is_same else f"{path}: {have!r} instead of {want!r}"
     if (have.shape, have.dtype) != (want.shape, want.dtype):
         return f"{path}: {_kind(have)} instead of {_kind(want)}"
+    have = have.to(want.device)
     if not (want.is_floating_point() or want.is_complex()):
         return "" if torch.equal(have, want) else f"{path}: other {want.dtype} values"
     allowed = tolerance * max(_size(want), floor)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from helpers.devices import workers
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
@@ -53,7 +54,7 @@ def _fxpipe(entry: Entry, training: bool, stages: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     try:
         pipe = fxpipe.pipeline(
-            model, ["cpu"] * stages, CHUNKS, example_args=args, example_kwargs=kwargs, **entry.options
+            model, workers(stages), CHUNKS, example_args=args, example_kwargs=kwargs, **entry.options
         )
         found = _about(pipe) | {"plan_seconds": time.perf_counter() - start}
         first = pipe._fxpipe.first
@@ -89,7 +90,7 @@ def _at_sizes(entry: Entry, training: bool, stages: int) -> dict[str, Any]:
     found: dict[str, Any] = {"sizes": str(sized)}
     try:
         with fxpipe.pipeline(
-            model, ["cpu"] * stages, CHUNKS, example_args=args, example_kwargs=kwargs, **entry.options
+            model, workers(stages), CHUNKS, example_args=args, example_kwargs=kwargs, **entry.options
         ) as pipe:
             for one in (entry, *map(sized.at, sized.sizes)):
                 first = pipe._fxpipe.first

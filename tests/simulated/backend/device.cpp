@@ -6,9 +6,9 @@
 #include <cstring>
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
-#include <ATen/ops/empty.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -155,7 +155,9 @@ void GeneratorImpl::set_state(const c10::TensorImpl& state) {
 
 c10::intrusive_ptr<c10::TensorImpl> GeneratorImpl::get_state() const {
   const auto own = on_cpu.get_state();
-  auto state = at::empty({own.numel() + static_cast<int64_t>(sizeof offset_)}, own.options());
+  // As for the CPU's: no mode of torch's makes another tensor of it.
+  const auto size = own.numel() + static_cast<int64_t>(sizeof offset_);
+  const at::Tensor state = at::detail::empty_cpu({size}, at::kByte, std::nullopt, std::nullopt, std::nullopt, std::nullopt);
   auto* data = static_cast<uint8_t*>(state.data_ptr());
   std::memcpy(data, own.data_ptr(), own.numel());
   std::memcpy(data + own.numel(), &offset_, sizeof offset_);

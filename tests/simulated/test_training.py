@@ -1,0 +1,149 @@
+"""Training on simulated devices is training: a language model, its optimizer, mixed precision and dropout."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxpipe
+
+pytestmark = pytest.mark.simulated
+TOKENS, WIDTH, LENGTH, BATCH, CHUNKS = 17, 8, 5, 6, 3
+TWO, FOUR = ["sim:0", "sim:1"], ["sim:0", "sim:1", "sim:2", "sim:3"]
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float):
+        super().__init__()
+        self.norm, self.second_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention = nn.Linear(WIDTH, 3 * WIDTH)
+        self.mix = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        q, k, v = self.attention(self.norm(x)).view(*x.shape[:2], 2, -1).transpose(1, 2).chunk(3, -1)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.dropout(attended)
+        return x + self.dropout(self.mix(self.second_norm(x)))
+
+
+class Language(nn.Module):
+    """As GPT-2: the first weight is the last one, too."""
+
+    def __init__(self, blocks: int = 4, dropout: float = 0.0):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(TOKENS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(blocks))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, TOKENS, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens):
+        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def loss_of(logits, target):
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def batches(count):
+    return [torch.randint(TOKENS, (2, BATCH, LENGTH)).unbind(0) for _ in range(count)]
+
+
+def assert_equal_models(pipe, plain):
+    for (name, have), want in zip(pipe.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(have.cpu(), want, rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "drop-in"])
+@pytest.mark.parametrize("devices", [TWO, FOUR], ids=["two", "four"])
+def test_a_language_model_trains_as_on_one_device(devices, schedule):
+    """With an optimizer made before the pipe, whose moments follow the parameters."""
+    plain = Language().double()  # of a gradient that is nothing but rounding Adam makes a step as large as any
+    model = copy.deepcopy(plain)
+    optimizers = [torch.optim.AdamW(m.parameters(), 1e-2) for m in (plain, model)]
+    data = batches(3)
+    options = {"schedule": schedule} if schedule != "drop-in" else {"checkpoint": "always"}
+    with fxpipe.pipeline(model, devices, CHUNKS, example_args=data[0][:1], **options) as pipe:
+        for tokens, target in data:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss_of(plain(tokens), target).backward()
+            if schedule == "drop-in":
+                loss_of(pipe(tokens), target.to(devices[-1])).backward()
+            else:
+                pipe.forward_backward(tokens, target=target, loss_fn=loss_of)
+            for optimizer in optimizers:
+                optimizer.step()
+        assert {p.device.type for p in pipe.parameters()} == {"sim"}
+        assert_equal_models(pipe, plain)
+
+
+@pytest.mark.parametrize("in_one", [True, False])
+def test_losses_are_scaled_over_devices(in_one):
+    """Autocast on the devices, and a scaler that skips a step with gradients that are infinite."""
+    plain = Language(2)
+    model = copy.deepcopy(plain).to("sim:0")  # planned where it runs, in the precision in which it runs
+    plain.to("sim:0")
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (plain, model)]
+    scalers = [torch.amp.GradScaler("sim", init_scale=scale) for scale in (2.0**8, 2.0**8)]
+    with torch.autocast("sim", torch.bfloat16), fxpipe.pipeline(model, TWO, 2, example_args=batches(1)[0][:1]) as pipe:
+        for tokens, target in batches(3):
+            tokens, target = tokens.to("sim:0"), target.to("sim:0")
+            loss = loss_of(plain(tokens), target)
+            scalers[0].scale(loss).backward()
+            if in_one:
+                pipe.forward_backward(tokens, target=target, loss_fn=loss_of, grad_scaler=scalers[1])
+            else:
+                scalers[1].scale(loss_of(pipe(tokens), target.to("sim:1"))).backward()
+            for scaler, optimizer in zip(scalers, optimizers, strict=True):
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        for have, want in zip(pipe.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(have.cpu(), want.cpu(), rtol=2e-2, atol=2e-3)
+
+
+def test_an_infinite_gradient_on_one_device_skips_the_step_on_all():
+    model = Language(2)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("sim", init_scale=2.0**20)
+    (tokens, target), *_ = batches(1)
+    with fxpipe.pipeline(model, TWO, 2, example_args=(tokens,)) as pipe:
+        before = copy.deepcopy(pipe.state_dict())
+        pipe.forward_backward(tokens, target=target, loss_fn=loss_of, grad_scaler=scaler)
+        [*pipe.parameters()][-1].grad[0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0**19
+        for name, value in pipe.state_dict().items():
+            assert torch.equal(value, before[name]), name
+
+
+CUTS = {
+    "two devices": (TWO, 4, {}),
+    "four devices": (FOUR, 4, {}),
+    "all recomputed": (TWO, 4, {"checkpoint": "always"}),
+    "split backward": (FOUR, 4, {"schedule": "zero_bubble"}),
+    "two stages a device": (TWO, 4, {"schedule": "interleaved_1f1b", "stages_per_device": 2}),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in CUTS])
+def test_dropout_is_the_same_whatever_the_cut(name):
+    """Random numbers are those of the seed, the micro-batch and the node, not of a device, a schedule or its timing."""
+    (tokens, target), *_ = batches(1)
+    start = Language(4, dropout=0.3)
+    results = []
+    for devices, chunks, options in ((["sim:0", "sim:0"], 4, {}), CUTS[name]):
+        with fxpipe.pipeline(copy.deepcopy(start), devices, chunks, example_args=(tokens,), **options) as pipe:
+            torch.manual_seed(7)
+            loss = pipe.forward_backward(tokens, target=target, loss_fn=loss_of)
+            results.append([loss.cpu(), *(p.grad.cpu() for p in pipe.parameters())])
+    for have, want in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(have, want)
