@@ -80,8 +80,9 @@ def pipeline(
     Args:
         model: any `nn.Module`, as it is.
         devices: one for each worker; a device may stand there several times (`["cpu", "cpu"]` is two workers, each
-            with its share of the cores). None: all CUDA devices, or two CPU workers where there is none. In all that is
-            printed and drawn, device 0 is the first entry here, device 1 the second, also where they name the same.
+            with its share of the cores). None: all of torch's accelerator, or two CPU workers where there is none. In
+            all that is printed and drawn, device 0 is the first entry here, device 1 the second, also where they name
+            the same.
             Or a `DeviceMesh` of one dimension, or a process group, of `torch.distributed`: each of its ranks calls this
             with the same arguments, and runs the row of one device (`fxpipe.distributed`).
         chunks: number of micro-batches a mini-batch is cut into; fewer where it has fewer samples. "auto": the number

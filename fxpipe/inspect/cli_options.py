@@ -294,8 +294,8 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         "--devices",
         type=_argparse_type(parse_devices_option),
         metavar="N|LIST",
-        help="how many devices, or their names: 2, or cpu,cpu, or cuda:0,cuda:1. A number takes CUDA devices, or "
-        "shares of the CPU where CUDA is absent. Default: all CUDA devices, or two shares of the CPU",
+        help="how many devices, or their names: 2, or cpu,cpu, or cuda:0,cuda:1. A number takes devices of the "
+        "accelerator, or shares of the CPU where there is none. Default: all of them, or two shares of the CPU",
     )
     add(
         "--hardware",

@@ -24,6 +24,7 @@ from fxpipe._torch.error_messages import allocator_error
 from fxpipe._torch.fake_tensor_mode import FakeTensor
 from fxpipe._torch.module_internals import MODULE_DICT_KEYS, own_buffers, own_children, tensor_stores
 from fxpipe._torch.tensor_data import replace_data
+from fxpipe.tracing.record.host_arguments import HostArgumentConversion
 from fxpipe.tracing.record.module_hooks import COMPUTATION_ATTRIBUTES, is_computation_hook
 from fxpipe.tracing.record.unrecordable import CannotRecord, MakesState
 from fxpipe.tracing.tensors import has_values, storage_of
@@ -429,7 +430,7 @@ def model_on(model: nn.Module, device: torch.device | None) -> Iterator[None]:
 
     The tensors stay the same objects, and those that share memory share it there. They have no gradients: torch
     refuses to assign one that is on another type of device. After the block each has the data and the gradient that it
-    had, the same objects.
+    had, the same objects. What a function takes from the CPU only is brought there for it (`host_arguments`).
     """
     tensors = [] if device is None else [t for t in _model_tensors(model) if t.device != device]
     away = [(tensor, tensor.data, tensor.grad if tensor.is_leaf else None) for tensor in tensors]
@@ -441,7 +442,8 @@ def model_on(model: nn.Module, device: torch.device | None) -> Iterator[None]:
             if gradient is not None:
                 tensor.grad = None
             replace_data(tensor, copy)
-        yield
+        with contextlib.nullcontext() if device is None or device.type == "cpu" else HostArgumentConversion():
+            yield
     finally:
         if away:
             torch.clear_autocast_cache()  # of casts that were made of the other data

@@ -76,8 +76,8 @@ def _batch():
     return torch.randint(WORDS, (6, STEPS)), torch.randint(1, STEPS + 1, (6,))
 
 
-def _assert_trains_like_plain(plain, devices, **options):
-    model = copy.deepcopy(plain)
+def _assert_trains_like_plain(plain, devices, on="cpu", **options):
+    model = copy.deepcopy(plain).to(on)
     with closing(fxpipe.pipeline(model, devices, 3, example_args=_batch(), checkpoint="never", **options)) as pipe:
         if isinstance(model, Tagger):
             model.reader.seen.clear()
@@ -90,7 +90,7 @@ def _assert_trains_like_plain(plain, devices, **options):
             for (name, want), have in zip(plain.named_parameters(), model.parameters(), strict=True):
                 torch.testing.assert_close(have.grad.cpu(), want.grad, msg=name)
         seen = set(model.reader.seen) if isinstance(model, Tagger) else set()
-        with torch.no_grad():  # of a graph that is recorded on the CPU
+        with torch.no_grad():
             torch.testing.assert_close(pipe.eval()(ids, lengths).cpu(), plain(ids, lengths))
         return seen
 
@@ -99,6 +99,12 @@ def _assert_trains_like_plain(plain, devices, **options):
 @pytest.mark.parametrize("kind", READERS)
 def test_lengths_are_on_the_cpu_where_they_are_packed(kind, devices):
     seen = _assert_trains_like_plain(Tagger(kind()), devices, balance=["embed"])
+    assert seen == READERS[kind]
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_a_model_that_is_on_a_device_is_planned_there(kind):
+    seen = _assert_trains_like_plain(Tagger(kind()), ["sim:0", "sim:1"], on="sim:0", balance=["embed"])
     assert seen == READERS[kind]
 
 

@@ -6,7 +6,7 @@ it from the CPU only, and would be refused there. Its first run tells (`HostArgu
 - an argument of the call that only ever meets itself on its way to such a function stays on the CPU, as where the plain
   model is trained on a device, and nobody waits for it;
 - one that is used with other tensors as well is needed on the device, and brought to the CPU for the function alone,
-  for which the host waits (`HostArguments.converting`).
+  for which the host waits (`HostArguments.converting`). So is any while a model that is on a device is traced there.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class HostArguments:
     def converting(self, leaves: Sequence[Any]) -> AbstractContextManager[Any]:
         """A block that runs the call again, on whatever device."""
         if self._converts and any(map(_is_on_device, leaves)):
-            return _Conversion()
+            return HostArgumentConversion()
         return contextlib.nullcontext()
 
 
@@ -126,8 +126,8 @@ def _asks_for_device(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     return any(isinstance(value, (torch.device, str, int, torch.Tensor)) for value in asked)
 
 
-class _Conversion(TorchFunctionMode):
-    """Brings what functions take from the CPU only there."""
+class HostArgumentConversion(TorchFunctionMode):
+    """A block in which functions get from the CPU what they take from there only."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
