@@ -3,14 +3,17 @@
     python tools/coverage.py                        # all; `make coverage` makes the environment first
     python tools/coverage.py --models 'gpt*' monai  # by name, by pattern, by package
     python tools/coverage.py --no-others --stages 3 --json coverage.json
+    python tools/coverage.py --sizes-only           # inputs of several sizes, and how many graphs they take
     python tools/coverage.py --mechanisms           # how many models take which mechanism of fxpipe, at 3 stages
 
 Every model trains and evaluates; what is right, and how exactly, says `tests/zoo/reference.py`. Models run in
 processes of their own, so that one that crashes or hangs is one row of the table.
 
 Columns: the way that was taken to trace it, nodes of the graph, the largest leaf's share of the parameters, whether
-outputs, gradients and buffers equal the plain model's, seconds to plan; then what `torch.fx.symbolic_trace` and
-`torch.distributed.pipelining.pipeline` do with the same model. The exit status is 1 if any result of fxpipe is wrong.
+outputs, gradients and buffers equal the plain model's, seconds to plan, and how many graphs a pipe takes for batches
+of several sizes, where the model takes such (`tests/zoo/sizes.py`); then what `torch.fx.symbolic_trace` and
+`torch.distributed.pipelining.pipeline` do with the same model. Below it stands why, where more than two graphs were
+taken for several sizes. The exit status is 1 if any result of fxpipe is wrong.
 
 With `--mechanisms` each function of fxpipe notes that it runs, and another table says how many models took each of the
 mechanisms that only some need (`tests/zoo/mechanisms.py`). One that no model takes, and that nobody asks for, has to
@@ -35,9 +38,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # the zo
 from zoo import Entry, select
 from zoo.mechanisms import MECHANISMS, missed
 from zoo.processes import rows_of
-from zoo.row import MODES, WAYS, Row
+from zoo.row import AT_SIZES, MODES, WAYS, Row
+from zoo.sizes import MANY_GRAPHS
 
-HEADERS = "model mode stages traced_by nodes leaf outputs gradients buffers seconds symbolic_trace pipelining".split()
+HEADERS = (
+    "model mode stages traced_by nodes leaf outputs gradients buffers seconds graphs symbolic_trace pipelining".split()
+)
+OWN_WAYS = ("fxpipe", AT_SIZES)
 WIDTH = 46  # of a verdict with its exception
 
 
@@ -49,14 +56,16 @@ def main() -> int:
         for number, found in enumerate(pool.map(lambda entry: _rows(entry, options), entries), 1):
             rows += found
             for row in found:
-                if row.way == "fxpipe":
-                    print(f"{number:3}/{len(entries)} {row.model} {row.mode} {row.stages}: {_verdict(row)}", flush=True)
+                if row.way in OWN_WAYS:
+                    what = f"at sizes, {row.graphs} graphs" if row.way == AT_SIZES else str(row.stages)
+                    print(f"{number:3}/{len(entries)} {row.model} {row.mode} {what}: {_verdict(row)}", flush=True)
             if options.json:
                 options.json.write_text(json.dumps([asdict(row) | {"called": ()} for row in rows], indent=1))
     print("\n" + tabulate(_table(rows), HEADERS, floatfmt=".1f") + "\n")
     print(tabulate(_summary(rows), ["", "models and modes", "right", "refused", "wrong", "fails"]) + "\n")
     _print_troubles(rows)
-    is_wrong = any(row.is_wrong for row in rows if row.way == "fxpipe")
+    _print_reasons(rows)
+    is_wrong = any(row.is_wrong for row in rows if row.way in OWN_WAYS)
     return int(is_wrong or (options.mechanisms and _print_mechanisms(rows, is_whole=options.models == ["*"])))
 
 
@@ -65,18 +74,20 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=["*"], help="names, patterns or packages (default: all)")
     parser.add_argument("--stages", nargs="+", type=int, default=[2, 3], help="numbers of stages (default: 2 3)")
     parser.add_argument("--no-others", action="store_true", help="fxpipe alone")
+    parser.add_argument("--sizes-only", action="store_true", help="fxpipe alone, with inputs of several sizes")
     parser.add_argument("--mechanisms", action="store_true", help="count who takes what; fxpipe alone, 3 stages")
     parser.add_argument("--jobs", type=int, default=1, help="models at a time (default: 1)")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds for a row (default: 180)")
     parser.add_argument("--json", type=Path, help="file for all rows, written as they come")
     options = parser.parse_args()
-    if options.mechanisms:
+    if options.mechanisms or options.sizes_only:
         options.no_others, options.stages = True, [max(options.stages)]
     return options
 
 
 def _rows(entry: Entry, options: argparse.Namespace) -> list[Row]:
-    tasks = [("fxpipe", mode, stages) for mode in MODES for stages in options.stages]
+    tasks = [("fxpipe", mode, stages) for mode in MODES for stages in options.stages if not options.sizes_only]
+    tasks += [(AT_SIZES, mode, max(options.stages)) for mode in MODES]
     if not options.no_others:
         tasks += [(way, mode, max(options.stages)) for way in WAYS[1:] for mode in MODES]
     return rows_of(entry, tasks, options.limit, notes_calls=options.mechanisms)
@@ -87,10 +98,11 @@ def _rows(entry: Entry, options: argparse.Namespace) -> list[Row]:
 
 def _table(rows: Sequence[Row]) -> list[list[object]]:
     others = {(row.model, row.mode, row.way): row for row in rows if row.way != "fxpipe"}
-    table = []
+    table: list[list[object]] = []
     for row in rows:
         if row.way != "fxpipe":
             continue
+        at_sizes = others.get((row.model, row.mode, AT_SIZES))
         beside = [others.get((row.model, row.mode, way)) for way in WAYS[1:]]
         table.append(
             [
@@ -102,6 +114,7 @@ def _table(rows: Sequence[Row]) -> list[list[object]]:
                 f"{row.largest_leaf:.0%}",
                 *_parts(row),
                 row.plan_seconds,
+                _graphs(at_sizes) if at_sizes is not None else "",
                 *(_verdict(other) if other is not None else "" for other in beside),
             ]
         )
@@ -119,6 +132,11 @@ def _parts(row: Row) -> list[str]:
     return [*["equal"] * wrong, "WRONG", *[""] * (2 - wrong)]
 
 
+def _graphs(row: Row) -> str:
+    """How many graphs inputs of several sizes take; none where no size may vary."""
+    return f"{row.graphs or '-'}" if row.verdict == "right" else _verdict(row)
+
+
 def _verdict(row: Row) -> str:
     text = f"{row.verdict}: {row.message}" if row.message else row.verdict
     text = " ".join(text.split())
@@ -126,10 +144,13 @@ def _verdict(row: Row) -> str:
 
 
 def _summary(rows: Sequence[Row]) -> list[list[object]]:
-    """How many models and modes each way gets right: of fxpipe, by number of stages."""
+    """How many models and modes each way gets right: of fxpipe, by number of stages, and at several sizes."""
     groups: dict[str, collections.Counter[str]] = {}
     for row in rows:
         name = f"fxpipe, {row.stages} stages" if row.way == "fxpipe" else row.way
+        if row.way == AT_SIZES:
+            few = f"at most {MANY_GRAPHS} graphs" if row.graphs <= MANY_GRAPHS else "more graphs"
+            name = f"fxpipe at several sizes, {few}" if row.sizes else "fxpipe, inputs of one size only"
         kind = "wrong" if row.is_wrong else "fails" if row.verdict in ("hangs", "crashes") else row.verdict
         groups.setdefault(name, collections.Counter())[kind] += 1
     return [
@@ -142,10 +163,18 @@ def _print_troubles(rows: Sequence[Row]) -> None:
     """What fxpipe did not get right, each message once."""
     where: dict[str, list[str]] = {}
     for row in rows:
-        if row.way == "fxpipe" and row.verdict != "right":
-            where.setdefault(f"{row.verdict}: {row.message}", []).append(f"{row.model} {row.mode} {row.stages}")
+        if row.way in OWN_WAYS and row.verdict != "right":
+            what = f"at sizes {row.sizes}" if row.way == AT_SIZES else str(row.stages)
+            where.setdefault(f"{row.verdict}: {row.message}", []).append(f"{row.model} {row.mode} {what}")
     for text, places in where.items():
         print(f"{', '.join(places)}\n    {text}")
+
+
+def _print_reasons(rows: Sequence[Row]) -> None:
+    """Why inputs of several sizes take more graphs than two."""
+    for row in rows:
+        if row.way == AT_SIZES and row.verdict == "right" and row.graphs > MANY_GRAPHS:
+            print(f"{row.model} {row.mode}: {row.graphs} graphs of sizes {row.sizes}\n    {row.message}")
 
 
 def _print_mechanisms(rows: Sequence[Row], is_whole: bool) -> bool:

@@ -84,6 +84,7 @@ MECHANISMS = (
     *_group(
         "sizes",
         ("seen in real runs", "tracing.shapes.observed_shapes.observe_shapes"),
+        ("seen in real runs at other lengths", "tracing.shapes.observed_shapes.fit_lengths"),
         ("seen to depend on values", "tracing.shapes.observed_shapes._is_of_values"),
         ("functions of the user's distrusted", "tracing.shapes.symbolic_run._Knowledge.distrust"),
         ("a squeeze told its dimensions", "tracing.shapes.symbolic_shapes._set_squeeze_dims"),

@@ -13,7 +13,8 @@ import torch
 from zoo import BY_NAME, OWN, select
 from zoo.processes import rows_of
 from zoo.reference import compare, plain_step
-from zoo.row import MODES
+from zoo.row import AT_SIZES, MODES
+from zoo.sizes import MANY_GRAPHS, with_sizes
 from zoo.ways import run
 
 LIBRARY = (
@@ -32,6 +33,31 @@ def test_a_model_of_the_zoo_becomes_a_right_pipeline(name, mode):
     assert row.verdict == "right", row.message
     assert row.largest_leaf <= 0.6
     assert row.nodes > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("tied_embedding", "train"), ("packed_sequence", "eval"), ("bert_padded", "train"), ("resnet", "train")],
+)
+def test_a_model_of_the_zoo_takes_two_graphs_for_all_sizes(name, mode):
+    row = run(BY_NAME[name], AT_SIZES, mode, 2)
+    assert row.verdict == "right", row.message
+    assert row.graphs == MANY_GRAPHS, row.message
+
+
+def test_more_graphs_for_several_sizes_have_a_reason():
+    row = run(BY_NAME["decorated_forward"], AT_SIZES, "eval", 2)
+    assert (row.verdict, row.graphs) == ("right", len(row.sizes.split()) + 1)
+    assert "one graph for each size: its size is fixed by unbind" in row.message
+
+
+def test_sizes_that_vary_are_those_with_which_the_model_runs():
+    sized = with_sizes(BY_NAME["vit"], training=False)
+    assert sized is None  # pictures of one size
+    sized = with_sizes(BY_NAME["resnet"], training=False)
+    assert sized is not None
+    assert {len(sizes) for sizes in sized.sizes} == {2}
+    assert any(height != width for height, width in (sizes.values() for sizes in sized.sizes))
 
 
 # -- the judge itself ------------------------------------------------------------------------------------------------
