@@ -38,7 +38,8 @@ def run_passes(traced: Traced, request: TraceRequest) -> Traced:
     refuse_unguardable(traced)
     why_fixed = _why_sizes_are_fixed(traced, request)
     dynamic = {} if why_fixed else request.dynamic.names(traced.leaves)
-    traced = add_shapes(traced, leaves, request.in_dims, request.out_dims, dynamic)
+    lengths = dynamic.keys() - request.dynamic.asked.keys()
+    traced = add_shapes(traced, leaves, request.in_dims, request.out_dims, dynamic, lengths)
     reasons = {} if is_faked() else dict.fromkeys(request.dynamic.dims - dynamic.keys(), why_fixed)
     fixed = {**traced.dynamic.fixed, **reasons}
     traced = replace(traced, dynamic=replace(traced.dynamic.with_asked(request.dynamic), fixed=fixed))

@@ -469,6 +469,21 @@ def test_a_mask_of_another_length_is_the_models_own_error() -> None:
         torch.testing.assert_close(pipe(x, mask), model.forward(x, mask))
 
 
+def test_a_mask_without_samples_may_be_of_each_length() -> None:
+    class Biased(Layers):
+        def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+            return self.last((self.first(x) @ x.transpose(1, 2) + bias).softmax(-1) @ x)
+
+    model = Biased()
+    with closing(
+        fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2, example_args=(torch.randn(4, 7, D), torch.randn(7, 7)))
+    ) as pipe:
+        for length in (9, 4, 12, 5):  # four of them are as many as the samples
+            x, bias = torch.randn(4, length, D), torch.randn(length, length)
+            torch.testing.assert_close(pipe(x, bias), model.forward(x, bias))
+        assert len(pipe._fxpipe.graphs) == 2
+
+
 def test_the_plan_says_why_a_size_is_not_dynamic() -> None:
     with closing(
         fxpipe.pipeline(model_of(loop_over_positions), ["cpu", "cpu"], chunks=2, example_args=(torch.randn(4, 5, D),))

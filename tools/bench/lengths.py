@@ -1,6 +1,6 @@
-"""What batches of changing lengths cost: a text padded to its longest sample, as data collators pad it.
+"""What batches of changing sizes cost: texts padded to their longest sample, pictures of several sizes.
 
-    python tools/bench/lengths.py [--model gpt | gpt2] [--rounds 8]
+    python tools/bench/lengths.py [--model gpt | gpt2 | unet] [--rounds 8] [--batches 30] [--no-plain]
 
 What is compared, how, and what came out is in tools/bench/README.md.
 """
@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
+import itertools
+import math
+import os
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from models import GPT
+from models import GPT, UNet
 from tabulate import tabulate
 from timing import Contestant, ratios, run_rounds, summarise
 from torch import Tensor, nn
@@ -25,6 +30,24 @@ import fxpipe
 
 SAMPLES, VOCABULARY = 8, 1000
 CHUNKS, WORKERS = 4, 2
+WARM_UP = 1
+
+Size = tuple[int, ...]  # a length; a height and a width
+Batch = tuple[Tensor, Tensor]  # input and target
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, with batches of any size."""
+
+    make: Callable[[], nn.Module]
+    size: Callable[[], Size]  # draws one
+    same: Callable[[float], Size]  # the size of so many elements, as nearly as can be
+    batch: Callable[[Size], Batch]
+    loss: Callable[[Tensor, Tensor], Tensor]
+
+
+# -- texts -----------------------------------------------------------------------------------------------------------
 
 
 def gpt() -> nn.Module:
@@ -47,70 +70,111 @@ def gpt2() -> nn.Module:
     return Logits().eval()  # without dropout
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"gpt": gpt, "gpt2": gpt2}
+def text_of(size: Size) -> Batch:
+    ids = torch.randint(0, VOCABULARY, (SAMPLES, *size))
+    return ids, ids
 
 
-def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
+def text_loss(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
-def batches_of(lengths: Sequence[int]) -> list[Tensor]:
-    return [torch.randint(0, VOCABULARY, (SAMPLES, length)) for length in lengths]
+def text(make: Callable[[], nn.Module]) -> Workload:
+    return Workload(make, lambda: (random.randint(20, 80),), lambda number: (round(number),), text_of, text_loss)
 
 
-def train(model: Any, batches: Sequence[Tensor]) -> None:
-    for ids in batches:
+# -- pictures --------------------------------------------------------------------------------------------------------
+
+SIDES = range(32, 97, 8)  # the U-Net halves them three times
+
+
+def pictures_of(size: Size) -> Batch:
+    return torch.randn(SAMPLES, 3, *size), torch.randint(4, (SAMPLES, *size))
+
+
+def nearest_area(number: float) -> Size:
+    return min(itertools.product(SIDES, SIDES), key=lambda size: abs(math.prod(size) - number))
+
+
+def pictures() -> Workload:
+    return Workload(
+        UNet, lambda: (random.choice(SIDES), random.choice(SIDES)), nearest_area, pictures_of, F.cross_entropy
+    )
+
+
+WORKLOADS = {"gpt": text(gpt), "gpt2": text(gpt2), "unet": pictures()}
+
+
+def train(model: Any, loss: Callable[[Tensor, Tensor], Tensor], batches: Sequence[Batch]) -> None:
+    for x, target in batches:
         model.zero_grad()
-        loss_of(model(ids), ids).backward()
+        loss(model(x), target).backward()
 
 
-def train_pipe(pipe: Any, batches: Sequence[Tensor]) -> None:
-    for ids in batches:
+def train_pipe(pipe: Any, loss: Callable[[Tensor, Tensor], Tensor], batches: Sequence[Batch]) -> None:
+    for x, target in batches:
         pipe.zero_grad()
-        pipe.forward_backward(ids, target=ids, loss_fn=loss_of)
+        pipe.forward_backward(x, target=target, loss_fn=loss)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="gpt")
+    parser.add_argument("--model", choices=WORKLOADS, default="gpt")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--batches", type=int, default=30)
+    parser.add_argument("--no-plain", action="store_true", help="the pipe alone")
     options = parser.parse_args()
     torch.manual_seed(0)
     random.seed(0)
-    threads = torch.get_num_threads()
-    lengths = [random.randint(20, 80) for _ in range(options.batches)]
-    same = [round(sum(lengths) / len(lengths))] * len(lengths)  # as many tokens
-    model = MODELS[options.model]()
+    threads, workload = torch.get_num_threads(), WORKLOADS[options.model]
+    sizes = [workload.size() for _ in range(options.batches)]
+    elements = sum(map(math.prod, sizes)) / len(sizes)
+    same = workload.same(elements)
+    model = workload.make()
     plain = copy.deepcopy(model)
-    changing, fixed = batches_of(lengths), batches_of(same)
-    with fxpipe.pipeline(model, ["cpu"] * WORKERS, CHUNKS, example_args=(changing[0],)) as pipe:
+    changing, fixed = [workload.batch(size) for size in sizes], [workload.batch(same) for _ in sizes]
+    with fxpipe.pipeline(model, ["cpu"] * WORKERS, CHUNKS, example_args=changing[0][:1]) as pipe:
         seconds = []
-        for ids in changing:  # the first run over the data, in which graphs are made
+        for batch in changing:  # the first run over the data, in which graphs are made
             begin = time.perf_counter()
-            train_pipe(pipe, [ids])
+            train_pipe(pipe, workload.loss, [batch])
             seconds.append(time.perf_counter() - begin)
         graphs = len(pipe._fxpipe.graphs)
-        train_pipe(pipe, fixed[:1])
-        contestants = {
-            "plain, changing": Contestant(lambda: train(plain, changing), threads),
-            "plain, fixed": Contestant(lambda: train(plain, fixed), threads),
-            "pipe, changing": Contestant(lambda: train_pipe(pipe, changing), 1),
-            "pipe, fixed": Contestant(lambda: train_pipe(pipe, fixed), 1),
+        runs: dict[str, tuple[Callable[[], None], int]] = {
+            "pipe, changing": (functools.partial(train_pipe, pipe, workload.loss, changing), 1),
+            "pipe, one size": (functools.partial(train_pipe, pipe, workload.loss, fixed), 1),
         }
-        measured = run_rounds(contestants, options.rounds, options.model, warm_up=1)
+        if not options.no_plain:
+            runs["plain, changing"] = functools.partial(train, plain, workload.loss, changing), threads
+            runs["plain, one size"] = functools.partial(train, plain, workload.loss, fixed), threads
+        processor: dict[str, list[float]] = {name: [] for name in runs}
+
+        def noted(name: str, run: Callable[[], None]) -> None:
+            begin = time.process_time()
+            run()
+            processor[name].append(time.process_time() - begin)
+
+        contestants = {
+            name: Contestant(functools.partial(noted, name, run), number) for name, (run, number) in runs.items()
+        }
+        before = os.getloadavg()[0]
+        measured = run_rounds(contestants, options.rounds, options.model, warm_up=WARM_UP)
+    processor = {name: taken[WARM_UP:] for name, taken in processor.items()}
     print(
-        f"{options.model}: {len(lengths)} batches of {SAMPLES} samples, {len({*lengths})} lengths, {min(lengths)} to "
-        f"{max(lengths)}; fixed: {same[0]}; {CHUNKS} micro-batches, {WORKERS} workers"
+        f"{options.model}: {len(sizes)} batches of {SAMPLES} samples, {len({*sizes})} sizes, "
+        f"{'x'.join(map(str, min(sizes)))} to {'x'.join(map(str, max(sizes)))}; one size: {'x'.join(map(str, same))}, "
+        f"{math.prod(same) / elements - 1:+.1%} elements; {CHUNKS} micro-batches, {WORKERS} workers; "
+        f"load {before:.1f} to {os.getloadavg()[0]:.1f}"
     )
     print(
         f"first run over the data: {sum(seconds):.2f} s, the second batch {seconds[1]:.2f} s of it; {graphs} graphs; "
         f"slowest of the others {max(seconds[2:]):.2f} s"
     )
-    print(tabulate([[name, str(summarise(taken))] for name, taken in measured.items()], ["", "seconds"]))
-    by_lengths = ratios(measured["pipe, changing"], measured["pipe, fixed"])
-    by_plain = ratios(measured["pipe, changing"], measured["plain, changing"])
-    print(f"pipe, changing over fixed: {summarise(by_lengths)}; over plain: {summarise(by_plain)}")
+    table = [[name, str(summarise(taken)), str(summarise(processor[name]))] for name, taken in measured.items()]
+    print(tabulate(table, ["", "seconds", "of a processor"]))
+    for what, taken in (("seconds", measured), ("of a processor", processor)):
+        changes = ratios(taken["pipe, changing"], taken["pipe, one size"])
+        print(f"pipe, changing over one size, {what}: {summarise(changes)}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import sympy
 from torch import fx
 
 from fxpipe.tracing.dynamic_sizes import FixedSizeError
@@ -60,19 +61,28 @@ def _refuse_untracked_dynamic_sizes(
     """Refuses a dynamic size of which forward makes something else where it looks larger.
 
     By one, which shows what goes by each size (`range(size)`); then by several times, which shows what goes by steps
-    (`math.isqrt(size)`), and would be long where it is a loop.
+    (`math.isqrt(size)`), and would be long where it is a loop. Of several sizes each grows by a factor of its own: what
+    goes by their ratio shows.
     """
-    for symbol, size in traced.dynamic.example:
-        keys = [
-            (node.name, dim)
-            for node in traced.graph.nodes
-            for shape in (info(node).dynamic_shapes or ())[:1]
-            for dim, formula in enumerate(shape.shape)
-            if symbol in formula.free_symbols
-        ]
-        if not all(_is_same_recording_in(plain, again, dict.fromkeys(keys, more)) for more in (1, 3 * size + 1)):
-            dims = frozenset(key for key, formula in traced.dynamic.formulas.items() if symbol in formula.free_symbols)
-            raise FixedSizeError("forward takes its size as a plain number (range(size), an index of a list)", dims)
+    sizes_of: dict[sympy.Symbol, set[Hashable]] = {symbol: set() for symbol in traced.dynamic.symbols}
+    for node in traced.graph.nodes:
+        for shape in (info(node).dynamic_shapes or ())[:1]:
+            for dim, formula in enumerate(shape.shape):
+                for symbol in formula.free_symbols & sizes_of.keys():
+                    sizes_of[symbol].add((node.name, dim))
+    example = dict(traced.dynamic.example)
+
+    def is_same(symbols: Collection[sympy.Symbol]) -> bool:
+        steps = [*enumerate(symbols, 1)]
+        nearly = {key: more for more, symbol in steps for key in sizes_of[symbol]}
+        larger = {key: (2 * more + 1) * example[symbol] + more for more, symbol in steps for key in sizes_of[symbol]}
+        return all(_is_same_recording_in(plain, again, disguised) for disguised in (nearly, larger))
+
+    if is_same(example):
+        return
+    met = {symbol for symbol in example if len(example) == 1 or not is_same([symbol])} or {*example}
+    dims = frozenset(key for key, formula in traced.dynamic.formulas.items() if met & formula.free_symbols)
+    raise FixedSizeError("forward takes its size as a plain number (range(size), an index of a list)", dims)
 
 
 def _is_same_recording(plain: Traced, again: Callable[[Mapping[Any, int]], Traced], keys: Collection[Hashable]) -> bool:

@@ -136,11 +136,13 @@ def add_shapes(
     in_dims: Any = None,
     out_dims: Any = None,
     dynamic: Mapping[InputDim, str] = MappingProxyType({}),
+    lengths: Collection[InputDim] = (),
 ) -> Traced:
     """Finds the batch in `traced`, recorded on `values`, and the shapes of its nodes (`NodeInfo`).
 
     Sizes that turn out fixed become constants of the graph. Of the dimensions in `dynamic` those stay so that can, and
-    their sizes have these names.
+    their sizes have these names; `lengths` are those of them of which another graph has told that they hold no samples
+    (a mask of shape [T, T]).
 
     Raises:
         ArgumentError: there is no batch, inputs disagree on it, or an output needs `out_dims`.
@@ -150,7 +152,7 @@ def add_shapes(
     sizes = _batch_sizes(traced.leaves, asked)
     if 0 in sizes:
         raise ArgumentError("an example input holds no samples (size 0 in the batch dimension); give at least one")
-    traced, run = _run_with_dynamic_sizes(traced, values, asked, sure, dynamic)
+    traced, run = _run_with_dynamic_sizes(traced, values, asked, sure, dynamic, () if sure else lengths)
     full_formula = _formula_of(_own_symbols(traced, run, dynamic), run)
     example = {symbol: sympy.Integer(size) for symbol, size in traced.dynamic.example}
 
@@ -218,13 +220,19 @@ def _shapes_of(value: Any, formula: Callable[[Any], sympy.Expr]) -> tuple[Tensor
 
 
 def _run_with_dynamic_sizes(
-    traced: Traced, values: Sequence[Any], asked: list[int | None], sure: bool, dynamic: Mapping[InputDim, str]
+    traced: Traced,
+    values: Sequence[Any],
+    candidates: list[int | None],
+    sure: bool,
+    dynamic: Mapping[InputDim, str],
+    lengths: Collection[InputDim],
 ) -> tuple[Traced, SymbolicRun]:
     """Runs the graph on symbols; finds `in_dims`, and which dimensions can be dynamic."""
-    sizes = _batch_sizes(traced.leaves, asked)
     reasons: dict[InputDim, str] = {}
     while True:
         wanted = {*dynamic} - reasons.keys()
+        asked = [None if (p, dim) in wanted.intersection(lengths) else dim for p, dim in enumerate(candidates)]
+        sizes = _batch_sizes(traced.leaves, asked)
         try:
             run = run_on_symbols(traced, values, asked, sure, sizes == {1}, wanted)
             if not run.is_free and 1 in sizes and sizes != {1} and not sure:
