@@ -86,6 +86,11 @@ def flip_and_roll(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.last(m.first(x).flip(1).roll(2, 1) + m.second(x))
 
 
+def two_halves(m: Any, x: torch.Tensor) -> torch.Tensor:
+    first, second = m.first(x)[:, : x.shape[1] // 2 * 2].chunk(2, 1)
+    return m.last(first * second)
+
+
 def last_position(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.last(m.first(x)[:, -1] + m.second(x)[:, x.shape[1] // 2])
 
@@ -272,6 +277,7 @@ ANY_SIZE = (
     mean_over_positions,
     flattened_rows,
     flip_and_roll,
+    two_halves,
     last_position,
     windows_by_unfold,
     writes_to_half,
@@ -286,6 +292,7 @@ BY_CONDITION = {  # and how many graphs LENGTHS take, the first of which is that
     window_against_size: 3,
     clipped_slice: 3,
     grown_cache: 2,
+    pieces_of_a_size: 5,
     padding_until_a_multiple: 3,
     padding_if_no_multiple: 3,
     branch_between_two_sizes: 4,
@@ -295,7 +302,6 @@ BY_CONDITION = {  # and how many graphs LENGTHS take, the first of which is that
     power_of_two_steps: 4,
 }
 BOUND = (
-    pieces_of_a_size,
     loop_over_positions,
     iteration,
     length_of_a_sample,

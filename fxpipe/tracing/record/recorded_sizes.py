@@ -75,7 +75,30 @@ def plain_number(size: int) -> int:
     return size
 
 
-NOT_FOLLOWED = (length, plain_number)
+def split_pieces(tensor: torch.Tensor, dim: int, size: int) -> int:
+    """Returns how many pieces of this size `split` makes: how long a list forward gets."""
+    return int(_pieces_of_size(tensor.size(dim), size))
+
+
+def chunk_pieces(tensor: torch.Tensor, dim: int, chunks: int) -> int:
+    """Returns how many pieces `chunk` makes, which may be fewer than are asked for."""
+    return int(_pieces_of_number(tensor.size(dim), chunks))
+
+
+def _pieces_of_size(whole: Any, size: Any) -> Any:
+    return -(-whole // size)
+
+
+def _pieces_of_number(whole: Any, chunks: Any) -> Any:
+    return _pieces_of_size(whole, _pieces_of_size(whole, chunks))
+
+
+# The same as formulas in sizes.
+PIECES: dict[Callable[..., Any], Callable[[Any, Any], Any]] = {
+    split_pieces: _pieces_of_size,
+    chunk_pieces: _pieces_of_number,
+}
+NOT_FOLLOWED = (length, plain_number, *PIECES)
 
 
 class RecordedSize(int):
@@ -102,7 +125,7 @@ class RecordedSize(int):
             self.recorder.was_hashed = True
             raise TypeError("unhashable type: a recorded size")
         if self.recorder.recording:  # what is not found under a key is never compared with it
-            self.recorder.read_size(operator.eq, (self, _plain_value(self)), True)
+            self.recorder.read_size(operator.eq, (self, plain_size(self)), True)
         return int.__hash__(self)
 
     def __neg__(self) -> int:
@@ -133,7 +156,7 @@ class RecordedSize(int):
         return int, (self.shown,)
 
 
-def _plain_value(value: Any) -> Any:
+def plain_size(value: Any) -> Any:
     return value.value if isinstance(value, RecordedSize) else value
 
 
@@ -161,7 +184,7 @@ def _arithmetic_method(function: Callable[[Any, Any], Any], swap: bool) -> Calla
         if not isinstance(other, (int, torch.SymInt)):  # which only a nested tensor has: that is refused
             return NotImplemented
         left, right = (other, self) if swap else (self, other)
-        value = function(_plain_value(left), _plain_value(right))
+        value = function(plain_size(left), plain_size(right))
         if not self.recorder.recording or isinstance(other, torch.SymInt):
             return value
         shown = function(_shown_value(left), _shown_value(right)) if self.recorder.disguised else value
@@ -175,7 +198,7 @@ def _reading_method(function: Callable[..., Any], swap: bool = False) -> Callabl
         if not all(isinstance(other, (int, torch.SymInt)) for other in others):
             return NotImplemented
         operands = (*others, self) if swap else (self, *others)
-        value = function(*map(_plain_value, operands))
+        value = function(*map(plain_size, operands))
         if self.recorder.recording and not isinstance(value, torch.SymInt):
             self.recorder.read_size(function, operands, value)
         return value
@@ -192,8 +215,8 @@ def _mixed_method(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         if result is not NotImplemented:
             return result
         if isinstance(others[0], float) and self.recorder.recording:
-            self.recorder.read_size(int, (self,), _plain_value(self))
-        return plain(_plain_value(self), *map(_plain_value, others))
+            self.recorder.read_size(int, (self,), plain_size(self))
+        return plain(plain_size(self), *map(plain_size, others))
 
     return both
 

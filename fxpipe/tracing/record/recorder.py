@@ -62,7 +62,10 @@ from fxpipe.tracing.record.recorded_sizes import (
     RecordedSize,
     SizeRead,
     SourcePlace,
+    chunk_pieces,
     length,
+    plain_size,
+    split_pieces,
     unwrap_sizes,
 )
 from fxpipe.tracing.record.tensor_registry import TensorNames, TensorRegistry
@@ -417,6 +420,17 @@ class Recorder(TorchFunctionMode):
         if self.knows(tensor) and -tensor.dim() <= dim < tensor.dim():
             self.read_size(length, (tensor, dim % tensor.dim()), tensor.shape[dim])
 
+    def _read_pieces(self, name: str, args: tuple[Any, ...], dim: int) -> None:
+        """Notes how long the list is that forward gets."""
+        tensor, size = args[0], (*args, None)[1]
+        function = {"split": split_pieces, "chunk": chunk_pieces}.get(name.removeprefix("unsafe_"))
+        is_known = self.knows(tensor) and -tensor.dim() <= dim < tensor.dim() and tensor.shape[dim] > 0
+        if function is None or not is_known or not isinstance(size, int) or size < 1:
+            self._read_length(tensor, dim)
+            return
+        where = dim % tensor.dim()
+        self.read_size(function, (tensor, where, size), function(tensor, where, plain_size(size)))
+
     def add_size(self, function: Callable[..., Any], *operands: Any) -> fx.Node:
         return self.add("call_function", function, tuple(map(self.node_argument, operands)))
 
@@ -486,7 +500,7 @@ class Recorder(TorchFunctionMode):
         if SPLIT_FUNCTIONS.get(name) == 2 and isinstance((*args, 1)[1], torch.Tensor):
             self.__torch_function__(torch.Tensor.__index__, (), args[1:2])  # into so many pieces
         if name in SPLIT_FUNCTIONS and args and not isinstance((*args, 1)[1], (list, tuple)):
-            self._read_length(args[0], kwargs.get("dim", (*args, 0, 0)[SPLIT_FUNCTIONS[name]]))
+            self._read_pieces(name, args, kwargs.get("dim", (*args, 0, 0)[SPLIT_FUNCTIONS[name]]))
         if name == "__iter__":
             parts, _ = self.run(torch.Tensor.unbind, (args[0], 0), {})
             self.keep(parts, self.add("call_method", "unbind", (self.node_of(args[0]), 0)))

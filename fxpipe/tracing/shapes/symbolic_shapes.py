@@ -30,7 +30,7 @@ from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.dynamic_sizes import FIXED_SIZES, DynamicSizes, FixedSizeError, InputDim, Lengths, SizeCondition
 from fxpipe.tracing.node_arguments import container_of
 from fxpipe.tracing.node_info import ValueRead, info, number_of, set_info, update_info
-from fxpipe.tracing.record.recorded_sizes import NOT_FOLLOWED, SizeRead, length
+from fxpipe.tracing.record.recorded_sizes import NOT_FOLLOWED, PIECES, SizeRead, length
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.shapes.batch_reductions import ReductionWalk, UnknownReductionError
 from fxpipe.tracing.shapes.symbolic_run import SymbolicRun, run_on_symbols
@@ -324,7 +324,7 @@ def _dynamic_sizes(
         met = {s for operand in operands for s in operand.free_symbols} & symbols.keys()
         if not met or is_of_values:
             continue
-        if read.function not in SIZE_RELATIONS and read.function is not bool:
+        if read.function not in SIZE_RELATIONS and read.function not in PIECES and read.function is not bool:
             dims = frozenset(symbols[s] for s in met)
             raise FixedSizeError(f"forward takes its size as a plain number at {read.where}", dims)
         conditions.append(SizeCondition(_relation(read, operands), read.where))
@@ -374,14 +374,17 @@ def _is_dynamic(
 
 
 def _operand_values(run: SymbolicRun, read: SizeRead) -> list[Any]:
-    if read.function is length:
-        tensor, dim = read.operands
-        return [run.node_values[tensor].shape[dim]]  # type: ignore[index]
+    if read.function is length or read.function in PIECES:
+        tensor, dim, *rest = read.operands
+        sizes = [run.node_values[o] if isinstance(o, fx.Node) else o for o in rest]
+        return [run.node_values[tensor].shape[dim], *sizes]  # type: ignore[index]
     return [run.node_values[o] if isinstance(o, fx.Node) else o for o in read.operands]
 
 
 def _relation(read: SizeRead, operands: Sequence[sympy.Expr]) -> sympy.Basic:
-    """Returns the condition that a comparison and its result put on the operands."""
+    """Returns the condition that a comparison and its result, or how many pieces there are, put on the operands."""
+    if read.function in PIECES:
+        return sympy.Eq(PIECES[read.function](*operands), read.result)
     is_relation = read.function in SIZE_RELATIONS
     holds = SIZE_RELATIONS[read.function](*operands) if is_relation else sympy.Ne(operands[0], 0)
     return holds if read.result else sympy.Not(holds)
@@ -473,9 +476,10 @@ def _find_batch(traced: Traced, asked: Sequence[int | None], run: SymbolicRun, s
 
 
 def _operand_sizes(read: SizeRead) -> list[sympy.Expr]:
-    if read.function is length:
-        tensor, dim = read.operands
-        return [info(tensor).shapes[0].shape[dim]]  # type: ignore[arg-type,index]
+    if read.function is length or read.function in PIECES:
+        tensor, dim, *rest = read.operands
+        sizes = [number_of(o) if isinstance(o, fx.Node) else sympy.Integer(o) for o in rest]
+        return [info(tensor).shapes[0].shape[dim], *sizes]  # type: ignore[arg-type,index]
     return [number_of(o) if isinstance(o, fx.Node) else sympy.Integer(o) for o in read.operands]
 
 
