@@ -45,7 +45,7 @@ class DynamicDims:
 
     def names(self, leaves: Sequence[InputLeaf]) -> dict[InputDim, str]:
         """The name of the size of each: the user's, first, or one made of the input's. Those of one name are equal."""
-        named = {dim: self.asked[dim].name for dim in sorted(self.asked) if self.asked[dim].name}
+        named = {dim: self.asked[dim].name for dim in sorted(self.asked.keys() & self.dims) if self.asked[dim].name}
         others = {dim: f"{leaves[dim[0]].path}_dim{dim[1]}" for dim in sorted(self.dims - named.keys())}
         own = {name: _size_name(name) for name in named.values()}
         names = {dim: own[name] for dim, name in named.items()}
