@@ -261,6 +261,31 @@ def branch_on_the_bytes_of_a_storage(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.last(h * 2 if x[0].clone().untyped_storage().nbytes() > 15 * D * x.element_size() else h)
 
 
+def size_in_a_closure(m: Any, x: torch.Tensor) -> torch.Tensor:
+    steps = x.shape[1] // 8 + 1
+
+    @fxpipe.leaf
+    def scaled(h: torch.Tensor) -> torch.Tensor:
+        return h * steps
+
+    return m.last(scaled(m.first(x)))
+
+
+def size_in_the_closure_of_a_backward(m: Any, x: torch.Tensor) -> torch.Tensor:
+    steps = x.shape[1] // 8 + 1
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, h: torch.Tensor) -> torch.Tensor:
+            return h * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * steps
+
+    return m.last(Scaled.apply(m.first(x)))
+
+
 def branch_on_an_offset(m: Any, x: torch.Tensor) -> torch.Tensor:
     h = m.first(x)
     return m.last(h * 2 if h[0, x.shape[1] // 2 :].storage_offset() > 7 * D else h)
@@ -313,6 +338,8 @@ BOUND = (
     text_of_a_shape,
     branch_on_the_bytes_of_a_storage,
     branch_on_an_offset,
+    size_in_a_closure,
+    size_in_the_closure_of_a_backward,
     size_as_a_float,
     size_in_a_factor,
 )

@@ -31,6 +31,7 @@ class Entry:
     make: Callable[[], tuple[nn.Module, Call]]
     options: dict[str, Any] = field(default_factory=dict)  # for fxpipe.pipeline
     is_whole: bool = False  # compared with the plain model on the whole mini-batch
+    has_one_size: bool = False  # at other sizes it draws numbers of numpy's, in a way that no reference can repeat
 
     def build(self) -> tuple[nn.Module, Call]:
         """The model and its inputs, the same in each call."""

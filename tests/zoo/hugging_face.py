@@ -83,6 +83,7 @@ def _add(
     *,
     made_with: dict[str, Any] | None = None,
     is_whole: bool = False,
+    has_one_size: bool = False,
 ) -> None:
     def make() -> tuple[nn.Module, Call]:
         import transformers
@@ -90,7 +91,7 @@ def _add(
         made = getattr(transformers, model)._from_config(getattr(transformers, config)(**settings), **made_with or {})
         return made, inputs()
 
-    HUGGING_FACE.append(Entry(name, "transformers", make, is_whole=is_whole))
+    HUGGING_FACE.append(Entry(name, "transformers", make, is_whole=is_whole, has_one_size=has_one_size))
 
 
 # -- encoders of text ------------------------------------------------------------------------------------------------
@@ -185,7 +186,7 @@ def _spectra() -> Call:
 _add("whisper", "WhisperConfig", "WhisperModel", _spectra, _WHISPER)
 _add("wav2vec2", "Wav2Vec2Config", "Wav2Vec2Model", _sounds, _WAV2VEC2)
 # Spans of time are masked by numbers of numpy's; there is one place for a span that is as long as the sound.
-_add("wav2vec2_masked", "Wav2Vec2Config", "Wav2Vec2ForCTC", _sounds, _WAV2VEC2 | {"mask_time_prob": 0.5, "mask_time_length": 49})  # fmt: skip  # noqa: E501
+_add("wav2vec2_masked", "Wav2Vec2Config", "Wav2Vec2ForCTC", _sounds, _WAV2VEC2 | {"mask_time_prob": 0.5, "mask_time_length": 49}, has_one_size=True)  # fmt: skip  # noqa: E501
 _add("hubert", "HubertConfig", "HubertModel", _sounds, _WAV2VEC2)
 
 # -- pictures --------------------------------------------------------------------------------------------------------

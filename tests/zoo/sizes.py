@@ -57,6 +57,8 @@ def resized(inputs: Call, sizes: Sizes) -> Call:
 
 def with_sizes(entry: Entry, training: bool) -> SizedEntry | None:
     """The entry with sizes that it takes; None where no dimension can vary."""
+    if entry.has_one_size:
+        return None
     model, inputs = entry.build()
     model.train(training)
     tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]

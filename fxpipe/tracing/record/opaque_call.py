@@ -64,6 +64,7 @@ def call_hook(recorder: Recorder, module: nn.Module, hook: Callable[..., Any], a
     def run(_: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return hook(module, *args)
 
+    recorder.read_captured_sizes(hook)
     name = getattr(hook, "__name__", type(hook).__name__)
     hooks = [store for key, store in module.__dict__.items() if key.endswith("_hooks")]
     before = [dict(store) for store in hooks]
@@ -80,6 +81,7 @@ def call_hook(recorder: Recorder, module: nn.Module, hook: Callable[..., Any], a
 
 def call_transform(recorder: Recorder, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Calls what `torch.func` has made of a function as one node."""
+    recorder.read_captured_sizes(function)
 
     def run(_: Sequence[torch.Tensor], a: tuple[Any, ...], k: dict[str, Any]) -> Any:
         return function(*a, **k)
@@ -102,6 +104,7 @@ def leaf(function: F) -> F:
         recorder = active.recorder
         if recorder is None or recorder.paused:
             return function(*args, **kwargs)
+        recorder.read_captured_sizes(function)
 
         def run(_: Sequence[torch.Tensor], a: tuple[Any, ...], k: dict[str, Any]) -> Any:
             return function(*a, **k)
@@ -192,7 +195,7 @@ def call_opaque(
     before, applied = python_rng_state(), recorder.applied_inside
     recorder.external_tensors.clear()
     try:
-        outputs, random = recorder.run(whole, (own, plain), {})
+        outputs, random = recorder.run_opaque(whole, (own, plain), {})
     except OpaqueStateError as error:
         raise refuse(str(error), error.remedy) from error
     outside = list(recorder.external_tensors)

@@ -31,6 +31,7 @@ from fxpipe.tracing.record.graph_break import call_with_graph_break
 from fxpipe.tracing.record.leaf_module import call_leaf_module
 from fxpipe.tracing.record.module_hooks import forward_of, is_computation_hook, run_model, run_with_hooks
 from fxpipe.tracing.record.opaque_call import active, call_hook, call_transform
+from fxpipe.tracing.record.recorded_sizes import unwrap_sizes
 from fxpipe.tracing.record.recorder import Recorder, RunningModule
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.utils.locks import ForkSafeLock
@@ -69,7 +70,9 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
         if function.__module__ == CheckpointFunction.__module__:  # keeps inputs for a recompute (torch 2.11; not 2.13)
             return recorder.run(plain, (function, *args), kwargs)[0]
         node_args, node_kwargs = recorder.node_argument(args), recorder.node_argument(kwargs)
-        result, random = recorder.run(plain, (function, *args), kwargs)
+        recorder.read_captured_sizes(function.forward, function.backward)
+        values = unwrap_sizes((args, kwargs))
+        result, random = recorder.run_opaque(plain, (function, *values[0]), values[1])
         _add_application(recorder, plain, function, node_args, node_kwargs, result, random)
         return result
 

@@ -14,9 +14,11 @@ the values of tensors is a value itself, and what was read of it is a read like 
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -71,7 +73,7 @@ def length(tensor: torch.Tensor, dim: int) -> int:
 
 # No model of the zoo: `x.shape[0].bit_length()` needs it (behaviour/test_batch_sizes_in_python.py).
 def plain_number(size: int) -> int:
-    """Returns the number that a method of an integer takes of a size, where nothing follows it: its bits, its text."""
+    """Returns the number that goes on where nothing follows it: the bits of a size, its text, what a closure takes."""
     return size
 
 
@@ -187,6 +189,9 @@ def _arithmetic_method(function: Callable[[Any, Any], Any], swap: bool) -> Calla
         value = function(plain_size(left), plain_size(right))
         if not self.recorder.recording or isinstance(other, torch.SymInt):
             return value
+        if self.recorder.runs_opaque:
+            self.recorder.read_size(plain_number, (self,), self.value)
+            return value
         shown = function(_shown_value(left), _shown_value(right)) if self.recorder.disguised else value
         return RecordedSize(value, self.recorder.add_size(function, left, right), self.recorder, shown)
 
@@ -248,6 +253,35 @@ def _not_followed(name: str) -> Callable[..., Any]:
 
 for _name in ("bit_length", "bit_count", "to_bytes", "as_integer_ratio", "__str__", "__repr__", "__format__"):
     setattr(RecordedSize, _name, _not_followed(_name))
+
+
+def captured_sizes(function: Any) -> Iterator[RecordedSize]:
+    """Yields the sizes that a function has in its closure, and that it keeps for later calls."""
+    todo, known = [function], set[int]()
+    while todo:
+        value = todo.pop()
+        if id(value) in known:
+            continue
+        known.add(id(value))
+        if isinstance(value, RecordedSize):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            todo += value
+        elif isinstance(value, dict):
+            todo += value.values()
+        elif isinstance(value, functools.partial):
+            todo += (value.func, value.args, value.keywords)
+        elif isinstance(value, types.FunctionType):
+            todo += (_content(cell) for cell in value.__closure__ or ())
+        elif isinstance(value, types.MethodType):
+            todo.append(value.__func__)
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it has none yet
+        return None
 
 
 class RecordedShape(tuple[int, ...]):

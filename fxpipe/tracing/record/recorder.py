@@ -27,6 +27,7 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
+from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.autograd import version_of
 from fxpipe._torch.functions import (
     CONSTANT_TYPES,
@@ -62,8 +63,10 @@ from fxpipe.tracing.record.recorded_sizes import (
     RecordedSize,
     SizeRead,
     SourcePlace,
+    captured_sizes,
     chunk_pieces,
     length,
+    plain_number,
     plain_size,
     split_pieces,
     unwrap_sizes,
@@ -195,6 +198,7 @@ class Recorder(TorchFunctionMode):
         self.stack: list[RunningModule] = []
         self.paths = {id(m): path for path, m in reversed(list(model.named_modules()))}
         self.paused = 0
+        self.runs_opaque = False  # does what is one node run, which keeps the sizes of this recording in its closures?
         self.applied_inside = 0  # how many autograd.Functions have been applied while nothing is recorded
         self.external_tensors: list[
             torch.Tensor
@@ -544,11 +548,29 @@ class Recorder(TorchFunctionMode):
             self._changed = frozenset(map(self.registry.storages.name, changed))
             return result, not same_generator_states(before, generator_states())
 
+    def read_captured_sizes(self, *functions: Any) -> None:
+        """Notes the sizes that functions keep, which run as they are in every step: plain numbers to them."""
+        for size in captured_sizes(functions):
+            if size.recorder is self:
+                self.read_size(plain_number, (size,), size.value)
+
+    def run_opaque(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+        """Runs what is to be one node: it is given values, and a size that it takes from outside is a plain number."""
+        outer, self.runs_opaque = self.runs_opaque, True
+        try:
+            return self.run(func, args, kwargs)
+        finally:
+            self.runs_opaque = outer
+
     def _unrecorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a function inside of what is one node; notes its draws, which are not of the stream.
 
         And what it uses of the model's, or of what forward has made: the node would not be given it.
         """
+        if self.runs_opaque:
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if isinstance(leaf, RecordedSize) and leaf.recorder is self:
+                    self.read_size(plain_number, (leaf,), leaf.value)
         tensors = list(tensors_in((args, kwargs)))
         if tensors:
             self.external_tensors += [t for t in tensors if self.knows(t) or self.name_of(t)]
