@@ -63,7 +63,7 @@ class Exchange:
                     self._enter(name, i, leaves[place], (place, i) in trained)
 
     def _device(self, bound: BoundProgram, name: str, user: int) -> torch.device:
-        """Where a user wants a value: on its own device, unless it is for the host."""
+        """Returns the device on which a user wants a value: its own, unless the value is for the host."""
         stages = bound.program.stages
         return _CPU if user < len(stages) and name in stages[user].host_values else self._devices[user]
 
