@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -48,7 +49,7 @@ from fxpipe.tracing.shapes.symbolic_shapes import bytes_at, bytes_formula
 from fxpipe.tracing.source_lines import UNKNOWN_LINE
 from fxpipe.tracing.tensors import tensor_bytes
 from fxpipe.tracing.traced import attribute_tensor, opaque_name
-from fxpipe.utils.polynomial import ZERO, Polynomial, SizePoint, fit_counts, polynomial_sum
+from fxpipe.utils.polynomial import ZERO, Polynomial, SizePoint, fit_counts, polynomial_sum, polynomial_through
 from fxpipe.utils.polynomial_bound import polynomial_bound
 
 if TYPE_CHECKING:
@@ -80,15 +81,17 @@ def stage_bytes(traced: Traced, starts: Sequence[int], profiles: Sequence[Profil
     for j, (start, end) in enumerate(zip(starts, [*starts[1:], len(chain)], strict=True)):
         plain, again = (kept_by_stage(chain, starts, j, way, storages) for way in (False, True))
         portals = polynomial_sum(flows[i] for i in plain.portals)
+        most, *elsewhere = _largest_of(set().union(*working[start:end]), size_point(samples, lengths), points)
         portals_again = polynomial_sum(flows[i] for i in {*again.portals} - {*plain.portals})
         stages.append(
             StageBytes(
                 received=polynomial_sum(flows[i] for i in plain.inputs) + portals,
                 held=polynomial_sum([*(held[i] for i in plain.held), *(flows[i] for i in plain.views)]),
-                working=_largest_of(set().union(*working[start:end]), size_point(samples, lengths), points),
+                working=most,
                 portals=portals,
                 again=polynomial_sum(flows[i] for i in {*again.inputs} - {*plain.inputs}) + portals_again,
                 portals_again=portals_again,
+                working_elsewhere=tuple(elsewhere),
             )
         )
     return stages
@@ -104,13 +107,21 @@ def _points_around(samples: int, lengths: Lengths, largest: Lengths) -> tuple[Si
     return tuple(SizePoint(b, sizes) for b in sorted({*FITTED_SIZES, samples}) for sizes in itertools.product(*values))
 
 
-def _largest_of(polynomials: Collection[Polynomial], here: SizePoint, points: Sequence[SizePoint]) -> Polynomial:
-    """The largest of these: one of them or, where it depends on the sizes which, what their maximum grows like."""
-    most = {point: max((one.value(point.values) for one in polynomials), default=0) for point in (here, *points)}
-    for one in polynomials:
-        if all(one.value(point.values) == value for point, value in most.items()):
-            return one
-    return fit_counts(tuple((point, math.ceil(value)) for point, value in most.items()), here)
+def _largest_of(
+    polynomials: Collection[Polynomial], here: SizePoint, points: Sequence[SizePoint]
+) -> tuple[Polynomial, ...]:
+    """The largest of these: one or, where it depends on the dynamic sizes which, that of `here` and others."""
+    values = {one: [one.value(point.values) for point in (here, *points)] for one in polynomials or (ZERO,)}
+    most = [max(column) for column in zip(*values.values(), strict=True)]
+    for one, own in values.items():
+        if own == most:
+            return (one,)
+    fitted = polynomial_through([(point, math.ceil(most[k + 1])) for k, point in enumerate(points)])
+    if fitted is not None or not here.others:
+        counted = tuple((point, math.ceil(most[k])) for k, point in enumerate((here, *points)))
+        return (fit_counts(tuple(dict(counted).items()), here),)
+    largest = [one for one, own in values.items() if any(map(operator.eq, own, most))]
+    return tuple(sorted(largest, key=lambda one: (-values[one][0], str(one))))
 
 
 def stage_flops(profile: Profile, names: Collection[str]) -> Polynomial:

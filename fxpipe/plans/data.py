@@ -6,7 +6,7 @@ in a file. So all that reads a plan, its text among it, needs the data only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,11 @@ class StageBytes:
     portals: Polynomial = ZERO  # of `received`, what came through portals
     again: Polynomial = ZERO  # received, and kept beside `received` where the stage recomputes
     portals_again: Polynomial = ZERO  # of `again`, what came through portals
+    working_elsewhere: tuple[Polynomial, ...] = ()  # of other nodes, which hold more than `working` at other sizes
+
+    def working_at(self, sizes: Mapping[str, int]) -> int:
+        """Computes the bytes held for a moment by the node that holds most, for sizes by name."""
+        return max(one.at(sizes) for one in (self.working, *self.working_elsewhere))
 
     def kept(self, recomputes: bool) -> Polynomial:
         """Returns the bytes kept of what other stages made."""
@@ -273,7 +278,7 @@ class PlanData:
             saved_bytes=sizes.held.at(here),
             input_bytes=sizes.kept(recomputes).at(here) - portals,
             portal_bytes=portals,
-            working_bytes=sizes.working.at(here),
+            working_bytes=sizes.working_at(here),
             update=stage.update_seconds,
             loss=stage.loss_seconds,
         )
@@ -308,7 +313,8 @@ class PlanData:
         Raises:
             ArgumentError: there is no such stage or size, or the graph is not one for this size.
         """
-        return self._evaluate(self._memory(self._stage(stage)), b, sizes)
+        own = self._stage(stage).bytes
+        return self._evaluate(self._memory(self._stage(stage)), b, sizes, (own.working, *own.working_elsewhere))
 
     def flops(self, stage: int, b: int | None = None, **sizes: int) -> sympy.Expr:
         """Floating-point operations of a stage for one micro-batch, forward and backward, as for `memory`."""
@@ -342,21 +348,28 @@ class PlanData:
                 raise ArgumentError(f"{name}={size}: the graph of the plan is one for sizes of {one.bounds}")
         return dict(sizes)
 
-    def _evaluate(self, polynomial: Polynomial, b: int | None, sizes: Mapping[str, int]) -> sympy.Expr:
+    def _evaluate(
+        self, polynomial: Polynomial, b: int | None, sizes: Mapping[str, int], parts: Sequence[Polynomial] = (ZERO,)
+    ) -> sympy.Expr:
+        """The value or the formula of a polynomial and the largest of these parts."""
         import sympy
 
         sizes = self.check_sizes(sizes)
+        sums = [polynomial + part for part in parts]
         if b is not None:
-            return sympy.Integer(polynomial.at({**self.here, **sizes, "b": b}))
-        return polynomial.formula.subs({s: sizes[s.name] for s in polynomial.formula.free_symbols if s.name in sizes})
+            return sympy.Integer(max(one.at({**self.here, **sizes, "b": b}) for one in sums))
+        several = polynomial.formula + sympy.Max(*(part.formula for part in parts))
+        formula = sums[0].formula if len(sums) == 1 else several
+        return formula.subs({s: sizes[s.name] for s in formula.free_symbols if s.name in sizes})
 
     def _memory(self, stage: StagePlan) -> Polynomial:
+        """Computes all but what is held for a moment."""
         from fxpipe.scheduling import activations_in_flight, micro_batches_in_flight
 
         schedule, j, sizes = self.as_schedule(), stage.index, stage.bytes
         static = Polynomial.in_b(stage.parameter_bytes + stage.state_bytes)
         counts = micro_batches_in_flight(schedule)[j], activations_in_flight(schedule)[j]
-        return stage_memory(static, sizes.kept(self.recomputes(j)), sizes.held, sizes.working, *counts)
+        return stage_memory(static, sizes.kept(self.recomputes(j)), sizes.held, ZERO, *counts)
 
     def _stage(self, stage: int) -> StagePlan:
         if not 0 <= stage < len(self.stages):

@@ -31,6 +31,7 @@ from fxpipe.profiling.formulas import (
     bytes_of_values,
     fit_growth,
     fit_seconds,
+    grown_with_sizes,
     output_bytes,
     parameter_bytes,
     size_polynomial,
@@ -192,7 +193,7 @@ def profile(
         )
     of_loss = None
     if end in timings[here]:
-        held = tuple((point, of[end].bytes) for point, of in timings.items() if end in of)
+        held = tuple((point.b, of[end].bytes) for point, of in timings.items() if end in of)
         outputs_size = bytes_of_values(end.all_input_nodes)  # with it grows what the loss takes
         of_loss = NodeCost(
             LOSS_NAME,
@@ -200,7 +201,7 @@ def profile(
             seconds(lambda m: m.backward_seconds, end, outputs_size),
             ZERO_FORMULA,
             ZERO_FORMULA,
-            working_bytes=fit_counts(held, here).formula,
+            working_bytes=grown_with_sizes(fit_counts(held, micro_batch), here).formula,
             work=operations_of(end),
         )
     name = "" if chosen is None else chosen.name

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 
@@ -85,6 +86,15 @@ def size_polynomial(formula: sympy.Expr, batch: sympy.Symbol, samples: int, leng
         if polynomial.value(point.values) == here:
             return polynomial
     return fit_counts(((point, here),), point)
+
+
+def grown_with_sizes(counted: Polynomial, here: SizePoint) -> Polynomial:
+    """Takes what was counted at several numbers of samples only, where it grows with these, to grow with all sizes."""
+    once = math.prod(size for _, size in here.others)
+    others = tuple((name, 1) for name, _ in here.others)
+    return Polynomial.of(
+        {(*powers, *others) if powers else (): c * Fraction(1, once) if powers else c for powers, c in counted.terms}
+    )
 
 
 # Seconds as a line over the micro-batch size: at which sizes to measure, and what follows from what was found there.

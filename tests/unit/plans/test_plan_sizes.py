@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.models import GPT, UNet
+from torch import nn
 from torch.export import Dim
 
 import fxpipe
@@ -107,6 +108,34 @@ def test_a_pipe_that_has_met_a_second_length_has_the_formulas_of_all() -> None:
     there = fxpipe.plan(model(), 2, example_args=(torch.randint(17, (8, 13)),), chunks=4, balance=cut, **OPTIONS)
     assert [plan.memory(j, b=2, ids_dim1=13) for j in range(2)] == [there.memory(j, b=2) for j in range(2)]
     assert fxpipe.simulate(plan, ids_dim1=13).step_seconds >= fxpipe.simulate(plan).step_seconds
+
+
+def test_which_node_holds_most_may_depend_on_the_size() -> None:
+    """A loss over many classes holds most where batches are short, attention where they are long."""
+
+    def plan_at(ids: torch.Tensor, **options: Any) -> Plan:
+        loss = {"loss_fn": lambda y, t: y.logsumexp(-1).sum(), "target": ids}
+        return fxpipe.plan(Wide(), 1, example_args=(ids,), chunks=4, **loss, **OPTIONS, **options)
+
+    plan = plan_at(IDS, dynamic_shapes=LENGTHS)
+    assert plan.stages[0].bytes.working_elsewhere
+    for length in (4, 8, 16, 31):
+        there = plan_at(torch.randint(17, (8, length)))
+        assert plan.memory(0, b=2, s=length) == there.memory(0, b=2)
+        assert plan.memory(0).subs(dict.fromkeys(plan.memory(0).free_symbols, 2)) == plan.memory(0, b=2, s=2)
+
+
+class Wide(nn.Module):
+    """Scores of all pairs of places, and many classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(17, 4), nn.Linear(4, 40)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        scores = torch.stack([x @ x.transpose(1, 2)] * 2, 1).softmax(-1)
+        return self.head(scores.sum(1) @ x)
 
 
 def test_pictures_have_two_sizes() -> None:
