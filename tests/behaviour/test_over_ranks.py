@@ -314,3 +314,85 @@ def test_each_rank_has_the_record_of_its_row_and_all_together_that_of_the_step(t
         assert gathered.devices[0].sent == gathered.devices[1].received > 0
         assert gathered.devices[1].sent == gathered.devices[0].received > 0
         assert "device 1" in str(gathered)
+
+
+# -- Graphs beside the first one -------------------------------------------------------------------------------------
+
+
+class Winding(nn.Module):
+    """Takes other ways than those it was planned for: they use a weight, or change a buffer, in another stage."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x, way=0):
+        x = torch.tanh(self.first(x))
+        if way == 1:
+            self.seen += x.detach().sum(0)
+        x = torch.tanh(self.second(x))
+        x = torch.tanh(self.third(x))
+        if way == 0:
+            self.seen += x.detach().sum(0)
+        if way == 2:
+            x = torch.tanh(self.first(x)) + self.seen
+        return x
+
+
+def wind(devices, ways, is_over_ranks):
+    torch.manual_seed(0)
+    model, x = Winding(), torch.randn(6, 4)
+    with fxpipe.pipeline(model, devices, 3, example_args=(x,), balance=["first"], progress=False) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), 0.5)
+        losses = []
+        for way in ways:
+            own = ((x, way) if pipe.needs_inputs else ()) if is_over_ranks else (x, way)
+            losses.append(pipe.forward_backward(*own, target=x, loss_fn=F.mse_loss).item())
+            optimizer.step()
+        pipe.eval()
+        with torch.no_grad():
+            losses.append(pipe(*own))
+        gradients = {name: p.grad for name, p in pipe.named_parameters()}
+        return losses, gradients, {key: value.clone() for key, value in pipe.state_dict().items()}
+
+
+def wind_on_rank(mesh, ways):
+    return wind(mesh, ways, True)
+
+
+def test_a_graph_that_uses_weights_and_buffers_of_another_rank_borrows_them(two_ranks):
+    ways = (0, 2, 1, 2, 0, 2)
+    results = two_ranks.run(wind_on_rank, ways)
+    losses, gradients, state = wind(["cpu"] * 2, ways, False)
+    for own_losses, own_gradients, own_state in results:
+        assert own_losses[:-1] == losses[:-1]
+        for name, gradient in own_gradients.items():
+            assert torch.equal(gradient, gradients[name]), name
+        for key, value in own_state.items():
+            assert torch.equal(value, state[key]), key
+    assert torch.equal(results[1][0][-1], losses[-1])
+    assert {name for _, own, _ in results for name in own} == gradients.keys()
+
+
+# -- Plans -----------------------------------------------------------------------------------------------------------
+
+
+def planned(mesh, plan):
+    torch.manual_seed(0)
+    x, t = torch.randn(8, 4), torch.randn(8, 4)
+    if plan is None:
+        pipe = fxpipe.pipeline(Dense(), mesh, schedule="auto", example_args=(x,), **QUICK)
+    else:
+        pipe = fxpipe.pipeline(Dense(), mesh, schedule="auto", example_args=(x,), plan=plan, progress=False)
+    loss = pipe.forward_backward(x, target=t, loss_fn=F.mse_loss).item()
+    return pipe.plan, loss
+
+
+def test_what_is_left_to_planning_is_decided_by_one_rank_for_all(two_ranks):
+    (ours, loss), (theirs, other) = two_ranks.run(planned, None)
+    assert ours == theirs
+    assert loss == other
+    again = two_ranks.run(planned, ours)
+    assert [plan.placement for plan, _ in again] == [ours.placement] * 2
+    assert [one for _, one in again] == pytest.approx([loss] * 2)
