@@ -116,7 +116,7 @@ def _inputs_at(traced: Traced, lengths: Lengths) -> list[Any]:
 
 
 def _growth(stage: StagePlan, flops: Polynomial, back: Polynomial, here: dict[str, int]) -> StageGrowth:
-    """What grows of the seconds of a stage does so with its FLOPs; where there are none, with the samples alone."""
+    """Takes what grows of the seconds of a stage to do so with its FLOPs; where it has none, with the samples alone."""
 
     def growing(seconds: float, fixed: float, work: Polynomial) -> Polynomial:
         once = work.value(here)
