@@ -218,8 +218,8 @@ def _holds(condition: sympy.Basic, batch: int, lengths: Lengths) -> bool:
     values = dict(lengths)
     try:
         return bool(condition.subs({s: values.get(s, batch) for s in condition.free_symbols}))
-    except ZeroDivisionError:  # `Mod(s0, s1 % 4)`: nothing was concluded of such sizes
-        return False
+    except (ZeroDivisionError, AssertionError):  # of torch's `Mod`, of no or of less than no positions
+        return False  # nothing was concluded of such sizes
 
 
 @dataclass(frozen=True, slots=True)

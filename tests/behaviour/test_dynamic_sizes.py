@@ -232,6 +232,11 @@ def branch_on_contiguity(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.last(h * 2 if h.is_contiguous() else h)
 
 
+def windows_if_there_are_any(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = m.first(x)
+    return m.last(h if h.shape[1] < 8 else h.unfold(1, 8, 1).mean(-1))
+
+
 def branch_on_an_equal_shape(m: Any, x: torch.Tensor) -> torch.Tensor:
     h = m.first(x)
     return m.last(h * 2 if h[0].is_same_size(m.table[:12]) else h)
@@ -324,6 +329,7 @@ BY_CONDITION = {  # and how many graphs LENGTHS take, the first of which is that
     one_size_of_its_own: 4,
     branch_on_contiguity: 3,
     branch_on_an_equal_shape: 3,
+    windows_if_there_are_any: 3,
     power_of_two_steps: 4,
 }
 BOUND = (
@@ -515,6 +521,17 @@ def test_a_mask_without_samples_may_be_of_each_length() -> None:
             x, bias = torch.randn(4, length, D), torch.randn(length, length)
             torch.testing.assert_close(pipe(x, bias), model.forward(x, bias))
         assert len(pipe._fxpipe.graphs) == 2
+
+
+def test_formulas_that_take_torch_too_long_leave_a_graph_for_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxpipe.tracing.shapes.symbolic_run.PATIENCE", 0.0)
+    with closing(
+        fxpipe.pipeline(model_of(plainly), ["cpu", "cpu"], chunks=2, example_args=(torch.randn(4, 5, D),))
+    ) as pipe:
+        for length in (6, 7, 6):
+            pipe(torch.randn(4, length, D))
+        assert len(pipe._fxpipe.graphs) == 3
+        assert any("torch takes too long to follow it" in why for why in pipe.plan.why)
 
 
 def test_the_plan_says_why_a_size_is_not_dynamic() -> None:

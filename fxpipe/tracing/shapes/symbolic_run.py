@@ -9,6 +9,7 @@ What fake tensors cannot tell is seen in real runs (`observed_shapes`), and equa
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -45,6 +46,8 @@ from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
 from fxpipe.utils.batch_split import rows_per_sample, samples_along
 from fxpipe.utils.progress import progress
+
+PATIENCE = 20.0  # seconds of a processor for formulas of dynamic sizes
 
 
 class SizeGuard(NamedTuple):
@@ -260,6 +263,7 @@ class _Attempt:
         self.dynamic: dict[InputDim, sympy.Symbol] = {}
         self.guards: list[SizeGuard] = []
         self.observed_dims: set[InputDim] = set()
+        self.start = time.thread_time()
         self.env = QuietShapeEnv(duck_shape=False)
         self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self.mode.cache_enabled = False  # torch never empties it of symbols, and `cache` does the same
@@ -279,6 +283,7 @@ class _Attempt:
             enable_python_dispatcher(),
         ):
             for node in nodes:
+                self._refuse_long_work(node)
                 if node.op == "get_attr":
                     self.node_values[node] = self._attribute(attribute_tensor(self.traced, node))
                 elif info(node).is_compared_read:
@@ -298,6 +303,14 @@ class _Attempt:
             layouts,
             frozenset(self.observed_dims),
         )
+
+    def _refuse_long_work(self, node: fx.Node) -> None:
+        """Raises where torch takes too long over formulas of dynamic sizes (windows of patches of patches)."""
+        if self.dynamic and time.thread_time() - self.start > PATIENCE:
+            raise FixedSizeError(
+                f"torch takes too long to follow it ({PATIENCE:.0f} s up to {info(node).source or 'an input'})",
+                frozenset(self.dynamic),
+            )
 
     def _make_inputs(self) -> None:
         for place, node in self.traced.placeholders.items():
