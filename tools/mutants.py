@@ -159,8 +159,8 @@ RUNTIME = (
     ),
     Mutant(
         "runtime/step.py",
-        "        except BaseException as error:\n            node",
-        "        except Exception as error:\n            node",
+        "        except BaseException as error:\n            opened",
+        "        except Exception as error:\n            opened",
         "unit/runtime/test_failures.py::test_every_kind_of_exception_arrives",
     ),
     Mutant(

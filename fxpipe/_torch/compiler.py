@@ -34,7 +34,7 @@ def compile_backward_at_once() -> contextlib.AbstractContextManager[Any]:
 
 
 def mark_dynamic_dims(tensor: torch.Tensor, dims: Sequence[int]) -> None:
-    """Has `torch.compile` take these dimensions for ones of any size from the beginning, as far as the code lets it.
+    """Makes `torch.compile` take these dimensions for ones of any size from the beginning, as far as the code lets it.
 
     Optional: without it a dimension is so once it has come with a second size, which compiles once more.
     """

@@ -91,8 +91,8 @@ def _load_loss(request: Request) -> PlannedLoss | None:
     value = load_target(request.loss)
     loss_fn = call_target(request.loss) if isinstance(value, type) else value
     if not callable(loss_fn):
-        made = with_article(loss_fn)
-        raise ArgumentError(f"--loss {request.loss} is {made}, not a function (output, target) -> loss")
+        kind = with_article(loss_fn)
+        raise ArgumentError(f"--loss {request.loss} is {kind}, not a function (output, target) -> loss")
     if request.loss_target is None:
         return PlannedLoss(loss_fn)
     target = make_arguments([request.loss_target], on_meta=request.on_meta)

@@ -155,6 +155,8 @@ def tune(
             raise ArgumentError("measure=True and hardware: what is not here cannot be run; leave one of them out")
         settings = make_settings(PipelineOptions.among(options, but=TUNED_OPTIONS), anywhere=hardware is not None)
         settings = with_memory_at_hand(settings, model_or_plan)
+        if measure and profile is not None:  # the loss is for measuring, also where the profile knows none
+            settings = replace(settings, loss=None)
         kwargs = example_kwargs or {}
         profiled = _for_batch_size(trace_and_profile(model_or_plan, example_args, kwargs, settings), size)
         settings = replace(settings, left=frozenset())
