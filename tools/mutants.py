@@ -1298,7 +1298,7 @@ PLANS = (
     ),
     Mutant(
         "plans/retarget.py",
-        "math.ceil(known * times)",
+        "math.ceil(known * self._times)",
         "known",
         "unit/plans/test_resized_plans.py::test_bytes_without_a_formula_grow_in_proportion",
     ),

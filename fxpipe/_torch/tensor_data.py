@@ -45,7 +45,7 @@ def _replace_tensor(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 
 def _refuse_late_gradient(gradients: Any) -> None:
-    """Is called where a graph from before gives its gradient to the old tensor, which nobody has any more."""
+    """Refuses the gradient that a graph from before gives to the old tensor, which nobody has any more."""
     raise StateError(
         "this graph was made before a parameter in it moved to another type of device (a pipe moves parameters when it "
         "is planned), so its gradient would be lost; call backward before, or forward again"
