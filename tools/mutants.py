@@ -1328,8 +1328,8 @@ PLANS = (
     ),
     Mutant(
         "plans/data.py",
-        "input_bytes=sizes.kept(recomputes)(b) - portals",
-        "input_bytes=sizes.kept(recomputes)(b)",
+        "input_bytes=sizes.kept(recomputes).at(here) - portals",
+        "input_bytes=sizes.kept(recomputes).at(here)",
         "unit/simulation/test_simulated_plans.py::test_peaks_are_those_of_the_formulas_of_the_plan",
     ),
 )
