@@ -36,7 +36,12 @@ class Normed(nn.Module):
 @pytest.mark.parametrize("where", ["cpu", "sim:0", "sim:1"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"schedule": "zero_bubble"}, {"checkpoint": "always"}, {"schedule": "zbv", "deferred_batch_norm": True}],
+    [
+        {},
+        {"schedule": "zero_bubble"},
+        {"checkpoint": "always"},
+        {"schedule": "zero_bubble_2p", "deferred_batch_norm": True},
+    ],
     ids=str,
 )
 def test_a_step_is_that_of_the_loop(simulated: Any, options: dict[str, Any], where: str) -> None:
