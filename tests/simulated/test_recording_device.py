@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from typing import Any
 
 import pytest
 import torch
@@ -16,20 +18,20 @@ pytestmark = pytest.mark.simulated
 DEVICES = ["sim:0", "sim:1"]
 
 
-@torch.library.custom_op("fxpipe_tests::only_here", mutates_args=(), device_types="sim")
-def only_here(x: torch.Tensor) -> torch.Tensor:
-    return torch.sin(x)
+@functools.cache
+def only_here() -> Any:
+    """An operation that the CPU lacks. Made in a session that has the device, whose name torch knows there alone."""
 
+    @torch.library.custom_op("fxpipe_tests::only_here", mutates_args=(), device_types="sim")
+    def operation(x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x)
 
-@only_here.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-only_here.register_autograd(
-    lambda ctx, gradient: gradient * ctx.saved_tensors[0].cos(),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
-)
+    operation.register_fake(torch.empty_like)
+    operation.register_autograd(
+        lambda ctx, gradient: gradient * ctx.saved_tensors[0].cos(),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+    )
+    return operation
 
 
 class WithKernel(nn.Module):
@@ -40,7 +42,7 @@ class WithKernel(nn.Module):
         self.first, self.second, self.norm = nn.Linear(6, 6), nn.Linear(6, 3), nn.BatchNorm1d(6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.norm(only_here(self.first(x))))
+        return self.second(self.norm(only_here()(self.first(x))))
 
 
 class ByDevice(nn.Module):

@@ -20,7 +20,9 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
+import sympy
 import torch
+from sympy.core.relational import Relational
 from torch import fx
 
 from fxpipe.tracing.fake_tensors import is_faked, with_fake_tensors
@@ -186,6 +188,7 @@ def _is_close_across_sizes(left: Any, right: Any) -> bool:
 
 def _failure_message(traced: Traced, batch: int, sizes: Collection[int]) -> str:
     failing = [(s, r) for s in sizes for r in traced.batch_conditions if not r.holds(s)]
+    failing += [(s, r) for s in sizes for r in traced.failing_conditions(s)]
     if not failing and not traced.recorded_sizes:
         return (
             f"micro-batches of {' and '.join(map(str, sorted(sizes)))} do not make, put together, what the model makes "
@@ -200,14 +203,12 @@ def _failure_message(traced: Traced, batch: int, sizes: Collection[int]) -> str:
             f"makes of the mini-batch of {batch}; use chunks=1, or take the batch size out of what forward computes"
         )
     size, read = failing[0]
-    others = [
-        chunks
-        for chunks in range(1, batch + 1)
-        if all(r.holds(s) for s in micro_batch_sizes(batch, chunks) for r in traced.batch_conditions)
-    ]
+    condition = read.condition.xreplace({symbol: sympy.Integer(n) for symbol, n in traced.dynamic.example})
+    condition = condition.canonical if isinstance(condition, Relational) else condition  # `b >= 12`, not `12 <= b`
+    others = [chunks for chunks in range(1, batch + 1) if all(map(traced.holds_at, micro_batch_sizes(batch, chunks)))]
     remedy = f"use chunks={' or '.join(map(str, others[-3:]))}, " if others else "use "
     return (
-        f"forward goes by the batch size at {read.where}: {read.condition} (b samples) is so for the mini-batch of "
+        f"forward goes by the batch size at {read.where}: {condition} (b samples) is so for the mini-batch of "
         f"{batch}, not for micro-batches of {size}, and these do not make what the model makes of the mini-batch; "
         f"{remedy}batches for which it is the same, or take the size out of what forward computes"
     )
