@@ -1,7 +1,7 @@
 """The GPT of examples/gpt.py, trained as a pipeline over processes: one for each device, on one machine or several.
 
     torchrun --nproc-per-node 2 examples/torchrun_gpt.py
-    torchrun --nproc-per-node 2 examples/torchrun_gpt.py --schedule zero_bubble --checkpoint /tmp/gpt
+    torchrun --nproc-per-node 2 examples/torchrun_gpt.py --schedule zero_bubble --checkpoint checkpoints
 
 Model, plan and training loop are those of one process. What differs: a mesh of processes stands in the place of the
 devices, inputs and targets are needed on one rank each, and the optimizer of a rank has the parameters of its stages.

@@ -141,7 +141,7 @@ class PipelineState:
                 graph = next((one for one in known if self._holds(one, inputs[i], call, step_graphs)), None)
                 if graph is None:
                     graph = self._make_graph(call.args, call.kwargs, seed, len(calls))
-                    # The first call of a model may make what it has later.
+                    # A model may set attributes when it is first called: the keys before it are out of date.
                     inputs, step_graphs = self._inputs_of_calls(calls, seed), StepGraphs()
                 graphs.append(graph)
         if len({id(bound) for _, bound in graphs}) > 1:

@@ -225,7 +225,7 @@ def _reads(traced: Traced) -> list[fx.Node]:
 
 
 def _batched_input(traced: Traced) -> fx.Node:
-    """Finds an input of which one dimension has the batch size."""
+    """Returns a placeholder whose batch dimension has one row for each sample."""
     dims = traced.in_dims
     return next(
         node

@@ -235,6 +235,12 @@ class Snapshot:
         """The path of each module, what it holds in `__dict__`, parameters, buffers, modules, and what it held."""
         yield from self._dicts
 
+    def tensors_reshaped(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors that have another shape. To be asked before `restore`."""
+        for slot, kept in self._kept.items():
+            if kept.value is not None and kept.tensor.shape != kept.value.shape:
+                yield slot.name, kept.tensor
+
     def containers_changed(self) -> Iterator[tuple[str, Any]]:
         """Lists, dicts and sets in attributes that do not hold the same things any more."""
         for name, container, before in self._containers:

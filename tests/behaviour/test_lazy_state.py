@@ -252,6 +252,52 @@ def test_a_buffer_that_gets_its_shape_in_the_first_forward_is_asked_for_a_call_b
             torch.testing.assert_close(model[1].largest, twin[1].largest)
 
 
+class OfWeights(nn.Module):
+    """An observer of a weight, as for each channel: the samples make no difference to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.register_buffer("largest", torch.empty(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        largest = self.lin.weight.detach().abs().amax(1)
+        if self.largest.numel() == 0:
+            self.largest.resize_(largest.shape).copy_(largest)
+        else:
+            self.largest.lerp_(largest, 0.5)
+        return self.lin(x) / self.largest
+
+
+def quantized() -> nn.Module:
+    import torch.ao.quantization as quantization
+
+    model = nn.Sequential(quantization.QuantStub(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).train()
+    model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+    return quantization.prepare_qat(model)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Please use quant_min:UserWarning")
+@pytest.mark.parametrize("make", [lambda: nn.Sequential(nn.Linear(4, 4), OfWeights(), nn.Linear(4, 4)), quantized])
+def test_a_buffer_that_gets_its_shape_from_weights_is_made_without_a_call_by_hand(make: Any) -> None:
+    torch.manual_seed(0)
+    model = make()
+    twin = copy.deepcopy(model)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(torch.randn(4, 4),)) as pipe:
+        optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, twin)]
+        for samples in (4, 6, 8):
+            x = torch.randn(samples, 4)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            pipe.forward_backward(x, loss_fn=lambda out: out.square().mean())
+            for part in x.chunk(2):
+                (twin(part).square().mean() / 2).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            for (key, have), want in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
+                torch.testing.assert_close(have, want, msg=lambda text, key=key: f"{key}: {text}")
+
+
 def test_an_attribute_that_is_none_and_made_of_the_first_samples_is_refused():
     """Each micro-batch would make its own, and one of them would stay."""
 

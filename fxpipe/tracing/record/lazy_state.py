@@ -3,6 +3,7 @@
     if self.padding is None: self.padding = (...)       an attribute that is set once
     self.cache[x.device] = bias                         what is put into a dict, and found there
     self.attn = a.detach()                              an attribute that was not there
+    self.scale.resize_(...); self.scale.copy_(...)      the shape of a buffer that was empty (observers of weights)
 
 Tracing puts everything back, and a graph of the first call would make these in every step, or could not. So the model
 is called once, what it has made stays, and the next call is recorded. Values of tensors that were there before are put
@@ -39,13 +40,17 @@ from fxpipe.utils.pytree import preserve_objects
 
 @dataclass(frozen=True, slots=True)
 class _LazyItem:
-    """An item that a call has put into a `__dict__`, a store of buffers, a list or a dict of the model."""
+    """An item that a call has put into a `__dict__`, a store of buffers, a list or a dict of the model.
+
+    Or the data of a tensor that has another shape since then.
+    """
 
     name: str
-    owner: dict[str, Any] | None  # of the attribute; None: a container is filled
+    owner: dict[str, Any] | None  # of the attribute; None: a container is filled, or a tensor
     key: str
     value: Any  # the attribute, or a copy of the container
     container: Any = None
+    tensor: torch.Tensor | None = None  # that has another shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,7 @@ def make_lazy_state(
         items = first.items
         if not items:
             return None
-        before = [(_copy(m.container), None) if m.owner is None else _current_item(m.owner, m.key) for m in items]
+        before = [_before(one) for one in items]
         _put_items(items)
         later, later_of_others = _call_once(model, values, spec), _call_once(model, others, spec)
     except Exception:
@@ -169,6 +174,10 @@ def _new_items(snapshot: Snapshot) -> list[_LazyItem] | None:
                 return None
             kept = value.detach() if isinstance(value, torch.Tensor) else value
             new.append(_LazyItem(f"{path}.{key}" if path else key, owner, key, kept))
+    for name, tensor in snapshot.tensors_reshaped():
+        if tensor.requires_grad:
+            return None
+        new.append(_LazyItem(name, None, "", tensor.detach().clone(), tensor=tensor))
     for name, container in snapshot.containers_changed():
         if not MODULE_DICT_KEYS.isdisjoint(name.split(".")):  # hooks
             return None
@@ -192,13 +201,18 @@ def _copy(container: Any) -> Any:
     return type(container)(container) if type(container) in (list, dict, set) else list(container)
 
 
-def _current_item(owner: dict[str, Any], key: str) -> tuple[Any, bool | None]:
-    return owner.get(key), key in owner
+def _before(one: _LazyItem) -> tuple[Any, bool | None]:
+    """Returns what stands in the place of an item, and, of an attribute, whether it is there."""
+    if one.tensor is not None:
+        return one.tensor.detach(), None
+    return (_copy(one.container), None) if one.owner is None else (one.owner.get(one.key), one.key in one.owner)
 
 
 def _put_items(items: Sequence[_LazyItem]) -> None:
     for one in items:
-        if one.owner is not None:
+        if one.tensor is not None:
+            one.tensor.data = one.value.clone()  # to which forward writes
+        elif one.owner is not None:
             one.owner[one.key] = one.value
         else:
             _fill(one.container, one.value)
@@ -206,7 +220,9 @@ def _put_items(items: Sequence[_LazyItem]) -> None:
 
 def _remove_items(items: Sequence[_LazyItem], before: Sequence[tuple[Any, bool | None]]) -> None:
     for one, (value, was_there) in zip(items, before, strict=True):
-        if one.owner is None:
+        if one.tensor is not None:
+            one.tensor.data = value
+        elif one.owner is None:
             _fill(one.container, value)
         elif was_there:
             one.owner[one.key] = value
