@@ -80,7 +80,7 @@ class PlannedSize:
 
     name: str
     size: int  # for which seconds and bytes are given
-    largest: int  # that is announced, or was planned: of this memory limits are asked
+    largest: int  # that is announced, or was planned or looked at: of this memory limits are asked
     least: int = 1  # that the graph holds for
     most: int | None = None
     dims: tuple[str, ...] = ()  # of inputs that have this size, for people
@@ -88,7 +88,8 @@ class PlannedSize:
     @property
     def usual_sizes(self) -> tuple[int, ...]:
         """Sizes to look at: half of the planned one, that, twice it, and the largest, within the bounds."""
-        most = max(self.size, min(max(self.largest, 2 * self.size), self.most or self.largest))
+        wanted = max(self.largest, 2 * self.size)
+        most = max(self.size, wanted if self.most is None else min(wanted, self.most))
         return max(self.least, self.size // 2), self.size, min(2 * self.size, most), min(self.largest, most)
 
     @property

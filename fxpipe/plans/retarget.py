@@ -15,7 +15,7 @@ from typing import TypeVar
 from fxpipe.errors import ArgumentError
 from fxpipe.hardware import Hardware, link_between, shared_adapters
 from fxpipe.partitioning.chain import Link
-from fxpipe.plans.data import HeaviestNode, PlanData, PlannedTransfer, StageGrowth, StagePlan, StageSeconds
+from fxpipe.plans.data import HeaviestNode, PlanData, PlannedSize, PlannedTransfer, StageGrowth, StagePlan, StageSeconds
 from fxpipe.utils.polynomial import Polynomial, polynomial_sum
 
 PlanT = TypeVar("PlanT", bound=PlanData)
@@ -50,7 +50,7 @@ def resize_plan(
         bottlenecks=(),
         sendings=tuple(_resize_transfer(way, now) for way in plan.sendings),
         heaviest=None if plan.heaviest is None else _resize_node(plan.heaviest, now),
-        sizes=tuple(replace(one, size=now.after[one.name]) for one in plan.sizes),
+        sizes=tuple(_resize(one, now.after[one.name]) for one in plan.sizes),
     )
 
 
@@ -74,6 +74,10 @@ class _Resizing:
     @property
     def _times(self) -> float:
         return self.after["b"] / self.before["b"]
+
+
+def _resize(one: PlannedSize, size: int) -> PlannedSize:
+    return replace(one, size=size, largest=max(one.largest, size))
 
 
 def _resize_stage(stage: StagePlan, now: _Resizing, recomputes: bool) -> StagePlan:

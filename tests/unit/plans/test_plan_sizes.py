@@ -304,6 +304,24 @@ def test_a_saved_plan_keeps_its_sizes(tmp_path: Path) -> None:
     assert Plan.load(tmp_path / "gpt.json").memory(0, b=2, s=31) == gpt().memory(0, b=2, s=31)
 
 
+@functools.cache
+def unbounded() -> Plan:
+    return fxpipe.plan(model(), 2, example_args=(IDS,), dynamic_shapes={"ids": {1: "s"}}, chunks=4, **OPTIONS)
+
+
+def test_a_plan_at_more_than_the_largest_size_is_read_and_asks_limits_there(tmp_path: Path) -> None:
+    longer = unbounded().at(s=16)
+    longer.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == longer
+    assert longer.largest_sizes == {"s": 16}
+    tuning = fxpipe.tune(longer, schedules=["1f1b"], chunks=[4], checkpoint=["never"], progress=False)
+    assert max(tuning.best.memory) == max(memory.peak for memory in fxpipe.simulate(longer).memory)
+
+
+def test_without_a_bound_twice_the_size_is_looked_at() -> None:
+    assert [plan.here["s"] for plan in unbounded().at_sizes()] == [4, 8, 16]
+
+
 def test_a_plan_saved_before_there_were_sizes_is_read(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plan = fxpipe.plan(model(), 2, example_args=(IDS,), chunks=4, **OPTIONS)
