@@ -235,7 +235,7 @@ def copy_to(memory: torch.Tensor, target: torch.device) -> torch.Tensor:
 
 
 def keep_for_stream(tensor: torch.Tensor, stream: torch.Stream) -> None:
-    """Keeps the memory of a tensor from being used anew before this stream has done what it has been given by then."""
+    """Tells the allocator that a stream uses a tensor: freed memory is reused once the work queued there is done."""
     tensor.record_stream(stream)
 
 

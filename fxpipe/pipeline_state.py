@@ -94,8 +94,14 @@ class PipelineState:
 
     def add_prepared(self, prepared: PreparedGraph) -> None:
         """Takes a graph that was profiled and cut elsewhere."""
-        self.first, self.plan, self.settings = prepared, prepared.plan, prepared.settings
+        self._take_plan_of(prepared)
         self._keep(prepared)
+
+    def _take_plan_of(self, prepared: PreparedGraph) -> None:
+        """Takes the first graph's plan; the loss to plan with goes, and the memory of its example target with it."""
+        settings = replace(prepared.settings, loss=None)
+        self.first, self.plan = replace(prepared, settings=settings), prepared.plan
+        self.settings, self.asked = settings, replace(self.asked, loss=None)
 
     def settle(self) -> None:
         """Moves the model's tensors to where the stages want them, should something else have moved them away."""
@@ -284,8 +290,8 @@ class PipelineState:
                 with torch.inference_mode(False), torch.enable_grad(), show_progress(self.settings.progress):
                     first = prepare(self.model, args, kwargs, self.settings, self.given_plan, seed, micro_batches)
                     reason = self._refusal_of_evaluation(first, args, kwargs, seed)
-                self.first = first
-                self.plan, self.settings = self.first.plan, self.first.settings
+                self._take_plan_of(first)
+                assert self.first is not None
                 if self.settings.workers != self.asked.workers:  # a map of modules needs no more
                     self.engine.executor.close()
                     self.engine.executor = executor_for(self.settings.workers)

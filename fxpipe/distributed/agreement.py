@@ -1,7 +1,7 @@
 """All ranks have the same model, settings, versions, graph and plan: compared before anything depends on it.
 
-Each rank says what it has as texts by field; where two differ, the error on every rank names the field and who has
-what. Values of parameters are not compared: each is used by the ranks that hold it only.
+Each rank publishes a text for each field; where two ranks differ, the error on every rank names the field and which
+ranks have which text. Values of parameters are not compared: each is used by the ranks that hold it only.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ _SIDES = (256, 512, 1024, 2048, 4096)  # of the products' matrices
 
 
 class HeadStart:
-    """Work that keeps a device busy for a while, so that the host comes to be ahead of it.
+    """Work queued on a device ahead of what is timed: the device is still busy with it while the host queues the rest.
 
     Products of small matrices, which leave the caches to what is timed; with `out=`, which autocast leaves alone.
     """

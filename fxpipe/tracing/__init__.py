@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -46,6 +47,8 @@ from fxpipe.utils.progress import show_progress
 
 __all__ = ["Traced", "trace", "trace_unverified"]
 
+_FRAMES_OF_A_CALL = 4
+
 
 def trace(
     model: nn.Module,
@@ -77,9 +80,8 @@ def trace(
             dimension, None (the same for all), "mean", "sum" or "stack"; "mean" or "sum" alone are for outputs without
             a dimension that holds the batch. Found by itself where it can be.
         chunks: number of micro-batches: graph and model are also compared at their sizes.
-        tracer: "auto" takes the first way that leads to a right graph (`fxpipe.tracing.strategies`). "record", "export"
-        and
-            "fx" (symbolic tracing) allow one way; a `torch.fx.Tracer`, or a function from the model to a
+        tracer: "auto" takes the first way that leads to a right graph (`fxpipe.tracing.strategies`). "record",
+            "export" and "fx" (symbolic tracing) allow one way; a `torch.fx.Tracer`, or a function from the model to a
             `torch.fx.GraphModule`, is your own.
         leaf_modules: names or classes of modules to keep whole: their Python runs in every step, as one node.
         check: compare the graph with the model on real values, where it has some. Without it a graph that is not the
@@ -158,6 +160,7 @@ def _ready_to_record(model: nn.Module) -> Iterator[None]:
     grad = ThreadState.now().grad
     with (
         DISPATCH_MODE_LOCK,
+        _deeper_recursion(),
         torch.inference_mode(False),
         torch.set_grad_enabled(grad),
         _force_eager(),
@@ -165,6 +168,21 @@ def _ready_to_record(model: nn.Module) -> Iterator[None]:
         preserve_own_generators(model),
     ):
         yield
+
+
+@contextlib.contextmanager
+def _deeper_recursion() -> Iterator[None]:
+    """A block in which Python may recurse as deep as the model does by itself, and the recording besides.
+
+    Each call of a module and of a torch function passes through frames of the recording, up to three for one of the
+    model's: modules nested some hundred deep are within Python's limit alone, and beyond it recorded.
+    """
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(_FRAMES_OF_A_CALL * limit)
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 def _find_graph_with_dynamic_sizes(request: TraceRequest) -> Traced:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import enum
 import random
+import sys
 import threading
 from collections import namedtuple
 from typing import Any
@@ -766,3 +767,45 @@ def test_a_list_that_forward_fills_and_then_reads():
         torch.testing.assert_close(pipe(x), model(x))
     with pytest.raises(TraceError, match=r"takes tensors out of 'heads' and puts others in"):
         fxpipe.trace(HandingOn(True), (x,))
+
+
+# -- deep models -------------------------------------------------------------------------------------------------------
+
+
+class Nested(nn.Module):
+    def __init__(self, depth: int):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.inner = Nested(depth - 1) if depth else None
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        h = self.layer(h)
+        return h if self.inner is None else self.inner(h)
+
+
+class Recursion(nn.Module):
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return self._add(h * 2, 880)
+
+    def _add(self, h: torch.Tensor, times: int) -> torch.Tensor:
+        return self._add(h, times - 1) if times else h + 1
+
+
+@pytest.mark.parametrize("model", [Nested(200), Recursion()], ids=["modules", "functions"])
+def test_what_python_recurses_through_in_the_model_is_recorded(model: nn.Module):
+    limit, inputs = sys.getrecursionlimit(), torch.randn(4, 3)
+    want = model(inputs)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(inputs,)) as pipe:
+        torch.testing.assert_close(pipe(inputs), want)
+    assert sys.getrecursionlimit() == limit
+
+
+class Endless(nn.Module):
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return self.forward(h + 1)
+
+
+def test_endless_recursion_is_the_models_error():
+    with pytest.raises(RecursionError) as raised:
+        trace(Endless(), (torch.randn(4, 3),))
+    assert any("the model raised this" in note for note in raised.value.__notes__), raised.value.__notes__
