@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -261,6 +263,20 @@ def test_tuning_takes_the_loss_into_its_plans():
     tuning = fxpipe.tune(layers(), ["cpu", "cpu"], example_args=(x,), loss_fn=F.cross_entropy, target=t, progress=False)
     assert tuning.best.plan is not None
     assert tuning.best.plan.stages[-1].loss_seconds > 0
+
+
+@pytest.mark.parametrize("chunks", [2, "auto"])
+def test_a_pipe_does_not_keep_the_example_target(chunks):
+    x, t = batch()
+    gone = weakref.ref(t)
+    pipe = fxpipe.pipeline(layers(), ["cpu", "cpu"], chunks, example_args=(x,), loss_fn=F.cross_entropy, target=t)
+    with pipe:
+        assert pipe.plan.stages[-1].loss_seconds > 0
+        del t
+        gc.collect()
+        assert gone() is None
+        larger, target = batch(2 * BATCH)
+        pipe.forward_backward(larger, loss_fn=F.cross_entropy, target=target)
 
 
 def test_the_loss_cost_is_a_cost_of_a_node():
