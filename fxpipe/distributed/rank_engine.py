@@ -35,7 +35,7 @@ from fxpipe.runtime.losses import LOSS_REMEDIES, MODEL_LOSS_REMEDIES, MicroBatch
 from fxpipe.runtime.microbatches import gather
 from fxpipe.runtime.step_inputs import StepInputs
 from fxpipe.scheduling import Schedule
-from fxpipe.scheduling.actions import ActionKind
+from fxpipe.scheduling.actions import Action, ActionKind
 from fxpipe.utils.batch_split import rows_of_inputs, samples_per_micro_batch
 from fxpipe.utils.pytree import map_tensor_leaves
 
@@ -385,14 +385,15 @@ def _wrong_weights(
 
 
 def engine_rows(schedule: Schedule) -> dict[int, list[str]]:
-    """Returns the rows in the engine's words: B is I where its stage has W, and R is left to B."""
-    split = {action.stage for row in schedule.rows for action in row if action.kind is ActionKind.WEIGHT}
+    """Returns the rows in the engine's words: B is I where its micro-batch has W, and R is left to B."""
+    split = schedule.split_backwards
     return {rank: [_word(action, split) for action in row if action.kind is not ActionKind.RECOMPUTE]
             for rank, row in enumerate(schedule.rows)}  # fmt: skip
 
 
-def _word(action: Any, split: set[int]) -> str:
-    kind = "I" if action.kind is ActionKind.BACKWARD and action.stage in split else action.kind.value
+def _word(action: Action, split: frozenset[tuple[int, int]]) -> str:
+    is_apart = action.kind is ActionKind.BACKWARD and (action.stage, action.micro_batch) in split
+    kind = "I" if is_apart else action.kind.value
     if kind not in ("F", "B", "I", "W"):
         raise StateError(f"{action} cannot run over processes")
     return f"{action.stage}{kind}{action.micro_batch}"

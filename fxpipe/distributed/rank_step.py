@@ -58,7 +58,7 @@ class RankStep(Step):
             ambient,
             losses,
             keep_outputs,
-            frozenset(action.stage for action in actions if action.kind is ActionKind.WEIGHT),
+            schedule.split_backwards,
             look_at_elements,
         )
 

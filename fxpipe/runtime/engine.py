@@ -95,9 +95,8 @@ class Engine:
         if seed is None:
             is_random = any(bound.program.is_random for bound in inputs.programs)
             seed = draw_seed() if is_random else 0
-        special = [a for row in schedule.rows for a in row if a.kind in (ActionKind.RECOMPUTE, ActionKind.WEIGHT)]
-        recomputed = frozenset(a for a in special if a.kind is ActionKind.RECOMPUTE)
-        split = frozenset(a.stage for a in special if a.kind is ActionKind.WEIGHT)
+        recomputed = frozenset(a for row in schedule.rows for a in row if a.kind is ActionKind.RECOMPUTE)
+        split = schedule.split_backwards
         return Step(inputs, self.model, seed, recomputed, self._caller_context, split=split, **more)
 
     def _run_rows(self, step: Step, schedule: Schedule, rows: Rows) -> None:

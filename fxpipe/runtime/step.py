@@ -4,7 +4,8 @@ F  runs a stage, and keeps its autograd graph for B.
 R  runs it again on what F was given, for a micro-batch whose graph was not kept.
 B  goes back through that graph, in the worker; gradients of values go on to other stages, those of parameters are
    summed.
-W  computes the gradients of those weights that B has left to it, where the schedule splits backward.
+W  computes the gradients of those weights that B has left to it, for the micro-batches of which the schedule splits
+   the backward; of others B does so itself, right after its own.
 
 What stages hand each other is in `exchange`; what a stage does with it in `stage_instance`. Whatever an action makes
 lives until its last reader has taken it:
@@ -91,13 +92,13 @@ class Step:
         ambient: CallerContext,
         losses: MicroBatchLosses | None = None,
         keep_outputs: bool = False,
-        split: frozenset[int] = frozenset(),
+        split: frozenset[tuple[int, int]] = frozenset(),
         look_at_elements: bool = False,
     ):
-        """`split`: the stages that have W."""
+        """`split`: the (stage, micro-batch) pairs that have W."""
         # Not the inputs themselves: their parts are gone with the stages that use them.
         self.bounds, self.trained, self.weights = inputs.bounds, inputs.trained, inputs.weights
-        self.seed, self.recomputed = seed, recomputed
+        self.seed, self.recomputed, self.split = seed, recomputed, split
         self.devices, self.state = inputs.devices, inputs.bounds[0].state
         self.grad = self.state.grad
         self.caller_context = ambient  # of the caller; the drop-in's backward brings its own
@@ -111,8 +112,9 @@ class Step:
             else LossStage(inputs.bounds, self.exchange, losses, self.loss_weighting, keep_outputs)
         )
         self.totals = [StageTotals() for _ in self.devices]
+        split_stages = {j for j, _ in split}
         self.open_programs = [
-            self._open(bound, ModelTensors(model, bound.constants), split) for bound in inputs.programs
+            self._open(bound, ModelTensors(model, bound.constants), split_stages) for bound in inputs.programs
         ]
         if len(self.open_programs) > 1:
             check_programs_fit(inputs.programs, [one.tensors for one in self.open_programs])
@@ -130,9 +132,9 @@ class Step:
         """Makes the exchange, with the inputs in it."""
         return Exchange(inputs, self.transport, self.grad)
 
-    def _open(self, bound: BoundProgram, tensors: ModelTensors, split: frozenset[int]) -> OpenProgram:
+    def _open(self, bound: BoundProgram, tensors: ModelTensors, split_stages: set[int]) -> OpenProgram:
         stages = range(len(bound.program.stages))
-        return OpenProgram(bound, tensors, [self._open_stage(bound, j, tensors, j in split) for j in stages])
+        return OpenProgram(bound, tensors, [self._open_stage(bound, j, tensors, j in split_stages) for j in stages])
 
     def _open_stage(self, bound: BoundProgram, j: int, tensors: ModelTensors, is_split: bool) -> StageInstance:
         stage = bound.program.stages[j]
@@ -252,8 +254,12 @@ class Step:
         gradients = self._programs[i].stages[j].backward(pending, arrived)
         for link, gradient in zip(pending.links, gradients, strict=True):
             self.exchange.send_gradient(link, i, gradient)
-        if pending.tape is not None:
+        if pending.tape is None:
+            return
+        if (j, i) in self.split:
             self.tapes[j, i] = pending.tape
+        else:  # another micro-batch of the stage has W
+            self._programs[i].stages[j].weight_gradients(pending.tape)
 
     def weight_gradients(self, j: int, i: int) -> None:
         tape = self.tapes.pop((j, i), None)

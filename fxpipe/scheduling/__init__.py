@@ -97,7 +97,7 @@ device 1: >1B0< 1F0 1F1 1B1
 How long a schedule takes, and how much of that is bubble, says `fxpipe.simulation`.
 """
 
-from fxpipe.scheduling.actions import Action, ActionKind, Rows, Schedule
+from fxpipe.scheduling.actions import Action, ActionKind, Rows, Schedule, split_backwards
 from fxpipe.scheduling.builtin import (
     clock_cycles,
     gpipe,
@@ -150,6 +150,7 @@ __all__ = [
     "placement_of",
     "round_robin",
     "schedule_text",
+    "split_backwards",
     "there_and_back",
     "validate",
     "zbv",

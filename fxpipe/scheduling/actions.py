@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -18,7 +19,7 @@ class ActionKind(enum.Enum):
 
     FORWARD = "F"
     RECOMPUTE = "R"  # forward once more, for what backward needs of it
-    BACKWARD = "B"  # of inputs and, where it is not split, of weights
+    BACKWARD = "B"  # of inputs and, where this micro-batch has no W in this stage, of weights
     WEIGHT = "W"  # backward of weights
     UPDATE = "U"  # of the stage's weights, with the gradients of its micro-batches up to and with the action's own
 
@@ -61,6 +62,14 @@ class Action(NamedTuple):  # as a key it hashes and compares three times as fast
 Rows: TypeAlias = tuple[tuple[Action, ...], ...]  # for each device its actions, in order
 
 
+def split_backwards(actions: Iterable[Action]) -> frozenset[tuple[int, int]]:
+    """Returns the (stage, micro-batch) pairs whose backward is split, those that have W.
+
+    A stage may have W for some micro-batches only; B of the others computes the gradients of weights, too.
+    """
+    return frozenset((a.stage, a.micro_batch) for a in actions if a.kind is ActionKind.WEIGHT)
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """The actions that each device runs, in order. `print` shows the rows."""
@@ -69,6 +78,11 @@ class Schedule:
     stages: int
     micro_batches: int
     rows: Rows
+
+    @property
+    def split_backwards(self) -> frozenset[tuple[int, int]]:
+        """The (stage, micro-batch) pairs whose backward is split."""
+        return split_backwards(action for row in self.rows for action in row)
 
     def __str__(self) -> str:
         rows = "\n".join(f"device {d}: {' '.join(map(str, row))}".rstrip() for d, row in enumerate(self.rows))

@@ -48,7 +48,7 @@ class ScheduleProblem:
 def dependencies(action: Action, stages: int) -> tuple[Action, ...]:
     """The actions that must have ended before `action` may start, in the chain form: stage j talks to j - 1 and j + 1.
 
-    R and W stand among them as if every schedule had them: leave out what yours does not hold.
+    R and W stand among them as if every micro-batch had them: leave out what your schedule does not hold.
 
         F(j, i)   F(j - 1, i)
         R(j, i)   F(j, i)
@@ -147,7 +147,6 @@ def _scattered(schedule: Schedule) -> Iterator[ScheduleProblem]:
 def _missing(schedule: Schedule) -> Iterator[ScheduleProblem]:
     held = {action: cell for cell, action in _cells(schedule.rows)}
     trains = any(action.kind is ActionKind.BACKWARD for action in held)
-    split = {action.stage for action in held if action.kind is ActionKind.WEIGHT}
     updated = {action.stage for action in held if action.kind is ActionKind.UPDATE}
     if not trains:
         for action, cell in held.items():
@@ -156,8 +155,7 @@ def _missing(schedule: Schedule) -> Iterator[ScheduleProblem]:
                     f"{action} is of no use in a schedule without B: add every B, or take it out", (cell,)
                 )
     for j in range(schedule.stages):
-        kinds = {ActionKind.FORWARD: True, ActionKind.BACKWARD: trains, ActionKind.WEIGHT: trains and j in split}
-        for kind in (kind for kind, needed in kinds.items() if needed):
+        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD) if trains else (ActionKind.FORWARD,):
             lacking = [a for a in (Action(kind, j, i) for i in range(schedule.micro_batches)) if a not in held]
             if lacking:
                 yield ScheduleProblem(_lacking_words(lacking, schedule.micro_batches))
@@ -168,13 +166,10 @@ def _missing(schedule: Schedule) -> Iterator[ScheduleProblem]:
 
 def _lacking_words(lacking: list[Action], m: int) -> str:
     names = " ".join(map(str, lacking)) if len(lacking) <= 4 else f"{lacking[0]} ... {lacking[-1]}"
-    match lacking[0].kind:
-        case ActionKind.WEIGHT:
-            rule = "a stage has W for every micro-batch or for none"
-        case ActionKind.BACKWARD:
-            rule = "every stage has B for every micro-batch, or the schedule has no B at all"
-        case _:
-            rule = "every stage has F for every micro-batch"
+    if lacking[0].kind is ActionKind.BACKWARD:
+        rule = "every stage has B for every micro-batch, or the schedule has no B at all"
+    else:
+        rule = "every stage has F for every micro-batch"
     return f"{names} {'is' if len(lacking) == 1 else 'are'} missing ({len(lacking)} of {m}): {rule}"
 
 
@@ -256,18 +251,15 @@ def micro_batches_in_flight(schedule: Schedule) -> tuple[int, ...]:
     >>> micro_batches_in_flight(make_schedule("1f1b", stages=3, micro_batches=8))
     (3, 2, 1)
     """
-    kinds = {(action.stage, action.kind) for row in schedule.rows for action in row}
-    trains = any(kind is ActionKind.BACKWARD for _, kind in kinds)
-    last = [
-        ActionKind.WEIGHT if (j, ActionKind.WEIGHT) in kinds else ActionKind.BACKWARD for j in range(schedule.stages)
-    ]
+    split = schedule.split_backwards
+    trains = False
     now, most = [0] * schedule.stages, [0] * schedule.stages
-    for action in (action for row in schedule.rows for action in row):
-        j = action.stage
-        if action.kind is ActionKind.FORWARD:
+    for kind, j, i in (action for row in schedule.rows for action in row):
+        trains = trains or kind is ActionKind.BACKWARD
+        if kind is ActionKind.FORWARD:
             now[j] += 1
             most[j] = max(most[j], now[j])
-        elif action.kind is last[j]:
+        elif kind is (ActionKind.WEIGHT if (j, i) in split else ActionKind.BACKWARD):
             now[j] -= 1
     return tuple(most) if trains else (1,) * schedule.stages
 
@@ -289,11 +281,11 @@ def activations_in_flight(schedule: Schedule) -> tuple[int, ...]:
         for action in row
         if action.kind is ActionKind.RECOMPUTE
     }
-    split = {action.stage for row in schedule.rows for action in row if action.kind is ActionKind.WEIGHT}
+    split = schedule.split_backwards
     now, most = [0] * schedule.stages, [0] * schedule.stages
-    for action in (action for row in schedule.rows for action in row):
-        j, last = action.stage, ActionKind.WEIGHT if action.stage in split else ActionKind.BACKWARD
-        first = ActionKind.RECOMPUTE if (j, action.micro_batch) in recomputed else ActionKind.FORWARD
-        now[j] += (action.kind is first) - (action.kind is last)
+    for kind, j, i in (action for row in schedule.rows for action in row):
+        first = ActionKind.RECOMPUTE if (j, i) in recomputed else ActionKind.FORWARD
+        last = ActionKind.WEIGHT if (j, i) in split else ActionKind.BACKWARD
+        now[j] += (kind is first) - (kind is last)
         most[j] = max(most[j], now[j])
     return tuple(most)

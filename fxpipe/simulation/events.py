@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from fxpipe.scheduling import ActionKind, Schedule
+from fxpipe.scheduling import Action, ActionKind, Schedule
 from fxpipe.scheduling.validation import NEIGHBOUR_STEP
 from fxpipe.simulation.costs import StageCost, Transfer
 from fxpipe.simulation.timeline import Span
@@ -86,19 +86,26 @@ def dependency_counts(by_stage: list[list[DependencyEdge]], m: int) -> list[list
     return [[count] * m for count in counts]
 
 
-def action_durations(schedule: Schedule, stages: Sequence[StageCost]) -> dict[ActionKind, list[float]]:
-    """Computes the seconds of each kind of action, for each stage."""
-    split = {action.stage for row in schedule.rows for action in row if action.kind is ActionKind.WEIGHT}
+def action_durations(schedule: Schedule, stages: Sequence[StageCost]) -> dict[Action, float]:
+    """Computes the seconds of each action."""
+    split = schedule.split_backwards
     trained = {action.stage for row in schedule.rows for action in row if action.kind is ActionKind.BACKWARD}
     weight = [float(s.backward / 2 if s.weight is None else s.weight) for s in stages]
     own = {
         ActionKind.FORWARD: [float(s.forward) + (s.loss if j in trained else 0.0) for j, s in enumerate(stages)],
         ActionKind.RECOMPUTE: [float(s.forward if s.recompute is None else s.recompute) for s in stages],
-        ActionKind.BACKWARD: [float(s.backward) - (weight[j] if j in split else 0.0) for j, s in enumerate(stages)],
+        ActionKind.BACKWARD: [float(s.backward) for s in stages],
         ActionKind.WEIGHT: weight,
     }
-    durations = {kind: [time + s.action for time, s in zip(times, stages, strict=True)] for kind, times in own.items()}
-    return durations | {ActionKind.UPDATE: [float(s.update) for s in stages]}
+    own = {kind: [time + s.action for time, s in zip(times, stages, strict=True)] for kind, times in own.items()}
+    own[ActionKind.UPDATE] = [float(s.update) for s in stages]
+    apart = [float(s.backward) - w + s.action for s, w in zip(stages, weight, strict=True)]  # B where W is apart
+    return {
+        action: apart[j] if kind is ActionKind.BACKWARD and (j, i) in split else own[kind][j]
+        for row in schedule.rows
+        for action in row
+        for kind, j, i in (action,)
+    }
 
 
 def device_by_stage(schedule: Schedule) -> list[int]:
@@ -131,7 +138,7 @@ class EventSimulation:
     """Discrete events over the rows of a schedule that is known to run."""
 
     schedule: Schedule
-    seconds: dict[ActionKind, list[float]]
+    seconds: dict[Action, float]
     ways: DependencyEdges
     overlaps: bool  # do transfers run beside computation, or does the receiving device copy before it computes
     begun: list[list[StartedAction]] = field(init=False)  # by device
@@ -193,7 +200,7 @@ class EventSimulation:
         came = self._last[kind][j][i] if kind in self._last else None
         if came is not None and before and came.arrived <= before[-1].span.end:
             came = None  # the device was not free before
-        span = Span(action, device, start, start + copying + self.seconds[kind][j], copying)
+        span = Span(action, device, start, start + copying + self.seconds[action], copying)
         before.append(StartedAction(span, time, came))
         self._put(span.end, device, len(before) - 1)
         self._is_due[device] = False

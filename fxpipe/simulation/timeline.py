@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from fxpipe.scheduling import Action, ActionKind
+from fxpipe.scheduling import Action, ActionKind, split_backwards
 from fxpipe.simulation.costs import StageCost
 
 # -- Spans of actions, and the memory over time that follows from them -----------------------------------------------
@@ -71,10 +71,9 @@ def memory_timeline_of(spans: Sequence[Span], stages: Sequence[StageCost]) -> Me
     and what F was given goes when F ends.
     """
     recomputed = {(s.action.stage, s.action.micro_batch) for s in spans if s.action.kind is ActionKind.RECOMPUTE}
-    kinds = {(span.action.stage, span.action.kind) for span in spans}
-    held = sorted({j for j, _ in kinds})
-    order = (ActionKind.WEIGHT, ActionKind.BACKWARD, ActionKind.FORWARD)
-    last = {j: next(kind for kind in order if (j, kind) in kinds) for j in held}
+    split = split_backwards(span.action for span in spans)
+    trained = {span.action.stage for span in spans if span.action.kind is ActionKind.BACKWARD}
+    held = sorted({span.action.stage for span in spans})
 
     always = (
         sum(stages[j].parameter_bytes for j in held),
@@ -85,17 +84,20 @@ def memory_timeline_of(spans: Sequence[Span], stages: Sequence[StageCost]) -> Me
     portals: float = 0
     steps = [(0.0, MemoryParts(*always))]
     for span in spans:
-        kind, j, cost = span.action.kind, span.action.stage, stages[span.action.stage]
-        saved = 0 if last[j] is ActionKind.FORWARD else cost.saved_bytes
+        (kind, j, i), cost = span.action, stages[span.action.stage]
+        saved = cost.saved_bytes if j in trained else 0
+        last = ActionKind.FORWARD
+        if j in trained:
+            last = ActionKind.WEIGHT if (j, i) in split else ActionKind.BACKWARD
         if kind is ActionKind.FORWARD:
-            activations += cost.input_bytes + (0 if (j, span.action.micro_batch) in recomputed else saved)
+            activations += cost.input_bytes + (0 if (j, i) in recomputed else saved)
             portals += cost.portal_bytes
         elif kind is ActionKind.RECOMPUTE:
             activations += saved
         elif kind is ActionKind.UPDATE:
             continue
         steps.append((span.start, MemoryParts(*always, activations, portals, cost.working_bytes)))
-        if kind is last[j]:
+        if kind is last:
             activations -= cost.input_bytes + saved
             portals -= cost.portal_bytes
         steps.append((span.end, MemoryParts(*always, activations, portals)))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from fxpipe.scheduling import (
     CHECKPOINTS,
     SCHEDULES,
+    ActionKind,
     Schedule,
     make_schedule,
     parse_schedule,
@@ -26,6 +29,15 @@ NUMBER = st.integers(0, 6)
 
 
 @st.composite
+def some_backwards_whole(draw, schedule: Schedule) -> Schedule:
+    """The schedule without some W: B of these micro-batches is the whole backward."""
+    split = sorted(schedule.split_backwards)
+    gone = draw(st.sets(st.sampled_from(split))) if split and draw(st.booleans()) else set()
+    rows = (tuple(a for a in row if a.kind is not ActionKind.WEIGHT or a[1:] not in gone) for row in schedule.rows)
+    return replace(schedule, rows=tuple(rows))
+
+
+@st.composite
 def any_schedule(draw) -> Schedule:
     if draw(st.integers(0, 9)) == 0:
         return parse_schedule(ZERO_BUBBLE)
@@ -36,8 +48,11 @@ def any_schedule(draw) -> Schedule:
         placement = tuple(map(used.index, placement))
     modes = draw(st.lists(st.sampled_from(CHECKPOINTS), min_size=n, max_size=n))
     if draw(st.booleans()):
-        return make_schedule(draw(st.sampled_from(sorted(ANYWHERE))), n, m, modes, placement)
-    return make_schedule(draw(st.sampled_from(["interleaved_1f1b", "zbv"])), 2 * n, m, modes * 2)
+        return draw(
+            some_backwards_whole(make_schedule(draw(st.sampled_from(sorted(ANYWHERE))), n, m, modes, placement))
+        )
+    name = draw(st.sampled_from(["interleaved_1f1b", "zbv"]))
+    return draw(some_backwards_whole(make_schedule(name, 2 * n, m, modes * 2)))
 
 
 @st.composite

@@ -1,8 +1,11 @@
 """Rows in the words of the engine of torch: every schedule is one that comes to its end there."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.torch_tables import V_SHAPED, torch_table
 
 from fxpipe._torch.pipelining import ScheduleEngine
 from fxpipe._torch.process_groups import PrefixStore, ProcessGroupGloo
@@ -31,6 +34,17 @@ def test_each_schedule_comes_to_its_end(lonely_group, name, devices):
                 placement = recipe.placement(devices, each)
                 schedule = make_schedule(name, devices * each, count, checkpoint, placement)
                 ScheduleEngine(engine_rows(schedule), lonely_group, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", V_SHAPED)
+def test_each_table_of_torch_comes_to_its_end(lonely_group, name):
+    for devices, is_merged in product((2, 3), (False, True)):
+        table = torch_table(name, devices, 2, 2 * devices + 1, is_merged)
+        assert table is not None
+        rows = engine_rows(table)
+        words = {word.lstrip("0123456789")[0] for row in rows.values() for word in row}
+        assert words == ({"F", "B", "I", "W"} if is_merged or name == "ScheduleDualPipeV" else {"F", "I", "W"})
+        ScheduleEngine(rows, lonely_group, torch.device("cpu"))
 
 
 def test_rows_that_wait_for_each_other_are_refused(lonely_group):

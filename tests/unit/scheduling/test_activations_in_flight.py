@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from helpers.schedule_cases import some_backwards_whole
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,9 +25,10 @@ def schedules(draw: st.DrawFn) -> Schedule:
     placement = [j % workers for j in range(stages)]
     m = draw(st.integers(1, 9))
     if draw(st.booleans()):
-        return make_schedule(draw(st.sampled_from(["interleaved_1f1b", "zbv"])), 2 * stages, m, modes * 2)
+        name = draw(st.sampled_from(["interleaved_1f1b", "zbv"]))
+        return draw(some_backwards_whole(make_schedule(name, 2 * stages, m, modes * 2)))
     names = ["1f1b", "gpipe", "zero_bubble", "zero_bubble_2p"]
-    return make_schedule(draw(st.sampled_from(names)), stages, m, modes, placement)
+    return draw(some_backwards_whole(make_schedule(draw(st.sampled_from(names)), stages, m, modes, placement)))
 
 
 def most_at_once(schedule: Schedule, begins: ActionKind, stage: int, otherwise: ActionKind | None = None) -> int:

@@ -271,7 +271,7 @@ class World:
     def __init__(self, schedule: Schedule, stages: list[StageCost], transfers: list[Transfer], overlaps: bool):
         self.schedule, self.stages, self.transfers, self.overlaps = schedule, stages, transfers, overlaps
         self.home = {a.stage: d for d, row in enumerate(schedule.rows) for a in row}
-        self.has_split = {a.stage for row in schedule.rows for a in row if a.kind is ActionKind.WEIGHT}
+        self.split = {a[1:] for row in schedule.rows for a in row if a.kind is ActionKind.WEIGHT}
         self.waiting = [deque(row) for row in schedule.rows]
         self.running: dict[int, tuple[Action, float, float]] = {}  # by device: action, start, end
         self.queues: dict[tuple[int, int], deque[tuple[int, int]]] = {}  # by link: (number of the transfer, i)
@@ -358,7 +358,7 @@ class World:
         return {
             ActionKind.FORWARD: cost.forward,
             ActionKind.RECOMPUTE: cost.forward if cost.recompute is None else cost.recompute,
-            ActionKind.BACKWARD: cost.backward - (weight if action.stage in self.has_split else 0),
+            ActionKind.BACKWARD: cost.backward - (weight if action[1:] in self.split else 0),
             ActionKind.WEIGHT: weight,
             ActionKind.UPDATE: 0,
         }[action.kind]
@@ -431,22 +431,22 @@ def test_peaks_of_stages_are_those_of_counting_live_micro_batches(case):
     flights, by_stage = micro_batches_in_flight(schedule), stage_memory(simulation)
     for j, cost in enumerate(stages):
         actions = [a for row in schedule.rows for a in row if a.stage == j]
-        kinds = {a.kind for a in actions}
+        trains = any(a.kind is ActionKind.BACKWARD for a in actions)
         recomputed = {a.micro_batch for a in actions if a.kind is ActionKind.RECOMPUTE}
-        last = next((kind for kind in (ActionKind.WEIGHT, ActionKind.BACKWARD) if kind in kinds), None)
+        last = {a.micro_batch: a for a in actions if a.kind is not ActionKind.UPDATE}
         held: dict[int, float] = {}
         peak, flight = 0.0, 0
         for a in actions:
             if a.kind is ActionKind.FORWARD:
                 held[a.micro_batch] = cost.input_bytes + cost.portal_bytes
             if a.kind is ActionKind.RECOMPUTE or (
-                a.kind is ActionKind.FORWARD and a.micro_batch not in recomputed and last is not None
+                a.kind is ActionKind.FORWARD and a.micro_batch not in recomputed and trains
             ):
                 held[a.micro_batch] += cost.saved_bytes
             if a.kind is not ActionKind.UPDATE:
                 peak = max(peak, sum(held.values()) + cost.working_bytes)
             flight = max(flight, len(held))
-            if a.kind is last or last is None:
+            if a == last[a.micro_batch]:
                 del held[a.micro_batch]
         assert not held
         assert by_stage[j].peak == cost.static_bytes + peak

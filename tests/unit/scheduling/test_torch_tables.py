@@ -1,0 +1,136 @@
+"""The tables of `torch.distributed.pipelining`: each is accepted as it is, and runs to the bits of the plain model."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.oracle import assert_same_gradients, train_step
+from helpers.torch_tables import LOOPED, SINGLE, V_SHAPED, torch_table, torch_tables
+from torch import nn
+
+import fxpipe
+from fxpipe.scheduling import (
+    ActionKind,
+    Schedule,
+    activations_in_flight,
+    micro_batches_in_flight,
+    parse_schedule,
+    placement_of,
+    validate,
+)
+from fxpipe.simulation import StageCost, simulate_schedule
+
+QUICK = {"progress": False, "check": False, "hardware": "cpu"}
+WHOLE_AND_SPLIT = "0F0 0F1 0B0 0B1 0F2 0B2 0W0 0W2"  # in one row: micro-batch 1 has no W
+
+
+def is_mixed(schedule: Schedule) -> bool:
+    """Whether a stage has W for some micro-batches and not for others."""
+    split = schedule.split_backwards
+    counts = [sum((j, i) in split for i in range(schedule.micro_batches)) for j in range(schedule.stages)]
+    return any(0 < count < schedule.micro_batches for count in counts)
+
+
+def test_every_table_is_accepted_as_it_is():
+    names, mixed = set(), set()
+    for table in torch_tables(range(1, 6), range(1, 13)):
+        validate(table)
+        parsed = parse_schedule(str(table))
+        assert parsed.rows == table.rows
+        names.add(table.name)
+        if is_mixed(table):
+            mixed.add(table.name)
+    assert names == {*SINGLE, *LOOPED, *V_SHAPED}
+    assert mixed == {*V_SHAPED}
+
+
+class Blocks(nn.Module):
+    """Weights that W computes, and those of norms, which stay with B; one weight is used twice."""
+
+    def __init__(self, blocks: int):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Tanh()) for _ in range(blocks))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x) + block[0](x)
+        return x
+
+
+def runs_as_the_plain_model(schedule: Schedule, **options: object) -> None:
+    n, m = schedule.stages, schedule.micro_batches
+    torch.manual_seed(0)
+    plain = Blocks(n)
+    cuts = [f"blocks.{j}" for j in range(n - 1)]
+    batches = [2 * m + 1, 2 * m]
+    devices = ["cpu"] * len(schedule.rows)
+    example = torch.randn(batches[0], 3)
+    model = copy.deepcopy(plain)
+    with fxpipe.pipeline(
+        model, devices, schedule=schedule, balance=cuts, example_args=(example,), **QUICK, **options
+    ) as pipe:
+        assert pipe.plan.placement == placement_of(schedule)
+        for batch in batches:
+            x, t = torch.randn(batch, 3), torch.randn(batch, 3)
+            order = "gpipe" if schedule.name == "ScheduleLoopedBFS" else "1f1b"
+            want = train_step(plain, (x,), {}, t, F.mse_loss, chunks=m, order=order, seed=0, batch=batch)
+            have = pipe.forward_backward(x, target=t, loss_fn=F.mse_loss)
+            torch.testing.assert_close(have, want)
+            assert_same_gradients(pipe, plain)
+            for one in (plain, pipe):
+                one.zero_grad()
+        ran = {r.action for r in pipe.last_step.actions if r.action.kind is not ActionKind.RECOMPUTE}
+        assert ran == {a for row in schedule.rows for a in row}
+
+
+SMALL = [
+    ("ScheduleGPipe", 3, 1, 4),
+    ("ScheduleLoopedBFS", 2, 2, 3),
+    ("ScheduleInterleaved1F1B", 2, 2, 4),
+    ("ScheduleInterleavedZeroBubble", 2, 1, 4),
+    ("ScheduleInterleavedZeroBubble", 2, 2, 4),
+    ("ScheduleInterleavedZeroBubble", 3, 2, 6),
+    ("ScheduleInterleavedZeroBubble", 2, 3, 2),
+    ("ScheduleZBVZeroBubble", 2, 2, 2),
+    ("ScheduleZBVZeroBubble", 2, 2, 5),
+    ("ScheduleZBVZeroBubble", 3, 2, 5),
+    ("ScheduleDualPipeV", 1, 2, 3),
+    ("ScheduleDualPipeV", 2, 2, 4),
+    ("ScheduleDualPipeV", 2, 2, 7),
+    ("ScheduleDualPipeV", 3, 2, 6),
+]
+
+
+@pytest.mark.parametrize("sizes", SMALL, ids=lambda sizes: "-".join(map(str, sizes)))
+def test_gradients_of_a_table_are_those_of_the_plain_model_to_the_bit(sizes):
+    tables = [torch_table(*sizes, is_merged) for is_merged in (False, True)]
+    for table in dict.fromkeys(table for table in tables if table is not None):
+        runs_as_the_plain_model(table)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+def test_a_table_whose_stages_split_some_backwards_recomputes_as_any_other(checkpoint):
+    table = torch_table("ScheduleDualPipeV", 2, 2, 4)
+    assert table is not None
+    assert is_mixed(table)
+    runs_as_the_plain_model(table, checkpoint=checkpoint)
+
+
+def test_a_micro_batch_without_w_in_a_stage_with_w_is_one_backward():
+    schedule = parse_schedule(WHOLE_AND_SPLIT)
+    cost = StageCost(forward=1, backward=3, weight=1, saved_bytes=1)
+    simulation = simulate_schedule(schedule, [cost])
+    spans = {str(span.action): span.end - span.start for span in simulation.spans}
+    assert (spans["0B0"], spans["0B1"], spans["0B2"]) == (2, 3, 2)
+    assert simulation.step_seconds == 3 * 4
+    held = [parts.activations for _, parts in simulation.memory[0].steps]
+    assert max(held) == 2  # 0 and 1, then 0 and 2: B gave 1 back
+    assert micro_batches_in_flight(schedule) == activations_in_flight(schedule) == (2,)
+    assert {str(a) for row in schedule.rows for a in row if a.kind is ActionKind.WEIGHT} == {"0W0", "0W2"}
+
+
+def test_the_table_of_a_stage_that_splits_some_backwards_runs():
+    runs_as_the_plain_model(parse_schedule(WHOLE_AND_SPLIT))
