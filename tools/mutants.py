@@ -459,13 +459,13 @@ SCHEDULING = (
     ),
     Mutant(
         "scheduling/validation.py",
-        "        ActionKind.WEIGHT if (j, ActionKind.WEIGHT) in kinds else",
-        "        ActionKind.BACKWARD if (j, ActionKind.WEIGHT) in kinds else",
+        "        last = ActionKind.WEIGHT if (j, i) in split else ActionKind.BACKWARD",
+        "        last = ActionKind.BACKWARD",
         "unit/scheduling/test_activations_in_flight.py::test_they_are_the_largest_set_that_is_there",
     ),
     Mutant(
         "scheduling/validation.py",
-        "ActionKind.RECOMPUTE if (j, action.micro_batch) in recomputed else ActionKind.FORWARD",
+        "ActionKind.RECOMPUTE if (j, i) in recomputed else ActionKind.FORWARD",
         "ActionKind.FORWARD",
         "unit/scheduling/test_activations_in_flight.py::test_they_are_the_largest_set_that_is_there",
     ),
@@ -558,8 +558,8 @@ SIMULATION = (
     ),
     Mutant(
         "simulation/events.py",
-        "(weight[j] if j in split else 0.0)",
-        "weight[j]",
+        "if kind is ActionKind.BACKWARD and (j, i) in split else",
+        "if kind is ActionKind.BACKWARD else",
         "unit/simulation/test_simulate_schedule.py::test_bubble_is_n_minus_1_of_m_plus_n_minus_1",
     ),
     Mutant(
@@ -576,8 +576,8 @@ SIMULATION = (
     ),
     Mutant(
         "simulation/events.py",
-        "for kind, times in own.items()}\n    return durations |",
-        "for kind, times in own.items()}\n    return own |",
+        "{kind: [time + s.action for time, s in zip(times, stages, strict=True)] for kind, times in own.items()}",
+        "{kind: [time for time, s in zip(times, stages, strict=True)] for kind, times in own.items()}",
         "unit/plans/test_retarget.py::test_each_action_has_it",
     ),
     Mutant(

@@ -16,8 +16,8 @@ means or a sum of sums, the outputs go together as such. What the walk does not 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -30,6 +30,21 @@ from fxpipe._torch.functions import opname
 from fxpipe.tracing.dynamic_sizes import FixedSizeError
 from fxpipe.tracing.node_arguments import named_arguments_and_defaults
 from fxpipe.tracing.node_info import info, number_of, set_info, state_of
+from fxpipe.tracing.shapes.reduced_output import (
+    CONSTANT_TERMS,
+    JOINING,
+    LINEAR,
+    MEAN_TERMS,
+    PRODUCTS,
+    QUOTIENTS,
+    SIZE_TERMS,
+    SUM_TERMS,
+    SUMS,
+    OutputPiece,
+    ReducedOutput,
+    Terms,
+    map_nested,
+)
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor, runs_python
 from fxpipe.utils.output_combination import (
     CombinationCall,
@@ -66,12 +81,6 @@ _SAMPLE_LOSSES = (
     F.ctc_loss,
 )  # means over samples of what each gives
 _DIVIDED_BY_WEIGHTS = (F.mse_loss, F.l1_loss)  # whose means with `weight=` are over the sum of these
-_LINEAR = frozenset(
-    "neg negative pos sum mean getitem select unsqueeze squeeze reshape view view_as flatten unflatten to float double "
-    "half bfloat16 type type_as contiguous clone detach expand expand_as permute transpose t unbind alias diagonal "
-    "positive ravel".split()
-)  # linear in their first argument
-_JOINING = frozenset(("stack", "cat", "concat"))  # linear in all that they join
 _OTHER = frozenset(
     "pow square exp exp2 expm1 log log1p log2 log10 sqrt rsqrt abs clamp clamp_min clamp_max maximum minimum max min "
     "amax amin where sigmoid tanh relu softplus softmax log_softmax logsumexp reciprocal eq ne gt lt ge le isnan isinf "
@@ -79,11 +88,8 @@ _OTHER = frozenset(
     "logical_and logical_or logical_not and or invert not zeros_like ones_like full_like masked_fill argmax argmin any "
     "all int long bool cumsum sort topk median".split()
 )
-_SUMS = frozenset(("add", "radd", "sub", "rsub", "subtract"))
-_PRODUCTS = frozenset(("mul", "rmul", "multiply"))
-_QUOTIENTS = frozenset(("truediv", "div", "divide", "true_divide", "rtruediv", "rdiv"))
-_ARITHMETIC = _SUMS | _PRODUCTS | _QUOTIENTS | frozenset(("pow", "rpow"))
-_FUNCTIONS = _LINEAR | _JOINING | _OTHER | {"full"} | _SUMS | _PRODUCTS | _QUOTIENTS
+_ARITHMETIC = SUMS | PRODUCTS | QUOTIENTS | frozenset(("pow", "rpow"))
+_FUNCTIONS = LINEAR | JOINING | _OTHER | {"full"} | SUMS | PRODUCTS | QUOTIENTS
 _REDUCING = frozenset(
     "sum nansum mean nanmean count_nonzero prod var std var_mean std_mean norm vector_norm logsumexp dot".split()
 )
@@ -95,137 +101,9 @@ _DIM_FOLLOWS = frozenset(("normalize", "roll", "gumbel_softmax", "diff"))  # ano
 _IN_PLACE = {"iadd": operator.add, "isub": operator.sub, "imul": operator.mul, "itruediv": operator.truediv}
 _IN_PLACE |= {"add_": torch.add, "sub_": torch.sub, "mul_": torch.mul, "div_": torch.div}
 
-# Of a polynomial in the pieces: for each term its degree in what varies, and with which power of the number of samples
-# it would grow. A mean over samples is (1, 0), a sum (1, 1), a count that is always the same for a sample (0, 1).
-Terms = frozenset[tuple[int, int]]
-CONSTANT_TERMS, MEAN_TERMS, SUM_TERMS, SIZE_TERMS = (frozenset({term}) for term in ((0, 0), (1, 0), (1, 1), (0, 1)))
-
-
-@dataclass(frozen=True, slots=True)
-class OutputPiece:
-    """A value that a micro-batch hands out."""
-
-    node: fx.Node
-    how: str | None
-    terms: Terms
-
 
 class UnknownReductionError(Exception):
     """The graph does not tell. The text says where."""
-
-
-@dataclass(slots=True)
-class ReducedOutput:
-    """An output as a function of pieces."""
-
-    pieces: list[OutputPiece] = field(default_factory=list)
-    calls: list[tuple[CombinationCall, str]] = field(default_factory=list)  # and their plain names
-    values: dict[fx.Node, int] = field(
-        default_factory=dict
-    )  # node -> number of a piece (from 0) or call (from -1 down)
-
-    def numbered_calls(self) -> list[CombinationCall]:
-        """The calls, with references to pieces first and calls after them."""
-
-        def put(value: Any) -> Any:
-            return (
-                CombinationRef(_number(value.number, len(self.pieces))) if isinstance(value, CombinationRef) else value
-            )
-
-        return [
-            CombinationCall(
-                c.function, _map_nested(c.args, put), {k: _map_nested(v, put) for k, v in c.kwargs.items()}, c.state
-            )
-            for c, _ in self.calls
-        ]
-
-    def terms(self, of_pieces: Sequence[Terms]) -> Terms | None:
-        """The terms of the output; None where it is no polynomial."""
-        terms: list[Terms | None] = list(of_pieces)
-        for call, (_, name) in zip(self.numbered_calls(), self.calls, strict=True):
-            terms.append(_terms_of(name, call, terms))
-        return terms[-1]
-
-
-def _number(number: int, pieces: int) -> int:
-    return number if number >= 0 else pieces - 1 - number
-
-
-def _map_nested(value: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_map_nested(item, change) for item in value)
-    if isinstance(value, dict):
-        return {key: _map_nested(item, change) for key, item in value.items()}
-    return change(value)
-
-
-def _refs(value: Any) -> Iterator[CombinationRef]:
-    if isinstance(value, CombinationRef):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _refs(item)
-    elif isinstance(value, Mapping):
-        yield from _refs(list(value.values()))
-
-
-# -- polynomials -----------------------------------------------------------------------------------------------------
-
-
-def _terms_of(name: str, call: CombinationCall, known: Sequence[Terms | None]) -> Terms | None:
-    def of(value: Any) -> Terms | None:
-        if isinstance(value, CombinationRef):
-            return known[value.number]
-        return (
-            _joined([known[ref.number] for ref in _refs(value)]) if any(True for _ in _refs(value)) else CONSTANT_TERMS
-        )
-
-    everything = _joined([known[ref.number] for ref in _refs((call.args, call.kwargs))])
-    if everything is None:
-        return None
-    if name in _JOINING:
-        return everything
-    if name == "full":  # of a number: `torch.tensor(len(x))` is recorded so
-        return of(call.args[1])
-    if name in _LINEAR:
-        rest = (call.args[1:], call.kwargs)
-        return (
-            everything if _joined([known[ref.number] for ref in _refs(rest)]) in (frozenset(), CONSTANT_TERMS) else None
-        )
-    is_plain = not any(True for _ in _refs(call.kwargs)) and not (name in _QUOTIENTS and call.kwargs)
-    if name in (_SUMS | _PRODUCTS | _QUOTIENTS) and len(call.args) == 2 and is_plain:
-        left, right = map(of, call.args)
-        if left is None or right is None:
-            return None
-        if name in _SUMS:
-            return left | right
-        if name in _PRODUCTS:
-            return _product(left, right)
-        if name in ("rtruediv", "rdiv"):
-            left, right = right, left
-        return _product(left, frozenset((0, -scale) for _, scale in right)) if _is_one_constant(right) else None
-    return CONSTANT_TERMS if everything == CONSTANT_TERMS else None
-
-
-def _joined(terms: Sequence[Terms | None]) -> Terms | None:
-    joined: Terms = frozenset()
-    for one in terms:
-        if one is None:
-            return None
-        joined |= one
-    return joined
-
-
-def _product(left: Terms, right: Terms) -> Terms | None:
-    product = frozenset((d + e, s + t) for d, s in left for e, t in right)
-    return product if all(degree <= 1 for degree, _ in product) else None
-
-
-def _is_one_constant(terms: Terms) -> bool:
-    return len(terms) == 1 and all(degree == 0 for degree, _ in terms)
-
-
-# -- the walk --------------------------------------------------------------------------------------------------------
 
 
 class ReductionWalk:
@@ -420,8 +298,8 @@ class ReductionWalk:
                 raise FixedSizeError(f"an output is put together with a size as a number, at {info(node).source}")
             return int(number_of(value))
 
-        args = _map_nested(tuple(node.args), put)
-        kwargs = {key: _map_nested(value, put) for key, value in node.kwargs.items()}
+        args = map_nested(tuple(node.args), put)
+        kwargs = {key: map_nested(value, put) for key, value in node.kwargs.items()}
         function = in_place or (getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target)
         self._call(name, function, args, kwargs, node, reduced)
 
@@ -491,10 +369,10 @@ class ReductionWalk:
     def _reduction_of_product(self, node: fx.Node, source: fx.Node, reduced: ReducedOutput) -> bool:
         """`(loss * mask / mask.sum()).sum()` is `(loss * mask).sum() / mask.sum()`: a factor comes last."""
         name, how = base_opname(source), base_opname(node)
-        if how not in ("sum", "mean") or name not in _PRODUCTS | _QUOTIENTS or len(source.args) != 2 or source.kwargs:
+        if how not in ("sum", "mean") or name not in PRODUCTS | QUOTIENTS or len(source.args) != 2 or source.kwargs:
             raise _unknown_reduction(source, "in which samples have met already")
         samples, factor = source.args
-        if name in _PRODUCTS and not (isinstance(samples, fx.Node) and self._holds_batch(samples)):
+        if name in PRODUCTS and not (isinstance(samples, fx.Node) and self._holds_batch(samples)):
             samples, factor = factor, samples
         if not isinstance(factor, fx.Node) or self._holds_batch(factor) or _elements(factor) > 1:
             raise _unknown_reduction(source, "in which samples have met already")
@@ -515,7 +393,7 @@ class ReductionWalk:
         self._visit(new, reduced)
         self._visit(factor, reduced)
         refs = (CombinationRef(reduced.values[new]), CombinationRef(reduced.values[factor]))
-        self._call(name, operator.mul if name in _PRODUCTS else operator.truediv, refs, {}, node, reduced)
+        self._call(name, operator.mul if name in PRODUCTS else operator.truediv, refs, {}, node, reduced)
         return True
 
     def _loss(
