@@ -525,8 +525,8 @@ SCHEDULING = (
 SIMULATION = (
     Mutant(
         "simulation/events.py",
-        "self._put(free if came is None else max(free, came.arrived), device, None)",
-        "self._put(free if came is None else came.arrived, device, None)",
+        "self._put(free if came is None else max(free, came.arrived), _BEGIN, device)",
+        "self._put(free if came is None else came.arrived, _BEGIN, device)",
         "unit/simulation/test_simulate_schedule.py::test_bubble_is_n_minus_1_of_m_plus_n_minus_1",
     ),
     Mutant(
@@ -579,6 +579,36 @@ SIMULATION = (
         "{kind: [time + s.action for time, s in zip(times, stages, strict=True)] for kind, times in own.items()}",
         "{kind: [time for time, s in zip(times, stages, strict=True)] for kind, times in own.items()}",
         "unit/plans/test_retarget.py::test_each_action_has_it",
+    ),
+    Mutant(
+        "simulation/events.py",
+        "        if locked and holder.unlocked > time:",
+        "        if False:",
+        "unit/simulation/test_host.py::test_a_step_takes_the_python_of_all_stages_for_each_micro_batch",
+    ),
+    Mutant(
+        "simulation/events.py",
+        "interpreter = 0 if self.one_interpreter else device",
+        "interpreter = 0",
+        "unit/simulation/test_host.py::test_with_a_process_for_each_device_only_its_own_python_counts",
+    ),
+    Mutant(
+        "simulation/events.py",
+        "return cost.action, cost.backward - (cost.weight if is_split else 0.0)",
+        "return cost.action + cost.backward, 0.0",
+        "unit/simulation/test_host.py::test_backward_is_queued_by_several_threads_at_once",
+    ),
+    Mutant(
+        "simulation/events.py",
+        "job.end if job.runs_ahead else job.unlocked",
+        "end",
+        "unit/simulation/test_host.py::test_workers_on_cpus_wait_for_each_other_where_all_is_python",
+    ),
+    Mutant(
+        "simulation/simulation_result.py",
+        "            point = _host_legs(legs, begun, one.job, one.job.start)\n",
+        "            point = (device, place - 1, False)\n",
+        "unit/simulation/test_host.py::test_no_step_is_shorter_than_the_host_or_the_devices_and_its_critical_path_has_no_gap",
     ),
     Mutant(
         "simulation/simulation_result.py",

@@ -160,6 +160,7 @@ class Settings:
     deferred_batch_norm: bool = False
     compile: Mapping[str, Any] | None = None  # keywords of torch.compile; None: stages run as they are
     progress: bool = True  # bars, where stderr is a terminal
+    processes: bool = False  # each worker has a process of its own
     left: frozenset[str] = frozenset()  # of LEFT: what the tuner is to choose, once the model has been profiled
 
     @property

@@ -256,6 +256,7 @@ def pipeline_over_ranks(
         if outputs not in OUTPUTS:
             raise ArgumentError(f"outputs={outputs!r} is unknown; accepted are 'last' and 'all'")
         settings = make_settings(replace(options, devices=[str(group.device)] * group.size), plan)
+        settings = replace(settings, processes=True)
         if plan is not None and settings.left:
             settings = with_best_schedule(plan, settings)
         check_agreement(connection, model_fields(model, settings))

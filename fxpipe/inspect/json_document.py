@@ -169,8 +169,9 @@ def simulation_document(simulation: Simulation) -> dict[str, Any]:
         peak             what they are: {parameters, gradients, optimizer, activations, portals, working}
         limit_bytes      null where none is known
     sent                 list of {source, target, bytes}: from device to device, in the whole step
-    critical_shares      what the step depends on: of F, R, B, W, U, "sending" and "waiting" (for a link) the share of
-                         the step, as a map
+    host_seconds         in which the interpreter's lock is held: no step is shorter
+    critical_shares      what the step depends on: of F, R, B, W, U, "sending" and "waiting" (for a link), and "host"
+                         (Python of the workers) the share of the step, as a map
     critical_path        list of texts: these actions in order, as in `1F0`, stage 1, forward, micro-batch 0
     """
     memory = simulation.memory
@@ -181,6 +182,7 @@ def simulation_document(simulation: Simulation) -> dict[str, Any]:
         "samples": simulation.samples,
         "update_seconds": simulation.update_seconds,
         "bubble": simulation.mean_bubble,
+        "host_seconds": simulation.host_seconds,
         "devices": [
             {
                 "device": name,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fxpipe.errors import ArgumentError, ScheduleError
 from fxpipe.scheduling.actions import ActionKind
-from fxpipe.utils.text_table import EMPTY_CELL, bytes_of_limit, text_table
+from fxpipe.utils.text_table import EMPTY_CELL, bytes_of_limit, text_table, wrap_text
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent, three_digits
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ def step_text(simulation: Simulation, plan: Plan) -> str:
         f"a step as simulated, {run.schedule}, {count_text(run.micro_batches, 'micro-batch', 'es')}",
         f"- takes {human_seconds(run.step_seconds)}{rate}; devices idle for {percent(run.bubble)} of it",
         f"- critical path: {path}" if path else "",
+        wrap_text(f"- {simulation.host_note}") if simulation.host_note else "",
         f"- takes most memory on device {run.device}: {_memory_text(run)}",
         f"- then the optimizer takes {human_seconds(simulation.update_seconds)}" if is_worth_telling else "",
     ]

@@ -8,6 +8,7 @@ import operator
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import sympy
@@ -32,6 +33,7 @@ from fxpipe.plans import (
     StageWork,
     TiedParameter,
 )
+from fxpipe.plans.host_time import measured_host, reckon_host
 from fxpipe.plans.retarget import action_seconds, transfer_over_link
 from fxpipe.profiling import NodeCost, Profile
 from fxpipe.profiling.formulas import size_polynomial
@@ -40,7 +42,7 @@ from fxpipe.rewriting import Program
 from fxpipe.rewriting.program import PIPE_INPUT
 from fxpipe.rewriting.rematerialize import choose_rematerialization
 from fxpipe.scheduling import schedule_text
-from fxpipe.simulation import transfers_of
+from fxpipe.simulation import HostCost, transfers_of
 from fxpipe.tracing import Traced
 from fxpipe.tracing.cache_key import evaluating_modules
 from fxpipe.tracing.dynamic_sizes import Lengths
@@ -304,6 +306,7 @@ def plan_of_cut(
                 loss_seconds=cost.loss,
             )
         )
+        stages[-1] = replace(stages[-1], host=_stage_host(stages[-1], own, copied))
     lines = {node.name: user_line_of(node) for node in traced.graph.nodes}
     return Plan(
         stages=tuple(stages),
@@ -332,7 +335,16 @@ def plan_of_cut(
         heaviest=heaviest_node(cut, samples),
         operations=tuple(operations) if knows_work else (),
         sizes=planned_sizes(traced, cut.profiles[0]),
+        processes=settings.processes,
     )
+
+
+def _stage_host(stage: StagePlan, own: Sequence[NodeCost], copied: Sequence[NodeCost]) -> HostCost:
+    """Returns what the actions of a stage take of the host: as measured on an accelerator, else as reckoned."""
+    measured = measured_host((cost.host for cost in own), (cost.host for cost in copied))
+    if measured is not None and own:
+        return measured
+    return reckon_host(stage.device, len(own) + len(copied), stage.work, stage.forward_seconds)
 
 
 def value_sizes(traced: Traced, samples: int, lengths: Lengths) -> dict[str, int]:

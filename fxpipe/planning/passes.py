@@ -332,6 +332,7 @@ def prepare_given_plan(traced: Traced, asked: Plan, batch: int, settings: Settin
         chunks=settings.chunks,
         placement=settings.placement,
         batch=batch,
+        processes=settings.processes,
     )
     is_reordered = names != [node.name for node in traced.nodes]
     return PreparedGraph(plan, reordered, program, settings, is_reordered, starts)

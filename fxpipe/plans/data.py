@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from fxpipe.errors import ArgumentError
 from fxpipe.hardware import Operation
-from fxpipe.simulation.costs import StageCost, Transfer, stage_memory
+from fxpipe.simulation.costs import HostCost, StageCost, Transfer, stage_memory
 from fxpipe.utils.polynomial import ZERO, Polynomial
 from fxpipe.utils.units import parse_count
 
@@ -136,6 +136,7 @@ class StagePlan:
     shares: tuple[float, ...] = ()  # for each node the part of the stage's seconds, 0 to 1, that it takes
     loss_seconds: float = 0.0  # of the loss, which follows forward on the last stage, forward and back to the outputs
     growing: StageGrowth = field(default_factory=StageGrowth)  # of the seconds, what grows with the dynamic sizes
+    host: HostCost | None = None  # what its actions take of the host; None: not known
 
     @property
     def seconds(self) -> float:
@@ -231,6 +232,7 @@ class PlanData:
     heaviest: HeaviestNode | None = None  # what bounds the balance: no stage is faster than its slowest node
     operations: tuple[Operation, ...] = ()  # that stages run (`StagePlan.work`); none: not known
     sizes: tuple[PlannedSize, ...] = ()  # dynamic ones, for which seconds and bytes are given; none: all are fixed
+    processes: bool = False  # each device has a process of its own; else one interpreter queues for all
 
     def __post_init__(self) -> None:
         if not self.placement:
@@ -282,6 +284,7 @@ class PlanData:
             working_bytes=sizes.working_at(here),
             update=stage.update_seconds,
             loss=stage.loss_seconds,
+            host=stage.host,
         )
 
     def as_schedule(self) -> Schedule:

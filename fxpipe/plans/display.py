@@ -246,6 +246,7 @@ def _totals(plan: PlanData, figures: PlanFigures) -> str:
     return (
         f"balance {figures.slowest_to_mean:.2f} (slowest stage / mean), bubble {percent(figures.mean_bubble)} "
         f"of device time, step {human_seconds(figures.step_seconds)}, parameters {parameters}"
+        + (f"\n{wrap_text(figures.host_note)}" if figures.host_note else "")
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from fxpipe.plans.data import PlanData, Portal
+from fxpipe.plans.host_time import shares_interpreter
 from fxpipe.simulation import simulate_schedule
 
 
@@ -31,6 +32,7 @@ class PlanFigures:
     slowest_to_mean: float  # forward and backward seconds of the slowest stage over those of the mean stage
     bubble: tuple[float, ...]  # for each device, the share of the step in which it idles
     step_seconds: float  # as simulated: all micro-batches forward and backward, and what is sent
+    host_note: str = ""  # that the step waits for the host, and what helps, if it does
 
     @property
     def mean_bubble(self) -> float:
@@ -39,7 +41,9 @@ class PlanFigures:
 
 def plan_figures(plan: PlanData) -> PlanFigures:
     """Simulate the plan's schedule and add up what each stage holds."""
-    simulation = simulate_schedule(plan.as_schedule(), *plan.costs(), overlaps=False)
+    simulation = simulate_schedule(
+        plan.as_schedule(), *plan.costs(), overlaps=False, one_interpreter=shares_interpreter(plan)
+    )
     stages = tuple(
         StageFigures(
             portals_in=tuple(portal for portal in plan.portals if portal.target == stage.index),
@@ -48,7 +52,9 @@ def plan_figures(plan: PlanData) -> PlanFigures:
         )
         for stage in plan.stages
     )
-    return PlanFigures(stages, slowest_to_mean(plan), tuple(simulation.bubble), simulation.step_seconds)
+    return PlanFigures(
+        stages, slowest_to_mean(plan), tuple(simulation.bubble), simulation.step_seconds, simulation.host_note
+    )
 
 
 @dataclass(frozen=True, slots=True)

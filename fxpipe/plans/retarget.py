@@ -16,6 +16,7 @@ from fxpipe.errors import ArgumentError
 from fxpipe.hardware import Hardware, link_between, shared_adapters
 from fxpipe.partitioning.chain import Link
 from fxpipe.plans.data import HeaviestNode, PlanData, PlannedSize, PlannedTransfer, StageGrowth, StagePlan, StageSeconds
+from fxpipe.plans.host_time import ACTION_SECONDS, reckon_host
 from fxpipe.utils.polynomial import Polynomial, polynomial_sum
 
 PlanT = TypeVar("PlanT", bound=PlanData)
@@ -118,10 +119,8 @@ def _scale_seconds(seconds: float, fixed: float, times: float) -> float:
 # as for a large one: so it is what many small micro-batches cost, and what two stages cost that could be one.
 #
 # On a GPU it costs nothing as long as the host is ahead of the device, and what is slower to launch than to run was
-# measured or reckoned as long as it takes to launch. So it counts on the CPU only.
-
-# Seconds of one action of a stage of one small operation, beyond that operation: `make bench`, tools/bench/overhead.py.
-CPU_ACTION_SECONDS = 1e-4
+# measured or reckoned as long as it takes to launch. So it counts on the CPU only, here; what the host may be too slow
+# for is in `host_time`.
 
 
 def action_seconds(device: str) -> float:
@@ -130,7 +129,7 @@ def action_seconds(device: str) -> float:
     >>> action_seconds("cuda:0")
     0.0
     """
-    return CPU_ACTION_SECONDS if device.partition(":")[0] == "cpu" else 0.0
+    return ACTION_SECONDS if device.partition(":")[0] == "cpu" else 0.0
 
 
 def retarget_plan(plan: PlanT, hardware: Hardware) -> PlanT:
@@ -186,6 +185,7 @@ def _retarget_stage(plan: PlanData, stage: StagePlan, device: str, hardware: Har
         ),
         growing=_stage_growth(plan, stage, hardware) if plan.sizes else StageGrowth(),
         action_seconds=action_seconds(device),
+        host=reckon_host(device, len(stage.nodes) + len(stage.copies), stage.work, here.forward),
         update_seconds=hardware.update_seconds(stage.gradient_bytes, stage.state_bytes - stage.gradient_bytes),
     )
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.plans import Plan
+from fxpipe.plans.host_time import shares_interpreter
 from fxpipe.plans.retarget import resize_plan
 from fxpipe.scheduling import SCHEDULES, Schedule, ScheduleLike, as_schedule_like, make_schedule, schedule_text
 from fxpipe.simulation import simulate_schedule
@@ -30,6 +31,7 @@ def simulate(
     hardware: str | Hardware | None = None,
     loss_seconds: float | None = None,
     overlaps: bool = False,
+    processes: bool | None = None,
     **sizes: int,
 ) -> Simulation:
     """Simulates a step of a plan: its time, bubbles and memory by device. Nothing is run, and no model is needed.
@@ -53,6 +55,8 @@ def simulate(
             tells of a step that ran. By default what the plan knows: 0 where it was made without a `loss_fn`.
         overlaps: transfers run beside computation. If not, the device that receives copies before it computes, as it is
             when a pipe runs.
+        processes: each device has a process of its own, so that none waits for the Python of others; by default as it
+            was planned: over a DeviceMesh. In one process they share an interpreter, unless it is a free-threaded one.
         sizes: dynamic sizes, by name.
 
     Returns:
@@ -70,12 +74,16 @@ def simulate(
     )
     if loss_seconds is not None:
         variant = _with_loss(variant, loss_seconds)
+    if processes is not None:
+        variant = replace(variant, processes=bool(processes))
     stages, transfers = variant.costs()
     limits = [
         [s.memory_limit for s in variant.stages if variant.placement[s.index] == k] for k in range(len(variant.workers))
     ]
     return replace(
-        simulate_schedule(variant.as_schedule(), stages, transfers, overlaps=overlaps),
+        simulate_schedule(
+            variant.as_schedule(), stages, transfers, overlaps=overlaps, one_interpreter=shares_interpreter(variant)
+        ),
         devices=variant.workers,
         samples=variant.batch,
         limits=tuple(None if None in of_device else sum(filter(None, of_device)) for of_device in limits),

@@ -21,6 +21,7 @@ import sympy
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import NodeWork, Operation
+from fxpipe.simulation.costs import HostCost
 from fxpipe.utils.files import dataclass_from_json, dataclass_to_json, write_atomically
 from fxpipe.utils.polynomial import ZERO, Polynomial, SizePoint
 from fxpipe.utils.polynomial_bound import polynomial_bound
@@ -70,6 +71,7 @@ class NodeCost:
     # held for a moment, forward or back, beside what is saved; see `working_bytes_of`
     working_bytes: sympy.Expr = ZERO_FORMULA
     work: NodeWork | None = None  # its operations; None: not known
+    host: HostCost | None = None  # seconds of the host to queue it on the accelerator; None: not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,28 +196,31 @@ def _formula_sum(expressions: Iterable[sympy.Expr]) -> sympy.Expr:
 #     profile.save("profile.json")
 #     fxpipe.Profile.load("profile.json")
 #
-#     {"format": "fxpipe profile", "version": 5, "fingerprint": "5d2c...", "micro_batch": 4, "device": "cpu", ...,
+#     {"format": "fxpipe profile", "version": 6, "fingerprint": "5d2c...", "micro_batch": 4, "device": "cpu", ...,
 #      "operations": [{"dtype": "float32", "flops": [0, 200704], "moved": [1024, 2048]}, ...],
 #      "nodes": [{"name": "linear", "forward": [1e-06, 2.5e-05], ..., "output_bytes": [0, 100352], ...,
-#                 "work": [[0], [1, 2], [1]]}, ...],
+#                 "work": [[0], [1, 2], [1]], "host": null}, ...],
 #      "loss": null, or as a node,
 #      "saved": [{"bytes": [0, 2048], "maker": 3, "savers": [4, 7]}, ...]}
 #
 # Seconds are a pair, the fixed cost and that of a sample, and where there are dynamic sizes ("sizes", by name) a third,
 # the polynomial of what grows with them; bytes and FLOPs are coefficients of polynomials in the batch size and those
 # (`Polynomial.to_json`; `utils/polynomial_bound.py` says what becomes of other formulas). The work of a node is
-# said by places among the operations: of its forward, of its backward, and of its backward to its inputs only. What is
-# read is checked piece by piece: a file of another kind, a damaged one or a forged one is an `ArgumentError`, and so is
+# said by places among the operations: of its forward, of its backward, and of its backward to its inputs only.
+# Seconds of the host are those of forward, of backward, and the part of backward that goes to parameters. What is read
+# is checked piece by piece: a file of another kind, a damaged one or a forged one is an `ArgumentError`, and so is
 # one of another graph.
 
-PROFILE_FORMAT, PROFILE_VERSION = "fxpipe profile", 5
+PROFILE_FORMAT, PROFILE_VERSION = "fxpipe profile", 6
 _READ_VERSIONS = {  # version -> formulas of a node that nothing reads any more
     2: ("temporary_bytes",),
     3: (),  # without a loss
     4: (),  # without dynamic sizes
-    5: (),
+    5: (),  # without the host's seconds
+    6: (),
 }
 
+_HOST_SINCE = 6  # version
 _SECONDS = ("forward", "backward", "weight")
 _FORMULAS = (
     "parameter_bytes",
@@ -262,6 +267,7 @@ def save_profile(profile: Profile, path: str | Path) -> None:
             | {key: seconds(getattr(node, key)) for key in _SECONDS}
             | {key: numbers(getattr(node, key)) for key in _FORMULAS}
             | {"work": places(node.work)}
+            | {"host": None if node.host is None else [node.host.forward, node.host.backward, node.host.weight]}
         )
 
     nodes = list(map(cost, profile.nodes))
@@ -345,7 +351,7 @@ def _parse_profile(document: Any) -> Profile:
         for place, one in enumerate(_parse_list(fields["operations"], "operations"))
     ]
     nodes = tuple(
-        _parse_node_cost(node, here, operations, unread, f"nodes[{place}]")
+        _parse_node_cost(node, here, operations, unread, version, f"nodes[{place}]")
         for place, node in enumerate(_parse_list(fields["nodes"], "nodes"))
     )
     saved = tuple(
@@ -356,7 +362,7 @@ def _parse_profile(document: Any) -> Profile:
         _parse_text(fields[key], key) for key in ("device", "estimated_for", "fingerprint")
     )
     loss = fields["loss"]
-    of_loss = None if loss is None else _parse_node_cost(loss, here, operations, unread, "loss")
+    of_loss = None if loss is None else _parse_node_cost(loss, here, operations, unread, version, "loss")
     return Profile(nodes, micro_batch, batch, device, hardware, saved, fingerprint, of_loss, sizes)
 
 
@@ -394,13 +400,27 @@ def _parse_node_cost(
     here: SizePoint,
     operations: Sequence[Operation],
     unread: Sequence[str],
+    version: int,
     where: str,
 ) -> NodeCost:
-    fields = _parse_fields(value, ("name", *_SECONDS, *_FORMULAS, *unread, "work"), where)
+    if version < _HOST_SINCE and isinstance(value, dict):
+        value = value | {"host": None}
+    fields = _parse_fields(value, ("name", *_SECONDS, *_FORMULAS, *unread, "work", "host"), where)
     seconds = {key: _parse_seconds(fields[key], here, f"{where}.{key}") for key in _SECONDS}
     formulas = {key: _parse_formula(fields[key], here, f"{where}.{key}").formula for key in _FORMULAS}
     work = _parse_work(fields["work"], operations, f"{where}.work")
-    return NodeCost(_parse_text(fields["name"], f"{where}.name"), **seconds, **formulas, work=work)
+    host = _parse_host(fields["host"], f"{where}.host")
+    return NodeCost(_parse_text(fields["name"], f"{where}.name"), **seconds, **formulas, work=work, host=host)
+
+
+def _parse_host(value: Any, where: str) -> HostCost | None:
+    if value is None:
+        return None
+    figures = [_parse_number(number, where) for number in _parse_list(value, where)]
+    if len(figures) != 3 or figures[2] > figures[1]:
+        raise ArgumentError(f"{where}: expected seconds of forward, of backward, and the part of it for parameters")
+    forward, backward, weight = figures
+    return HostCost(forward, backward, weight)
 
 
 def _parse_saved_storage(value: Any, here: SizePoint, nodes: int, where: str) -> SavedStorage:
@@ -420,13 +440,17 @@ def _parse_seconds(value: Any, here: SizePoint, where: str) -> Seconds:
         growing = _parse_formula(figures[2], here, where)
     elif len(figures) > 2:
         numbers = figures
-    for number in numbers:
-        if type(number) not in (int, float) or not 0 <= number <= sys.float_info.max:
-            raise ArgumentError(f"{where}: expected finite seconds, 0 or more, got {_short(number)}")
-    if len(numbers) != 2:
-        raise ArgumentError(f"{where}: expected two numbers, got {len(numbers)}")
-    fixed, per_sample = map(float, numbers)
+    parsed = [_parse_number(number, where) for number in numbers]
+    if len(parsed) != 2:
+        raise ArgumentError(f"{where}: expected two numbers, got {len(parsed)}")
+    fixed, per_sample = parsed
     return Seconds(fixed, per_sample, growing)
+
+
+def _parse_number(number: Any, where: str) -> float:
+    if type(number) not in (int, float) or not 0 <= number <= sys.float_info.max:
+        raise ArgumentError(f"{where}: expected finite seconds, 0 or more, got {_short(number)}")
+    return float(number)
 
 
 def _parse_formula(value: Any, here: SizePoint, where: str) -> Polynomial:

@@ -18,6 +18,8 @@ them. What goes from one device to another takes a link, one for each direction 
 what several links share (`Transfer.over`: the network adapter of a node). Each carries one transfer at a time, in the
 order in which they are handed over: so a link can be what a pipeline waits for.
 
+What queues the actions is one more thing that there may be too little of: the host (`HostCost`).
+
 Simpler than the real thing: a stage takes as long for every micro-batch; copying disturbs no computation; starting an
 action takes as long as any other; a loss takes no time unless the plan was made with it; a value on its
 way takes no memory, nor do the gradients of values; the gradient of an output that the loss takes from an earlier stage
@@ -33,7 +35,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fxpipe.scheduling import Schedule, validate
-from fxpipe.simulation.costs import StageCost, Transfer, check_costs, transfers_of
+from fxpipe.simulation.costs import HostCost, StageCost, Transfer, check_costs, transfers_of
 from fxpipe.simulation.events import EventSimulation, action_durations, dependency_edges
 from fxpipe.simulation.simulation_result import CriticalLeg, Simulation, critical_legs
 from fxpipe.simulation.timeline import MemoryParts, MemoryTimeline, Span
@@ -47,6 +49,7 @@ def simulate_schedule(
     transfers: Sequence[Transfer] = (),
     *,
     overlaps: bool = True,
+    one_interpreter: bool = True,
 ) -> Simulation:
     """Computes when every action of `schedule` runs, and what follows from that.
 
@@ -59,6 +62,8 @@ def simulate_schedule(
             Nothing is sent between stages on one device, and no gradient where the schedule has no backward.
         overlaps: transfers run beside computation, on their links. If not, the device that receives spends the time of
             all that an action is sent before it computes, one after the other, as the runtime does.
+        one_interpreter: the workers of all devices take turns at the host, for what `StageCost.host` says; else each
+            device has a host of its own.
 
     Raises:
         ArgumentError: not one cost for each stage, a number that is negative or not finite, a stage that is not there.
@@ -67,15 +72,29 @@ def simulate_schedule(
     validate(schedule)
     check_costs(stages, transfers, schedule.stages)
     begun = EventSimulation(
-        schedule, action_durations(schedule, stages), dependency_edges(schedule, transfers), overlaps
+        schedule,
+        action_durations(schedule, stages),
+        dependency_edges(schedule, transfers),
+        overlaps,
+        tuple(stage.host for stage in stages),
+        one_interpreter,
     ).run()
     spans = tuple(one.span for row in begun for one in row)
     end = max(row[-1].span.end for row in begun if row)
-    return Simulation(schedule, tuple(stages), tuple(transfers), spans, end, critical_legs(begun))
+    return Simulation(
+        schedule,
+        tuple(stages),
+        tuple(transfers),
+        spans,
+        end,
+        critical_legs(begun),
+        one_interpreter=one_interpreter,
+    )
 
 
 __all__ = [
     "CriticalLeg",
+    "HostCost",
     "MemoryParts",
     "MemoryTimeline",
     "Simulation",

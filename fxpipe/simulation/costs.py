@@ -47,6 +47,21 @@ Bytes = TypeVar("Bytes", int, float, Polynomial)  # for one micro-batch size, or
 
 
 @dataclass(frozen=True, slots=True)
+class HostCost:
+    """Seconds of the host for the actions of a stage and one micro-batch.
+
+    An interpreter with a lock runs the Python of one worker at a time. F is queued from Python; backward is queued by
+    autograd in C++, in the worker's thread but without the lock.
+    """
+
+    forward: float = 0.0  # of F and of R, under the lock
+    backward: float = 0.0  # of the whole backward, without it
+    weight: float = 0.0  # the part of `backward` that W takes and B then does not
+    action: float = 0.0  # of each F, R, B and W beside that, under the lock
+    runs_ahead: bool = False  # does the device compute behind what the host has queued; else the host computes
+
+
+@dataclass(frozen=True, slots=True)
 class StageCost:
     """Cost of a stage: seconds and bytes of one micro-batch, whatever the schedule."""
 
@@ -64,6 +79,7 @@ class StageCost:
     update: float = 0.0  # seconds of the optimizer, once for a step: of U, where the schedule has it
     action: float = 0.0  # seconds of each F, R, B and W beside all that, for the stage to be started and handed things
     loss: float = 0.0  # seconds of F beside `forward`: of the loss, forward and back to the outputs
+    host: HostCost | None = None  # what its actions take of the interpreter; None: nothing
 
     @property
     def static_bytes(self) -> float:
@@ -148,6 +164,8 @@ def check_costs(stages: Sequence[StageCost], transfers: Sequence[Transfer], coun
         raise ArgumentError(f"stages has {len(stages)} costs; give {count}, one for each stage of the schedule")
     for j, stage in enumerate(stages):
         _check_numbers(f"stages[{j}]", StageCost, stage)
+        if stage.host is not None:
+            _check_numbers(f"stages[{j}].host", HostCost, stage.host)
         if stage.weight is not None and stage.weight > stage.backward:
             raise ArgumentError(
                 f"stages[{j}].weight={stage.weight!r} is more than its backward={stage.backward!r}, of which it is a "
@@ -164,10 +182,15 @@ def check_costs(stages: Sequence[StageCost], transfers: Sequence[Transfer], coun
             raise ArgumentError(f"transfers[{k}] goes from stage {transfer.source} to itself: leave it out")
 
 
-def _check_numbers(name: str, kind: type[StageCost | Transfer], figures: StageCost | Transfer) -> None:
+_NO_NUMBERS = ("over", "host", "runs_ahead")
+
+
+def _check_numbers(
+    name: str, kind: type[StageCost | Transfer | HostCost], figures: StageCost | Transfer | HostCost
+) -> None:
     for field in fields(kind):
         value = getattr(figures, field.name)
-        if field.name != "over" and value is not None and not (math.isfinite(value) and value >= 0):
+        if field.name not in _NO_NUMBERS and value is not None and not (math.isfinite(value) and value >= 0):
             what = "size; give bytes" if field.name.endswith("bytes") else "time; give seconds"
             raise ArgumentError(f"{name}.{field.name}={value!r} is no {what}, 0 or more and finite")
 

@@ -1,8 +1,19 @@
 """The walk from event to event: when every action of a schedule starts and ends, and what it started on.
 
-Two kinds of events. An action *begins* when its device is free and all that it needs is there; what several links share
-is taken then, by a device that copies what it was sent. It *ends* when it has computed; what it made is handed over to
-links then, in order of time. Whoever lacked only that begins in turn.
+An action *begins* when its device is free and all that it needs is there; what several links share is taken then, by a
+device that copies what it was sent. It *ends* when it has computed; what it made is handed over to links then, in order
+of time. Whoever lacked only that begins in turn.
+
+Beside the devices there is the host. All workers of an interpreter with a lock take turns at it, in the order in which
+they come:
+
+    host      |F0a F0b ....          F of a worker whose device runs behind: its thread goes on to the next action as
+    device a     |F0a====== |        soon as it has queued this one, and as those that it needs have been queued, too
+    device b         |F0b====== |
+
+An action of such a device begins no sooner than the host begins to queue it, and ends no sooner than the host has done
+so. A worker on a CPU comes to the host when its action begins: that ends no sooner than the host had time for it.
+Where the host has time, it holds up nothing; where it has not, the step is as long as it takes the host to queue it.
 """
 
 from __future__ import annotations
@@ -14,7 +25,7 @@ from heapq import heappop, heappush
 
 from fxpipe.scheduling import Action, ActionKind, Schedule
 from fxpipe.scheduling.validation import NEIGHBOUR_STEP
-from fxpipe.simulation.costs import StageCost, Transfer
+from fxpipe.simulation.costs import HostCost, StageCost, Transfer
 from fxpipe.simulation.timeline import Span
 
 # What the actions of a schedule need and how long they take: for each kind and stage the ways that lead from there.
@@ -108,6 +119,17 @@ def action_durations(schedule: Schedule, stages: Sequence[StageCost]) -> dict[Ac
     }
 
 
+def host_seconds(cost: HostCost | None, kind: ActionKind, is_split: bool) -> tuple[float, float]:
+    """Returns the seconds of the host for an action: under the interpreter's lock, and after that without it."""
+    if cost is None or kind is ActionKind.UPDATE:
+        return 0.0, 0.0
+    if kind in (ActionKind.FORWARD, ActionKind.RECOMPUTE):
+        return cost.forward + cost.action, 0.0
+    if kind is ActionKind.WEIGHT:
+        return cost.action, cost.weight
+    return cost.action, cost.backward - (cost.weight if is_split else 0.0)
+
+
 def device_by_stage(schedule: Schedule) -> list[int]:
     """Returns the device of each stage."""
     device_of = {action.stage: d for d, row in enumerate(schedule.rows) for action in row}
@@ -125,12 +147,33 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
+class HostJob:
+    """The time in which the host runs the Python of an action, or queues it."""
+
+    device: int
+    place: int  # of the action in its row
+    start: float
+    unlocked: float  # when it lets the interpreter's lock go
+    end: float
+    before: HostJob | None = None  # at whose end, or letting go, it started
+    after: tuple[int, int] | None = None  # (device, place) of the action at whose end it started
+    runs_ahead: bool = False  # else, where nothing is before it, it started with its action
+
+
+@dataclass(frozen=True, slots=True)
 class StartedAction:
     """An action, and what held it up."""
 
     span: Span
     could: float  # when it could have started, had it not waited for what links share
     after: Arrival | None  # None: the action before on its device, or nothing
+    job: HostJob | None = None
+    starts_on_host: bool = False  # was it the host that it had to wait for to start
+    ends_on_host: bool = False  # and to end
+
+
+_BEGIN, _END, _QUEUE, _QUEUED = range(4)  # events: of an action, and of the host's job for it
+_IDLE_HOST = HostJob(-1, -1, 0.0, 0.0, 0.0)
 
 
 @dataclass(slots=True)
@@ -141,6 +184,8 @@ class EventSimulation:
     seconds: dict[Action, float]
     ways: DependencyEdges
     overlaps: bool  # do transfers run beside computation, or does the receiving device copy before it computes
+    hosts: Sequence[HostCost | None] = ()  # by stage
+    one_interpreter: bool = True  # do all workers take turns; else each has a host of its own
     begun: list[list[StartedAction]] = field(init=False)  # by device
     _device_of: list[int] = field(init=False)
     _receiving: dict[ActionKind, list[ReceiveCopies]] = field(init=False)
@@ -148,8 +193,15 @@ class EventSimulation:
     _last: dict[ActionKind, list[list[Arrival | None]]] = field(init=False)  # of those met, what arrived last
     _free: defaultdict[Hashable, float] = field(init=False)  # when a link has carried all it was given
     _is_due: list[bool] = field(init=False)  # by device: has its next action an event
-    _events: list[tuple[float, int, int, int | None]] = field(init=False)  # (time, order, device, place if it ends)
+    _events: list[tuple[float, int, int, int, int]] = field(init=False)  # (time, order, event, device, place)
     _order: int = 0
+    _runs_ahead: list[bool] = field(init=False)  # by device
+    _jobs: list[list[HostJob]] = field(init=False)  # by device, of devices that run behind the host
+    _holder: list[HostJob] = field(init=False)  # by interpreter: who had its lock last
+    _is_asking: list[bool] = field(init=False)  # by device: has its next job an event
+    _unqueued: dict[ActionKind, list[list[int]]] = field(init=False)  # by stage and micro-batch: needs not queued yet
+    _last_queued: dict[tuple[ActionKind, int, int], tuple[float, HostJob | tuple[int, int]]] = field(init=False)
+    _split: set[tuple[int, int]] = field(init=False)  # (stage, micro-batch) that have W
 
     def run(self) -> list[list[StartedAction]]:
         """Runs the simulation, and returns the actions of each device in order."""
@@ -161,14 +213,20 @@ class EventSimulation:
         self._last = {kind: [[None] * m for _ in by_stage] for kind, by_stage in self.ways.items()}
         self._free, self._events = defaultdict(float), []
         self._is_due, self.begun = [False] * d, [[] for _ in range(d)]
+        self._prepare_hosts()
         for device in range(d):
+            self._ask(device)
             self._next(device)
         while self._events:
-            time, _, device, place = heappop(self._events)
-            if place is None:
+            time, _, event, device, place = heappop(self._events)
+            if event == _BEGIN:
                 self._begin(device, time)
-            else:
+            elif event == _END:
                 self._end(device, place)
+            elif event == _QUEUE:
+                self._queue(device, time)
+            else:
+                self._queued(device, place)
         return self.begun
 
     def _next(self, device: int) -> None:
@@ -182,8 +240,12 @@ class EventSimulation:
             return
         came = self._last[kind][j][i] if kind in self._last else None
         free = before[-1].span.end if before else 0.0
+        if self._runs_ahead[device]:
+            if len(self._jobs[device]) == len(before):
+                return
+            free = max(free, self._jobs[device][len(before)].start)
         self._is_due[device] = True
-        self._put(free if came is None else max(free, came.arrived), device, None)
+        self._put(free if came is None else max(free, came.arrived), _BEGIN, device)
 
     def _begin(self, device: int, time: float) -> None:
         row, before = self.schedule.rows[device], self.begun[device]
@@ -200,9 +262,15 @@ class EventSimulation:
         came = self._last[kind][j][i] if kind in self._last else None
         if came is not None and before and came.arrived <= before[-1].span.end:
             came = None  # the device was not free before
-        span = Span(action, device, start, start + copying + self.seconds[action], copying)
-        before.append(StartedAction(span, time, came))
-        self._put(span.end, device, len(before) - 1)
+        end = start + copying + self.seconds[action]
+        job, on_host = self._job(device, len(before), start), False
+        if self._runs_ahead[device]:
+            free = max(came.arrived if came is not None else 0.0, before[-1].span.end if before else 0.0)
+            on_host = job is not None and job.start > free
+        last = end if job is None else job.end if job.runs_ahead else job.unlocked
+        span = Span(action, device, start, max(end, last), copying)
+        before.append(StartedAction(span, time, came, job, on_host, last > end))
+        self._put(span.end, _END, device, len(before) - 1)
         self._is_due[device] = False
         self._next(device)
 
@@ -222,7 +290,96 @@ class EventSimulation:
             self._missing[kind][way.user][i] -= 1
             if not self._missing[kind][way.user][i]:
                 self._next(self._device_of[way.user])
+        if not self._runs_ahead[device]:
+            self._pass_on(span.action, span.end, (device, place))
 
-    def _put(self, time: float, device: int, place: int | None) -> None:
-        heappush(self._events, (time, self._order, device, place))
+    # -- the host ------------------------------------------------------------------------------------------------------
+
+    def _prepare_hosts(self) -> None:
+        d = len(self.schedule.rows)
+        self.hosts = self.hosts or (None,) * self.schedule.stages
+        self._runs_ahead = [False] * d
+        for host, device in zip(self.hosts, self._device_of, strict=True):
+            self._runs_ahead[device] |= host is not None and host.runs_ahead
+        self._jobs, self._is_asking = [[] for _ in range(d)], [False] * d
+        self._holder = [_IDLE_HOST] * d
+        self._unqueued = {kind: [[*row] for row in rows] for kind, rows in self._missing.items()}
+        self._last_queued = {}
+        self._split = {*self.schedule.split_backwards}
+
+    def _ask(self, device: int) -> None:
+        """The thread of a worker comes to the host with its next action, as soon as all that it needs is queued."""
+        row, jobs = self.schedule.rows[device], self._jobs[device]
+        if not self._runs_ahead[device] or self._is_asking[device] or len(jobs) == len(row):
+            return
+        action = row[len(jobs)]
+        if action.kind in self._unqueued and self._unqueued[action.kind][action.stage][action.micro_batch]:
+            return
+        needed, _ = self._needed(action)
+        self._is_asking[device] = True
+        self._put(max(needed, jobs[-1].end if jobs else 0.0), _QUEUE, device)
+
+    def _needed(self, action: Action) -> tuple[float, HostJob | tuple[int, int]]:
+        """Returns when the last of what an action needs was queued, and by what."""
+        return self._last_queued.get((action.kind, action.stage, action.micro_batch), (0.0, _IDLE_HOST))
+
+    def _queue(self, device: int, time: float) -> None:
+        jobs = self._jobs[device]
+        needed, maker = self._needed(self.schedule.rows[device][len(jobs)])
+        before: HostJob | tuple[int, int] | None = jobs[-1] if jobs else None
+        if needed > (jobs[-1].end if jobs else 0.0):
+            before = maker
+        job = self._take_host(device, len(jobs), time, before)
+        jobs.append(job)
+        self._put(job.end, _QUEUED, device, len(jobs) - 1)
+        self._next(device)
+
+    def _queued(self, device: int, place: int) -> None:
+        job = self._jobs[device][place]
+        self._is_asking[device] = False
+        self._pass_on(self.schedule.rows[device][place], job.end, job)
+        self._ask(device)
+
+    def _pass_on(self, action: Action, time: float, source: HostJob | tuple[int, int]) -> None:
+        """Lets workers whose devices run behind queue what needs an action that is queued by now."""
+        kind, i = action.kind, action.micro_batch
+        for way in self.ways[kind][action.stage] if kind in self.ways else ():
+            self._unqueued[kind][way.user][i] -= 1
+            if self._last_queued.get((kind, way.user, i), (0.0, None))[0] <= time:
+                self._last_queued[kind, way.user, i] = time, source
+            self._ask(self._device_of[way.user])
+
+    def _job(self, device: int, place: int, time: float) -> HostJob | None:
+        """Returns the job of an action that begins: queued before, or asked for now."""
+        if self._runs_ahead[device]:
+            return self._jobs[device][place]
+        if self.hosts[self.schedule.rows[device][place].stage] is None:
+            return None
+        return self._take_host(device, place, time, None)
+
+    def _take_host(self, device: int, place: int, time: float, before: HostJob | tuple[int, int] | None) -> HostJob:
+        """Takes the host for an action as soon as the lock is free, if it needs the lock."""
+        action = self.schedule.rows[device][place]
+        is_split = (action.stage, action.micro_batch) in self._split
+        locked, unlocked = host_seconds(self.hosts[action.stage], action.kind, is_split)
+        interpreter = 0 if self.one_interpreter else device
+        holder, start = self._holder[interpreter], time
+        if locked and holder.unlocked > time:
+            start, before = holder.unlocked, holder
+        job = HostJob(
+            device,
+            place,
+            start,
+            start + locked,
+            start + locked + unlocked,
+            before if isinstance(before, HostJob) else None,
+            before if isinstance(before, tuple) else None,
+            self._runs_ahead[device],
+        )
+        if locked:
+            self._holder[interpreter] = job
+        return job
+
+    def _put(self, time: float, event: int, device: int, place: int = 0) -> None:
+        heappush(self._events, (time, self._order, event, device, place))
         self._order += 1

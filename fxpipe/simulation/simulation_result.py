@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fxpipe.errors import ArgumentError
 from fxpipe.scheduling import Action, ActionKind, Schedule
 from fxpipe.simulation.costs import StageCost, Transfer
-from fxpipe.simulation.events import StartedAction, device_by_stage
+from fxpipe.simulation.events import HostJob, StartedAction, device_by_stage, host_seconds
 from fxpipe.simulation.text_timeline import timeline_lines
 from fxpipe.simulation.timeline import (
     HasTimeline,
@@ -20,7 +20,7 @@ from fxpipe.simulation.timeline import (
     memory_timeline_of,
 )
 from fxpipe.simulation.timeline_mixin import TimelineMixin
-from fxpipe.utils.text_table import text_table
+from fxpipe.utils.text_table import text_table, wrap_text
 from fxpipe.utils.units import human_bytes, human_seconds, percent
 
 # -- The critical path: the chain of actions and transfers that the end of a step depends on, read backwards -----------
@@ -32,13 +32,14 @@ from fxpipe.utils.units import human_bytes, human_seconds, percent
 # long, it is the one that stays on its device.
 
 SENDING, WAITING = "sending", "waiting"  # on a link: on the way, or until the link has carried what was there before
+HOST = "host"  # a device has nothing to do, or is slower, until the host has come to the action
 
 
 @dataclass(frozen=True, slots=True)
 class CriticalLeg:
     """A piece of the critical path."""
 
-    kind: str  # of the action ("F", "R", "B", "W", "U"), or "sending" or "waiting" for what it needs
+    kind: str  # of the action ("F", "R", "B", "W", "U"), "sending" or "waiting" for what it needs, or "host"
     start: float  # seconds since the step began
     end: float
     span: Span  # the action that runs or, where something is on its way, that will
@@ -52,21 +53,46 @@ def critical_legs(begun: Sequence[Sequence[StartedAction]]) -> tuple[CriticalLeg
     """Finds the legs of the critical path, in order of time."""
     legs: list[CriticalLeg] = []
     device = max((d for d, row in enumerate(begun) if row), key=lambda d: begun[d][-1].span.end)
-    place = len(begun[device]) - 1
-    while place >= 0:
+    point: tuple[int, int, bool] | None = (device, len(begun[device]) - 1, False)
+    while point is not None and point[1] >= 0:
+        device, place, is_start = point
         one = begun[device][place]
         span, received = one.span, one.span.start + one.span.receiving
-        legs.append(CriticalLeg(str(span.action.kind), received, span.end, span))
-        _add_leg(legs, SENDING, span.start, received, span)
-        _add_leg(legs, WAITING, one.could, span.start, span)
-        if one.after is None:
-            place -= 1
+        if not is_start and one.ends_on_host and one.job is not None:
+            point = _host_legs(legs, begun, one.job, span.end)
             continue
-        maker = begun[one.after.device][one.after.place].span
-        _add_leg(legs, SENDING, one.after.left, one.after.arrived, span)
-        _add_leg(legs, WAITING, maker.end, one.after.left, span)
-        device, place = one.after.device, one.after.place
+        if not is_start:
+            legs.append(CriticalLeg(str(span.action.kind), received, span.end, span))
+            _add_leg(legs, SENDING, span.start, received, span)
+        _add_leg(legs, WAITING, one.could, span.start, span)
+        if one.starts_on_host and one.job is not None:
+            point = _host_legs(legs, begun, one.job, one.job.start)
+        elif one.after is None:
+            point = (device, place - 1, False)
+        else:
+            maker = begun[one.after.device][one.after.place].span
+            _add_leg(legs, SENDING, one.after.left, one.after.arrived, span)
+            _add_leg(legs, WAITING, maker.end, one.after.left, span)
+            point = (one.after.device, one.after.place, False)
     return tuple(reversed(legs))
+
+
+def _host_legs(
+    legs: list[CriticalLeg], begun: Sequence[Sequence[StartedAction]], job: HostJob, end: float
+) -> tuple[int, int, bool] | None:
+    """Adds the legs in which the host comes to a job's `end`.
+
+    Returns:
+        The (device, place) of the action that these follow, and whether its start or else its end; None: nothing.
+    """
+    while True:
+        _add_leg(legs, HOST, job.start, end, begun[job.device][job.place].span)
+        if job.before is not None:
+            job, end = job.before, job.start
+        elif job.after is not None:
+            return (*job.after, False)
+        else:
+            return None if job.runs_ahead else (job.device, job.place, True)
 
 
 def _add_leg(legs: list[CriticalLeg], kind: str, start: float, end: float, span: Span) -> None:
@@ -77,6 +103,8 @@ def _add_leg(legs: list[CriticalLeg], kind: str, start: float, end: float, span:
 # -- Comparison of a simulated step with a measured one, device by device --------------------------------------------
 #
 # print(fxpipe.simulate(pipe.plan).compared(pipe.last_step))
+
+HOST_BOUND_SHARE = 0.1  # of the critical path: from there on it is told what helps
 
 QUIET_CORE_SHARE = 0.95  # actions have a core for so much of their time, where nothing else wants it
 
@@ -205,6 +233,7 @@ class Simulation(TimelineMixin):
     devices: tuple[str, ...] = ()  # the name of each; empty where it has none
     samples: int | None = None  # of the mini-batch, where it is known
     limits: tuple[float | None, ...] = ()  # bytes, by device; None, or none at all: not known
+    one_interpreter: bool = True  # do the workers of all devices take turns at the interpreter
 
     def __post_init__(self) -> None:
         count = len(self.schedule.rows)
@@ -271,6 +300,30 @@ class Simulation(TimelineMixin):
             seconds[leg.kind] += leg.seconds
         ordered = sorted(seconds.items(), key=lambda item: -item[1])
         return {kind: time / self.step_seconds for kind, time in ordered if time}
+
+    @property
+    def host_seconds(self) -> float:
+        """Seconds in which the interpreter's lock is held in a step, of the interpreter that is busiest: no step is
+        shorter. 0 where nothing is known of the host."""
+        seconds = [0.0] * len(self.schedule.rows)
+        for span in self.spans:
+            action = span.action
+            locked, _ = host_seconds(self.stages[action.stage].host, action.kind, False)
+            seconds[0 if self.one_interpreter else span.device] += locked
+        return max(seconds)
+
+    @property
+    def host_note(self) -> str:
+        """Says that the step waits for the host, and what helps; empty where it hardly does."""
+        share = self.critical_shares.get(HOST, 0.0)
+        if share < HOST_BOUND_SHARE:
+            return ""
+        several = ", or a process for each device (a DeviceMesh as devices=)"
+        return (
+            f"bound by the host for {percent(share)} of the step: Python takes {human_seconds(self.host_seconds)} of it"
+            f"{' for all devices together' if self.one_interpreter else ' for one device'}; what helps are larger "
+            f"micro-batches, compile=True, fewer and larger stages{several if self.one_interpreter else ''}"
+        )
 
     @property
     def sent(self) -> dict[tuple[int, int], float]:
@@ -341,7 +394,8 @@ class Simulation(TimelineMixin):
         shares = ", ".join(f"{kind} {percent(share)}" for kind, share in self.critical_shares.items())
         total = f"step {human_seconds(self.step_seconds)}, mean bubble {percent(self.mean_bubble)}"
         update = f", updates after it {human_seconds(self.update_seconds)}" if self.update_seconds else ""
-        return "\n".join([head + samples, *lines, total + update, *([f"critical path: {shares}"] if shares else [])])
+        path = f"critical path: {shares}" if shares else ""
+        return "\n".join([head + samples, *lines, total + update, *filter(None, (path, wrap_text(self.host_note)))])
 
     def _memory_in_words(self) -> list[str]:
         """Describes the memory of each device; nothing where no bytes are known."""

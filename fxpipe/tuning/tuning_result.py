@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fxpipe.tuning.candidates import CandidateResult
-from fxpipe.utils.text_table import text_table
+from fxpipe.utils.text_table import text_table, wrap_text
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
 from fxpipe.viz.html import (
     bytes_cell,
@@ -53,6 +53,8 @@ class Tuning:
             lines.append(f"{len(self.rows) - len(shown)} more are in .rows")
         if any(row.plan is None for row in shown):
             lines.append("≥: at least so long, and so not looked at closer; .rows says why")
+        if self.best.plan is not None and self.best.simulation.host_note:
+            lines.append(wrap_text(f"the chosen way is {self.best.simulation.host_note}"))
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,11 @@ SLOW = Link(1e7, 5e-6)  # 100 KB take 10 ms
 
 def estimated(model: nn.Module, stages: int, *args: torch.Tensor, **options: Any) -> fxpipe.Plan:
     return fxpipe.plan(model, stages, example_args=args, **{"chunks": CHUNKS} | options)
+
+
+def without_host(plan: fxpipe.Plan) -> fxpipe.Plan:
+    """The plan as if queueing took no time: stages that are shorter than that show what else they depend on."""
+    return replace(plan, stages=tuple(replace(stage, host=None) for stage in plan.stages))
 
 
 class Causal(nn.Module):

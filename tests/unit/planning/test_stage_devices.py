@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.plan_hardware import SLOW, Causal, estimated, hardware, ids
+from helpers.plan_hardware import SLOW, Causal, estimated, hardware, ids, without_host
 from helpers.plan_models import BATCH, CHUNKS, Deep, assert_trains_like, assert_within, bottleneck, needs, planned, rows
 from torch import nn
 
@@ -97,7 +97,8 @@ def test_slow_links_move_the_cut_to_where_little_is_sent() -> None:
     assert block.balance == "block"
     assert [stage.nodes for stage in block.stages] == [stage.nodes for stage in handed_over.stages]
     assert bottleneck(block) == {"block": bottleneck(slow)["block"]}
-    assert plan_figures(slow).step_seconds < plan_figures(block).step_seconds
+    # Such short stages wait for the host, whatever the links.
+    assert plan_figures(without_host(slow)).step_seconds < plan_figures(without_host(block)).step_seconds
 
 
 def test_slow_links_make_copies_of_masks_and_the_pipe_trains_like_the_plain_model() -> None:

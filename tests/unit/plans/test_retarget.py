@@ -7,13 +7,14 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.plans.retarget import CPU_ACTION_SECONDS, action_seconds, resize_plan
+from fxpipe.plans.host_time import ACTION_SECONDS
+from fxpipe.plans.retarget import action_seconds, resize_plan
 from fxpipe.scheduling import ActionKind, make_schedule
 from fxpipe.simulation import StageCost, simulate_schedule
 
 
 @pytest.mark.parametrize(
-    ("device", "seconds"), [("cpu", CPU_ACTION_SECONDS), ("cpu:0", CPU_ACTION_SECONDS), ("cuda", 0.0), ("cuda:1", 0.0)]
+    ("device", "seconds"), [("cpu", ACTION_SECONDS), ("cpu:0", ACTION_SECONDS), ("cuda", 0.0), ("cuda:1", 0.0)]
 )
 def test_the_host_is_waited_for_on_the_cpu_only(device: str, seconds: float) -> None:
     assert action_seconds(device) == seconds
@@ -44,14 +45,14 @@ def test_more_micro_batches_cost_more_than_they_gain_where_stages_are_short() ->
 def test_a_plan_has_it_where_its_stages_run() -> None:
     x = torch.randn(8, 4)
     plan = fxpipe.plan(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2, example_args=(x,), chunks=2, hardware="cpu")
-    assert [stage.action_seconds for stage in plan.stages] == [CPU_ACTION_SECONDS] * 2
-    assert [cost.action for cost in plan.costs()[0]] == [CPU_ACTION_SECONDS] * 2
-    assert [stage.action_seconds for stage in resize_plan(plan, 1).stages] == [CPU_ACTION_SECONDS] * 2
+    assert [stage.action_seconds for stage in plan.stages] == [ACTION_SECONDS] * 2
+    assert [cost.action for cost in plan.costs()[0]] == [ACTION_SECONDS] * 2
+    assert [stage.action_seconds for stage in resize_plan(plan, 1).stages] == [ACTION_SECONDS] * 2
 
 
 def test_on_gpus_it_has_none() -> None:
     x = torch.randn(8, 4)
     plan = fxpipe.plan(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2, example_args=(x,), chunks=2, hardware="cpu")
     simulated = {name: fxpipe.simulate(plan, hardware=name) for name in ("cpu", "h100")}
-    assert [cost.action for cost in simulated["cpu"].stages] == [CPU_ACTION_SECONDS] * 2
+    assert [cost.action for cost in simulated["cpu"].stages] == [ACTION_SECONDS] * 2
     assert [cost.action for cost in simulated["h100"].stages] == [0.0] * 2
