@@ -63,7 +63,8 @@ def verify_loss(losses: MicroBatchLosses, outputs: Sequence[GatheredOutput], tre
             _compare_values(losses, whole)
         for output, gradient in pairs:
             if isinstance(output.how, int) and gradient is not None:
-                _compare_gradients(losses, gradient, _gathered_gradient(output.gradients, output.how, losses.divisor))
+                parts = [part for part in output.gradients if part is not None]
+                _compare_gradients(losses, gradient, parts, output.how)
     except LossError:
         again, gradients_again = _loss_of_whole(losses, outputs, trained, tree)
         if are_bitwise_equal([whole, *gradients], [again, *gradients_again]):
@@ -107,27 +108,38 @@ def _compare_values(losses: MicroBatchLosses, whole: torch.Tensor) -> None:
         )
 
 
-def _gathered_gradient(gradients: Sequence[torch.Tensor | None], dim: int, divisor: Any) -> torch.Tensor:
-    """The gradient of the mini-batch that those of micro-batches make."""
-    parts = [g for g in gradients if g is not None]
-    whole = torch.cat(parts, dim) if len(parts) > 1 else parts[0]
-    return whole if divisor is None else whole / divisor
-
-
-def _compare_gradients(losses: MicroBatchLosses, whole: torch.Tensor, ours: torch.Tensor) -> None:
-    """Compares gradients by their norm: single elements cancel out."""
+def _compare_gradients(losses: MicroBatchLosses, whole: torch.Tensor, parts: Sequence[torch.Tensor], dim: int) -> None:
+    """Compares the gradient of the mini-batch with those of micro-batches by their norm: single elements cancel out."""
     is_exact = whole.dtype in EXACT_DTYPES and losses.total().dtype in EXACT_DTYPES
-    wide = torch.complex128 if whole.is_complex() else torch.float64
-    whole, ours = whole.to(wide), ours.to(whole.device, wide)
-    known = whole.isfinite() & ours.isfinite()  # what overflows is the scaler's business
-    difference = float(torch.where(known, whole - ours, 0).norm())
-    size = max(float(torch.where(known, g, 0).norm()) for g in (whole, ours))
+    squares, start = torch.zeros(3, dtype=torch.float64, device=whole.device), 0
+    for part in parts:
+        squares += _squared_norms(whole.narrow(dim, start, part.shape[dim]), part, losses.divisor)
+        start += part.shape[dim]
+    difference, *sizes = squares.sqrt().tolist()
+    size = max(sizes)
     if difference > (1e-3 if is_exact else 5e-2) * size:
         raise LossError(
             f"loss_fn gives the same loss for the whole mini-batch, but the gradients of its micro-batches are "
             f"{difference / size:.2g} of their size away from its own: it is no {_expected_kind(losses)}. "
             f"{losses.remedies()}"
         )
+
+
+PIECE = 1 << 20  # elements compared at a time: gradients of large outputs are not held in float64 as a whole
+
+
+def _squared_norms(whole: torch.Tensor, part: torch.Tensor, divisor: Any) -> torch.Tensor:
+    """Computes the squared norms of the difference of two gradients and of both, of what is finite in both."""
+    wide = torch.complex128 if whole.is_complex() else torch.float64
+    squares = torch.zeros(3, dtype=torch.float64, device=whole.device)
+    for one, other in zip(whole.reshape(-1).split(PIECE), part.reshape(-1).split(PIECE), strict=True):
+        if divisor is not None:
+            other = other / divisor
+        one, other = one.to(wide), other.to(whole.device, wide)
+        known = one.isfinite() & other.isfinite()  # what overflows is the scaler's business
+        one, other = (torch.where(known, x, 0) for x in (one, other))
+        squares += torch.stack([torch.linalg.vector_norm(x).real ** 2 for x in (one - other, one, other)])
+    return squares
 
 
 def _expected_kind(losses: MicroBatchLosses) -> str:

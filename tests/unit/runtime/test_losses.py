@@ -746,3 +746,51 @@ def test_a_sum_over_samples(batch):
     torch.testing.assert_close(loss, want.detach())
     for gradient, p in zip(found, model.parameters(), strict=True):
         torch.testing.assert_close(gradient, p.grad)
+
+
+# -- gradients are compared in pieces, so that verification takes little memory ----------------------------------------
+
+
+class _Widened(torch.overrides.TorchFunctionMode):
+    """The most elements that were held in float64 at once."""
+
+    most = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float64:
+            self.most = max(self.most, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("piece", [7, 1 << 20])
+def test_the_gradients_of_a_mini_batch_are_verified_piece_by_piece(piece, monkeypatch):
+    """With a head of zeros the loss tells nothing, and only gradients do."""
+    monkeypatch.setattr("fxpipe.runtime.loss_verification.PIECE", piece)
+    ids, labels = tokens(7), padded(7)
+
+    def mean_over_tokens(logits, target):
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=IGNORED)
+
+    model = Tokens(zero_head=True)
+    # What looks at single elements notices first.
+    monkeypatch.setattr(LossHistory, "look_at_elements", property(lambda self: False))
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 3, example_args=(ids,)) as pipe:
+        pipe.forward_backward(ids, target=tokens(7), loss_fn=mean_over_tokens)
+        assert pipe.last_step.verification > 0
+    with (
+        fxpipe.pipeline(model, ["cpu", "cpu"], 3, example_args=(ids,)) as pipe,
+        pytest.raises(LossError, match="gradients of its micro-batches are"),
+    ):
+        pipe.forward_backward(ids, target=labels, loss_fn=mean_over_tokens)
+
+
+def test_to_verify_a_loss_holds_no_gradient_in_float64():
+    from fxpipe.runtime.loss_verification import PIECE, _squared_norms
+
+    part = torch.randn(3, PIECE)
+    with _Widened() as widened:
+        squares = _squared_norms(part, 2 * part, torch.tensor(2.0))
+    assert squares[0] == 0
+    torch.testing.assert_close(squares[1:], part.double().square().sum().expand(2))
+    assert 0 < widened.most <= PIECE
