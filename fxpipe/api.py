@@ -84,7 +84,9 @@ def pipeline(
             all that is printed and drawn, device 0 is the first entry here, device 1 the second, also where they name
             the same.
             Or a `DeviceMesh` of one dimension, or a process group, of `torch.distributed`: each of its ranks calls this
-            with the same arguments, and runs the row of one device (`fxpipe.distributed`).
+            with the same arguments, and runs the row of one device (`fxpipe.distributed`). A model that was built on
+            the meta device is planned without values, and each rank then gives some to its own stages alone
+            (`fxpipe.distributed.load`, `fxpipe.distributed.initialize`).
         chunks: number of micro-batches a mini-batch is cut into; fewer where it has fewer samples. "auto": the number
             of 1, 2, 4, ... with the shortest simulated step of `schedule` that fits into memory, as `fxpipe.tune` finds
             it, which also prints what it chose from. It is chosen with the plan, for the first mini-batch, and again at

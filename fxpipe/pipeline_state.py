@@ -106,7 +106,20 @@ class PipelineState:
     def settle(self) -> None:
         """Moves the model's tensors to where the stages want them, should something else have moved them away."""
         assert self.first is not None
-        _move_to_stages(self.model, self.first, self.settings.devices, self.optimizer_states)
+        stages = self._own_stages(self.settings.placement)
+        _move_to_stages(self.model, self.first, self.settings.devices, stages, self.optimizer_states)
+
+    def _own_stages(self, placement: Sequence[int]) -> Sequence[int]:
+        """Returns the stages whose tensors live in this process."""
+        return range(len(placement))
+
+    def _check_values_to_record(self) -> None:
+        """Raises `StateError` where the model has no values to be recorded and run with."""
+        if missing := names_without_values(self.model):
+            raise StateError(
+                f"the model has no values to run with: {missing[0]!r} is a meta or fake tensor; give it some first "
+                "(model.to_empty(device='cpu'), then model.load_state_dict(...); or load_state_dict(..., assign=True))"
+            )
 
     def bound_program_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], in_one: bool = False
@@ -279,11 +292,7 @@ class PipelineState:
 
         `micro_batches`: the inputs are one of so many micro-batches; else they are a mini-batch.
         """
-        if missing := names_without_values(self.model):
-            raise StateError(
-                f"the model has no values to run with: {missing[0]!r} is a meta or fake tensor; give it some first "
-                "(model.to_empty(device='cpu'), then model.load_state_dict(...); or load_state_dict(..., assign=True))"
-            )
+        self._check_values_to_record()
         try:
             if self.first is None:
                 # Planned as it will be trained, also where the first call only evaluates; a given plan has its mode.
@@ -295,7 +304,7 @@ class PipelineState:
                 if self.settings.workers != self.asked.workers:  # a map of modules needs no more
                     self.engine.executor.close()
                     self.engine.executor = executor_for(self.settings.workers)
-                _move_to_stages(self.model, self.first, self.settings.devices, self.optimizer_states)
+                self.settle()
                 kept = self._keep(self.first)
                 traced = self.first.traced
                 if reason:
@@ -419,15 +428,20 @@ def peek_seed() -> int:
 
 
 def _move_to_stages(
-    model: nn.Module, prepared: PreparedGraph, devices: Sequence[torch.device], optimizer_states: OptimizerStateMover
+    model: nn.Module,
+    prepared: PreparedGraph,
+    devices: Sequence[torch.device],
+    stages: Sequence[int],
+    optimizer_states: OptimizerStateMover,
 ) -> None:
-    """Each parameter and buffer to the device of the first stage that uses it; the objects stay the same."""
+    """Each parameter and buffer of these stages to the device of the first that uses it; the objects stay the same."""
     moved = set()
-    for stage, device in zip(prepared.program.stages, devices, strict=True):
-        for name in stage.attributes:
+    for j in stages:
+        device = devices[j]
+        for name in prepared.program.stages[j].attributes:
             if name not in moved and name not in prepared.traced.constants:
                 tensor = ModelTensors(model, {}).get(name)
-                if tensor.device != device:
+                if tensor.device != device and has_values(tensor):
                     torch.clear_autocast_cache()  # of casts that stay where the tensor was
                     optimizer_states.note_move(name, tensor.device)
                     replace_data(tensor, tensor.data.to(device))

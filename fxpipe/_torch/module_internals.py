@@ -6,7 +6,8 @@ these dicts, but none that tells what is in them as fast as a step needs, or in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -44,6 +45,21 @@ def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
 def tensor_stores(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The dicts that a module may hold tensors in: parameters, buffers, plain attributes."""
     return module._parameters, module._buffers, module.__dict__
+
+
+def reset_method_of(module: nn.Module) -> Callable[[], Any] | None:
+    """Returns the method with which a module initializes its parameters: torch's attention has it as a private one."""
+    method = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return method if callable(method) else None
+
+
+def with_metadata(entries: dict[str, Any], state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns entries of a `state_dict()` with its metadata, the versions of the modules that have made it."""
+    result: OrderedDict[str, Any] = OrderedDict(entries)
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:  # `load_state_dict` looks for it there
+        result._metadata = metadata  # type: ignore[attr-defined]
+    return result
 
 
 def share_tensors(module: nn.Module, model: nn.Module) -> None:

@@ -21,6 +21,7 @@ from fxpipe.errors import ArgumentError
 from fxpipe.rewriting.program import Program
 from fxpipe.runtime.bound_program import BoundProgram
 from fxpipe.scheduling import Schedule
+from fxpipe.tracing.tensors import has_values
 
 Fields = Mapping[str, str]
 LONGEST_SHOWN = 120
@@ -74,6 +75,7 @@ def model_fields(model: nn.Module, settings: Settings) -> Fields:
     tensors = [
         f"{name} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
         + ("" if tensor.requires_grad else " frozen")
+        + ("" if has_values(tensor) else " without values")
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     ]
     return {

@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe._torch.tensor_data import replace_data
 from fxpipe.distributed.packets import Mailbox, PacketValue
 from fxpipe.distributed.rank_step import RankStep
 from fxpipe.distributed.relay_routes import RelayRoutes
 from fxpipe.errors import StateError
 from fxpipe.rewriting.program import Program
 from fxpipe.runtime.bound_program import ModelTensors
+from fxpipe.tracing.tensors import has_values
 
 StageSum = tuple[str, int]  # a parameter, and the stage that has a sum of its gradients
 Peers = dict[tuple[int, int], list[Any]]  # from one rank to another
@@ -154,7 +156,10 @@ class TensorExchange:
 def _write(tensors: ModelTensors, name: str, value: torch.Tensor) -> None:
     target = tensors.get(name)
     if target.shape == value.shape and target.dtype == value.dtype:
-        target.detach().copy_(value)
+        if has_values(target) and target.device == value.device:
+            target.detach().copy_(value)
+        else:  # it lives on other ranks; from now on here, too
+            replace_data(target, value.detach().clone())
     elif isinstance(target, nn.Parameter):
         raise StateError(
             f"{name!r} has the shape {tuple(target.shape)} here and {tuple(value.shape)} on the rank that holds it"

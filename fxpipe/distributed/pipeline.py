@@ -11,20 +11,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fxpipe._torch.module_internals import with_metadata
 from fxpipe.config.parse import parse_switch
 from fxpipe.config.pipeline_options import PipelineOptions, Settings, make_settings
 from fxpipe.distributed.agreement import check_agreement, model_fields
+from fxpipe.distributed.materialization import GivenMemory
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_record import gathered_record
 from fxpipe.distributed.rank_state import RankState
-from fxpipe.errors import ArgumentError, StateError
+from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
 from fxpipe.pipeline_module import Pipeline, check_can_train, model_loss
 from fxpipe.plans import Plan
 from fxpipe.runtime import StepRecord
-from fxpipe.runtime.bound_program import ModelTensors
 from fxpipe.runtime.losses import check_loss_function, check_reduction
 from fxpipe.scheduling import make_schedule
 from fxpipe.tracing.record.module_hooks import user_hooks_of
+from fxpipe.tracing.tensors import has_values
 from fxpipe.tuning.auto_options import with_best_schedule
 
 DEFAULT_TIMEOUT = 1800.0  # seconds, as of process groups
@@ -44,6 +46,11 @@ class DistributedPipeline(Pipeline):
 
     All ranks make the same calls. Its parameters and buffers, and the keys of `state_dict`, are those of the stages of
     this rank; a tied weight is on each rank that uses it.
+
+    A model that has values stays whole in each process, since it is the user's, who may call it, copy it or save it;
+    on accelerators this rank's part alone moves there. One that was built on the meta device is nowhere whole: what
+    belongs to other ranks stays on the meta device, also in `model`. Graphs that are recorded later, for evaluation
+    say, are recorded without values then, so that forward may read none.
     """
 
     def __init__(self, model: nn.Module, settings: Settings, state: RankState, outputs: str):
@@ -158,10 +165,7 @@ class DistributedPipeline(Pipeline):
 
     def _own(self) -> set[int]:
         """Returns the identities of the tensors that this rank holds."""
-        state = self._state
-        constants: dict[str, torch.Tensor] = next(iter(state.graphs))[1].constants if len(state.graphs) else {}
-        tensors = ModelTensors(self.model, constants)
-        return {id(tensors.get(name)) for name in state.own_names()}
+        return {id(tensor) for tensor in self._state.own_tensors().values()}
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -199,12 +203,17 @@ class DistributedPipeline(Pipeline):
         return full
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads this rank's part of a state, of which `state_dict` may have more: all of the model, say."""
-        own = {*self.state_dict()}
+        """Loads this rank's part of a state, of which `state_dict` may have more: all of the model, say.
+
+        Tensors of this rank that have no values yet are given memory on its device for it.
+        """
+        own = self.state_dict(keep_vars=True)
+        values = [(tensor, state_dict.get(key)) for key, tensor in own.items() if isinstance(tensor, torch.Tensor)]
+        fitting = [t for t, new in values if isinstance(new, torch.Tensor) and has_values(new) and new.shape == t.shape]
+        GivenMemory(fitting, self._state.group.device)
         whole = {*self.model.state_dict()}
-        keys = self.model.load_state_dict(
-            {key: value for key, value in state_dict.items() if key in own}, strict=False, assign=assign
-        )
+        entries = {key: value for key, value in state_dict.items() if key in own}
+        keys = self.model.load_state_dict(with_metadata(entries, state_dict), strict=False, assign=assign)
         missing = [key for key in keys.missing_keys if key in own]
         unexpected = [key for key in state_dict if key not in whole]
         if strict and (missing or unexpected):
@@ -213,6 +222,20 @@ class DistributedPipeline(Pipeline):
                 f"missing keys {missing}, unexpected keys {unexpected}"
             )
         return type(keys)(missing, unexpected)
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
+        """Raises `StateError`: memory without values would go unseen, and what is tied would not be tied any more."""
+        raise StateError(
+            "a pipe over processes gives memory to its parameters together with values: call "
+            "fxpipe.distributed.load(pipe, path), or fxpipe.distributed.initialize(pipe), on all ranks"
+        )
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Pipeline:
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            """Tensors that live on other ranks follow casts of the dtype, so that graphs stay the same on all ranks."""
+            return fn(tensor) if has_values(tensor) else tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype)
+
+        return super()._apply(cast, recurse)
 
     # -- Lifecycle ---------------------------------------------------------------------------------------------------
 
@@ -238,6 +261,21 @@ class DistributedPipeline(Pipeline):
     @property
     def _to_all(self) -> bool:
         return bool(self.__dict__["_outputs"] == "all")
+
+
+def distributed_state(pipe: object) -> RankState:
+    """Returns the state of a pipe over processes that is open.
+
+    Raises:
+        ArgumentTypeError: it is none.
+    """
+    if not isinstance(pipe, DistributedPipeline):
+        raise ArgumentTypeError(
+            f"pipe is a {type(pipe).__name__}; expected what fxpipe.pipeline(model, devices=mesh, ...) returns on the "
+            "ranks of a mesh or process group. A model or a pipe in one process is loaded with load_state_dict"
+        )
+    pipe._state.check_open()
+    return pipe._state
 
 
 def pipeline_over_ranks(

@@ -30,11 +30,14 @@ from fxpipe.planning import PreparedGraph
 from fxpipe.plans import Plan
 from fxpipe.runtime import BoundProgram, InlineExecutor
 from fxpipe.runtime.bound_program import ModelTensors
-from fxpipe.tracing.model_state import slots_of
+from fxpipe.tracing.fake_tensors import names_without_values
+from fxpipe.tracing.model_state import container_tensors, slots_of
+from fxpipe.tracing.tensors import has_values
 from fxpipe.tracing.verify.written_inputs import refuse_unwritable_inputs
 from fxpipe.utils.batch_split import samples_per_micro_batch
 from fxpipe.utils.pytree import flatten, map_tensor_leaves
 from fxpipe.utils.random_generators import draw_seed
+from fxpipe.utils.units import names_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +73,11 @@ class RankState(PipelineState):
         super().__init__(model, settings, plan, InlineExecutor())
         self.group = group
         self.engine: RankEngine = RankEngine(model, group)
-        self.checks_evaluation &= group.rank == 0  # one warning will do
         self.held: HeldTensors | None = None
+        # Those of a model built on the meta device: each rank gives values to its own, and to no others.
+        self.without_values = frozenset(names_without_values(model))
+        self._awaits_values = bool(self.without_values)
+        self.checks_evaluation &= group.rank == 0 and not self._awaits_values  # one warning will do
         self._numbered: dict[int, tuple[PreparedGraph, RankGraph]] = {}
         self._next_number = 0
 
@@ -99,6 +105,39 @@ class RankState(PipelineState):
             )
         return self.held.names_of(self.group.rank)
 
+    def own_tensors(self) -> dict[str, torch.Tensor]:
+        """Returns the parameters, buffers and plain attributes that this rank holds, tied ones once, by name."""
+        names = {*self.own_names()}
+        return {slot.name: tensor for slot, tensor in slots_of(self.model).items() if slot.name in names}
+
+    def own_without_values(self) -> list[str]:
+        """Returns the names of the tensors that this rank's stages need, and that have no values yet."""
+        missing = [name for name, tensor in self.own_tensors().items() if not has_values(tensor)]
+        held = container_tensors(self.model)
+        for _, graph in self._numbered.values():
+            constants = graph.bound.constants
+            constants.update({n: held[n] for n, old in constants.items() if n in held and not has_values(old)})
+            own = [s for j, s in enumerate(graph.bound.program.stages) if graph.routes.is_here(j, self.group.rank)]
+            missing += [n for stage in own for n in stage.attributes if n in constants and not has_values(constants[n])]
+        return list(dict.fromkeys(missing))
+
+    def _check_values(self) -> None:
+        """Raises `StateError` before a step for which this rank's tensors lack values."""
+        if self._awaits_values:
+            if missing := self.own_without_values():
+                raise StateError(
+                    f"rank {self.group.rank} has no values for {names_text(missing)}: the model was built on the meta "
+                    "device. Before the first step, on all ranks, load a checkpoint, fxpipe.distributed.load(pipe, "
+                    "path), or initialize the parameters, fxpipe.distributed.initialize(pipe)"
+                )
+            self._awaits_values = False
+
+    def _own_stages(self, placement: Sequence[int]) -> Sequence[int]:
+        return [j for j, rank in enumerate(placement) if rank == self.group.rank]
+
+    def _check_values_to_record(self) -> None:
+        """A model without values is recorded on fake tensors: it is nowhere as a whole."""
+
     def check_open(self) -> None:
         """Raises `StateError` where the pipe is closed: it has no connection, and makes none any more."""
         if self.closed:
@@ -120,6 +159,7 @@ class RankState(PipelineState):
             if job.inputs is not None:
                 raise StateError("the graph that was recorded for these inputs is not taken for theirs")
         prepared, graph = self._numbered[job.number]
+        self._check_values()
         leaves = flatten((args, kwargs))[0] if self.group.rank == self.leader else [None] * len(job.sizes)
         sizes = samples_per_micro_batch(job.batch, self.settings.micro_batches(job.batch))
         prepared.traced.refuse_uneven_outputs(job.batch, sizes)
@@ -249,9 +289,10 @@ class RankState(PipelineState):
 
     @torch.no_grad()
     def _send_from_home(self, names: Sequence[str], constants: dict[str, torch.Tensor]) -> None:
+        """Gives all ranks the values that the home of each tensor has, unless only ranks that hold it have values."""
         assert self.held is not None
         tensors, connection = ModelTensors(self.model, constants), self.group.connection
         for name in names:
             tensor = tensors.get(name)
-            if tensor.layout is torch.strided:
+            if tensor.layout is torch.strided and name not in self.without_values:
                 connection.broadcast_tensor(tensor.detach(), self.held.holders(name)[0], f"the values of {name}")

@@ -29,7 +29,7 @@ from fxpipe._torch.module_internals import original_module
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.tracing.dynamic_sizes import NO_DYNAMIC_DIMS, DynamicDims, FixedSizeError, InputDim
-from fxpipe.tracing.fake_tensors import is_faked, with_fake_tensors
+from fxpipe.tracing.fake_tensors import is_faked, original_of, with_fake_tensors
 from fxpipe.tracing.forward_rng import preserve_own_generators
 from fxpipe.tracing.guards import refuse_unguardable
 from fxpipe.tracing.importers.symbolic_trace import symbolic_graph
@@ -126,8 +126,17 @@ def trace(
             dynamic=dynamic,
         )
         traced = replace(_find_graph_with_dynamic_sizes(request), print_lines=lost_prints())
+        if is_faked():
+            traced = _with_original_tensors(traced)
         check_invariants(traced)
         return traced
+
+
+def _with_original_tensors(traced: Traced) -> Traced:
+    """The graph with the model's own tensors in place of the fake ones that stood for them in lists and dicts."""
+    traced.constants.update({name: original_of(tensor) for name, tensor in traced.constants.items()})
+    attributes = tuple(guard.with_tensors(original_of) for guard in traced.attributes_read)
+    return replace(traced, attributes_read=attributes)
 
 
 def trace_unverified(

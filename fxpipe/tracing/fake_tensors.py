@@ -60,6 +60,10 @@ class ModelFakeMode(FakeTensorMode):
             self._fakes[id(tensor)] = tensor, self._make(tensor)
         return self._fakes[id(tensor)][1]
 
+    def original(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor for which a fake one stands; any other tensor as it is."""
+        return next((original for original, fake in self._fakes.values() if fake is tensor), tensor)
+
     def _make(self, tensor: torch.Tensor) -> torch.Tensor:
         bare = tensor.detach()
         # A fake tensor that is made of a meta tensor shares its storage, and so views of one tensor stay views of one.
@@ -133,6 +137,11 @@ def fake_draw_count() -> int:
 def fake_if_active(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of a graph as it can be used now: fake in a block of `with_fake_tensors` that makes all tensors so."""
     return tensor if _current.mode is None else _current.mode.fake(tensor)
+
+
+def original_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor of the model for which a fake one stands, to be kept beyond a block of `with_fake_tensors`."""
+    return tensor if _current.mode is None else _current.mode.original(tensor)
 
 
 def draws_nothing(schema: torch.FunctionSchema, args: Any, kwargs: Any) -> bool:

@@ -6,8 +6,10 @@ it only counts that it is the same one: what is changed inside of a configuratio
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +38,10 @@ class AttributeGuard:
     def holds(self) -> bool:
         return _is_unchanged(self.owner.get(self.name), self.value)
 
+    def with_tensors(self, replaced: Callable[[torch.Tensor], torch.Tensor]) -> AttributeGuard:
+        """The same of other tensors, in the places of those that containers had."""
+        return replace(self, value=_with_tensors(self.value, replaced))
+
 
 def all_attribute_guards(model: nn.Module) -> tuple[AttributeGuard, ...]:
     """All attributes of its modules that are no tensors."""
@@ -53,6 +59,18 @@ class _ContainerCopy:
 
     kind: Any
     items: Any
+
+
+def _with_tensors(value: Any, replaced: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return replaced(value)
+    if isinstance(value, weakref.ref) and isinstance(tensor := value(), torch.Tensor):  # how nn.LSTM knows its weights
+        return weakref.ref(replaced(tensor))
+    if not isinstance(value, _ContainerCopy) or not isinstance(value.items, (dict, tuple)):
+        return value
+    if isinstance(value.items, dict):
+        return replace(value, items={key: _with_tensors(item, replaced) for key, item in value.items.items()})
+    return replace(value, items=tuple(_with_tensors(item, replaced) for item in value.items))
 
 
 def _is_array(value: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
@@ -68,6 +69,16 @@ def whole_number(value: Any) -> int | None:
         return operator.index(value)
     except TypeError:
         return None
+
+
+def names_text(names: Sequence[str], most: int = 6) -> str:
+    """Enumerates names, of many the first ones.
+
+    >>> names_text(["a", "b"]), names_text(["a", "b", "c"], most=2)
+    ("'a', 'b'", "'a', 'b' and 1 more")
+    """
+    shown = ", ".join(map(repr, names[:most]))
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
 
 
 def parse_count(argument: str, value: Any, expected: str = "a whole number") -> int:

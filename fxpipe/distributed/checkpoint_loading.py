@@ -1,0 +1,166 @@
+"""`fxpipe.distributed.load`: each rank reads its own part of a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxpipe._torch.module_internals import with_metadata
+from fxpipe.config.parse import parse_switch
+from fxpipe.distributed.checkpoint_readers import CheckpointReader, open_checkpoint
+from fxpipe.distributed.connection import Connection
+from fxpipe.distributed.initialization import InitFunction, check_init_fn, initialize_missing, refuse_missing_values
+from fxpipe.distributed.materialization import GivenMemory
+from fxpipe.distributed.pipeline import distributed_state
+from fxpipe.errors import ArgumentError
+from fxpipe.pipeline_module import Pipeline
+from fxpipe.utils.units import names_text
+
+
+def load(
+    pipe: Pipeline,
+    path: str | os.PathLike[str],
+    *,
+    key: str = "",
+    strict: bool = True,
+    init_fn: InitFunction | None = None,
+) -> None:
+    """Loads a checkpoint into a pipe over processes: on each rank its own part. All ranks call it.
+
+        with torch.device("meta"):
+            model = Model()
+        pipe = fxpipe.pipeline(model, devices=mesh["pipe"], chunks=16, example_args=(x,))
+        fxpipe.distributed.load(pipe, "checkpoint")
+        optimizer = torch.optim.AdamW(pipe.parameters())
+
+    Of a model that was built on the meta device, each rank gives memory to the parameters and buffers of its own
+    stages, on its device, and reads these and nothing else. Parameters stay the same objects; tied ones are read once.
+    Values are cast to the dtype of the model, as by `load_state_dict`.
+
+    Args:
+        path: of the model's `state_dict()`, or that of any pipe of it: a folder as `torch.distributed.checkpoint.save`
+            writes it; a .safetensors file; a .safetensors.index.json, as Hugging Face ships large models; or a folder
+            with one of these.
+        key: where the model's state is in a checkpoint of more: "model" of {"model": pipe.state_dict(), ...}.
+        strict: refuse what is missing or unexpected in the checkpoint. Without it what is missing must have values.
+        init_fn: a function of a module that computes what is in no checkpoint, and what `__init__` had no values for on
+            the meta device: non-persistent buffers (rotary tables, position ids), plain tensors. It is called for the
+            modules of this rank that hold such, before the checkpoint is read: parameters that it initializes as well
+            get the checkpoint's values. By default the module's `reset_parameters` is called.
+
+    Raises:
+        ArgumentError: on all ranks: keys are missing, unexpected, or have other shapes; names them. Nothing was loaded.
+        StateError: tensors are left without values; names them. Or the pipe has no plan yet.
+    """
+    state = distributed_state(pipe)
+    parse_switch("strict", strict)
+    check_init_fn(init_fn)
+    with state.engine.running(), state.group.together() as connection:
+        reader, prefix = open_checkpoint(path), f"{key}." if key else ""
+        entries = pipe.state_dict(keep_vars=True)
+        _check_fit(connection, reader, entries, state.model.state_dict().keys(), prefix, path, strict)
+        persistent, own = {id(value) for value in entries.values()}, state.own_tensors()
+        initialize_missing(state, [n for n in state.own_without_values() if id(own.get(n)) not in persistent], init_fn)
+        covered = {name: value for name, value in entries.items() if prefix + name in reader.keys}
+        entries = with_metadata(covered, entries)
+        _read(reader, entries, prefix, state.group.device)
+        pipe.load_state_dict(entries, strict=False)  # hooks and extra state; tensors are themselves
+        refuse_missing_values(state, "load", "they are not in the checkpoint")
+
+
+@dataclass(frozen=True, slots=True)
+class Misfits:
+    """The differences of a checkpoint from what one rank needs."""
+
+    missing: tuple[str, ...]
+    shapes: tuple[str, ...]
+
+
+def _check_fit(
+    connection: Connection,
+    reader: CheckpointReader,
+    entries: Mapping[str, Any],
+    all_keys: Iterable[str],
+    prefix: str,
+    path: Any,
+    strict: bool,
+) -> None:
+    """Compares the keys and shapes of a checkpoint with the model's, on all ranks."""
+    keys = {name.removeprefix(prefix) for name in reader.keys if name.startswith(prefix)}
+    present = {id(entries[name]) for name in entries.keys() & keys}  # a tied weight may be there under one name
+    shapes = []
+    for name in entries.keys() & keys:
+        value, shape = entries[name], reader.shape_of(prefix + name)
+        own = tuple(value.shape) if isinstance(value, torch.Tensor) else None
+        if shape != own:
+            shapes.append(f"{name!r} ({_shape_text(shape)}, in the model {_shape_text(own)})")
+    missing = [name for name, value in entries.items() if name not in keys and id(value) not in present]
+    everybody = connection.all_gather(Misfits(tuple(missing), tuple(sorted(shapes))), "its part of the checkpoint")
+    unexpected = sorted(keys - {*all_keys})
+    all_missing = list(dict.fromkeys(name for one in everybody for name in one.missing))
+    all_shapes = list(dict.fromkeys(text for one in everybody for text in one.shapes))
+    problems = []
+    if strict and all_missing:
+        problems.append(f"it lacks {names_text(all_missing)}")
+    if strict and unexpected:
+        problems.append(f"it has {names_text(unexpected)}, which the model has not")
+    if all_shapes:
+        more = f" and {len(all_shapes) - 6} more" if len(all_shapes) > 6 else ""
+        problems.append(f"shapes differ: {', '.join(all_shapes[:6])}{more}")
+    if problems:
+        raise ArgumentError(
+            f"the checkpoint {os.fspath(path)!r} does not fit the model: {'; '.join(problems)}"
+            f"{_key_hint(reader, prefix)}"
+        )
+
+
+def _shape_text(shape: tuple[int, ...] | None) -> str:
+    return "no tensor" if shape is None else str(shape)
+
+
+def _key_hint(reader: CheckpointReader, prefix: str) -> str:
+    """Returns advice where all of a checkpoint is below one or two keys, as of {"model": ..., "optimizer": ...}."""
+    heads = sorted({name.partition(".")[0] for name in reader.keys})
+    if prefix or "model" not in heads:
+        return f". Its keys begin with {names_text(heads)}" if prefix else ""
+    return ". It has keys below 'model': if that is the model's state, give key='model'"
+
+
+def _read(reader: CheckpointReader, entries: dict[str, Any], prefix: str, device: torch.device) -> None:
+    """Reads values into memory that tensors without values are given for it."""
+    tensors = [value for value in entries.values() if isinstance(value, torch.Tensor)]
+    memory = GivenMemory(tensors, device)
+    try:
+        first: dict[int, str] = {}
+        others = [name for name, value in entries.items() if first.setdefault(id(value), name) != name]
+        values = {
+            prefix + name: value.detach() if isinstance(value, torch.Tensor) else value
+            for name, value in entries.items()
+            if name not in others
+        }
+        reader.read(values)
+        entries.update({name: values[prefix + name] for name in first.values() if not _is_tensor(entries[name])})
+        for name in others:
+            _check_tie(reader, entries[name], prefix + first[id(entries[name])], prefix + name)
+    except BaseException:
+        memory.take_back()
+        raise
+
+
+def _check_tie(reader: CheckpointReader, tensor: torch.Tensor, first: str, other: str) -> None:
+    """Refuses a checkpoint in which a tied weight has two values."""
+    again = {other: torch.empty_like(tensor)}
+    reader.read(again)
+    if not torch.equal(again[other], tensor):
+        raise ArgumentError(
+            f"{first!r} and {other!r} are one tied weight of the model, but the checkpoint has different values for "
+            "them: it is of a model whose weights are not tied"
+        )
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)

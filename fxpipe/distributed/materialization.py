@@ -1,0 +1,51 @@
+"""Memory for this rank's part of a model that was built on the meta device.
+
+The objects stay the same, so that ties, optimizers and what modules know of their parameters hold. A tensor on the meta
+device is one that has no values yet: whoever gives it memory fills it, or takes the memory back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import torch
+
+from fxpipe._torch.tensor_data import replace_data
+from fxpipe.tracing.tensors import has_values, storage_of
+
+
+class GivenMemory:
+    """The memory that tensors without values were given, until it is known which of them have got values."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor], device: torch.device):
+        """Tensors that have values already stay as they are."""
+        self.tensors = list({id(tensor): tensor for tensor in tensors if not has_values(tensor)}.values())
+        self._before = [tensor.detach() for tensor in self.tensors]
+        for tensor, memory in zip(self.tensors, _empty_on(device, self._before), strict=True):
+            replace_data(tensor, memory)
+
+    def take_back(self, keep: Callable[[torch.Tensor], bool] = lambda tensor: False) -> None:
+        """Takes the memory from all tensors but those of which `keep` says that they have values."""
+        for tensor, before in zip(self.tensors, self._before, strict=True):
+            if tensor.numel() and not keep(tensor):
+                replace_data(tensor, before)
+
+
+def _empty_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Makes tensors without contents like these; those that share memory share it there."""
+    tensors = list(tensors)
+    sharing = Counter(storage_of(tensor) for tensor in tensors)
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def like(tensor: torch.Tensor) -> torch.Tensor:
+        key = storage_of(tensor)
+        if tensor.layout != torch.strided or sharing[key] < 2:
+            return torch.empty_like(tensor, device=device)
+        if key not in storages:
+            size = tensor.untyped_storage().nbytes()
+            storages[key] = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
+        part = torch.empty(0, dtype=tensor.dtype, device=device)
+        return part.set_(storages[key], tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    return [like(tensor) for tensor in tensors]

@@ -1,0 +1,68 @@
+"""What is no checkpoint, or cannot be read here, is an error that says what is accepted."""
+
+import importlib.util
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fxpipe.distributed.checkpoint_readers import open_checkpoint
+from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
+
+
+def test_a_reader_fetches_what_is_asked_for(tmp_path):
+    tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4)}
+    save_file(tensors, tmp_path / "one.safetensors")
+    for path in (tmp_path, tmp_path / "one.safetensors", str(tmp_path)):
+        reader = open_checkpoint(path)
+        assert {*reader.keys} == {"a", "b"}
+        assert reader.shape_of("a") == (2, 3)
+        values = {"a": torch.zeros(2, 3, dtype=torch.float64)}
+        reader.read(values)
+        assert torch.equal(values["a"], tensors["a"].double())
+
+
+def test_what_is_no_checkpoint_is_named(tmp_path):
+    (tmp_path / "notes.txt").write_text("no checkpoint")
+    for path in (tmp_path / "notes.txt", tmp_path):
+        with pytest.raises(ArgumentError, match=r"is no checkpoint of a known kind: expected .*safetensors file"):
+            open_checkpoint(path)
+    with pytest.raises(ArgumentError, match=r"there is no checkpoint '.*gone'"):
+        open_checkpoint(tmp_path / "gone")
+    with pytest.raises(ArgumentTypeError, match="path is a int"):
+        open_checkpoint(3)
+    (tmp_path / "bad.safetensors").write_bytes(b"no header")
+    with pytest.raises(ArgumentError, match="is no file of safetensors"):
+        open_checkpoint(tmp_path / "bad.safetensors")
+
+
+def test_an_index_that_cannot_be_followed_is_refused(tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    for text in ("{", "[]", '{"weight_map": 3}'):
+        index.write_text(text)
+        with pytest.raises(ArgumentError, match="is no index of safetensors"):
+            open_checkpoint(index)
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
+    with pytest.raises(ArgumentError, match=r"names files that are not there: .*model-00001-of-00002\.safetensors"):
+        open_checkpoint(tmp_path)
+    save_file({"b": torch.ones(1)}, tmp_path / "model-00001-of-00002.safetensors")
+    with pytest.raises(ArgumentError, match="cannot be read for 'a'"):
+        open_checkpoint(tmp_path).shape_of("a")
+
+
+def test_several_checkpoints_in_a_folder_are_not_chosen_from(tmp_path):
+    for name in ("a.safetensors", "b.safetensors"):
+        save_file({"x": torch.ones(1)}, tmp_path / name)
+    with pytest.raises(ArgumentError, match=r"has several checkpoints, a\.safetensors, b\.safetensors"):
+        open_checkpoint(tmp_path)
+
+
+def test_without_the_package_the_error_names_it(tmp_path, monkeypatch):
+    save_file({"x": torch.ones(1)}, tmp_path / "a.safetensors")
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "safetensors" else find_spec(name, *more)
+    )
+    with pytest.raises(StateError, match="the package safetensors is needed, which is not installed: pip install"):
+        open_checkpoint(tmp_path / "a.safetensors")
