@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fxpipe import optim
     from fxpipe.api import pipeline
     from fxpipe.hardware import Hardware
     from fxpipe.partitioning import partition
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+_MODULES = {"optim"}
 _HOMES = {
     "Hardware": "fxpipe.hardware",
     "Pipeline": "fxpipe.pipeline_module",
@@ -56,6 +58,7 @@ __all__ = [
     "cut",
     "is_recomputing",
     "leaf",
+    "optim",
     "partition",
     "pipeline",
     "plan",
@@ -67,10 +70,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"fxpipe.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'fxpipe' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted([*globals(), *_HOMES, *_MODULES])

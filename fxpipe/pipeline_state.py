@@ -7,6 +7,7 @@ parameters are.
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -32,6 +33,7 @@ from fxpipe.plans.retarget import resize_plan
 from fxpipe.runtime import BoundProgram, Engine, Executor, executor_for, wire_program
 from fxpipe.runtime.bound_program import ModelTensors
 from fxpipe.runtime.losses import ambiguous_output_message
+from fxpipe.runtime.stage_updates import StagewiseOptimizer, by_stage
 from fxpipe.runtime.step_inputs import MicroBatch
 from fxpipe.scheduling import Schedule, is_searched, make_schedule
 from fxpipe.tracing.cache_key import GraphKey, InputsKey
@@ -69,6 +71,7 @@ class PipelineState:
         self._chosen_for = (False, 0)  # of which mini-batches the number of micro-batches is: do they train? samples
         self._answers: dict[str, list[dict[str, str]]] = {}  # of graphs that differ in nothing else: read -> answer
         self._warned = self._has_prints = False
+        self._stages_of_parameters: dict[int, tuple[torch.Tensor, int]] = {}  # by identity: the stage that updates it
         self._sized: tuple[Plan, PreparedGraph, Plan] | None = None  # of this plan and graph: the plan of all sizes
 
     def plan_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -120,6 +123,42 @@ class PipelineState:
                 f"the model has no values to run with: {missing[0]!r} is a meta or fake tensor; give it some first "
                 "(model.to_empty(device='cpu'), then model.load_state_dict(...); or load_state_dict(..., assign=True))"
             )
+
+    # -- updates of the weights --------------------------------------------------------------------------------------
+
+    def update(self, optimizer: StagewiseOptimizer) -> None:
+        """Steps an optimizer: the parameters of each stage in its worker, as far as there are workers."""
+        parameters = optimizer.parameters()
+        if self.closed or self.first is None:
+            optimizer.step_parameters(parameters)
+            return
+        with self.engine.running():
+            steps = {
+                j: functools.partial(optimizer.step_parameters, of_stage)
+                for j, of_stage in by_stage(parameters, self.stage_of_parameter).items()
+            }
+            self.engine.update(steps, self.settings.devices, self.settings.placement)
+
+    def stage_of_parameter(self, parameter: torch.Tensor) -> int:
+        """Returns the stage that updates a parameter: the first that uses it in the first graph.
+
+        Of others it is the first stage on their device, or the first of all.
+        """
+        if id(parameter) not in self._stages_of_parameters:
+            self._stages_of_parameters.clear()  # a parameter may have been replaced
+            assert self.first is not None
+            tensors = ModelTensors(self.model, self.first.traced.constants)
+            for j, stage in enumerate(self.first.program.stages):
+                for tensor in map(tensors.get, stage.attributes):
+                    self._stages_of_parameters.setdefault(id(tensor), (tensor, j))
+            devices = self.settings.devices
+            for other in self.model.parameters():
+                stage_there = devices.index(other.device) if other.device in devices else 0
+                self._stages_of_parameters.setdefault(id(other), (other, stage_there))
+        known = self._stages_of_parameters.get(id(parameter))
+        return 0 if known is None else known[1]
+
+    # -- graphs ------------------------------------------------------------------------------------------------------
 
     def bound_program_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], in_one: bool = False

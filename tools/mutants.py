@@ -73,6 +73,31 @@ class Mutant:
 
 RUNTIME = (
     Mutant(
+        "optim.py",
+        "        self._keep_state_in_order()\n",
+        "",
+        "behaviour/test_stage_optimizers.py::test_it_steps_whatever_the_schedule_and_tied_weights_once",
+        "depends on which worker is first",
+    ),
+    Mutant(
+        "optim.py",
+        "all(equal_values(values[0], value) for value in values)",
+        "True",
+        "behaviour/test_stage_optimizers.py::test_an_optimizer_that_computes_something_of_all_parameters_is_refused",
+    ),
+    Mutant(
+        "parameter_groups.py",
+        "        if not equal_values(first, other):",
+        "        if False:",
+        "behaviour/test_stage_optimizers.py::test_bad_input_is_refused",
+    ),
+    Mutant(
+        "runtime/stage_updates.py",
+        "for j in sorted(stages) if placement[j] == d)",
+        "for j in sorted(stages) if d == 0)",
+        "behaviour/test_stage_optimizers.py::test_stages_step_in_their_workers_and_hooks_see_the_optimizer_once",
+    ),
+    Mutant(
         "runtime/commit.py",
         "if count < 2 or new.is_sparse",
         "if count < 1 or new.is_sparse",
@@ -152,20 +177,20 @@ RUNTIME = (
         "on the CPU autograd has no threads of its own; with GPUs the tests that need them see it",
     ),
     Mutant(
-        "runtime/step.py",
+        "runtime/action_performer.py",
         "            if self.failure is None:\n                self.failure = error",
         "            self.failure = error",
         "unit/runtime/test_failures.py::test_the_first_of_several_failures_arrives",
     ),
     Mutant(
-        "runtime/step.py",
-        "        except BaseException as error:\n            opened",
-        "        except Exception as error:\n            opened",
+        "runtime/action_performer.py",
+        "        except BaseException as error:",
+        "        except Exception as error:",
         "unit/runtime/test_failures.py::test_every_kind_of_exception_arrives",
     ),
     Mutant(
-        "runtime/step.py",
-        "        self._fences.open_all()\n",
+        "runtime/action_performer.py",
+        "        self.open_all()\n",
         "",
         (
             "unit/runtime/test_failures.py::test_others_stop_before_their_next_action "
@@ -173,9 +198,9 @@ RUNTIME = (
         ),
     ),
     Mutant(
-        "runtime/step.py",
-        "            return\n        self._fences.pass_on(action)",
-        "        self._fences.pass_on(action)",
+        "runtime/action_performer.py",
+        "            return\n        self.pass_on(action)",
+        "        self.pass_on(action)",
         "unit/runtime/test_failures.py::test_others_stop_before_their_next_action",
         "a step that has failed has all its fences open",
     ),

@@ -5,10 +5,11 @@ never looks at a graph.
 
 From the bottom: `wiring` (dependencies of actions), `bound_program` (a program on devices), `transport` (tensors on
 their way between devices), `exchange` (what goes between stages), `stage_instance` (a stage in a step), `loss_stage`,
-`caller_context` (what the caller has around it, and the state of a thread between actions), `step` (what each action
-does), `executors` (that run the rows), `engine` (whole steps). `microbatches`, `losses` and `commit` are the two ends;
-`running_statistics` ends what deferred batch norm has put off. `step_record` is what a step notes of itself,
-`profiler_ranges` what a profiler sees.
+`caller_context` (what the caller has around it, and the state of a thread between actions), `action_performer` (what
+stands around each action), `step` (what each does), `stage_updates` (what U does behind a step), `executors` (that run
+the rows), `engine` (whole steps). `microbatches`, `losses` and `commit` are the two ends; `running_statistics` ends
+what deferred batch norm has put off. `step_record` is what a step notes of itself, `profiler_ranges` what a profiler
+sees.
 """
 
 from fxpipe.runtime.bound_program import BoundProgram

@@ -7,12 +7,12 @@ Both end the same way. When all rows have ended well, buffers are written into t
 from __future__ import annotations
 
 import atexit
-import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,14 +26,16 @@ from fxpipe.rewriting.program import ConstantOutput, Program
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
 from fxpipe.runtime.caller_context import CallerContext
 from fxpipe.runtime.commit import GradientList, attach_commit, gradient_rollback, roll_back_with_caller
+from fxpipe.runtime.exchange import TransferNote
 from fxpipe.runtime.executors import Executor, close_all_executors
 from fxpipe.runtime.loss_stage import LossStage
 from fxpipe.runtime.loss_verification import LossHistories
 from fxpipe.runtime.losses import LOSS_REMEDIES, MODEL_LOSS_REMEDIES, MicroBatchLosses, ambiguous_output_message
 from fxpipe.runtime.microbatches import gather, scatter, scatter_gradient, target_dims
+from fxpipe.runtime.stage_updates import UpdateStep, update_rows
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.step_inputs import MicroBatch, StepInputs
-from fxpipe.runtime.step_record import StepRecord, step_record_of
+from fxpipe.runtime.step_record import StepLog, StepRecord, step_record_of
 from fxpipe.runtime.transport import leaves_on_device
 from fxpipe.scheduling import backward_part, forward_part, make_schedule
 from fxpipe.scheduling.actions import ActionKind, Rows, Schedule
@@ -41,6 +43,17 @@ from fxpipe.utils.batch_split import rows_of_inputs, samples_per_micro_batch
 from fxpipe.utils.locks import call_in_forked_child, stop_planning_threads
 from fxpipe.utils.pytree import flatten, map_tensor_leaves, refuse_hidden_tensors, refuse_layout
 from fxpipe.utils.random_generators import draw_seed
+
+
+@dataclass(frozen=True, slots=True)
+class StepNotes:
+    """The notes of a step, of which its record is made."""
+
+    schedule: Schedule
+    bounds: Sequence[BoundProgram]
+    log: StepLog
+    moved: Sequence[TransferNote]
+
 
 LAST_STEP_SECONDS = 1.0  # seconds that the interpreter waits for a step that has lost its workers
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -51,7 +64,8 @@ class Engine:
 
     def __init__(self, model: nn.Module, executor: Executor):
         self.model, self.executor = model, executor
-        self._last_step: Callable[[], StepRecord] | None = None
+        self._last_notes: StepNotes | None = None
+        self._last_step: StepRecord | None = None  # made of the notes, once it was asked for
         self._caller_context = CallerContext()  # of who calls, while a step runs
         self._loss_histories = LossHistories()
         self._busy = threading.Lock()
@@ -107,18 +121,40 @@ class Engine:
 
     def _note_step(self, step: Step, schedule: Schedule) -> None:
         # Not the step itself, which holds tensors.
-        self._last_step = functools.partial(
-            step_record_of, schedule, step.bounds, step.log.now(), [*step.exchange.moved]
-        )
+        self._last_notes = StepNotes(schedule, step.bounds, step.log.now(), [*step.exchange.moved])
+        self._last_step = None
 
     @property
     def last_step(self) -> StepRecord | None:
         """The record of the last step; None before the first. Made when it is first asked for."""
-        if self._last_step is None:
-            return None
-        record = self._last_step()
-        self._last_step = lambda: record
-        return record
+        notes = self._last_notes
+        if self._last_step is None and notes is not None:
+            self._last_step = step_record_of(notes.schedule, notes.bounds, notes.log, notes.moved)
+        return self._last_step
+
+    # -- updates of the weights --------------------------------------------------------------------------------------
+
+    def update(
+        self,
+        updates: Mapping[int, Callable[[], None]],
+        devices: Sequence[torch.device],
+        placement: Sequence[int],
+    ) -> None:
+        """Runs the update of each stage in its worker, behind a step.
+
+        Args:
+            updates: what U does, by stage.
+            devices: by stage.
+            placement: the worker of each stage.
+        """
+        notes = self._last_notes
+        step = UpdateStep(updates, devices, self._caller_context)
+        step.log.begun.append(time.perf_counter())
+        last = 0 if notes is None else notes.schedule.micro_batches - 1
+        self.executor.run(step, update_rows(updates, placement, last))
+        if notes is not None:
+            notes.log.updates.append(step.log)
+            self._last_step = None
 
     # -- the drop-in -------------------------------------------------------------------------------------------------
 

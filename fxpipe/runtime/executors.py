@@ -27,15 +27,15 @@ import torch
 
 from fxpipe import accelerator
 from fxpipe.errors import InternalError, StateError
+from fxpipe.runtime.action_performer import ActionPerformer
 from fxpipe.runtime.profiler_ranges import warn_of_unseen_workers
-from fxpipe.runtime.step import Step
 from fxpipe.scheduling.actions import Action, Rows
 
 
 class Executor(Protocol):
     """Runs the rows of a step to their end, or raises what made it fail."""
 
-    def run(self, step: Step, rows: Rows) -> None: ...
+    def run(self, step: ActionPerformer, rows: Rows) -> None: ...
 
     def close(self) -> None: ...
 
@@ -53,7 +53,7 @@ def close_all_executors() -> None:
         executor.close()
 
 
-def run_row(step: Step, row: Sequence[Action], before: Callable[[], None] | None = None) -> None:
+def run_row(step: ActionPerformer, row: Sequence[Action], before: Callable[[], None] | None = None) -> None:
     """Performs the actions of a row, up to a failure. `before`: what to do before each."""
     try:
         with step.in_row():
@@ -68,7 +68,7 @@ def run_row(step: Step, row: Sequence[Action], before: Callable[[], None] | None
         step.fail(error)
 
 
-def raise_failure(step: Step) -> None:
+def raise_failure(step: ActionPerformer) -> None:
     failure, step.failure = step.failure, None
     if failure is not None:
         try:
@@ -127,11 +127,11 @@ class ThreadedExecutor:
         self._threads: list[threading.Thread] = []
         self._ended: list[BaseException] = []  # what has ended threads before their time
         self._process: int | None = None
-        self._step: Step | None = None  # that the workers are at
+        self._step: ActionPerformer | None = None  # that the workers are at
         self._closed = False
         open_executors.add(self)
 
-    def run(self, step: Step, rows: Rows) -> None:
+    def run(self, step: ActionPerformer, rows: Rows) -> None:
         if self._closed:
             raise StateError(PIPE_CLOSED)
         if self._process != os.getpid() or not all(thread.is_alive() for thread in self._threads):
@@ -246,12 +246,12 @@ class InterleavedExecutor:
     def __init__(self, seed: int):
         self._random = random.Random(seed)
 
-    def run(self, step: Step, rows: Rows) -> None:
+    def run(self, step: ActionPerformer, rows: Rows) -> None:
         with step.in_row():
             self._run(step, rows)
         raise_failure(step)
 
-    def _run(self, step: Step, rows: Rows) -> None:
+    def _run(self, step: ActionPerformer, rows: Rows) -> None:
         waiting = [deque(row) for row in rows if row]
         while waiting and step.failure is None:
             ready = [row for row in waiting if step.is_ready(row[0])]
@@ -281,11 +281,11 @@ class InlineExecutor:
     """Runs the only row there is in the calling thread."""
 
     def __init__(self) -> None:
-        self._running: tuple[int, Step] | None = None  # the thread, and the step it is at
+        self._running: tuple[int, ActionPerformer] | None = None  # the thread, and the step it is at
         self._closed = False
         open_executors.add(self)
 
-    def run(self, step: Step, rows: Rows) -> None:
+    def run(self, step: ActionPerformer, rows: Rows) -> None:
         if self._closed:
             raise StateError(PIPE_CLOSED)
         (row,) = rows

@@ -17,8 +17,6 @@ lives until its last reader has taken it:
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -28,20 +26,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe._torch.profiler import is_profiler_on
 from fxpipe._torch.saved_tensor_hooks import NoSavedTensors
 from fxpipe.rewriting.program import SourceLocation, WeightGradientTape, stage_context
+from fxpipe.runtime.action_performer import ActionPerformer, action_note
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
 from fxpipe.runtime.caller_context import CallerContext, thread_defaults
 from fxpipe.runtime.exchange import BoundaryValue, Exchange
 from fxpipe.runtime.loss_stage import LossStage
 from fxpipe.runtime.loss_weighting_check import LossWeightingCheck
 from fxpipe.runtime.losses import MicroBatchLosses
-from fxpipe.runtime.profiler_ranges import profiler_range
 from fxpipe.runtime.recomputing import RecomputeBlock
 from fxpipe.runtime.stage_instance import BackwardHandle, StageInstance, StageResult, StageTotals
 from fxpipe.runtime.step_inputs import StepInputs, check_programs_fit
-from fxpipe.runtime.step_record import StepLog, mark_time
+from fxpipe.runtime.step_record import mark_time
 from fxpipe.runtime.transport import Transport
 from fxpipe.runtime.wiring import Fences, fences_of
 from fxpipe.scheduling.actions import Action, ActionKind
@@ -52,9 +49,7 @@ from fxpipe.utils.random_generators import mix_seed
 
 def failure_note(action: Action, stages: int, device: str, node: str, location: SourceLocation | None) -> str:
     """Returns the note for an exception: stage, micro-batch, action and, where the stage's own code ran, the node."""
-    text = (
-        f"fxpipe: stage {action.stage} of {stages} on {device}, micro-batch {action.micro_batch}, {action.kind.words}"
-    )
+    text = action_note(action, stages, device)
     if location is not None:
         module = f", module {location.module}" if location.module else ""
         text += f", node {node}{module} ({location.source})"
@@ -80,8 +75,8 @@ class OpenProgram:
     stages: list[StageInstance]
 
 
-class Step:
-    """One mini-batch. An executor has only to call `perform(action)`, once `is_ready(action)`."""
+class Step(ActionPerformer):
+    """One mini-batch."""
 
     def __init__(
         self,
@@ -99,11 +94,9 @@ class Step:
         # Not the inputs themselves: their parts are gone with the stages that use them.
         self.bounds, self.trained, self.weights = inputs.bounds, inputs.trained, inputs.weights
         self.seed, self.recomputed, self.split = seed, recomputed, split
-        self.devices, self.state = inputs.devices, inputs.bounds[0].state
+        super().__init__(inputs.devices, Transport.of(inputs.devices, inputs.values), ambient)
+        self.state = inputs.bounds[0].state
         self.grad = self.state.grad
-        self.caller_context = ambient  # of the caller; the drop-in's backward brings its own
-        self.transport = Transport.of(self.devices, inputs.values)
-        self._streams = [self.transport.compute_stream(device) for device in self.devices]  # by stage
         self.exchange = self._open_exchange(inputs)
         self.loss_weighting = LossWeightingCheck.of(inputs.bounds[0], look_at_elements and len(self.weights) > 1)
         self.loss = (
@@ -123,9 +116,6 @@ class Step:
         self.saved: dict[tuple[int, int], RecomputeInputs] = {}
         self.pending: dict[tuple[int, int], BackwardHandle] = {}
         self.tapes: dict[tuple[int, int], WeightGradientTape] = {}
-        self.failure: BaseException | None = None
-        self.log = StepLog()
-        self._failing = threading.Lock()
         self._fences = Fences(fences_of([bound.wiring for bound in inputs.programs], losses is not None))
 
     def _open_exchange(self, inputs: StepInputs) -> Exchange:
@@ -155,7 +145,6 @@ class Step:
     # -- for executors -----------------------------------------------------------------------------------------------
 
     def in_row(self) -> AbstractContextManager[None]:
-        """A block of a thread, in which it performs a row or a part of one."""
         stage_context.recomputes = bool(self.recomputed)
         return thread_defaults(self.state)
 
@@ -163,47 +152,23 @@ class Step:
         return self.failure is not None or self._fences.are_open(action)
 
     def wait(self, action: Action) -> None:
-        """Returns when the action may start, or when the step has failed."""
         self._fences.wait(action)
 
-    def fail(self, error: BaseException) -> None:
-        """Notes the first failure and opens all fences, so that every row comes to its end."""
-        with self._failing:
-            if self.failure is None:
-                self.failure = error
-        self._fences.open_all()
-
-    def perform(self, action: Action) -> None:
-        """Performs an action. An exception makes the step fail."""
-        j = action.stage
-        try:
-            if self._streams[j] is None and self.caller_context.is_empty and not is_profiler_on():
-                self._timed(action)
-            else:
-                device = self.devices[j]
-                with (
-                    self.caller_context.for_action(action.kind, device),
-                    profiler_range(action),
-                    self.transport.at(device),
-                ):
-                    self._timed(action)
-        except BaseException as error:
-            opened = self._programs[action.micro_batch].stages[j]
-            node = opened.function.failing_node(error)
-            location = opened.stage.locations.get(node)
-            error.add_note(failure_note(action, len(self.devices), str(self.devices[j]), node, location))
-            self.fail(error)
-            return
+    def pass_on(self, action: Action) -> None:
         self._fences.pass_on(action)
 
-    def _timed(self, action: Action) -> None:
+    def open_all(self) -> None:
+        self._fences.open_all()
+
+    def note_of_failure(self, action: Action, error: BaseException) -> str:
+        opened = self._programs[action.micro_batch].stages[action.stage]
+        node = opened.function.failing_node(error)
+        location = opened.stage.locations.get(node)
+        return failure_note(action, len(self.devices), str(self.devices[action.stage]), node, location)
+
+    def run_action(self, action: Action) -> None:
         kind, j, i = action
-        stream = self._streams[j]
-        start, on_core = mark_time(stream), time.thread_time()
         _ACTION_METHODS[kind](self, j, i)
-        self.log.times[action] = (start, mark_time(stream))
-        if stream is None:
-            self.log.on_core[action] = time.thread_time() - on_core
 
     # -- actions -----------------------------------------------------------------------------------------------------
 

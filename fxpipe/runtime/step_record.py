@@ -1,7 +1,8 @@
 """The record of a step, with its times: `pipe.last_step`.
 
 Times are seconds since the step began. What the caller did between the forward and the backward of a drop-in is left
-out of all of them; it is `StepRecord.away`.
+out of all of them; it is `StepRecord.away`. So is what came between the step and an update of its weights by the stages
+(`fxpipe.optim.StageOptimizer`), which is a part of the step's record.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class StepLog:
     on_core: dict[Action, float] = field(default_factory=dict)  # seconds; of actions on a CPU
     losses: dict[int, tuple[TimeMark, TimeMark]] = field(default_factory=dict)  # by micro-batch
     verifications: list[float] = field(default_factory=list)  # seconds of the host
+    updates: list[StepLog] = field(default_factory=list)  # of the weights, behind the step
 
     def now(self) -> StepLog:
         """Returns a copy of the log as it is now."""
@@ -205,7 +207,8 @@ def step_record_of(
     """Makes the record of a step from its schedule and notes. `bounds`: by micro-batch, the program that ran."""
     device_of = {action.stage: d for d, row in enumerate(schedule.rows) for action in row}
     names = {device_of[j]: str(device) for j, device in enumerate(bounds[0].devices) if j in device_of}
-    parts, away = _step_parts(log)
+    clock = HostClock()
+    parts, away = _step_parts(log, clock)
     has_loss = len(parts) == 1 and any(action.kind is ActionKind.BACKWARD for action in log.times)
     transfers = tuple(_transfer_records(bounds, moved, has_loss))
     received: Counter[Action] = Counter()
@@ -216,19 +219,19 @@ def step_record_of(
 
     actions: list[ActionRecord] = []
     free: dict[int, float] = {}  # since when the device has nothing to do
-    for begin, times in parts:
+    core_seconds = log.on_core | {action: time for update in log.updates for action, time in update.on_core.items()}
+    for begin, times in [*parts, *_update_parts(log, parts, clock)]:
         free = {d: max(begin, since) for d, since in free.items()}
         for action, (start, end) in sorted(times.items(), key=lambda one: one[1]):
             d = device_of[action.stage]
             waited = max(0.0, start - free.get(d, begin))
             free[d] = end
             moved_bytes = received[action], sent[action]
-            actions.append(ActionRecord(action, start, end, d, waited, *moved_bytes, log.on_core.get(action)))
+            actions.append(ActionRecord(action, start, end, d, waited, *moved_bytes, core_seconds.get(action)))
     actions.sort(key=lambda a: a.start)
     devices = tuple(
         _device_record(names.get(d, ""), [a for a in actions if a.device == d]) for d in range(len(schedule.rows))
     )
-    clock = HostClock()
     losses = tuple(clock.seconds(end) - clock.seconds(start) for _, (start, end) in sorted(log.losses.items()))
     return StepRecord(schedule.name, tuple(actions), transfers, devices, away, losses, sum(log.verifications))
 
@@ -236,9 +239,8 @@ def step_record_of(
 ActionTimes = dict[Action, tuple[float, float]]
 
 
-def _step_parts(log: StepLog) -> tuple[list[tuple[float, ActionTimes]], float]:
+def _step_parts(log: StepLog, clock: HostClock) -> tuple[list[tuple[float, ActionTimes]], float]:
     """Splits a step into parts: begin and actions of each; and the seconds between two parts, which are left out."""
-    clock = HostClock()
     first = log.begun[0]
     times = {a: (clock.seconds(start) - first, clock.seconds(end) - first) for a, (start, end) in log.times.items()}
     if len(log.begun) == 1:
@@ -248,6 +250,18 @@ def _step_parts(log: StepLog) -> tuple[list[tuple[float, ActionTimes]], float]:
     away = max(0.0, log.begun[1] - first - end)  # a GPU may still be at the forward when the host starts the backward
     backward = {a: (start - away, end - away) for a, (start, end) in times.items() if a not in forward}
     return [(0.0, forward), (log.begun[1] - first - away, backward)], away
+
+
+def _update_parts(
+    log: StepLog, parts: Sequence[tuple[float, ActionTimes]], clock: HostClock
+) -> Iterator[tuple[float, ActionTimes]]:
+    """Yields begin and actions of each update behind the step, as if it had begun when all before it had ended."""
+    end = max((end for begin, times in parts for end in (begin, *(t for _, t in times.values()))), default=0.0)
+    for update in log.updates:
+        shift = end - update.begun[0]
+        times = {a: (clock.seconds(start) + shift, clock.seconds(e) + shift) for a, (start, e) in update.times.items()}
+        yield end, times
+        end = max((e for _, e in times.values()), default=end)
 
 
 def _transfer_records(

@@ -6,7 +6,7 @@ All that shows them starts from a `StepTimeline`: `text_timeline.py` as lines of
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from fxpipe.scheduling import Action, ActionKind, split_backwards
@@ -147,6 +147,22 @@ class StepTimeline:
         for span in self.spans:
             rows[span.device].append(span)
         return tuple(map(tuple, rows))
+
+    @property
+    def has_updates(self) -> bool:
+        return any(span.action.kind is ActionKind.UPDATE for span in self.spans)
+
+    def without_updates(self) -> StepTimeline:
+        """Returns forward and backward alone: updates of weights come after all else of their device."""
+        kept = [k for k, span in enumerate(self.spans) if span.action.kind is not ActionKind.UPDATE]
+        spans = tuple(self.spans[k] for k in kept)
+        return replace(
+            self,
+            spans=spans,
+            waited=tuple(self.waited[k] for k in kept),
+            seconds=max((span.end for span in spans), default=0.0),
+            on_core=tuple(self.on_core[k] for k in kept) if self.on_core else (),
+        )
 
     @property
     def busy(self) -> tuple[float, ...]:

@@ -9,7 +9,7 @@ from helpers.paths import ROOT
 
 TESTS = ROOT / "tests"
 FILES = sorted(TESTS.rglob("*.py"))
-PUBLIC = {"fxpipe.errors", "fxpipe.hardware", "fxpipe.scheduling"}  # docstrings of the API name them
+PUBLIC = {"fxpipe.errors", "fxpipe.hardware", "fxpipe.optim", "fxpipe.scheduling"}  # docstrings of the API name them
 PACKAGES = {path.relative_to(ROOT / "fxpipe") for path in (ROOT / "fxpipe").rglob("*") if path.is_dir()}
 
 

@@ -110,6 +110,39 @@ def test_a_step_is_recorded_with_what_went_between_stages(executor, checkpoint):
     assert all(t.is_gradient == (t.user.kind is ActionKind.BACKWARD) for t in record.transfers)
 
 
+def test_updates_of_the_weights_are_in_the_record_of_the_step_before_them():
+    with _pipe() as pipe:
+        optimizers = [
+            fxpipe.optim.StageOptimizer(
+                pipe, torch.optim.SGD, lr=0.1, param_groups=lambda name, p, kind=kind: {} if kind in name else None
+            )
+            for kind in ("weight", "bias")
+        ]
+        _step(pipe)
+        backward = pipe.last_step
+        time.sleep(0.05)
+        optimizers[0].step()
+        one = pipe.last_step
+        time.sleep(0.05)
+        optimizers[1].step()
+        record = pipe.last_step
+        pipe(_x()).sum().backward()
+        optimizers[0].step()
+        drop_in = pipe.last_step
+    for made in (one, record, drop_in):
+        _check(made)
+    assert [str(a.action) for a in backward.actions if a.action.kind is ActionKind.UPDATE] == []
+    for made, times in ((one, 1), (record, 2), (drop_in, 1)):
+        updates = [a for a in made.actions if a.action.kind is ActionKind.UPDATE]
+        assert sorted(str(a.action) for a in updates) == sorted(["0U2", "1U2", "2U2"] * times)
+        assert {a.action.stage: a.device for a in updates} == {0: 0, 1: 1, 2: 2}
+        assert min(a.start for a in updates) >= max(a.end for a in made.actions if a not in updates)
+    assert record.seconds < backward.seconds + 0.05, "what the caller does in between is left out"
+    comparison = fxpipe.simulate(pipe.plan).compared(record)
+    assert comparison.step.measured == pytest.approx(backward.seconds)
+    assert ActionKind.UPDATE not in comparison.kinds
+
+
 def test_a_drop_in_is_recorded_without_what_the_caller_does_in_between():
     with _pipe() as pipe:
         loss = pipe(_x()).sum()

@@ -1,0 +1,277 @@
+"""Optimizers that live with the stages of a pipe: each stage's weights are updated in its worker, on its device.
+
+    optimizer = fxpipe.optim.StageOptimizer(pipe, torch.optim.AdamW, lr=1e-3)
+
+    loss = pipe.forward_backward(x, target=t, loss_fn=loss_fn)
+    optimizer.step()
+    optimizer.zero_grad()
+
+Source: PipeDream updates the weights of a stage where the stage is (Narayanan et al., SOSP 2019).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fxpipe._torch.optimizers import part_of_optimizer, step_without_hooks
+from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
+from fxpipe.parameter_groups import NamedParameters, ParameterGroups, make_parameter_groups, resolve_group
+from fxpipe.pipeline_module import Pipeline
+from fxpipe.runtime.stage_updates import StagewiseOptimizer
+from fxpipe.utils.equality import equal_values
+
+__all__ = ["StageOptimizer"]
+
+
+class StageOptimizer(StagewiseOptimizer, torch.optim.Optimizer):
+    """An optimizer of a pipe's parameters, of which each stage steps its own, all of them side by side.
+
+        optimizer = fxpipe.optim.StageOptimizer(pipe, torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
+
+    It is an instance of the class that it is given, with its `state`, `param_groups` and `defaults`; `step` alone is
+    another: it hands the parameters of each stage to the stage's worker. On CPUs weights and state are bit for bit
+    those of the class itself, `torch.optim.AdamW(pipe.parameters(), lr=1e-3, weight_decay=0.1)`, and `state_dict` of
+    either can be loaded into the other. Learning rate schedulers, `GradScaler`, hooks, `add_param_group`, `foreach` and
+    `fused` are those of torch.
+
+    A weight that several stages use is updated once, by the first of them. Clipping by the norm of all gradients needs
+    all of them, and so stands between the backward and the step, where all stages have ended:
+
+        loss = pipe.forward_backward(x, target=t, loss_fn=loss_fn)
+        torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)
+        optimizer.step()
+
+    Before the pipe has planned, and once it is closed, parameters are stepped in the thread that calls. Over processes
+    each rank steps the parameters that it holds.
+
+    Args:
+        pipe: made by `fxpipe.pipeline`.
+        optimizer_class: a class of `torch.optim`, or another one that treats each parameter by itself.
+        param_groups: groups with options of their own. A list of dicts: "params" is a name, a pattern of names
+            ("*.bias", as `fnmatch` has them), a list of these, or the parameters themselves; a parameter goes to the
+            first group that matches it, and "*" in the last one stands for the rest. Or a function from the name of a
+            parameter and the parameter to a dict of options, or None for one that is left out. Default: one group of
+            all.
+        options: the arguments of the class, defaults of all groups.
+
+    Raises:
+        ArgumentError: the class needs a closure (`LBFGS`), names fit nothing, a parameter is given twice, is in no
+            group, or is not the pipe's, or groups split a tied weight.
+        ArgumentTypeError: `pipe` is no pipe, or `optimizer_class` no class of optimizers.
+        StateError: the pipe is closed.
+
+    Warns:
+        UserWarning: another optimizer steps the same parameters in turn with this one.
+    """
+
+    optimizer_class: type[torch.optim.Optimizer]
+
+    def __new__(cls, pipe: Any, optimizer_class: Any, **kwargs: Any) -> StageOptimizer:
+        return _blank_optimizer(_checked_class(optimizer_class))
+
+    def __init__(
+        self, pipe: Pipeline, optimizer_class: Any, *, param_groups: ParameterGroups = None, **options: Any
+    ) -> None:
+        _check_pipe(pipe)
+        self.pipe = pipe
+        self._begin()
+        groups = make_parameter_groups(param_groups, _named_parameters(pipe))
+        super().__init__(groups, **options)  # of the class that was given
+
+    def _begin(self) -> None:
+        self._written: list[_WrittenOptions] = []  # by each part of a step
+        self._writing = threading.Lock()
+        self._rival: str | None = None  # who else steps the same parameters
+        self._has_stepped = self._has_warned = False
+        _watch_rivals(self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group: "params" are parameters of the pipe or, as for `StageOptimizer`, names and patterns."""
+        taken = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        super().add_param_group(resolve_group(param_group, _named_parameters(self.pipe), taken))
+
+    # -- Steps -------------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the weights of all stages, in their workers, side by side.
+
+        `closure` runs the model again and returns the loss, as for torch's optimizers.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._warn_of_rival()
+        self._written.clear()
+        self.pipe._fxpipe.update(self)
+        self._take_written_options()
+        return loss
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def step_parameters(self, parameters: Collection[torch.Tensor]) -> None:
+        chosen = {id(parameter) for parameter in parameters}
+        groups: dict[int, dict[str, Any]] = {}
+        for k, group in enumerate(self.param_groups):
+            of_group = [parameter for parameter in group["params"] if id(parameter) in chosen]
+            if of_group:
+                groups[k] = {**group, "params": of_group}
+        part = part_of_optimizer(self, self.optimizer_class, [*groups.values()])
+        attributes = dict(part.__dict__)
+        step_without_hooks(part)
+        written: _WrittenOptions = {
+            (None, name): value for name, value in part.__dict__.items() if attributes.get(name, part) is not value
+        }
+        for k, group in groups.items():
+            before = self.param_groups[k]
+            written |= {(k, key): v for key, v in group.items() if key != "params" and before.get(key, part) is not v}
+        with self._writing:
+            self._written.append(written)
+
+    def _take_written_options(self) -> None:
+        """Takes over what the parts of a step have written to the options of groups, and to themselves.
+
+        Raises:
+            StateError: they differ, since the class computes something of all its parameters.
+        """
+        self._has_stepped = True
+        written, self._written = self._written, []
+        for key in {key for of_part in written for key in of_part}:
+            values = [of_part[key] for of_part in written if key in of_part]
+            place, name = key
+            is_common = place is not None or len(values) == len(written)  # a group may be of few stages
+            if not is_common or not all(equal_values(values[0], value) for value in values):
+                raise StateError(
+                    f"{self.optimizer_class.__name__} writes {name!r} while it steps, and comes to different values in "
+                    "different stages: it computes something of all its parameters, and stages would each train "
+                    f"another way; use it by itself: {self.optimizer_class.__name__}(pipe.parameters(), ...)"
+                )
+            if place is None:
+                self.__dict__[name] = values[0]
+            else:
+                self.param_groups[place][name] = values[0]
+        self._keep_state_in_order()
+
+    def _keep_state_in_order(self) -> None:
+        """Keeps the state in the order of the parameters, whichever stage was the first to have some."""
+        order = {id(parameter): k for k, parameter in enumerate(self.parameters())}
+        keys = [*self.state]
+        ordered = sorted(keys, key=lambda key: order.get(id(key), len(order)))
+        if any(one is not other for one, other in zip(keys, ordered, strict=True)):
+            values = [self.state[key] for key in ordered]
+            self.state.clear()
+            self.state.update(zip(ordered, values, strict=True))
+
+    def _warn_of_rival(self) -> None:
+        if self._rival is not None and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{self._rival} and this StageOptimizer of {self.optimizer_class.__name__} step the same parameters in "
+                "turn: each update is made twice, unless that is meant; keep one of them",
+                stacklevel=4,
+            )
+
+    # -- Copies ------------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "pipe": self.pipe}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_written" not in self.__dict__:  # else a state is loaded
+            self._begin()
+        super().__setstate__(state)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _blank_optimizer, (self.optimizer_class,), self.__getstate__()
+
+
+_WrittenOptions = dict[tuple[int | None, str], Any]  # by group, None for the optimizer itself, and name
+
+
+@functools.cache
+def _stage_class(optimizer_class: Any) -> type[StageOptimizer]:
+    """The class of stage optimizers that are of this class, too."""
+    attributes = {"__module__": __name__, "__doc__": StageOptimizer.__doc__, "optimizer_class": optimizer_class}
+    return types.new_class(
+        f"Stage{optimizer_class.__name__}",
+        (StageOptimizer, optimizer_class),
+        exec_body=lambda own: own.update(attributes),
+    )
+
+
+def _blank_optimizer(optimizer_class: Any) -> StageOptimizer:
+    """An optimizer that is not initialised yet."""
+    return object.__new__(_stage_class(optimizer_class))
+
+
+def _named_parameters(pipe: Pipeline) -> NamedParameters:
+    return NamedParameters(pipe.named_parameters(remove_duplicate=False))
+
+
+def _watch_rivals(optimizer: StageOptimizer) -> None:
+    """Lets an optimizer know, as long as it lives, when another one steps parameters that it has stepped before."""
+    known = weakref.ref(optimizer)
+
+    def before_step(other: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        ours = known()
+        if ours is None or ours is other or ours._rival is not None or not ours._has_stepped:
+            return
+        if other.__dict__.get("_writing") is not ours._writing:  # else it is a part of ours: its class calls super()
+            own = {id(parameter) for parameter in ours.parameters()}
+            if any(id(parameter) in own for group in other.param_groups for parameter in group["params"]):
+                ours._rival = type(other).__name__
+
+    weakref.finalize(optimizer, register_optimizer_step_pre_hook(before_step).remove)
+
+
+# -- Arguments -------------------------------------------------------------------------------------------------------
+
+
+def _check_pipe(pipe: Any) -> None:
+    if not isinstance(pipe, Pipeline):
+        raise ArgumentTypeError(
+            f"pipe is a {type(pipe).__name__}; expected what fxpipe.pipeline(model, ...) returns. A model without a "
+            "pipe has no stages: use the optimizer itself"
+        )
+    if pipe._fxpipe.closed:
+        raise StateError("the pipe is closed; make a new one with fxpipe.pipeline(model, ...)")
+
+
+def _checked_class(optimizer_class: Any) -> type[torch.optim.Optimizer]:
+    """The class of the optimizers of the stages.
+
+    Raises:
+        ArgumentTypeError: it is no such class.
+        ArgumentError: its step cannot be taken stage by stage.
+    """
+    if isinstance(optimizer_class, torch.optim.Optimizer):
+        name = type(optimizer_class).__name__
+        raise ArgumentTypeError(
+            f"optimizer_class is an instance of {name}; give the class and its options: "
+            f"StageOptimizer(pipe, torch.optim.{name}, lr=...)"
+        )
+    if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
+        raise ArgumentTypeError(
+            f"optimizer_class is {optimizer_class!r}; expected a class of optimizers, such as torch.optim.AdamW"
+        )
+    if issubclass(optimizer_class, StageOptimizer):
+        raise ArgumentTypeError(f"optimizer_class is {optimizer_class.__name__} itself; give a class of torch.optim")
+    arguments = [*inspect.signature(optimizer_class.step).parameters.values()][1:]
+    if any(one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD for one in arguments):
+        raise ArgumentError(
+            f"{optimizer_class.__name__}.step needs a closure: it takes the loss several times within a step, and "
+            "looks at all parameters at once, which stages cannot do by themselves; use it with the drop-in: "
+            f"{optimizer_class.__name__}(pipe.parameters(), ...).step(closure)"
+        )
+    return optimizer_class

@@ -1,0 +1,220 @@
+"""Parameter groups of an optimizer, said by names: which parameters of a model are in which group.
+
+    None                                                           one group of all
+    [{"params": "*.bias", "weight_decay": 0.0}, {"params": "*"}]   by name or pattern; the first group that matches
+    [{"params": model.head.parameters()}]                          by tensors, as torch has it
+    lambda name, parameter: {"weight_decay": 0.0} if ...           by a function, which returns options
+
+A weight of several names (a tied one) has to come to one group by all of them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.utils.equality import equal_values
+
+GroupFunction: TypeAlias = Callable[[str, nn.Parameter], "Mapping[str, Any] | None"]
+ParameterGroups: TypeAlias = "Iterable[Any] | GroupFunction | None"
+
+MAX_SHOWN_NAMES = 5
+
+
+class NamedParameters:
+    """The parameters of a model, each with all of its names, in the order of the model."""
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]):
+        self.names: dict[int, list[str]] = {}
+        self.tensors: dict[int, nn.Parameter] = {}
+        for name, parameter in named:
+            self.names.setdefault(id(parameter), []).append(name)
+            self.tensors[id(parameter)] = parameter
+
+    def name_of(self, tensor: object) -> str | None:
+        """Returns the first name of a parameter, None for any other tensor."""
+        names = self.names.get(id(tensor))
+        return names[0] if names else None
+
+
+def make_parameter_groups(asked: ParameterGroups, named: NamedParameters) -> list[dict[str, Any]]:
+    """Returns groups as torch's optimizers take them, with the parameters of a model in place of names.
+
+    Raises:
+        ArgumentError: a name fits nothing, parameters are in no group, or a tied weight would be in two.
+        ArgumentTypeError: `asked` is none of the forms.
+    """
+    if asked is None:
+        return [{"params": [*named.tensors.values()]}]
+    if callable(asked):
+        return _groups_of_function(asked, named)
+    if isinstance(asked, str | torch.Tensor | Mapping) or not isinstance(asked, Iterable):
+        raise ArgumentTypeError(
+            f"param_groups is a {type(asked).__name__}; expected a list of groups, "
+            '[{"params": "*.bias", "weight_decay": 0.0}, {"params": "*"}], a function (name, parameter) -> options, '
+            "or parameters"
+        )
+    items = [*asked]
+    if not any(isinstance(item, Mapping) for item in items):
+        items = [{"params": items}]
+    groups = [_as_group(f"param_groups[{k}]", item) for k, item in enumerate(items)]
+    patterns = [_patterns_of(f"param_groups[{k}]", group) for k, group in enumerate(groups)]
+    if not any(patterns):
+        return groups
+    if not all(patterns):
+        raise ArgumentTypeError(
+            f"param_groups[{patterns.index([])}] has tensors, and others have names: give names in all groups, or "
+            "tensors in all"
+        )
+    chosen, rest = _choose_by_name(patterns, named)
+    if rest:
+        raise ArgumentError(
+            f"param_groups leave out {_shown(rest)}: add {{'params': '*'}} as the last group for the rest; or to leave "
+            "them untrained, give tensors, or a function that returns None for them"
+        )
+    for k, parameters in enumerate(chosen):
+        if not parameters:
+            raise ArgumentError(
+                f"param_groups[{k}]: groups before it have taken all that {patterns[k]} match; put it before them, or "
+                "leave it out"
+            )
+    return [group | {"params": parameters} for group, parameters in zip(groups, chosen, strict=True)]
+
+
+def resolve_group(asked: Any, named: NamedParameters, taken: Collection[int]) -> dict[str, Any]:
+    """Returns one more group, with parameters in place of names: of those that match, the ones that are not taken.
+
+    Args:
+        taken: the identities of the parameters of other groups.
+
+    Raises:
+        ArgumentError: a name fits nothing, a parameter is given twice, or a tensor is not the model's.
+    """
+    group = _as_group("param_group", asked)
+    patterns = _patterns_of("param_group", group)
+    if patterns:
+        (chosen,), _ = _choose_by_name([patterns], named)
+        group["params"] = [parameter for parameter in chosen if id(parameter) not in taken]
+        if not group["params"]:
+            raise ArgumentError(f"param_group: the parameters that {patterns} match are all in other groups")
+    seen = set(taken)
+    for item in group["params"]:
+        tensor = item[1] if isinstance(item, tuple) and len(item) == 2 else item
+        if not isinstance(tensor, torch.Tensor):
+            continue  # torch says what it expects
+        name = named.name_of(tensor)
+        if name is None:
+            raise ArgumentError(
+                f"param_groups has a tensor of shape {tuple(tensor.shape)} that is no parameter of the pipe, so that "
+                "no stage would update it; give it an optimizer of its own"
+            )
+        if id(tensor) in seen:
+            raise ArgumentError(f"the parameter {name!r} is given twice to the optimizer: keep it in one place")
+        seen.add(id(tensor))
+    return group
+
+
+def _as_group(what: str, item: Any) -> dict[str, Any]:
+    """Returns a copy of a group, its parameters in a list."""
+    if not isinstance(item, Mapping):
+        raise ArgumentTypeError(f"{what} is a {type(item).__name__}; expected a dict with 'params' and options")
+    if "params" not in item:
+        raise ArgumentError(f"{what} has no 'params': give names, patterns (\"*\" for the rest) or parameters")
+    params = item["params"]
+    if isinstance(params, set | frozenset):
+        raise ArgumentTypeError(f"{what}['params'] is a set, whose order changes from run to run; give a list")
+    return {**item, "params": [params] if isinstance(params, str | torch.Tensor) else list(params)}
+
+
+def _patterns_of(what: str, group: Mapping[str, Any]) -> list[str]:
+    """Returns the names and patterns of a group; none where it has tensors."""
+    patterns = [entry for entry in group["params"] if isinstance(entry, str)]
+    if patterns and len(patterns) < len(group["params"]):
+        raise ArgumentTypeError(f"{what} has both names and tensors: give names only, or tensors only")
+    return patterns
+
+
+def _choose_by_name(
+    patterns: Sequence[Sequence[str]], named: NamedParameters
+) -> tuple[list[list[nn.Parameter]], list[str]]:
+    """Returns the parameters of each group, each in the first that matches it, and the names of the others."""
+    names = [name for of_one in named.names.values() for name in of_one]
+    for pattern in (pattern for of_group in patterns for pattern in of_group):
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise ArgumentError(f"param_groups: no parameter has a name like {pattern!r}; there are {_shown(names)}")
+    chosen: list[list[nn.Parameter]] = [[] for _ in patterns]
+    rest = []
+    for key, parameter in named.tensors.items():
+        place = _same_for_all_names(
+            named.names[key], lambda name: _first_match(name, patterns), lambda k: "none" if k is None else f"group {k}"
+        )
+        if place is None:
+            rest.append(named.names[key][0])
+        else:
+            chosen[place].append(parameter)
+    return chosen, rest
+
+
+def _first_match(name: str, patterns: Sequence[Sequence[str]]) -> int | None:
+    """Returns the number of the first group with a pattern that the name matches; None for none."""
+    matching = (k for k, of_group in enumerate(patterns) if any(fnmatch.fnmatchcase(name, one) for one in of_group))
+    return next(matching, None)
+
+
+def _same_for_all_names(names: Sequence[str], choose: Callable[[str], Any], words: Callable[[Any], str]) -> Any:
+    """Returns what is chosen for the names of one parameter.
+
+    Raises:
+        ArgumentError: that differs, for a tied weight.
+    """
+    first = choose(names[0])
+    for name in names[1:]:
+        other = choose(name)
+        if not equal_values(first, other):
+            raise ArgumentError(
+                f"{names[0]!r} and {name!r} are one tied weight, which param_groups split: {words(first)} by the one "
+                f"name, {words(other)} by the other; give both the same"
+            )
+    return first
+
+
+def _groups_of_function(function: GroupFunction, named: NamedParameters) -> list[dict[str, Any]]:
+    """Makes a group of all parameters of the same options, in the order in which they come first."""
+    groups: list[dict[str, Any]] = []
+    for key, parameter in named.tensors.items():
+        choose = functools.partial(_options_of, function, parameter)
+        options = _same_for_all_names(named.names[key], choose, repr)
+        if options is None:
+            continue
+        keys = sorted(options)
+        values = [options[key] for key in keys]
+        for group in groups:
+            if sorted(group.keys() - {"params"}) == keys and equal_values([group[key] for key in keys], values):
+                group["params"].append(parameter)
+                break
+        else:
+            groups.append({"params": [parameter], **options})
+    if not groups:
+        raise ArgumentError("param_groups returns None for every parameter, which leaves nothing to train")
+    return groups
+
+
+def _options_of(function: GroupFunction, parameter: nn.Parameter, name: str) -> dict[str, Any] | None:
+    options = function(name, parameter)
+    if options is not None and not isinstance(options, Mapping):
+        raise ArgumentTypeError(
+            f"param_groups returns a {type(options).__name__} for {name!r}; expected a dict of options, {{}} for the "
+            "defaults, or None to leave the parameter out"
+        )
+    return None if options is None else dict(options)
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = len(names) - MAX_SHOWN_NAMES
+    return ", ".join(map(repr, names[:MAX_SHOWN_NAMES])) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,104 @@
+"""Performs actions: each on its stage's device and streams, in the caller's context, timed, with a note if it fails.
+
+An executor has only to call `perform(action)`, once `is_ready(action)`, within `in_row()`. What actions do is said by
+those who derive from it: a mini-batch (`step`), and the update of the weights behind one (`stage_updates`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from fxpipe._torch.profiler import is_profiler_on
+from fxpipe.runtime.caller_context import CallerContext
+from fxpipe.runtime.profiler_ranges import profiler_range
+from fxpipe.runtime.step_record import StepLog, mark_time
+from fxpipe.runtime.transport import Transport
+from fxpipe.scheduling.actions import Action
+
+
+def action_note(action: Action, stages: int, device: str) -> str:
+    """Returns the note for an exception: stage, micro-batch and action."""
+    return (
+        f"fxpipe: stage {action.stage} of {stages} on {device}, micro-batch {action.micro_batch}, {action.kind.words}"
+    )
+
+
+class ActionPerformer(ABC):
+    """Performs the actions of rows that run side by side; a failure in one of them ends all."""
+
+    def __init__(self, devices: Sequence[torch.device], transport: Transport, context: CallerContext):
+        """`devices`: by stage; `context`: of the caller."""
+        self.devices, self.transport = tuple(devices), transport
+        self.caller_context = context  # of the caller; the drop-in's backward brings its own
+        self._streams = [transport.compute_stream(device) for device in devices]  # by stage
+        self.failure: BaseException | None = None
+        self.log = StepLog()
+        self._failing = threading.Lock()
+
+    @abstractmethod
+    def in_row(self) -> AbstractContextManager[None]:
+        """A block of a thread, in which it performs a row or a part of one."""
+
+    @abstractmethod
+    def is_ready(self, action: Action) -> bool: ...
+
+    @abstractmethod
+    def wait(self, action: Action) -> None:
+        """Returns when the action may start, or when the step has failed."""
+
+    @abstractmethod
+    def run_action(self, action: Action) -> None:
+        """Runs an action."""
+
+    @abstractmethod
+    def pass_on(self, action: Action) -> None:
+        """Lets those start who wait for an action that has ended."""
+
+    @abstractmethod
+    def open_all(self) -> None:
+        """Lets all start who wait, so that they see the failure."""
+
+    def note_of_failure(self, action: Action, error: BaseException) -> str:
+        """Returns the note that says where an exception was raised."""
+        return action_note(action, len(self.devices), str(self.devices[action.stage]))
+
+    def fail(self, error: BaseException) -> None:
+        """Notes the first failure and opens all fences, so that every row comes to its end."""
+        with self._failing:
+            if self.failure is None:
+                self.failure = error
+        self.open_all()
+
+    def perform(self, action: Action) -> None:
+        """Performs an action. An exception makes the step fail."""
+        j = action.stage
+        try:
+            if self._streams[j] is None and self.caller_context.is_empty and not is_profiler_on():
+                self._timed(action)
+            else:
+                device = self.devices[j]
+                with (
+                    self.caller_context.for_action(action.kind, device),
+                    profiler_range(action),
+                    self.transport.at(device),
+                ):
+                    self._timed(action)
+        except BaseException as error:
+            error.add_note(self.note_of_failure(action, error))
+            self.fail(error)
+            return
+        self.pass_on(action)
+
+    def _timed(self, action: Action) -> None:
+        stream = self._streams[action.stage]
+        start, on_core = mark_time(stream), time.thread_time()
+        self.run_action(action)
+        self.log.times[action] = (start, mark_time(stream))
+        if stream is None:
+            self.log.on_core[action] = time.thread_time() - on_core
