@@ -103,15 +103,21 @@ def pipeline(
         pin: modules or nodes, by name -> the device they must be on: a number in `devices`, or its name.
         stages_per_device: how many stages each worker has. Stage j is on worker j modulo their number, so that a
             micro-batch goes round as often: each stage is shorter, and a device waits less before its first one. By
-            default 1, or what the schedule wants: 2 for "interleaved_1f1b" and "zbv".
+            default 1, or what the schedule wants: 2 for the interleaved ones, the looped one and those there and
+            back.
         schedule: of `forward_backward`; the drop-in always runs gpipe's order. See `fxpipe.scheduling.registry`:
 
             "gpipe"             all forwards, then all backwards: keeps every micro-batch
             "1f1b"              backward as soon as it can be: keeps few, idles as long
             "interleaved_1f1b"  the same with several stages per device: idles less, sends more
+            "looped_bfs"        gpipe with several stages per device
+            "hanayo"            1f1b in waves: 2, 4, ... stages per device, there and back (0, 1, 1, 0)
             "zero_bubble"       backward split, gradients of weights fill the gaps: a third of the idling of 1f1b
             "zero_bubble_2p"    the same with twice the memory: pays where gradients of weights take less than the rest
-            "zbv"               the same with two stages per device, there and back (0, 1, 1, 0): a sixth
+            "interleaved_zero_bubble"  zero_bubble with v stages per device: idles a v-th of it
+            "zbv"               zero_bubble with two stages per device, there and back: a sixth
+            "dualpipev"         the same, backward mostly in one piece
+            "v_half", "v_min"   the same with half and a third of the memory of 1f1b; idle longer
             "zero_bubble_auto"  zero bubble in an order searched for what the plan's stages take, within their memory
             "auto"              the one with the shortest simulated step that fits into memory, with 1, 2 or 4 stages
                                 per device unless `stages_per_device`, `pin`, `balance` or `checkpoint` say how

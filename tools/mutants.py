@@ -454,8 +454,8 @@ SCHEDULING = (
     ),
     Mutant(
         "scheduling/builtin.py",
-        "+ 2 * later, len(forward))",
-        "+ later, len(forward))",
+        "hops=2 * (p - 1 - d))",
+        "hops=p - 1 - d)",
         "unit/scheduling/test_registry.py::test_interleaved_1f1b_goes_round_in_groups",
     ),
     Mutant(
@@ -469,6 +469,36 @@ SCHEDULING = (
         "size * k + min(k, larger)",
         "size * k + min(k, 1)",
         "unit/scheduling/test_registry.py::test_interleaved_1f1b_goes_round_in_groups",
+    ),
+    Mutant(
+        "scheduling/builtin.py",
+        "hops=p - 1 - d, lag=d)",
+        "hops=p - 1 - d, lag=0)",
+        "unit/scheduling/test_registry.py::test_interleaved_zero_bubble_idles_a_third_of_interleaved_1f1b",
+    ),
+    Mutant(
+        "scheduling/v_schedules.py",
+        "if max(self._kept[free:slot]) == self._most:",
+        "if self._kept[free] == self._most:",
+        "unit/scheduling/test_registry.py::test_v_half_and_v_min_keep_a_half_and_a_third_of_what_zbv_keeps",
+    ),
+    Mutant(
+        "scheduling/v_schedules.py",
+        "    _move_up(devices, p)\n",
+        "",
+        "unit/scheduling/test_registry.py::test_v_half_and_v_min_idle_longer_the_less_they_keep",
+    ),
+    Mutant(
+        "scheduling/v_schedules.py",
+        "for k in reversed(range(w)) for i in group]",
+        "for k in range(w) for i in group]",
+        "unit/scheduling/test_registry.py::test_every_known_schedule_can_run_and_has_what_belongs_there",
+    ),
+    Mutant(
+        "scheduling/v_schedules.py",
+        'do("I= I-", half)',
+        'do("B= B-", half)',
+        "unit/scheduling/test_registry.py::test_dualpipev_idles_as_long_as_zbv",
     ),
     Mutant(
         "scheduling/builtin.py",

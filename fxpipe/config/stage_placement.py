@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fxpipe.plans import Plan
 
 TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != "inference")
+TUNED_SCHEDULES = tuple(name for name in TRAINING_SCHEDULES if SCHEDULES[name].is_tuned)  # unless others are asked for
 
 
 def parse_training_schedule(value: Any) -> ScheduleLike:

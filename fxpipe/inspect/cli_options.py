@@ -314,7 +314,7 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         "--stages-per-device",
         type=_argparse_type(_whole_number_parser("stages of a device", 4)),
         metavar="K",
-        help="number of stages of each device, in loops over them. Default: 2 for interleaved_1f1b and zbv, else 1",
+        help="number of stages of each device, in loops over them. Default: what the schedule wants, 1 or 2",
     )
     add(
         "--balance",

@@ -74,6 +74,13 @@ zbv: 4 stages, 3 micro-batches
 device 0: 0F0 0F1 0F2 3F0 3B0 3W0 3F1 3B1 3W1 0B0 0W0 3F2 3B2 3W2 0B1 0W1 0B2 0W2
 device 1: 1F0 2F0 1F1 2F1 2B0 2W0 1F2 1B0 1W0 2F2 2B1 2W1 1B1 2B2 1B2 1W1 2W2 1W2
 
+A stage may have W for some micro-batches only. Of the others B is the whole backward:
+
+>>> print(make_schedule("dualpipev", stages=4, micro_batches=4))
+dualpipev: 4 stages, 4 micro-batches
+device 0: 0F0 0F1 0F2 3F0 3B0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0B2 0W2 0B3 0W3
+device 1: 1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2B3 1B3 2W3 1W3
+
 `fxpipe.scheduling.registry` compares them all. Those that are bound to no placement take turns on any:
 
 >>> print(make_schedule("1f1b", stages=3, micro_batches=2, placement=(0, 1, 0)))
@@ -103,6 +110,8 @@ from fxpipe.scheduling.builtin import (
     gpipe,
     inference,
     interleaved_1f1b,
+    interleaved_zero_bubble,
+    looped_bfs,
     one_f_one_b,
     zbv,
     zero_bubble,
@@ -119,6 +128,7 @@ from fxpipe.scheduling.row_transforms import (
     round_robin,
     there_and_back,
 )
+from fxpipe.scheduling.v_schedules import dualpipev, hanayo, v_half, v_min
 from fxpipe.scheduling.validation import activations_in_flight, dependencies, micro_batches_in_flight, validate
 from fxpipe.scheduling.zero_bubble_search import StageTimes, zero_bubble_auto
 
@@ -138,11 +148,15 @@ __all__ = [
     "check_placement",
     "clock_cycles",
     "dependencies",
+    "dualpipev",
     "forward_part",
     "gpipe",
+    "hanayo",
     "inference",
     "interleaved_1f1b",
+    "interleaved_zero_bubble",
     "is_searched",
+    "looped_bfs",
     "make_schedule",
     "micro_batches_in_flight",
     "one_f_one_b",
@@ -152,6 +166,8 @@ __all__ = [
     "schedule_text",
     "split_backwards",
     "there_and_back",
+    "v_half",
+    "v_min",
     "validate",
     "zbv",
     "zero_bubble",

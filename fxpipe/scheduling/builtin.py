@@ -55,13 +55,41 @@ from fxpipe.scheduling.row_transforms import merge_stage_rows, there_and_back
 
 def interleaved_1f1b(m: int, p: int, v: int) -> Rows:
     """The rows of p devices with v stages each: stage j is on device j modulo p."""
-    return tuple(_interleaved_row(_micro_batch_groups(m, p), range(d, v * p, p), later=p - 1 - d) for d in range(p))
+    groups = micro_batch_groups(m, p)
+    return tuple(_interleaved_row(groups, range(d, v * p, p), hops=2 * (p - 1 - d)) for d in range(p))
 
 
-def _micro_batch_groups(m: int, p: int) -> list[range]:
+# The same with backward split (interleaved ZB-H1): B alone is half as long, so the first gradient is there after one
+# forward for each device that comes later, not two. W fills what would be bubble: as in `zero_bubble` it lags d behind
+# on device d, whatever stages these are of, and every device keeps the first group in all of its stages.
+#
+# Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, arXiv 2401.10241; as interleaved by PyTorch's
+# `ScheduleInterleavedZeroBubble`, whose steps are as long where it has one.
+
+
+def interleaved_zero_bubble(m: int, p: int, v: int) -> Rows:
+    """The rows of p devices with v stages each: stage j is on device j modulo p."""
+    groups = micro_batch_groups(m, p)
+    return tuple(_interleaved_row(groups, range(d, v * p, p), hops=p - 1 - d, lag=d) for d in range(p))
+
+
+def looped_bfs(m: int, p: int, v: int) -> Rows:
+    """The rows of p devices with v stages each, breadth first: all micro-batches through a stage, then the next one.
+
+    It is `gpipe` in loops. Source: Lamy-Poirier 2023, Breadth-First Pipeline Parallelism, arXiv 2211.05953.
+    """
+    return tuple(_breadth_first_row(m, range(d, v * p, p)) for d in range(p))
+
+
+def _breadth_first_row(m: int, stages: range) -> tuple[Action, ...]:
+    forward = [Action(ActionKind.FORWARD, j, i) for j in stages for i in range(m)]
+    return (*forward, *(Action(ActionKind.BACKWARD, j, i) for _, j, i in reversed(forward)))
+
+
+def micro_batch_groups(m: int, p: int) -> list[range]:
     """The micro-batches in groups of p or, where that does not come out even, a few more; of fewer than p, one group.
 
-    >>> _micro_batch_groups(7, 3)
+    >>> micro_batch_groups(7, 3)
     [range(0, 4), range(4, 7)]
     """
     count = max(1, m // p)
@@ -70,13 +98,27 @@ def _micro_batch_groups(m: int, p: int) -> list[range]:
     return [range(start, end) for start, end in pairwise(starts)]
 
 
-def _interleaved_row(groups: list[range], stages: range, later: int) -> tuple[Action, ...]:
-    """Makes the row of a device with these stages, which `later` others come after."""
+def _interleaved_row(groups: list[range], stages: range, hops: int, lag: int | None = None) -> tuple[Action, ...]:
+    """Makes the row of a device with these stages; `hops`: forwards until a micro-batch has gone there and come back.
+
+    Args:
+        lag: by how many micro-batches of a stage W is behind B; None where backward is whole.
+    """
     forward = [Action(ActionKind.FORWARD, j, i) for group in groups for j in stages for i in group]
     backward = [Action(ActionKind.BACKWARD, j, i) for group in groups for j in reversed(stages) for i in group]
-    ahead = min((len(stages) - 1) * len(groups[0]) + 2 * later, len(forward))
-    steady = zip(forward[ahead:], backward, strict=False)
-    return (*forward[:ahead], *(action for pair in steady for action in pair), *backward[len(forward) - ahead :])
+    ahead = min((len(stages) - 1) * len(groups[0]) + hops, len(forward))
+    row = forward[:ahead]
+    for place, action in enumerate(backward):
+        row += [*forward[ahead + place : ahead + place + 1], action]
+        if lag is not None and place >= lag:
+            row.append(_weight_of(backward[place - lag]))
+    if lag is not None:
+        row += map(_weight_of, backward[max(0, len(backward) - lag) :])
+    return tuple(row)
+
+
+def _weight_of(backward: Action) -> Action:
+    return Action(ActionKind.WEIGHT, backward.stage, backward.micro_batch)
 
 
 # -- The deterministic clock cycle: the order in which forwards of all micro-batches and stages begin ----------------

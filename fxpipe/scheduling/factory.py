@@ -39,7 +39,7 @@ def make_schedule(
         checkpoint: which micro-batches are recomputed before their backward: one of `CHECKPOINTS`, or one for each
             stage. "except_last" is every one but the last, m - 1. A schedule without backward recomputes nothing.
         placement: for each stage the device that has it, and so the row. If not given: what the schedule is bound to
-            (2 stages on each device in `interleaved_1f1b` and `zbv`), else each stage its own.
+            (2 stages on each device in the interleaved and the V-shaped ones), else each stage its own.
         demands: for each stage what its actions take, for a schedule that is searched (`zero_bubble_auto`); if not
             given, all take the same. Any other schedule is the same for all.
 
@@ -122,20 +122,13 @@ def check_placement(name: str, placement: Placement) -> None:
     if not recipe.has_fixed_placement:
         return
     each = n // devices
-    number = (
-        f"{recipe.stages_per_device}"
-        if recipe.stages_per_device == recipe.most
-        else f"{recipe.stages_per_device} or more"
-    )
-    stages_each = f"{number} stage{'' if number == '1' else 's'}"
-    too_many = recipe.most is not None and each > recipe.most
-    if each < recipe.stages_per_device or too_many or placement != recipe.placement(devices, each):
+    is_number = not recipe.takes(each)
+    if is_number or placement != recipe.placement(devices, each):
         there = recipe.placement(devices, recipe.stages_per_device)
-        is_number = each < recipe.stages_per_device or too_many
         remedy = f"give as many (stages_per_device={recipe.stages_per_device})" if is_number else "put them there"
         raise ArgumentError(
-            f"schedule {name!r} needs {stages_each} on each device, placed as in {there}, but is given {n} stages "
-            f"on {devices} devices, placed as in {placement}: {remedy}, "
+            f"schedule {name!r} needs {recipe.stages_words} on each device, placed as in {there}, but is given {n} "
+            f"stages on {devices} devices, placed as in {placement}: {remedy}, "
             "or use '1f1b' or 'zero_bubble', which take any"
         )
 

@@ -5,19 +5,30 @@ have n stages, v = n / p each (n = p where v = 1); *kept* is the most that the d
 micro-batches of all its stages together. The bubble is the time that a device idles in a step, in units of what one
 micro-batch takes a device, F + B + W.
 
-| name               | backward                              | stages on a device  | kept          | bubble            |
-|--------------------|---------------------------------------|---------------------|---------------|-------------------|
-| `gpipe`            | after all forwards, in reverse        | 1, or any placement | m             | p - 1             |
-| `1f1b`             | as soon as it can be, in order        | 1, or any placement | p             | p - 1             |
-| `interleaved_1f1b` | the same, stage by stage              | v = 2, 3, ...       | p + (p-1) / v | (p - 1) / v       |
-| `zero_bubble`      | B as soon as it can be, W in the gaps | 1, or any placement | p             | (p - 1) / 3       |
-| `zero_bubble_2p`   | the same, more in flight              | 1, or any placement | 2 p - 1       | (p - 1) / 3       |
-| `zero_bubble_auto` | in an order searched for the stages   | 1                   | p             | (p - 1) / 3       |
-| `zbv`              | the same, loss on the first device    | 2, there and back   | p             | (p - 1) / 6       |
-| `inference`        | none                                  | 1, or any placement | 0             | p - 1, of F alone |
+| name                      | backward                  | stages on a device  | kept          | bubble            |
+|---------------------------|---------------------------|---------------------|---------------|-------------------|
+| `gpipe`                   | after all, in reverse     | 1, or any placement | m             | p - 1             |
+| `1f1b`                    | at once, in order         | 1, or any placement | p             | p - 1             |
+| `interleaved_1f1b`        | the same, stage by stage  | v = 2, 3, ...       | p + (p-1) / v | (p - 1) / v       |
+| `looped_bfs`              | after all, stage by stage | v = 2, 3, ...       | m             | (p - 1) / v       |
+| `hanayo`                  | at once, wave by wave     | v = 2, 4, ..., V    | p             | 4 (p - 1) / (3 v) |
+| `zero_bubble`             | B at once, W in the gaps  | 1, or any placement | p             | (p - 1) / 3       |
+| `zero_bubble_2p`          | the same, more in flight  | 1, or any placement | 2 p - 1       | (p - 1) / 3       |
+| `zero_bubble_auto`        | in a searched order       | 1                   | p             | (p - 1) / 3       |
+| `interleaved_zero_bubble` | B by stage, W in the gaps | v = 2, 3, ...       | p             | (p - 1) / (3 v)   |
+| `zbv`                     | as `zero_bubble`          | 2, V                | p             | (p - 1) / 6       |
+| `dualpipev`               | whole, W only in bubbles  | 2, V                | p + 1 / 2     | (p - 1) / 6       |
+| `v_half`                  | as `zbv`, fewer           | 2, V                | (p + 2) / 2   | 7 (p - 1) / 12    |
+| `v_min`                   | as `zbv`, fewest          | 2, V                | (p + 4) / 3   | (4 p - 5) / 6     |
+| `inference`               | none                      | 1, or any placement | 0             | p - 1, of F alone |
+
+V is there and back (0, 1, 1, 0): the loss is on the first device. `v_half` and `v_min` keep whole micro-batches, so
+round down; their bubble is a little less for some p. Where p does not divide m, groups of micro-batches are larger in
+`hanayo` and the interleaved ones, which then keep more.
 
 All of it for as many micro-batches as fill the pipeline; of fewer, less is kept and devices idle more. Kept is what W
-still needs, too, though that is less than what B needs.
+still needs, too, though that is less than what B needs. Chimera and DualPipe are bidirectional: each stage would be in
+two places, so they are not here.
 
 Where a placement gives devices v stages each, round and round, those made for one stage on each keep more, since each
 stage does as it would on a device of its own: `1f1b` up to (v + 1) p / 2, as stage j of v p keeps v p - j of its own
@@ -34,18 +45,28 @@ which is there as long as a step ends on all devices before the next one begins.
 no longer than that, nor by more than a thousandth than `zero_bubble_2p`, where those fit (`zero_bubble_search`).
 
 If in doubt: `1f1b`, the simplest that keeps few activations. With few micro-batches for each device, `zero_bubble`, or
-`zbv` if twice as many transfers are no matter.
+`zbv` if twice as many transfers are no matter. Where memory is short, `v_half` or `v_min`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TypeAlias
 
 from fxpipe.scheduling.actions import Rows
-from fxpipe.scheduling.builtin import gpipe, inference, interleaved_1f1b, one_f_one_b, zbv, zero_bubble, zero_bubble_2p
+from fxpipe.scheduling.builtin import (
+    gpipe,
+    inference,
+    interleaved_1f1b,
+    interleaved_zero_bubble,
+    looped_bfs,
+    one_f_one_b,
+    zbv,
+    zero_bubble,
+    zero_bubble_2p,
+)
 from fxpipe.scheduling.row_transforms import (
     expand_groups,
     merge_stage_rows,
@@ -53,6 +74,7 @@ from fxpipe.scheduling.row_transforms import (
     round_robin,
     there_and_back,
 )
+from fxpipe.scheduling.v_schedules import dualpipev, hanayo, v_half, v_min
 from fxpipe.scheduling.zero_bubble_search import StageTimes, zero_bubble_auto
 
 Placement: TypeAlias = tuple[int, ...]  # for each stage its device
@@ -67,7 +89,25 @@ class ScheduleRecipe:
     stages_per_device: int = 1  # how many stages a device has, unless others are asked for
     has_fixed_placement: bool = False  # to that placement, and no fewer stages on a device than that
     most: int | None = None  # stages on a device
+    multiple: int = 1  # which stages on a device are one of
+    is_tuned: bool = True  # False: of equal stages another is as short and keeps no more, so tuners do not try it
     search_rows: Callable[[int, Sequence[StageTimes]], Rows] | None = None  # in place of `rows`, where costs are known
+
+    def takes(self, each: int) -> bool:
+        """Returns True if a device may have so many stages."""
+        if not self.has_fixed_placement:
+            return True
+        return self.stages_per_device <= each <= (self.most or each) and each % self.multiple == 0
+
+    @property
+    def stages_words(self) -> str:
+        """The numbers of stages on a device, in words."""
+        least = self.stages_per_device
+        if least == self.most:
+            return f"{least} stage{'' if least == 1 else 's'}"
+        if self.multiple > 1:
+            return f"{least}, {least + self.multiple}, {least + 2 * self.multiple}, ... stages"
+        return f"{least} or more stages"
 
 
 def _any_placement(by_stage: Callable[[int, int], Rows]) -> ScheduleRecipe:
@@ -82,30 +122,59 @@ def _any_placement(by_stage: Callable[[int, int], Rows]) -> ScheduleRecipe:
     return ScheduleRecipe(rows)
 
 
-def _interleaved_rows(m: int, placement: Placement) -> Rows:
-    devices = max(placement) + 1
-    return interleaved_1f1b(m, devices, len(placement) // devices)
+def _in_loops(by_device: Callable[[int, int, int], Rows]) -> ScheduleRecipe:
+    """The recipe of a schedule of (micro-batches, devices, stages on each), round and round."""
+
+    def rows(m: int, placement: Placement) -> Rows:
+        devices = max(placement) + 1
+        return by_device(m, devices, len(placement) // devices)
+
+    return ScheduleRecipe(rows, stages_per_device=2, has_fixed_placement=True)
 
 
-def _zbv_rows(m: int, placement: Placement) -> Rows:
-    return zbv(m, max(placement) + 1)
+def _in_waves(by_device: Callable[[int, int, int], Rows]) -> ScheduleRecipe:
+    """The recipe of a schedule of (micro-batches, devices, times there and back)."""
+
+    def rows(m: int, placement: Placement) -> Rows:
+        devices = max(placement) + 1
+        return by_device(m, devices, len(placement) // (2 * devices))
+
+    return ScheduleRecipe(rows, there_and_back, stages_per_device=2, has_fixed_placement=True, multiple=2)
+
+
+def _in_a_v(by_device: Callable[[int, int], Rows]) -> ScheduleRecipe:
+    """The recipe of a schedule of (micro-batches, devices), once there and back."""
+
+    def rows(m: int, placement: Placement) -> Rows:
+        return by_device(m, max(placement) + 1)
+
+    return ScheduleRecipe(rows, there_and_back, stages_per_device=2, has_fixed_placement=True, most=2)
 
 
 def _equal_stages_rows(m: int, placement: Placement) -> Rows:
     return zero_bubble_auto(m, [StageTimes(1, 1, 1)] * len(placement))
 
 
+# Schedules that have each stage in two places, with its weights, and the one to use instead.
+BIDIRECTIONAL: Mapping[str, str] = MappingProxyType({"chimera": "dualpipev", "dualpipe": "dualpipev"})
+
 SCHEDULES: Mapping[str, ScheduleRecipe] = MappingProxyType(
     {
         "gpipe": _any_placement(gpipe),
         "1f1b": _any_placement(one_f_one_b),
-        "interleaved_1f1b": ScheduleRecipe(_interleaved_rows, stages_per_device=2, has_fixed_placement=True),
+        "interleaved_1f1b": _in_loops(interleaved_1f1b),
+        "looped_bfs": replace(_in_loops(looped_bfs), is_tuned=False),  # interleaved_1f1b
+        "hanayo": replace(_in_waves(hanayo), is_tuned=False),  # zbv
         "zero_bubble": _any_placement(zero_bubble),
         "zero_bubble_2p": _any_placement(zero_bubble_2p),
         "zero_bubble_auto": ScheduleRecipe(
             _equal_stages_rows, has_fixed_placement=True, most=1, search_rows=zero_bubble_auto
         ),
-        "zbv": ScheduleRecipe(_zbv_rows, there_and_back, stages_per_device=2, has_fixed_placement=True, most=2),
+        "interleaved_zero_bubble": _in_loops(interleaved_zero_bubble),
+        "zbv": _in_a_v(zbv),
+        "dualpipev": _in_a_v(dualpipev),
+        "v_half": _in_a_v(v_half),
+        "v_min": _in_a_v(v_min),
         "inference": _any_placement(inference),
     }
 )

@@ -43,15 +43,10 @@ def candidates_of_model(
     """Yields the candidates of a model: all that a schedule can have."""
     for schedule in schedules:
         for each in stages_per_device:
-            if isinstance(schedule, str) and not _goes_with(schedule, each):
+            if isinstance(schedule, str) and not SCHEDULES[schedule].takes(each):
                 continue
             for count in chunks:
                 yield Candidate(schedule, count, each)
-
-
-def _goes_with(schedule: str, each: int) -> bool:
-    recipe = SCHEDULES[schedule]
-    return not recipe.has_fixed_placement or recipe.stages_per_device <= each <= (recipe.most or each)
 
 
 def candidates_of_plan(plan: Plan, schedules: Sequence[str], chunks: Sequence[int]) -> Iterator[Candidate]:

@@ -20,7 +20,7 @@ from fxpipe.config.pipeline_options import (
     is_default,
     make_settings,
 )
-from fxpipe.config.stage_placement import TRAINING_SCHEDULES
+from fxpipe.config.stage_placement import TRAINING_SCHEDULES, TUNED_SCHEDULES
 from fxpipe.errors import ArgumentError, ArgumentTypeError, MemoryLimitError
 from fxpipe.hardware import Hardware
 from fxpipe.planning.cost_model import planned_workers, with_memory_at_hand
@@ -135,7 +135,7 @@ def tune(
     options = locals()
     with planning_block(), show_progress(parse_switch("progress", progress)):
         parse_switch("measure", measure)
-        names = parse_choices("schedules", schedules, TRAINING_SCHEDULES)
+        names = TUNED_SCHEDULES if schedules is None else parse_choices("schedules", schedules, TRAINING_SCHEDULES)
         modes = None if checkpoint is None else parse_choices("checkpoint", checkpoint, CHECKPOINTS)
         counts = None if chunks is None else _parse_counts("chunks", chunks)
         each = None if stages_per_device is None else _parse_counts("stages_per_device", stages_per_device)

@@ -28,6 +28,8 @@ def torch_table(name: str, p: int, v: int, m: int, is_merged: bool = False) -> S
     Args:
         is_merged: W that follows its B at once becomes one with it, as torch has it for speed.
     """
+    if name in SINGLE and v > 1:
+        return None
     try:
         rows = _torch_rows(name, p, v, m)
     except ValueError:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import closing
+from itertools import product
 
 import pytest
 import torch
@@ -21,7 +22,12 @@ from fxpipe.scheduling.actions import ActionKind
 
 NAMES = [case.name for case in CASES]
 # With stages on the same devices:
-ALIKE = [("zero_bubble", "zero_bubble_2p", "zero_bubble_auto"), ("interleaved_1f1b",), ("zbv",)]
+ALIKE = [
+    ("zero_bubble", "zero_bubble_2p", "zero_bubble_auto"),
+    ("interleaved_1f1b", "interleaved_zero_bubble", "looped_bfs"),
+    ("zbv", "dualpipev", "v_half", "v_min", "hanayo"),
+]
+WHOLE = ("interleaved_1f1b", "looped_bfs", "hanayo")  # in one piece is the backward of these
 
 
 def _pipe(case, plain, schedule):
@@ -46,17 +52,17 @@ def test_steps_equal_the_plain_model(name, schedules):
     args, kwargs = case.inputs(BATCH)
     target = case.target(BATCH)
     with _pipe(case, plain, schedules[0]) as pipe:
-        for schedule, (chunks, checkpoint) in (
-            (s, way) for s in schedules for way in ((4, "never"), (3, "except_last"), (1, "always"))
-        ):
+        ways = ((4, "never"), (3, "except_last"), (1, "always"))
+        for schedule, (chunks, checkpoint) in product(schedules, ways):
             set_options(pipe, schedule=schedule, chunks=chunks, checkpoint=checkpoint)
             plain.zero_grad()
             pipe.zero_grad()
             torch.manual_seed(2)
             seed = draw_seed(pipe._fxpipe.first.program.is_random)
+            order = "gpipe" if schedule == "looped_bfs" else "1f1b"  # in which a stage sums gradients
             want = train_step(
-                plain, args, kwargs, target, case.loss, chunks=chunks, order="1f1b", seed=seed, batch=BATCH
-            )  # a stage runs B in that order in all of them
+                plain, args, kwargs, target, case.loss, chunks=chunks, order=order, seed=seed, batch=BATCH
+            )
             torch.manual_seed(2)
             have = pipe.forward_backward(*args, target=target, loss_fn=case.loss, **kwargs)
             torch.testing.assert_close(have, want)
@@ -65,10 +71,10 @@ def test_steps_equal_the_plain_model(name, schedules):
             made = make_schedule(schedule, len(pipe.plan.stages), chunks, checkpoint, pipe.plan.placement)
             actions = {r.action for r in pipe.last_step.actions}
             assert actions == {action for row in made.rows for action in row}
-            assert (ActionKind.WEIGHT in {action.kind for action in actions}) == schedule.startswith("z")
+            assert (ActionKind.WEIGHT in {action.kind for action in actions}) == (schedule not in WHOLE)
 
 
-@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zero_bubble_2p", "zero_bubble_auto", "zbv"])
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zero_bubble_2p", "zero_bubble_auto", "zbv", "dualpipev"])
 def test_any_interleaving_of_the_workers_comes_to_the_same_bits(schedule):
     case = BY_NAME["dict"]
     torch.manual_seed(1)

@@ -27,7 +27,8 @@ from fxpipe.simulation import StageCost, simulate_schedule
 
 SIZES = list(product(range(1, 7), range(1, 14)))  # devices, micro-batches
 UNIT = StageCost(forward=1, backward=2, weight=1, saved_bytes=1)  # F, B and W as long as each other
-SPLIT = ["zero_bubble", "zero_bubble_2p", "zero_bubble_auto", "zbv"]
+SPLIT = ["zero_bubble", "zero_bubble_2p", "zero_bubble_auto", "interleaved_zero_bubble", "zbv", "v_half", "v_min"]
+PARTLY_SPLIT = ["dualpipev"]
 
 
 def rows(text: str) -> Rows:
@@ -104,7 +105,7 @@ def test_of_one_micro_batch_zbv_leaves_all_w_to_the_end():
 def any_known(draw: st.DrawFn) -> Schedule:
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     recipe = SCHEDULES[name]
-    v = recipe.most or draw(st.integers(2, 4) if recipe.has_fixed_placement else st.integers(1, 3))
+    v = draw(st.sampled_from([each for each in range(1, 5) if recipe.takes(each)]))
     p, m = draw(st.integers(1, 5)), draw(st.integers(1, 12))
     modes = draw(st.lists(st.sampled_from(CHECKPOINTS), min_size=p * v, max_size=p * v))
     return on(name, p, m, v, modes)
@@ -118,7 +119,8 @@ def test_every_known_schedule_can_run_and_has_what_belongs_there(schedule):
     kinds = [ActionKind.FORWARD] if schedule.name == "inference" else [ActionKind.FORWARD, ActionKind.BACKWARD]
     kinds += [ActionKind.WEIGHT] if schedule.name in SPLIT else []
     want = {Action(k, j, i) for k, j, i in product(kinds, range(schedule.stages), range(schedule.micro_batches))}
-    assert {a for a in place if a.kind is not ActionKind.RECOMPUTE} == want
+    others = {ActionKind.RECOMPUTE, *([ActionKind.WEIGHT] if schedule.name in PARTLY_SPLIT else [])}
+    assert {a for a in place if a.kind not in others} == want
     for action, (d, k) in place.items():
         if action.kind is ActionKind.WEIGHT:
             assert place[Action(ActionKind.BACKWARD, *action[1:])] < (d, k)
@@ -163,6 +165,46 @@ def test_interleaved_1f1b_keeps_the_first_group_and_two_for_each_later_device():
         largest = -(-m // max(1, m // p))
         ahead = [(v - 1) * largest + 2 * (p - 1 - d) for d in range(p)]
         assert kept(on("interleaved_1f1b", p, m, v)) == [min(m * v, a + 1) for a in ahead]
+
+
+def test_interleaved_zero_bubble_keeps_p_micro_batches_where_p_divides_their_number():
+    """On every device: what the shorter way ahead saves, W keeps."""
+    for (p, m), v in product(SIZES, (2, 3)):
+        largest = -(-m // max(1, m // p))
+        assert kept(on("interleaved_zero_bubble", p, m, v)) == [min(m * v, (v - 1) * largest + p)] * p
+        if m % p == 0:
+            assert (v - 1) * largest + p == v * p
+
+
+def test_looped_bfs_keeps_all():
+    for (p, m), v in product(SIZES, (2, 3)):
+        assert kept(on("looped_bfs", p, m, v)) == [m * v] * p
+
+
+def test_hanayo_keeps_p_micro_batches_and_more_of_larger_groups():
+    for (p, m), waves in product(SIZES, (1, 2, 3)):
+        most = max(kept(on("hanayo", p, m, 2 * waves)))
+        if m >= p:
+            largest = -(-m // (m // p))
+            assert most == 2 * waves * p + 2 * (waves - 1) * (largest - p)
+        else:
+            assert most <= 2 * waves * m
+
+
+def test_dualpipev_keeps_an_activation_more_than_zbv():
+    for p, m in SIZES:
+        most = max(kept(on("dualpipev", p, m)))
+        assert most == 2 * p + 1 if m >= 2 * p else most <= 2 * m
+
+
+def test_v_half_and_v_min_keep_a_half_and_a_third_of_what_zbv_keeps():
+    for p, m in SIZES:
+        assert max(kept(on("v_half", p, m))) <= 2 * min(m, (p + 2) // 2)
+        assert max(kept(on("v_min", p, m))) <= 2 * min(m, (p + 4) // 3)
+        if m >= p:
+            assert max(kept(on("v_half", p, m))) == 2 * ((p + 2) // 2) or p == 1
+            assert max(kept(on("v_min", p, m))) == 2 * ((p + 4) // 3) or p == 1
+    assert [max(kept(on(name, 16, 40))) / 2 for name in ("zbv", "v_half", "v_min")] == [16, 9, 6]
 
 
 def test_zero_bubble_keeps_what_the_first_stage_of_1f1b_keeps():
@@ -238,6 +280,65 @@ def test_zero_bubble_idles_a_third_of_1f1b():
         step = simulated(on("zero_bubble", p, m)).step_seconds
         assert step == (3 * m + (p - 1) if m >= p else 2 * m + 2 * p - 1)
         assert simulated(on("1f1b", p, m)).step_seconds == 3 * m + 3 * (p - 1)
+
+
+def test_looped_bfs_is_as_long_as_interleaved_1f1b():
+    for (p, m), v in product(SIZES, (2, 3)):
+        steps = [simulated(on(name, p, m, v)).step_seconds for name in ("looped_bfs", "interleaved_1f1b")]
+        assert steps[0] == steps[1]
+
+
+def test_interleaved_zero_bubble_idles_a_third_of_interleaved_1f1b():
+    """As long as the last device waits for its first value; of fewer than p, until one has gone round."""
+    for (p, m), v in product(SIZES, (2, 3, 4)):
+        step = simulated(on("interleaved_zero_bubble", p, m, v)).step_seconds
+        round_trip = max(2 * v * p + 2 * m - 1, 2 * v * m + (v + 1) * p - 1)
+        assert step == (3 * v * m + (p - 1) if m >= p else round_trip)
+    assert simulated(on("interleaved_zero_bubble", 8, 16, 4)).step_seconds == 199
+
+
+def test_hanayo_idles_the_less_the_more_waves_there_are():
+    """Four forwards of a stage for each device but the first, however many micro-batches."""
+    for (p, m), waves in product(SIZES, (1, 2, 3)):
+        step = simulated(on("hanayo", p, m, 2 * waves)).step_seconds
+        if m >= p:
+            assert step == 6 * waves * m + 4 * (p - 1)
+        if m == 1:
+            assert step == 6 * waves * p
+
+
+def test_dualpipev_idles_as_long_as_zbv():
+    for p, m in SIZES:
+        steps = [simulated(on(name, p, m)).step_seconds for name in ("dualpipev", "zbv")]
+        if m >= 2 * p:
+            assert steps == [6 * m + (p - 1)] * 2
+        assert steps[0] >= steps[1]
+
+
+def test_v_half_and_v_min_idle_longer_the_less_they_keep():
+    for p, m in product(range(1, 10), range(1, 20)):
+        bubbles = [simulated(on(name, p, m)).step_seconds - 6 * m for name in ("v_half", "v_min")]
+        half = (7 * (p - 1) - (3 if p % 2 == 0 else 0)) // 2
+        least = max(0, 4 * p - 5 - (p % 3 == 2 or p == 3))
+        for bubble, name, most, usual in zip(
+            bubbles, ("v_half", "v_min"), ((p + 2) // 2, (p + 4) // 3), (half, least), strict=True
+        ):
+            if m <= most:  # any order keeps within that
+                assert make_schedule(name, 2 * p, m).rows == make_schedule("zbv", 2 * p, m).rows
+            elif m >= p:
+                assert bubble == usual
+            else:
+                assert bubble <= usual
+
+
+def test_no_schedule_keeps_less_than_v_min_where_there_are_many_devices():
+    most = {
+        name: max(kept(on(name, 12, 36))) / recipe.stages_per_device
+        for name, recipe in SCHEDULES.items()
+        if name != "inference"
+    }
+    assert min(most, key=most.__getitem__) == "v_min"
+    assert [most[name] for name in ("v_min", "v_half", "zbv", "1f1b")] == [5, 7, 12, 12]
 
 
 @settings(max_examples=150, deadline=None)

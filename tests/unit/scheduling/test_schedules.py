@@ -286,6 +286,8 @@ def test_a_schedule_is_made_once():
             "schedule='1F1B' is unknown; there are 'gpipe', '1f1b', 'interleaved_1f1b', .*; or give your own: a table",
         ),
         ((["gpipe"], 2, 2), r"schedule=\['gpipe'\] is unknown"),
+        (("chimera", 2, 2), "'chimera' is bidirectional: .* each stage is on two devices, .* Use 'dualpipev'"),
+        (("dualpipe", 2, 2), "'dualpipe' is bidirectional: .* each stage is on two devices, .* Use 'dualpipev'"),
         (("gpipe", 2, 2, "all"), "checkpoint='all' is unknown; there are 'always', 'except_last', 'never'"),
         (("gpipe", 2, 2, None), "checkpoint=None is unknown"),
         (("gpipe", 3, 2, ("never", "always")), r"checkpoint=\('never', 'always'\) has 2 modes for 3 stages: give one"),

@@ -13,9 +13,11 @@ from torch import nn
 
 import fxpipe
 from fxpipe.scheduling import (
+    SCHEDULES,
     ActionKind,
     Schedule,
     activations_in_flight,
+    make_schedule,
     micro_batches_in_flight,
     parse_schedule,
     placement_of,
@@ -45,6 +47,38 @@ def test_every_table_is_accepted_as_it_is():
             mixed.add(table.name)
     assert names == {*SINGLE, *LOOPED, *V_SHAPED}
     assert mixed == {*V_SHAPED}
+
+
+NAMED = {
+    "ScheduleGPipe": "gpipe",
+    "ScheduleLoopedBFS": "looped_bfs",
+    "ScheduleInterleaved1F1B": "interleaved_1f1b",
+    "ScheduleInterleavedZeroBubble": "interleaved_zero_bubble",
+    "ScheduleZBVZeroBubble": "zbv",
+    "ScheduleDualPipeV": "dualpipev",
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_no_schedule_of_ours_is_longer_than_its_table(name):
+    """Nor keeps more. F, B and W take as long as each other, or B longer than F and F longer than W."""
+    sizes = [(p, v, m) for p in (1, 2, 3, 4, 8) for v in (1, 2, 4) for m in (1, 2, 3, 5, 8, 16)]
+    costs = StageCost(forward=1, backward=2, weight=1, saved_bytes=1), StageCost(3, 6, weight=2, saved_bytes=1)
+    count = 0
+    for p, v, m in sizes:
+        table = torch_table(name, p, v, m)
+        if table is None or not SCHEDULES[NAMED[name]].takes(v):
+            continue
+        ours = make_schedule(NAMED[name], p * v, m, placement=placement_of(table))
+        for cost in costs:
+            theirs = simulate_schedule(table, [cost] * table.stages)
+            own = simulate_schedule(ours, [cost] * ours.stages)
+            assert own.step_seconds <= theirs.step_seconds, (p, v, m)
+            if cost is costs[0]:
+                most = [max(memory.peak for memory in one.memory) for one in (own, theirs)]
+                assert most[0] <= most[1], (p, v, m)
+        count += 1
+    assert count >= 10
 
 
 class Blocks(nn.Module):
