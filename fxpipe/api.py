@@ -67,6 +67,7 @@ def pipeline(
     plan: Plan | None = None,
     outputs: str = "last",
     timeout: float | None = None,
+    data_parallel: DeviceMesh | ProcessGroup | None = None,
 ) -> Pipeline:
     """Makes a pipeline of any module.
 
@@ -178,6 +179,10 @@ def pipeline(
             that `fxpipe.tune` found, with its schedule. What says how to plan (balance, pin, memory_limit,
             optimizer_state, hardware, profile, profile_budget) is refused beside it.
         outputs: over processes, who gets what a call returns: "last", the rank of the last stage, or "all".
+        data_parallel: over processes, the ranks that have the same stages in other replicas of the pipe, as a
+            `DeviceMesh` of one dimension or a process group: of a mesh ("data", "pipe"), `devices=mesh["pipe"],
+            data_parallel=mesh["data"]`. Each replica trains on a mini-batch of its own; see
+            `fxpipe.distributed.DistributedPipeline`.
         timeout: over processes, the seconds that a rank waits for another before it takes it for hung; 1800 by default.
 
     Raises:
@@ -205,8 +210,11 @@ def pipeline(
         from fxpipe.distributed import pipeline_over_ranks
 
         seconds = 1800.0 if timeout is None else parse_number("timeout", timeout, "seconds")
-        return pipeline_over_ranks(model, devices, options, plan, outputs, seconds, example_args, example_kwargs or {})
-    for name, value, default in (("outputs", outputs, "last"), ("timeout", timeout, None)):
+        return pipeline_over_ranks(
+            model, devices, options, plan, outputs, seconds, data_parallel, example_args, example_kwargs or {}
+        )
+    only_over_ranks = (("outputs", outputs, "last"), ("timeout", timeout, None), ("data_parallel", data_parallel, None))
+    for name, value, default in only_over_ranks:
         if value != default:
             raise ArgumentError(
                 f"{name}={value!r} is for a pipe over processes: give devices=<DeviceMesh or ProcessGroup>, or leave "

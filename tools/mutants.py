@@ -212,7 +212,7 @@ RUNTIME = (
     ),
     Mutant(
         "runtime/step.py",
-        "            stage_context.seed = mix_seed(self.seed, i)",
+        "            stage_context.seed = mix_seed(self.seed, self.first_micro_batch + i)",
         "            stage_context.seed = mix_seed(self.seed, 0)",
         "unit/rewriting/test_rng.py::test_numbers_hang_neither_on_cut_nor_schedule_nor_recompute",
     ),

@@ -5,8 +5,9 @@
     pipe = fxpipe.pipeline(model, devices=mesh, chunks=8, schedule="1f1b", example_args=(x,))
     loss = pipe.forward_backward(x, target=t, loss_fn=loss_fn)
 
-Each process, a *rank*, runs the row of one device. A model that is too large for one process is built on the meta
-device: it is planned without values, and then `load` or `initialize` gives each rank those of its own stages:
+Each process, a *rank*, runs the row of one device; with `data_parallel=` there are several *replicas* of the pipe. A
+model that is too large for one process is built on the meta device: it is planned without values, and then `load` or
+`initialize` gives each rank those of its own stages:
 
     with torch.device("meta"):
         model = Model()
@@ -18,14 +19,17 @@ From the bottom:
 `connection` (transfers between ranks, of one generation), `failures` (what each rank says when a step has failed) and
 `rank_group` (both together: a block that ends well on all ranks or on none); `packets` (values as messages),
 `relay_routes` (which value crosses which cut), `rank_exchange` (the exchange of one rank), `rank_step` (a step of
-which only this rank's stages are here); `held_tensors` (who has which parameter, and tied ones); `agreement` (all ranks
-have the same model, plan and versions); `rank_engine` (whole steps), `rank_state` (graphs, recorded on all ranks at
-once) and `pipeline`, the module that users have; `materialization` (memory for this rank's tensors),
-`checkpoint_readers` and `checkpoint_loading`, and `initialization`.
+which only this rank's stages are here); `held_tensors` (who has which parameter, and tied ones); `gradient_reduction`
+(the reducer of `DistributedDataParallel`), `replicas` (the part of each in a step), `step_report` (what the ranks tell
+each other at its end) and `rank_gradients` (from sums of stages to `.grad`); `agreement` (all ranks have the same
+model, plan and versions); `rank_engine` (whole steps), `rank_state` (graphs, recorded on all ranks at once) and
+`pipeline`, the module that users have; `materialization` (memory for this rank's tensors), `checkpoint_readers` and
+`checkpoint_loading`, and `initialization`; `clip_grad_norm`.
 """
 
 from fxpipe.distributed.checkpoint_loading import load
+from fxpipe.distributed.clip_grad_norm import clip_grad_norm_
 from fxpipe.distributed.initialization import initialize
 from fxpipe.distributed.pipeline import DistributedPipeline, pipeline_over_ranks
 
-__all__ = ["DistributedPipeline", "initialize", "load", "pipeline_over_ranks"]
+__all__ = ["DistributedPipeline", "clip_grad_norm_", "initialize", "load", "pipeline_over_ranks"]

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from fxpipe.config.pipeline_options import Settings
-from fxpipe.distributed.connection import Connection
+from fxpipe.distributed.failures import rank_names
+from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.errors import ArgumentError
 from fxpipe.rewriting.program import Program
 from fxpipe.runtime.bound_program import BoundProgram
@@ -31,19 +32,25 @@ COMPARED_SETTINGS = (
 )
 
 
-def check_agreement(connection: Connection, own: Fields) -> None:
-    """Compares what the ranks have.
+def check_agreement(group: RankGroup, own: Fields, *, between_replicas: bool = True) -> None:
+    """Compares what the ranks have. `between_replicas`: those of all replicas, else of this one.
 
     Raises:
         ArgumentError: on all ranks, where they differ; names the fields and the ranks.
     """
-    everybody: Sequence[Fields] = connection.all_gather(dict(own), "what the other ranks have", is_long=True)
-    problems = [problem for field in own if (problem := _difference(field, everybody))]
+    what, replicas = "what the other ranks have", 1
+    everybody: Sequence[Fields]
+    if between_replicas:
+        replicas = group.replica_count
+        everybody = [fields for row in group.everybody(dict(own), what, is_long=True) for fields in row]
+    else:
+        everybody = group.connection.all_gather(dict(own), what, is_long=True)
+    problems = [problem for field in own if (problem := _difference(field, everybody, replicas))]
     if problems:
         raise ArgumentError("ranks differ in " + "; and in ".join(problems))
 
 
-def _difference(field: str, everybody: Sequence[Fields]) -> str | None:
+def _difference(field: str, everybody: Sequence[Fields], replicas: int = 1) -> str | None:
     ranks: dict[str, list[int]] = {}
     for rank, fields in enumerate(everybody):
         ranks.setdefault(fields.get(field, "nothing"), []).append(rank)
@@ -52,7 +59,7 @@ def _difference(field: str, everybody: Sequence[Fields]) -> str | None:
     texts = [*ranks]
     shown = [_around_difference(text, texts) for text in texts]
     values = "; ".join(
-        f"rank{'s' if len(those) > 1 else ''} {', '.join(map(str, those))}: {text}"
+        f"{rank_names(those, len(everybody) // replicas, replicas)}: {text}"
         for those, text in zip(ranks.values(), shown, strict=True)
     )
     return f"{field} ({values}): give all ranks the same"

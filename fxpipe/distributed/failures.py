@@ -33,11 +33,11 @@ class ConnectionLost(Exception):
 class FailureReport:
     """One rank's report of a failed step."""
 
-    rank: int
+    number: int  # of the rank, among those of all replicas
     doing: str  # the last action it began
     waiting: str = ""  # for what; empty where its own code raised
     error: str = ""  # what that raised, with its notes
-    heard: dict[int, str] = field(default_factory=dict)  # by rank, the last message that came from there
+    heard: dict[int, str] = field(default_factory=dict)  # by number of a rank, the last message that came from there
 
 
 def error_text(error: BaseException) -> str:
@@ -47,47 +47,95 @@ def error_text(error: BaseException) -> str:
 
 
 class FailureBoard:
-    """The reports of one generation of connections."""
+    """The reports of one generation of connections, of the ranks of all replicas."""
 
-    def __init__(self, store: Store, rank: int, size: int):
-        self._store, self._rank, self._size = store, rank, size
+    def __init__(self, store: Store, number: int, size: int, replicas: int = 1):
+        """`number`: this rank's, among `size * replicas`: those of the first replica come first."""
+        self._store, self._number, self._size, self._replicas = store, number, size, replicas
 
     def leave(self, report: FailureReport) -> None:
         """Leaves this rank's report. Where the store itself is gone nobody can be told."""
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"report/{self._rank}", pickle.dumps(report).hex())
+            self._store.set(f"report/{self._number}", pickle.dumps(report).hex())
 
-    def _read(self, ranks: Iterable[int]) -> dict[int, FailureReport]:
+    def _read(self, numbers: Iterable[int]) -> dict[int, FailureReport]:
         return {
-            rank: pickle.loads(bytes.fromhex(self._store.get(f"report/{rank}").decode()))
-            for rank in ranks
-            if self._store.check([f"report/{rank}"])
+            number: pickle.loads(bytes.fromhex(self._store.get(f"report/{number}").decode()))
+            for number in numbers
+            if self._store.check([f"report/{number}"])
         }
+
+    def _name(self, *numbers: int) -> str:
+        return rank_names(numbers, self._size, self._replicas)
 
     def cause(self, own: FailureReport, lost: ConnectionLost) -> DistributedError:
         """Waits a moment for the others' reports, and makes the error of them."""
-        reports = {self._rank: own}
+        everybody = set(range(self._size * self._replicas))
+        reports = {self._number: own}
         deadline = time.monotonic() + GRACE_SECONDS
         try:
             while True:
-                reports |= self._read(set(range(self._size)) - reports.keys())
-                raised = [reports[rank] for rank in sorted(reports) if reports[rank].error]
+                reports |= self._read(everybody - reports.keys())
+                raised = [reports[number] for number in sorted(reports) if reports[number].error]
                 if raised:
-                    return _error_of_raised(raised[0])
-                if len(reports) == self._size or time.monotonic() > deadline:
+                    return self._error_of_raised(raised[0])
+                if reports.keys() == everybody or time.monotonic() > deadline:
                     break
                 time.sleep(POLL_SECONDS)
         except RuntimeError:  # the store is gone with the process that holds it
             return DistributedError(
-                f"the process that holds the store of the process group is gone, rank 0 as a rule; here, on rank "
-                f"{self._rank}, {_waiting_words(own)}"
+                f"the process that holds the store of the process group is gone, rank 0 as a rule; here, on "
+                f"{self._name(self._number)}, {_waiting_words(own)}"
             )
-        return _error_of_silent(set(range(self._size)) - reports.keys(), own, reports, lost)
+        return self._error_of_silent(everybody - reports.keys(), own, reports, lost)
+
+    def _error_of_raised(self, report: FailureReport) -> DistributedError:
+        first, *rest = report.error.splitlines()
+        name = self._name(report.number)
+        return DistributedError("\n".join([f"{name} has failed, and the step with it: {first}", *rest]))
+
+    def _error_of_silent(
+        self, silent: set[int], own: FailureReport, reports: dict[int, FailureReport], lost: ConnectionLost
+    ) -> DistributedError:
+        here = f"here, on {self._name(own.number)}, {_waiting_words(own)}"
+        if not silent:
+            late = next((report for report in reports.values() if "timed out" in report.waiting), None)
+            if late is not None:
+                return DistributedError(
+                    f"{self._name(late.number)} has given up: {_waiting_words(late)}; {here}. Something takes longer "
+                    "than timeout= allows"
+                )
+            waits = "; ".join(f"{self._name(number)}: {_waiting_words(reports[number])}" for number in sorted(reports))
+            return DistributedError(f"the connection between ranks was lost: {waits} ({lost.detail})")
+        is_late = lost.is_timeout or any("timed out" in report.waiting for report in reports.values())
+        one, more = (
+            ("does not answer (it hangs, or takes", "do not answer (they hang, or take")
+            if is_late
+            else ("is gone: its process has ended", "are gone: their processes have ended")
+        )
+        state = (one if len(silent) == 1 else more) + (" longer than timeout=)" if is_late else "")
+        last = [
+            f"the last that came from {self._name(number)}: {report.heard[number]} (to {self._name(report.number)})"
+            for number in sorted(silent)
+            for report in reports.values()
+            if number in report.heard
+        ]
+        return DistributedError(
+            f"{self._name(*sorted(silent))} {state}; {here}"
+            + (f"; {'; '.join(last)}" if last else "; nothing has come from it in this step")
+        )
 
 
-def _error_of_raised(report: FailureReport) -> DistributedError:
-    first, *rest = report.error.splitlines()
-    return DistributedError("\n".join([f"rank {report.rank} has failed, and the step with it: {first}", *rest]))
+def rank_names(numbers: Iterable[int], size: int, replicas: int = 1) -> str:
+    """Names ranks, of which each of so many replicas has `size`.
+
+    >>> rank_names([0, 3], 4), rank_names([0, 3], 2, replicas=2)
+    ('ranks 0, 3', 'rank 0 of replica 0, rank 1 of replica 1')
+    """
+    numbers = list(numbers)
+    if replicas == 1:
+        return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+    return ", ".join(f"rank {number % size} of replica {number // size}" for number in numbers)
 
 
 def _waiting_words(report: FailureReport) -> str:
@@ -95,35 +143,8 @@ def _waiting_words(report: FailureReport) -> str:
     return f"{doing}it waited for {report.waiting}"
 
 
-def _error_of_silent(
-    silent: set[int], own: FailureReport, reports: dict[int, FailureReport], lost: ConnectionLost
-) -> DistributedError:
-    if not silent:
-        late = next((report for report in reports.values() if "timed out" in report.waiting), None)
-        if late is not None:
-            return DistributedError(
-                f"rank {late.rank} has given up: {_waiting_words(late)}; here, on rank {own.rank}, "
-                f"{_waiting_words(own)}. Something takes longer than timeout= allows"
-            )
-        waits = "; ".join(f"rank {rank}: {_waiting_words(reports[rank])}" for rank in sorted(reports))
-        return DistributedError(f"the connection between ranks was lost: {waits} ({lost.detail})")
-    names = ", ".join(map(str, sorted(silent)))
-    is_late = lost.is_timeout or any("timed out" in report.waiting for report in reports.values())
-    state = "does not answer (it hangs, or takes longer than timeout=)" if is_late else "is gone: its process has ended"
-    last = [
-        f"the last that came from rank {rank}: {report.heard[rank]} (to rank {report.rank})"
-        for rank in sorted(silent)
-        for report in reports.values()
-        if rank in report.heard
-    ]
-    return DistributedError(
-        f"rank {names} {state}; here, on rank {own.rank}, {_waiting_words(own)}"
-        + (f"; {'; '.join(last)}" if last else "; nothing has come from it in this step")
-    )
-
-
-def wait_for_ranks(store: Store, rank: int, size: int, timeout: float) -> None:
-    """Returns when all ranks have called this with the same store.
+def wait_for_ranks(store: Store, rank: int, size: int, timeout: float, kind: str = "rank") -> None:
+    """Returns when all ranks have called this with the same store. `kind`: "rank", or "replica" of which this is one.
 
     Raises:
         DistributedError: one has not, in `timeout` seconds.
@@ -137,7 +158,7 @@ def wait_for_ranks(store: Store, rank: int, size: int, timeout: float) -> None:
             store.delete_key(f"here/{rank}")  # whoever comes later finds nobody
         missing = [str(other) for other, key in enumerate(keys) if other != rank and not store.check([key])]
         raise DistributedError(
-            f"rank {', '.join(missing) or 'unknown'} of {size} has not come in {timeout:g} s: every rank of the "
+            f"{kind} {', '.join(missing) or 'unknown'} of {size} has not come in {timeout:g} s: every rank of the "
             "process group makes the pipe, and calls it as often as the others; is one gone, or was it started with "
             "another world size?"
         ) from None

@@ -50,6 +50,7 @@ class HeldTensors:
                 ranks = holders.setdefault(name, [])
                 if routes.rank(j) not in ranks:
                     ranks.append(routes.rank(j))
+        self._stages = tuple((j, routes.rank(j), tuple(stage.attributes)) for j, stage in enumerate(first.stages))
         self._rest = (routes.rank(0),)
         self._holders = {name: tuple(ranks) for name, ranks in holders.items()}
         self._names = tuple(dict.fromkeys((*self._holders, *names)))
@@ -60,6 +61,14 @@ class HeldTensors:
 
     def names_of(self, rank: int) -> tuple[str, ...]:
         return tuple(name for name in self._names if rank in self.holders(name))
+
+    def used_by_stages(self, rank: int) -> tuple[StageSum, ...]:
+        """Returns the tensors that the stages of a rank use in the first graph, the last stage first."""
+        return tuple((name, j) for j, at, names in reversed(self._stages) if at == rank for name in names)
+
+    def first_use(self, name: str) -> int | None:
+        """Returns the first stage that uses a tensor in the first graph."""
+        return next((j for j, _, names in self._stages if name in names), None)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -129,8 +138,7 @@ class TensorExchange:
     def borrow(self, transfers: TensorTransfers) -> None:
         """Gives ranks the values of tensors that they use and do not hold."""
         values = self._swap(0, "the parameters that it holds", transfers.borrowed, self._detached)
-        for name, value in values.items():
-            _write(self._tensors, name, value)
+        self.write(values)
 
     def sum_gradients(self, transfers: TensorTransfers, step: RankStep) -> dict[tuple[str, int], torch.Tensor]:
         """Returns, by name and stage, the sums of stages on other ranks, of the tensors that this rank holds."""
@@ -145,7 +153,11 @@ class TensorExchange:
     @torch.no_grad()
     def spread_changes(self, transfers: TensorTransfers) -> None:
         """Gives the holders of buffers what another rank has left in them."""
-        values = self._swap(2, "the buffers that it has changed", transfers.changed, self._detached)
+        self.write(self._swap(2, "the buffers that it has changed", transfers.changed, self._detached))
+
+    @torch.no_grad()
+    def write(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Writes values into tensors of the model."""
         for name, value in values.items():
             _write(self._tensors, name, value)
 

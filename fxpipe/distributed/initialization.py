@@ -102,7 +102,7 @@ def initialize_stages(state: RankState, init_fn: InitFunction | None) -> None:
     """Initializes the tensors of this rank. All ranks call it at once, inside of a block that they go through."""
     connection, model = state.group.connection, state.model
     generators = (torch.get_rng_state(), python_rng_state())
-    numbers, python_states = connection.broadcast(generators, 0, "the state of its random generators")
+    numbers, python_states = state.group.broadcast(generators, "the state of its random generators")
     torch.set_rng_state(numbers)
     set_python_rng_state(python_states)
     modules = list(_children_first(model))
@@ -125,7 +125,7 @@ def initialize_missing(state: RankState, names: Collection[str], init_fn: InitFu
 
     What they draw depends on the module alone, so that a tensor is the same on all ranks that hold it.
     """
-    model, seed = state.model, state.group.connection.broadcast(peek_seed(), 0, "the seed of its random numbers")
+    model, seed = state.model, state.group.broadcast(peek_seed(), "the seed of its random numbers")
     paths = {path for path, _ in model.named_modules()}
     wanted = {model.get_submodule(_path_of_module(name, paths)) for name in names}
     tensors = [tensor for name, tensor in state.own_tensors().items() if name in names]

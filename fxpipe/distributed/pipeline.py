@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fxpipe._torch.module_internals import with_metadata
 from fxpipe.config.parse import parse_switch
 from fxpipe.config.pipeline_options import PipelineOptions, Settings, make_settings
 from fxpipe.distributed.agreement import check_agreement, model_fields
 from fxpipe.distributed.materialization import GivenMemory
+from fxpipe.distributed.rank_engine import TrainingCall
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_record import gathered_record
 from fxpipe.distributed.rank_state import RankState
@@ -51,6 +54,24 @@ class DistributedPipeline(Pipeline):
     on accelerators this rank's part alone moves there. One that was built on the meta device is nowhere whole: what
     belongs to other ranks stays on the meta device, also in `model`. Graphs that are recorded later, for evaluation
     say, are recorded without values then, so that forward may read none.
+
+    With data parallelism each row of a mesh is a replica of the pipe, with a mini-batch of its own in each step:
+
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("data", "pipe"))
+        pipe = fxpipe.pipeline(model, devices=mesh["pipe"], data_parallel=mesh["data"], chunks=8, example_args=(x,))
+        loss = pipe.forward_backward(x, target=t, loss_fn=loss_fn)
+
+    The step is that of the *union* of these mini-batches, on all ranks: loss and gradients are those of the plain
+    model on it, also where replicas have unequal numbers of samples, or of tokens where the loss is a pair (total,
+    weight). So nothing is to be divided by the number of replicas. (A loss that is no mean over samples is found out
+    where micro-batches of one replica show it; replicas with one micro-batch each are not compared.) Gradients are
+    summed by the reducer of `DistributedDataParallel`, in buckets, while the last backward of each stage runs; calls
+    within `no_sync()` leave that to the next one. Parameters and buffers begin with the values of the first replica;
+    buffers that a step of training changes are then those of the first replica on all, as DDP has them at its next
+    forward.
+
+    Random numbers are those of one process that trains on the union: replicas draw different ones, from the generator
+    of the first replica's first stage. Evaluation is each replica's own.
     """
 
     def __init__(self, model: nn.Module, settings: Settings, state: RankState, outputs: str):
@@ -107,7 +128,8 @@ class DistributedPipeline(Pipeline):
         be None, or left out.
 
         Returns:
-            The loss, on all ranks; with `return_outputs` the pair of it and the outputs, as a call returns them.
+            The loss, on all ranks, of all replicas; with `return_outputs` the pair of it and this replica's outputs, as
+            a call returns them.
 
         Raises:
             DistributedError: the step has failed on another rank, which it names; or a rank is gone, or has not
@@ -134,11 +156,27 @@ class DistributedPipeline(Pipeline):
             graph, inputs = state.agree("forward_backward", args, kwargs)
             settings, batch = state.settings, inputs.batch
             schedule = state.schedule_for(settings.micro_batches(batch), settings.largest_micro_batch(batch))
-            loss, outputs = state.engine.train_ranks(
-                graph, inputs, schedule, loss_fn or model_loss, () if target is None else (target,), reduction,
-                with_outputs=return_outputs, to_all=self._to_all,
-            )  # fmt: skip
+            targets = () if target is None else (target,)
+            call = TrainingCall(loss_fn or model_loss, targets, reduction, return_outputs, self._to_all)
+            loss, outputs = state.engine.train_ranks(graph, inputs, schedule, call)
         return (loss, outputs) if return_outputs else loss
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A block of calls of `forward_backward` whose gradients stay on their replica, as DDP's `no_sync`.
+
+            with pipe.no_sync():
+                pipe.forward_backward(x1, target=t1, loss_fn=loss_fn)
+            pipe.forward_backward(x2, target=t2, loss_fn=loss_fn)       # sums those of both calls over the replicas
+
+        All replicas accumulate so in the same calls. Without data parallelism it changes nothing.
+        """
+        replicas = self._state.engine.replicas
+        before, replicas.is_synced = replicas.is_synced, False
+        try:
+            yield
+        finally:
+            replicas.is_synced = before
 
     @property
     def needs_inputs(self) -> bool:
@@ -243,6 +281,7 @@ class DistributedPipeline(Pipeline):
         """Closes the connections to the other ranks; the model stays as it is. Every rank closes its own."""
         super().close()
         self._state.group.leave()
+        self._state.engine.replicas.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         raise StateError(
@@ -278,6 +317,22 @@ def distributed_state(pipe: object) -> RankState:
     return pipe._state
 
 
+def _refuse_wrapped(model: nn.Module) -> None:
+    """Refuses a model whose gradients or parameters somebody else distributes."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ArgumentError(
+            "model is a DistributedDataParallel, which sums gradients by itself: give model.module, and the ranks of "
+            "its replicas as data_parallel="
+        )
+    name = next((name for name, p in model.named_parameters() if isinstance(p, DTensor)), None)
+    if name is not None:
+        raise ArgumentError(
+            f"the parameter {name!r} is a DTensor, as after fully_shard or parallelize_module, and a stage computes "
+            "with whole parameters: give the model as it was before; data_parallel= has it on several replicas, and "
+            "torch.distributed.optim.ZeroRedundancyOptimizer shards the optimizer's state over them"
+        )
+
+
 def pipeline_over_ranks(
     model: nn.Module,
     devices: DeviceMesh | dist.ProcessGroup,
@@ -285,21 +340,23 @@ def pipeline_over_ranks(
     plan: Plan | None,
     outputs: str,
     timeout: float,
+    data_parallel: DeviceMesh | dist.ProcessGroup | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> DistributedPipeline:
     """Makes the pipe of this rank, together with all the others."""
-    group = RankGroup(devices, timeout)
-    with group.together() as connection:
+    group = RankGroup(devices, timeout, data_parallel)
+    with group.together():
         if outputs not in OUTPUTS:
             raise ArgumentError(f"outputs={outputs!r} is unknown; accepted are 'last' and 'all'")
+        _refuse_wrapped(model)
         settings = make_settings(replace(options, devices=[str(group.device)] * group.size), plan)
         settings = replace(settings, processes=True)
         if plan is not None and settings.left:
             settings = with_best_schedule(plan, settings)
-        check_agreement(connection, model_fields(model, settings))
+        check_agreement(group, model_fields(model, settings))
         state = RankState(model, settings, plan, group)
         pipe = DistributedPipeline(model, settings, state, outputs)
-        if connection.broadcast(bool(args or kwargs), 0, "the example inputs"):
+        if group.broadcast(bool(args or kwargs), "the example inputs"):
             state.record_first(args, kwargs)
     return pipe

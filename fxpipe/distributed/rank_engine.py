@@ -9,29 +9,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fxpipe._torch.autograd import has_gradient_hooks, leaves_below
 from fxpipe._torch.pipelining import ScheduleEngine
-from fxpipe.distributed.held_tensors import HeldTensors, TensorExchange, TensorTransfers, gradient_of
+from fxpipe.distributed.gradient_reduction import GradientReduction
+from fxpipe.distributed.held_tensors import HeldTensors, TensorExchange, TensorTransfers
 from fxpipe.distributed.packets import MAX_KEYS, Layout, Mailbox
+from fxpipe.distributed.rank_gradients import RankGradients
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_step import RankRow, RankStep, first_free_tag
 from fxpipe.distributed.relay_routes import RelayRoutes
+from fxpipe.distributed.replicas import ReplicaPart, Replicas, ReplicaStart, digest, loss_of_replica, loss_of_union
+from fxpipe.distributed.step_report import LossVerdict, StepReport
 from fxpipe.errors import LossError, StateError
 from fxpipe.rewriting.program import ConstantOutput
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
-from fxpipe.runtime.commit import GradientList, attach_commit, gradient_rollback
-from fxpipe.runtime.engine import Engine, divided, scatter_target, shares_of, write_back_results
+from fxpipe.runtime.engine import Engine, scatter_target, shares_of, write_back_results
 from fxpipe.runtime.executors import InlineExecutor
 from fxpipe.runtime.loss_stage import LossStage
-from fxpipe.runtime.loss_weighting_check import LossWeightingCheck
-from fxpipe.runtime.losses import LOSS_REMEDIES, MODEL_LOSS_REMEDIES, MicroBatchLosses, ambiguous_output_message
+from fxpipe.runtime.losses import MicroBatchLosses, ambiguous_output_message
 from fxpipe.runtime.microbatches import gather
 from fxpipe.runtime.step_inputs import StepInputs
 from fxpipe.scheduling import Schedule
@@ -62,19 +63,15 @@ class RankInputs:
     known: Mapping[int, Any]  # pieces of the mini-batch, by place
 
 
-@dataclass(slots=True)
-class StepReport:
-    """One rank's report at the end of the rows."""
+@dataclass(frozen=True, slots=True)
+class TrainingCall:
+    """The arguments of a `forward_backward`, but for its inputs."""
 
-    loss: torch.Tensor | None = None  # of the rank of the last stage, as all that follows
-    divisor: Any = None
-    shares: Sequence[Any] = ()  # of micro-batches, where other ranks have to ask
-    wrong: str | None = None
-    wrong_means: str | None = None
-    can_verify: bool = False
-    is_verified: bool = False
-    has_hooks: bool = False  # on leaves of this rank, which may fail
-    weights_of_elements: dict[Any, Any] = field(default_factory=dict)  # that the loss weighting check has noted here
+    loss_fn: Callable[..., Any]
+    target: tuple[Any, ...]
+    reduction: str
+    with_outputs: bool
+    to_all: bool  # outputs
 
 
 class RankEngine(Engine):
@@ -86,6 +83,7 @@ class RankEngine(Engine):
         self._engines: dict[Schedule, ScheduleEngine] = {}
         self._layouts: dict[Any, Layout] = {}
         self._generation = -1
+        self.replicas = Replicas(group)
 
     # -- rows --------------------------------------------------------------------------------------------------------
 
@@ -112,25 +110,37 @@ class RankEngine(Engine):
         return TensorExchange(mailbox, self.group.rank, tensors, (graph.number, "tensors"), first_free_tag(schedule))
 
     def _run_row(
-        self, graph: RankGraph, inputs: RankInputs, schedule: Schedule, step: RankStep, mailbox: Mailbox
+        self,
+        graph: RankGraph,
+        inputs: RankInputs,
+        schedule: Schedule,
+        step: RankStep,
+        mailbox: Mailbox,
+        reduction: GradientReduction | None = None,
     ) -> None:
+        """Runs the row. `reduction`: gets gradients as soon as they are complete."""
+
+        def give(name: str, j: int) -> None:
+            sums = step.totals[j].sums
+            if reduction is not None and (name, j) in reduction.keys and not sums[name].is_sparse:
+                reduction.give((name, j), sums.pop(name))
+
         step.log.begun.append(time.perf_counter())
-        row = RankRow(step, schedule.rows, mailbox, self.group, (graph.number, inputs.sizes, schedule.micro_batches))
+        key = (graph.number, inputs.sizes, schedule.micro_batches)
+        row = RankRow(step, schedule.rows, mailbox, self.group, key, give if reduction is not None else None)
         with step.in_row():
             self._engine_for(schedule).run(row)
         self._note_step(step, schedule)
         step.rank_exchange.check_empty()
 
-    def _open(self, graph: RankGraph, inputs: RankInputs, schedule: Schedule, **more: Any) -> RankStep:
+    def _open(self, graph: RankGraph, inputs: RankInputs, schedule: Schedule, seed: int, **more: Any) -> RankStep:
         bound, m = graph.bound, schedule.micro_batches
         shares = shares_of(samples_per_micro_batch(inputs.batch, m))
         if graph.routes.is_here(0, self.group.rank):
             own = StepInputs.of_mini_batch(bound, inputs.leaves, shares)
         else:
             own = StepInputs((bound,) * m, (inputs.leaves,) * m, tuple(shares), (), ())
-        return RankStep(
-            own, self.model, inputs.seed, schedule, self._caller_context, graph.routes, self.group.rank, **more
-        )
+        return RankStep(own, self.model, seed, schedule, self._caller_context, graph.routes, self.group.rank, **more)
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
@@ -143,7 +153,7 @@ class RankEngine(Engine):
         mailbox, tensors = self._mailbox(), ModelTensors(self.model, bound.constants)
         exchange = self._tensor_exchange(graph, inputs, schedule, mailbox, tensors)
         exchange.borrow(graph.transfers)
-        step = self._open(graph, inputs, schedule)
+        step = self._open(graph, inputs, schedule, inputs.seed)
         self._run_row(graph, inputs, schedule, step, mailbox)
         last, results = graph.routes.rank(n), bound.results
         outputs: list[Any] = []
@@ -172,92 +182,126 @@ class RankEngine(Engine):
     # -- training ----------------------------------------------------------------------------------------------------
 
     def train_ranks(
-        self,
-        graph: RankGraph,
-        inputs: RankInputs,
-        schedule: Schedule,
-        loss_fn: Callable[..., Any],
-        target: tuple[Any, ...],
-        reduction: str,
-        *,
-        with_outputs: bool,
-        to_all: bool,
+        self, graph: RankGraph, inputs: RankInputs, schedule: Schedule, call: TrainingCall
     ) -> tuple[torch.Tensor, Any]:
         """Runs a step and adds its gradients to the parameters of this rank; returns the loss, and outputs or None."""
         bound, connection, m = graph.bound, self.group.connection, schedule.micro_batches
         last = graph.routes.rank(len(bound.devices))
         is_last = self.group.rank == last
         tensors = ModelTensors(self.model, bound.constants)
-        kind = self._loss_histories.of(loss_fn, reduction, target, bound) if is_last else None
+        kind = self._loss_histories.of(call.loss_fn, call.reduction, call.target, bound) if is_last else None
         mailbox = self._mailbox()
         exchange = self._tensor_exchange(graph, inputs, schedule, mailbox, tensors)
         exchange.borrow(graph.transfers)
+        gradients = RankGradients(graph.held, graph.transfers, tensors, bound, self.group, self.replicas)
+        part = self._begin(graph, inputs, m, call, gradients, is_last)
         is_verified, is_again = kind is not None and kind.is_due and m > 1, False
 
         while True:
-            losses = self._losses(bound, inputs, schedule, loss_fn, target, reduction, is_verified) if is_last else None
+            losses = self._losses(bound, inputs, part, schedule, call, is_verified) if is_last else None
             step = self._open(
-                graph, inputs, schedule,
+                graph, inputs, schedule, part.seed,
                 losses=losses,
-                keep_outputs=is_last and (is_verified or with_outputs),
-                look_at_elements=kind is None or kind.look_at_elements,
+                keep_outputs=is_last and (is_verified or call.with_outputs),
+                look_at_elements=(kind is None or kind.look_at_elements) and part.micro_batches > 1,
+                first_micro_batch=part.first,
             )  # fmt: skip
-            self._run_row(graph, inputs, schedule, step, mailbox)
-            leaves = [*self._trained(graph, tensors).values(), *(one.tensor for one in step.trained)]
-            report, outputs = StepReport(has_hooks=any(map(has_gradient_hooks, leaves))), []
+            self._run_row(graph, inputs, schedule, step, mailbox, gradients.open_sum())
+            report, outputs = StepReport(has_hooks=gradients.have_hooks(step)), []
             if step.loss is not None and kind is not None:
-                outputs = self._close_loss(step, step.loss, kind, report, is_verified, with_outputs)
+                outputs = self._close_loss(step, step.loss, kind, report, is_verified, call.with_outputs)
                 self._note_step(step, schedule)
-            elif step.loss_weighting.gradients:
+            if step.loss is None or self.replicas.count > 1:
                 report.weights_of_elements = dict(step.loss_weighting.gradients)
-            reports: list[StepReport] = connection.all_gather(report, "the end of the step")
-            of_last = reports[last]
-            wrong = _wrong_weights(reports, of_last, of_last.wrong, means_only=False)
-            if wrong and of_last.can_verify and not of_last.is_verified and not is_again:
-                is_verified, is_again = is_last, True  # nothing has changed yet: again, and this time for certain
+            gradients.give_rest(step, report)
+            reports: list[list[StepReport]] = self.group.everybody(report, "the end of the step")
+            gradients.finish_sum()
+            verdict = LossVerdict.of(reports, last, part)
+            if verdict.is_unsure and not is_again:
+                is_verified, is_again = is_last and m > 1, True  # nothing has changed yet: again, and for certain
                 connection.finish_all_sends()
                 continue
             break
-        if wrong and not (of_last.is_verified and of_last.can_verify):
-            wrong_means = _wrong_weights(reports, of_last, of_last.wrong_means, means_only=True)
-            if wrong_means:
-                raise LossError(f"{wrong_means} {LOSS_REMEDIES}. {MODEL_LOSS_REMEDIES}")
+        verdict.check()
         if m > 1 and kind is not None:
-            kind.count_pass(is_mistaken=wrong is not None)
+            kind.count_pass(is_mistaken=verdict.wrong[self.group.replica] is not None)
+        loss, divisor = loss_of_union([of_last.loss for of_last in verdict.of_last], part, call.reduction)
+        self.replicas.note_loss([of_last.loss for of_last in verdict.of_last])
 
+        gradients.sum_over_replicas(step, reports, divisor)
         others = exchange.sum_gradients(graph.transfers, step)
         more = self._from_last(graph, self._other_results(step))
-        output = step.loss.tree(outputs) if step.loss is not None and with_outputs else None
-        if with_outputs and to_all:
+        output = step.loss.tree(outputs) if step.loss is not None and call.with_outputs else None
+        if call.with_outputs and call.to_all:
             output = self._on_all(output, last)
         connection.finish_all_sends()
-        self._commit_gradients(graph, tensors, step, others, of_last.divisor, any(one.has_hooks for one in reports))
-        step.commit_buffers()
-        exchange.spread_changes(graph.transfers)
+        gradients.commit(step, reports, others, divisor)
+        self._commit_buffers(graph, step, exchange, tensors, part)
         self._write_back(graph, inputs, tensors, more)
         mailbox.remember()
-        assert of_last.loss is not None
-        return of_last.loss.to(self.group.device), output
+        return loss.to(self.group.device), output
+
+    def _begin(
+        self,
+        graph: RankGraph,
+        inputs: RankInputs,
+        micro_batches: int,
+        call: TrainingCall,
+        gradients: RankGradients,
+        is_last: bool,
+    ) -> ReplicaPart:
+        """Settles with the other replicas what part of the step this one has."""
+        program = graph.bound.program
+        start = ReplicaStart(
+            inputs.batch,
+            micro_batches,
+            inputs.seed if program.is_random else None,
+            self.replicas.is_synced,
+            call.reduction,
+            digest(gradients.parameters),
+            bool(self._changed_here(graph)),
+            inputs.known if is_last else None,
+        )
+        return self.replicas.begin(start, gradients.parameters, graph.bound.combinations)
+
+    def _changed_here(self, graph: RankGraph) -> list[str]:
+        """Returns the buffers that forward changes and this rank holds."""
+        stages = graph.bound.program.stages
+        changed = dict.fromkeys(name for stage in stages for name in (*stage.changed_buffers, *stage.assigns))
+        return [name for name in changed if self.group.rank in graph.held.holders(name)]
+
+    def _commit_buffers(
+        self, graph: RankGraph, step: RankStep, exchange: TensorExchange, tensors: ModelTensors, part: ReplicaPart
+    ) -> None:
+        """Writes the buffers that forward has changed into the model: on all replicas those of the first one."""
+        if self.group.replica == 0:
+            step.commit_buffers()
+            exchange.spread_changes(graph.transfers)
+        if self.replicas.count > 1 and part.changes_buffers:
+            own = {name: tensors.get(name).detach().cpu() for name in self._changed_here(graph)}
+            values = self.group.replicas.broadcast(own, 0, "the buffers that forward has changed")
+            if self.group.replica != 0:
+                exchange.write(values)
 
     def _losses(
         self,
         bound: BoundProgram,
         inputs: RankInputs,
+        part: ReplicaPart,
         schedule: Schedule,
-        loss_fn: Callable[..., Any],
-        target: tuple[Any, ...],
-        reduction: str,
+        call: TrainingCall,
         is_verified: bool,
     ) -> MicroBatchLosses:
-        device, batch, m = self.group.device, inputs.batch, schedule.micro_batches
+        device, batch, m, target = self.group.device, inputs.batch, schedule.micro_batches, call.target
         shares = shares_of(samples_per_micro_batch(batch, m))
         rows = rows_of_inputs(bound.in_dims)
         # As it is before the step: loss_fn may write to it.
         whole = map_tensor_leaves(lambda t: t.detach().to(device, copy=True), target) if is_verified else None
         losses = MicroBatchLosses(
-            loss_fn, reduction, shares, scatter_target(target, batch, m, device, rows), None, whole
+            call.loss_fn, call.reduction, shares, scatter_target(target, batch, m, device, rows), None, whole
         )
-        losses.known = inputs.known
+        losses.portion, losses.unit = part.portion, self.replicas.unit(part)
+        losses.known = map_tensor_leaves(lambda t: t.to(device), dict(part.known or {}))
         return losses
 
     def _close_loss(
@@ -266,11 +310,13 @@ class RankEngine(Engine):
         """Fills in the report of the rank of the last stage, and returns the outputs, where they were kept."""
         losses = stage.losses
         self._refuse_strange_leaves(step, stage)
-        report.loss, report.divisor = losses.total().cpu(), losses.divisor
+        report.loss = loss_of_replica(losses)
         report.wrong = step.loss_weighting.difference(losses.share)
         report.wrong_means = step.loss_weighting.difference(losses.share, means_only=True) if report.wrong else None
-        report.shares = [losses.share(i) for i in range(step.micro_batches)]
+        report.shares = [losses.share(i) * losses.scale for i in range(step.micro_batches)]
         outputs, is_verified = self._gathered_outputs(stage, step.weights, is_verified, is_asked)
+        if self.replicas.count > 1 and stage.tree.is_weighed:
+            is_verified = False  # micro-batches add up to a loss of which this mini-batch is a part
         report.is_verified = is_verified
         if is_verified:
             start = time.perf_counter()
@@ -326,62 +372,6 @@ class RankEngine(Engine):
         }
         with torch.no_grad():
             write_back_results(tensors, by_place, program, values)  # type: ignore[arg-type]
-
-    def _trained(self, graph: RankGraph, tensors: ModelTensors) -> dict[str, torch.Tensor]:
-        """Returns, by name, the tensors that this rank holds and trains."""
-        held = {name: tensors.get(name) for name in graph.transfers.stages_of if self._holds(graph, name)}
-        stages = graph.bound.program.stages
-        changed = {name for stage in stages for name in (*stage.changed_buffers, *stage.assigns)}
-        return {name: tensor for name, tensor in held.items() if tensor.requires_grad and name not in changed}
-
-    def _holds(self, graph: RankGraph, name: str) -> bool:
-        return self.group.rank in graph.held.holders(name)
-
-    def _commit_gradients(
-        self,
-        graph: RankGraph,
-        tensors: ModelTensors,
-        step: RankStep,
-        others: Mapping[tuple[str, int], torch.Tensor],
-        divisor: Any,
-        any_hooks: bool,
-    ) -> None:
-        """Adds the gradients of the step to `.grad`. Where hooks may fail on one rank, all wait for it."""
-        trained = self._trained(graph, tensors)
-        extra = [] if step.loss is None else [leaf for leaf, *_ in step.loss.own.values()]
-
-        def finish(_: object) -> GradientList:
-            sums: GradientList = [gradient_of(name, graph.transfers.stages_of[name], step, others) for name in trained]
-            sums += [step.exchange.input_gradients(one) for one in step.trained]
-            if step.loss is not None:
-                sums += [step.loss.own.pop(id(leaf))[1] for leaf in extra]
-            return sums if divisor is None else [g if g is None else divided(g, divisor) for g in sums]
-
-        leaves = [*trained.values(), *(one.tensor for one in step.trained), *extra]
-        connection = self.group.connection
-        if not leaves:
-            if any_hooks:
-                connection.all_gather(None, "the hooks on gradients")
-            return
-        (root,) = attach_commit(step.transport.on_step_streams(finish), [torch.zeros((), device="cpu")], leaves)
-        with gradient_rollback(leaves_below(root), is_certain=any_hooks):
-            root.backward()
-            if any_hooks:
-                connection.all_gather(None, "the hooks on gradients")
-
-
-def _wrong_weights(
-    reports: Sequence[StepReport], of_last: StepReport, wrong: str | None, *, means_only: bool
-) -> str | None:
-    """Returns how elements count differently: as the rank of the last stage says, or of what others have reduced."""
-    if wrong:
-        return wrong
-    notes = {key: value for report in reports for key, value in report.weights_of_elements.items()}
-    if not notes:
-        return None
-    check = LossWeightingCheck(True, frozenset())
-    check.gradients.update(notes)
-    return check.difference(of_last.shares.__getitem__, means_only)
 
 
 def engine_rows(schedule: Schedule) -> dict[int, list[str]]:

@@ -1,27 +1,38 @@
-"""The ranks of a pipe: who they are, and blocks of code that end well on all of them or on none."""
+"""The ranks of a pipe: who they are, and blocks of code that end well on all of them or on none.
+
+With data parallelism there are several *replicas* of the pipe, each on ranks of its own. A process talks to the other
+ranks of its replica through one connection, and to the ranks that have the same stages in other replicas through
+another one. A failure goes through both.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxpipe import accelerator
-from fxpipe._torch.process_groups import PrefixStore
+from fxpipe._torch.process_groups import PrefixStore, ProcessGroup, gloo_group
 from fxpipe.distributed.connection import Connection
-from fxpipe.distributed.failures import ConnectionLost, FailureBoard, FailureReport, error_text, wait_for_ranks
-from fxpipe.errors import ArgumentError, DistributedError, InternalError
+from fxpipe.distributed.failures import (
+    ConnectionLost,
+    FailureBoard,
+    FailureReport,
+    error_text,
+    wait_for_ranks,
+)
+from fxpipe.errors import ArgumentError, ArgumentTypeError, DistributedError, InternalError
 
 _pipes_of: Counter[str] = Counter()  # by process group, the pipes that this process has made on it
 
 
-def process_group_of(devices: DeviceMesh | dist.ProcessGroup) -> tuple[dist.ProcessGroup, torch.device]:
-    """Returns the process group of a pipe and this rank's device.
+def process_group_of(argument: str, devices: DeviceMesh | dist.ProcessGroup) -> tuple[dist.ProcessGroup, str]:
+    """Returns the process group of an argument, and the type of its devices.
 
     Raises:
         ArgumentError: a mesh of several dimensions, or one that this process is not in, or of devices that are not
@@ -29,50 +40,119 @@ def process_group_of(devices: DeviceMesh | dist.ProcessGroup) -> tuple[dist.Proc
     """
     if isinstance(devices, DeviceMesh):
         if devices.ndim != 1:
-            names = devices.mesh_dim_names
-            remedy = f"devices=mesh[{names[-1]!r}]" if names else "a mesh with mesh_dim_names=, and devices=mesh[name]"
             raise ArgumentError(
-                f"devices is a mesh of {devices.ndim} dimensions {tuple(devices.shape)}; a pipe runs along one of "
-                f"them: give {remedy}"
+                f"{argument} is a mesh of {devices.ndim} dimensions {tuple(devices.shape)}; a pipe runs along one of "
+                f"them, and its replicas along another: give {_remedy(devices)}"
             )
         if devices.get_coordinate() is None:
             raise ArgumentError(
-                f"devices is a mesh of ranks {devices.mesh.tolist()}, and this process, rank {dist.get_rank()}, is "
+                f"{argument} is a mesh of ranks {devices.mesh.tolist()}, and this process, rank {dist.get_rank()}, is "
                 "none of them: call fxpipe.pipeline on the ranks of the mesh only"
             )
-        kind, group = devices.device_type, devices.get_group()
-    else:
-        group = devices
-        if not isinstance(group, dist.ProcessGroup):  # what `new_group` returns to those who are not in it
-            raise ArgumentError(
-                f"devices is a process group that this process, rank {dist.get_rank()}, is not in: call "
-                "fxpipe.pipeline on its ranks only"
-            )
-        kind = "cpu" if dist.get_backend(group) == "gloo" else accelerator.accelerator_type() or "cpu"
-    return group, accelerator.parse_device("devices", kind)
+        return devices.get_group(), devices.device_type
+    outside: Any = dist.GroupMember.NON_GROUP_MEMBER  # what `new_group` returns to those who are not in it
+    if devices is outside:
+        raise ArgumentError(
+            f"{argument} is a process group that this process, rank {dist.get_rank()}, is not in: call "
+            "fxpipe.pipeline on its ranks only"
+        )
+    if not isinstance(devices, dist.ProcessGroup):
+        raise ArgumentTypeError(
+            f"{argument} is a {type(devices).__name__}; expected a DeviceMesh of one dimension, or a process group"
+        )
+    kind = "cpu" if dist.get_backend(devices) == "gloo" else accelerator.accelerator_type() or "cpu"
+    return devices, kind
+
+
+def _remedy(mesh: DeviceMesh) -> str:
+    names = mesh.mesh_dim_names
+    if not names:
+        return "a mesh with mesh_dim_names=, and devices=mesh[name]"
+    pipe = "pipe" if "pipe" in names else "pp" if "pp" in names else names[-1]
+    others = [name for name in names if name != pipe]
+    data = f", data_parallel=mesh[{others[0]!r}]" if len(others) == 1 else ""
+    return f"devices=mesh[{pipe!r}]{data}"
+
+
+def _refuse_overlap(pipe: dist.ProcessGroup, data: dist.ProcessGroup) -> None:
+    own, others = dist.get_process_group_ranks(pipe), dist.get_process_group_ranks(data)
+    if {*own} & {*others} != {dist.get_rank()}:
+        raise ArgumentError(
+            f"data_parallel has ranks {others} and devices has ranks {own}: of one mesh with a dimension for each, of "
+            'names "data" and "pipe" say, give devices=mesh["pipe"], data_parallel=mesh["data"]'
+        )
 
 
 class RankGroup:
     """This process among the ranks of a pipe."""
 
-    def __init__(self, devices: DeviceMesh | dist.ProcessGroup, timeout: float):
-        self.process_group, self.device = process_group_of(devices)
+    def __init__(
+        self,
+        devices: DeviceMesh | dist.ProcessGroup,
+        timeout: float,
+        data_parallel: DeviceMesh | dist.ProcessGroup | None = None,
+    ):
+        self.process_group, kind = process_group_of("devices", devices)
+        self.device = accelerator.parse_device("devices", kind)
         self.rank, self.size, self.timeout = self.process_group.rank(), self.process_group.size(), timeout
+        self.data_group = None if data_parallel is None else process_group_of("data_parallel", data_parallel)[0]
+        self.replica = 0 if self.data_group is None else self.data_group.rank()
+        self.replica_count = 1 if self.data_group is None else self.data_group.size()
+        if self.data_group is not None:
+            _refuse_overlap(self.process_group, self.data_group)
         # Those that all ranks have made: where one has not come, the next attempt has the same number.
         self._name = self.process_group.group_name
         self._number = _pipes_of[self._name] + 1
         self._store = PrefixStore(f"fxpipe/{self._name}/{self._number}", self.process_group.get_group_store())
         self._connection: Connection | None = None
+        self._replicas: Connection | None = None
+        self._data_store: PrefixStore | None = None
+        self._data_groups = 0  # made so far in this generation
         self._board: FailureBoard | None = None
-        self._is_inside = False
         self.doing = ""  # the last action that this rank has begun
         self.generation = 0
+        self.when_closed: list[Callable[[], None]] = []  # called when the connections have been closed
 
     @property
     def connection(self) -> Connection:
+        """The connection to the other ranks of this replica."""
         if self._connection is None:
             raise InternalError("ranks talk outside of a block that they go through together")
         return self._connection
+
+    @property
+    def replicas(self) -> Connection:
+        """The connection to the ranks that have the same stages in other replicas; its ranks are replicas."""
+        if self._replicas is None:
+            raise InternalError("ranks talk outside of a block that they go through together")
+        return self._replicas
+
+    @property
+    def is_first(self) -> bool:
+        """Tells whether this is the rank that decides what is decided once: rank 0 of replica 0."""
+        return self.rank == self.replica == 0
+
+    def everybody(self, value: Any, what: str, *, is_long: bool = False) -> list[list[Any]]:
+        """Returns the objects of all ranks of all replicas, by replica and rank."""
+        own = self.connection.all_gather(value, what, is_long=is_long)
+        result: list[list[Any]] = self.replicas.all_gather(own, what, is_long=is_long)
+        return result
+
+    def broadcast(self, value: Any, what: str) -> Any:
+        """Returns on all ranks of all replicas the object that the first one has, which may plan meanwhile."""
+        if self.rank == 0:
+            value = self.replicas.broadcast(value, 0, what, is_long=True)
+        return self.connection.broadcast(value, 0, what, is_long=True)
+
+    def data_parallel_group(self) -> ProcessGroup:
+        """Makes a group of the ranks that have the same stages in all replicas, for this generation."""
+        assert self._data_store is not None
+        try:
+            store = PrefixStore(f"gradients/{self._data_groups}", self._data_store)
+            self._data_groups += 1
+            return gloo_group(store, self.replica, self.replica_count, self.timeout)
+        except RuntimeError as error:
+            raise ConnectionLost("the other replicas", str(error), False) from None
 
     @contextlib.contextmanager
     def together(self) -> Iterator[Connection]:
@@ -89,29 +169,61 @@ class RankGroup:
         except ConnectionLost as error:
             lost = error
         except BaseException as error:
-            self._fail(FailureReport(self.rank, self.doing, error=error_text(error), heard=connection.heard))
+            self._fail(self._report(error=error_text(error)))
             raise
         if lost is not None:
-            report = FailureReport(self.rank, self.doing, waiting=lost.what, heard=connection.heard)
+            report = self._report(waiting=lost.what)
             board = self._board
             assert board is not None
             self._fail(report)
             raise board.cause(report, lost)
+
+    def _report(self, waiting: str = "", error: str = "") -> FailureReport:
+        heard = {} if self._connection is None else self._connection.heard
+        first = self.replica * self.size
+        return FailureReport(
+            first + self.rank, self.doing, waiting, error, {first + peer: what for peer, what in heard.items()}
+        )
 
     def _connect(self) -> Connection:
         """Returns the connection; a new one, where the last one has failed or there was none yet."""
         if self._connection is None:
             store = PrefixStore(str(self.generation), self._store)
             wait_for_ranks(store, self.rank, self.size, self.timeout)
+            data_store = self._meet_replicas()
             _pipes_of[self._name] = max(_pipes_of[self._name], self._number)
             self._board = FailureBoard(store, self.rank, self.size)
             try:
                 self._connection = Connection(PrefixStore("gloo", store), self.rank, self.size, self.timeout)
-            except RuntimeError as error:
-                self._fail(FailureReport(self.rank, "", error=f"no connection to the other ranks: {error}"))
+                self._connect_replicas(data_store)
+            except (RuntimeError, ConnectionLost) as error:
+                self._fail(self._report(error=f"no connection to the other ranks: {error}"))
                 raise DistributedError(f"no connection to the other ranks: {error}") from error
-        self._connection.heard.clear()
-        return self._connection
+        self.connection.heard.clear()
+        return self.connection
+
+    def _meet_replicas(self) -> PrefixStore | None:
+        """Waits for the ranks that have the same stages in other replicas; returns the store of this generation."""
+        if self.data_group is None:
+            return None
+        path = f"fxpipe/{self.data_group.group_name}/{self._number}/{self.generation}"
+        store = PrefixStore(path, self.data_group.get_group_store())
+        wait_for_ranks(store, self.replica, self.replica_count, self.timeout, "replica")
+        return store
+
+    def _connect_replicas(self, store: PrefixStore | None) -> None:
+        self._data_store, self._data_groups = store, 0
+        if store is None:
+            self._replicas = Connection(self._store, 0, 1, self.timeout)
+            return
+        self._replicas = Connection(PrefixStore("gloo", store), self.replica, self.replica_count, self.timeout)
+        # One board for all: on the store of the whole world, under a name that all ranks make of all ranks.
+        ranks = self.everybody(dist.get_rank(), "the ranks of all replicas")
+        name = hashlib.sha256(repr(sorted(map(sorted, ranks))).encode()).hexdigest()[:16]
+        world = dist.group.WORLD
+        assert world is not None
+        board = PrefixStore(f"fxpipe/board/{name}/{self._number}/{self.generation}", world.get_group_store())
+        self._board = FailureBoard(board, self.replica * self.size + self.rank, self.size, self.replica_count)
 
     def _fail(self, report: FailureReport) -> None:
         """Leaves the report, then closes: others who find the connection closed find the report."""
@@ -123,12 +235,15 @@ class RankGroup:
     def leave(self) -> None:
         """Ends this rank's part in the pipe; ranks that still call it are told."""
         if self._connection is not None:
-            self._fail(FailureReport(self.rank, self.doing, error="StateError: the pipe was closed on this rank"))
+            self._fail(self._report(error="StateError: the pipe was closed on this rank"))
 
     def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-        self._connection = self._board = None
+        for connection in (self._connection, self._replicas):
+            if connection is not None:
+                connection.close()
+        for close in self.when_closed:
+            close()
+        self._connection = self._replicas = self._board = None
 
     def __getstate__(self) -> Any:
         raise ArgumentError("a pipe over processes cannot be copied or pickled; save its state_dict()")

@@ -77,7 +77,7 @@ class RankState(PipelineState):
         # Those of a model built on the meta device: each rank gives values to its own, and to no others.
         self.without_values = frozenset(names_without_values(model))
         self._awaits_values = bool(self.without_values)
-        self.checks_evaluation &= group.rank == 0 and not self._awaits_values  # one warning will do
+        self.checks_evaluation &= group.is_first and not self._awaits_values  # one warning will do
         self._numbered: dict[int, tuple[PreparedGraph, RankGraph]] = {}
         self._next_number = 0
 
@@ -147,15 +147,15 @@ class RankState(PipelineState):
 
     def agree(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[RankGraph, RankInputs]:
         """Settles with all ranks what runs now. Of the inputs only those of the leader are looked at."""
-        is_first = self.first is None
-        job = self._propose(call, args, kwargs) if self.group.rank == self.leader else None
-        job = self.group.connection.broadcast(job, self.leader, "the first stage's inputs", is_long=is_first)
-        assert job is not None
+        if self.first is None:  # planned and recorded with the inputs of the first replica
+            job = self.group.broadcast(self._proposed(call, args, kwargs), "the first stage's inputs")
+            self._check_call(job, call)
+            self._record(job.inputs, job.peeked_seed)
+        job = self._broadcast(self._proposed(call, args, kwargs))
         self._check_call(job, call)
         if job.inputs is not None:
             self._record(job.inputs, job.peeked_seed)
-            job = self._propose(call, args, kwargs) if self.group.rank == self.leader else None
-            job = self.group.connection.broadcast(job, self.leader, "the first stage's inputs", is_long=True)
+            job = self._broadcast(self._proposed(call, args, kwargs), is_long=True)
             if job.inputs is not None:
                 raise StateError("the graph that was recorded for these inputs is not taken for theirs")
         prepared, graph = self._numbered[job.number]
@@ -167,6 +167,14 @@ class RankState(PipelineState):
             draw_seed()  # so that the generators of all ranks stand where that of one process would
         known = {} if job.known is None else map_tensor_leaves(lambda t: t.to(self.group.device), job.known)
         return graph, RankInputs(leaves, job.batch, job.sizes, job.seed, known)
+
+    def _proposed(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job | None:
+        return self._propose(call, args, kwargs) if self.group.rank == self.leader else None
+
+    def _broadcast(self, job: Job | None, is_long: bool = False) -> Job:
+        what = "the first stage's inputs"
+        result: Job = self.group.connection.broadcast(job, self.leader, what, is_long=is_long)
+        return result
 
     def _propose(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:
         """Looks at the inputs, on the leader."""
@@ -214,9 +222,8 @@ class RankState(PipelineState):
 
     def record_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plans with the example inputs of rank 0, and records their graph on all ranks."""
-        connection = self.group.connection
         own = map_tensor_leaves(lambda t: t.detach().cpu().requires_grad_(t.requires_grad), (args, kwargs))
-        inputs, seed = connection.broadcast((own, peek_seed()), 0, "the example inputs", is_long=True)
+        inputs, seed = self.group.broadcast((own, peek_seed()), "the example inputs")
         self._record(inputs, seed)
 
     def _record(self, inputs: Any, seed: int) -> None:
@@ -235,16 +242,15 @@ class RankState(PipelineState):
             del self._numbered[min(self._numbered)]
 
     def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> None:
-        connection = self.group.connection
         decisions = None
-        if self.group.rank == 0:
+        if self.group.is_first:
             self._make_graph(args, kwargs, seed)
             assert self.plan is not None
             settings = self.settings
             schedule = None if callable(settings.schedule) else settings.schedule
             decisions = Decisions(self.plan, settings.placement, settings.chunks, settings.checkpoint, schedule)
-        decisions = connection.broadcast(decisions, 0, "the plan", is_long=True)
-        if self.group.rank != 0:
+        decisions = self.group.broadcast(decisions, "the plan")
+        if not self.group.is_first:
             self.given_plan = decisions.plan
             self.settings = replace(
                 self.settings,
@@ -267,14 +273,15 @@ class RankState(PipelineState):
         """Makes a graph known by a number, the same on all ranks."""
         placement = self.settings.placement
         fields = graph_fields(prepared.traced.fingerprint(), bound, placement, self.settings)
-        check_agreement(self.group.connection, fields)
+        check_agreement(self.group, fields, between_replicas=self.held is None)
         routes = relay_routes(bound.wiring, placement)
         if self.held is None:
             tensors = ModelTensors(self.model, bound.constants)
             used = {id(tensors.get(name)) for stage in bound.program.stages for name in stage.attributes}
             names = {id(tensor): slot.name for slot, tensor in slots_of(self.model).items() if id(tensor) not in used}
             self.held = HeldTensors(bound.program, routes, names.values())
-            self._send_from_home(self.held.shared, bound.constants)  # each rank may have drawn its own
+            self._send_to_replicas(bound.constants)  # each rank may have drawn its own
+            self._send_from_home(self.held.shared, bound.constants)
         transfers = self.held.transfers(bound.program, routes)
         self._numbered[self._next_number] = (
             prepared, RankGraph(self._next_number, bound, routes, self.held, transfers)
@@ -286,6 +293,15 @@ class RankState(PipelineState):
         assert self.held is not None
         _, graph = next(iter(self._numbered.values()))
         self._send_from_home(self.held.names, graph.bound.constants)
+
+    @torch.no_grad()
+    def _send_to_replicas(self, constants: dict[str, torch.Tensor]) -> None:
+        """Gives all replicas the values that the first one has."""
+        tensors = ModelTensors(self.model, constants)
+        for name in self.own_names() if self.group.replica_count > 1 else ():
+            tensor = tensors.get(name)
+            if tensor.layout is torch.strided and name not in self.without_values:
+                self.group.replicas.broadcast_tensor(tensor.detach(), 0, f"the values of {name}")
 
     @torch.no_grad()
     def _send_from_home(self, names: Sequence[str], constants: dict[str, torch.Tensor]) -> None:

@@ -9,6 +9,7 @@ waiting.)
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
@@ -47,8 +48,9 @@ class RankStep(Step):
         losses: MicroBatchLosses | None = None,
         keep_outputs: bool = False,
         look_at_elements: bool = False,
+        first_micro_batch: int = 0,
     ):
-        self.routes, self.rank = routes, rank
+        self.routes, self.rank, self.first_micro_batch = routes, rank, first_micro_batch
         actions = [action for row in schedule.rows for action in row]
         super().__init__(
             inputs,
@@ -75,8 +77,21 @@ class RankStep(Step):
 class RankRow:
     """The row of this rank: its actions, and the packets around them. The `RowActions` of the engine."""
 
-    def __init__(self, step: RankStep, rows: Rows, mailbox: Mailbox, group: RankGroup, packet_key: tuple[Any, ...]):
-        """`packet_key`: the same for steps whose packets are the same, as a rule: graph and sizes of inputs."""
+    def __init__(
+        self,
+        step: RankStep,
+        rows: Rows,
+        mailbox: Mailbox,
+        group: RankGroup,
+        packet_key: tuple[Any, ...],
+        when_final: Callable[[str, int], None] | None = None,
+    ):
+        """Makes the row.
+
+        Args:
+            packet_key: the same for steps whose packets are the same, as a rule: graph and sizes of inputs.
+            when_final: told of each parameter, and stage here, whose gradient is complete.
+        """
         self._step, self._mailbox, self._group, self._packet_key = step, mailbox, group, packet_key
         self._exchange, self._routes, self._count = step.rank_exchange, step.routes, step.micro_batches
         # By stage, the micro-batches in the order in which they go back.
@@ -84,6 +99,8 @@ class RankRow:
             j: [a.micro_batch for row in rows for a in row if a.kind is ActionKind.BACKWARD and a.stage == j]
             for j in range(len(step.devices))
         }
+        self._when_final = when_final
+        self._last = _last_backwards(rows, step.split)
         self._taken: Counter[int] = Counter()  # by cut, the packets of gradients that this rank has taken
         self._given_back: Counter[int] = Counter()  # by cut, those it has sent, and whose memory it has given back
 
@@ -138,11 +155,32 @@ class RankRow:
     def _gradients(self, cut: int, i: int) -> tuple[Any, int]:
         return (*self._packet_key, "gradients", cut, i), 2 * (cut * self._count + i) + 1
 
+    def _told_of(self, j: int) -> Callable[[str], None]:
+        when_final = self._when_final
+        assert when_final is not None
+        return lambda name: when_final(name, j)
+
     def _perform(self, kind: ActionKind, j: int, i: int) -> None:
         action = Action(kind, j, i)
         self._group.doing = str(action)
+        if self._when_final is not None:
+            self._step.totals[j].when_final = self._told_of(j) if action in self._last else None
         self._step.perform(action)
         raise_failure(self._step)
+
+
+def _last_backwards(rows: Rows, split: Collection[tuple[int, int]]) -> set[Action]:
+    """Returns the actions in which each gradient that they make is complete."""
+    last: set[Action] = set()
+    backwards = [a for row in rows for a in row if a.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT)]
+    for j in {action.stage for action in backwards}:
+        *_, end = own = [action for action in backwards if action.stage == j]
+        last.add(end)
+        if end.kind is ActionKind.WEIGHT:
+            *_, last_b = (action for action in own if action.kind is ActionKind.BACKWARD)
+            if (j, last_b.micro_batch) in split:  # else it runs its tape itself, and W adds to what that makes
+                last.add(last_b)
+    return last
 
 
 def first_free_tag(schedule: Schedule) -> int:

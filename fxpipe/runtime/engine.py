@@ -176,7 +176,7 @@ class Engine:
         kind = self._loss_histories.for_drop_in(bound)
         shares = shares_of(samples_per_micro_batch(batch, m))
         step = self._step(
-            StepInputs.of_mini_batch(bound, leaves, shares), schedule, look_at_elements=kind.look_at_elements
+            StepInputs.of_mini_batch(bound, leaves, shares), schedule, look_at_elements=kind.look_at_elements and m > 1
         )
         self._run_rows(step, schedule, forward_part(schedule))
         parts = {link.value: [step.exchange.take(n, link, i) for i in range(m)] for link in bound.wiring.links[-1]}
@@ -277,7 +277,7 @@ class Engine:
                 seed,
                 losses=losses,
                 keep_outputs=is_verified or return_outputs,
-                look_at_elements=kind.look_at_elements,
+                look_at_elements=kind.look_at_elements and m > 1,
             )
             self._run_rows(step, schedule, schedule.rows)
             assert step.loss is not None

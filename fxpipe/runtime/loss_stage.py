@@ -98,7 +98,7 @@ class LossStage:
         losses, tree = self.losses, self.trees[i]
         if losses.is_handed_over or not tree.is_weighed:
             return losses(tree(outputs), i)
-        weight = losses.shares[i]
+        weight = losses.shares[i] * losses.portion
         return losses(tree.share(outputs, losses.known, weight, losses.reduction), i, lambda: tree(outputs))
 
     def _go_back(

@@ -61,6 +61,7 @@ class MicroBatchLosses:
     known: Mapping[int, Any] = field(default_factory=dict)  # pieces of the mini-batch, by place
     # Micro-batches are no parts of a mini-batch: the loss is a weighted mean, or the sum, of what each by itself gives.
     is_handed_over: bool = False
+    portion: float = 1.0  # of the mini-batch in one of which it is a part, and whose gradients are made
 
     def __post_init__(self) -> None:
         self.values = [None] * len(self.shares)
@@ -89,13 +90,18 @@ class MicroBatchLosses:
         if self.returns_weights and self.unit is None:
             self.unit = _unit_near(weight, len(self.shares))
         if self.returns_weights or self.scaler is not None:
-            loss = self._for_backward(loss, self.unit if self.returns_weights else self.share(i))
+            loss = self._for_backward(loss, self.unit if self.returns_weights else self.share(i) * self.scale)
             return loss, torch.ones_like(loss)
-        return loss, torch.full_like(loss, self.share(i))
+        return loss, torch.full_like(loss, self.share(i) * self.scale)
 
     def share(self, i: int) -> Any:
         """Returns the weight of micro-batch i, in proportion to others."""
         return self.weights[i] if self.returns_weights else self.shares[i] if self.reduction == "mean" else 1
+
+    @property
+    def scale(self) -> Any:
+        """The scale of its gradient: the portion where it is a mean over samples, 1 for sums and weighted ones."""
+        return self.portion if self.reduction == "mean" and not self.returns_weights and self.portion != 1 else 1
 
     def loss_of_whole(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of all outputs at once, detached, and the same scaled for backward."""
@@ -104,7 +110,7 @@ class MicroBatchLosses:
         loss, weight = checked_loss(self.function(output, *target), "the whole mini-batch")
         if weight is not None:
             loss = torch.as_tensor(loss / weight)
-        return loss.detach(), self._for_backward(loss, 1)
+        return loss.detach(), self._for_backward(loss, self.scale)
 
     def _for_backward(self, loss: torch.Tensor, factor: Any) -> torch.Tensor:
         scaled: torch.Tensor = loss if isinstance(factor, int) else loss * factor
@@ -124,12 +130,19 @@ class MicroBatchLosses:
         """
         if not self.returns_weights:
             return None
-        weight = self._weight
+        weight = self.weight
         return self.unit * (torch.where(weight == 0, 1, weight) if isinstance(weight, torch.Tensor) else weight or 1)
 
     @property
-    def _weight(self) -> Any:
+    def weight(self) -> Any:
+        """The weight of the mini-batch, where losses are pairs."""
         return sum(self.weights[1:], self.weights[0])
+
+    @property
+    def sum_of_totals(self) -> Any:
+        """The total of the mini-batch, where losses are pairs."""
+        values = [v for v in self.values if v is not None]
+        return sum(values[1:], values[0])
 
     def total(self) -> torch.Tensor:
         """The loss of the mini-batch.
@@ -142,9 +155,9 @@ class MicroBatchLosses:
                 "the loss does not require grad: neither a parameter nor an input that requires grad leads to it; is "
                 "every parameter frozen, or the output detached?"
             )
-        values = [v for v in self.values if v is not None]
         if self.returns_weights:
-            return torch.as_tensor(sum(values[1:], values[0]) / self._weight)
+            return torch.as_tensor(self.sum_of_totals / self.weight)
+        values = [v for v in self.values if v is not None]
         scaled: list[torch.Tensor] = [v * self.share(i) for i, v in enumerate(values)]
         return sum(scaled[1:], scaled[0])
 

@@ -10,7 +10,8 @@ that forward changes is copied for each F.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -107,6 +108,7 @@ class StageTotals:
         self.buffers: dict[str, torch.Tensor] = {}  # that change, as the last F left them
         self.assigned: set[str] = set()  # of those, by name, what forward sets to another tensor
         self.sums: dict[str, torch.Tensor] = {}  # of gradients, by parameter
+        self.when_final: Callable[[str], None] | None = None  # told of each sum that is complete, in the last B or W
         self._counters: dict[str, torch.Tensor] = {}  # of mini-batches, as every F leaves them
         self._statistics: dict[int, list[BatchStatistics]] = {}  # of deferred batch norm, by micro-batch
         self._counts: dict[str, int] = {}  # of gradients in a sum
@@ -135,6 +137,8 @@ class StageTotals:
                 count = self._counts.get(name, 0)
                 self.sums[name] = add_gradient(self.sums.get(name), gradient, count)
                 self._counts[name] = count + 1
+                if self.when_final is not None:
+                    self.when_final(name)
             del gradient  # before the next one is made
 
 
@@ -238,11 +242,28 @@ class StageInstance:
             wanted += pending.tape.edges
         if not roots or not wanted:
             return [None] * len(pending.leaves)
-        results = gradients_of(wanted, roots, arrived)
-        self.totals.add(zip(self._names, results, strict=False))
+        if self.totals.when_final is None:
+            results = gradients_of(wanted, roots, arrived)
+            self.totals.add(zip(self._names, results, strict=False))
+        else:
+            with self._added_as_they_come():
+                results = gradients_of(wanted, roots, arrived)
         if pending.tape is not None:
             pending.tape.arrived(results[of_weights:])
         return results[len(self._summed) : of_weights]
+
+    @contextmanager
+    def _added_as_they_come(self) -> Iterator[None]:
+        """A block in which autograd adds each gradient to its sum as soon as it is there, while it makes others."""
+        handles = [
+            view.register_hook(lambda gradient, name=name: self.totals.add([(name, gradient)]))
+            for name, view in zip(self._names, self._summed, strict=True)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def weight_gradients(self, tape: WeightGradientTape) -> None:
         """Sums the gradients of the parameters that B has left."""

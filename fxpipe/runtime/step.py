@@ -78,6 +78,8 @@ class OpenProgram:
 class Step(ActionPerformer):
     """One mini-batch."""
 
+    first_micro_batch = 0  # its number, on which random numbers depend
+
     def __init__(
         self,
         inputs: StepInputs,
@@ -98,7 +100,7 @@ class Step(ActionPerformer):
         self.state = inputs.bounds[0].state
         self.grad = self.state.grad
         self.exchange = self._open_exchange(inputs)
-        self.loss_weighting = LossWeightingCheck.of(inputs.bounds[0], look_at_elements and len(self.weights) > 1)
+        self.loss_weighting = LossWeightingCheck.of(inputs.bounds[0], look_at_elements)
         self.loss = (
             None
             if losses is None
@@ -204,7 +206,7 @@ class Step(ActionPerformer):
     ) -> StageResult:
         program = self._programs[i]
         if program.bound.program.is_random:
-            stage_context.seed = mix_seed(self.seed, i)
+            stage_context.seed = mix_seed(self.seed, self.first_micro_batch + i)
         return program.stages[j].run(received, buffers, is_kept)
 
     def _send(self, j: int, i: int, sent: Sequence[Any]) -> None:

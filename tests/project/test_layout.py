@@ -9,7 +9,8 @@ from helpers.paths import ROOT
 
 TESTS = ROOT / "tests"
 FILES = sorted(TESTS.rglob("*.py"))
-PUBLIC = {"fxpipe.errors", "fxpipe.hardware", "fxpipe.optim", "fxpipe.scheduling"}  # docstrings of the API name them
+# docstrings of the API name them
+PUBLIC = {f"fxpipe.{name}" for name in ("distributed", "errors", "hardware", "optim", "scheduling")}
 PACKAGES = {path.relative_to(ROOT / "fxpipe") for path in (ROOT / "fxpipe").rglob("*") if path.is_dir()}
 
 

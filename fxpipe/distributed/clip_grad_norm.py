@@ -1,0 +1,63 @@
+"""Gradients clipped by their norm over all ranks: `torch.nn.utils.clip_grad_norm_` for a pipe over processes."""
+
+from __future__ import annotations
+
+import torch
+
+from fxpipe.distributed.pipeline import DistributedPipeline, distributed_state
+from fxpipe.errors import ArgumentTypeError, StateError
+from fxpipe.pipeline_module import Pipeline
+
+
+def clip_grad_norm_(
+    pipe: Pipeline, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """Clips the gradients of a model by the norm of all of them, on all ranks, which all call this.
+
+        loss = pipe.forward_backward(x, target=t, loss_fn=loss_fn)
+        fxpipe.distributed.clip_grad_norm_(pipe, 1.0)
+        optimizer.step()
+
+    The norm is that of `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)` on the plain model: over the
+    parameters of all stages, a tied weight counted once. Replicas have the same gradients and need not tell each other.
+    The gradients of a pipe in one process are clipped by that function.
+
+    Args:
+        max_norm: gradients are scaled so that their norm is at most this.
+        norm_type: which norm; `inf` is the largest element.
+        error_if_nonfinite: raise on all ranks where the norm is NaN or infinite.
+
+    Returns:
+        The norm before clipping, on all ranks.
+
+    Raises:
+        StateError: the gradients are those of one replica yet, from calls within `no_sync()`.
+        RuntimeError: the norm is not finite, and `error_if_nonfinite`.
+    """
+    if not isinstance(pipe, Pipeline):
+        raise ArgumentTypeError(f"pipe is a {type(pipe).__name__}; expected what fxpipe.pipeline returns")
+    if not isinstance(pipe, DistributedPipeline):
+        return torch.nn.utils.clip_grad_norm_(pipe.parameters(), max_norm, norm_type, error_if_nonfinite)
+    state = distributed_state(pipe)
+    with state.engine.running(), state.group.together() as connection, torch.no_grad():
+        if state.engine.replicas.has_unsynced:
+            raise StateError(
+                "the gradients are those of one replica, from calls of forward_backward within no_sync(): clip behind "
+                "the call that sums them over the replicas"
+            )
+        # By the names that the model itself has, so that one on several ranks is there once.
+        names = {id(parameter): name for name, parameter in pipe.model.named_parameters()}
+        gradients = {names[id(p)]: p.grad for p in pipe.parameters() if p.grad is not None}
+        own = {name: torch.linalg.vector_norm(g, norm_type).cpu() for name, g in gradients.items()}
+        everybody = connection.all_gather(own, "the norms of gradients")
+    norms = {name: norm for of_rank in everybody for name, norm in of_rank.items()}
+    ordered = [norms[name] for name in names.values() if name in norms]
+    total = torch.linalg.vector_norm(torch.stack(ordered), norm_type) if ordered else torch.zeros(())
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the gradients of all ranks is {float(total)}, so that they cannot be "
+            "clipped; error_if_nonfinite=False scales them all the same"
+        )
+    total = total.to(state.group.device)
+    torch.nn.utils.clip_grads_with_norm_(pipe.parameters(), max_norm, total)
+    return total

@@ -1,0 +1,239 @@
+"""The gradients of one step on one rank, on their way from the stages to `.grad`.
+
+    sums of stages ──▶ sums over replicas ──▶ sums over the stages of all ranks (tied weights) ──▶ divided ──▶ `.grad`
+
+With one replica the second step falls away; within `no_sync()` it does as well, and what is in `.grad` then goes with
+the gradients of the next call that sums over replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe._torch.autograd import has_gradient_hooks, leaves_below
+from fxpipe.distributed.gradient_reduction import GradientReduction, StageParameter
+from fxpipe.distributed.held_tensors import HeldTensors, TensorTransfers, gradient_of
+from fxpipe.distributed.rank_group import RankGroup
+from fxpipe.distributed.rank_step import RankStep
+from fxpipe.distributed.replicas import Replicas, put_sums
+from fxpipe.distributed.step_report import StepReport
+from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
+from fxpipe.runtime.commit import GradientList, attach_commit, gradient_rollback
+from fxpipe.runtime.engine import divided
+
+Reports = Sequence[Sequence[StepReport]]  # by replica and rank
+
+
+class RankGradients:
+    """The gradients of one step on this rank."""
+
+    def __init__(
+        self,
+        held: HeldTensors,
+        transfers: TensorTransfers,
+        tensors: ModelTensors,
+        bound: BoundProgram,
+        group: RankGroup,
+        replicas: Replicas,
+    ):
+        self._held, self._transfers, self._tensors, self._bound = held, transfers, tensors, bound
+        self._group, self._replicas = group, replicas
+        self.trained = self._trained()
+        own = held.used_by_stages(group.rank)
+        # By stage, what the reducer sums: the same in each step, whatever graph it takes.
+        self.parameters = replicas.reducible({(n, j): self.trained[n] for n, j in own if n in self.trained})
+        self._reduction: GradientReduction | None = None
+        self._sums: dict[StageParameter, torch.Tensor] = {}
+        self._is_divided = False
+        self._late: set[StageParameter] = set()  # what was summed behind the step
+
+    def _trained(self) -> dict[str, torch.Tensor]:
+        """Returns, by name, the tensors that this rank holds and trains."""
+        rank, held, tensors = self._group.rank, self._held, self._tensors
+        names = dict.fromkeys((*self._transfers.stages_of, *(name for name, _ in held.used_by_stages(rank))))
+        stages = self._bound.program.stages
+        changed = {name for stage in stages for name in (*stage.changed_buffers, *stage.assigns)}
+        own = {name: tensors.get(name) for name in names if rank in held.holders(name) and name not in changed}
+        return {name: tensor for name, tensor in own.items() if tensor.requires_grad}
+
+    def have_hooks(self, step: RankStep) -> bool:
+        leaves = [*self.trained.values(), *(one.tensor for one in step.trained)]
+        return any(map(has_gradient_hooks, leaves))
+
+    # -- sums over replicas ------------------------------------------------------------------------------------------
+
+    def _unsynced(self) -> dict[StageParameter, torch.Tensor]:
+        """Returns what is in `.grad` since the replicas were equal, each on the first rank that holds it."""
+        if not self._replicas.has_unsynced:
+            return {}
+        at_home = (
+            (name, self._held.first_use(name), parameter)
+            for name, parameter in self.trained.items()
+            if parameter.grad is not None and self._held.holders(name)[0] == self._group.rank
+        )
+        return {(name, j or 0): parameter.grad for name, j, parameter in at_home if parameter.grad is not None}
+
+    def _reducible_unsynced(self) -> dict[StageParameter, torch.Tensor]:
+        """Returns those of them that the reducer sums."""
+        return {k: g for k, g in self._unsynced().items() if k in self.parameters and not g.is_sparse}
+
+    def open_sum(self) -> GradientReduction | None:
+        """Begins to sum over replicas what the row completes; None where that is not to be, or not yet."""
+        self._reduction = self._begin_sum() if self._replicas.sums_at_once else None
+        return self._reduction
+
+    def _begin_sum(self) -> GradientReduction:
+        return self._replicas.open_sum(self._reducible_unsynced())
+
+    def give_rest(self, step: RankStep, report: StepReport) -> None:
+        """Gives the reducer what the row has left, and reports what it does not sum."""
+        replicas = self._replicas
+        if replicas.count == 1 or not replicas.is_synced:
+            return
+        completed = self._reduction.completed if self._reduction is not None else frozenset()
+        left = {(name, j): g for j, totals in enumerate(step.totals) for name, g in totals.sums.items()}
+        sparse = frozenset(key for key, gradient in left.items() if gradient.is_sparse)
+        unsynced, reduced = self._unsynced(), self._reducible_unsynced()
+        report.missing = frozenset(self.parameters) - completed - (left.keys() - sparse) - reduced.keys()
+        report.late = sparse | (left.keys() - self.parameters.keys()) | (unsynced.keys() - reduced.keys())
+        report.sparse = sparse & self.parameters.keys()
+        if step.loss is not None:
+            report.loss_parameters = len(_parameters_of_loss(step))
+        if self._reduction is not None:
+            self._give_totals(step, self._reduction)
+
+    def _give_totals(self, step: RankStep, reduction: GradientReduction) -> None:
+        left = {
+            (name, j): totals.sums.pop(name)
+            for j, totals in enumerate(step.totals)
+            for name, gradient in [*totals.sums.items()]
+            if (name, j) in self.parameters and not gradient.is_sparse
+        }
+        reduction.give_rest(left)
+
+    def finish_sum(self) -> None:
+        """Waits for the sums of what was given."""
+        if self._reduction is not None:
+            self._sums = self._reduction.finish()
+
+    def sum_over_replicas(self, step: RankStep, reports: Reports, divisor: Any) -> None:
+        """Puts sums over replicas in the place of gradients; computes them now, where they were not at once."""
+        replicas, rank = self._replicas, self._group.rank
+        if replicas.count == 1 or not replicas.is_synced:
+            return
+        if self._reduction is None:
+            self._divide(step, divisor)  # what is in `.grad`, and goes with them, is divided already
+            reduction = self._begin_sum()
+            self._give_totals(step, reduction)
+            self._sums = reduction.finish()
+        put_sums(step.totals, self._sums, [of_replica[rank].missing for of_replica in reports])
+        replicas.note_unreducible(key for of_replica in reports for key in of_replica[rank].sparse)
+        self._sums = {}
+
+    def _divide(self, step: RankStep, divisor: Any) -> None:
+        self._is_divided = True
+        if divisor is None:
+            return
+        for totals in step.totals:
+            totals.sums = {name: divided(gradient, divisor) for name, gradient in totals.sums.items()}
+        for leaf, gradient, count in _parameters_of_loss(step):
+            step.loss.own[id(leaf)] = (leaf, divided(gradient, divisor), count)  # type: ignore[union-attr]
+
+    def sum_late(
+        self, step: RankStep, reports: Reports, others: Mapping[StageParameter, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Returns the sums over replicas of what the reducer does not sum, by parameter; of loss_fn's in its place."""
+        everybody = [report for of_replica in reports for report in of_replica]
+        if not any(report.late or report.loss_parameters for report in everybody):
+            return {}
+        late = self._late = {key for report in reports[self._group.replica] for key in report.late}
+        gradients: dict[Any, torch.Tensor | None] = {}
+        for name, parameter in self.trained.items():
+            stages = [j for j in self._transfers.stages_of.get(name, ()) if (name, j) in late]
+            gradients[name] = gradient_of(name, stages, step, others)
+            if (name, self._held.first_use(name) or 0) in late:
+                gradients[name] = self._with_unsynced(gradients[name], parameter)
+        own = _parameters_of_loss(step)
+        for k, (leaf, gradient, _) in enumerate(own):
+            gradients[k] = self._with_unsynced(gradient, leaf)
+        sums = self._replicas.sum_late({key: value for key, value in gradients.items() if value is not None})
+        at_home = {key: value.to(self._group.device) for key, value in sums.items()}
+        for k, (leaf, _, count) in enumerate(own):
+            step.loss.own[id(leaf)] = (leaf, at_home[k], count)  # type: ignore[union-attr]
+        return {key: value for key, value in at_home.items() if isinstance(key, str)}
+
+    def _with_unsynced(self, gradient: torch.Tensor | None, leaf: torch.Tensor) -> torch.Tensor | None:
+        if not self._replicas.has_unsynced or leaf.grad is None:
+            return gradient
+        earlier = leaf.grad / self._replicas.count
+        return earlier if gradient is None else gradient + earlier
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def commit(
+        self, step: RankStep, reports: Reports, others: Mapping[StageParameter, torch.Tensor], divisor: Any
+    ) -> None:
+        """Adds the gradients of the step to `.grad`. Where hooks may fail on one rank, all wait for it."""
+        replicas = self._replicas
+        any_hooks = any(report.has_hooks for of_replica in reports for report in of_replica)
+        is_summed = replicas.count > 1 and replicas.is_synced
+        late = self.sum_late(step, reports, others) if is_summed else {}
+        # A mean over replicas is to come of it, whatever else is in `.grad`.
+        scale = replicas.count if replicas.count > 1 and not replicas.is_synced else 1
+        extra = [] if step.loss is None else [leaf for leaf, *_ in step.loss.own.values()]
+
+        def finished(gradient: torch.Tensor | None, is_shared: bool) -> torch.Tensor | None:
+            if gradient is None:
+                return None
+            if divisor is not None and not (is_shared and self._is_divided):
+                gradient = divided(gradient, divisor)
+            return gradient * scale if is_shared and scale != 1 else gradient
+
+        def finish(_: object) -> GradientList:
+            sums: GradientList = []
+            for name in self.trained:
+                stages = [j for j in self._transfers.stages_of.get(name, ()) if (name, j) not in self._late]
+                gradient = gradient_of(name, stages, step, others)
+                sums.append(finished(_sum(gradient, late.pop(name, None)), is_shared=True))
+            sums += [finished(step.exchange.input_gradients(one), is_shared=False) for one in step.trained]
+            if step.loss is not None:
+                own = [(leaf, step.loss.own.pop(id(leaf))[1]) for leaf in extra]
+                sums += [finished(gradient, isinstance(leaf, nn.Parameter)) for leaf, gradient in own]
+            return sums
+
+        leaves = [*self.trained.values(), *(one.tensor for one in step.trained), *extra]
+        if leaves:
+            (root,) = attach_commit(step.transport.on_step_streams(finish), [torch.zeros((), device="cpu")], leaves)
+            with gradient_rollback(leaves_below(root), is_certain=any_hooks):
+                if is_summed and replicas.has_unsynced:  # the sums have what is there
+                    _clear_gradients([*self.trained.values(), *(x for x in extra if isinstance(x, nn.Parameter))])
+                root.backward()
+                if any_hooks:
+                    self._wait_for_hooks()
+        elif any_hooks:
+            self._wait_for_hooks()
+        replicas.has_unsynced = replicas.count > 1 and not replicas.is_synced
+
+    def _wait_for_hooks(self) -> None:
+        self._group.everybody(None, "the hooks on gradients")
+
+
+def _parameters_of_loss(step: RankStep) -> list[tuple[nn.Parameter, torch.Tensor, int]]:
+    """Returns the parameters that loss_fn uses, with the sums of their gradients and how many these are."""
+    own = [] if step.loss is None else step.loss.own.values()
+    return [(leaf, gradient, count) for leaf, gradient, count in own if isinstance(leaf, nn.Parameter)]
+
+
+def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
+    return second if first is None else first if second is None else first + second
+
+
+@torch.no_grad()
+def _clear_gradients(parameters: Sequence[torch.Tensor]) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.zero_()

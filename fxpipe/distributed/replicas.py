@@ -1,0 +1,291 @@
+"""The replicas of a pipe in one step: what part of all mini-batches each has, and the loss and gradients of all.
+
+With data parallelism a step is that of the *union*: one mini-batch that has those of all replicas in it, one behind the
+other. So before it the replicas tell each other how many samples each has, and a sample counts the same wherever it is;
+micro-batches are numbered through, and random numbers depend on those numbers, so that no replica draws what another
+draws.
+
+    replica 0     samples 0 ... 6     micro-batches 0, 1, 2
+    replica 1     samples 7 ... 9     micro-batches 3, 4
+
+A loss that is a pair (total, weight) is divided by the weights of all replicas when all are known, at the end.
+
+Gradients are sums over replicas. Within `no_sync()` they stay on their replica, and `.grad` of n replicas has n times
+its part, as with `DistributedDataParallel`: the mean over replicas is right then whatever else `.grad` has, and goes
+with the gradients of the next call without `no_sync()`. What the reducer cannot sum, sparse gradients and those of
+graphs beside the first one, which other replicas may not have run, is *late*: it is summed behind the step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxpipe.distributed.gradient_reduction import GradientReduction, StageParameter
+from fxpipe.distributed.rank_group import RankGroup
+from fxpipe.errors import LossError, StateError
+from fxpipe.runtime.losses import LARGEST_UNIT, MicroBatchLosses
+from fxpipe.runtime.stage_instance import StageTotals
+from fxpipe.utils.output_combination import OutputCombination
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStart:
+    """The message of a replica to the others at the beginning of a step, from each rank to those with its stages."""
+
+    batch: int
+    micro_batches: int
+    seed: int | None  # None: nothing draws
+    is_synced: bool
+    reduction: str
+    parameters: str  # a digest of those that the reduction has
+    changes_buffers: bool  # that the rank holds
+    known: Mapping[int, Any] | None = None  # of the rank of the last stage: pieces of its mini-batch, by place
+
+
+def digest(parameters: Mapping[StageParameter, torch.Tensor]) -> str:
+    """Returns a text that differs where the parameters do."""
+    text = repr([(key, tuple(tensor.shape), tensor.dtype) for key, tensor in parameters.items()])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPart:
+    """The part that a replica has in a step."""
+
+    seed: int
+    micro_batches: int  # of all replicas
+    batch: int  # of all replicas
+    portions: Sequence[float] = (1.0,)  # by replica, of all samples
+    firsts: Sequence[int] = (0,)  # by replica, the number of its first micro-batch among all
+    replica: int = 0
+    changes_buffers: bool = False  # does the first replica, of those that this rank holds
+    known: Mapping[int, Any] | None = None  # pieces of the union of mini-batches
+
+    @property
+    def portion(self) -> float:
+        return self.portions[self.replica]
+
+    @property
+    def first(self) -> int:
+        return self.firsts[self.replica]
+
+
+def part_of(starts: Sequence[ReplicaStart], replica: int, combinations: Sequence[OutputCombination]) -> ReplicaPart:
+    """Computes the part of a replica of what all of them have told.
+
+    Raises:
+        StateError: they do different things.
+    """
+    for field, what in (
+        ("is_synced", "call forward_backward within no_sync() and without"),
+        ("reduction", "call forward_backward with different values of reduction"),
+        ("parameters", "train different parameters (requires_grad)"),
+    ):
+        values = [getattr(start, field) for start in starts]
+        if len({*values}) > 1:
+            other = next(k for k, value in enumerate(values) if value != values[0])
+            raise StateError(f"replica 0 and replica {other} {what}: all replicas do the same")
+    batch = sum(start.batch for start in starts)
+    firsts = [sum(start.micro_batches for start in starts[:k]) for k in range(len(starts))]
+    return ReplicaPart(
+        seed=next((start.seed for start in starts if start.seed is not None), 0),
+        micro_batches=sum(start.micro_batches for start in starts),
+        batch=batch,
+        portions=[start.batch / batch for start in starts],
+        firsts=firsts,
+        replica=replica,
+        changes_buffers=starts[0].changes_buffers,
+        known=_known_of_union(starts, batch, combinations),
+    )
+
+
+def _known_of_union(
+    starts: Sequence[ReplicaStart], batch: int, combinations: Sequence[OutputCombination]
+) -> Mapping[int, Any] | None:
+    """Returns the pieces of the union of mini-batches, of those of each."""
+    if starts[0].known is None:
+        return None
+    places = [frozenset(start.known or ()) for start in starts]
+    if len({*places}) > 1:
+        raise LossError(
+            "the loss that the model itself takes goes together in different ways on different replicas, as forward "
+            "concludes different things from their inputs; return (total, weight) from a loss_fn"
+        )
+    hows = {place: how for one in combinations for place, how in zip(one.pieces, one.reductions, strict=True)}
+    union: dict[int, Any] = {}
+    for place in places[0]:
+        values = [start.known[place] for start in starts if start.known is not None]
+        if hows.get(place) == "sum":
+            union[place] = sum(values[1:], values[0])
+        elif hows.get(place) == "mean":
+            weighted = [value * (start.batch / batch) for value, start in zip(values, starts, strict=True)]
+            union[place] = sum(weighted[1:], weighted[0])
+        else:
+            union[place] = values[0]
+    return union
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLoss:
+    """The loss of one replica, before it is divided by what others have to tell."""
+
+    total: torch.Tensor  # a sum for pairs, else the loss of its mini-batch
+    weight: Any = None  # of pairs
+    unit: Any = None
+
+
+def loss_of_replica(losses: MicroBatchLosses) -> ReplicaLoss:
+    """Returns what a replica tells the others of its loss.
+
+    Raises:
+        LossError: nothing that requires grad leads to it.
+    """
+    loss = losses.total().cpu()
+    if not losses.returns_weights:
+        return ReplicaLoss(loss)
+    total, weight, unit = (
+        value.cpu() if isinstance(value, torch.Tensor) else value
+        for value in (losses.sum_of_totals, losses.weight, losses.unit)
+    )
+    return ReplicaLoss(total, weight, unit)
+
+
+def loss_of_union(losses: Sequence[ReplicaLoss], part: ReplicaPart, reduction: str) -> tuple[torch.Tensor, Any]:
+    """Returns the loss of the union, and the number by which gradients are still to be divided, or None.
+
+    Raises:
+        LossError: it is a pair on some replicas only.
+    """
+    if len({loss.weight is None for loss in losses}) > 1:
+        raise LossError("loss_fn returns (total, weight) on some replicas and a loss on others; return one kind")
+    totals = [loss.total for loss in losses]
+    if losses[0].weight is None:
+        if reduction == "mean":
+            totals = [total * portion for total, portion in zip(totals, part.portions, strict=True)]
+        return torch.as_tensor(sum(totals[1:], totals[0])), None
+    weight = weight_of_union(losses)
+    divisor = torch.where(weight == 0, 1, weight) if isinstance(weight, torch.Tensor) else weight or 1
+    return torch.as_tensor(sum(totals[1:], totals[0]) / weight), losses[0].unit * divisor
+
+
+def weight_of_union(losses: Sequence[ReplicaLoss]) -> Any:
+    return sum((loss.weight for loss in losses[1:]), losses[0].weight)
+
+
+class Replicas:
+    """The replicas of a pipe, of which this process is in one: what it does with the others in each step."""
+
+    def __init__(self, group: RankGroup):
+        self.group = group
+        self.is_synced = True  # else gradients stay on their replica: within no_sync()
+        self.has_unsynced = False  # is there anything in `.grad` that other replicas do not know of
+        self._is_weighted = False  # was the last loss a pair
+        self._unit: float | None = None  # of losses that are pairs, the same on all replicas
+        self._unreducible: set[StageParameter] = set()  # that have sparse gradients
+        self._reduction: GradientReduction | None = None
+        self._reduced: tuple[Any, ...] = ()  # what that is of
+        group.when_closed.append(self.close)
+
+    @property
+    def count(self) -> int:
+        return self.group.replica_count
+
+    def close(self) -> None:
+        if self._reduction is not None:
+            self._reduction.close()
+        self._reduction, self._reduced = None, ()
+
+    # -- before the rows ---------------------------------------------------------------------------------------------
+
+    def reducible(self, parameters: Mapping[StageParameter, torch.Tensor]) -> dict[StageParameter, torch.Tensor]:
+        """Returns those of the parameters whose gradients the reducer sums."""
+        if self.count == 1:
+            return {}
+        return {key: p for key, p in parameters.items() if p.is_floating_point() and key not in self._unreducible}
+
+    def begin(
+        self,
+        own: ReplicaStart,
+        parameters: Mapping[StageParameter, torch.Tensor],
+        combinations: Sequence[OutputCombination],
+    ) -> ReplicaPart:
+        """Settles with the other replicas what part of the step each has. `parameters`: `reducible` ones."""
+        if self.count == 1:
+            return ReplicaPart(own.seed or 0, own.micro_batches, own.batch, known=own.known)
+        starts = self.group.replicas.all_gather(own, "the other replicas to begin the step")
+        part = part_of(starts, self.group.replica, combinations)
+        reduced = (self.group.generation, own.parameters)
+        if self.is_synced and self._reduced != reduced:
+            self.close()
+            self._reduction = GradientReduction(self.group.data_parallel_group(), parameters)
+            self._reduced = reduced
+        return part
+
+    def unit(self, part: ReplicaPart) -> float | None:
+        """Returns the unit of losses that are pairs: the same on all replicas, as their gradients are summed."""
+        if self.count == 1:
+            return None
+        return 2.0 ** -(part.batch - 1).bit_length() if self._unit is None else self._unit
+
+    @property
+    def sums_at_once(self) -> bool:
+        """Tells whether gradients go to the reducer as they come.
+
+        Not where those of earlier calls go with them, but what to divide by is only known when the step has ended.
+        """
+        return self.count > 1 and self.is_synced and not (self.has_unsynced and self._is_weighted)
+
+    def open_sum(self, unsynced: Mapping[StageParameter, torch.Tensor]) -> GradientReduction:
+        """Begins a sum of gradients over replicas. `unsynced`: what is in `.grad`."""
+        assert self._reduction is not None
+        earlier = {key: gradient / self.count for key, gradient in unsynced.items()} if self.has_unsynced else {}
+        self._reduction.begin(earlier)
+        return self._reduction
+
+    # -- behind them -------------------------------------------------------------------------------------------------
+
+    def note_loss(self, losses: Sequence[ReplicaLoss]) -> None:
+        """Notes the kind of the loss of a step.
+
+        Raises:
+            LossError: gradients of it cannot be added to those that are there.
+        """
+        is_weighted = losses[0].weight is not None
+        if is_weighted and self.sums_at_once and self.has_unsynced:
+            raise LossError(
+                "loss_fn returns (total, weight) in this call and has returned a loss in one within no_sync(); return "
+                "one kind in all calls whose gradients are summed together"
+            )
+        self._is_weighted = is_weighted
+        if is_weighted:
+            weight = float(abs(weight_of_union(losses)))
+            self._unit = 2.0 ** -math.ceil(math.log2(min(max(weight, 1.0), LARGEST_UNIT)))
+
+    def note_unreducible(self, keys: Iterable[StageParameter]) -> None:
+        self._unreducible.update(keys)
+
+    def sum_late(self, gradients: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
+        """Returns the sums over replicas of gradients that the reducer has not summed, of which each has some."""
+        sums: dict[Any, torch.Tensor] = {}
+        own = {key: gradient.detach().cpu() for key, gradient in gradients.items()}
+        for part in self.group.replicas.all_gather(own, "the gradients of the other replicas"):
+            for key, gradient in part.items():
+                sums[key] = sums[key] + gradient if key in sums else gradient
+        return sums
+
+
+def put_sums(
+    totals: Sequence[StageTotals],
+    sums: Mapping[StageParameter, torch.Tensor],
+    missing: Sequence[frozenset[StageParameter]],
+) -> None:
+    """Puts sums over replicas in the place of gradients. `missing`: by replica, of which it has none."""
+    for (name, j), value in sums.items():
+        if not all((name, j) in keys for keys in missing):
+            totals[j].sums[name] = value
