@@ -14,6 +14,7 @@ from fxpipe.inspect.hugging_face import HUGGING_FACE_PREFIX, ModelType, parse_mo
 from fxpipe.inspect.inputs import ACCEPTED_INPUTS, parse_input
 from fxpipe.inspect.targets import TARGET_FORMS, Target, parse_keyword, parse_target
 from fxpipe.scheduling import CHECKPOINTS, SCHEDULES
+from fxpipe.scheduling.custom import refuse_bidirectional
 
 # -- The target of a command line: a model of the user's, a type of transformers, or a saved plan --------------------
 
@@ -96,6 +97,13 @@ def parse_size_option(text: str) -> tuple[str, int]:
 
 
 # -- Devices as the command line names them, and those that are here -------------------------------------------------
+
+
+def parse_schedule_option(text: str) -> str:
+    """The name of a schedule, to be looked up; one of the field that cannot be is refused with the reason."""
+    refuse_bidirectional(text)
+    return text
+
 
 DevicesOption: TypeAlias = "int | tuple[str, ...]"  # how many, or the name of each
 
@@ -308,7 +316,12 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         metavar="M",
         help="number of micro-batches",
     )
-    add("--schedule", choices=[name for name in SCHEDULES if name != "inference"], help="order of forward and backward")
+    add(
+        "--schedule",
+        type=_argparse_type(parse_schedule_option),
+        choices=[name for name in SCHEDULES if name != "inference"],
+        help="order of forward and backward",
+    )
     add("--checkpoint", choices=("auto", *CHECKPOINTS), help="which micro-batches are recomputed in backward")
     add(
         "--stages-per-device",

@@ -87,16 +87,21 @@ def as_schedule_like(schedule: object, known: Iterable[str] = SCHEDULES) -> Sche
         return schedule if in_tuples else replace(schedule, rows=tuple(map(tuple, schedule.rows)))  # it is to be a key
     if (isinstance(schedule, str) and schedule in SCHEDULES) or (callable(schedule) and isinstance(schedule, Hashable)):
         return schedule
+    refuse_bidirectional(schedule)
+    raise ArgumentError(
+        f"schedule={schedule!r} is unknown; there are {', '.join(map(repr, known))}; or give your own: a table "
+        "('0F0 0F1 0B0 0B1', a line for each device), or a function (micro_batches, stages) -> table"
+    )
+
+
+def refuse_bidirectional(schedule: object) -> None:
+    """Raises `ArgumentError` for the name of a schedule that would have each stage in two places."""
     if isinstance(schedule, str) and schedule in BIDIRECTIONAL:
         raise ArgumentError(
             f"schedule={schedule!r} is bidirectional: micro-batches go in at both ends, so each stage is on two "
             f"devices, with its weights on both, and here a stage is on one. Use {BIDIRECTIONAL[schedule]!r}, which "
             "does the same there and back with each stage in one place"
         )
-    raise ArgumentError(
-        f"schedule={schedule!r} is unknown; there are {', '.join(map(repr, known))}; or give your own: a table "
-        "('0F0 0F1 0B0 0B1', a line for each device), or a function (micro_batches, stages) -> table"
-    )
 
 
 def custom_schedule(schedule: Schedule | ScheduleFunction, n: int, m: int) -> Schedule:

@@ -51,7 +51,7 @@ def any_schedule(draw) -> Schedule:
         return draw(
             some_backwards_whole(make_schedule(draw(st.sampled_from(sorted(ANYWHERE))), n, m, modes, placement))
         )
-    name = draw(st.sampled_from(["interleaved_1f1b", "zbv"]))
+    name = draw(st.sampled_from([name for name, recipe in SCHEDULES.items() if recipe.stages_per_device == 2]))
     return draw(some_backwards_whole(make_schedule(name, 2 * n, m, modes * 2)))
 
 
