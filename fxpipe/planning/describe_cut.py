@@ -336,6 +336,7 @@ def plan_of_cut(
         operations=tuple(operations) if knows_work else (),
         sizes=planned_sizes(traced, cut.profiles[0]),
         processes=settings.processes,
+        contention=max(profile.contention for profile in cut.profiles),
     )
 
 

@@ -232,6 +232,7 @@ class PlanData:
     heaviest: HeaviestNode | None = None  # what bounds the balance: no stage is faster than its slowest node
     operations: tuple[Operation, ...] = ()  # that stages run (`StagePlan.work`); none: not known
     sizes: tuple[PlannedSize, ...] = ()  # dynamic ones, for which seconds and bytes are given; none: all are fixed
+    contention: float = 1.0  # times as long as measured that stages on CPUs take while all of these are at work
     processes: bool = False  # each device has a process of its own; else one interpreter queues for all
 
     def __post_init__(self) -> None:
@@ -285,6 +286,7 @@ class PlanData:
             update=stage.update_seconds,
             loss=stage.loss_seconds,
             host=stage.host,
+            contention=self.contention if stage.device.partition(":")[0] == "cpu" else 1.0,
         )
 
     def as_schedule(self) -> Schedule:

@@ -33,6 +33,7 @@ from fxpipe.viz.html import (
 )
 from fxpipe.viz.svg import escape_markup
 
+LEAST_CONTENTION = 1.02  # to be told
 MAX_TEXT_PORTALS = 20  # rows; a dense network has hundreds, and its largest are what one looks for
 
 PLAN_STAGE_HEADERS = (
@@ -69,6 +70,7 @@ def _head(plan: PlanData) -> str:
         f"slowest stage {_bottlenecks(plan)}" if plan.bottlenecks else "",
         _heaviest(plan),
         _loss(plan),
+        _contention(plan),
     ]
     return "\n".join(filter(None, lines))
 
@@ -119,6 +121,16 @@ def _loss(plan: PlanData) -> str:
     if not last.loss_seconds:
         return ""
     return f"loss {human_seconds(last.loss_seconds)} of each F of stage {last.index}, beside its forward"
+
+
+def _contention(plan: PlanData) -> str:
+    """Says what workers cost each other, where it was seen."""
+    if plan.contention < LEAST_CONTENTION:
+        return ""
+    return wrap_text(
+        f"while all workers are at work each takes {plan.contention:.2f} times as long as alone: the step has it in "
+        "it, the seconds of stages have not"
+    )
 
 
 def _heaviest(plan: PlanData) -> str:

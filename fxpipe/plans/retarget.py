@@ -151,6 +151,7 @@ def retarget_plan(plan: PlanT, hardware: Hardware) -> PlanT:
         devices=devices,
         sendings=tuple(_retarget_transfer(plan, way, hardware) for way in plan.sendings),
         estimated_for=hardware.name,
+        contention=1.0,
         bottlenecks=(),
         heaviest=None,
     )

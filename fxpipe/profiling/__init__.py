@@ -67,6 +67,7 @@ def profile(
     budget: float = 10.0,
     repeats: int = 5,
     threads: int | None = None,
+    workers: int = 1,
     hardware: str | Hardware | None = None,
     device: torch.device | str | None = None,
     operations: bool = True,
@@ -85,6 +86,8 @@ def profile(
         budget: seconds. Where they do not suffice, nodes are run fewer times, but once warm at least.
         repeats: how often at least a node is run for the median; more often where the times disagree.
         threads: of torch while measuring; a worker of a pipeline has but its share of the cores. Default: as they are.
+        workers: that will be at work at once; on a CPU it is measured for a moment what they cost each other
+            (`Profile.contention`).
         hardware: nothing is measured, and the seconds are estimates for this: a name of `fxpipe.hardware.HARDWARE` or
             a `Hardware`. Default, for a model or inputs without values: "a100-80gb".
         device: to measure on. The model stays where it is; its tensors and the values come to the device one by one, so
@@ -101,7 +104,13 @@ def profile(
         LossError: what `loss_fn` returns is no loss.
         Exception: what a node or `loss_fn` raises on these inputs, with a note.
     """
-    numbers = {"micro_batch": micro_batch, "second": second, "threads": threads, "repeats": repeats}
+    numbers = {
+        "micro_batch": micro_batch,
+        "second": second,
+        "threads": threads,
+        "repeats": repeats,
+        "workers": workers,
+    }
     for name, number in numbers.items():
         if number is not None:
             parse_count(name, number)
@@ -129,12 +138,13 @@ def profile(
         counts = _counts(traced, effects, leaves, micro_batch, anywhere=chosen is not None)
         if is_faked() and chosen is None:
             chosen = HARDWARE["a100-80gb"]
+        contention = 1.0
         if chosen is not None:
             first = (*itertools.islice(others, 1),)
             timings = _estimates(traced, effects, leaves, here, first, counts.points, chosen, loss)
         else:
             with _torch_threads(threads):
-                timings = measure(
+                measured = measure(
                     traced,
                     effects,
                     leaves,
@@ -145,7 +155,9 @@ def profile(
                     repeats=repeats,
                     budget=budget,
                     loss=loss,
+                    workers=workers,
                 )
+            timings, contention = measured.timings, measured.contention
         ran = _operations_by_size(traced, effects, leaves, here, counts.points, timings, loss, operations)
     end = traced.graph.output_node()
     parameters = parameter_bytes(traced)
@@ -155,7 +167,7 @@ def profile(
     )
 
     def seconds(of: Callable[[NodeTiming], float], node: fx.Node, work: sympy.Expr) -> Seconds:
-        by_point = {point: of(measured[node]) for point, measured in timings.items() if node in measured}
+        by_point = {point: of(nodes[node]) for point, nodes in timings.items() if node in nodes}
         by_batch = {point.b: number for point, number in by_point.items() if point.others == here.others}
         line = fit_seconds(by_batch, micro_batch, node in growing)
         if not lengths:
@@ -216,6 +228,7 @@ def profile(
         traced.fingerprint(),
         of_loss,
         here.others,
+        contention,
     )
 
 

@@ -35,7 +35,7 @@ import operator
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any
@@ -54,6 +54,7 @@ from fxpipe.profiling.backward_timing import (
     calls_on,
 )
 from fxpipe.profiling.clock import Clock
+from fxpipe.profiling.contention import BUDGET_SHARE, ConcurrentCall, heavy_nodes, measure_contention
 from fxpipe.profiling.flops import NodeOperations
 from fxpipe.profiling.loss_cost import ExampleLoss, LossCall
 from fxpipe.profiling.node_kinds import (
@@ -181,6 +182,42 @@ class TimingRounds:
         if stop:
             self._negligible = NEGLIGIBLE_SHARE * sum(self.samples[self.kind[n]].seconds for n in nodes)
         return stop > 0
+
+    def inputs_of(self, nodes: Collection[fx.Node]) -> dict[fx.Node, dict[fx.Node, NodeValue]]:
+        """Runs the graph once more, without samples, and returns what these nodes are given."""
+        self._chosen, inputs = set(), dict[fx.Node, dict[fx.Node, NodeValue]]()
+        try:
+            for place, node in enumerate(self.effects.nodes):
+                if node in nodes:
+                    for source in node.all_input_nodes:
+                        if source not in self.values:
+                            self.values[source] = self._held(source)
+                    inputs[node] = {n: self.values[n] for n in node.all_input_nodes}
+                if len(inputs) == len(nodes):
+                    break
+                with naming_node(node, "measuring"):
+                    self._visit(node, place)
+                self.effects.drop_unused(node, self.values)
+        finally:
+            self.values.clear()
+            self._reuse.clear()
+        return inputs
+
+    def contention(self, workers: int, budget: float) -> float:
+        """Measures how many times as long nodes take while all workers are at work; 1 where that cannot be seen."""
+        seconds = {node: self.samples[self.kind[node]].seconds for node in self.effects.nodes}
+        parts = heavy_nodes(self.effects, seconds, self.kind, workers)
+        if not parts:
+            return 1.0
+        try:
+            inputs = self.inputs_of({node for part in parts for node in part})
+            calls = [
+                [ConcurrentCall(self._calls[node], inputs[node], state_of(node), count) for node, count in part.items()]
+                for part in parts
+            ]
+            return measure_contention(calls, budget)
+        except Exception:  # memory for one worker, say, and not for all
+            return 1.0
 
     def measured(self, node: fx.Node) -> NodeTiming:
         samples = self.samples[self.kind[node]]
@@ -411,6 +448,14 @@ def _have_equal_signatures(left: NodeValue, right: NodeValue) -> bool:
 # them. `TimingRounds` says how one round goes; `node_kinds`, when there are enough.
 
 
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """The measurements of a graph."""
+
+    timings: dict[SizePoint, dict[fx.Node, NodeTiming]]  # by size; what the loss takes stands under the output node
+    contention: float = 1.0  # times as long as alone that nodes take while all workers are at work
+
+
 def measure(
     traced: Traced,
     effects: Effects,
@@ -423,7 +468,8 @@ def measure(
     repeats: int = 5,
     budget: float = 10.0,
     loss: ExampleLoss | None = None,
-) -> dict[SizePoint, dict[fx.Node, NodeTiming]]:
+    workers: int = 1,
+) -> Measurements:
     """Measures every working node on the first samples of flattened inputs. The model stays as it is.
 
     Args:
@@ -434,9 +480,7 @@ def measure(
         repeats: samples for each kind of node, besides the one that warms up; more where they disagree.
         budget: seconds after which one sample for each kind is enough.
         loss: that is taken of the outputs.
-
-    Returns:
-        What was found, by size; what the loss takes stands under the output node.
+        workers: that will be at work at once, on the CPU.
     """
     with (
         torch.inference_mode(False),
@@ -478,6 +522,7 @@ def measure(
             {} if loss is None else {p: loss.of(r.outputs, p.b) for p, r in rounds.items() if p.others == here.others}
         )
         of_loss = {point: _loss_timing(call, clock, repeats) for point, call in losses.items()}
+        contention = 1.0 if device.type != "cpu" else rounds[here].contention(workers, BUDGET_SHARE * budget)
     measured = {node: rounds[here].measured(node) for node in effects.nodes}
     timings = {here: measured}
     for point, other in rounds.items():
@@ -485,7 +530,7 @@ def measure(
             timings[point] = {n: _with_weight_share(other.measured(n), measured[n]) for n in effects.nodes}
     for point, timing in of_loss.items():
         timings[point][traced.graph.output_node()] = timing
-    return timings
+    return Measurements(timings, contention)
 
 
 def _loss_timing(call: LossCall, clock: Clock, repeats: int) -> NodeTiming:

@@ -96,6 +96,7 @@ class Profile:
     fingerprint: str = ""  # of the graph (`Traced.fingerprint`); empty where it is not known
     loss: NodeCost | None = None  # that steps take of the outputs; None: not known, or the model takes it itself
     sizes: tuple[tuple[str, int], ...] = ()  # dynamic sizes for which `seconds` holds, by name
+    contention: float = 1.0  # times as long as `seconds` while all workers are at work, on CPUs
 
     @property
     def lengths(self) -> tuple[tuple[sympy.Symbol, int], ...]:
@@ -232,9 +233,13 @@ _FORMULAS = (
 )
 _FIELDS = (
     *("format", "version", "fingerprint", "micro_batch", "device", "estimated_for"),
-    *("operations", "nodes", "saved", "loss", "sizes"),
+    *("operations", "nodes", "saved", "loss", "sizes", "contention"),
 )
-_FIELDS_SINCE: dict[str, tuple[int, Any]] = {"loss": (4, None), "sizes": (5, [])}  # version; what those before have
+_FIELDS_SINCE: dict[str, tuple[int, Any]] = {
+    "loss": (4, None),
+    "sizes": (5, []),
+    "contention": (6, 1.0),
+}  # version; what those before have
 
 
 def save_profile(profile: Profile, path: str | Path) -> None:
@@ -280,6 +285,7 @@ def save_profile(profile: Profile, path: str | Path) -> None:
         "device": profile.device,
         "estimated_for": profile.estimated_for,
         "sizes": [list(size) for size in profile.sizes],
+        "contention": profile.contention,
         "operations": list(map(dataclass_to_json, operations)),
         "nodes": nodes,
         "saved": [{"bytes": numbers(s.bytes), "maker": s.maker, "savers": list(s.savers)} for s in profile.saved],
@@ -363,7 +369,10 @@ def _parse_profile(document: Any) -> Profile:
     )
     loss = fields["loss"]
     of_loss = None if loss is None else _parse_node_cost(loss, here, operations, unread, version, "loss")
-    return Profile(nodes, micro_batch, batch, device, hardware, saved, fingerprint, of_loss, sizes)
+    contention = _parse_number(fields["contention"], "contention")
+    if contention < 1:
+        raise ArgumentError(f"contention: {contention} is less than 1")
+    return Profile(nodes, micro_batch, batch, device, hardware, saved, fingerprint, of_loss, sizes, contention)
 
 
 def _parse_size(value: Any, where: str) -> tuple[str, int]:

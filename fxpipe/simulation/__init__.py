@@ -36,8 +36,7 @@ from collections.abc import Sequence
 
 from fxpipe.scheduling import Schedule, validate
 from fxpipe.simulation.costs import HostCost, StageCost, Transfer, check_costs, transfers_of
-from fxpipe.simulation.events import EventSimulation, action_durations, dependency_edges
-from fxpipe.simulation.simulation_result import CriticalLeg, Simulation, critical_legs
+from fxpipe.simulation.simulation_result import CriticalLeg, Simulation, simulate_checked
 from fxpipe.simulation.timeline import MemoryParts, MemoryTimeline, Span
 
 # -- The simulation of a schedule, from the costs of its stages ------------------------------------------------------
@@ -71,25 +70,7 @@ def simulate_schedule(
     """
     validate(schedule)
     check_costs(stages, transfers, schedule.stages)
-    begun = EventSimulation(
-        schedule,
-        action_durations(schedule, stages),
-        dependency_edges(schedule, transfers),
-        overlaps,
-        tuple(stage.host for stage in stages),
-        one_interpreter,
-    ).run()
-    spans = tuple(one.span for row in begun for one in row)
-    end = max(row[-1].span.end for row in begun if row)
-    return Simulation(
-        schedule,
-        tuple(stages),
-        tuple(transfers),
-        spans,
-        end,
-        critical_legs(begun),
-        one_interpreter=one_interpreter,
-    )
+    return simulate_checked(schedule, tuple(stages), tuple(transfers), overlaps, one_interpreter)
 
 
 __all__ = [

@@ -80,6 +80,7 @@ class StageCost:
     action: float = 0.0  # seconds of each F, R, B and W beside all that, for the stage to be started and handed things
     loss: float = 0.0  # seconds of F beside `forward`: of the loss, forward and back to the outputs
     host: HostCost | None = None  # what its actions take of the interpreter; None: nothing
+    contention: float = 1.0  # times as long as F, R, B and W take while all devices of such stages are at work
 
     @property
     def static_bytes(self) -> float:
@@ -166,6 +167,8 @@ def check_costs(stages: Sequence[StageCost], transfers: Sequence[Transfer], coun
         _check_numbers(f"stages[{j}]", StageCost, stage)
         if stage.host is not None:
             _check_numbers(f"stages[{j}].host", HostCost, stage.host)
+        if stage.contention < 1:
+            raise ArgumentError(f"stages[{j}].contention={stage.contention!r} is no factor; give 1 or more")
         if stage.weight is not None and stage.weight > stage.backward:
             raise ArgumentError(
                 f"stages[{j}].weight={stage.weight!r} is more than its backward={stage.backward!r}, of which it is a "

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxpipe.errors import ArgumentError
 from fxpipe.scheduling import Action, ActionKind, Schedule
+from fxpipe.simulation.contention import CONTENTION_ROUNDS, contended_durations
 from fxpipe.simulation.costs import StageCost, Transfer
-from fxpipe.simulation.events import HostJob, StartedAction, device_by_stage, host_seconds
+from fxpipe.simulation.events import (
+    EventSimulation,
+    HostJob,
+    StartedAction,
+    action_durations,
+    dependency_edges,
+    device_by_stage,
+    host_seconds,
+)
 from fxpipe.simulation.text_timeline import timeline_lines
 from fxpipe.simulation.timeline import (
     HasTimeline,
@@ -142,6 +151,7 @@ class StepComparison:
     # seconds of all actions; measured: in which their workers had a core. Not on GPUs
     on_core: ComparedFigure | None = None
     loss: ComparedFigure | None = None  # seconds of all F of the last stage in which it took the loss
+    learns_loss: bool = False  # was nothing known of the loss: simulated with what it took in the step
 
     @property
     def core_share(self) -> float:
@@ -163,8 +173,11 @@ class StepComparison:
 
     def _unknown_loss(self) -> Iterator[str]:
         """Yields a line that says that the plan knows nothing of a loss."""
-        if self.loss is not None and not self.loss.simulated:
-            yield "The plan does not know the loss: plan with loss_fn and target, or simulate with loss_seconds."
+        if self.learns_loss:
+            yield (
+                "The plan does not know the loss: simulated with what it took in this step. Plan with loss_fn and "
+                "target, or simulate with loss_seconds, to have it before."
+            )
 
     def _busy(self) -> Iterator[str]:
         """Yields lines that say that the machine was busy, and what is left of the difference without that."""
@@ -238,6 +251,7 @@ class Simulation(TimelineMixin):
     samples: int | None = None  # of the mini-batch, where it is known
     limits: tuple[float | None, ...] = ()  # bytes, by device; None, or none at all: not known
     one_interpreter: bool = True  # do the workers of all devices take turns at the interpreter
+    overlaps: bool = True  # do transfers run beside computation
 
     def __post_init__(self) -> None:
         count = len(self.schedule.rows)
@@ -378,10 +392,23 @@ class Simulation(TimelineMixin):
     def compared(self, record: HasTimeline) -> StepComparison:
         """Compares with a step that ran the same actions: `print(simulation.compared(pipe.last_step))`.
 
+        What the loss takes is learnt from the step where nothing is known of it.
+
         Raises:
             ArgumentError: it ran others.
         """
-        return compare_steps(self.as_step(has_memory=False), record.as_step(has_memory=False))
+        step = record.as_step(has_memory=False)
+        comparison = compare_steps(self.as_step(has_memory=False), step)
+        if not step.loss_seconds or self.stages[-1].loss:
+            return comparison
+        learnt = self._with_loss(step.loss_seconds / self.schedule.micro_batches)
+        return replace(compare_steps(learnt.as_step(has_memory=False), step), learns_loss=True)
+
+    def _with_loss(self, seconds: float) -> Simulation:
+        """Simulates again, with a loss that takes so long for each micro-batch."""
+        stages = (*self.stages[:-1], replace(self.stages[-1], loss=seconds))
+        again = simulate_checked(self.schedule, stages, self.transfers, self.overlaps, self.one_interpreter)
+        return replace(again, devices=self.devices, samples=self.samples, limits=self.limits)
 
     def __str__(self) -> str:
         head = str(self.schedule).partition("\n")[0]
@@ -411,6 +438,26 @@ class Simulation(TimelineMixin):
             + ("" if limit is None else f" of {human_bytes(limit)}{'' if peak <= limit else ': does not fit'}")
             for peak, limit in zip(peaks, self.limits, strict=True)
         ]
+
+
+def simulate_checked(
+    schedule: Schedule,
+    stages: tuple[StageCost, ...],
+    transfers: tuple[Transfer, ...],
+    overlaps: bool,
+    one_interpreter: bool,
+) -> Simulation:
+    """Simulates a schedule that would run, with costs that can be: see `simulate_schedule`."""
+    ways, hosts = dependency_edges(schedule, transfers), tuple(stage.host for stage in stages)
+    durations = seconds = action_durations(schedule, stages)
+    begun = EventSimulation(schedule, seconds, ways, overlaps, hosts, one_interpreter).run()
+    for _ in range(CONTENTION_ROUNDS if any(stage.contention > 1 for stage in stages) else 0):
+        seconds = contended_durations(durations, begun, stages)
+        begun = EventSimulation(schedule, seconds, ways, overlaps, hosts, one_interpreter).run()
+    spans = tuple(one.span for row in begun for one in row)
+    end = max(row[-1].span.end for row in begun if row)
+    legs = critical_legs(begun)
+    return Simulation(schedule, stages, transfers, spans, end, legs, one_interpreter=one_interpreter, overlaps=overlaps)
 
 
 def _idle_before(spans: Sequence[Span]) -> tuple[float, ...]:

@@ -301,8 +301,11 @@ def test_a_step_tells_what_the_loss_took():
             comparison = fxpipe.simulate(pipe.plan).compared(step)
             assert comparison.loss is not None
             assert comparison.loss.measured == pytest.approx(sum(step.losses))
-            assert bool(comparison.loss.simulated) == bool(planned)
+            assert comparison.learns_loss == (not planned)
             assert ("does not know the loss" in str(comparison)) == (not planned)
+            if not planned:
+                assert comparison.loss.simulated == pytest.approx(sum(step.losses))
+                assert comparison.step.simulated > fxpipe.simulate(pipe.plan).step_seconds
             learnt = fxpipe.simulate(pipe.plan, loss_seconds=step.loss_seconds).compared(step)
             assert learnt.loss is not None
             assert learnt.loss.simulated == pytest.approx(4 * step.loss_seconds)

@@ -1,0 +1,159 @@
+"""Measures what workers on CPUs cost each other: caches, memory and clock are shared, and a profile is of one thread.
+
+The graph is split into as many parts of consecutive nodes as there are workers, each as long as the others. Of each
+part the nodes that take longest run forward and back, once for each kind: one part alone, and then all parts at once,
+each in a thread of its own.
+
+    alone      |part 0| |part 1|
+    at once    |part 0 ====|          seconds at once / seconds alone = the contention
+               |part 1 ====|
+
+Both are taken in turns, so that what else disturbs the machine disturbs them alike, and in processor time where each
+worker has one thread: so a machine that is busy with other things does not count as contention, as far as these leave
+the caches alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe._torch.thread_state import ThreadState, set_thread_state
+from fxpipe.partitioning.block import block_partition
+from fxpipe.profiling.backward_timing import NodeCall
+from fxpipe.profiling.node_kinds import NodeValue, distinct_tensors, map_tensors_in
+from fxpipe.tracing.node_info import info
+from fxpipe.tracing.tensors import tensors_in
+from fxpipe.tracing.verify.effects import Effects
+
+LEAST_SECONDS = 0.01  # of a micro-batch, forward and back: of less, Python is most, which no cache changes
+MOST_NODES = 6  # of each part
+MOST_SHARE = 0.8  # of the seconds of a part: fewer nodes do where they make up so much
+BUDGET_SHARE = 0.2  # of the budget of a profile
+MOST_ROUNDS = 7
+
+
+@dataclass(slots=True)
+class ConcurrentCall:
+    """A node to be run again and again, and its samples."""
+
+    function: NodeCall
+    values: Mapping[fx.Node, NodeValue]
+    state: ThreadState
+    weight: float  # how many nodes it stands for
+    seconds: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})  # alone, at once
+
+    def run(self, clock: Callable[[], float], at_once: bool | None) -> None:
+        """Runs forward and back; takes a sample unless `at_once` is None."""
+        start = clock()
+        values = {n: map_tensors_in(_leaf, value) for n, value in self.values.items()}
+        function, args, kwargs = self.function.bound(values)
+        with set_thread_state(self.state), torch.enable_grad():
+            result = function(*args, **kwargs)
+        ends = distinct_tensors(t for t in tensors_in(result) if t.grad_fn is not None)
+        starts = distinct_tensors(t for t in tensors_in(list(values.values())) if t.requires_grad)
+        if ends and starts:
+            with torch.autograd.set_multithreading_enabled(False):
+                torch.autograd.grad(ends, starts, [torch.ones_like(t) for t in ends], allow_unused=True)
+        if at_once is not None:
+            self.seconds[at_once].append(clock() - start)
+
+    def seconds_of_all(self, at_once: bool) -> float:
+        return self.weight * median(self.seconds[at_once])
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def heavy_nodes(
+    effects: Effects, seconds: Mapping[fx.Node, float], kinds: Mapping[fx.Node, Any], workers: int
+) -> list[dict[fx.Node, int]]:
+    """Chooses the nodes of each part that run: node -> how many of its kind the part has."""
+    nodes = effects.nodes
+    if sum(seconds.values()) < LEAST_SECONDS or not 1 < workers <= len(nodes):
+        return []
+    costs = [seconds[node] for node in nodes]
+    parts, start = [], 0
+    for length in block_partition(costs, workers):
+        part = nodes[start : start + length]
+        start += length
+        by_kind: dict[Any, list[fx.Node]] = {}
+        for node in part:
+            if is_plain(node, effects):
+                by_kind.setdefault(kinds[node], []).append(node)
+        ordered = sorted(by_kind.values(), key=lambda own: -sum(map(seconds.__getitem__, own)))
+        total, covered, chosen = sum(map(seconds.__getitem__, part)), 0.0, dict[fx.Node, int]()
+        for own in ordered[:MOST_NODES]:
+            if covered >= MOST_SHARE * total:
+                break
+            chosen[own[0]] = len(own)
+            covered += sum(map(seconds.__getitem__, own))
+        parts.append(chosen)
+    return parts
+
+
+def is_plain(node: fx.Node, effects: Effects) -> bool:
+    """Returns whether several threads may run a node at once: no Python of the user's, and it changes no value."""
+    return info(node).opaque is None and not info(node).is_hook and not effects.written_classes[effects.place[node]]
+
+
+def measure_contention(parts: Sequence[Sequence[ConcurrentCall]], seconds: float) -> float:
+    """Measures how many times as long the calls take at once as alone; 1 where there is nothing to measure.
+
+    Args:
+        parts: by worker.
+        seconds: to measure for; one round is measured in any case.
+    """
+    parts = [part for part in parts if part]
+    if len(parts) < 2:
+        return 1.0
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    deadline = time.perf_counter() + seconds
+    for part in parts:
+        _run_part(part, clock, None)  # to warm up
+    for count in range(MOST_ROUNDS):
+        if count and time.perf_counter() >= deadline:
+            break
+        for part in parts:
+            _run_part(part, clock, False)
+        _run_at_once(parts, clock)
+    alone, at_once = (sum(call.seconds_of_all(way) for part in parts for call in part) for way in (False, True))
+    return max(1.0, at_once / alone) if alone else 1.0
+
+
+def _run_part(part: Collection[ConcurrentCall], clock: Callable[[], float], at_once: bool | None) -> None:
+    for call in part:
+        call.run(clock, at_once)
+
+
+def _run_at_once(parts: Sequence[Sequence[ConcurrentCall]], clock: Callable[[], float]) -> None:
+    """Runs each part in a thread; who is through goes on without being timed, until all are."""
+    barrier, running, failures = threading.Barrier(len(parts)), [len(parts)], list[BaseException]()
+    lock = threading.Lock()
+
+    def work(part: Sequence[ConcurrentCall]) -> None:
+        try:
+            barrier.wait()
+            _run_part(part, clock, True)
+        except BaseException as error:
+            failures.append(error)
+        with lock:
+            running[0] -= 1
+        while running[0] and not failures:
+            part[0].run(clock, None)
+
+    threads = [threading.Thread(target=work, args=(part,), name="fxpipe contention") for part in parts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
