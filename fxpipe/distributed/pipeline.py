@@ -26,7 +26,7 @@ from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
 from fxpipe.pipeline_module import Pipeline, check_can_train, model_loss
 from fxpipe.plans import Plan
 from fxpipe.runtime import StepRecord
-from fxpipe.runtime.losses import check_loss_function, check_reduction
+from fxpipe.runtime.losses import check_loss_function, check_reduction, check_scaler
 from fxpipe.scheduling import make_schedule
 from fxpipe.tracing.record.module_hooks import user_hooks_of
 from fxpipe.tracing.tensors import has_values
@@ -127,6 +127,9 @@ class DistributedPipeline(Pipeline):
         first stage (`needs_inputs`), target and loss_fn on that of the last one (`needs_target`): elsewhere they may
         be None, or left out.
 
+        Each rank has a `grad_scaler` of its own, made alike, and calls `grad_scaler.step(optimizer)` and `update()`.
+        Where a gradient is infinite or NaN on one rank, it is made so on all of them, so that all skip the update.
+
         Returns:
             The loss, on all ranks, of all replicas; with `return_outputs` the pair of it and this replica's outputs, as
             a call returns them.
@@ -140,6 +143,7 @@ class DistributedPipeline(Pipeline):
         state.check_open()
         with state.engine.running(), state.group.together():
             check_reduction(reduction)
+            check_scaler(grad_scaler)
             parse_switch("return_outputs", return_outputs)
             check_loss_function(loss_fn, target)
             check_can_train(self.model)
@@ -148,16 +152,11 @@ class DistributedPipeline(Pipeline):
                     "micro_batches= cannot be handed over to processes yet: give them as one mini-batch, of which each "
                     "rank needs its part, or accumulate over several calls"
                 )
-            if grad_scaler is not None:
-                raise StateError(
-                    "grad_scaler would skip an update on the rank that has an infinite gradient, and on no other: "
-                    "train in bfloat16, which needs none, or in one process"
-                )
             graph, inputs = state.agree("forward_backward", args, kwargs)
             settings, batch = state.settings, inputs.batch
             schedule = state.schedule_for(settings.micro_batches(batch), settings.largest_micro_batch(batch))
             targets = () if target is None else (target,)
-            call = TrainingCall(loss_fn or model_loss, targets, reduction, return_outputs, self._to_all)
+            call = TrainingCall(loss_fn or model_loss, targets, reduction, grad_scaler, return_outputs, self._to_all)
             loss, outputs = state.engine.train_ranks(graph, inputs, schedule, call)
         return (loss, outputs) if return_outputs else loss
 

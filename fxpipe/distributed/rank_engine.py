@@ -25,7 +25,7 @@ from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_step import RankRow, RankStep, first_free_tag
 from fxpipe.distributed.relay_routes import RelayRoutes
 from fxpipe.distributed.replicas import ReplicaPart, Replicas, ReplicaStart, digest, loss_of_replica, loss_of_union
-from fxpipe.distributed.step_report import LossVerdict, StepReport
+from fxpipe.distributed.step_report import LossVerdict, StepReport, check_scales
 from fxpipe.errors import LossError, StateError
 from fxpipe.rewriting.program import ConstantOutput
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
@@ -70,6 +70,7 @@ class TrainingCall:
     loss_fn: Callable[..., Any]
     target: tuple[Any, ...]
     reduction: str
+    scaler: torch.amp.GradScaler | None  # this rank's
     with_outputs: bool
     to_all: bool  # outputs
 
@@ -207,7 +208,7 @@ class RankEngine(Engine):
                 first_micro_batch=part.first,
             )  # fmt: skip
             self._run_row(graph, inputs, schedule, step, mailbox, gradients.open_sum())
-            report, outputs = StepReport(has_hooks=gradients.have_hooks(step)), []
+            report, outputs = StepReport(gradients.have_hooks(step), self._loss_scale(call.scaler)), []
             if step.loss is not None and kind is not None:
                 outputs = self._close_loss(step, step.loss, kind, report, is_verified, call.with_outputs)
                 self._note_step(step, schedule)
@@ -225,6 +226,7 @@ class RankEngine(Engine):
         verdict.check()
         if m > 1 and kind is not None:
             kind.count_pass(is_mistaken=verdict.wrong[self.group.replica] is not None)
+        check_scales(reports)
         loss, divisor = loss_of_union([of_last.loss for of_last in verdict.of_last], part, call.reduction)
         self.replicas.note_loss([of_last.loss for of_last in verdict.of_last])
 
@@ -264,6 +266,13 @@ class RankEngine(Engine):
         )
         return self.replicas.begin(start, gradients.parameters, graph.bound.combinations)
 
+    def _loss_scale(self, scaler: torch.amp.GradScaler | None) -> float | None:
+        """Returns the scale of the loss. A scaler begins to work when it scales something first."""
+        if scaler is None:
+            return None
+        scaler.scale(torch.zeros((), device=self.group.device))
+        return float(scaler.get_scale())
+
     def _changed_here(self, graph: RankGraph) -> list[str]:
         """Returns the buffers that forward changes and this rank holds."""
         stages = graph.bound.program.stages
@@ -298,7 +307,7 @@ class RankEngine(Engine):
         # As it is before the step: loss_fn may write to it.
         whole = map_tensor_leaves(lambda t: t.detach().to(device, copy=True), target) if is_verified else None
         losses = MicroBatchLosses(
-            call.loss_fn, call.reduction, shares, scatter_target(target, batch, m, device, rows), None, whole
+            call.loss_fn, call.reduction, shares, scatter_target(target, batch, m, device, rows), call.scaler, whole
         )
         losses.portion, losses.unit = part.portion, self.replicas.unit(part)
         losses.known = map_tensor_leaves(lambda t: t.to(device), dict(part.known or {}))

@@ -8,6 +8,7 @@ the gradients of the next call that sums over replicas.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -184,6 +185,7 @@ class RankGradients:
         late = self.sum_late(step, reports, others) if is_summed else {}
         # A mean over replicas is to come of it, whatever else is in `.grad`.
         scale = replicas.count if replicas.count > 1 and not replicas.is_synced else 1
+        is_scaled = reports[0][0].scale is not None  # by a gradient scaler, the same on all ranks
         extra = [] if step.loss is None else [leaf for leaf, *_ in step.loss.own.values()]
 
         def finished(gradient: torch.Tensor | None, is_shared: bool) -> torch.Tensor | None:
@@ -203,6 +205,8 @@ class RankGradients:
             if step.loss is not None:
                 own = [(leaf, step.loss.own.pop(id(leaf))[1]) for leaf in extra]
                 sums += [finished(gradient, isinstance(leaf, nn.Parameter)) for leaf, gradient in own]
+            if is_scaled:
+                self._spread_infinity([gradient for gradient in sums if gradient is not None])
             return sums
 
         leaves = [*self.trained.values(), *(one.tensor for one in step.trained), *extra]
@@ -214,9 +218,27 @@ class RankGradients:
                 root.backward()
                 if any_hooks:
                     self._wait_for_hooks()
-        elif any_hooks:
-            self._wait_for_hooks()
+        else:
+            if is_scaled:
+                self._spread_infinity([])
+            if any_hooks:
+                self._wait_for_hooks()
         replicas.has_unsynced = replicas.count > 1 and not replicas.is_synced
+
+    def _spread_infinity(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Makes the gradients of all ranks infinite where those of one are, so that all skip the same update.
+
+        A gradient scaler looks at those of its own optimizer alone.
+        """
+        finite = [torch.isfinite(_values(gradient)).all() for gradient in gradients]
+        is_finite = bool(torch.stack([flag.cpu() for flag in finite]).all()) if finite else True
+        if all(self._group.connection.all_gather(is_finite, "the gradients of the other ranks to be finite")):
+            return
+        for gradient in gradients:
+            if gradient.is_sparse:
+                gradient.mul_(math.inf)
+            elif gradient.numel():
+                gradient[(0,) * gradient.dim()] = math.inf
 
     def _wait_for_hooks(self) -> None:
         self._group.everybody(None, "the hooks on gradients")
@@ -226,6 +248,11 @@ def _parameters_of_loss(step: RankStep) -> list[tuple[nn.Parameter, torch.Tensor
     """Returns the parameters that loss_fn uses, with the sums of their gradients and how many these are."""
     own = [] if step.loss is None else step.loss.own.values()
     return [(leaf, gradient, count) for leaf, gradient, count in own if isinstance(leaf, nn.Parameter)]
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    """Returns the elements of a gradient, of a sparse one those that it has."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:

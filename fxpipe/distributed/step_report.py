@@ -8,7 +8,7 @@ from typing import Any
 
 from fxpipe.distributed.gradient_reduction import StageParameter
 from fxpipe.distributed.replicas import ReplicaLoss, ReplicaPart
-from fxpipe.errors import LossError
+from fxpipe.errors import LossError, StateError
 from fxpipe.runtime.loss_weighting_check import LossWeightingCheck
 from fxpipe.runtime.losses import LOSS_REMEDIES, MODEL_LOSS_REMEDIES
 
@@ -17,13 +17,14 @@ from fxpipe.runtime.losses import LOSS_REMEDIES, MODEL_LOSS_REMEDIES
 class StepReport:
     """One rank's report at the end of the rows."""
 
+    has_hooks: bool = False  # on leaves of this rank, which may fail
+    scale: float | None = None  # by which its gradient scaler scales the loss; None: it has none
     loss: ReplicaLoss | None = None  # of the rank of the last stage, as all that follows
     shares: Sequence[Any] = ()  # of micro-batches, where other ranks have to ask
     wrong: str | None = None
     wrong_means: str | None = None
     can_verify: bool = False
     is_verified: bool = False
-    has_hooks: bool = False  # on leaves of this rank, which may fail
     weights_of_elements: dict[Any, Any] = field(default_factory=dict)  # that the loss weighting check has noted here
     # Of gradients that are to be summed over replicas:
     missing: frozenset[StageParameter] = frozenset()  # those that this rank has none of
@@ -80,6 +81,17 @@ class LossVerdict:
                 for key, notes in report.weights_of_elements.items():
                     check.gradients[key] |= {first + i: note for i, note in notes.items()}
         return check.difference(shares.__getitem__, means_only=True)
+
+
+def check_scales(reports: Sequence[Sequence[StepReport]]) -> None:
+    """Raises `StateError` on all ranks where their gradient scalers differ."""
+    scales = {report.scale for of_replica in reports for report in of_replica}
+    if len(scales) > 1:
+        texts = ", ".join("none" if scale is None else f"scale {scale:g}" for scale in scales)
+        raise StateError(
+            f"grad_scaler differs between ranks ({texts}): make one with the same arguments on all ranks, pass it in "
+            "all calls, and call step and update on all ranks"
+        )
 
 
 def _wrong_weights(
