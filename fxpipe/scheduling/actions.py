@@ -52,11 +52,14 @@ class Action(NamedTuple):  # as a key it hashes and compares three times as fast
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action that `text` is the text form of; raises `ScheduleError` where it is none."""
-        match = re.fullmatch(r"(\d+)([FRBWU])(\d+)", text)
+        """The action that `text` is the text form of; raises `ScheduleError` where it is none.
+
+        `I` stands for a `B` whose `W` is apart, as `torch.distributed.pipelining` writes it; that is told by W itself.
+        """
+        match = re.fullmatch(r"(\d+)([FRBIWU])(\d+)", text)
         if match is None:
             raise ScheduleError(f"action {text!r}: expected stage, kind (F, R, B, W or U) and micro-batch, as in '1F0'")
-        return cls(ActionKind(match[2]), int(match[1]), int(match[3]))
+        return cls(ActionKind("B" if match[2] == "I" else match[2]), int(match[1]), int(match[3]))
 
 
 Rows: TypeAlias = tuple[tuple[Action, ...], ...]  # for each device its actions, in order

@@ -24,6 +24,7 @@ from fxpipe.scheduling.validation import validate
 
 _HEAD = re.compile(r"(?P<name>.+): (?P<stages>\d+) stages?, (?P<micro_batches>\d+) micro-batch(es)?")
 _DEVICE = re.compile(r"device (?P<device>\d+):")
+_BETWEEN_ACTIONS = re.compile(r"[\s,;(]+|\)OVERLAP_F_B\b")
 
 
 def parse_schedule(text: str, name: str = "custom") -> Schedule:
@@ -31,6 +32,9 @@ def parse_schedule(text: str, name: str = "custom") -> Schedule:
 
     What `print(schedule)` shows parses too: the line above the rows then says name, stages and micro-batches, which
     otherwise are `name` and as many as there are. Empty lines are passed over.
+
+    Tables that `torch.distributed.pipelining` writes parse as well: with commas between actions, `1I0` for a B whose W
+    is apart, and `(0F1;3B0)OVERLAP_F_B` for two that overlap there, and run one after the other here.
 
     Raises:
         ScheduleError: a word that is no action, rows in another order than they say, or a schedule that would not run.
@@ -63,14 +67,13 @@ def _parse_row(d: int, line: str) -> tuple[Action, ...]:
     label = _DEVICE.match(line)
     if label and int(label["device"]) != d:
         raise ScheduleError(f"{line!r}: expected the row of device {d} here, rows stand in the order of the devices")
-    words = line[label.end() :] if label else line
-    return tuple(map(Action.parse, words.split()))
+    return _parse_actions(line[label.end() :] if label else line)
 
 
 ScheduleFunction: TypeAlias = Callable[[int, int], "Schedule | str | Iterable[str | Iterable[Action | str]]"]
 ScheduleLike: TypeAlias = "str | Schedule | ScheduleFunction"  # a name or text, a table, a function
 
-_ANY_ACTION = re.compile(r"(?<!\S)\d+[FRBWU]\d+(?!\S)")
+_ANY_ACTION = re.compile(r"(?<![^\s,(])\d+[FRBIWU]\d+(?![^\s,;])")
 
 
 def as_schedule_like(schedule: object, known: Iterable[str] = SCHEDULES) -> ScheduleLike:
@@ -142,7 +145,7 @@ def _call_function(function: ScheduleFunction, n: int, m: int) -> Schedule:
 
 
 def _parse_actions(row: str | Iterable[Action | str]) -> tuple[Action, ...]:
-    words = row.split() if isinstance(row, str) else row
+    words = [word for word in _BETWEEN_ACTIONS.split(row) if word] if isinstance(row, str) else row
     return tuple(word if isinstance(word, Action) else Action.parse(word) for word in words)
 
 

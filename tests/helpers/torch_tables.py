@@ -40,6 +40,12 @@ def torch_table(name: str, p: int, v: int, m: int, is_merged: bool = False) -> S
     return Schedule(name, p * v, m, ours)
 
 
+def torch_text(name: str, p: int, v: int, m: int) -> str:
+    """The table as torch writes it into a file: a line for each device, an empty word for an idle slot."""
+    rows = _torch_rows(name, p, v, m)
+    return "\n".join(",".join("" if action is None else str(action) for action in rows[rank]) for rank in sorted(rows))
+
+
 def _torch_rows(name: str, p: int, v: int, m: int) -> dict[int, list]:
     cls = getattr(torch_schedules, name)
     if name in SINGLE:

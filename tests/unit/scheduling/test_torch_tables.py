@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.oracle import assert_same_gradients, train_step
-from helpers.torch_tables import LOOPED, SINGLE, V_SHAPED, torch_table, torch_tables
+from helpers.torch_tables import LOOPED, SINGLE, V_SHAPED, torch_table, torch_tables, torch_text
 from torch import nn
 
 import fxpipe
@@ -47,6 +48,21 @@ def test_every_table_is_accepted_as_it_is():
             mixed.add(table.name)
     assert names == {*SINGLE, *LOOPED, *V_SHAPED}
     assert mixed == {*V_SHAPED}
+
+
+def test_the_text_that_torch_writes_of_a_table_is_accepted_as_it_is():
+    """One line for each device, as in its CSV: idle slots are empty there."""
+    seen = set()
+    for name, (p, v, m) in product((*LOOPED, *V_SHAPED), ((1, 2, 4), (2, 2, 4), (3, 2, 6))):
+        table = torch_table(name, p, v, m)
+        text = torch_text(name, p, v, m)
+        assert table is not None
+        assert parse_schedule(text).rows == table.rows
+        assert make_schedule(text, p * v, m).rows == table.rows
+        assert make_schedule(lambda *_, text=text: text, p * v, m).rows == table.rows
+        assert make_schedule(lambda *_, text=text: text.splitlines(), p * v, m).rows == table.rows
+        seen |= {mark for mark in ("I", "OVERLAP_F_B", ",,") if mark in text}
+    assert seen == {"I", "OVERLAP_F_B", ",,"}
 
 
 NAMED = {
