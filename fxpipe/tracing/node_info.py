@@ -101,10 +101,11 @@ class NodeInfo:
     recorded_rank: int | None = None  # of an input of the model
     recorded_size: int | None = None  # of a size or stride of a tensor: what it was
     known_shapes: tuple[TensorShape, ...] | None = None  # of the tensors in the value; None: not found yet
-    number: sympy.Expr | None = None  # the value as a formula in the batch size; None: it is no size
+    number: sympy.Expr | None = None  # the value as a formula in the batch size; None: it is not computed of sizes
     # The same in the dynamic sizes as well, which shapes and number have as in the recording; None: there are none.
     dynamic_shapes: tuple[TensorShape, ...] | None = None
     dynamic_number: sympy.Expr | None = None
+    is_float_number: bool = False  # is the number a float?
     is_data_dependent: bool = False  # do its number or sizes depend on values of tensors?
     attribute: str = ""  # of an input of a stage: the parameter or buffer that it is
     writes: WriteOrder | None = None  # of a node of a stage
@@ -206,6 +207,11 @@ def size_formula(node: fx.Node) -> sympy.Expr:
     """The formula of a size, in the batch size and the dynamic sizes."""
     known = info(node)
     return number_of(node) if known.dynamic_number is None else known.dynamic_number
+
+
+def constant_of(node: fx.Node, number: sympy.Expr) -> int | float:
+    """The value of a size whose formula, or what has become of it for some sizes, is this number."""
+    return float(number) if info(node).is_float_number else int(number)
 
 
 def value_read_of(node: fx.Node) -> ValueRead:

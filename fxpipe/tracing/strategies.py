@@ -139,7 +139,7 @@ def _record(request: TraceRequest, in_stages: bool = False) -> Traced:
     first: TraceError | None = None
     while True:
         try:
-            traced = _record_by_size(request, functools.partial(_record_once, request, options, in_stages))
+            traced, options = _record_with_casts(request, options, in_stages)
             break
         except TraceError as error:
             if isinstance(error, CannotRecord) and error.is_final:
@@ -154,6 +154,30 @@ def _record(request: TraceRequest, in_stages: bool = False) -> Traced:
         else:
             options = _options_after(problem, first, options, request.model)
     return replace(traced, recording_options=options, why=_reasons(traced, options, first))
+
+
+def _record_with_casts(
+    request: TraceRequest, options: RecordingOptions, in_stages: bool
+) -> tuple[Traced, RecordingOptions]:
+    """A recording that goes through all passes, with the sizes that forward casts followed or, failing that, not.
+
+    A graph in which they are numbers holds for fewer sizes, and may be had where no graph of all sizes is.
+    """
+    recordings: list[Traced] = []
+
+    def record_following(*args: Any, **rest: Any) -> Traced:
+        recordings.append(_record_once(request, options, in_stages, *args, **rest))
+        return recordings[-1]
+
+    try:
+        return _record_by_size(request, record_following), options
+    except (TraceError, ArgumentError) as error:
+        if isinstance(error, CannotRecord) or not any(traced.has_followed_casts for traced in recordings):
+            raise
+        plain = replace(options, follows_casts=False)
+        with contextlib.suppress(TraceError, ArgumentError):
+            return _record_by_size(request, functools.partial(_record_once, request, plain, in_stages)), plain
+        raise
 
 
 def _record_by_size(request: TraceRequest, record_on: RecordFunction) -> Traced:
@@ -243,7 +267,16 @@ def record_with_options(
 ) -> Traced:
     """Records with what has stood in the way known."""
     with compile_mode() if options.in_compile_mode else contextlib.nullcontext():
-        return record(model, args, kwargs, whole=options.whole, continued=options.graph_breaks, seed=seed, **rest)
+        return record(
+            model,
+            args,
+            kwargs,
+            whole=options.whole,
+            continued=options.graph_breaks,
+            seed=seed,
+            follows_casts=options.follows_casts,
+            **rest,
+        )
 
 
 def _graph_breaks_for(

@@ -77,6 +77,7 @@ class RecordingOptions:
     whole: Mapping[str, str]  # paths of modules to keep whole, and why
     graph_breaks: Mapping[str, GraphBreak]  # paths of modules whose forward is one node behind some call
     in_compile_mode: bool  # libraries take their general paths
+    follows_casts: bool = True  # what `int(size)` and `len(tensor)` return stays a size (`number_casts`)
 
 
 class TracedGraph(fx.Graph):
@@ -132,6 +133,7 @@ class Traced:
     effects: Effects | None = None  # what the nodes share and change
     guards: Guards | None = None  # values that forward read: other ones are another graph
     texts: tuple[SourcePlace, ...] = ()  # where forward made texts of tensors
+    has_followed_casts: bool = False  # are there sizes that `int(size)` or `len(tensor)` has returned?
     again: Callable[[Mapping[Any, int]], Traced] | None = None  # records once more, while the graph is being made
     recording_options: RecordingOptions | None = None  # None: made in another way
     device: torch.device | None = None  # to which planning had moved the model for it; None: it stayed

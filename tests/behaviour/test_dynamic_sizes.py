@@ -315,6 +315,8 @@ ANY_SIZE = (
     recurrent,
     linear_ramp,
     leaf_that_halves,
+    length_of_a_sample,
+    size_as_a_float,
 )
 BY_CONDITION = {  # and how many graphs LENGTHS take, the first of which is that of one size
     branch_on_a_size: 3,
@@ -335,7 +337,6 @@ BY_CONDITION = {  # and how many graphs LENGTHS take, the first of which is that
 BOUND = (
     loop_over_positions,
     iteration,
-    length_of_a_sample,
     bits_of_a_size,
     text_of_a_size,
     index_of_a_list,
@@ -346,7 +347,6 @@ BOUND = (
     branch_on_an_offset,
     size_in_a_closure,
     size_in_the_closure_of_a_backward,
-    size_as_a_float,
     size_in_a_factor,
 )
 

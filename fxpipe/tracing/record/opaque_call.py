@@ -31,7 +31,7 @@ from fxpipe.tracing.model_state import (
 )
 from fxpipe.tracing.node_info import OpaqueCall, RandomDraws, info, opaque_call_of, update_info
 from fxpipe.tracing.record.host_arguments import HostArguments
-from fxpipe.tracing.record.recorded_sizes import RecordedSize
+from fxpipe.tracing.record.recorded_sizes import RECORDED
 from fxpipe.tracing.record.recorder import Recorder
 from fxpipe.tracing.record.uncomputed_tensors import refuse_without_values
 from fxpipe.tracing.record.unrecordable import CannotRecord
@@ -136,12 +136,12 @@ def call_opaque(
         error.is_final = final and not in_module
         return error
 
-    leaves, spec = flatten_dataclasses((args, kwargs), lambda x: isinstance(x, (torch.Tensor, RecordedSize)))
+    leaves, spec = flatten_dataclasses((args, kwargs), lambda x: isinstance(x, (torch.Tensor, *RECORDED)))
     has_objects = pytree.tree_structure((args, kwargs)) != spec  # which the node makes anew
     nodes: list[Any] = []
     fixed: dict[int, Any] = {}  # arguments that are no matter of a graph
     for place, leaf in enumerate(leaves):
-        if isinstance(leaf, (torch.Tensor, RecordedSize)):
+        if isinstance(leaf, (torch.Tensor, *RECORDED)):
             nodes.append(recorder.node_argument(leaf))
             continue
         if type(leaf) in (int, float):  # may depend on the batch size
@@ -303,7 +303,7 @@ def _cut_graph(leaves: Sequence[Any]) -> tuple[list[Any], list[torch.Tensor]]:
     values: list[Any] = []
     ends: list[torch.Tensor] = []
     for value in leaves:
-        if isinstance(value, RecordedSize):
+        if isinstance(value, RECORDED):
             values.append(value.value)
         elif not isinstance(value, torch.Tensor):
             values.append(value)

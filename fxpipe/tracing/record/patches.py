@@ -6,7 +6,8 @@
 - applications of an `autograd.Function`, through whatever alias: each becomes one node that keeps its backward.
   `torch.utils.checkpoint` is called through, with its functions of that kind: recompute is the pipeline's own business;
 - attributes of modules that forward reads (`dropout.p`): with others it is another graph;
-- the bytes of storages, which are sizes of tensors.
+- the bytes of storages, which are sizes of tensors;
+- `int(size)`, `float(size)` and `len(tensor)`, which are numbers that stay sizes.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from fxpipe.tracing.node_info import RandomDraws, update_info
 from fxpipe.tracing.record.graph_break import call_with_graph_break
 from fxpipe.tracing.record.leaf_module import call_leaf_module
 from fxpipe.tracing.record.module_hooks import forward_of, is_computation_hook, run_model, run_with_hooks
+from fxpipe.tracing.record.number_casts import CASTING_FUNCTIONS
 from fxpipe.tracing.record.opaque_call import active, call_hook, call_transform
 from fxpipe.tracing.record.recorded_sizes import unwrap_sizes
 from fxpipe.tracing.record.recorder import Recorder, RunningModule
@@ -107,7 +109,8 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
     nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign,assignment]
     nn.Module.__call__ = call  # type: ignore[method-assign]
     try:
-        with intercept_vmap(vmap), intercept_apply(apply, _HiddenApplications(recorder, is_elsewhere)):
+        followed = CASTING_FUNCTIONS.follow() if recorder.follows_casts else contextlib.nullcontext()
+        with followed, intercept_vmap(vmap), intercept_apply(apply, _HiddenApplications(recorder, is_elsewhere)):
             yield
     finally:
         del nn.Module.__getattribute__, storage_class.nbytes, storage_class.__len__

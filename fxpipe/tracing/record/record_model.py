@@ -28,8 +28,9 @@ from fxpipe.tracing.record.input_containers import (
     leaf_name,
     line_of_change,
 )
+from fxpipe.tracing.record.number_casts import CASTING_FUNCTIONS
 from fxpipe.tracing.record.patches import patch_for_recording
-from fxpipe.tracing.record.recorded_sizes import RecordedSize
+from fxpipe.tracing.record.recorded_sizes import RECORDED, SIZE_FUNCTIONS
 from fxpipe.tracing.record.recorder import GraphBreak, Recorder
 from fxpipe.tracing.record.uncomputed_tensors import UncomputedMode
 from fxpipe.tracing.record.unrecordable import CannotRecord, python_rng_error, refuse_model
@@ -50,11 +51,7 @@ _ERASABLE = (  # nodes that may be there for nobody
     "size",  # of `x.shape`, which leaves a node for each dimension
     "stride",
     operator.getitem,
-    operator.add,
-    operator.sub,
-    operator.mul,
-    operator.floordiv,
-    operator.mod,
+    *SIZE_FUNCTIONS,
 )
 
 
@@ -86,6 +83,7 @@ def record(
     seed: int = 0,
     uncomputed: bool = False,
     disguised: Mapping[Any, int] | None = None,
+    follows_casts: bool = True,
 ) -> Traced:
     """Runs `model` once on the inputs and returns its graph. The model and all random states stay as they are.
 
@@ -98,6 +96,7 @@ def record(
         seed: of the numbers that forward draws and reads.
         disguised: sizes and texts that look other than they are (`record.untracked_values`).
         uncomputed: nothing is computed that depends on parameters (`record.uncomputed_tensors`); for models on the CPU.
+        follows_casts: what `int(size)` and `len(tensor)` return stays a size (`record.number_casts`).
 
     Raises:
         CannotRecord: forward does what a recording cannot carry; the message names the module, the user's line and the
@@ -109,15 +108,15 @@ def record(
     with progress("recording", None) as step:
 
         def attempt(hashable: bool, forgets: bool = True) -> tuple[Traced, list[tuple[torch.Tensor, CannotRecord]]]:
-            recorder = Recorder(model, held, whole, continued, seed, hashable, step, forgets, disguised)
+            recorder = Recorder(model, held, whole, continued, seed, hashable, step, forgets, disguised, follows_casts)
             try:
                 recording = _record_once(recorder, args, kwargs, run, uncomputed)
-                if not recorder.must_save:
+                if not recorder.must_save and not _has_new_casts(recorder):
                     return recording
             except Exception:
-                if not recorder.must_save:
+                if not recorder.must_save and not _has_new_casts(recorder):
                     raise
-            return attempt(hashable, forgets=False)
+            return attempt(hashable, forgets and not recorder.must_save)
 
         hashable = False
         try:
@@ -130,6 +129,11 @@ def record(
                 if tensor is not other:
                     raise error
         return traced
+
+
+def _has_new_casts(recorder: Recorder) -> bool:
+    """Returns whether another recording would follow casts of sizes that this one has not."""
+    return recorder.follows_casts and CASTING_FUNCTIONS.add(recorder.casting_codes)
 
 
 class _HashedSizeError(Exception):
@@ -208,6 +212,7 @@ def _record_once(
         marks=tuple(recorder.marks),
         tied=frozenset(tied & assigned.keys()),
         texts=tuple(recorder.texts),
+        has_followed_casts=recorder.has_followed_casts,
         ended_modules=tuple(recorder.ended_modules),
     )
     erase_unused_nodes(traced, keeping=("size", operator.getitem))  # of sizes it is not yet known which are values
@@ -264,7 +269,7 @@ def _flat_output(recorder: Recorder, result: Any) -> tuple[list[Any], pytree.Tre
 def _output_argument(recorder: Recorder, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return recorder.node_of(value)
-    if isinstance(value, RecordedSize):
+    if isinstance(value, RECORDED):
         return recorder.node_argument(value)
     if contains_any(value, lambda item: _is_recorded(recorder, item)):
         raise TraceError(
@@ -277,7 +282,7 @@ def _output_argument(recorder: Recorder, value: Any) -> Any:
 
 def _is_recorded(recorder: Recorder, value: Any) -> bool:
     """Returns whether it is a tensor, or a size that differs from run to run."""
-    if isinstance(value, RecordedSize):
+    if isinstance(value, RECORDED):
         return value.recorder is recorder
     return isinstance(value, torch.Tensor) and recorder.knows(value)
 

@@ -1,9 +1,10 @@
 """Sizes of recorded tensors: integers that remember the graph node that computes them.
 
 A model asks a tensor for its shape and computes with the answer. While it is recorded, the answer is a `RecordedSize`:
-an `int` of the right value (torch's C++ functions take nothing else) whose arithmetic adds nodes. What leaves the world
-of integers, a comparison, `float(size)` or `size / 2`, gives a plain value and leaves a `SizeRead`: what the model saw.
-Whether that holds for other batch sizes is asked later, when the symbolic value of the node is known.
+an `int` of the right value (torch's C++ functions take nothing else) whose arithmetic adds nodes; `size / 2` is a
+`RecordedFloat`, and `int(size / 2)` a size again. What leaves the world of numbers, a comparison or `size & 1`, gives a
+plain value and leaves a `SizeRead`: what the model saw. Whether that holds for other batch sizes is asked later, when
+the symbolic value of the node is known.
 
 What cannot be seen is what becomes of `range(size)`, `len(x)` and `size.bit_length()`: for these every graph is also
 compared with the model at other batch sizes, and what was computed is found by recording at these (`batch_numbers`).
@@ -14,6 +15,7 @@ the values of tensors is a value itself, and what was read of it is a read like 
 
 from __future__ import annotations
 
+import enum
 import functools
 import math
 import operator
@@ -37,7 +39,7 @@ class SizeRead:
     """The model computed `function(*operands)` of sizes, or `length` of a tensor, and went on with the result."""
 
     function: Callable[..., Any]
-    operands: tuple[fx.Node | int, ...]
+    operands: tuple[fx.Node | int | float, ...]
     result: Any
     where: str  # the user's source line
     module: str = ""  # the path of the one that did so
@@ -133,6 +135,9 @@ class RecordedSize(int):
     def __neg__(self) -> int:
         return self * -1
 
+    def __abs__(self) -> int:
+        return self if self >= 0 else -self
+
     def __divmod__(self, other: Any) -> tuple[int, int]:
         return self // other, self % other
 
@@ -158,17 +163,108 @@ class RecordedSize(int):
         return int, (self.shown,)
 
 
+class FloatForm(enum.Enum):
+    """The form of a formula. A sum of sums, or a product of products, is one to sympy, which then rounds otherwise than
+    Python."""
+
+    ATOM = "atom"
+    PRODUCT = "product"
+    SUM = "sum"
+
+
+class RecordedFloat(float):
+    """A float that was computed of sizes. `shown` and `value` as for a `RecordedSize`.
+
+    Its arithmetic adds nodes as long as sympy computes with the formula what Python computes; else it gives a plain
+    number, and leaves a read.
+    """
+
+    node: fx.Node
+    recorder: Recorder
+    value: float
+    form: FloatForm
+
+    def __new__(
+        cls, value: float, node: fx.Node, recorder: Recorder, form: FloatForm, shown: float | None = None
+    ) -> RecordedFloat:
+        number = super().__new__(cls, value if shown is None else shown)
+        number.value, number.node, number.recorder, number.form = value, node, recorder, form
+        return number
+
+    @property
+    def shown(self) -> float:
+        return float.__float__(self)
+
+    def __hash__(self) -> int:
+        if self.recorder.recording:
+            self.recorder.read_size(operator.eq, (self, self.value), True)
+        return hash(self.shown)
+
+    def __neg__(self) -> float:
+        return self._derived(operator.neg, self.form)
+
+    def __abs__(self) -> float:
+        return self if self >= 0 else -self
+
+    def __pos__(self) -> float:
+        return self
+
+    def __trunc__(self) -> int:
+        return self._whole(math.trunc)
+
+    def __floor__(self) -> int:
+        return self._whole(math.floor)
+
+    def __ceil__(self) -> int:
+        return self._whole(math.ceil)
+
+    def __round__(self, digits: Any = None) -> Any:
+        if digits is None:
+            return self._whole(round)
+        if self.recorder.recording:
+            self.recorder.read_size(round, (self, digits), round(self.value, digits))
+        return round(self.shown, digits)
+
+    def is_integer(self) -> bool:
+        whole: float = self.__floor__()
+        return self == whole
+
+    conjugate = __pos__
+    real = property(__pos__)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> float:
+        return self.shown
+
+    def __reduce__(self) -> tuple[type[float], tuple[float]]:
+        return float, (self.shown,)
+
+    def _derived(self, function: Callable[[Any], Any], form: FloatForm) -> float:
+        if not self.recorder.follows(self):
+            return function(self.value)  # type: ignore[no-any-return]
+        node = self.recorder.add_size(function, self)
+        return RecordedFloat(function(self.value), node, self.recorder, form, function(self.shown))
+
+    def _whole(self, function: Callable[[Any], Any]) -> int:
+        if not self.recorder.follows(self):
+            return function(self.value)  # type: ignore[no-any-return]
+        node = self.recorder.add_size(function, self)
+        return RecordedSize(function(self.value), node, self.recorder, function(self.shown))
+
+
+RECORDED = (RecordedSize, RecordedFloat)
+
+
 def plain_size(value: Any) -> Any:
-    return value.value if isinstance(value, RecordedSize) else value
+    return value.value if isinstance(value, RECORDED) else value
 
 
 def _shown_value(value: Any) -> Any:
-    return value.shown if isinstance(value, RecordedSize) else value
+    return value.shown if isinstance(value, RECORDED) else value
 
 
 def unwrap_sizes(value: Any) -> Any:
     """The arguments of a call with what sizes are in their place."""
-    if isinstance(value, RecordedSize):
+    if isinstance(value, RECORDED):
         return value.value
     if isinstance(value, RecordedShape):
         return torch.Size(map(unwrap_sizes, value))
@@ -181,26 +277,91 @@ def unwrap_sizes(value: Any) -> Any:
     return value
 
 
-def _arithmetic_method(function: Callable[[Any, Any], Any], swap: bool) -> Callable[[RecordedSize, Any], Any]:
-    def method(self: RecordedSize, other: Any) -> Any:
-        if not isinstance(other, (int, torch.SymInt)):  # which only a nested tensor has: that is refused
+# -- arithmetic ------------------------------------------------------------------------------------------------------
+
+_NUMBERS = (int, float, torch.SymInt)  # the last of which only a nested tensor has: that is refused
+_WHOLE = (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod)  # of whole numbers a whole one
+
+SIZE_FUNCTIONS: tuple[Callable[..., Any], ...] = (
+    *_WHOLE,
+    operator.truediv,
+    operator.pow,
+    operator.neg,
+    math.trunc,
+    math.floor,
+    math.ceil,
+    round,
+    torch.sym_float,
+)
+
+
+def followed_float(size: RecordedSize) -> Any:
+    """Returns `float(size)` as a number that is followed."""
+    if not size.recorder.follows(size):
+        return float(size.value)
+    node = size.recorder.add_size(torch.sym_float, size)
+    return RecordedFloat(float(size.value), node, size.recorder, FloatForm.ATOM, float(size.shown))
+
+
+def _result(function: Callable[[Any, Any], Any], left: Any, right: Any) -> Callable[..., Any] | None:
+    """Returns what makes the recorded result, from value, node, recorder and `shown`; None: it is not followed."""
+    is_whole = isinstance(left, int) and isinstance(right, int)
+    exponent = right if function is operator.pow and not isinstance(right, RECORDED) else None
+    if is_whole and (function in _WHOLE or (exponent is not None and exponent >= 0)):
+        return RecordedSize
+    form = _form_of_power(left, exponent) if function is operator.pow else _float_form(function, left, right)
+    if form is None:
+        return None
+    return lambda value, node, recorder, shown: RecordedFloat(value, node, recorder, form, shown)
+
+
+def _form_of_power(base: Any, exponent: Any) -> FloatForm | None:
+    return FloatForm.ATOM if isinstance(exponent, float) or (exponent is not None and isinstance(base, float)) else None
+
+
+def _float_form(function: Callable[[Any, Any], Any], left: Any, right: Any) -> FloatForm | None:
+    """Returns the form of a formula that sympy computes as Python does; None: it would not."""
+    forms = {
+        one.form if isinstance(one, RecordedFloat) else FloatForm.ATOM for one in (left, right) if is_recorded(one)
+    }
+    if function is operator.truediv:
+        return FloatForm.ATOM
+    if function is operator.mul:
+        return FloatForm.PRODUCT if forms == {FloatForm.ATOM} else None
+    if function not in (operator.add, operator.sub) or FloatForm.SUM in forms:
+        return None
+    is_of_two = is_recorded(left) and is_recorded(right)
+    return None if FloatForm.PRODUCT in forms and is_of_two else FloatForm.SUM
+
+
+def is_recorded(value: Any) -> bool:
+    return isinstance(value, RECORDED)
+
+
+def _arithmetic_method(function: Callable[[Any, Any], Any], swap: bool) -> Callable[[Any, Any], Any]:
+    def method(self: Any, other: Any, *modulus: Any) -> Any:
+        if modulus:
+            self.recorder.follows_no_further(self)
+            return pow(plain_size(self), plain_size(other), *map(plain_size, modulus))
+        if not isinstance(other, _NUMBERS):
             return NotImplemented
         left, right = (other, self) if swap else (self, other)
         value = function(plain_size(left), plain_size(right))
-        if not self.recorder.recording or isinstance(other, torch.SymInt):
+        if isinstance(other, torch.SymInt) or not self.recorder.follows(self):
             return value
-        if self.recorder.runs_opaque:
-            self.recorder.read_size(plain_number, (self,), self.value)
+        make = _result(function, left, right)
+        if make is None or not isinstance(value, (int, float)) or not math.isfinite(value):
+            self.recorder.read_size(function, (left, right), value)
             return value
         shown = function(_shown_value(left), _shown_value(right)) if self.recorder.disguised else value
-        return RecordedSize(value, self.recorder.add_size(function, left, right), self.recorder, shown)
+        return make(value, self.recorder.add_size(function, left, right), self.recorder, shown)
 
     return method
 
 
 def _reading_method(function: Callable[..., Any], swap: bool = False) -> Callable[..., Any]:
-    def method(self: RecordedSize, *others: Any) -> Any:
-        if not all(isinstance(other, (int, torch.SymInt)) for other in others):
+    def method(self: Any, *others: Any) -> Any:
+        if not all(isinstance(other, _NUMBERS) for other in others):
             return NotImplemented
         operands = (*others, self) if swap else (self, *others)
         value = function(*map(plain_size, operands))
@@ -211,51 +372,64 @@ def _reading_method(function: Callable[..., Any], swap: bool = False) -> Callabl
     return method
 
 
-def _mixed_method(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a method of sizes: where the other operand is no integer, the size is a plain number that was read."""
-    plain = getattr(int, name)
+def _casting_method(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    method = _reading_method(function)
 
-    def both(self: RecordedSize, *others: Any) -> Any:
+    def cast(self: Any) -> Any:
+        self.recorder.note_cast()
+        return method(self)
+
+    return cast
+
+
+def _mixed_method(kind: type, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a method of sizes: where the other operand is no number of these, the size is a plain one."""
+    plain = getattr(kind, name)
+
+    def both(self: Any, *others: Any) -> Any:
         result = method(self, *others)
-        if result is not NotImplemented:
-            return result
-        if isinstance(others[0], float) and self.recorder.recording:
-            self.recorder.read_size(int, (self,), plain_size(self))
-        return plain(plain_size(self), *map(plain_size, others))
+        return result if result is not NotImplemented else plain(plain_size(self), *map(plain_size, others))
 
     return both
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod"):
-    _function = getattr(operator, _name)
-    setattr(RecordedSize, f"__{_name}__", _mixed_method(f"__{_name}__", _arithmetic_method(_function, False)))
-    setattr(RecordedSize, f"__r{_name}__", _mixed_method(f"__r{_name}__", _arithmetic_method(_function, True)))
-for _name in ("truediv", "pow", "lshift", "rshift", "and_", "or_", "xor"):
-    _function, _name = getattr(operator, _name), _name.rstrip("_")
-    setattr(RecordedSize, f"__{_name}__", _mixed_method(f"__{_name}__", _reading_method(_function)))
-    setattr(RecordedSize, f"__r{_name}__", _mixed_method(f"__r{_name}__", _reading_method(_function, True)))
-for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    setattr(RecordedSize, f"__{_name}__", _mixed_method(f"__{_name}__", _reading_method(getattr(operator, _name))))
-for _function in (float, int, bool, abs):
-    setattr(RecordedSize, f"__{_function.__name__}__", _reading_method(_function))
+def _add_methods(kind: type, name: str, method_of: Callable[..., Callable[..., Any]], swaps: bool = True) -> None:
+    function, name = getattr(operator, name), name.rstrip("_")
+    plain = kind.__mro__[1]
+    setattr(kind, f"__{name}__", _mixed_method(plain, f"__{name}__", method_of(function, False)))
+    if swaps:
+        setattr(kind, f"__r{name}__", _mixed_method(plain, f"__r{name}__", method_of(function, True)))
 
 
-def _not_followed(name: str) -> Callable[..., Any]:
-    plain = getattr(int, name)
+for _kind in RECORDED:
+    for _name in ("add", "sub", "mul", "floordiv", "mod", "truediv", "pow"):
+        _add_methods(_kind, _name, _arithmetic_method)
+    for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+        _add_methods(_kind, _name, _reading_method, swaps=False)
+    for _function in (float, int):
+        setattr(_kind, f"__{_function.__name__}__", _casting_method(_function))
+    setattr(_kind, "__bool__", _reading_method(bool))  # noqa: B010
+for _name in ("lshift", "rshift", "and_", "or_", "xor"):
+    _add_methods(RecordedSize, _name, _reading_method)
 
-    def method(self: RecordedSize, *args: Any, **kwargs: Any) -> Any:
-        if self.recorder.recording:
-            self.recorder.read_size(plain_number, (self,), self.value)
+
+def _not_followed(kind: type, name: str) -> Callable[..., Any]:
+    plain = getattr(kind, name)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.recorder.follows_no_further(self)
         return plain(self.shown, *args, **kwargs)
 
     return method
 
 
 for _name in ("bit_length", "bit_count", "to_bytes", "as_integer_ratio", "__str__", "__repr__", "__format__"):
-    setattr(RecordedSize, _name, _not_followed(_name))
+    setattr(RecordedSize, _name, _not_followed(int, _name))
+for _name in ("hex", "as_integer_ratio", "__str__", "__repr__", "__format__", "__divmod__", "__rdivmod__"):
+    setattr(RecordedFloat, _name, _not_followed(float, _name))
 
 
-def captured_sizes(function: Any) -> Iterator[RecordedSize]:
+def captured_sizes(function: Any) -> Iterator[RecordedSize | RecordedFloat]:
     """Yields the sizes that a function has in its closure, and that it keeps for later calls."""
     todo, known = [function], set[int]()
     while todo:
@@ -263,7 +437,7 @@ def captured_sizes(function: Any) -> Iterator[RecordedSize]:
         if id(value) in known:
             continue
         known.add(id(value))
-        if isinstance(value, RecordedSize):
+        if isinstance(value, RECORDED):
             yield value
         elif isinstance(value, (tuple, list)):
             todo += value

@@ -21,6 +21,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +59,9 @@ from fxpipe.tracing.module_attributes import AttributeGuard
 from fxpipe.tracing.node_info import NodeInfo, RandomDraws, RecordingPlace, ValueRead, info, set_info, update_info
 from fxpipe.tracing.record.grad_fn import NODE_HOOK_PROBLEM, NODE_HOOK_REMEDY, GradFnProxy
 from fxpipe.tracing.record.recorded_sizes import (
+    RECORDED,
     LayoutRead,
+    RecordedFloat,
     RecordedShape,
     RecordedSize,
     SizeRead,
@@ -82,6 +85,7 @@ from fxpipe.tracing.record.unrecordable import (
 from fxpipe.tracing.source_lines import is_argument_validation, user_line
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import TracedGraph
+from fxpipe.utils.builtin_calls import calling_codes
 from fxpipe.utils.progress import ProgressStep, ignore_progress
 
 GUISES = range(11)  # of a text
@@ -155,6 +159,7 @@ class Recorder(TorchFunctionMode):
         step: ProgressStep = ignore_progress,
         forgets: bool = True,
         disguised: Mapping[Any, int] | None = None,
+        follows_casts: bool = True,
     ):
         """
         Args:
@@ -168,6 +173,7 @@ class Recorder(TorchFunctionMode):
             forgets: functions of torch save nothing for backward.
             disguised: which sizes, by name of node and dimension, and which texts, by number, look other than they are
                 to code that no recording can follow (`untracked_values`): sizes larger by this, texts in this guise.
+            follows_casts: what `int(size)` and `len(tensor)` return stays a size (`number_casts`).
         """
         super().__init__()
         self.model = model
@@ -182,6 +188,8 @@ class Recorder(TorchFunctionMode):
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}  # by id: those that forward has
         self.disguised = disguised or {}
         self.texts: list[SourcePlace] = []  # where a tensor was made a text
+        self.casting_codes = set[CodeType]()  # of functions that have made plain numbers of sizes
+        self.follows_casts, self.has_followed_casts = follows_casts, False
         self.sized_names = set[str]()  # of the model's tensors of which forward has asked the sizes
         self.attributes_read: dict[tuple[int, str], AttributeGuard] = {}  # forward went by them: others, another graph
         self.asks_for_gradients = False  # has forward gone by which tensors require grad?
@@ -329,7 +337,7 @@ class Recorder(TorchFunctionMode):
         """A value as the argument of a node."""
         if isinstance(value, torch.Tensor):
             return self.node_of(value)
-        if isinstance(value, RecordedSize):
+        if isinstance(value, RECORDED):
             return value.node if value.recorder is self else value.value
         if isinstance(value, (RecordedShape, torch.Size)):
             return tuple(map(self.node_argument, value))
@@ -450,6 +458,22 @@ class Recorder(TorchFunctionMode):
             )
         )
 
+    def follows(self, number: RecordedSize | RecordedFloat) -> bool:
+        """Returns whether arithmetic on a size adds nodes. Inside of what is one node it is read as a plain number."""
+        if self.runs_opaque:
+            self.follows_no_further(number)
+        return self.recording and not self.runs_opaque
+
+    def note_cast(self) -> None:
+        """Notes the function that makes a plain number of a size (`number_casts`)."""
+        if self.recording:
+            self.casting_codes.update(calling_codes(("torch.", "fxpipe.")))
+
+    def follows_no_further(self, number: RecordedSize | RecordedFloat) -> None:
+        """Notes that a size goes on as a plain number."""
+        if self.recording:
+            self.read_size(plain_number, (number,), number.value)
+
     def _read_layout(self, tensor: torch.Tensor, question: Callable[[torch.Tensor], Any], name: str) -> Any:
         with self.pause():
             answer = question(tensor)
@@ -498,6 +522,7 @@ class Recorder(TorchFunctionMode):
         if name in ("numel", "nelement"):
             return math.prod(self._sizes(args[0], "size"))
         if name == "__len__":
+            self.note_cast()
             self._read_length(args[0], 0)
             return self._plainly(func, args, kwargs)
         self._refuse_unrecordable(func, name, args, kwargs)
@@ -569,7 +594,7 @@ class Recorder(TorchFunctionMode):
         """
         if self.runs_opaque:
             for leaf in pytree.tree_leaves((args, kwargs)):
-                if isinstance(leaf, RecordedSize) and leaf.recorder is self:
+                if isinstance(leaf, RECORDED) and leaf.recorder is self:
                     self.read_size(plain_number, (leaf,), leaf.value)
         tensors = list(tensors_in((args, kwargs)))
         if tensors:

@@ -29,7 +29,7 @@ from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.functions import opname
 from fxpipe.tracing.dynamic_sizes import FixedSizeError
 from fxpipe.tracing.node_arguments import named_arguments_and_defaults
-from fxpipe.tracing.node_info import info, number_of, set_info, state_of
+from fxpipe.tracing.node_info import constant_of, info, number_of, set_info, state_of
 from fxpipe.tracing.shapes.reduced_output import (
     CONSTANT_TERMS,
     JOINING,
@@ -208,7 +208,7 @@ class ReductionWalk:
         number = info(node).number
         if node not in self.batch_dependent:
             self._piece(node, None, CONSTANT_TERMS, reduced)
-        elif number is not None:
+        elif number is not None and not info(node).is_float_number:
             if sympy.cancel(number / self.traced.batch).free_symbols:
                 raise _unknown_reduction(node, "which is a number that does not simply grow with the batch")
             self._piece(node, "sum", SIZE_TERMS, reduced)
@@ -296,7 +296,7 @@ class ReductionWalk:
                 return CombinationRef(reduced.values[value])
             if info(value).dynamic_number is not None:
                 raise FixedSizeError(f"an output is put together with a size as a number, at {info(node).source}")
-            return int(number_of(value))
+            return constant_of(value, number_of(value))
 
         args = map_nested(tuple(node.args), put)
         kwargs = {key: map_nested(value, put) for key, value in node.kwargs.items()}

@@ -40,7 +40,7 @@ class InputPieces:
         for node in traced.graph.nodes:
             if node not in used:
                 continue
-            if info(node).number is not None:
+            if info(node).number is not None and not info(node).is_float_number:
                 copies[node] = program.placeholder(node.name)
                 update_info(copies[node], number=size_formula(node))
                 continue

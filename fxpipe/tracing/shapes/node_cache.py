@@ -111,8 +111,8 @@ def _value_key(value: Any) -> Hashable:
     if type(value) is FakeTensor and value.layout == torch.strided and value.constant is None:
         sizes = tuple(map(_expression, (value.storage_offset(), *value.shape, *value.stride())))
         return FakeTensor, value.dtype, value.device, value.is_conj(), value.is_neg(), sizes
-    if isinstance(value, torch.SymInt):
-        return torch.SymInt, _expression(value)
+    if isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return type(value), _expression(value)
     if isinstance(value, (tuple, list)):
         return type(value), tuple(map(_value_key, value))
     if type(value) in _PLAIN:
@@ -121,7 +121,7 @@ def _value_key(value: Any) -> Hashable:
 
 
 def _expression(size: Any) -> Hashable:
-    return size.node.expr if isinstance(size, torch.SymInt) else size  # type: ignore[no-any-return]
+    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat)) else size  # type: ignore[no-any-return]
 
 
 def _unbacked_sizes(value: Any) -> set[Any]:

@@ -20,7 +20,7 @@ from fxpipe.utils.output_combination import CombinationCall, CombinationRef
 LINEAR = frozenset(
     "neg negative pos sum mean getitem select unsqueeze squeeze reshape view view_as flatten unflatten to float double "
     "half bfloat16 type type_as contiguous clone detach expand expand_as permute transpose t unbind alias diagonal "
-    "positive ravel".split()
+    "positive ravel tensor sym_float".split()
 )  # linear in their first argument
 JOINING = frozenset(("stack", "cat", "concat"))  # linear in all that they join
 SUMS = frozenset(("add", "radd", "sub", "rsub", "subtract"))

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import sympy
 import torch
+import torch.nn.functional as F
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
@@ -24,13 +25,16 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
+from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.fake_tensor_mode import FakeTensorMode
 from fxpipe._torch.shape_env import LocalSource, QuietShapeEnv, enable_python_dispatcher
+from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.errors import TraceError
 from fxpipe.tracing.dynamic_sizes import FixedSizeError, InputDim
 from fxpipe.tracing.interpreter import run_node_without_grad
 from fxpipe.tracing.model_state import preserve_rng
-from fxpipe.tracing.node_info import info, opaque_call_of, value_read_of
+from fxpipe.tracing.node_arguments import named_arguments
+from fxpipe.tracing.node_info import info, opaque_call_of, state_of, value_read_of
 from fxpipe.tracing.record.recorded_sizes import LayoutRead
 from fxpipe.tracing.record.unrecordable import CannotRecord, calls_before_effects
 from fxpipe.tracing.shapes.node_cache import ChangedInPlaceError, NodeCache, function_key, tensor_key
@@ -360,7 +364,7 @@ class _Attempt:
     def _fake(self, node: fx.Node) -> Any:
         before = len(self.env.replacements), len(self.env.guards)
         try:
-            value = run_node_without_grad(node, self.node_values)
+            value = self._run(node)
         except Exception as error:
             self.known.distrust(node, error)
             if isinstance(error, GuardOnDataDependentSymNode):
@@ -378,6 +382,15 @@ class _Attempt:
                 self.known.unknown_nodes[node] = _BakesSizeError()
                 raise _RetryError
         return value
+
+    def _run(self, node: fx.Node) -> Any:
+        if node.target is not F.interpolate:
+            return run_node_without_grad(node, self.node_values)
+        arguments = {**fx.map_arg(named_arguments(node), self.node_values.__getitem__)}
+        if any(isinstance(scale, torch.SymFloat) for scale in pytree.tree_leaves(arguments.get("scale_factor"))):
+            arguments["recompute_scale_factor"] = True  # to the same sizes, in Python: C++ takes no symbolic scales
+        with set_thread_state(state_of(node)), torch.no_grad():
+            return F.interpolate(**arguments)
 
     def _keep_guards(self, start: int, where: str, is_asked: bool) -> None:
         self.guards += [SizeGuard(guard.expr, where, is_asked) for guard in self.env.guards[start:]]
@@ -447,7 +460,8 @@ class _Attempt:
         """The dynamic dimensions whose sizes go into a node."""
         symbols = {s: key for key, symbol in self.dynamic.items() for s in self.env.replace(symbol).free_symbols}
         numbers = [self.node_values.get(source) for source in node.all_input_nodes]
-        sizes = [*self._sizes_given(node), *(self._formula(n) for n in numbers if isinstance(n, torch.SymInt))]
+        symbolic = [number for number in numbers if isinstance(number, (torch.SymInt, torch.SymFloat))]
+        sizes = [*self._sizes_given(node), *map(self._formula, symbolic)]
         return frozenset(symbols[s] for size in sizes for s in size.free_symbols & symbols.keys())
 
     def _sizes_given(self, node: fx.Node) -> list[sympy.Expr]:
@@ -456,7 +470,7 @@ class _Attempt:
         shape: list[Any] = [size for tensor in tensors for size in tensor.shape]
         return [self._formula(size) for size in shape if isinstance(size, torch.SymInt)]
 
-    def _formula(self, size: torch.SymInt) -> sympy.Expr:
+    def _formula(self, size: torch.SymInt | torch.SymFloat) -> sympy.Expr:
         return self.env.replace(size.node.expr)
 
     def _is_of_values(self, node: fx.Node) -> bool:

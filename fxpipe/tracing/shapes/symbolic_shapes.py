@@ -29,8 +29,8 @@ from fxpipe._torch.operators import OpOverload
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.dynamic_sizes import FIXED_SIZES, DynamicSizes, FixedSizeError, InputDim, Lengths, SizeCondition
 from fxpipe.tracing.node_arguments import container_of
-from fxpipe.tracing.node_info import ValueRead, info, number_of, set_info, update_info
-from fxpipe.tracing.record.recorded_sizes import NOT_FOLLOWED, PIECES, SizeRead, length
+from fxpipe.tracing.node_info import ValueRead, constant_of, info, number_of, set_info, update_info
+from fxpipe.tracing.record.recorded_sizes import NOT_FOLLOWED, PIECES, SIZE_FUNCTIONS, SizeRead, length
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.shapes.batch_reductions import ReductionWalk, UnknownReductionError
 from fxpipe.tracing.shapes.symbolic_run import SymbolicRun, run_on_symbols
@@ -170,7 +170,9 @@ def add_shapes(
         number, is_data_dependent = known.number, known.is_data_dependent
         dynamic_number = None
         # What was read of a value is no size: it may be another one in each step, and is compared there.
-        if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and not known.is_compared_read:
+        is_float = isinstance(value, (float, torch.SymFloat)) and node.target in SIZE_FUNCTIONS
+        is_number = is_float or (isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool))
+        if is_number and not known.is_compared_read:
             number, dynamic_number = formula(value), full_formula(value)
             dynamic_number = dynamic_number if example.keys() & dynamic_number.free_symbols else None
             sources = [source for source in node.all_input_nodes if info(source).is_data_dependent]
@@ -184,6 +186,7 @@ def add_shapes(
             dynamic_shapes=dynamic_shapes,
             number=number,
             dynamic_number=dynamic_number,
+            is_float_number=is_float,
             is_data_dependent=is_data_dependent,
         )
     of_values = [read for read in traced.size_reads if _depends_on_values(traced, read)]
@@ -255,11 +258,15 @@ def _formula_of(names: Mapping[Any, sympy.Symbol], run: SymbolicRun) -> Callable
     """Returns the function that tells what a size is, in the batch size and the dynamic sizes."""
 
     def formula(value: Any) -> sympy.Expr:
-        if isinstance(value, torch.SymInt):
+        if isinstance(value, (torch.SymInt, torch.SymFloat)):
             return run.env.replace(value.node.expr).xreplace(names)
-        return sympy.Integer(int(value))
+        return _constant_formula(value)
 
     return formula
+
+
+def _constant_formula(value: Any) -> sympy.Expr:
+    return sympy.Float(value) if isinstance(value, float) else sympy.Integer(int(value))
 
 
 def _own_symbols(traced: Traced, run: SymbolicRun, asked: Mapping[InputDim, str]) -> dict[Any, sympy.Symbol]:
@@ -478,9 +485,9 @@ def _find_batch(traced: Traced, asked: Sequence[int | None], run: SymbolicRun, s
 def _operand_sizes(read: SizeRead) -> list[sympy.Expr]:
     if read.function is length or read.function in PIECES:
         tensor, dim, *rest = read.operands
-        sizes = [number_of(o) if isinstance(o, fx.Node) else sympy.Integer(o) for o in rest]
+        sizes = [number_of(o) if isinstance(o, fx.Node) else _constant_formula(o) for o in rest]
         return [info(tensor).shapes[0].shape[dim], *sizes]  # type: ignore[arg-type,index]
-    return [number_of(o) if isinstance(o, fx.Node) else sympy.Integer(o) for o in read.operands]
+    return [number_of(o) if isinstance(o, fx.Node) else _constant_formula(o) for o in read.operands]
 
 
 def _depends_on_values(traced: Traced, read: SizeRead) -> bool:
@@ -738,9 +745,9 @@ def _fold_fixed_sizes(traced: Traced) -> None:
         if info(node).dynamic_number is not None:
             continue
         for user in list(node.users):
-            user.args, user.kwargs = _with_constant((user.args, user.kwargs), node, int(number))
+            user.args, user.kwargs = _with_constant((user.args, user.kwargs), node, constant_of(node, number))
         traced.graph.erase_node(node)
 
 
-def _with_constant(arguments: Any, node: fx.Node, value: int) -> Any:
+def _with_constant(arguments: Any, node: fx.Node, value: int | float) -> Any:
     return fx.map_arg(arguments, lambda n: value if n is node else n)

@@ -52,6 +52,11 @@ def _positions(length: int) -> int:
     return 2 * length
 
 
+def count(x: torch.Tensor) -> int:
+    """The number of samples, as a plain number that nothing follows."""
+    return sum(1 for _ in [0] * x.shape[0])
+
+
 _tables = {str(n): float(n) for n in range(64)}
 
 RIGHT: dict[str, Any] = {
@@ -59,6 +64,7 @@ RIGHT: dict[str, Any] = {
     "view(int)": lambda m, x: m.out(m.lin(x).view(int(x.shape[0]), -1).view(len(x), T, 6)),
     "view(len, -1)": lambda m, x: m.out(m.lin(x).view(len(x), -1, 6)),
     "rows": lambda m, x: m.out(m.lin(x).view(len(x) * T, 6)).view(len(x), T, 6),
+    "rows counted": lambda m, x: m.out(m.lin(x).view(count(x) * T, 6)).view(count(x), T, 6),
     "numpy prod": lambda m, x: m.out(m.lin(x).view(np_prod(x.shape[:2]), 6)).reshape(x.shape),
     "zeros(len)": lambda m, x: m.out(m.lin(x) + torch.zeros(len(x), 1, 6)),
     "ones of a list": lambda m, x: m.out(m.lin(x) + torch.ones([len(x), *x.shape[1:]])),
@@ -131,7 +137,7 @@ def test_as_the_plain_model_at_every_batch_size(name):
 
 
 def test_ints_in_the_graph_are_computed_from_a_size():
-    traced = trace(Forward(RIGHT["rows"]), (torch.randn(4, T, 6),))
+    traced = trace(Forward(RIGHT["rows counted"]), (torch.randn(4, T, 6),))
     assert [(node.name, node.args[1:]) for node in traced.nodes if "batch" in node.name] == [
         ("batch", (0,)), ("batch_mul", (4,)),
     ]  # fmt: skip
@@ -142,7 +148,7 @@ def test_ints_in_the_graph_are_computed_from_a_size():
 
 
 def test_graph_holds_for_the_sizes_recorded_and_batches_of_such_micro_batches():
-    traced = trace(Forward(RIGHT["rows"]), (torch.randn(4, T, 6),), chunks=2)
+    traced = trace(Forward(RIGHT["rows counted"]), (torch.randn(4, T, 6),), chunks=2)
     assert traced.recorded_sizes == (2, 3, 4, 5, 6)
     x = torch.randn(8, T, 6)
     assert [n for n in range(1, 9) if traced.matches([x[:n]], traced.in_spec, traced.flags)] == [2, 3, 4, 5, 6]
@@ -156,11 +162,11 @@ def test_graph_holds_for_the_sizes_recorded_and_batches_of_such_micro_batches():
 
 def test_a_model_that_is_right_as_recorded_is_recorded_once():
     runs = []
-    model = Forward(lambda m, x: (runs.append(len(x)), m.lin(x))[1])
+    model = Forward(lambda m, x: (runs.append(0), m.lin(x))[1])
     assert trace(model, (torch.randn(4, T, 6),)).recorded_sizes == ()
     without = len(runs)
     runs.clear()
-    model = Forward(lambda m, x: (runs.append(len(x)), m.lin(x).view(len(x), -1))[1])
+    model = Forward(lambda m, x: (runs.append(0), m.lin(x).view(count(x), -1))[1])
     trace(model, (torch.randn(4, T, 6),))
     assert len(runs) > without
 
@@ -251,7 +257,8 @@ def test_model_and_random_numbers_stay_as_they_were():
             self.norm, self.lin = nn.BatchNorm1d(T), nn.Linear(6, 6)
 
         def forward(self, x):
-            return F.dropout(self.lin(self.norm(x).view(len(x) * T, 6)), 0.5, self.training).view(len(x), T, 6)
+            rows = count(x)
+            return F.dropout(self.lin(self.norm(x).view(rows * T, 6)), 0.5, self.training).view(rows, T, 6)
 
     model = Counting()
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
@@ -340,7 +347,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         lambda m, x: m.lin(x) / len(x), ArgumentError, "outputs of micro-batches, put together, are not the output",
     ),
     "rows that depend on values": (
-        lambda m, x: m.lin(x[x > 0].new_zeros(len(x[x > -9]) // 24, T, 6)), TraceError,
+        lambda m, x: m.lin(x[x > 0].new_zeros(count(x[x > -9]) // 24, T, 6)), TraceError,
         "size that depends on the values of tensors",
     ),
     "made by numpy": (
