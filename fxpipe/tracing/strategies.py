@@ -24,6 +24,7 @@ from torch import fx, nn
 
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe.errors import ArgumentError, TraceError
+from fxpipe.tracing.dynamic_sizes import FixedSizeError
 from fxpipe.tracing.guards import expectations_of, refuse_unguardable
 from fxpipe.tracing.importers.symbolic_trace import trace_by_function, trace_by_tracer, trace_symbolically
 from fxpipe.tracing.importers.torch_export import trace_by_export
@@ -139,7 +140,7 @@ def _record(request: TraceRequest, in_stages: bool = False) -> Traced:
     first: TraceError | None = None
     while True:
         try:
-            traced, options = _record_with_casts(request, options, in_stages)
+            traced, options = _record_without_caches(request, options, in_stages)
             break
         except TraceError as error:
             if isinstance(error, CannotRecord) and error.is_final:
@@ -156,14 +157,41 @@ def _record(request: TraceRequest, in_stages: bool = False) -> Traced:
     return replace(traced, recording_options=options, why=_reasons(traced, options, first))
 
 
-def _record_with_casts(
+def _record_without_caches(
     request: TraceRequest, options: RecordingOptions, in_stages: bool
+) -> tuple[Traced, RecordingOptions]:
+    """A recording that goes through all passes; by the paths of libraries that cache nothing, where a cache by sizes
+    stands in the way of dynamic ones.
+    """
+    recordings: list[Traced] = []
+    traced, error = None, None
+    try:
+        traced, used = _record_with_casts(request, options, in_stages, recordings)
+        if request.dynamic.dims <= traced.dynamic.formulas.keys():
+            return traced, used
+    except FixedSizeError as problem:
+        error = problem
+    if not options.in_compile_mode and any(recording.has_keys_of_sizes for recording in recordings):
+        with contextlib.suppress(Exception):
+            other, other_options = _record_with_casts(request, replace(options, in_compile_mode=True), in_stages, [])
+            if traced is None or other.dynamic.formulas.keys() > traced.dynamic.formulas.keys():
+                return other, other_options
+    if traced is None:
+        assert error is not None
+        raise error
+    return traced, used
+
+
+def _record_with_casts(
+    request: TraceRequest, options: RecordingOptions, in_stages: bool, recordings: list[Traced]
 ) -> tuple[Traced, RecordingOptions]:
     """A recording that goes through all passes, with the sizes that forward casts followed or, failing that, not.
 
     A graph in which they are numbers holds for fewer sizes, and may be had where no graph of all sizes is.
+
+    Args:
+        recordings: to which all that are made are added.
     """
-    recordings: list[Traced] = []
 
     def record_following(*args: Any, **rest: Any) -> Traced:
         recordings.append(_record_once(request, options, in_stages, *args, **rest))
@@ -250,7 +278,7 @@ def _reasons(traced: Traced, options: RecordingOptions, first: TraceError | None
     """Says why the graph is not as plain recording would have it, for people."""
     reasons = [f"{name} is kept whole: {reason}" for name, reason in traced.opaque_names.items()]
     if options.in_compile_mode:
-        reasons.insert(0, f"by the general paths of libraries: {first}")
+        reasons.insert(0, f"by the general paths of libraries: {first or 'the others look up values by sizes'}")
     if traced.recorded_sizes:
         sizes = ", ".join(map(str, traced.recorded_sizes))
         reasons.append(f"plain numbers that depend on the batch size are computed in the graph (holds for {sizes})")

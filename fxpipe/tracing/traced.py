@@ -134,6 +134,7 @@ class Traced:
     guards: Guards | None = None  # values that forward read: other ones are another graph
     texts: tuple[SourcePlace, ...] = ()  # where forward made texts of tensors
     has_followed_casts: bool = False  # are there sizes that `int(size)` or `len(tensor)` has returned?
+    has_keys_of_sizes: bool = False  # was something looked up by a size, in a cache?
     again: Callable[[Mapping[Any, int]], Traced] | None = None  # records once more, while the graph is being made
     recording_options: RecordingOptions | None = None  # None: made in another way
     device: torch.device | None = None  # to which planning had moved the model for it; None: it stayed

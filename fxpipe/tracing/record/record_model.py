@@ -213,6 +213,7 @@ def _record_once(
         tied=frozenset(tied & assigned.keys()),
         texts=tuple(recorder.texts),
         has_followed_casts=recorder.has_followed_casts,
+        has_keys_of_sizes=recorder.has_keys_of_sizes,
         ended_modules=tuple(recorder.ended_modules),
     )
     erase_unused_nodes(traced, keeping=("size", operator.getitem))  # of sizes it is not yet known which are values

@@ -129,6 +129,7 @@ class RecordedSize(int):
             self.recorder.was_hashed = True
             raise TypeError("unhashable type: a recorded size")
         if self.recorder.recording:  # what is not found under a key is never compared with it
+            self.recorder.has_keys_of_sizes = True
             self.recorder.read_size(operator.eq, (self, plain_size(self)), True)
         return int.__hash__(self)
 

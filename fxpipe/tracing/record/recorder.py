@@ -180,6 +180,7 @@ class Recorder(TorchFunctionMode):
         self.graph = TracedGraph()
         self.recording, self._step = True, step
         self.hashable, self.was_hashed = hashable, False
+        self.has_keys_of_sizes = False  # has a size been a key, as it may be if `hashable`?
         self.whole, self.graph_breaks = whole or {}, continued or {}
         self.prefixes: dict[str, RecordedCalls] = {}  # of modules that run up to such a call
         self._calls = Counter[str]()  # of other modules, by the path of the one that has made them
