@@ -18,12 +18,14 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Collection
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fxpipe._torch.optimizers import part_of_optimizer, step_without_hooks
+from fxpipe._torch.optimizers import has_step_pre_hooks, part_of_optimizer, step_without_hooks
+from fxpipe.config.parse import parse_switch
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
 from fxpipe.parameter_groups import NamedParameters, ParameterGroups, make_parameter_groups, resolve_group
 from fxpipe.pipeline_module import Pipeline
@@ -32,8 +34,10 @@ from fxpipe.utils.equality import equal_values
 
 __all__ = ["StageOptimizer"]
 
+T = TypeVar("T")
 
-class StageOptimizer(StagewiseOptimizer, torch.optim.Optimizer):
+
+class StageOptimizer(torch.optim.Optimizer, StagewiseOptimizer):
     """An optimizer of a pipe's parameters, of which each stage steps its own, all of them side by side.
 
         optimizer = fxpipe.optim.StageOptimizer(pipe, torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
@@ -51,6 +55,9 @@ class StageOptimizer(StagewiseOptimizer, torch.optim.Optimizer):
         torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)
         optimizer.step()
 
+    `pipe.forward_backward(x, target=t, loss_fn=loss_fn, optimizer=optimizer)` does all three, where nothing has to
+    stand between them; and with `overlap=True` in less time.
+
     Before the pipe has planned, and once it is closed, parameters are stepped in the thread that calls. Over processes
     each rank steps the parameters that it holds.
 
@@ -62,6 +69,10 @@ class StageOptimizer(StagewiseOptimizer, torch.optim.Optimizer):
             first group that matches it, and "*" in the last one stands for the rest. Or a function from the name of a
             parameter and the parameter to a dict of options, or None for one that is left out. Default: one group of
             all.
+        overlap: `pipe.forward_backward(..., optimizer=optimizer)` updates each stage as soon as its device has gone
+            back through its stages, while others still run. A step that fails then leaves the weights of some stages
+            updated, and its exception says of which; without it a failed step changes nothing. The first step with a
+            loss, the tenth, the hundredth and so on verify the loss before they update.
         options: the arguments of the class, defaults of all groups.
 
     Raises:
@@ -80,10 +91,21 @@ class StageOptimizer(StagewiseOptimizer, torch.optim.Optimizer):
         return _blank_optimizer(_checked_class(optimizer_class))
 
     def __init__(
-        self, pipe: Pipeline, optimizer_class: Any, *, param_groups: ParameterGroups = None, **options: Any
+        self,
+        pipe: Pipeline,
+        optimizer_class: Any,
+        *,
+        param_groups: ParameterGroups = None,
+        overlap: bool = False,
+        **options: Any,
     ) -> None:
         _check_pipe(pipe)
-        self.pipe = pipe
+        self.pipe, self.overlap = pipe, parse_switch("overlap", overlap)
+        if overlap and not pipe._fxpipe.can_overlap_updates:
+            raise ArgumentError(
+                "overlap=True over processes: a step is settled by all ranks together when it has ended, and no rank "
+                "may update before that; leave overlap=True out, each rank steps its own parameters"
+            )
         self._begin()
         groups = make_parameter_groups(param_groups, _named_parameters(pipe))
         super().__init__(groups, **options)  # of the class that was given
@@ -98,7 +120,8 @@ class StageOptimizer(StagewiseOptimizer, torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group: "params" are parameters of the pipe or, as for `StageOptimizer`, names and patterns."""
         taken = {id(parameter) for group in self.param_groups for parameter in group["params"]}
-        super().add_param_group(resolve_group(param_group, _named_parameters(self.pipe), taken))
+        held = {id(parameter) for parameter in self.pipe.parameters()}
+        super().add_param_group(resolve_group(param_group, _named_parameters(self.pipe), taken, held))
 
     # -- Steps -------------------------------------------------------------------------------------------------------
 
@@ -107,6 +130,10 @@ class StageOptimizer(StagewiseOptimizer, torch.optim.Optimizer):
 
         `closure` runs the model again and returns the loss, as for torch's optimizers.
         """
+        if isinstance(closure, _StepWithin):
+            result = closure()
+            self._take_written_options()
+            return result
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -116,6 +143,18 @@ class StageOptimizer(StagewiseOptimizer, torch.optim.Optimizer):
         self.pipe._fxpipe.update(self)
         self._take_written_options()
         return loss
+
+    def step_within(self, run: Callable[[], T]) -> T:
+        if has_step_pre_hooks(self):
+            raise StateError(
+                "the optimizer has hooks to be called before it steps (register_step_pre_hook), when the gradients of "
+                "all stages are there; with overlap=True stages are updated before that: remove them, or leave "
+                "overlap=True out"
+            )
+        self._warn_of_rival()
+        self._written.clear()
+        result: T = self.step(_StepWithin(run))
+        return result
 
     def parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -185,7 +224,7 @@ class StageOptimizer(StagewiseOptimizer, torch.optim.Optimizer):
     # -- Copies ------------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "pipe": self.pipe}
+        return {**super().__getstate__(), "pipe": self.pipe, "overlap": self.overlap}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_written" not in self.__dict__:  # else a state is loaded
@@ -194,6 +233,16 @@ class StageOptimizer(StagewiseOptimizer, torch.optim.Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _blank_optimizer, (self.optimizer_class,), self.__getstate__()
+
+
+@dataclass(frozen=True, slots=True)
+class _StepWithin:
+    """The closure of a step that the pipe runs, with the updates of the stages in it."""
+
+    run: Callable[[], Any]
+
+    def __call__(self) -> Any:
+        return self.run()
 
 
 _WrittenOptions = dict[tuple[int | None, str], Any]  # by group, None for the optimizer itself, and name
@@ -216,7 +265,8 @@ def _blank_optimizer(optimizer_class: Any) -> StageOptimizer:
 
 
 def _named_parameters(pipe: Pipeline) -> NamedParameters:
-    return NamedParameters(pipe.named_parameters(remove_duplicate=False))
+    """The parameters of the whole model: groups are the same on all processes."""
+    return NamedParameters(pipe.model.named_parameters(remove_duplicate=False))
 
 
 def _watch_rivals(optimizer: StageOptimizer) -> None:

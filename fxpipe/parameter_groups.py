@@ -87,11 +87,12 @@ def make_parameter_groups(asked: ParameterGroups, named: NamedParameters) -> lis
     return [group | {"params": parameters} for group, parameters in zip(groups, chosen, strict=True)]
 
 
-def resolve_group(asked: Any, named: NamedParameters, taken: Collection[int]) -> dict[str, Any]:
+def resolve_group(asked: Any, named: NamedParameters, taken: Collection[int], held: Collection[int]) -> dict[str, Any]:
     """Returns one more group, with parameters in place of names: of those that match, the ones that are not taken.
 
     Args:
         taken: the identities of the parameters of other groups.
+        held: of those that are here. Others are on other processes, whose optimizers have the same groups.
 
     Raises:
         ArgumentError: a name fits nothing, a parameter is given twice, or a tensor is not the model's.
@@ -103,9 +104,11 @@ def resolve_group(asked: Any, named: NamedParameters, taken: Collection[int]) ->
         group["params"] = [parameter for parameter in chosen if id(parameter) not in taken]
         if not group["params"]:
             raise ArgumentError(f"param_group: the parameters that {patterns} match are all in other groups")
-    seen = set(taken)
+    seen, params = set(taken), []
     for item in group["params"]:
         tensor = item[1] if isinstance(item, tuple) and len(item) == 2 else item
+        if id(tensor) in held or id(tensor) not in named.names:
+            params.append(item)
         if not isinstance(tensor, torch.Tensor):
             continue  # torch says what it expects
         name = named.name_of(tensor)
@@ -117,7 +120,7 @@ def resolve_group(asked: Any, named: NamedParameters, taken: Collection[int]) ->
         if id(tensor) in seen:
             raise ArgumentError(f"the parameter {name!r} is given twice to the optimizer: keep it in one place")
         seen.add(id(tensor))
-    return group
+    return group | {"params": params}
 
 
 def _as_group(what: str, item: Any) -> dict[str, Any]:

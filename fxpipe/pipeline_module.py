@@ -13,13 +13,14 @@ from fxpipe._torch.module_internals import share_tensors
 from fxpipe.config.micro_batches import parse_micro_batches
 from fxpipe.config.parse import parse_switch
 from fxpipe.config.pipeline_options import Settings
-from fxpipe.errors import ArgumentError, StateError
+from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
 from fxpipe.pipeline_state import PipelineState
 from fxpipe.plans import Plan
 from fxpipe.plans.display import plan_html
 from fxpipe.plans.node_groups import node_groups_of
 from fxpipe.runtime import Executor, StepRecord, executor_for
 from fxpipe.runtime.losses import check_loss_function, check_reduction, check_scaler
+from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.tracing.record.module_hooks import run_with_user_hooks, user_hooks_of
 from fxpipe.tracing.tensors import has_values
 from fxpipe.utils.units import count_text, human_bytes, human_seconds
@@ -126,6 +127,7 @@ class Pipeline(nn.Module):
         reduction: str = "mean",
         grad_scaler: torch.amp.GradScaler | None = None,
         micro_batches: Iterable[Any] | None = None,
+        optimizer: StagewiseOptimizer | None = None,
         return_outputs: Literal[False] = False,
         **kwargs: Any,
     ) -> torch.Tensor: ...
@@ -139,6 +141,7 @@ class Pipeline(nn.Module):
         reduction: str = "mean",
         grad_scaler: torch.amp.GradScaler | None = None,
         micro_batches: Iterable[Any] | None = None,
+        optimizer: StagewiseOptimizer | None = None,
         return_outputs: Literal[True],
         **kwargs: Any,
     ) -> tuple[torch.Tensor, Any]: ...
@@ -151,6 +154,7 @@ class Pipeline(nn.Module):
         reduction: str = "mean",
         grad_scaler: torch.amp.GradScaler | None = None,
         micro_batches: Iterable[Any] | None = None,
+        optimizer: StagewiseOptimizer | None = None,
         return_outputs: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
@@ -198,6 +202,9 @@ class Pipeline(nn.Module):
                 with a tuple of inputs by position, a dict of inputs by name and the target or None; or
                 (inputs, target), of which inputs is a tensor, a tuple or a dict; or a tensor or dict of inputs alone.
                 All of them have a target, or none. It is read to its end before anything runs.
+            optimizer: a `fxpipe.optim.StageOptimizer` of this pipe, which steps with the gradients of this step, and of
+                those before it that were added up; then they are gone, as after `optimizer.step();
+                optimizer.zero_grad()`. With `overlap=True` each stage is updated while others still run.
             return_outputs: return (loss, outputs). Without it an output is gone with its micro-batch.
 
         Returns:
@@ -224,23 +231,35 @@ class Pipeline(nn.Module):
         calls = None if micro_batches is None else parse_micro_batches(micro_batches)
         check_loss_function(loss_fn, target if calls is None else calls[0].target or None)
         check_can_train(self.model)
+        check_optimizer(optimizer, self, grad_scaler)
         inside, function = self._fxpipe, loss_fn or model_loss
+        overlapping = optimizer if optimizer is not None and optimizer.overlap else None
         with inside.engine.running():
             if calls is not None:
                 parts = inside.micro_batches_for(calls)
                 schedule = inside.schedule_for(len(parts), max(part.samples for part in parts))
-                loss, outputs = inside.engine.forward_backward_of(
-                    parts, schedule, function, reduction, grad_scaler, return_outputs
+                loss, outputs = inside.with_updates(
+                    overlapping,
+                    lambda updates: inside.engine.forward_backward_of(
+                        parts, schedule, function, reduction, grad_scaler, return_outputs, updates
+                    ),
                 )
             else:
                 bound, leaves, batch = inside.bound_program_for(args, kwargs, in_one=True)
                 settings = inside.settings
                 schedule = inside.schedule_for(settings.micro_batches(batch), settings.largest_micro_batch(batch))
                 targets = () if target is None else (target,)
-                loss, outputs = inside.engine.forward_backward(
-                    bound, leaves, batch, schedule, function, targets, reduction, grad_scaler, return_outputs
-                )
-            return (loss, outputs) if return_outputs else loss
+                loss, outputs = inside.with_updates(
+                    overlapping,
+                    lambda updates: inside.engine.forward_backward(
+                        bound, leaves, batch, schedule, function, targets, reduction, grad_scaler, return_outputs,
+                        updates,
+                    ),
+                )  # fmt: skip
+        if optimizer is not None and overlapping is None:
+            optimizer.step()
+            optimizer.zero_grad()
+        return (loss, outputs) if return_outputs else loss
 
     # -- Plan and step records ---------------------------------------------------------------------------------------
 
@@ -352,6 +371,24 @@ def _one_tensor_per_device(model: nn.Module) -> Iterator[torch.Tensor]:
 def model_loss(output: Any) -> Any:
     """Without a loss_fn the model's output is the loss."""
     return output
+
+
+def check_optimizer(optimizer: Any, pipe: Pipeline, grad_scaler: torch.amp.GradScaler | None) -> None:
+    """Raises where an optimizer cannot step as a part of `forward_backward`."""
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, StagewiseOptimizer):
+        raise ArgumentTypeError(
+            f"optimizer is a {type(optimizer).__name__}; expected a fxpipe.optim.StageOptimizer. Any other one steps "
+            "behind forward_backward: optimizer.step(); optimizer.zero_grad()"
+        )
+    if optimizer.pipe is not pipe:
+        raise ArgumentError("optimizer is of another pipe, whose parameters this step has no gradients for")
+    if grad_scaler is not None:
+        raise ArgumentError(
+            "optimizer and grad_scaler: a scaler looks at the gradients of all stages before any is updated; leave "
+            "optimizer out, and call grad_scaler.step(optimizer), grad_scaler.update() and optimizer.zero_grad()"
+        )
 
 
 def check_can_train(model: nn.Module) -> None:

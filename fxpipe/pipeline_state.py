@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ from fxpipe.plans.retarget import resize_plan
 from fxpipe.runtime import BoundProgram, Engine, Executor, executor_for, wire_program
 from fxpipe.runtime.bound_program import ModelTensors
 from fxpipe.runtime.losses import ambiguous_output_message
-from fxpipe.runtime.stage_updates import StagewiseOptimizer, by_stage
+from fxpipe.runtime.stage_updates import OverlappedUpdates, StagewiseOptimizer, by_stage
 from fxpipe.runtime.step_inputs import MicroBatch
 from fxpipe.scheduling import Schedule, is_searched, make_schedule
 from fxpipe.tracing.cache_key import GraphKey, InputsKey
@@ -52,11 +52,15 @@ from fxpipe.utils.progress import show_progress
 from fxpipe.utils.pytree import flatten
 from fxpipe.utils.random_generators import draw_seed
 
+T = TypeVar("T")
+
 MANY_VALUE_GRAPHS = 8  # graphs that differ in what forward read only: one is warned that each step may need another
 
 
 class PipelineState:
     """The state of a pipe, kept apart from the model's names: its plan, its graphs and its engine."""
+
+    can_overlap_updates = True  # may an optimizer update stages within a step
 
     def __init__(self, model: nn.Module, settings: Settings, plan: Plan | None, executor: Executor):
         self.model, self.asked, self.given_plan = model, settings, plan
@@ -133,11 +137,34 @@ class PipelineState:
             optimizer.step_parameters(parameters)
             return
         with self.engine.running():
-            steps = {
-                j: functools.partial(optimizer.step_parameters, of_stage)
-                for j, of_stage in by_stage(parameters, self.stage_of_parameter).items()
-            }
-            self.engine.update(steps, self.settings.devices, self.settings.placement)
+            self._update_in_workers(optimizer)
+
+    def _update_in_workers(self, optimizer: StagewiseOptimizer) -> None:
+        steps = {
+            j: functools.partial(optimizer.step_parameters, of_stage)
+            for j, of_stage in by_stage(optimizer.parameters(), self.stage_of_parameter).items()
+        }
+        self.engine.update(steps, self.settings.devices, self.settings.placement)
+
+    def with_updates(self, optimizer: StagewiseOptimizer | None, run: Callable[[OverlappedUpdates | None], T]) -> T:
+        """Runs a step, within which the stages are updated by an optimizer, if one is given.
+
+        A step that verifies its loss is updated when that has gone well.
+        """
+        if optimizer is None:
+            return run(None)
+        updates = OverlappedUpdates(optimizer, by_stage(optimizer.parameters(), self.stage_of_parameter))
+
+        def run_and_update() -> T:
+            with updates.noting_failures():
+                result = run(updates)
+            if not updates.begun:
+                self._update_in_workers(optimizer)
+                for stage in updates.parameters:
+                    updates.take_gradients(stage)
+            return result
+
+        return optimizer.step_within(run_and_update)
 
     def stage_of_parameter(self, parameter: torch.Tensor) -> int:
         """Returns the stage that updates a parameter: the first that uses it in the first graph.

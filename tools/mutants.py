@@ -93,6 +93,18 @@ RUNTIME = (
     ),
     Mutant(
         "runtime/stage_updates.py",
+        "for k in sorted(sharing) for action in back[k]",
+        "for k in () for action in back[k]",
+        "unit/runtime/test_stage_updates.py::test_in_whatever_order_a_step_with_updates_has_the_same_bits",
+    ),
+    Mutant(
+        "runtime/engine.py",
+        "        if wrong and updates is not None and updates.begun:",
+        "        if False:",
+        "behaviour/test_overlapped_updates.py::test_padding_that_comes_later_is_an_error_that_says_so",
+    ),
+    Mutant(
+        "runtime/stage_updates.py",
         "for j in sorted(stages) if placement[j] == d)",
         "for j in sorted(stages) if d == 0)",
         "behaviour/test_stage_optimizers.py::test_stages_step_in_their_workers_and_hooks_see_the_optimizer_once",
@@ -254,8 +266,8 @@ RUNTIME = (
     ),
     Mutant(
         "runtime/wiring.py",
-        "(*fence, i) in self._passed for",
-        "(*fence, 0) in self._passed for",
+        "return [(*fence, i) for fence",
+        "return [(*fence, 0) for fence",
         "unit/runtime/test_wiring.py::test_backward_of_a_stage_waits_for_the_loss_that_alone_uses_what_it_made",
     ),
     Mutant(

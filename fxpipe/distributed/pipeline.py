@@ -23,10 +23,11 @@ from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_record import gathered_record
 from fxpipe.distributed.rank_state import RankState
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
-from fxpipe.pipeline_module import Pipeline, check_can_train, model_loss
+from fxpipe.pipeline_module import Pipeline, check_can_train, check_optimizer, model_loss
 from fxpipe.plans import Plan
 from fxpipe.runtime import StepRecord
 from fxpipe.runtime.losses import check_loss_function, check_reduction, check_scaler
+from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.scheduling import make_schedule
 from fxpipe.tracing.record.module_hooks import user_hooks_of
 from fxpipe.tracing.tensors import has_values
@@ -116,6 +117,7 @@ class DistributedPipeline(Pipeline):
         reduction: str = "mean",
         grad_scaler: torch.amp.GradScaler | None = None,
         micro_batches: Iterable[Any] | None = None,
+        optimizer: StagewiseOptimizer | None = None,
         return_outputs: bool = False,
         **kwargs: Any,
     ) -> Any:
@@ -129,6 +131,8 @@ class DistributedPipeline(Pipeline):
 
         Each rank has a `grad_scaler` of its own, made alike, and calls `grad_scaler.step(optimizer)` and `update()`.
         Where a gradient is infinite or NaN on one rank, it is made so on all of them, so that all skip the update.
+
+        A `fxpipe.optim.StageOptimizer` given as `optimizer` then steps the parameters of this rank.
 
         Returns:
             The loss, on all ranks, of all replicas; with `return_outputs` the pair of it and this replica's outputs, as
@@ -147,6 +151,12 @@ class DistributedPipeline(Pipeline):
             parse_switch("return_outputs", return_outputs)
             check_loss_function(loss_fn, target)
             check_can_train(self.model)
+            check_optimizer(optimizer, self, grad_scaler)
+            if optimizer is not None and not state.engine.replicas.is_synced:
+                raise ArgumentError(
+                    "optimizer= within no_sync(): replicas would each be updated with gradients of their own; give it "
+                    "to the last call, outside"
+                )
             if micro_batches is not None:
                 raise ArgumentError(
                     "micro_batches= cannot be handed over to processes yet: give them as one mini-batch, of which each "
@@ -158,6 +168,9 @@ class DistributedPipeline(Pipeline):
             targets = () if target is None else (target,)
             call = TrainingCall(loss_fn or model_loss, targets, reduction, grad_scaler, return_outputs, self._to_all)
             loss, outputs = state.engine.train_ranks(graph, inputs, schedule, call)
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
         return (loss, outputs) if return_outputs else loss
 
     @contextmanager

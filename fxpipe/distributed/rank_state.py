@@ -30,6 +30,7 @@ from fxpipe.planning import PreparedGraph
 from fxpipe.plans import Plan
 from fxpipe.runtime import BoundProgram, InlineExecutor
 from fxpipe.runtime.bound_program import ModelTensors
+from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.tracing.fake_tensors import names_without_values
 from fxpipe.tracing.model_state import container_tensors, slots_of
 from fxpipe.tracing.tensors import has_values
@@ -68,6 +69,8 @@ class Job:
 
 class RankState(PipelineState):
     """The state of a pipe on one rank."""
+
+    can_overlap_updates = False  # whether the step counts is settled by all ranks at its end
 
     def __init__(self, model: nn.Module, settings: Settings, plan: Plan | None, group: RankGroup):
         super().__init__(model, settings, plan, InlineExecutor())
@@ -137,6 +140,10 @@ class RankState(PipelineState):
 
     def _check_values_to_record(self) -> None:
         """A model without values is recorded on fake tensors: it is nowhere as a whole."""
+
+    def update(self, optimizer: StagewiseOptimizer) -> None:
+        """Steps the parameters of this rank, in this thread, which is its worker."""
+        optimizer.step_parameters(optimizer.parameters())
 
     def check_open(self) -> None:
         """Raises `StateError` where the pipe is closed: it has no connection, and makes none any more."""

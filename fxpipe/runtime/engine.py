@@ -7,6 +7,7 @@ Both end the same way. When all rows have ended well, buffers are written into t
 from __future__ import annotations
 
 import atexit
+import functools
 import threading
 import time
 import weakref
@@ -32,12 +33,12 @@ from fxpipe.runtime.loss_stage import LossStage
 from fxpipe.runtime.loss_verification import LossHistories
 from fxpipe.runtime.losses import LOSS_REMEDIES, MODEL_LOSS_REMEDIES, MicroBatchLosses, ambiguous_output_message
 from fxpipe.runtime.microbatches import gather, scatter, scatter_gradient, target_dims
-from fxpipe.runtime.stage_updates import UpdateStep, update_rows
+from fxpipe.runtime.stage_updates import OverlappedUpdates, UpdateStep, actions_before_updates, update_rows
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.step_inputs import MicroBatch, StepInputs
 from fxpipe.runtime.step_record import StepLog, StepRecord, step_record_of
 from fxpipe.runtime.transport import leaves_on_device
-from fxpipe.scheduling import backward_part, forward_part, make_schedule
+from fxpipe.scheduling import backward_part, forward_part, make_schedule, with_updates
 from fxpipe.scheduling.actions import ActionKind, Rows, Schedule
 from fxpipe.utils.batch_split import rows_of_inputs, samples_per_micro_batch
 from fxpipe.utils.locks import call_in_forked_child, stop_planning_threads
@@ -219,9 +220,13 @@ class Engine:
         backward: Callable[[Sequence[torch.Tensor | None]], None],
         outputs: Sequence[torch.Tensor],
         extra: Sequence[torch.Tensor] = (),
+        without: Collection[int] = (),
     ) -> tuple[torch.Tensor, ...]:
-        """`outputs` in the caller's graph: their backward runs `backward`, then hands out what the step has summed."""
-        named = {name: t for name, t in step.tensors_by_name().items() if t.requires_grad and not step.is_changed(name)}
+        """`outputs` in the caller's graph: their backward runs `backward`, then hands out what the step has summed.
+
+        `without`: identities of parameters that get nothing.
+        """
+        named = {name: t for name, t in self._trained_parameters(step).items() if id(t) not in without}
         trained, parameters = step.trained, [*named.values()]
         inputs = [one.tensor for one in trained]
 
@@ -239,6 +244,12 @@ class Engine:
         followed = step.transport.on_step_streams(finish)
         return attach_commit(followed, outputs, [*parameters, *inputs, *extra])
 
+    @staticmethod
+    def _trained_parameters(step: Step) -> dict[str, torch.Tensor]:
+        """Returns the parameters that the step has gradients for, by name."""
+        named = step.tensors_by_name()
+        return {name: tensor for name, tensor in named.items() if tensor.requires_grad and not step.is_changed(name)}
+
     # -- forward and backward in one ---------------------------------------------------------------------------------
 
     def forward_backward(
@@ -252,8 +263,12 @@ class Engine:
         reduction: str,
         scaler: torch.amp.GradScaler | None = None,
         return_outputs: bool = False,
+        updates: OverlappedUpdates | None = None,
     ) -> tuple[torch.Tensor, Any]:
-        """Runs a step and adds its gradients to the model's parameters; returns the loss, and the outputs or None."""
+        """Runs a step and adds its gradients to the model's parameters; returns the loss, and the outputs or None.
+
+        With `updates` the stages update their weights within it, unless this step verifies the loss.
+        """
         m = schedule.micro_batches
         shares = shares_of(samples_per_micro_batch(batch, m))
         device = bound.devices[-1]
@@ -279,13 +294,15 @@ class Engine:
                 keep_outputs=is_verified or return_outputs,
                 look_at_elements=kind.look_at_elements and m > 1,
             )
-            self._run_rows(step, schedule, schedule.rows)
+            self._run_with_updates(step, schedule, None if is_verified else updates)
             assert step.loss is not None
             return step, step.loss
 
         is_verified = kind.is_due and m > 1
         step, stage = run(is_verified)
         wrong = step.loss_weighting.difference(stage.losses.share)
+        if wrong and updates is not None and updates.begun:
+            raise LossError(f"{wrong} {LOSS_REMEDIES}. {MODEL_LOSS_REMEDIES}")
         if wrong and kind.can_verify and not is_verified:  # nothing has changed yet: again, and this time for certain
             is_verified = True
             step, stage = run(is_verified, step.seed)
@@ -303,7 +320,7 @@ class Engine:
                 raise LossError(f"{wrong} {LOSS_REMEDIES}. {MODEL_LOSS_REMEDIES}")
         if m > 1:
             kind.count_pass(is_mistaken=wrong is not None)
-        self._add_gradients(step, stage)
+        self._add_gradients(step, stage, updates)
         step.commit_buffers()
         with torch.no_grad():
             write_back_results(step.open_programs[0].tensors, leaves, bound.program, more)
@@ -331,6 +348,7 @@ class Engine:
         reduction: str,
         scaler: torch.amp.GradScaler | None = None,
         return_outputs: bool = False,
+        updates: OverlappedUpdates | None = None,
     ) -> tuple[torch.Tensor, list[Any] | None]:
         """Runs a step over micro-batches that are handed over; returns the loss, and the outputs of each or None."""
         shares = shares_of([one.samples for one in micro_batches])
@@ -340,11 +358,11 @@ class Engine:
         step = self._step(
             StepInputs.of_micro_batches(micro_batches, shares), schedule, losses=losses, keep_outputs=return_outputs
         )
-        self._run_rows(step, schedule, schedule.rows)
+        self._run_with_updates(step, schedule, updates)
         assert step.loss is not None
         loss = losses.total()
         outputs = step.loss.outputs_of_micro_batches() if return_outputs else None
-        self._add_gradients(step, step.loss)
+        self._add_gradients(step, step.loss, updates)
         step.commit_buffers()
         with torch.no_grad():
             for i, one in enumerate(micro_batches):  # as in a loop, attributes are in the end what the last one leaves
@@ -354,12 +372,65 @@ class Engine:
                 )
         return loss, outputs
 
-    def _add_gradients(self, step: Step, stage: LossStage) -> None:
+    def _add_gradients(self, step: Step, stage: LossStage, updates: OverlappedUpdates | None = None) -> None:
         """Adds the gradients of a step that has ended well to those of the model's parameters."""
+        _refuse_parameters_in_loss(stage, updates)
         extra = [leaf for leaf, *_ in stage.own.values()]
-        (root,) = self._commit(step, lambda _: None, [torch.zeros((), device="cpu")], extra)
+        updated = updates.identities if updates is not None and updates.begun else ()
+        (root,) = self._commit(step, lambda _: None, [torch.zeros((), device="cpu")], extra, updated)
+        if not root.requires_grad:  # all parameters are updated, and their gradients gone
+            step.transport.on_step_streams(lambda _: None)(None)
+            return
         with gradient_rollback(leaves_below(root)):
             root.backward()
+
+    # -- updates of the weights within a step ------------------------------------------------------------------------
+
+    def _run_with_updates(self, step: Step, schedule: Schedule, updates: OverlappedUpdates | None) -> None:
+        """Runs the rows of forward and backward, and with `updates` those of the weights at their ends."""
+        if updates is None:
+            self._run_rows(step, schedule, schedule.rows)
+            return
+        users: dict[int, set[int]] = {}
+        for program in step.open_programs:
+            for j, opened in enumerate(program.stages):
+                for name in opened.stage.attributes:
+                    users.setdefault(id(program.tensors.get(name)), set()).add(j)
+        step.set_updates(
+            {j: functools.partial(self._update_stage, step, j, updates) for j in range(schedule.stages)},
+            actions_before_updates(schedule, updates.parameters, users),
+        )
+        schedule = with_updates(schedule)
+        self._run_rows(step, schedule, schedule.rows)
+
+    def _update_stage(self, step: Step, j: int, updates: OverlappedUpdates) -> None:
+        """Gives the parameters of a stage their gradients, in its worker, and steps them."""
+        stage = step.loss
+        assert stage is not None
+        _refuse_parameters_in_loss(stage, updates)
+        own = {id(parameter) for parameter in updates.parameters.get(j, ())}
+        named = {name: tensor for name, tensor in self._trained_parameters(step).items() if id(tensor) in own}
+
+        def finish(_: object) -> GradientList:
+            sums: GradientList = [step.parameter_gradient(name, tensor.device) for name, tensor in named.items()]
+            divisor = stage.losses.divisor
+            return sums if divisor is None else [g if g is None else divided(g, divisor) for g in sums]
+
+        if named:
+            (root,) = attach_commit(finish, [torch.zeros((), device="cpu")], [*named.values()])
+            with gradient_rollback([*named.values()]):
+                root.backward()
+        updates.step(j)
+
+
+def _refuse_parameters_in_loss(stage: LossStage, updates: OverlappedUpdates | None) -> None:
+    """Refuses a loss that reads weights which are updated before its gradients for them are there."""
+    if updates is not None and not updates.identities.isdisjoint(stage.own):
+        raise LossError(
+            "loss_fn reads parameters of the model themselves, which an optimizer with overlap=True updates while the "
+            "loss may still be taken; let forward return what the loss needs of them (a penalty, say), or leave "
+            "overlap=True out"
+        )
 
 
 def shares_of(samples: Sequence[int]) -> list[float]:

@@ -2,25 +2,45 @@
 
 Behind a step each stage's parameters are stepped in the worker of the stage, all of them side by side, when the caller
 calls `optimizer.step()`. Nobody waits for anybody: the gradients of all stages are there.
+
+Within a step, with an optimizer that overlaps, a stage is updated while others still run. Its own row has gone back
+through it by then; it waits for the other stages that use its parameters, and for the last loss, by whose weights
+gradients may have to be divided:
+
+    device 0   0F0 0F1 0F2 0B0 ...         0B2 0U2
+    device 1       1F0 1B0 1F1 ... 1B2 1U2
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.runtime.action_performer import ActionPerformer
 from fxpipe.runtime.caller_context import CallerContext, thread_defaults
-from fxpipe.runtime.transport import Transport
-from fxpipe.scheduling.actions import Action, ActionKind, Rows
+from fxpipe.runtime.transport import Transport, on_all_streams
+from fxpipe.scheduling.actions import Action, ActionKind, Rows, Schedule
+
+T = TypeVar("T")
 
 
 class StagewiseOptimizer(ABC):
     """The runtime's view of an optimizer that can step some of its parameters by themselves."""
+
+    pipe: Any  # whose stages step it
+    overlap: bool  # does it step within a step of the pipe
+
+    @abstractmethod
+    def step(self) -> Any: ...
+
+    @abstractmethod
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
 
     @abstractmethod
     def parameters(self) -> list[torch.Tensor]:
@@ -29,6 +49,75 @@ class StagewiseOptimizer(ABC):
     @abstractmethod
     def step_parameters(self, parameters: Collection[torch.Tensor]) -> None:
         """Steps these and no others. Several threads may do so at once, each for parameters of its own."""
+
+    @abstractmethod
+    def step_within(self, run: Callable[[], T]) -> T:
+        """Calls `run`, a step of the pipe in which the stages are updated, as the optimizer's own step.
+
+        Raises:
+            StateError: somebody wants to see all gradients before.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class OverlappedUpdates:
+    """An optimizer that steps within one step of a pipe."""
+
+    optimizer: StagewiseOptimizer
+    parameters: Mapping[int, Sequence[torch.Tensor]]  # by stage that updates them
+    begun: list[int] = field(default_factory=list)  # stages whose weights have changed, or are about to
+
+    @property
+    def identities(self) -> set[int]:
+        return {id(parameter) for of_stage in self.parameters.values() for parameter in of_stage}
+
+    def step(self, stage: int) -> None:
+        """Steps the parameters of a stage, whose gradients are theirs, and takes these away."""
+        parameters = self.parameters.get(stage, ())
+        self.begun.append(stage)
+        if parameters:
+            self.optimizer.step_parameters(parameters)
+        self.take_gradients(stage)
+
+    def take_gradients(self, stage: int) -> None:
+        """Takes away the gradients of a stage, as `zero_grad` does."""
+        for parameter in self.parameters.get(stage, ()):
+            parameter.grad = None
+
+    @contextmanager
+    def noting_failures(self) -> Iterator[None]:
+        """A block that runs the step: where it fails, its exception tells what has been updated by then."""
+        try:
+            yield
+        except BaseException as error:
+            if self.begun:
+                stages = ", ".join(map(str, sorted(self.begun)))
+                error.add_note(
+                    f"fxpipe: the optimizer overlaps with the step (overlap=True), and had updated the weights of stage"
+                    f"{'s' if len(self.begun) > 1 else ''} {stages} by then; those of others are as before the step"
+                )
+            raise
+
+
+def actions_before_updates(
+    schedule: Schedule, parameters: Mapping[int, Sequence[torch.Tensor]], users: Mapping[int, Collection[int]]
+) -> dict[int, tuple[Action, ...]]:
+    """Finds for each stage the actions of others that have to end before its weights change.
+
+    Args:
+        parameters: by stage that updates them.
+        users: by identity of a parameter, the stages that use it.
+    """
+    kinds = (ActionKind.BACKWARD, ActionKind.WEIGHT)
+    back: dict[int, list[Action]] = {j: [] for j in range(schedule.stages)}
+    for action in (action for row in schedule.rows for action in row if action.kind in kinds):
+        back[action.stage].append(action)
+    losses = [Action(ActionKind.FORWARD, schedule.stages - 1, i) for i in range(schedule.micro_batches)]
+    before = {}
+    for j in back:
+        sharing = {k for parameter in parameters.get(j, ()) for k in users.get(id(parameter), ())} - {j}
+        before[j] = (*losses, *(action for k in sorted(sharing) for action in back[k]))
+    return before
 
 
 def by_stage(
@@ -74,19 +163,3 @@ class UpdateStep(ActionPerformer):
     def run_action(self, action: Action) -> None:
         with on_all_streams(self.transport, self.devices, self.devices[action.stage]):
             self._updates[action.stage]()
-
-
-def on_all_streams(
-    transport: Transport, devices: Sequence[torch.device], device: torch.device
-) -> AbstractContextManager[ExitStack]:
-    """A block on the step's streams of all devices, of which `device` is the current one.
-
-    What an optimizer reads of another device (a learning rate that is a tensor, the scale of a `GradScaler`) torch
-    copies on the current streams of both.
-    """
-    with ExitStack() as stack:
-        for one in dict.fromkeys(devices):
-            if one != device:
-                stack.enter_context(transport.at(one))
-        stack.enter_context(transport.at(device))
-        return stack.pop_all()

@@ -6,6 +6,7 @@ B  goes back through that graph, in the worker; gradients of values go on to oth
    summed.
 W  computes the gradients of those weights that B has left to it, for the micro-batches of which the schedule splits
    the backward; of others B does so itself, right after its own.
+U  updates the weights of a stage, where the optimizer overlaps with the step: all that reads them has ended.
 
 What stages hand each other is in `exchange`; what a stage does with it in `stage_instance`. Whatever an action makes
 lives until its last reader has taken it:
@@ -17,7 +18,7 @@ lives until its last reader has taken it:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +40,7 @@ from fxpipe.runtime.recomputing import RecomputeBlock
 from fxpipe.runtime.stage_instance import BackwardHandle, StageInstance, StageResult, StageTotals
 from fxpipe.runtime.step_inputs import StepInputs, check_programs_fit
 from fxpipe.runtime.step_record import mark_time
-from fxpipe.runtime.transport import Transport
+from fxpipe.runtime.transport import Transport, on_all_streams
 from fxpipe.runtime.wiring import Fences, fences_of
 from fxpipe.scheduling.actions import Action, ActionKind
 from fxpipe.utils.random_generators import mix_seed
@@ -118,6 +119,7 @@ class Step(ActionPerformer):
         self.saved: dict[tuple[int, int], RecomputeInputs] = {}
         self.pending: dict[tuple[int, int], BackwardHandle] = {}
         self.tapes: dict[tuple[int, int], WeightGradientTape] = {}
+        self._updates: Mapping[int, Callable[[], None]] = {}
         self._fences = Fences(fences_of([bound.wiring for bound in inputs.programs], losses is not None))
 
     def _open_exchange(self, inputs: StepInputs) -> Exchange:
@@ -233,6 +235,15 @@ class Step(ActionPerformer):
         if tape is not None:  # else B has done all
             self._programs[i].stages[j].weight_gradients(tape)
 
+    def set_updates(self, updates: Mapping[int, Callable[[], None]], before: Mapping[int, Sequence[Action]]) -> None:
+        """Says what U of each stage does, and for which actions of other stages it waits."""
+        self._updates = updates
+        self._fences.add_updates(before)
+
+    def update(self, j: int, i: int) -> None:
+        with on_all_streams(self.transport, self.devices, self.devices[j]):
+            self._updates[j]()
+
     # -- the end of the step -----------------------------------------------------------------------------------------
 
     def is_changed(self, name: str) -> bool:
@@ -275,4 +286,5 @@ _ACTION_METHODS: dict[ActionKind, Callable[[Step, int, int], None]] = {
     ActionKind.RECOMPUTE: Step.recompute,
     ActionKind.BACKWARD: Step.backward,
     ActionKind.WEIGHT: Step.weight_gradients,
+    ActionKind.UPDATE: Step.update,
 }

@@ -37,7 +37,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -383,6 +383,22 @@ class Transport:
             else:
                 self._stream(source).wait_event(last)
             held.clear()
+
+
+def on_all_streams(
+    transport: Transport, devices: Sequence[torch.device], device: torch.device
+) -> AbstractContextManager[ExitStack]:
+    """A block on the step's streams of all devices, of which `device` is the current one.
+
+    What an optimizer reads of another device (a learning rate that is a tensor, the scale of a `GradScaler`) torch
+    copies on the current streams of both.
+    """
+    with ExitStack() as stack:
+        for one in dict.fromkeys(devices):
+            if one != device:
+                stack.enter_context(transport.at(one))
+        stack.enter_context(transport.at(device))
+        return stack.pop_all()
 
 
 def leaves_on_device(leaves: Iterable[Any], device: torch.device) -> list[Any]:

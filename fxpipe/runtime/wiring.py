@@ -108,20 +108,28 @@ class Fences:
 
     def __init__(self, before: Mapping[Fence, tuple[Fence, ...]]):
         self._before = before
+        self._before_updates: Mapping[int, Sequence[Action]] = {}
         self._passed: set[_ActionKey] = set()
         self._events: dict[_ActionKey, threading.Event] = {}
         self._all_open = False
 
+    def add_updates(self, before: Mapping[int, Sequence[Action]]) -> None:
+        """Adds what U of a stage waits for, by stage: actions of any micro-batch."""
+        self._before_updates = before
+
+    def _keys_before(self, action: Action) -> Sequence[_ActionKey]:
+        kind, stage, i = action
+        if kind is ActionKind.UPDATE:
+            return self._before_updates.get(stage, ())
+        return [(*fence, i) for fence in self._before.get((kind, stage), ())]
+
     def are_open(self, action: Action) -> bool:
         """Returns whether the action may start."""
-        kind, stage, i = action
-        return self._all_open or all((*fence, i) in self._passed for fence in self._before.get((kind, stage), ()))
+        return self._all_open or all(key in self._passed for key in self._keys_before(action))
 
     def wait(self, action: Action) -> None:
         """Returns when the action may start."""
-        kind, stage, i = action
-        for fence in self._before.get((kind, stage), ()):
-            key = (*fence, i)
+        for key in self._keys_before(action):
             if key not in self._passed:
                 event = self._events.setdefault(key, threading.Event())
                 if key not in self._passed and not self._all_open:

@@ -127,6 +127,7 @@ from fxpipe.scheduling.row_transforms import (
     forward_part,
     round_robin,
     there_and_back,
+    with_updates,
 )
 from fxpipe.scheduling.v_schedules import dualpipev, hanayo, v_half, v_min
 from fxpipe.scheduling.validation import activations_in_flight, dependencies, micro_batches_in_flight, validate
@@ -169,6 +170,7 @@ __all__ = [
     "v_half",
     "v_min",
     "validate",
+    "with_updates",
     "zbv",
     "zero_bubble",
     "zero_bubble_2p",

@@ -22,6 +22,7 @@ its order, cannot wait for each other in a circle.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Literal, TypeAlias
 
@@ -169,6 +170,30 @@ def _recompute_place(row: Sequence[Action], action: Action, recomputed: Sequence
             break
         place -= 1
     return place
+
+
+# -- Updates of the weights within a step ------------------------------------------------------------------------------
+
+
+def with_updates(schedule: Schedule) -> Schedule:
+    """Puts U of each stage at the end of its device's row, in the order in which the stages have gone back.
+
+    So it waits for no other device, and holds none up: where a device has several stages, others may wait for what is
+    still to go back through the next one.
+
+    >>> from fxpipe.scheduling import make_schedule
+    >>> print(with_updates(make_schedule("interleaved_1f1b", stages=4, micro_batches=2)))
+    interleaved_1f1b: 4 stages, 2 micro-batches
+    device 0: 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1 2U1 0U1
+    device 1: 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 3U1 1U1
+    """
+    last = schedule.micro_batches - 1
+
+    def filled(row: tuple[Action, ...]) -> tuple[Action, ...]:
+        back = (a.stage for a in reversed(row) if a.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT))
+        return (*row, *(Action(ActionKind.UPDATE, j, last) for j in [*dict.fromkeys(back)][::-1]))
+
+    return replace(schedule, rows=tuple(map(filled, schedule.rows)))
 
 
 # -- A schedule split into forward and backward, as the drop-in runs it around the caller's loss ---------------------

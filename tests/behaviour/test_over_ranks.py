@@ -19,7 +19,7 @@ from helpers.ranks import Ranks
 from torch import nn
 
 import fxpipe
-from fxpipe.errors import LossError, StateError
+from fxpipe.errors import ArgumentError, LossError, StateError
 
 QUICK = {"progress": False, "check": False, "hardware": "cpu"}
 LOOPED = ("interleaved_1f1b", "interleaved_zero_bubble", "looped_bfs")
@@ -60,6 +60,48 @@ def trained(devices, model, batches, loss_fn, is_over_ranks, optimizer=True, **o
                 step.zero_grad()
         gradients = {name: p.grad for name, p in pipe.named_parameters()}
         return losses, gradients, {key: value.clone() for key, value in pipe.state_dict().items()}
+
+
+def step_of_stages_on_rank(mesh):
+    model = Tied()
+    x = torch.linspace(-1, 1, 24).reshape(6, 4)
+    with fxpipe.pipeline(model, mesh, 3, example_args=(x,), balance=["a"], **QUICK) as pipe:
+        groups = [{"params": "b.bias", "weight_decay": 0.0}, {"params": "*"}]  # the first rank has none of the first
+        step = fxpipe.optim.StageOptimizer(pipe, torch.optim.AdamW, lr=0.1, param_groups=groups)
+        for _ in range(3):
+            pipe.forward_backward(x, target=x, loss_fn=F.mse_loss, optimizer=step)
+        with pytest.raises(ArgumentError, match="overlap=True over processes"):
+            fxpipe.optim.StageOptimizer(pipe, torch.optim.AdamW, overlap=True)
+        state = step.state_dict()
+        return {key: value.clone() for key, value in pipe.state_dict().items()}, len(state["state"])
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.b(F.gelu(self.a(x)))
+
+
+def test_each_rank_steps_its_own_parameters_and_a_tied_weight_alike(two_ranks):
+    model = Tied()
+    x = torch.linspace(-1, 1, 24).reshape(6, 4)
+    groups = [{"params": [model.b.bias], "weight_decay": 0.0}, {"params": [model.a.weight, model.a.bias]}]
+    want = torch.optim.AdamW(groups, lr=0.1)
+    for _ in range(3):
+        with fxpipe.pipeline(model, ["cpu"] * 2, 3, example_args=(x,), balance=["a"], **QUICK) as pipe:
+            pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
+        want.step()
+        want.zero_grad()
+    parts = two_ranks.run(step_of_stages_on_rank)
+    assert [states for _, states in parts] == [2, 2]
+    for part, _ in parts:
+        for key, value in part.items():
+            assert torch.equal(value, model.state_dict()[key]), key
 
 
 def model_of(kind, batches):
