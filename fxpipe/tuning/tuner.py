@@ -96,7 +96,8 @@ def tune(
     of 1, 2 or 4 stages on a device; each on the cut that is best for it. A candidate that does not fit into memory is
     tried with stages that recompute: all of them, all but the last micro-batch, and those that have to.
 
-    Not tried: other orders of the devices, and fewer of them; cuts by hand and pins (for them write chunks="auto",
+    Not tried: "looped_bfs" and "hanayo" unless `schedules` names them, since others are as short and keep no more;
+    other orders of the devices, and fewer of them; cuts by hand and pins (for them write chunks="auto",
     schedule="auto" in `fxpipe.pipeline`); numbers of micro-batches in between, and more than 32 for each device unless
     nothing fits otherwise; recomputing where a candidate fits as it is, or would be slower than the best even with all
     the memory it likes. Nor is a candidate cut that would be slower than the best even with all work shared out evenly

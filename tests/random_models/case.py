@@ -26,8 +26,8 @@ GROUPS = {
 TABLE: dict[str, Operation] = {name: row for group in GROUPS.values() for name, row in group.items()}
 OFTEN = {"plain": 8, "modules": 3, "functions": 1, "state": 2, "routing": 1, "writes": 1, "losses": 1, "reads": 2}
 ALWAYS = ("x", "ids")  # inputs that every model has
-SCHEDULES = ("1f1b", "gpipe", "zero_bubble", "interleaved_1f1b", "zbv")
-DOUBLED = ("interleaved_1f1b", "zbv")  # those with two stages on each device
+DOUBLED = ("interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev", "v_min")  # two stages on each device
+SCHEDULES = ("1f1b", "gpipe", "zero_bubble", *DOUBLED)
 MODES = ("call", "step", "eval", "no_grad")
 
 
