@@ -92,17 +92,80 @@ def test_two_ranks_save_and_one_process_goes_on(checkpoint):
             assert resumed(pipe, torch.optim.Adam(pipe.parameters(), 0.01), folder) == losses
 
 
-def test_two_ranks_save_and_the_plain_model_has_it_all(checkpoint):
+def train_plainly(model, optimizer, seeds):
+    """Trains the plain model over the same micro-batches."""
+    losses = []
+    for seed in seeds:
+        x, t = tokens(7, 5, seed)
+        parts = [
+            token_loss(model(part), target) * (len(part) / len(x))
+            for part, target in zip(x.tensor_split(3), t.tensor_split(3), strict=True)
+        ]
+        sum(parts).backward()
+        losses.append(sum(parts).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_two_ranks_save_and_the_plain_model_goes_on(checkpoint):
     folder, losses = checkpoint
     model = Mixed(0.0)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        state = {"model": model.state_dict()}
+        state = state_of(model, optimizer)
         dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])
-    x, t = tokens(7, 5, 3)
-    total = sum(
-        token_loss(model(part), target) * len(part) / len(x)
-        for part, target in zip(x.tensor_split(3), t.tensor_split(3), strict=True)
-    )
-    assert total.item() == pytest.approx(losses[0], rel=1e-5)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=FLAT)
+    assert train_plainly(model, optimizer, [3, 4]) == pytest.approx(losses, rel=1e-4)
+
+
+def load_on_meta_device(mesh, folder):
+    x, _ = tokens(7, 5, 1)
+    with torch.device("meta"):
+        model = Mixed(0.0)
+    options = {"example_args": (x,), "balance": MIXED_CUTS[mesh.size()], "progress": False, "hardware": "cpu"}
+    pipe = fxpipe.pipeline(model, mesh, 3, **options)
+    fxpipe.distributed.load(pipe, folder, key="model")
+    optimizer = torch.optim.Adam(pipe.parameters(), 0.01)
+    return resumed(pipe, optimizer, folder)
+
+
+def save_plainly(folder):
+    """Saves what the plain model has after two steps; returns the losses with which it goes on."""
+    torch.manual_seed(0)
+    model = Mixed(0.0)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    train_plainly(model, optimizer, [1, 2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state_of(model, optimizer), checkpoint_id=folder)
+    return train_plainly(model, optimizer, [3, 4])
+
+
+def test_a_model_on_the_meta_device_goes_on_with_its_optimizer(checkpoint, tmp_path):
+    folder, losses = checkpoint
+    plain = save_plainly(str(tmp_path / "plain"))
+    with Ranks(2) as ranks:
+        assert ranks.run(load_on_meta_device, folder) == [losses] * 2
+        assert ranks.run(load_on_meta_device, str(tmp_path / "plain")) == [pytest.approx(plain, rel=1e-4)] * 2
+
+
+# -- While training goes on ------------------------------------------------------------------------------------------
+
+
+def save_while_training(mesh, folder):
+    pipe, optimizer = pipe_and_optimizer(mesh, mesh.size(), 0)
+    train(pipe, optimizer, [1, 2])
+    saving = dcp.async_save(state_of(pipe, optimizer), checkpoint_id=folder)
+    losses = train(pipe, optimizer, [3, 4, 5])
+    saving.result()
+    return losses[:2]
+
+
+def test_what_is_saved_while_training_goes_on_is_the_state_at_the_call(checkpoint, tmp_path):
+    _, losses = checkpoint
+    with Ranks(2) as ranks:
+        assert ranks.run(save_while_training, str(tmp_path / "async")) == [losses] * 2
+        assert ranks.run(load, str(tmp_path / "async")) == [losses] * 2
