@@ -8,13 +8,14 @@ whose own code raised; or, where all reports say "I was waiting", the rank that 
 from __future__ import annotations
 
 import contextlib
+import json
 import pickle
 import time
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from datetime import timedelta
 
-from fxpipe._torch.process_groups import Store
+from fxpipe._torch.process_groups import PrefixStore, Store
 from fxpipe.errors import DistributedError
 
 GRACE_SECONDS = 3.0  # that others have to leave their reports
@@ -143,22 +144,55 @@ def _waiting_words(report: FailureReport) -> str:
     return f"{doing}it waited for {report.waiting}"
 
 
-def wait_for_ranks(store: Store, rank: int, size: int, timeout: float, kind: str = "rank") -> None:
-    """Returns when all ranks have called this with the same store. `kind`: "rank", or "replica" of which this is one.
+def meet_ranks(store: Store, rank: int, size: int, timeout: float, kind: str = "rank") -> Store:
+    """Waits until all ranks have called this with the same store, and returns one that only they know.
+
+    In the store may be what processes have left that are gone: torchrun starts ranks that have failed again on the same
+    one. So each rank leaves a token that is new, and believes who answers to this token: rank 0, by a new name for all.
+
+    Args:
+        kind: "rank", or "replica" of which this is one.
 
     Raises:
-        DistributedError: one has not, in `timeout` seconds.
+        DistributedError: one has not come in `timeout` seconds.
     """
-    store.set(f"here/{rank}", "1")
-    keys = [f"here/{other}" for other in range(size)]
-    try:
-        store.wait(keys, timedelta(seconds=timeout))
-    except RuntimeError:
-        with contextlib.suppress(RuntimeError):
-            store.delete_key(f"here/{rank}")  # whoever comes later finds nobody
-        missing = [str(other) for other, key in enumerate(keys) if other != rank and not store.check([key])]
-        raise DistributedError(
-            f"{kind} {', '.join(missing) or 'unknown'} of {size} has not come in {timeout:g} s: every rank of the "
-            "process group makes the pipe, and calls it as often as the others; is one gone, or was it started with "
-            "another world size?"
-        ) from None
+    token, deadline = uuid.uuid4().hex, time.monotonic() + timeout
+    store.set(f"token/{rank}", token)
+    name: str | None = token if rank == 0 else None
+    here = [f"here/{other}" for other in range(size)]
+    own: Store | None = None
+    while True:
+        if rank == 0:
+            _give_name(store, size, token)
+        elif name is None:
+            name = _name_for(store, token)
+        if name is not None:
+            if own is None:
+                own = PrefixStore(name, store)
+                own.set(here[rank], "1")
+            if own.check(here):
+                return own
+        if time.monotonic() > deadline:
+            break
+        time.sleep(POLL_SECONDS)
+    missing = ["0"] if own is None else [str(other) for other, key in enumerate(here) if not own.check([key])]
+    raise DistributedError(
+        f"{kind} {', '.join(missing) or 'unknown'} of {size} has not come in {timeout:g} s: every rank of the process "
+        "group makes the pipe, and calls it as often as the others; is one gone, or was it started with another world "
+        "size?"
+    )
+
+
+def _give_name(store: Store, size: int, name: str) -> None:
+    """Gives the ranks a name, by the tokens that they have left so far."""
+    keys = [f"token/{other}" for other in range(size)]
+    tokens = [store.get(key).decode() for key in keys if store.check([key])]
+    store.set("name", json.dumps({"name": name, "tokens": tokens}))
+
+
+def _name_for(store: Store, token: str) -> str | None:
+    """Returns the name that rank 0 has given to whoever has this token; None where it has not yet."""
+    if not store.check(["name"]):
+        return None
+    answer = json.loads(store.get("name"))
+    return str(answer["name"]) if token in answer["tokens"] else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,14 +18,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxpipe import accelerator
-from fxpipe._torch.process_groups import PrefixStore, ProcessGroup, gloo_group
+from fxpipe._torch.process_groups import PrefixStore, ProcessGroup, Store, gloo_group
 from fxpipe.distributed.connection import Connection
 from fxpipe.distributed.failures import (
     ConnectionLost,
     FailureBoard,
     FailureReport,
     error_text,
-    wait_for_ranks,
+    meet_ranks,
 )
 from fxpipe.errors import ArgumentError, ArgumentTypeError, DistributedError, InternalError
 
@@ -106,7 +107,7 @@ class RankGroup:
         self._store = PrefixStore(f"fxpipe/{self._name}/{self._number}", self.process_group.get_group_store())
         self._connection: Connection | None = None
         self._replicas: Connection | None = None
-        self._data_store: PrefixStore | None = None
+        self._data_store: Store | None = None
         self._data_groups = 0  # made so far in this generation
         self._board: FailureBoard | None = None
         self.doing = ""  # the last action that this rank has begun
@@ -188,8 +189,7 @@ class RankGroup:
     def _connect(self) -> Connection:
         """Returns the connection; a new one, where the last one has failed or there was none yet."""
         if self._connection is None:
-            store = PrefixStore(str(self.generation), self._store)
-            wait_for_ranks(store, self.rank, self.size, self.timeout)
+            store = meet_ranks(PrefixStore(str(self.generation), self._store), self.rank, self.size, self.timeout)
             data_store = self._meet_replicas()
             _pipes_of[self._name] = max(_pipes_of[self._name], self._number)
             self._board = FailureBoard(store, self.rank, self.size)
@@ -202,23 +202,23 @@ class RankGroup:
         self.connection.heard.clear()
         return self.connection
 
-    def _meet_replicas(self) -> PrefixStore | None:
+    def _meet_replicas(self) -> Store | None:
         """Waits for the ranks that have the same stages in other replicas; returns the store of this generation."""
         if self.data_group is None:
             return None
         path = f"fxpipe/{self.data_group.group_name}/{self._number}/{self.generation}"
         store = PrefixStore(path, self.data_group.get_group_store())
-        wait_for_ranks(store, self.replica, self.replica_count, self.timeout, "replica")
-        return store
+        return meet_ranks(store, self.replica, self.replica_count, self.timeout, "replica")
 
-    def _connect_replicas(self, store: PrefixStore | None) -> None:
+    def _connect_replicas(self, store: Store | None) -> None:
         self._data_store, self._data_groups = store, 0
         if store is None:
             self._replicas = Connection(self._store, 0, 1, self.timeout)
             return
         self._replicas = Connection(PrefixStore("gloo", store), self.replica, self.replica_count, self.timeout)
         # One board for all: on the store of the whole world, under a name that all ranks make of all ranks.
-        ranks = self.everybody(dist.get_rank(), "the ranks of all replicas")
+        # The token keeps off what processes that are gone have left there.
+        ranks = self.everybody((dist.get_rank(), uuid.uuid4().hex), "the ranks of all replicas")
         name = hashlib.sha256(repr(sorted(map(sorted, ranks))).encode()).hexdigest()[:16]
         world = dist.group.WORLD
         assert world is not None
