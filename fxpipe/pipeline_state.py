@@ -214,9 +214,9 @@ class PipelineState:
         seed = peek_seed()
         inputs, step_graphs = self._inputs_of_calls(calls, seed), StepGraphs()
         if self.first is None:  # planned for the largest
-            largest = max(range(len(calls)), key=lambda i: _elements(inputs[i].leaves))
+            largest = max(range(len(calls)), key=lambda i: count_elements(inputs[i].leaves))
             with note_of_micro_batch(largest, len(calls)):
-                self._make_graph(calls[largest].args, calls[largest].kwargs, seed, len(calls))
+                self._record_micro_batch(calls[largest], seed, len(calls))
             inputs = self._inputs_of_calls(calls, seed)
         graphs: list[CachedGraph] = []
         for i, call in enumerate(calls):
@@ -225,7 +225,7 @@ class PipelineState:
                 known = sorted(self.graphs, key=lambda graph: graph[1] is not last)  # most take the same
                 graph = next((one for one in known if self._holds(one, inputs[i], call, step_graphs)), None)
                 if graph is None:
-                    graph = self._make_graph(call.args, call.kwargs, seed, len(calls))
+                    graph = self._record_micro_batch(call, seed, len(calls))
                     # A model may set attributes when it is first called: the keys before it are out of date.
                     inputs, step_graphs = self._inputs_of_calls(calls, seed), StepGraphs()
                 graphs.append(graph)
@@ -244,6 +244,10 @@ class PipelineState:
                 samples = samples_of(prepared.traced, one.leaves)
                 micro_batches.append(MicroBatch(bound, one.leaves, samples, call.target))
         return micro_batches
+
+    def _record_micro_batch(self, call: ModelCall, seed: int, count: int) -> CachedGraph:
+        """Records and cuts a graph for one of so many micro-batches."""
+        return self._make_graph(call.args, call.kwargs, seed, count)
 
     def _inputs_of_calls(self, calls: Sequence[ModelCall], seed: int) -> list[GraphInputs]:
         flags = module_flags(self.model)
@@ -457,7 +461,7 @@ class PipelineState:
             )
 
 
-def _elements(leaves: Sequence[Any]) -> int:
+def count_elements(leaves: Sequence[Any]) -> int:
     """Counts the elements of the tensors among flattened inputs."""
     return sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
 

@@ -9,7 +9,7 @@ to the holders.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,24 +79,24 @@ class HeldTensors:
         """The names that several ranks hold."""
         return tuple(name for name in self._names if len(self.holders(name)) > 1)
 
-    def transfers(self, program: Program, routes: RelayRoutes) -> TensorTransfers:
-        """Computes what goes from rank to rank in a step of this program."""
+    def transfers(self, programs: Sequence[Program], routes: RelayRoutes) -> TensorTransfers:
+        """Computes what goes from rank to rank in a step of these programs, of which micro-batches run one each."""
         stages_of: dict[str, list[int]] = {}
         changed: Peers = {}
-        for j, stage in enumerate(program.stages):
-            for name in stage.attributes:
+        for j, stages in enumerate(zip(*(program.stages for program in programs), strict=True)):
+            for name in dict.fromkeys(name for stage in stages for name in stage.attributes):
                 stages_of.setdefault(name, []).append(j)
-            for name in sorted({*stage.changed_buffers, *stage.assigns}):
+            for name in sorted({name for stage in stages for name in (*stage.changed_buffers, *stage.assigns)}):
                 for rank in self.holders(name):
                     if rank != routes.rank(j):
                         changed.setdefault((routes.rank(j), rank), []).append(name)
         borrowed: Peers = {}
         gradients: Peers = {}
-        for name, stages in sorted(stages_of.items()):
+        for name, users in sorted(stages_of.items()):
             holders = self.holders(name)
-            for rank in sorted({routes.rank(j) for j in stages} - {*holders}):
+            for rank in sorted({routes.rank(j) for j in users} - {*holders}):
                 borrowed.setdefault((holders[0], rank), []).append(name)
-            for j in stages:
+            for j in users:
                 for rank in holders:
                     if rank != routes.rank(j):
                         gradients.setdefault((routes.rank(j), rank), []).append((name, j))

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fxpipe._torch.module_internals import with_metadata
+from fxpipe.config.micro_batches import ModelCall, parse_micro_batches
 from fxpipe.config.parse import parse_switch
 from fxpipe.config.pipeline_options import PipelineOptions, Settings, make_settings
 from fxpipe.distributed.agreement import check_agreement, model_fields
@@ -21,7 +22,7 @@ from fxpipe.distributed.materialization import GivenMemory
 from fxpipe.distributed.rank_engine import TrainingCall
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_record import gathered_record
-from fxpipe.distributed.rank_state import RankState
+from fxpipe.distributed.rank_state import TRAINING, RankState
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
 from fxpipe.pipeline_module import Pipeline, check_can_train, check_optimizer, model_loss
 from fxpipe.plans import Plan
@@ -127,7 +128,8 @@ class DistributedPipeline(Pipeline):
 
         As in one process (`Pipeline.forward_backward`), on all ranks at once. Inputs are looked at on the rank of the
         first stage (`needs_inputs`), target and loss_fn on that of the last one (`needs_target`): elsewhere they may
-        be None, or left out.
+        be None, or left out. Of `micro_batches` the rank of the first stage looks at the inputs, and that of the last
+        one at the targets; others may give `micro_batches=()`.
 
         Each rank has a `grad_scaler` of its own, made alike, and calls `grad_scaler.step(optimizer)` and `update()`.
         Where a gradient is infinite or NaN on one rank, it is made so on all of them, so that all skip the update.
@@ -157,21 +159,30 @@ class DistributedPipeline(Pipeline):
                     "optimizer= within no_sync(): replicas would each be updated with gradients of their own; give it "
                     "to the last call, outside"
                 )
-            if micro_batches is not None:
-                raise ArgumentError(
-                    "micro_batches= cannot be handed over to processes yet: give them as one mini-batch, of which each "
-                    "rank needs its part, or accumulate over several calls"
-                )
-            graph, inputs = state.agree("forward_backward", args, kwargs)
-            settings, batch = state.settings, inputs.batch
-            schedule = state.schedule_for(settings.micro_batches(batch), settings.largest_micro_batch(batch))
-            targets = () if target is None else (target,)
+            targets: Any = () if target is None else (target,)
+            if micro_batches is None:
+                graph, inputs = state.agree(TRAINING, args, kwargs)
+            else:
+                if args or kwargs or target is not None:
+                    raise ArgumentError(
+                        "micro_batches and inputs or a target beside them: these are in the micro-batches"
+                    )
+                calls = self._calls_of(micro_batches)
+                check_loss_function(loss_fn, (calls[0].target or None) if calls else None)
+                graph, inputs, targets = state.agree_on_micro_batches(calls)
+            schedule = state.schedule_for(len(inputs.samples), max(inputs.samples))
             call = TrainingCall(loss_fn or model_loss, targets, reduction, grad_scaler, return_outputs, self._to_all)
             loss, outputs = state.engine.train_ranks(graph, inputs, schedule, call)
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
         return (loss, outputs) if return_outputs else loss
+
+    def _calls_of(self, micro_batches: Iterable[Any]) -> list[ModelCall] | None:
+        """Reads micro-batches that are handed over; () where this rank does not need them."""
+        if isinstance(micro_batches, (tuple, list)) and not micro_batches:
+            return None
+        return parse_micro_batches(micro_batches)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,17 +27,17 @@ from fxpipe.distributed.relay_routes import RelayRoutes
 from fxpipe.distributed.replicas import ReplicaPart, Replicas, ReplicaStart, digest, loss_of_replica, loss_of_union
 from fxpipe.distributed.step_report import LossVerdict, StepReport, check_scales
 from fxpipe.errors import LossError, StateError
-from fxpipe.rewriting.program import ConstantOutput
-from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
-from fxpipe.runtime.engine import Engine, scatter_target, shares_of, write_back_results
+from fxpipe.rewriting.program import ConstantOutput, Program
+from fxpipe.runtime.bound_program import BoundProgram, ModelTensors, different_programs
+from fxpipe.runtime.engine import Engine, scatter_target, shares_of, targets_on_device, write_back_results
 from fxpipe.runtime.executors import InlineExecutor
 from fxpipe.runtime.loss_stage import LossStage
 from fxpipe.runtime.losses import MicroBatchLosses, ambiguous_output_message
 from fxpipe.runtime.microbatches import gather
-from fxpipe.runtime.step_inputs import StepInputs
+from fxpipe.runtime.step_inputs import MicroBatch, StepInputs
 from fxpipe.scheduling import Schedule
 from fxpipe.scheduling.actions import Action, ActionKind
-from fxpipe.utils.batch_split import rows_of_inputs, samples_per_micro_batch
+from fxpipe.utils.batch_split import rows_of_inputs
 from fxpipe.utils.pytree import map_tensor_leaves
 
 
@@ -45,7 +45,7 @@ from fxpipe.utils.pytree import map_tensor_leaves
 class RankGraph:
     """A graph with all that a rank needs to run it."""
 
-    number: int  # by which ranks speak of it
+    number: Any  # by which ranks speak of it; of several in one step, a tuple of theirs
     bound: BoundProgram
     routes: RelayRoutes
     held: HeldTensors
@@ -56,11 +56,30 @@ class RankGraph:
 class RankInputs:
     """The inputs of a step: the same on all ranks, but for the leaves, which the rank of the first stage has."""
 
-    leaves: Sequence[Any]
-    batch: int
+    graphs: tuple[RankGraph, ...]  # by micro-batch
+    samples: tuple[int, ...]  # by micro-batch
+    leaves: Sequence[Any]  # of the mini-batch, or by micro-batch those of each
     sizes: tuple[Any, ...]  # of the leaves, on all ranks
     seed: int
-    known: Mapping[int, Any]  # pieces of the mini-batch, by place
+    known: Mapping[int, Any] = field(default_factory=dict)  # pieces of the mini-batch, by place
+    is_handed_over: bool = False  # by the caller, micro-batch by micro-batch
+
+    @property
+    def batch(self) -> int:
+        return sum(self.samples)
+
+    @property
+    def bounds(self) -> tuple[BoundProgram, ...]:
+        return tuple(graph.bound for graph in self.graphs)
+
+    @property
+    def programs(self) -> list[Program]:
+        """The programs that run, each once."""
+        return [bound.program for bound in different_programs(self.bounds)]
+
+    @property
+    def constants(self) -> dict[str, torch.Tensor]:
+        return {name: tensor for graph in self.graphs for name, tensor in graph.bound.constants.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +87,7 @@ class TrainingCall:
     """The arguments of a `forward_backward`, but for its inputs."""
 
     loss_fn: Callable[..., Any]
-    target: tuple[Any, ...]
+    target: Any  # () or (target,); where micro-batches are handed over, a list of one for each
     reduction: str
     scaler: torch.amp.GradScaler | None  # this rank's
     with_outputs: bool
@@ -106,7 +125,7 @@ class RankEngine(Engine):
         return Mailbox(self.group.connection, self.group.device, self._layouts)
 
     def _tensor_exchange(
-        self, graph: RankGraph, inputs: RankInputs, schedule: Schedule, mailbox: Mailbox, tensors: ModelTensors
+        self, graph: RankGraph, schedule: Schedule, mailbox: Mailbox, tensors: ModelTensors
     ) -> TensorExchange:
         return TensorExchange(mailbox, self.group.rank, tensors, (graph.number, "tensors"), first_free_tag(schedule))
 
@@ -119,7 +138,7 @@ class RankEngine(Engine):
         mailbox: Mailbox,
         reduction: GradientReduction | None = None,
     ) -> None:
-        """Runs the row. `reduction`: gets gradients as soon as they are complete."""
+        """Runs the row. `reduction`: gets gradients as soon as they are complete, where one program runs."""
 
         def give(name: str, j: int) -> None:
             sums = step.totals[j].sums
@@ -128,20 +147,25 @@ class RankEngine(Engine):
 
         step.log.begun.append(time.perf_counter())
         key = (graph.number, inputs.sizes, schedule.micro_batches)
-        row = RankRow(step, schedule.rows, mailbox, self.group, key, give if reduction is not None else None)
+        is_told = reduction is not None and len(inputs.programs) == 1
+        row = RankRow(step, schedule.rows, mailbox, self.group, key, give if is_told else None)
         with step.in_row():
             self._engine_for(schedule).run(row)
         self._note_step(step, schedule)
         step.rank_exchange.check_empty()
 
-    def _open(self, graph: RankGraph, inputs: RankInputs, schedule: Schedule, seed: int, **more: Any) -> RankStep:
-        bound, m = graph.bound, schedule.micro_batches
-        shares = shares_of(samples_per_micro_batch(inputs.batch, m))
-        if graph.routes.is_here(0, self.group.rank):
-            own = StepInputs.of_mini_batch(bound, inputs.leaves, shares)
+    def _open(self, inputs: RankInputs, schedule: Schedule, seed: int, **more: Any) -> RankStep:
+        bounds, shares, leaves = inputs.bounds, shares_of(inputs.samples), inputs.leaves
+        if not inputs.graphs[0].routes.is_here(0, self.group.rank):
+            parts = tuple(leaves) if inputs.is_handed_over else (leaves,) * len(bounds)
+            own = StepInputs(bounds, parts, tuple(shares), (), ())
+        elif inputs.is_handed_over:
+            calls = [MicroBatch(*one, ()) for one in zip(bounds, leaves, inputs.samples, strict=True)]
+            own = StepInputs.of_micro_batches(calls, shares)
         else:
-            own = StepInputs((bound,) * m, (inputs.leaves,) * m, tuple(shares), (), ())
-        return RankStep(own, self.model, seed, schedule, self._caller_context, graph.routes, self.group.rank, **more)
+            own = StepInputs.of_mini_batch(bounds[0], leaves, shares)
+        routes = [graph.routes for graph in inputs.graphs]
+        return RankStep(own, self.model, seed, schedule, self._caller_context, routes, self.group.rank, **more)
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
@@ -152,9 +176,9 @@ class RankEngine(Engine):
         if m > 1 and bound.untold:
             raise LossError(ambiguous_output_message(bound.untold[0]))
         mailbox, tensors = self._mailbox(), ModelTensors(self.model, bound.constants)
-        exchange = self._tensor_exchange(graph, inputs, schedule, mailbox, tensors)
+        exchange = self._tensor_exchange(graph, schedule, mailbox, tensors)
         exchange.borrow(graph.transfers)
-        step = self._open(graph, inputs, schedule, inputs.seed)
+        step = self._open(inputs, schedule, inputs.seed)
         self._run_row(graph, inputs, schedule, step, mailbox)
         last, results = graph.routes.rank(n), bound.results
         outputs: list[Any] = []
@@ -167,14 +191,14 @@ class RankEngine(Engine):
                 for (o, how), name in zip(results, bound.result_names, strict=True)
             ]
         count = len(bound.program.outputs)
-        more = self._from_last(graph, outputs[count:])
+        more = self._from_last(graph, inputs, outputs[count:])
         output = bound.output(outputs[:count]) if self.group.rank == last else None
         if to_all:
             output = self._on_all(output, last)
         connection.all_gather(None, "the end of the step")
         step.commit_buffers()
         exchange.spread_changes(graph.transfers)
-        self._write_back(graph, inputs, tensors, more)
+        self._write_back(inputs, tensors, more)
         step.transport.settle()
         connection.finish_all_sends()
         mailbox.remember()
@@ -189,26 +213,32 @@ class RankEngine(Engine):
         bound, connection, m = graph.bound, self.group.connection, schedule.micro_batches
         last = graph.routes.rank(len(bound.devices))
         is_last = self.group.rank == last
-        tensors = ModelTensors(self.model, bound.constants)
-        kind = self._loss_histories.of(call.loss_fn, call.reduction, call.target, bound) if is_last else None
+        tensors = ModelTensors(self.model, inputs.constants)
+        kind = None  # micro-batches that are handed over are compared with no mini-batch
+        if is_last and not inputs.is_handed_over:
+            kind = self._loss_histories.of(call.loss_fn, call.reduction, call.target, bound)
         mailbox = self._mailbox()
-        exchange = self._tensor_exchange(graph, inputs, schedule, mailbox, tensors)
+        exchange = self._tensor_exchange(graph, schedule, mailbox, tensors)
         exchange.borrow(graph.transfers)
-        gradients = RankGradients(graph.held, graph.transfers, tensors, bound, self.group, self.replicas)
-        part = self._begin(graph, inputs, m, call, gradients, is_last)
+        gradients = RankGradients(graph.held, graph.transfers, tensors, inputs.programs, self.group, self.replicas)
+        part = self._begin(graph, inputs, call, gradients, is_last)
+        looks_at_elements = not inputs.is_handed_over and part.micro_batches > 1
         is_verified, is_again = kind is not None and kind.is_due and m > 1, False
 
         while True:
-            losses = self._losses(bound, inputs, part, schedule, call, is_verified) if is_last else None
+            losses = self._losses(inputs, part, call, is_verified) if is_last else None
             step = self._open(
-                graph, inputs, schedule, part.seed,
+                inputs, schedule, part.seed,
                 losses=losses,
                 keep_outputs=is_last and (is_verified or call.with_outputs),
-                look_at_elements=(kind is None or kind.look_at_elements) and part.micro_batches > 1,
+                look_at_elements=(kind is None or kind.look_at_elements) and looks_at_elements,
                 first_micro_batch=part.first,
             )  # fmt: skip
             self._run_row(graph, inputs, schedule, step, mailbox, gradients.open_sum())
             report, outputs = StepReport(gradients.have_hooks(step), self._loss_scale(call.scaler)), []
+            if step.loss is not None:
+                self._refuse_strange_leaves(step.loss)
+                report.loss = loss_of_replica(step.loss.losses)
             if step.loss is not None and kind is not None:
                 outputs = self._close_loss(step, step.loss, kind, report, is_verified, call.with_outputs)
                 self._note_step(step, schedule)
@@ -232,14 +262,16 @@ class RankEngine(Engine):
 
         gradients.sum_over_replicas(step, reports, divisor)
         others = exchange.sum_gradients(graph.transfers, step)
-        more = self._from_last(graph, self._other_results(step))
-        output = step.loss.tree(outputs) if step.loss is not None and call.with_outputs else None
+        more = self._from_last(graph, inputs, self._other_results(step, inputs))
+        output = None
+        if step.loss is not None and call.with_outputs:
+            output = step.loss.outputs_of_micro_batches() if inputs.is_handed_over else step.loss.tree(outputs)
         if call.with_outputs and call.to_all:
             output = self._on_all(output, last)
         connection.finish_all_sends()
         gradients.commit(step, reports, others, divisor)
-        self._commit_buffers(graph, step, exchange, tensors, part)
-        self._write_back(graph, inputs, tensors, more)
+        self._commit_buffers(graph, inputs, step, exchange, tensors, part)
+        self._write_back(inputs, tensors, more)
         mailbox.remember()
         return loss.to(self.group.device), output
 
@@ -247,24 +279,23 @@ class RankEngine(Engine):
         self,
         graph: RankGraph,
         inputs: RankInputs,
-        micro_batches: int,
         call: TrainingCall,
         gradients: RankGradients,
         is_last: bool,
     ) -> ReplicaPart:
         """Settles with the other replicas what part of the step this one has."""
-        program = graph.bound.program
         start = ReplicaStart(
             inputs.batch,
-            micro_batches,
-            inputs.seed if program.is_random else None,
+            len(inputs.samples),
+            inputs.seed if any(program.is_random for program in inputs.programs) else None,
             self.replicas.is_synced,
             call.reduction,
             digest(gradients.parameters),
-            bool(self._changed_here(graph)),
+            bool(self._changed_here(graph, inputs)),
             inputs.known if is_last else None,
         )
-        return self.replicas.begin(start, gradients.parameters, graph.bound.combinations)
+        combinations = () if inputs.is_handed_over else graph.bound.combinations
+        return self.replicas.begin(start, gradients.parameters, combinations)
 
     def _loss_scale(self, scaler: torch.amp.GradScaler | None) -> float | None:
         """Returns the scale of the loss. A scaler begins to work when it scales something first."""
@@ -273,42 +304,42 @@ class RankEngine(Engine):
         scaler.scale(torch.zeros((), device=self.group.device))
         return float(scaler.get_scale())
 
-    def _changed_here(self, graph: RankGraph) -> list[str]:
+    def _changed_here(self, graph: RankGraph, inputs: RankInputs) -> list[str]:
         """Returns the buffers that forward changes and this rank holds."""
-        stages = graph.bound.program.stages
+        stages = [stage for program in inputs.programs for stage in program.stages]
         changed = dict.fromkeys(name for stage in stages for name in (*stage.changed_buffers, *stage.assigns))
         return [name for name in changed if self.group.rank in graph.held.holders(name)]
 
     def _commit_buffers(
-        self, graph: RankGraph, step: RankStep, exchange: TensorExchange, tensors: ModelTensors, part: ReplicaPart
+        self,
+        graph: RankGraph,
+        inputs: RankInputs,
+        step: RankStep,
+        exchange: TensorExchange,
+        tensors: ModelTensors,
+        part: ReplicaPart,
     ) -> None:
         """Writes the buffers that forward has changed into the model: on all replicas those of the first one."""
         if self.group.replica == 0:
             step.commit_buffers()
             exchange.spread_changes(graph.transfers)
         if self.replicas.count > 1 and part.changes_buffers:
-            own = {name: tensors.get(name).detach().cpu() for name in self._changed_here(graph)}
+            own = {name: tensors.get(name).detach().cpu() for name in self._changed_here(graph, inputs)}
             values = self.group.replicas.broadcast(own, 0, "the buffers that forward has changed")
             if self.group.replica != 0:
                 exchange.write(values)
 
-    def _losses(
-        self,
-        bound: BoundProgram,
-        inputs: RankInputs,
-        part: ReplicaPart,
-        schedule: Schedule,
-        call: TrainingCall,
-        is_verified: bool,
-    ) -> MicroBatchLosses:
-        device, batch, m, target = self.group.device, inputs.batch, schedule.micro_batches, call.target
-        shares = shares_of(samples_per_micro_batch(batch, m))
-        rows = rows_of_inputs(bound.in_dims)
+    def _losses(self, inputs: RankInputs, part: ReplicaPart, call: TrainingCall, is_verified: bool) -> MicroBatchLosses:
+        device, target, shares = self.group.device, call.target, shares_of(inputs.samples)
         # As it is before the step: loss_fn may write to it.
         whole = map_tensor_leaves(lambda t: t.detach().to(device, copy=True), target) if is_verified else None
-        losses = MicroBatchLosses(
-            call.loss_fn, call.reduction, shares, scatter_target(target, batch, m, device, rows), call.scaler, whole
-        )
+        if inputs.is_handed_over:
+            targets = targets_on_device(target, device)
+        else:
+            rows = rows_of_inputs(inputs.bounds[0].in_dims)
+            targets = scatter_target(target, inputs.batch, len(shares), device, rows)
+        losses = MicroBatchLosses(call.loss_fn, call.reduction, shares, targets, call.scaler, whole)
+        losses.is_handed_over = inputs.is_handed_over
         losses.portion, losses.unit = part.portion, self.replicas.unit(part)
         losses.known = map_tensor_leaves(lambda t: t.to(device), dict(part.known or {}))
         return losses
@@ -318,8 +349,6 @@ class RankEngine(Engine):
     ) -> list[Any]:
         """Fills in the report of the rank of the last stage, and returns the outputs, where they were kept."""
         losses = stage.losses
-        self._refuse_strange_leaves(step, stage)
-        report.loss = loss_of_replica(losses)
         report.wrong = step.loss_weighting.difference(losses.share)
         report.wrong_means = step.loss_weighting.difference(losses.share, means_only=True) if report.wrong else None
         report.shares = [losses.share(i) * losses.scale for i in range(step.micro_batches)]
@@ -334,7 +363,7 @@ class RankEngine(Engine):
         report.can_verify = kind.can_verify
         return outputs
 
-    def _refuse_strange_leaves(self, step: RankStep, stage: LossStage) -> None:
+    def _refuse_strange_leaves(self, stage: LossStage) -> None:
         """Refuses a loss that reads parameters of the model itself: other ranks may hold them."""
         if self.group.size == 1:
             return
@@ -346,19 +375,23 @@ class RankEngine(Engine):
             )
 
     @staticmethod
-    def _other_results(step: RankStep) -> list[torch.Tensor]:
-        """Returns what forward has left in inputs and attributes, on the rank of the last stage."""
+    def _other_results(step: RankStep, inputs: RankInputs) -> list[Any]:
+        """Returns what forward has left in inputs and attributes, on the rank of the last stage.
+
+        By micro-batch, where these were handed over.
+        """
         if step.loss is None:
             return []
+        if inputs.is_handed_over:
+            return [step.loss.other_results(i) for i in range(step.micro_batches)]
         with torch.no_grad():
             return step.loss.gather_other_results(lambda parts, how, what: gather(parts, how, step.weights, what))
 
     # -- what the ranks hand each other at the end of a step ---------------------------------------------------------
 
-    def _from_last(self, graph: RankGraph, values: Sequence[Any]) -> Sequence[Any]:
+    def _from_last(self, graph: RankGraph, inputs: RankInputs, values: Sequence[Any]) -> Sequence[Any]:
         """Returns what forward has left in inputs and attributes, on all ranks."""
-        program = graph.bound.program
-        if not (program.written_inputs or program.left):
+        if not any(program.written_inputs or program.left for program in inputs.programs):
             return []
         result: Sequence[Any] = self._on_all(list(values), graph.routes.rank(len(graph.bound.devices)))
         return result
@@ -368,19 +401,26 @@ class RankEngine(Engine):
         result = self.group.connection.broadcast(at_home, source, "the outputs")
         return value if self.group.rank == source else map_tensor_leaves(lambda t: t.to(self.group.device), result)
 
-    def _write_back(
-        self, graph: RankGraph, inputs: RankInputs, tensors: ModelTensors, values: Sequence[torch.Tensor]
-    ) -> None:
-        program = graph.bound.program
-        if not values:
+    def _write_back(self, inputs: RankInputs, tensors: ModelTensors, values: Sequence[Any]) -> None:
+        if not inputs.is_handed_over:
+            _write_results(tensors, inputs.leaves, inputs.bounds[0].program, values)
             return
-        leaves = ((place, inputs.leaves[place]) for place in program.written_inputs)
-        by_place = {
-            place: leaf if isinstance(leaf, torch.Tensor) else torch.empty_like(value)  # not given on this rank
-            for (place, leaf), value in zip(leaves, values, strict=False)
-        }
-        with torch.no_grad():
-            write_back_results(tensors, by_place, program, values)  # type: ignore[arg-type]
+        for leaves, bound, results in zip(inputs.leaves, inputs.bounds, values, strict=False):
+            _write_results(tensors, leaves, bound.program, results)
+
+
+def _write_results(
+    tensors: ModelTensors, leaves: Sequence[Any], program: Program, values: Sequence[torch.Tensor]
+) -> None:
+    if not values:
+        return
+    written = ((place, leaves[place]) for place in program.written_inputs)
+    by_place = {
+        place: leaf if isinstance(leaf, torch.Tensor) else torch.empty_like(value)  # not given on this rank
+        for (place, leaf), value in zip(written, values, strict=False)
+    }
+    with torch.no_grad():
+        write_back_results(tensors, by_place, program, values)  # type: ignore[arg-type]
 
 
 def engine_rows(schedule: Schedule) -> dict[int, list[str]]:

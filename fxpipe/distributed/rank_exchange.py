@@ -25,21 +25,21 @@ from fxpipe.runtime.wiring import ValueLink
 class RankExchange(Exchange):
     """The values and gradients of one step that are on this rank."""
 
-    def __init__(self, inputs: StepInputs, transport: Transport, grad: bool, routes: RelayRoutes, rank: int):
-        """`inputs`: anything in the place of tensors, on ranks without the first stage."""
-        self._routes, self._rank, self._wiring = routes, rank, inputs.bounds[0].wiring
-        cuts = [j for j, at in enumerate(routes.placement[:-1]) if at == rank and routes.crosses(j)]
-        # By value, the cuts that it crosses from this rank on; by cut and micro-batch, what is to be sent.
-        self._cuts_of: dict[ValueKey, list[int]] = {}
-        for cut in cuts:
-            for key in routes.down[cut]:
-                self._cuts_of.setdefault(key, []).append(cut)
+    def __init__(self, inputs: StepInputs, transport: Transport, grad: bool, routes: Sequence[RelayRoutes], rank: int):
+        """`inputs`: anything in the place of tensors, on ranks without the first stage. `routes`: by micro-batch."""
+        self._routes, self._rank = routes, rank
+        # By micro-batch and value, the cuts that it crosses from this rank on; by cut, what is to be sent.
+        cuts_of = {id(one): _cuts_of(one, rank) for one in routes}
+        self._cuts_of = [cuts_of[id(one)] for one in routes]
         self._leaving: dict[tuple[int, int], dict[ValueKey, PacketValue]] = {}
         self._returning: dict[tuple[GradientKey, int], torch.Tensor] = {}
         super().__init__(inputs, transport, grad)
 
+    def _is_here(self, stage: int) -> bool:
+        return self._routes[0].is_here(stage, self._rank)  # of all micro-batches alike
+
     def _enter(self, name: str, i: int, part: Any, wants: bool) -> None:
-        if not self._routes.is_here(0, self._rank):
+        if not self._is_here(0):
             return
         part = part.detach() if isinstance(part, torch.Tensor) else part
         self._arrived((PIPE_INPUT, name), i, part, wants)
@@ -48,12 +48,12 @@ class RankExchange(Exchange):
 
     def _arrived(self, key: ValueKey, i: int, value: Any, requires_grad: bool) -> None:
         """Enters a value for the stages of this rank that use it, and for the cuts that it crosses."""
-        for user in self._wiring.users[key]:
-            if self._routes.is_here(user, self._rank):
+        for user in self.bounds[i].wiring.users[key]:
+            if self._is_here(user):
                 target = self._device(self.bounds[i], key[1], user)  # the host for some
                 own = self.transport.start_copy(value, target) if self._may_move else value
                 self._values[user, *key, i] = BoundaryValue(own, requires_grad)
-        for cut in self._cuts_of.get(key, ()):
+        for cut in self._cuts_of[i].get(key, ()):
             self._leaving.setdefault((cut, i), {})[key] = PacketValue(value, requires_grad)
 
     def send(self, maker: int, name: str, i: int, value: Any) -> None:
@@ -63,7 +63,7 @@ class RankExchange(Exchange):
         self._arrived((maker, name), i, value, wants)
 
     def send_gradient(self, link: ValueLink, i: int, gradient: torch.Tensor | None) -> None:
-        if gradient is None or self._routes.is_here(link.gradient_target, self._rank):
+        if gradient is None or self._is_here(link.gradient_target):
             super().send_gradient(link, i, gradient)
         else:
             self._returning[(link.value.source, link.value.name, link.gradient_target), i] = gradient
@@ -73,22 +73,22 @@ class RankExchange(Exchange):
     def values_of_cut(self, cut: int, i: int) -> list[PacketValue]:
         """Takes what a micro-batch sends down through a cut."""
         leaving = self._leaving.pop((cut, i), {})
-        return [leaving[key] for key in self._routes.down[cut]]
+        return [leaving[key] for key in self._routes[i].down[cut]]
 
     def enter_values(self, cut: int, i: int, values: Sequence[PacketValue]) -> None:
-        for key, one in zip(self._routes.down[cut], values, strict=True):
+        for key, one in zip(self._routes[i].down[cut], values, strict=True):
             self._arrived(key, i, one.value, one.requires_grad)
 
     def gradients_of_cut(self, cut: int, i: int) -> list[PacketValue]:
         """Takes the gradients that a micro-batch sends up through a cut; None for those that there are not."""
-        return [PacketValue(self._returning.pop((key, i), None)) for key in self._routes.up[cut]]
+        return [PacketValue(self._returning.pop((key, i), None)) for key in self._routes[i].up[cut]]
 
     def enter_gradients_of_cut(self, cut: int, i: int, gradients: Sequence[PacketValue]) -> None:
-        for key, one in zip(self._routes.up[cut], gradients, strict=True):
+        for key, one in zip(self._routes[i].up[cut], gradients, strict=True):
             if one.value is None:
                 continue
             _, name, target = key
-            if self._routes.is_here(target, self._rank):
+            if self._is_here(target):
                 if (target, name, i) in self._gradients:
                     raise InternalError(f"two gradients for {name} at stage {target}, micro-batch {i}")
                 self._gradients[target, name, i] = one.value
@@ -100,3 +100,13 @@ class RankExchange(Exchange):
         left = [*self._leaving, *self._returning]
         if left:
             raise InternalError(f"left behind at the end of a step: {left[:4]}")
+
+
+def _cuts_of(routes: RelayRoutes, rank: int) -> dict[ValueKey, list[int]]:
+    """Returns, by value, the cuts that it crosses from a rank on."""
+    cuts_of: dict[ValueKey, list[int]] = {}
+    for cut, at in enumerate(routes.placement[:-1]):
+        if at == rank and routes.crosses(cut):
+            for key in routes.down[cut]:
+                cuts_of.setdefault(key, []).append(cut)
+    return cuts_of

@@ -22,7 +22,8 @@ from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_step import RankStep
 from fxpipe.distributed.replicas import Replicas, put_sums
 from fxpipe.distributed.step_report import StepReport
-from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
+from fxpipe.rewriting.program import Program
+from fxpipe.runtime.bound_program import ModelTensors
 from fxpipe.runtime.commit import GradientList, attach_commit, gradient_rollback
 from fxpipe.runtime.engine import divided
 
@@ -37,11 +38,11 @@ class RankGradients:
         held: HeldTensors,
         transfers: TensorTransfers,
         tensors: ModelTensors,
-        bound: BoundProgram,
+        programs: Sequence[Program],
         group: RankGroup,
         replicas: Replicas,
     ):
-        self._held, self._transfers, self._tensors, self._bound = held, transfers, tensors, bound
+        self._held, self._transfers, self._tensors, self._programs = held, transfers, tensors, programs
         self._group, self._replicas = group, replicas
         self.trained = self._trained()
         own = held.used_by_stages(group.rank)
@@ -56,7 +57,7 @@ class RankGradients:
         """Returns, by name, the tensors that this rank holds and trains."""
         rank, held, tensors = self._group.rank, self._held, self._tensors
         names = dict.fromkeys((*self._transfers.stages_of, *(name for name, _ in held.used_by_stages(rank))))
-        stages = self._bound.program.stages
+        stages = [stage for program in self._programs for stage in program.stages]
         changed = {name for stage in stages for name in (*stage.changed_buffers, *stage.assigns)}
         own = {name: tensors.get(name) for name in names if rank in held.holders(name) and name not in changed}
         return {name: tensor for name, tensor in own.items() if tensor.requires_grad}

@@ -17,6 +17,7 @@ from torch import nn
 
 from fxpipe._torch.module_internals import all_modules
 from fxpipe._torch.thread_state import ThreadState
+from fxpipe.config.micro_batches import ModelCall
 from fxpipe.config.pipeline_options import Settings
 from fxpipe.distributed.agreement import check_agreement, graph_fields
 from fxpipe.distributed.held_tensors import HeldTensors
@@ -24,12 +25,12 @@ from fxpipe.distributed.rank_engine import RankEngine, RankGraph, RankInputs
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.relay_routes import relay_routes
 from fxpipe.errors import ArgumentError, StateError
-from fxpipe.graph_cache import MAX_GRAPHS
-from fxpipe.pipeline_state import PipelineState, peek_seed, samples_of
+from fxpipe.graph_cache import MAX_GRAPHS, CachedGraph
+from fxpipe.pipeline_state import PipelineState, count_elements, peek_seed, samples_of
 from fxpipe.planning import PreparedGraph
 from fxpipe.plans import Plan
 from fxpipe.runtime import BoundProgram, InlineExecutor
-from fxpipe.runtime.bound_program import ModelTensors
+from fxpipe.runtime.bound_program import ModelTensors, different_programs
 from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.tracing.fake_tensors import names_without_values
 from fxpipe.tracing.model_state import container_tensors, slots_of
@@ -39,6 +40,8 @@ from fxpipe.utils.batch_split import samples_per_micro_batch
 from fxpipe.utils.pytree import flatten, map_tensor_leaves
 from fxpipe.utils.random_generators import draw_seed
 from fxpipe.utils.units import names_text
+
+TRAINING = "forward_backward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,10 @@ class Job:
     batch: int = 0
     sizes: tuple[Any, ...] = ()
     known: Any = None
+    # Of micro-batches that are handed over:
+    count: int | None = None
+    numbers: tuple[int, ...] = ()  # of their graphs
+    samples: tuple[int, ...] = ()
 
 
 class RankState(PipelineState):
@@ -173,7 +180,95 @@ class RankState(PipelineState):
         if graph.bound.program.is_random and self.group.rank != self.leader:
             draw_seed()  # so that the generators of all ranks stand where that of one process would
         known = {} if job.known is None else map_tensor_leaves(lambda t: t.to(self.group.device), job.known)
-        return graph, RankInputs(leaves, job.batch, job.sizes, job.seed, known)
+        return graph, RankInputs((graph,) * len(sizes), tuple(sizes), leaves, job.sizes, job.seed, known)
+
+    def agree_on_micro_batches(
+        self, calls: Sequence[ModelCall] | None
+    ) -> tuple[RankGraph, RankInputs, list[tuple[Any, ...]]]:
+        """Settles the same for micro-batches that are handed over; returns their targets besides, where needed.
+
+        The leader finds their graphs. Where there is none for one of them, all record it.
+        """
+        if self.first is None:  # planned for the largest of the first replica
+            job = self.group.broadcast(self._largest(calls), "the first stage's inputs")
+            self._check_call(job, TRAINING, is_handed_over=True)
+            self._record(job.inputs, job.peeked_seed, job.count)
+        if self.group.rank == self.leader:
+            job, leaves = self._propose_micro_batches(self._required(calls))
+            self._broadcast(job)
+        else:
+            job = self._broadcast(None)
+            self._check_call(job, TRAINING, is_handed_over=True)
+            while job.inputs is not None:
+                self._record(job.inputs, job.peeked_seed, job.count)
+                job = self._broadcast(None, is_long=True)
+            leaves = [[None] * len(sizes) for sizes in job.sizes]
+        self._check_values()
+        graphs = tuple(self._numbered[number][1] for number in job.numbers)
+        if any(graph.bound.program.is_random for graph in graphs) and self.group.rank != self.leader:
+            draw_seed()
+        inputs = RankInputs(graphs, job.samples, leaves, job.sizes, job.seed, is_handed_over=True)
+        targets = [one.target for one in self._required(calls)] if self.group.rank == self.last else []
+        if targets and len(targets) != len(graphs):
+            raise ArgumentError(
+                f"rank {self.group.rank} has the last stage and was given {len(targets)} micro_batches, and rank "
+                f"{self.leader}, of the first stage, {len(graphs)}: give them the same"
+            )
+        return self._union(graphs), inputs, targets
+
+    def _required(self, calls: Sequence[ModelCall] | None) -> Sequence[ModelCall]:
+        if calls is None:
+            stage, what = ("first", "inputs") if self.group.rank == self.leader else ("last", "target")
+            raise ArgumentError(
+                f"rank {self.group.rank} has the {stage} stage and needs the micro_batches, of which pipe.needs_{what} "
+                "tells, but was given none"
+            )
+        return calls
+
+    def _largest(self, calls: Sequence[ModelCall] | None) -> Job | None:
+        if self.group.rank != self.leader:
+            return None
+        calls = self._required(calls)
+        inputs = self._inputs_of_calls(calls, peek_seed())
+        largest = max(range(len(calls)), key=lambda i: count_elements(inputs[i].leaves))
+        return self._recording_job(calls[largest], peek_seed(), len(calls))
+
+    def _recording_job(self, micro_batch: ModelCall, seed: int, count: int) -> Job:
+        values = (micro_batch.args, micro_batch.kwargs)
+        inputs = map_tensor_leaves(lambda t: t.detach().cpu().requires_grad_(t.requires_grad), values)
+        return Job(TRAINING, self._mode(), -1, inputs=inputs, peeked_seed=seed, count=count)
+
+    def _record_micro_batch(self, call: ModelCall, seed: int, count: int) -> CachedGraph:
+        """Records the graph of a micro-batch on all ranks, at the word of the leader."""
+        job = self._recording_job(call, seed, count)
+        self._broadcast(job)
+        return self._record(job.inputs, seed, count)
+
+    def _propose_micro_batches(self, calls: Sequence[ModelCall]) -> tuple[Job, list[Sequence[Any]]]:
+        """Looks at the micro-batches, on the leader."""
+        parts = self.micro_batches_for(calls)
+        by_program = {id(graph.bound): number for number, (_, graph) in self._numbered.items()}
+        seed = draw_seed() if any(part.bound.program.is_random for part in parts) else 0
+        job = Job(
+            TRAINING,
+            self._mode(),
+            -1,
+            count=len(parts),
+            seed=seed,
+            sizes=tuple(_sizes_of(part.leaves) for part in parts),
+            numbers=tuple(by_program[id(part.bound)] for part in parts),
+            samples=tuple(part.samples for part in parts),
+        )
+        return job, [part.leaves for part in parts]
+
+    def _union(self, graphs: tuple[RankGraph, ...]) -> RankGraph:
+        """Returns what a step over micro-batches of these graphs has as one."""
+        first = graphs[0]
+        if all(graph is first for graph in graphs):
+            return first
+        numbers = tuple(graph.number for graph in graphs)
+        programs = [bound.program for bound in different_programs([graph.bound for graph in graphs])]
+        return replace(first, number=numbers, transfers=first.held.transfers(programs, first.routes))
 
     def _proposed(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job | None:
         return self._propose(call, args, kwargs) if self.group.rank == self.leader else None
@@ -199,21 +294,27 @@ class RankState(PipelineState):
             return Job(call, mode, -1, inputs=inputs, peeked_seed=peeked)
         prepared, bound = known
         batch = samples_of(prepared.traced, leaves)
-        refuse_unwritable_inputs(prepared.traced, leaves, call == "forward_backward")
+        refuse_unwritable_inputs(prepared.traced, leaves, call == TRAINING)
         number = next(k for k, (_, graph) in self._numbered.items() if graph.bound is bound)
         pieces = None
         if bound.known_pieces is not None:
             pieces = map_tensor_leaves(lambda t: t.detach().cpu(), dict(bound.known_pieces(leaves, batch)))
         seed = draw_seed() if bound.program.is_random else 0
-        sizes = tuple(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
-        return Job(call, mode, number, seed=seed, batch=batch, sizes=sizes, known=pieces)
+        return Job(call, mode, number, seed=seed, batch=batch, sizes=_sizes_of(leaves), known=pieces)
 
     def _mode(self) -> str:
         """Returns the modes of the modules and of this thread as a text that another process makes, too."""
         flags = "".join("t" if module.training else "e" for module in all_modules(self.model))
         return hashlib.sha256(f"{flags} {ThreadState.now()}".encode()).hexdigest()[:16]
 
-    def _check_call(self, job: Job, call: str) -> None:
+    def _check_call(self, job: Job, call: str, is_handed_over: bool = False) -> None:
+        if job.call == call and (job.count is not None) != is_handed_over:
+            ways = "with a mini-batch", "with micro_batches"
+            theirs, own = (ways[::-1] if is_handed_over else ways)[::-1]
+            raise StateError(
+                f"rank {self.leader} calls {call} {theirs}, and rank {self.group.rank} {own}: all ranks make the same "
+                "calls; where the micro-batches are not needed, micro_batches=() says enough"
+            )
         if job.call != call:
             raise StateError(
                 f"rank {self.leader} calls {job.call}, and rank {self.group.rank} calls {call}: all ranks make the "
@@ -233,25 +334,29 @@ class RankState(PipelineState):
         inputs, seed = self.group.broadcast((own, peek_seed()), "the example inputs")
         self._record(inputs, seed)
 
-    def _record(self, inputs: Any, seed: int) -> None:
-        """Records a graph on all ranks, and compares what came of it."""
+    def _record(self, inputs: Any, seed: int, micro_batches: int | None = None) -> CachedGraph:
+        """Records a graph on all ranks, and compares what came of it.
+
+        `micro_batches`: the inputs are one of so many micro-batches; else they are a mini-batch.
+        """
         args, kwargs = map_tensor_leaves(lambda t: t.to(self.group.device), inputs)
         known = {id(bound) for _, bound in self.graphs}
         if self.first is None:
-            self._plan(args, kwargs, seed)
+            graph = self._plan(args, kwargs, seed, micro_batches)
         else:
             self._refresh()
-            self._make_graph(args, kwargs, seed)
+            graph = self._make_graph(args, kwargs, seed, micro_batches)
         for prepared, bound in self.graphs:
             if id(bound) not in known:
                 self._number(prepared, bound)
         while len(self._numbered) > MAX_GRAPHS:
             del self._numbered[min(self._numbered)]
+        return graph
 
-    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> None:
+    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int, count: int | None) -> CachedGraph:
         decisions = None
         if self.group.is_first:
-            self._make_graph(args, kwargs, seed)
+            graph = self._make_graph(args, kwargs, seed, count)
             assert self.plan is not None
             settings = self.settings
             schedule = None if callable(settings.schedule) else settings.schedule
@@ -267,7 +372,7 @@ class RankState(PipelineState):
                 schedule=self.settings.schedule if decisions.schedule is None else decisions.schedule,
                 left=frozenset(),
             )
-            self._make_graph(args, kwargs, seed)
+            graph = self._make_graph(args, kwargs, seed, count)
             self.plan = decisions.plan  # with all its figures: a schedule may be searched by them
         devices = max(self.settings.placement) + 1
         if devices != self.group.size:
@@ -275,6 +380,7 @@ class RankState(PipelineState):
                 f"the plan has stages for {devices} devices, but the process group has {self.group.size} ranks: start "
                 f"{devices}, or pin stages to all of them"
             )
+        return graph
 
     def _number(self, prepared: PreparedGraph, bound: BoundProgram) -> None:
         """Makes a graph known by a number, the same on all ranks."""
@@ -289,7 +395,7 @@ class RankState(PipelineState):
             self.held = HeldTensors(bound.program, routes, names.values())
             self._send_to_replicas(bound.constants)  # each rank may have drawn its own
             self._send_from_home(self.held.shared, bound.constants)
-        transfers = self.held.transfers(bound.program, routes)
+        transfers = self.held.transfers([bound.program], routes)
         self._numbered[self._next_number] = (
             prepared, RankGraph(self._next_number, bound, routes, self.held, transfers)
         )  # fmt: skip
@@ -319,3 +425,7 @@ class RankState(PipelineState):
             tensor = tensors.get(name)
             if tensor.layout is torch.strided and name not in self.without_values:
                 connection.broadcast_tensor(tensor.detach(), self.held.holders(name)[0], f"the values of {name}")
+
+
+def _sizes_of(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)

@@ -9,7 +9,7 @@ waiting.)
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import nn
@@ -43,14 +43,16 @@ class RankStep(Step):
         seed: int,
         schedule: Schedule,
         ambient: CallerContext,
-        routes: RelayRoutes,
+        routes: Sequence[RelayRoutes],
         rank: int,
         losses: MicroBatchLosses | None = None,
         keep_outputs: bool = False,
         look_at_elements: bool = False,
         first_micro_batch: int = 0,
     ):
-        self.routes, self.rank, self.first_micro_batch = routes, rank, first_micro_batch
+        """`routes`: by micro-batch."""
+        self.routes, self.rank, self.first_micro_batch = routes[0], rank, first_micro_batch
+        self._routes_of = routes
         actions = [action for row in schedule.rows for action in row]
         super().__init__(
             inputs,
@@ -65,7 +67,7 @@ class RankStep(Step):
         )
 
     def _open_exchange(self, inputs: StepInputs) -> Exchange:
-        self.rank_exchange = RankExchange(inputs, self.transport, self.grad, self.routes, self.rank)
+        self.rank_exchange = RankExchange(inputs, self.transport, self.grad, self._routes_of, self.rank)
         return self.rank_exchange
 
     def _open_stage(self, bound: BoundProgram, j: int, tensors: ModelTensors, is_split: bool) -> StageInstance:

@@ -353,7 +353,7 @@ class Engine:
         """Runs a step over micro-batches that are handed over; returns the loss, and the outputs of each or None."""
         shares = shares_of([one.samples for one in micro_batches])
         device = micro_batches[0].bound.devices[-1]
-        targets = _targets_on_device([one.target for one in micro_batches], device)
+        targets = targets_on_device([one.target for one in micro_batches], device)
         losses = MicroBatchLosses(loss_fn, reduction, shares, targets, scaler, is_handed_over=True)
         step = self._step(
             StepInputs.of_micro_batches(micro_batches, shares), schedule, losses=losses, keep_outputs=return_outputs
@@ -471,7 +471,7 @@ def scatter_target(
     return [pytree.tree_unflatten(part, spec) for part in scatter(moved, dims, count)] if leaves else [target] * count
 
 
-def _targets_on_device(targets: list[tuple[Any, ...]], device: torch.device) -> list[tuple[Any, ...]]:
+def targets_on_device(targets: list[tuple[Any, ...]], device: torch.device) -> list[tuple[Any, ...]]:
     """The targets of micro-batches that are handed over, where the loss is taken."""
     leaves, spec = flatten(targets)
     return pytree.tree_unflatten(leaves_on_device(leaves, device), spec) if leaves else targets
