@@ -112,6 +112,8 @@ def parse_device(argument: str, value: str | torch.device, anywhere: bool = Fals
         raise ArgumentError(f"{argument}: {value!r} is not supported; stages run on 'cpu' and on accelerators")
     if device.type == "cpu":
         return torch.device("cpu")
+    if (device.index or 0) < 0:  # torch has 7 bits for it, and cuda:128 is cuda:-128
+        raise ArgumentError(f"{argument}: {value!r}: torch has no index above 127 for a device")
     if anywhere:
         return torch.device(device.type, device.index or 0)
     count = device_count(device.type)

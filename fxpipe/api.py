@@ -193,7 +193,7 @@ def pipeline(
         UserWarning: the model can be trained so, but will be refused when it is evaluated; says why. Told with the
             plan, unless the plan was given.
     """
-    options = PipelineOptions.among(locals())
+    options = PipelineOptions.among(locals(), but=("data_parallel",))  # which has ranks here
     if isinstance(model, Pipeline):
         raise ArgumentTypeError("model is a Pipeline already; give the model it was made from: pipe.model")
     if not isinstance(model, nn.Module):

@@ -3,6 +3,7 @@
     fxpipe.plan(model, 8, example_args=(x,), hardware="h100")
     HARDWARE["h100"]                                    # the figures behind the name
     replace(HARDWARE["h100"], devices_per_node=4)       # the like of it: `dataclasses.replace`
+    replace(HARDWARE["h100"], nodes=16)                 # a cluster: how its devices stand is in `fxpipe.cluster`
     Hardware("mine", {"float32": 20e12}, 1e12, memory=24 * 2**30, within=None, between=Link(12e9))
 
 Peaks are those that the maker states, without sparsity; what of them large operations reach is a figure of its own, so
@@ -21,9 +22,10 @@ from statistics import median
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from fxpipe.cluster import MESHES, Cluster, Link
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.partitioning.chain import Link
 from fxpipe.utils.polynomial import ZERO, Polynomial
+from fxpipe.utils.units import count_text
 
 if TYPE_CHECKING:
     import torch
@@ -46,12 +48,13 @@ class Hardware:
     bytes_per_second: float  # peak, of its memory
     memory: int  # bytes that a program can have
     within: Link | None  # between two devices of a node; None: a value is handed over and costs nothing
-    between: Link  # between devices of two nodes, over a network adapter at each end
+    between: Link | None  # between devices of two nodes, over a network adapter at each end; None: there is none
     devices_per_node: int = 8
     adapters_per_node: int | None = None  # which its devices share, as evenly as can be; None: one for each device
     arithmetic_efficiency: float = 1.0  # what large products of matrices reach of the peak
     memory_efficiency: float = 1.0  # what large operations reach of the memory's peak
     launch: float = 0.0  # seconds: no operation takes less
+    nodes: int | None = None  # of a cluster; None: as many as it takes
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "flops_per_second", dict(self.flops_per_second))  # nobody else's, and it pickles
@@ -65,8 +68,12 @@ class Hardware:
             self._check(f"flops_per_second[{dtype!r}]", rate)
         for key in ("bytes_per_second", "memory", "devices_per_node", "arithmetic_efficiency", "memory_efficiency"):
             self._check(key, getattr(self, key))
-        if self.adapters_per_node is not None:
-            self._check("adapters_per_node", self.adapters_per_node)
+        for key in ("adapters_per_node", "nodes"):
+            if getattr(self, key) is not None:
+                self._check(key, getattr(self, key))
+        for key in ("devices_per_node", "adapters_per_node", "nodes"):
+            if not isinstance(getattr(self, key), (int, type(None))):
+                raise ArgumentError(f"Hardware {self.name!r}: {key}={getattr(self, key)!r}; expected a whole number")
         for name, link in links.items():
             self._check(f"{name}.bytes_per_second", link.bytes_per_second)
             self._check(f"{name}.latency", link.latency, may_be_zero=True)
@@ -79,6 +86,11 @@ class Hardware:
         if not is_number or figure < 0 or (figure == 0 and not may_be_zero):
             least = "0 or more" if may_be_zero else "above 0"
             raise ArgumentError(f"Hardware {self.name!r}: {key}={figure!r}; expected a finite number {least}")
+
+    @property
+    def devices(self) -> int | None:
+        """The number of devices of a cluster; None: as many as it takes."""
+        return None if self.nodes is None else self.nodes * self.devices_per_node
 
     @property
     def usable_memory(self) -> int:
@@ -209,30 +221,48 @@ def parse_hardware(hardware: str | Hardware) -> Hardware:
     return HARDWARE[hardware.lower()]
 
 
-def link_between(hardware: Hardware, worker_a: int, worker_b: int) -> Link | None:
-    """The way between two devices, which fill one node after the other; None where a value is handed over.
-
-    >>> link_between(HARDWARE["h100"], 7, 8) == HARDWARE["h100"].between
-    True
-    """
-    if worker_a == worker_b:
-        return None
-    is_one_node = worker_a // hardware.devices_per_node == worker_b // hardware.devices_per_node
-    return hardware.within if is_one_node else hardware.between
-
-
-def shared_adapters(hardware: Hardware, worker_a: int, worker_b: int) -> tuple[str, ...]:
-    """Finds what the way between two devices shares with other ways: the adapters of two nodes, out and in, by name.
-
-    >>> shared_adapters(HARDWARE["cpu"], 1, 2)
-    ('node 0 adapter 0 out', 'node 1 adapter 0 in')
-    """
+def cluster_of(hardware: Hardware, pipe: int, data: int = 1, mesh: tuple[str, str] = MESHES[0]) -> Cluster:
+    """The devices of so many replicas of a pipeline on this hardware."""
     size = hardware.devices_per_node
-    if worker_a // size == worker_b // size:
-        return ()
-    count = min(size, hardware.adapters_per_node or size)
-    ends = ((worker_a, "out"), (worker_b, "in"))
-    return tuple(f"node {k // size} adapter {k % size * count // size} {way}" for k, way in ends)
+    adapters = min(size, hardware.adapters_per_node or size)
+    return Cluster(size, adapters, hardware.within, hardware.between, pipe, data, mesh)
+
+
+def check_device_count(hardware: Hardware | None, pipe: int, data: int) -> None:
+    """Checks that the devices of all replicas are those of the cluster, where that has a number of nodes.
+
+    Raises:
+        ArgumentError: they are not; or there are replicas, and nothing is known of the links between them.
+    """
+    if hardware is None:
+        if data > 1:
+            raise ArgumentError(
+                f"data_parallel={data} without hardware: the links between replicas are not known; give hardware, as "
+                "in hardware='h100'"
+            )
+        return
+    count = pipe * data
+    if hardware.devices is not None and count != hardware.devices:
+        many = f"{pipe} x {data} = {count}" if data > 1 else str(count)
+        raise ArgumentError(
+            f"devices: {many}, but hardware {hardware.name!r} is a cluster of {count_text(hardware.nodes or 1, 'node')}"
+            f" with {count_text(hardware.devices_per_node, 'device')} each: give {hardware.devices}"
+        )
+    cluster_of(hardware, pipe, data)
+
+
+MOST_DEVICES = 128  # that torch has an index for
+
+
+def device_names(hardware: Hardware, count: int) -> list[str]:
+    """Names so many devices that need not be here: GPUs, or workers on the CPU.
+
+    Those of a cluster are named by their place in a node, as they are there.
+    """
+    if hardware.within is None:
+        return ["cpu"] * count
+    size = hardware.devices_per_node if hardware.nodes is not None or count > MOST_DEVICES else count
+    return [f"cuda:{k % size}" for k in range(count)]
 
 
 # -- Local devices -----------------------------------------------------------------------------------------------------

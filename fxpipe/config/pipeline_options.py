@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe.cluster import MESHES, Cluster, parse_mesh
 from fxpipe.config.parse import (
     parse_balance,
     parse_checkpoint,
@@ -34,14 +35,14 @@ from fxpipe.config.parse import (
 )
 from fxpipe.config.stage_placement import chunks_of_schedule, parse_training_schedule, place_stages
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.hardware import Hardware
+from fxpipe.hardware import Hardware, check_device_count, cluster_of
 from fxpipe.plans import Plan
 from fxpipe.profiling import Profile
 from fxpipe.profiling.loss_cost import PlannedLoss, parse_loss
 from fxpipe.scheduling import ScheduleLike
 from fxpipe.tracing.trace_request import TracerOption, check_tracer
 from fxpipe.utils.batch_split import largest_micro_batch
-from fxpipe.utils.units import parse_number
+from fxpipe.utils.units import parse_count, parse_number
 
 AUTO = "auto"
 
@@ -73,6 +74,9 @@ class PipelineOptions:
     progress: bool = True
     deferred_batch_norm: bool = False
     compile: bool | Mapping[str, Any] = False
+    data_parallel: int = 1
+    mesh: Sequence[str] = MESHES[0]
+    processes: bool = False
 
     @classmethod
     def among(cls, arguments: Mapping[str, Any], but: Sequence[str] = ()) -> PipelineOptions:
@@ -114,6 +118,11 @@ def options_with_plan(options: PipelineOptions, plan: Plan) -> PipelineOptions:
                 f"{name}={shown} and a plan, which is made already: leave {name} out, or make a new plan with "
                 f"fxpipe.plan(model, ..., {name}=...)"
             )
+    if options.devices is None and plan.cluster is not None and plan.cluster.nodes > 1:
+        raise ArgumentError(
+            f"plan is for devices in {plan.cluster.nodes} nodes, and this process has those of one: give a DeviceMesh "
+            "as devices, in a process for each, or devices that are here"
+        )
     return replace(
         options,
         devices=plan.workers if options.devices is None else options.devices,
@@ -162,6 +171,15 @@ class Settings:
     progress: bool = True  # bars, where stderr is a terminal
     processes: bool = False  # each worker has a process of its own
     left: frozenset[str] = frozenset()  # of LEFT: what the tuner is to choose, once the model has been profiled
+    data_parallel: int = 1  # replicas, each of which has such workers
+    mesh: tuple[str, str] = MESHES[0]  # in which order they stand, if there are several
+
+    @property
+    def cluster(self) -> Cluster | None:
+        """The devices of all replicas by their place in nodes; None for those at hand."""
+        if self.hardware is None:
+            return None
+        return cluster_of(self.hardware, len(self.workers), self.data_parallel, self.mesh)
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -192,7 +210,9 @@ def make_settings(options: PipelineOptions, plan: Plan | None = None, *, anywher
     options = replace(options, chunks=chunks_of_schedule(order, options.chunks))
     if plan is not None:
         options = options_with_plan(options, plan)
-    workers = parse_devices(options.devices, anywhere)
+    hardware, data = parse_hardware_option(options.hardware), parse_count("data_parallel", options.data_parallel)
+    workers = _workers_of_replica(parse_devices(options.devices, anywhere), data)
+    check_device_count(hardware, len(workers), data)
     count = parse_chunks(options.chunks, len(workers))
     placement = place_stages(len(workers), per_device, order, count, plan)
     if plan is not None and is_any:
@@ -215,7 +235,7 @@ def make_settings(options: PipelineOptions, plan: Plan | None = None, *, anywher
         pins=pins,
         memory_limits=parse_memory_limit(options.memory_limit, len(workers)),
         optimizer_state=parse_number("optimizer_state", options.optimizer_state, "bytes for each byte of a parameter"),
-        hardware=parse_hardware_option(options.hardware),
+        hardware=hardware,
         profile=parse_profile_option(options.profile),
         profile_budget=parse_profile_budget(options.profile_budget),
         loss=parse_loss(options.loss_fn, options.target),
@@ -223,7 +243,19 @@ def make_settings(options: PipelineOptions, plan: Plan | None = None, *, anywher
         compile=parse_compile(options.compile),
         progress=parse_switch("progress", options.progress),
         left=_options_for_tuner(options, is_any, pins, plan),
+        data_parallel=data,
+        mesh=parse_mesh(options.mesh),
+        processes=parse_switch("processes", options.processes),
     )
+
+
+def _workers_of_replica(devices: tuple[torch.device, ...], data: int) -> tuple[torch.device, ...]:
+    """Returns the devices of one replica, of those of all."""
+    if len(devices) % data:
+        raise ArgumentError(
+            f"data_parallel={data}: {len(devices)} devices cannot be shared out evenly; give a multiple of {data}"
+        )
+    return devices[: len(devices) // data]
 
 
 def _options_for_tuner(

@@ -16,6 +16,7 @@ from fxpipe.scheduling import (
     Schedule,
     ScheduleLike,
     as_schedule_like,
+    check_placement,
     make_schedule,
     placement_of,
 )
@@ -105,6 +106,9 @@ def place_stages(
             f"plan has {len(plan.stages)} stages, but devices has {workers} entries and "
             f"stages_per_device={per_device}, which makes {len(placement)}; leave stages_per_device to the plan"
         )
+    if isinstance(schedule, str):  # its rows are known to run wherever it can have stages
+        check_placement(schedule, placement)
+        return placement
     rows = make_schedule(schedule, len(placement), chunks, placement=placement)
     if callable(schedule):
         _check_for_training(rows)

@@ -19,9 +19,9 @@ from torch import nn
 from fxpipe._torch.tensor_data import replace_data
 from fxpipe.distributed.packets import Mailbox, PacketValue
 from fxpipe.distributed.rank_step import RankStep
-from fxpipe.distributed.relay_routes import RelayRoutes
 from fxpipe.errors import StateError
 from fxpipe.rewriting.program import Program
+from fxpipe.rewriting.relay_routes import RelayRoutes
 from fxpipe.runtime.bound_program import ModelTensors
 from fxpipe.tracing.tensors import has_values
 

@@ -13,9 +13,9 @@ import torch
 
 from fxpipe._torch.autograd import takes_gradient
 from fxpipe.distributed.packets import PacketValue
-from fxpipe.distributed.relay_routes import GradientKey, RelayRoutes, ValueKey
 from fxpipe.errors import InternalError
-from fxpipe.rewriting.program import PIPE_INPUT
+from fxpipe.rewriting.program import PIPE_INPUT, ValueKey
+from fxpipe.rewriting.relay_routes import GradientKey, RelayRoutes
 from fxpipe.runtime.exchange import BoundaryValue, Exchange
 from fxpipe.runtime.step_inputs import StepInputs
 from fxpipe.runtime.transport import Transport

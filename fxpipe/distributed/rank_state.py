@@ -23,12 +23,12 @@ from fxpipe.distributed.agreement import check_agreement, graph_fields
 from fxpipe.distributed.held_tensors import HeldTensors
 from fxpipe.distributed.rank_engine import RankEngine, RankGraph, RankInputs
 from fxpipe.distributed.rank_group import RankGroup
-from fxpipe.distributed.relay_routes import relay_routes
 from fxpipe.errors import ArgumentError, StateError
 from fxpipe.graph_cache import MAX_GRAPHS, CachedGraph
 from fxpipe.pipeline_state import PipelineState, count_elements, peek_seed, samples_of
 from fxpipe.planning import PreparedGraph
 from fxpipe.plans import Plan
+from fxpipe.rewriting.relay_routes import relay_routes
 from fxpipe.runtime import BoundProgram, InlineExecutor
 from fxpipe.runtime.bound_program import ModelTensors, different_programs
 from fxpipe.runtime.stage_updates import StagewiseOptimizer
@@ -387,7 +387,7 @@ class RankState(PipelineState):
         placement = self.settings.placement
         fields = graph_fields(prepared.traced.fingerprint(), bound, placement, self.settings)
         check_agreement(self.group, fields, between_replicas=self.held is None)
-        routes = relay_routes(bound.wiring, placement)
+        routes = relay_routes(bound.wiring.users, placement)
         if self.held is None:
             tensors = ModelTensors(self.model, bound.constants)
             used = {id(tensors.get(name)) for stage in bound.program.stages for name in stage.attributes}

@@ -17,7 +17,7 @@ from torch import nn
 from fxpipe.distributed.packets import Mailbox
 from fxpipe.distributed.rank_exchange import RankExchange
 from fxpipe.distributed.rank_group import RankGroup
-from fxpipe.distributed.relay_routes import RelayRoutes
+from fxpipe.rewriting.relay_routes import RelayRoutes
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
 from fxpipe.runtime.caller_context import CallerContext
 from fxpipe.runtime.exchange import Exchange

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 
 from fxpipe.errors import ArgumentError
 from fxpipe.inspect.hugging_face import HUGGING_FACE_PREFIX, ModelType, parse_model_type
@@ -15,6 +15,9 @@ from fxpipe.inspect.inputs import ACCEPTED_INPUTS, parse_input
 from fxpipe.inspect.targets import TARGET_FORMS, Target, parse_keyword, parse_target
 from fxpipe.scheduling import CHECKPOINTS, SCHEDULES
 from fxpipe.scheduling.custom import refuse_bidirectional
+
+if TYPE_CHECKING:
+    from fxpipe.hardware import Hardware
 
 # -- The target of a command line: a model of the user's, a type of transformers, or a saved plan --------------------
 
@@ -143,22 +146,47 @@ def resolve_devices(devices: DevicesOption | None) -> tuple[str, ...]:
     return tuple(map(str, present[:devices]))
 
 
-def planned_devices(devices: DevicesOption | None, hardware: str) -> tuple[str, ...]:
-    """Names of devices that need not be here."""
+def cluster_hardware(
+    name: str | None, nodes: int | None, devices_per_node: int | None, devices: DevicesOption | None
+) -> str | Hardware | None:
+    """The hardware of that name, with so many nodes and devices in each, where it is said how many."""
+    from fxpipe.hardware import HARDWARE
+
+    if nodes is None and devices_per_node is None:
+        return name
+    if name is None:
+        option = "--nodes" if nodes is not None else "--devices-per-node"
+        raise ArgumentError(f"{option} without --hardware: what is here is one machine; give --hardware, as in h100")
+    own = HARDWARE[name]
+    size = own.devices_per_node if devices_per_node is None else devices_per_node
+    shared = None if own.adapters_per_node is None else min(size, own.adapters_per_node)
+    own = replace(own, nodes=nodes, devices_per_node=size, adapters_per_node=shared)
+    count = len(devices) if isinstance(devices, tuple) else devices
+    if count is not None and own.devices is not None and count != own.devices:
+        raise ArgumentError(
+            f"--devices {count}: --nodes {nodes} of {size} devices have {own.devices}; give that, or leave it out"
+        )
+    return own
+
+
+def planned_devices(devices: DevicesOption | None, hardware: str | Hardware) -> tuple[str, ...]:
+    """Names of devices that need not be here: those of a cluster if not told."""
+    from fxpipe.hardware import device_names, parse_hardware
+
     if isinstance(devices, tuple):
         return devices
-    count = 2 if devices is None else devices
-    return ("cpu",) * count if hardware == "cpu" else tuple(f"cuda:{index}" for index in range(count))
+    own = parse_hardware(hardware)
+    return tuple(device_names(own, devices or own.devices or 2))
 
 
-def first_devices(devices: tuple[str, ...], count: int, hardware: str | None) -> tuple[str, ...]:
+def first_devices(devices: tuple[str, ...], count: int, hardware: str | Hardware | None) -> tuple[str, ...]:
     """So many devices, the first of those given; beyond them, more of their kind, which need not be here."""
     if count <= len(devices):
         return devices[:count]
     return ("cpu",) * count if hardware is None else planned_devices(count, hardware)
 
 
-def most_devices(devices: tuple[str, ...], usual: int, hardware: str | None) -> int:
+def most_devices(devices: tuple[str, ...], usual: int, hardware: str | Hardware | None) -> int:
     """Up to how many there can be: as many as one likes where they are shares of the CPU, or elsewhere."""
     are_here = hardware is None and any(name != "cpu" for name in devices)
     return len(devices) if are_here else max(len(devices), usual)
@@ -192,6 +220,8 @@ examples:
   how many devices? which schedule? how many micro-batches?
     python -m fxpipe.inspect models:resnet --input 64x3x224x224 --hardware h100 --sweep
     python -m fxpipe.inspect models:resnet --input 64x3x224x224 --hardware h100 --devices 4 --tune
+  a cluster: four nodes of eight, pipeline x data as it is fastest; the step, what crosses nodes, the reduction
+    python -m fxpipe.inspect models:gpt --input 512x1024:int64 --hardware h100 --nodes 4 --devices-per-node 8
   pictures, and one page with everything
     python -m fxpipe.inspect models:resnet --input 32x3x224x224 --timeline t.svg --graph g.svg --report report.html
   save a plan, look at it again without the model, see what another one changes
@@ -311,6 +341,40 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         help="plan for this hardware, which need not be here: seconds, memory and links are estimates for it",
     )
     add(
+        "--nodes",
+        type=_argparse_type(_whole_number_parser("nodes of a cluster", 5)),
+        metavar="N",
+        help="plan for all devices of a cluster of such nodes of --hardware, joined by its network; pipeline x data is "
+        "then chosen by simulation, unless --data-parallel says it",
+    )
+    add(
+        "--devices-per-node",
+        type=_argparse_type(_whole_number_parser("devices of a node", 4)),
+        metavar="K",
+        help="devices in a node of --hardware. Default: 8, and 2 of cpu",
+    )
+    add(
+        "--data-parallel",
+        type=_argparse_type(_parse_data_parallel),
+        metavar="D|auto",
+        help="share the devices and the mini-batch among so many replicas of the pipeline, or among as many as make "
+        "the shortest step; needs --hardware. Default: 1, with --nodes auto",
+    )
+    add(
+        "--processes",
+        action="store_true",
+        default=None,
+        help="a process for each device, as over a DeviceMesh: what they send each other, values that are relayed "
+        "among it, and no host in common. So it is with replicas and where devices stand in several nodes",
+    )
+    add(
+        "--mesh",
+        type=_argparse_type(_parse_mesh_option),
+        metavar="ORDER",
+        help="how replicas stand in the nodes: data,pipe keeps each pipeline in as few nodes as can be, pipe,data the "
+        "devices that reduce gradients together. Default: data,pipe, or the better one where replicas are chosen",
+    )
+    add(
         "--chunks",
         type=_argparse_type(_whole_number_parser("micro-batches", 6)),
         metavar="M",
@@ -418,6 +482,18 @@ def parse_balance_option(text: str) -> str | tuple[int, ...] | tuple[str, ...]:
     if not all(parts):
         raise ArgumentError(f"{text!r}: expected block, counts of nodes (10,12,9), or names (layer2,layer3)")
     return tuple(int(part) for part in parts) if all(part.isdecimal() for part in parts) else parts
+
+
+def _parse_data_parallel(text: str) -> int | str:
+    return text if text == "auto" else _whole_number_parser("replicas", 5)(text)
+
+
+def _parse_mesh_option(text: str) -> tuple[str, ...]:
+    """`data,pipe` -> ("data", "pipe")."""
+    names = tuple(name.strip() for name in text.split(","))
+    if sorted(names) != ["data", "pipe"]:
+        raise ArgumentError(f"{text!r}: expected data,pipe or pipe,data, the outer dimension first")
+    return names
 
 
 def _parse_optimizer_state(text: str) -> float:

@@ -9,11 +9,13 @@ from fxpipe.inspect.step_summary import StepSummary
 from fxpipe.plans.figures import StageFigures, plan_figures, size_figures
 
 if TYPE_CHECKING:
+    from fxpipe.cluster import Cluster
     from fxpipe.inspect.diff import Change, PlanDifference
     from fxpipe.inspect.run import Findings
     from fxpipe.inspect.sweep import SweepRow
-    from fxpipe.plans import Plan, Portal, StagePlan
+    from fxpipe.plans import Plan, PlannedTransfer, Portal, StagePlan
     from fxpipe.simulation import Simulation
+    from fxpipe.simulation.simulation_result import LinkTraffic
     from fxpipe.tuning.candidates import CandidateResult as Tried
 
 
@@ -35,6 +37,8 @@ def findings_document(findings: Findings) -> dict[str, Any]:
             problem          text: why there is no plan, where memory is not the reason; else empty
         tuning               with --tune, list of what was tried; the plan is then the best of them: each
             schedule, chunks, stages_per_device, checkpoint
+            data_parallel    replicas
+            mesh             list of dimensions, as in `simulation_document`
             step_seconds     simulated; of one that was not cut, what it takes at least
             measured_seconds null if it was not run
             peak_bytes       on the device that holds most
@@ -102,6 +106,9 @@ def plan_document(plan: Plan) -> dict[str, Any]:
                              the same as text in `b` and the sizes, and the user's line; empty where not known
         sendings             list of {source, target, bytes, seconds}: all that goes from one stage to another for one
                              micro-batch; to a later one values, to an earlier one gradients
+        processes            true where each device has a process of its own
+        packets              list of {source, target, bytes, relayed_bytes, seconds}: over processes, all that crosses a
+                             cut for one micro-batch, and what of it only passes through; null if not known
         tied                 list of {names, stages, bytes}: parameters with several names, or in several stages
         whole                list of {name, why, line}: modules that are one node
         heaviest             {name, stage, seconds, line}: the node that no cut can divide; null if not known
@@ -139,6 +146,8 @@ def plan_document(plan: Plan) -> dict[str, Any]:
             {"source": way.source, "target": way.target, "bytes": way.bytes, "seconds": way.seconds}
             for way in plan.sendings
         ],
+        "processes": plan.is_over_processes,
+        "packets": None if plan.packets is None else [_packet_document(plan, packet) for packet in plan.packets],
         "tied": [{"names": list(tied.names), "stages": list(tied.stages), "bytes": tied.bytes} for tied in plan.tied],
         "whole": [{"name": whole.name, "why": whole.why, "line": whole.line} for whole in plan.whole],
         "heaviest": None
@@ -170,8 +179,19 @@ def simulation_document(simulation: Simulation) -> dict[str, Any]:
         limit_bytes      null where none is known
     sent                 list of {source, target, bytes}: from device to device, in the whole step
     host_seconds         in which the interpreter's lock is held: no step is shorter
-    critical_shares      what the step depends on: of F, R, B, W, U, "sending" and "waiting" (for a link), and "host"
-                         (Python of the workers) the share of the step, as a map
+    cluster              where the devices stand; null where no hardware was given
+        nodes, devices_per_node
+        pipe             devices of a replica
+        data             replicas
+        mesh             list of these dimensions, the outer one first
+    traffic              bytes of a step of all replicas; null where no hardware was given
+        within_nodes     {pipeline, reduction}: values and gradients between stages; gradients between replicas
+        between_nodes    the same
+    reduction_seconds    of gradients over the replicas, on the device where it takes longest
+    exposed_reduction_seconds                                     of the step, after its last action
+    reductions           list of {stage, device, bytes, seconds, start, end}
+    critical_shares      what the step depends on: of F, R, B, W, U, "sending", "waiting" (for a link), "host" (Python
+                         of the workers) and "reducing" the share of the step, as a map
     critical_path        list of texts: these actions in order, as in `1F0`, stage 1, forward, micro-batch 0
     """
     memory = simulation.memory
@@ -198,8 +218,28 @@ def simulation_document(simulation: Simulation) -> dict[str, Any]:
             {"source": source, "target": target, "bytes": round(size)}
             for (source, target), size in simulation.sent.items()
         ],
+        "cluster": None if simulation.cluster is None else _cluster_document(simulation.cluster),
+        "traffic": None if simulation.traffic is None else _traffic_document(simulation.traffic),
+        "reduction_seconds": simulation.reduction_seconds,
+        "exposed_reduction_seconds": simulation.exposed_reduction_seconds,
+        "reductions": [
+            {name: getattr(one, name) for name in ("stage", "device", "bytes", "seconds", "start", "end")}
+            for one in simulation.reductions
+        ],
         "critical_shares": simulation.critical_shares,
         "critical_path": [str(span.action) for span in simulation.critical_path],
+    }
+
+
+def _cluster_document(cluster: Cluster) -> dict[str, Any]:
+    numbers = {name: getattr(cluster, name) for name in ("nodes", "devices_per_node", "pipe", "data")}
+    return {**numbers, "mesh": list(cluster.mesh)}
+
+
+def _traffic_document(traffic: tuple[LinkTraffic, LinkTraffic]) -> dict[str, Any]:
+    return {
+        name: {kind: round(size) for kind, size in asdict(own).items()}
+        for name, own in zip(("within_nodes", "between_nodes"), traffic, strict=True)
     }
 
 
@@ -251,6 +291,16 @@ def _stage_document(plan: Plan, stage: StagePlan, figures: StageFigures) -> dict
     }
 
 
+def _packet_document(plan: Plan, packet: PlannedTransfer) -> dict[str, Any]:
+    return {
+        "source": packet.source,
+        "target": packet.target,
+        "bytes": packet.bytes,
+        "relayed_bytes": packet.relayed.at(plan.here),
+        "seconds": packet.seconds + 2 * packet.handling,
+    }
+
+
 def _portal_document(portal: Portal) -> dict[str, Any]:
     return {
         "name": portal.name,
@@ -284,6 +334,8 @@ def _tuning_row_document(row: Tried) -> dict[str, Any]:
         "schedule": row.schedule,
         "chunks": row.chunks,
         "stages_per_device": row.stages_per_device,
+        "data_parallel": row.data_parallel,
+        "mesh": list(row.mesh),
         "checkpoint": row.checkpoint if isinstance(row.checkpoint, str) else list(row.checkpoint),
         "step_seconds": row.step_seconds,
         "measured_seconds": row.measured_seconds,

@@ -25,9 +25,10 @@ def output_text(findings: Findings, request: Request, out: TextIO) -> str:
         from fxpipe.inspect.json_document import findings_document
 
         return json.dumps(findings_document(findings), indent=2)
-    return "\n\n".join(
-        [*_drawn_inputs_note(findings), *(_answer_texts(findings, request) or _plan_texts(findings, out))]
-    )
+    answers = _answer_texts(findings, request)
+    shows_plan = not answers or (request.chooses_replicas and not request.tune)  # it was chosen on the way to the plan
+    plan = _plan_texts(findings, out) if shows_plan else []
+    return "\n\n".join([*_drawn_inputs_note(findings), *answers, *plan])
 
 
 def write_outputs(findings: Findings, outputs: Sequence[OutputFile]) -> None:
@@ -76,7 +77,7 @@ def _answer_texts(findings: Findings, request: Request) -> list[str]:
 
 
 def _plan_texts(findings: Findings, out: TextIO) -> list[str]:
-    from fxpipe.inspect.step_summary import device_table, step_text, summaries_text
+    from fxpipe.inspect.step_summary import device_table, packets_table, step_text, summaries_text
     from fxpipe.plans.display import plan_table
 
     assert findings.plan is not None
@@ -87,6 +88,7 @@ def _plan_texts(findings: Findings, out: TextIO) -> list[str]:
         step_text(findings.simulation, findings.plan),
         timeline,
         device_table(findings.simulation),
+        *filter(None, [packets_table(findings.plan)]),
     ]
     if findings.plan.sizes:
         texts.append(findings.plan.compare_sizes())

@@ -130,7 +130,7 @@ def _critical_path_line(simulation: Simulation) -> str:
     """Formats the shares of the critical path: what would have to be faster for the step to be."""
     spent: defaultdict[str, float] = defaultdict(float)
     for leg in simulation.legs:
-        what = leg.kind if leg.kind in ("sending", "waiting") else f"in stage {leg.span.action.stage}"
+        what = leg.kind if leg.kind in ("sending", "waiting", "reducing") else f"in stage {leg.span.action.stage}"
         spent[what] += leg.seconds
     total = simulation.step_seconds or 1.0
     named = [what for what in sorted(spent, key=lambda what: -spent[what]) if spent[what] > LEAST_PATH_SHARE * total]

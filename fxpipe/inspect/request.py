@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.errors import ArgumentError
-from fxpipe.inspect.cli_options import DevicesOption, DynamicOption, PlanFile, Subject, make_parser
+from fxpipe.inspect.cli_options import DevicesOption, DynamicOption, PlanFile, Subject, cluster_hardware, make_parser
 from fxpipe.inspect.inputs import InputOption
 from fxpipe.inspect.targets import Target
 from fxpipe.utils.files import check_output_path
@@ -79,6 +79,13 @@ class Request:
     tune: bool = False
     outputs: tuple[OutputFile, ...] = ()
     progress: bool = True
+    data_parallel: int | str | None = None  # replicas; None: not said
+    is_cluster: bool = False  # has a number of nodes
+
+    @property
+    def chooses_replicas(self) -> bool:
+        """Returns True if the number of replicas is left to the tuner."""
+        return self.data_parallel == "auto" or (self.data_parallel is None and self.is_cluster)
 
     @property
     def needs_plan(self) -> bool:
@@ -86,17 +93,25 @@ class Request:
         return bool(self.json or self.code is not None or self.diff or self.outputs)
 
 
-PLAN_OPTIONS = ("chunks", "schedule", "checkpoint", "balance", "tracer", "memory_limit", "optimizer_state", "hardware")
-STEP_OPTIONS = ("chunks", "schedule", "checkpoint", "hardware")  # that another step of a plan may have, as it is
+PLAN_OPTIONS = (
+    *("chunks", "schedule", "checkpoint", "balance", "tracer"),
+    *("memory_limit", "optimizer_state", "hardware", "mesh", "processes"),
+)
+STEP_OPTIONS = ("chunks", "schedule", "checkpoint", "hardware", "mesh", "processes")
 
 
-OPTION_ARGUMENTS = (*PLAN_OPTIONS, "devices", "stages_per_device", "pin")
+OPTION_ARGUMENTS = (*PLAN_OPTIONS, "devices", "stages_per_device", "pin", "data_parallel")
 
 
 def parse_request(argv: Sequence[str]) -> Request:
     """The command line as data; nothing of the user's has been looked at yet."""
     arguments = make_parser().parse_args(argv)
     options = {name: getattr(arguments, name) for name in PLAN_OPTIONS}
+    options["hardware"] = cluster_hardware(
+        arguments.hardware, arguments.nodes, arguments.devices_per_node, arguments.devices
+    )
+    if arguments.data_parallel not in (None, "auto"):
+        options["data_parallel"] = arguments.data_parallel
     options["leaf_modules"] = tuple(arguments.leaf) or None
     options["pin"] = _dict_without_repeats(arguments.pin, "--pin") or None
     request = Request(
@@ -121,6 +136,8 @@ def parse_request(argv: Sequence[str]) -> Request:
             OutputFile(name, path) for name in OUTPUT_FORMATS if (path := getattr(arguments, name)) is not None
         ),
         progress=not arguments.no_progress,
+        data_parallel=arguments.data_parallel,
+        is_cluster=arguments.nodes is not None,
     )
     _check_option_combination(request)
     return request
@@ -148,12 +165,19 @@ def _check_option_combination(request: Request) -> None:
     if request.code is not None and (request.json or request.diff or request.sweep or request.tune):
         other = "json" if request.json else "diff" if request.diff else "sweep" if request.sweep else "tune"
         raise ArgumentError(f"--code prints the code of a stage and nothing else; leave --{other} out")
+    if request.chooses_replicas and request.sweep:
+        raise ArgumentError("--sweep compares numbers of devices, and a cluster has as many as it has: leave one out")
+    is_plan = isinstance(request.subject, PlanFile)
+    if request.data_parallel is not None and "hardware" not in request.options and not is_plan:
+        raise ArgumentError("--data-parallel without --hardware: the links between replicas are not known; give it")
     if request.sweep and request.tune:
         raise ArgumentError("--sweep and --tune are two questions: ask one after the other")
     if request.loss_target is not None and request.loss is None:
         raise ArgumentError("--target without --loss: give both, or neither where the model returns its loss")
     if not isinstance(request.subject, PlanFile):
         return
+    if request.data_parallel == "auto":
+        raise ArgumentError("--data-parallel auto needs the model: a plan has its devices; give a number of replicas")
     of_the_model = {
         "--kwargs": request.kwargs,
         "--input": request.inputs,

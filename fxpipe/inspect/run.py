@@ -231,9 +231,10 @@ def load_plan(path: Path, option: str = "") -> Plan:
 def _inspect_model(request: Request) -> Findings:
     devices = devices_for(request)
     settings = settings_for(request, devices)
-    _check_code_stage(request, len(settings.placement))
+    if not request.chooses_replicas:
+        _check_code_stage(request, len(settings.placement))
     loaded = load_requested_model(request)
-    if request.tune:
+    if request.tune or request.chooses_replicas:
         return replace(_inspect_tuning(_tune_model(request, loaded, devices), request), drawn=loaded.drawn)
     profiled = profile_loaded_model(loaded, settings)
     try:
@@ -292,8 +293,18 @@ def _tune_model(request: Request, loaded: LoadedModel, devices: tuple[str, ...])
         stages_per_device=None if request.stages_per_device is None else [request.stages_per_device],
         **({} if loaded.loss is None else loaded.loss.arguments()),
         dynamic_shapes=dynamic_shapes_of(request.dynamic) or None,
-        **_tune_options(request.options),
+        **_model_tune_options(request),
     )
+
+
+def _model_tune_options(request: Request) -> dict[str, Any]:
+    """The options of a search; only replicas, micro-batches and checkpointing are searched where no more is asked."""
+    options = _tune_options(request.options)
+    if not request.tune and "schedules" not in options:
+        options["schedules"] = ["1f1b"]
+    if request.chooses_replicas:
+        options["data_parallel"] = "auto"
+    return options
 
 
 def _tune_plan(plan: Plan, request: Request) -> Tuning:
@@ -302,7 +313,8 @@ def _tune_plan(plan: Plan, request: Request) -> Tuning:
     from fxpipe.plans.simulate_plan import vary_plan
 
     options = dict(request.options)
-    return fxpipe.tune(vary_plan(plan, hardware=options.pop("hardware", None)), **_tune_options(options))
+    devices = {name: options.pop(name, None) for name in ("hardware", "data_parallel", "mesh", "processes")}
+    return fxpipe.tune(vary_plan(plan, **devices), **_tune_options(options))
 
 
 def _tune_options(options: dict[str, Any]) -> dict[str, Any]:

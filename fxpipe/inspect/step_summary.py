@@ -108,8 +108,55 @@ def step_text(simulation: Simulation, plan: Plan) -> str:
         wrap_text(f"- {simulation.host_note}") if simulation.host_note else "",
         f"- takes most memory on device {run.device}: {_memory_text(run)}",
         f"- then the optimizer takes {human_seconds(simulation.update_seconds)}" if is_worth_telling else "",
+        *_cluster_lines(simulation),
     ]
     return "\n".join(filter(None, lines))
+
+
+def _cluster_lines(simulation: Simulation) -> list[str]:
+    """Says what crosses nodes, and what reductions take, where there are several nodes or replicas."""
+    cluster, traffic = simulation.cluster, simulation.traffic
+    if cluster is None or traffic is None or (cluster.nodes == 1 and cluster.data == 1):
+        return []
+    within, between = traffic
+    values = f"- stages of all replicas send {human_bytes(within.pipeline)} within nodes"
+    lines = [f"- runs on {cluster}", f"{values}, {human_bytes(between.pipeline)} between nodes"]
+    if cluster.data > 1:
+        lines.append(
+            f"- reduces gradients in {human_seconds(simulation.reduction_seconds)} on the busiest device, "
+            f"{human_seconds(simulation.exposed_reduction_seconds)} of it after the last action: "
+            f"{human_bytes(within.reduction)} within nodes, {human_bytes(between.reduction)} between nodes"
+        )
+    return list(map(wrap_text, lines))
+
+
+MAX_PACKET_ROWS = 16  # of more, those that relay the most
+PACKET_HEADERS = ("stages", "values", "of it\nrelayed", "on the way", "gradients", "of it\nrelayed", "on the way")
+
+
+def packets_table(plan: Plan) -> str:
+    """Formats what stages hand each other over processes, for one micro-batch; nothing in one process."""
+    if not (plan.is_over_processes and plan.packets):
+        return ""
+    here = plan.here
+    by_cut = {(one.source, one.target): one for one in plan.packets}
+    cuts = [one for one in plan.packets if not one.is_gradient]
+    rest = ""
+    if len(cuts) > MAX_PACKET_ROWS:
+        largest = sorted(cuts, key=lambda one: -one.relayed.at(here))[:MAX_PACKET_ROWS]
+        rest = f"\nand {len(cuts) - MAX_PACKET_ROWS} boundaries that relay less"
+        cuts = sorted(largest, key=lambda one: one.source)
+    rows = []
+    for one in cuts:
+        cells = [f"{one.source} | {one.target}"]
+        for way in (one, by_cut[one.target, one.source]):
+            relayed = way.relayed.at(here)
+            cells += [human_bytes(way.bytes), human_bytes(relayed) if relayed else EMPTY_CELL]
+            cells.append(human_seconds(way.seconds))
+        rows.append(tuple(cells))
+    handling = human_seconds(2 * cuts[0].handling)
+    head = f"between processes, for one micro-batch; to pack and to unpack a packet takes {handling} more"
+    return f"{head}\n\n{text_table(rows, PACKET_HEADERS)}{rest}"
 
 
 def summaries_text(runs: Sequence[StepSummary]) -> str:

@@ -10,8 +10,9 @@ With transfers, memory and unequal devices: `chain.py` (the graph in numbers, an
 `cut_least_misplaced` cuts a later graph of the same model like the first.
 """
 
+from fxpipe.cluster import Link
 from fxpipe.partitioning.block import block_partition
-from fxpipe.partitioning.chain import Chain, Flow, HeldStorage, Link, ParameterUse, StageLoad, StageSite, stage_loads
+from fxpipe.partitioning.chain import Chain, Flow, HeldStorage, ParameterUse, StageLoad, StageSite, stage_loads
 from fxpipe.partitioning.cutting import Partition, cut_by_block, cut_least_misplaced, partition
 from fxpipe.partitioning.optimal import OptimalCut, optimal_partition
 

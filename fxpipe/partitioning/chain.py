@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from fxpipe.cluster import Link
 from fxpipe.simulation.costs import StageCost
 
 
@@ -75,14 +76,6 @@ class Chain:
 
     def __len__(self) -> int:
         return len(self.forward[0])
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """The way between two devices."""
-
-    bytes_per_second: float
-    latency: float = 0.0  # seconds for each transfer
 
 
 @dataclass(frozen=True, slots=True)

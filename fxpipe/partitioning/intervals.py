@@ -23,8 +23,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
 
+from fxpipe.cluster import Link
 from fxpipe.partitioning.block import exact_integers
-from fxpipe.partitioning.chain import Chain, Flow, Link, StageSite, flow_of_storage, sending_seconds
+from fxpipe.partitioning.chain import Chain, Flow, StageSite, flow_of_storage, sending_seconds
 from fxpipe.simulation.costs import stage_memory
 
 ENDS_PER_BLOCK = 16  # ends in a step of the sorted sets of a clock

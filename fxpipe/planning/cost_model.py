@@ -10,8 +10,9 @@ import sympy
 from torch import fx
 
 from fxpipe import accelerator
-from fxpipe.hardware import MEMORY_MARGIN, link_between, local_link, local_memory
-from fxpipe.partitioning.chain import Chain, Flow, HeldStorage, Link, ParameterUse, StageSite
+from fxpipe.cluster import Link
+from fxpipe.hardware import MEMORY_MARGIN, local_link, local_memory
+from fxpipe.partitioning.chain import Chain, Flow, HeldStorage, ParameterUse, StageSite
 from fxpipe.profiling import Profile
 from fxpipe.scheduling import activations_in_flight, make_schedule, micro_batches_in_flight
 from fxpipe.tracing.dynamic_sizes import Lengths
@@ -267,6 +268,7 @@ def worker_link(settings: Settings, one: int, other: int) -> Link | None:
     """The way between two workers; None where a value is handed over."""
     if one == other:
         return None
-    if settings.hardware is not None:
-        return link_between(settings.hardware, one, other)
+    cluster = settings.cluster
+    if cluster is not None:
+        return cluster.link(one, other)
     return local_link(settings.workers[one], settings.workers[other])

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import sympy
 from torch import fx
 
+from fxpipe.cluster import Link
 from fxpipe.config.pipeline_options import Settings
-from fxpipe.hardware import NodeWork, Operation, shared_adapters
-from fxpipe.partitioning.chain import Link, flow_of_storage, kept_by_stage
+from fxpipe.hardware import NodeWork, Operation
+from fxpipe.partitioning.chain import flow_of_storage, kept_by_stage
 from fxpipe.planning.choose import Cut
 from fxpipe.planning.cost_model import chain_of, largest_lengths, value_flows, worker_link
 from fxpipe.plans import (
@@ -33,13 +34,14 @@ from fxpipe.plans import (
     StageWork,
     TiedParameter,
 )
-from fxpipe.plans.host_time import measured_host, reckon_host
+from fxpipe.plans.host_time import LOOPBACK, MESSAGE_SECONDS, measured_host, reckon_host
 from fxpipe.plans.retarget import action_seconds, transfer_over_link
 from fxpipe.profiling import NodeCost, Profile
 from fxpipe.profiling.formulas import size_polynomial
 from fxpipe.profiling.other_sizes import size_point
 from fxpipe.rewriting import Program
-from fxpipe.rewriting.program import PIPE_INPUT
+from fxpipe.rewriting.program import PIPE_INPUT, value_users
+from fxpipe.rewriting.relay_routes import is_relayed_gradient, is_relayed_value, relay_routes
 from fxpipe.rewriting.rematerialize import choose_rematerialization
 from fxpipe.scheduling import schedule_text
 from fxpipe.simulation import HostCost, transfers_of
@@ -328,6 +330,7 @@ def plan_of_cut(
         placement=settings.placement,
         bottlenecks=cut.bottlenecks,
         sendings=planned_transfers(traced, program, formulas, settings, here),
+        packets=planned_packets(traced, program, settings, samples, cut.profiles[0].lengths),
         batch=batch,
         evaluating=evaluating_modules(traced.model),
         tied=tied_parameters(traced, program),
@@ -337,6 +340,7 @@ def plan_of_cut(
         sizes=planned_sizes(traced, cut.profiles[0]),
         processes=settings.processes,
         contention=max(profile.contention for profile in cut.profiles),
+        cluster=settings.cluster,
     )
 
 
@@ -386,11 +390,11 @@ def planned_transfers(
     for (source, name), stages in users.items():
         for way in transfers_of(source, stages, 0, returns=name in returns):
             sizes_by_ends.setdefault((way.source, way.target), []).append(formulas[name])
-    hardware, placement = settings.hardware, settings.placement
+    cluster, placement = settings.cluster, settings.placement
     sendings = []
     for (source, target), sizes in sorted(sizes_by_ends.items()):
         one, other = placement[source], placement[target]
-        over = () if hardware is None else shared_adapters(hardware, one, other)
+        over = () if cluster is None else cluster.adapters(one, other)
         sent = PlannedTransfer(
             source,
             target,
@@ -401,6 +405,54 @@ def planned_transfers(
         )
         sendings.append(transfer_over_link(sent, worker_link(settings, one, other)))
     return tuple(sendings)
+
+
+def planned_packets(
+    traced: Traced, program: Program, settings: Settings, samples: int, lengths: Lengths
+) -> tuple[PlannedTransfer, ...]:
+    """Lists what stages hand each other where each device has a process: a packet for each cut and direction.
+
+    Values for later stages are in the packets of the stages between, as `relay_routes` has it, and so are inputs that a
+    later stage reads, and outputs that are made before the last one.
+    """
+    effects = traced.effects
+    assert effects is not None
+    users, here = value_users(program), size_point(samples, lengths).values
+    routes = relay_routes(users, settings.placement)
+    returns = {node.name for node, requires_grad in effects.requires_grad.items() if requires_grad}
+    names = {name for _, name in users}
+    sizes = {
+        node.name: size_polynomial(bytes_formula(info(node).full_shapes), traced.batch, samples, lengths)
+        for node in traced.graph.nodes
+        if node.name in names
+    }
+    packets = []
+    for cut in (cut for cut in range(len(settings.placement) - 1) if routes.crosses(cut)):
+        values = [(sizes[key[1]], is_relayed_value(routes, users[key], cut)) for key in routes.down[cut]]
+        gradients = [
+            (sizes[key[1]], is_relayed_gradient(routes, key, cut)) for key in routes.up[cut] if key[1] in returns
+        ]
+        for source, target, parts in ((cut, cut + 1, values), (cut + 1, cut, gradients)):
+            packets.append(_planned_packet(settings, source, target, parts, here))
+    return tuple(packets)
+
+
+def _planned_packet(
+    settings: Settings, source: int, target: int, parts: Sequence[tuple[Polynomial, bool]], here: Mapping[str, int]
+) -> PlannedTransfer:
+    """A packet of so many values: of each its size, and whether it is relayed."""
+    cluster, one, other = settings.cluster, settings.placement[source], settings.placement[target]
+    size = polynomial_sum(size for size, _ in parts)
+    packet = PlannedTransfer(
+        source,
+        target,
+        size.at(here),
+        over=() if cluster is None else cluster.adapters(one, other),
+        handling=MESSAGE_SECONDS,
+        size=size,
+        relayed=polynomial_sum(size for size, is_relayed in parts if is_relayed),
+    )
+    return transfer_over_link(packet, worker_link(settings, one, other) or LOOPBACK)
 
 
 def _stage_work(

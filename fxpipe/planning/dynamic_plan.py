@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fxpipe.planning.describe_cut import (
+    planned_packets,
     planned_sizes,
     planned_transfers,
     sent_bytes,
@@ -75,6 +76,7 @@ def plan_with_dynamic_sizes(plan: Plan, first: Sequence[InputLeaf], prepared: Pr
             for s in prepared.program.skips
         ),
         sendings=planned_transfers(traced, prepared.program, formulas, prepared.settings, here),
+        packets=planned_packets(traced, prepared.program, prepared.settings, samples, lengths),
         sizes=planned_sizes(traced, profile),
     )
 

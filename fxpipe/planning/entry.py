@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import ArgumentError
+from fxpipe.hardware import device_names
 from fxpipe.planning.passes import PreparedGraph, prepare_given_plan, prepare_profiled, trace_and_profile, trace_batch
 from fxpipe.plans import Plan
 from fxpipe.utils.locks import planning_block
@@ -53,6 +54,9 @@ def plan(
     leaf_modules: Sequence[str | type[nn.Module]] = (),
     check: bool = True,
     progress: bool = True,
+    data_parallel: int = 1,
+    mesh: Sequence[str] = ("data", "pipe"),
+    processes: bool = False,
 ) -> Plan:
     """Plans a pipeline without making it: traces, profiles, cuts, and leaves the model as it was.
 
@@ -67,9 +71,17 @@ def plan(
         stages: how many, and `devices` for each one; the plan has more where pins or memory ask for several on a device
             (see `checkpoint`), and with schedule="auto". With `devices`, may be left out. Without `devices` all are
             planned for the CPU or, with `hardware`, for as many GPUs of that kind.
-        example_args, example_kwargs: a mini-batch as training will use it.
+        example_args, example_kwargs: a mini-batch as training will use it, of all replicas.
         hardware: seconds, memory and links are those of this hardware, which need not be here: a name of
-            `fxpipe.hardware.HARDWARE` ("a100-80gb", "h100", "h200", "cpu"), or a `Hardware`.
+            `fxpipe.hardware.HARDWARE` ("a100-80gb", "h100", "h200", "cpu"), or a `Hardware`. One with a number of
+            `nodes` is a cluster, and all of its devices are used (`replace(HARDWARE["h100"], nodes=4)`).
+        data_parallel: replicas of the pipeline, which share `devices` and the mini-batch evenly and reduce their
+            gradients once for a step. The plan is that of one of them. `fxpipe.tune` finds a good number.
+        mesh: how replicas stand in the nodes of the hardware, as the names of the dimensions of a `DeviceMesh`, the
+            outer one first: ("data", "pipe") keeps each pipeline in as few nodes as can be, ("pipe", "data") the
+            devices that reduce gradients together. See `fxpipe.cluster` for what is assumed of links.
+        processes: the figures are those of a process for each device, as over a `DeviceMesh`; so they are anyway with
+            replicas, and where devices stand in several nodes. See `fxpipe.simulate`.
         devices, chunks, balance, pin, stages_per_device, schedule, checkpoint, memory_limit, optimizer_state, profile,
             profile_budget, loss_fn, target, tracer, in_dims, dynamic_shapes, out_dims, leaf_modules, check, progress:
             as for `fxpipe.pipeline`.
@@ -82,12 +94,13 @@ def plan(
     from fxpipe.utils.progress import show_progress
 
     options = PipelineOptions.among(locals())
-    if devices is None and stages is not None:
+    if devices is None:
         options = replace(options, devices=_planned_devices(stages, options))
     settings = make_settings(options, anywhere=hardware is not None)
     if stages is not None and stages != len(settings.placement):
         each = len(settings.placement) // len(settings.workers)
         shared = f" of {each} stages" if each > 1 else ""
+        shared += f" for each of {data_parallel} replicas" if data_parallel > 1 else ""
         raise ArgumentError(
             f"stages={stages}, but devices has {len(settings.workers)} entries{shared}; give as many, or leave stages "
             "out"
@@ -96,17 +109,22 @@ def plan(
         return prepare(model, example_args, example_kwargs or {}, settings).plan
 
 
-def _planned_devices(stages: int, options: PipelineOptions) -> list[str]:
-    """Returns one device for each worker that so many stages take: GPUs where planned for such, else the CPU."""
+def _planned_devices(stages: int | None, options: PipelineOptions) -> list[str] | None:
+    """Returns one device for each worker that so many stages take, in all replicas; those of a cluster if not told.
+
+    They are GPUs where planned for such, else the CPU. None: not known.
+    """
     from fxpipe.config.parse import parse_hardware_option, parse_stages_per_device
     from fxpipe.config.pipeline_options import AUTO, DEFAULT_SCHEDULE
     from fxpipe.config.stage_placement import parse_training_schedule, worker_count_for
 
     per_device, hardware = parse_stages_per_device(options.stages_per_device), parse_hardware_option(options.hardware)
+    if stages is None:
+        return None if hardware is None or hardware.devices is None else device_names(hardware, hardware.devices)
     parse_count("stages", stages)
-    is_gpu = hardware is not None and hardware.within is not None
     order = parse_training_schedule(DEFAULT_SCHEDULE if options.schedule == AUTO else options.schedule)
-    return [f"cuda:{k}" if is_gpu else "cpu" for k in range(worker_count_for(stages, order, per_device))]
+    count = worker_count_for(stages, order, per_device) * parse_count("data_parallel", options.data_parallel)
+    return ["cpu"] * count if hardware is None else device_names(hardware, count)
 
 
 @planning_block()

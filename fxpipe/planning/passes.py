@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from fxpipe.cluster import replica_batch
 from fxpipe.errors import ArgumentError
 from fxpipe.plans import Plan
 from fxpipe.utils.batch_split import micro_batch_sizes
@@ -75,7 +76,8 @@ def trace_and_profile(
 
     Of the settings it heeds what they say of tracing, profiling and devices, and `chunks`: graph and model are compared
     for micro-batches of that size, and there nodes are measured. The line through what was measured there and at
-    another size says what others take.
+    another size says what others take. The inputs are a mini-batch of all replicas; the result is for the part of it
+    that one of them has.
     """
     from fxpipe.rewriting.reorder import reorder_nodes
     from fxpipe.tracing.cache_key import in_mode
@@ -83,7 +85,9 @@ def trace_and_profile(
     from fxpipe.tracing.print_calls import mute_repeated_prints
 
     def look(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, int, MeasuredKinds]:
-        traced, batch = trace_batch(model, args, kwargs, settings, seed)
+        in_all = replace(settings, chunks=settings.chunks * settings.data_parallel)
+        traced, batch = trace_batch(model, args, kwargs, in_all, seed)
+        batch = batch_of_replica(traced, batch, settings.data_parallel)
         return traced, batch, _profile_kinds(traced, args, kwargs, batch, settings)
 
     with mute_repeated_prints(), in_mode(model, None):
@@ -94,6 +98,21 @@ def trace_and_profile(
     in_order = reorder_nodes(traced)
     orders = (traced,) if in_order is traced else (traced, in_order)
     return ProfiledModel(traced, orders, profiles, kinds, threads, settings.hardware, batch, traced.fingerprint())
+
+
+def batch_of_replica(traced: Traced, batch: int, data: int) -> int:
+    """Returns the samples of one of so many replicas.
+
+    Raises:
+        ArgumentError: they cannot be shared out evenly, or the graph is none for so few.
+    """
+    share = replica_batch(batch, data)
+    if data > 1 and not traced.holds_at(share):
+        raise ArgumentError(
+            f"data_parallel={data}: forward reads the batch size, and replicas with {share} of {batch} samples run "
+            f"another graph: plan with example_args of {share} samples and data_parallel=1"
+        )
+    return share
 
 
 def profile_again(

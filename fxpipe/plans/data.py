@@ -7,9 +7,10 @@ in a file. So all that reads a plan, its text among it, needs the data only.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from fxpipe.cluster import Cluster
 from fxpipe.errors import ArgumentError
 from fxpipe.hardware import Operation
 from fxpipe.simulation.costs import HostCost, StageCost, Transfer, stage_memory
@@ -164,6 +165,7 @@ class PlannedTransfer(Transfer):
     fixed_seconds: float = 0.0  # of `seconds`, what they are for any size
     size: Polynomial = ZERO  # `bytes` for any size
     values: int = 1  # how many, each of which is a transfer
+    relayed: Polynomial = ZERO  # of `size`, what is of no use where it comes to, but goes on from there
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +227,9 @@ class PlanData:
     placement: tuple[int, ...] = ()  # for each stage its worker; each has its own if not given
     bottlenecks: tuple[Bottleneck, ...] = ()  # of the ways of balancing that were compared
     sendings: tuple[PlannedTransfer, ...] = ()
-    batch: int | None = None  # samples of the mini-batch that it was made for; None: not known
+    # Over processes: between neighbouring stages, each with all that crosses the cut. None: not known.
+    packets: tuple[PlannedTransfer, ...] | None = None
+    batch: int | None = None  # samples of the mini-batch, of one replica, that it was made for; None: not known
     evaluating: tuple[str, ...] | None = None  # modules in evaluation mode when it was made; None: not known
     tied: tuple[TiedParameter, ...] = ()
     whole: tuple[OpaqueNode, ...] = ()
@@ -234,6 +238,7 @@ class PlanData:
     sizes: tuple[PlannedSize, ...] = ()  # dynamic ones, for which seconds and bytes are given; none: all are fixed
     contention: float = 1.0  # times as long as measured that stages on CPUs take while all of these are at work
     processes: bool = False  # each device has a process of its own; else one interpreter queues for all
+    cluster: Cluster | None = None  # its devices and those of its replicas; None: those at hand, and no replicas
 
     def __post_init__(self) -> None:
         if not self.placement:
@@ -248,6 +253,16 @@ class PlanData:
     def micro_batches(self) -> int:
         """The number of micro-batches of a step: fewer than `chunks` where the mini-batch has fewer samples."""
         return self.chunks if self.batch is None else min(self.chunks, self.batch)
+
+    @property
+    def is_over_processes(self) -> bool:
+        """Returns True if each device has a process of its own: as planned, or since devices stand in several nodes."""
+        return self.processes or (self.cluster is not None and self.cluster.needs_processes)
+
+    @property
+    def data_parallel(self) -> int:
+        """The number of replicas, each of which has such stages and its part of the mini-batch."""
+        return 1 if self.cluster is None else self.cluster.data
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -265,11 +280,24 @@ class PlanData:
         return micro_batches_in_flight(self.as_schedule())[self._stage(stage).index]
 
     def costs(self) -> tuple[list[StageCost], list[Transfer]]:
-        """Returns the input of the simulator: the costs of each stage, and all transfers between stages."""
-        return [self._cost(stage) for stage in self.stages], list(self.sendings)
+        """Returns the input of the simulator: the costs of each stage, and all transfers between stages.
+
+        Raises:
+            ArgumentError: devices are in processes of their own, and the plan does not know what these hand each other.
+        """
+        transfers = self.sendings
+        if self.is_over_processes and (self.sendings or self.packets):
+            if self.packets is None:
+                raise ArgumentError(
+                    "the plan does not know what its stages hand each other over processes: it was made by an older "
+                    "version, or by hand; plan the model again"
+                )
+            transfers = self.packets
+        return [self._cost(stage) for stage in self.stages], list(transfers)
 
     def _cost(self, stage: StagePlan) -> StageCost:
         here, sizes, recomputes = self.here, stage.bytes, self.recomputes(stage.index)
+        reduction, buckets = self._reduction(stage)
         portals = sizes.through_portals(recomputes).at(here)
         return StageCost(
             stage.forward_seconds,
@@ -285,9 +313,23 @@ class PlanData:
             working_bytes=sizes.working_at(here),
             update=stage.update_seconds,
             loss=stage.loss_seconds,
-            host=stage.host,
             contention=self.contention if stage.device.partition(":")[0] == "cpu" else 1.0,
+            host=self._host(stage),
+            reduction=reduction,
+            reduction_buckets=buckets,
         )
+
+    def _host(self, stage: StagePlan) -> HostCost | None:
+        """Returns what actions take of the host; between processes it hands values over, and waits for its device."""
+        if stage.host is None or not self.is_over_processes:
+            return stage.host
+        return replace(stage.host, runs_ahead=False)
+
+    def _reduction(self, stage: StagePlan) -> tuple[float, int]:
+        """Computes the seconds in which the gradients of a stage are reduced over the replicas, and the buckets."""
+        if self.cluster is None:
+            return 0.0, 1
+        return self.cluster.reduction(self.placement[stage.index], stage.gradient_bytes)
 
     def as_schedule(self) -> Schedule:
         """Its schedule as a table: which device does what, in what order."""

@@ -12,7 +12,7 @@ from statistics import fmean
 
 from fxpipe.plans.data import PlanData, Portal
 from fxpipe.plans.host_time import shares_interpreter
-from fxpipe.simulation import simulate_schedule
+from fxpipe.simulation import Simulation, simulate_schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,25 @@ class PlanFigures:
         return fmean(self.bubble)
 
 
+def simulate_step(plan: PlanData, overlaps: bool | None = None) -> Simulation:
+    """Simulates a step as the plan says that it runs. `overlaps`: None, as it is where it runs so.
+
+    Within a process the device that receives copies before it computes. Between processes a packet is on its way beside
+    computation; to pack and to unpack it takes both ends.
+    """
+    is_over = plan.is_over_processes
+    return simulate_schedule(
+        plan.as_schedule(),
+        *plan.costs(),
+        overlaps=is_over if overlaps is None else overlaps,
+        one_interpreter=shares_interpreter(plan),
+        recomputes_late=is_over,
+    )
+
+
 def plan_figures(plan: PlanData) -> PlanFigures:
     """Simulate the plan's schedule and add up what each stage holds."""
-    simulation = simulate_schedule(
-        plan.as_schedule(), *plan.costs(), overlaps=False, one_interpreter=shares_interpreter(plan)
-    )
+    simulation = simulate_step(plan)
     stages = tuple(
         StageFigures(
             portals_in=tuple(portal for portal in plan.portals if portal.target == stage.index),

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TypeVar
 
+from fxpipe.cluster import Cluster, Link
 from fxpipe.errors import ArgumentError
-from fxpipe.hardware import Hardware, link_between, shared_adapters
-from fxpipe.partitioning.chain import Link
+from fxpipe.hardware import Hardware, cluster_of, device_names
 from fxpipe.plans.data import HeaviestNode, PlanData, PlannedSize, PlannedTransfer, StageGrowth, StagePlan, StageSeconds
-from fxpipe.plans.host_time import ACTION_SECONDS, reckon_host
+from fxpipe.plans.host_time import ACTION_SECONDS, LOOPBACK, reckon_host
 from fxpipe.utils.polynomial import Polynomial, polynomial_sum
 
 PlanT = TypeVar("PlanT", bound=PlanData)
@@ -50,6 +50,7 @@ def resize_plan(
         micro_batch=samples,
         bottlenecks=(),
         sendings=tuple(_resize_transfer(way, now) for way in plan.sendings),
+        packets=None if plan.packets is None else tuple(_resize_transfer(way, now) for way in plan.packets),
         heaviest=None if plan.heaviest is None else _resize_node(plan.heaviest, now),
         sizes=tuple(_resize(one, now.after[one.name]) for one in plan.sizes),
     )
@@ -132,8 +133,11 @@ def action_seconds(device: str) -> float:
     return ACTION_SECONDS if device.partition(":")[0] == "cpu" else 0.0
 
 
-def retarget_plan(plan: PlanT, hardware: Hardware) -> PlanT:
+def retarget_plan(plan: PlanT, hardware: Hardware, cluster: Cluster | None = None) -> PlanT:
     """The plan with the figures of this hardware. Which node is the heaviest there is not known.
+
+    Args:
+        cluster: of that hardware; None: without replicas.
 
     Raises:
         ArgumentError: the plan does not know its operations.
@@ -143,13 +147,12 @@ def retarget_plan(plan: PlanT, hardware: Hardware) -> PlanT:
             f"hardware={hardware.name!r}: the plan does not know which operations its stages run, for the model was "
             "profiled on values only (or the plan was made by hand); give hardware to fxpipe.plan"
         )
-    workers = [f"cuda:{k}" if hardware.within is not None else "cpu" for k in range(max(plan.placement) + 1)]
+    workers = device_names(hardware, max(plan.placement) + 1)
     devices = tuple(workers[k] for k in plan.placement)
     return replace(
-        plan,
+        place_plan(plan, cluster or cluster_of(hardware, len(workers))),
         stages=tuple(_retarget_stage(plan, stage, devices[stage.index], hardware) for stage in plan.stages),
         devices=devices,
-        sendings=tuple(_retarget_transfer(plan, way, hardware) for way in plan.sendings),
         estimated_for=hardware.name,
         contention=1.0,
         bottlenecks=(),
@@ -210,7 +213,21 @@ def _stage_seconds(plan: PlanData, stage: StagePlan, hardware: Hardware, sizes: 
     return StageSeconds(total(work.forward), backward, weight, total(work.loss))
 
 
-def _retarget_transfer(plan: PlanData, way: PlannedTransfer, hardware: Hardware) -> PlannedTransfer:
+def place_plan(plan: PlanT, cluster: Cluster) -> PlanT:
+    """The plan with its devices, and those of its replicas, in these places."""
+    packets = plan.packets
+    return replace(
+        plan,
+        cluster=cluster,
+        sendings=tuple(_place_transfer(plan, way, cluster) for way in plan.sendings),
+        packets=None if packets is None else tuple(_place_transfer(plan, way, cluster, LOOPBACK) for way in packets),
+    )
+
+
+def _place_transfer(
+    plan: PlanData, way: PlannedTransfer, cluster: Cluster, handed_over: Link | None = None
+) -> PlannedTransfer:
+    """Places a transfer; `handed_over` is the link where a value would be handed over within one process."""
     one, other = plan.placement[way.source], plan.placement[way.target]
-    link = link_between(hardware, one, other)
-    return transfer_over_link(replace(way, over=shared_adapters(hardware, one, other)), link)
+    link = cluster.link(one, other) or handed_over
+    return transfer_over_link(replace(way, over=cluster.adapters(one, other)), link)

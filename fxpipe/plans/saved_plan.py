@@ -121,6 +121,7 @@ class Plan(PlanData):
             "operations": any(c < 0 for one in self.operations for p in (one.flops, one.moved) for _, c in p.terms),
             "heaviest": self.heaviest is not None and not 0 <= self.heaviest.stage < n,
             "sizes": not self._has_usable_sizes(),
+            "cluster": self.cluster is not None and self.cluster.pipe != len({*self.placement}),
         }
         for name in (name for name, is_wrong in wrong.items() if is_wrong):
             raise ArgumentError(f"the plan's {name} cannot be: they do not go with its {n} stages, or are unknown")

@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fxpipe.cluster import MESHES, parse_mesh, replica_batch
 from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.hardware import Hardware, check_device_count, cluster_of, parse_hardware
 from fxpipe.plans import Plan
-from fxpipe.plans.host_time import shares_interpreter
+from fxpipe.plans.figures import simulate_step
 from fxpipe.plans.retarget import resize_plan
 from fxpipe.scheduling import SCHEDULES, Schedule, ScheduleLike, as_schedule_like, make_schedule, schedule_text
-from fxpipe.simulation import simulate_schedule
 from fxpipe.simulation.simulation_result import Simulation
 from fxpipe.utils.batch_split import largest_micro_batch
 from fxpipe.utils.units import parse_count, parse_number
-
-if TYPE_CHECKING:
-    from fxpipe.hardware import Hardware
 
 
 def simulate(
@@ -29,8 +27,10 @@ def simulate(
     checkpoint: str | Sequence[str] | None = None,
     batch: int | None = None,
     hardware: str | Hardware | None = None,
+    data_parallel: int | None = None,
+    mesh: Sequence[str] | None = None,
     loss_seconds: float | None = None,
-    overlaps: bool = False,
+    overlaps: bool | None = None,
     processes: bool | None = None,
     **sizes: int,
 ) -> Simulation:
@@ -40,6 +40,7 @@ def simulate(
         fxpipe.simulate(plan, schedule="zero_bubble", chunks=32).step_seconds
         fxpipe.simulate(plan, hardware="h100").fits         # does it fit into their memory, device by device
         fxpipe.simulate(plan, s=512)                        # of a plan with a dynamic size: at another one
+        fxpipe.simulate(plan, data_parallel=4, batch=512)   # four replicas, each with a quarter of the mini-batch
 
     The stages are the plan's in any case, and so are the devices that have them. Other micro-batches, checkpoint modes
     or hardware than the plan was made for might be served better by other cuts: `fxpipe.plan` finds those.
@@ -49,45 +50,69 @@ def simulate(
         schedule: a name or one of your own (see `fxpipe.scheduling`); "inference" too.
         chunks: micro-batches of a step. There are no more than samples.
         checkpoint: "never", "always" or "except_last", or one of these for each stage.
-        batch: samples of the mini-batch.
+        batch: samples of the mini-batch, of all replicas.
         hardware: seconds, links and memory are those of this hardware, as for `fxpipe.plan`.
+        data_parallel, mesh: so many replicas share the mini-batch, and stand so, as for `fxpipe.plan`. One of them is
+            simulated, and the reduction of gradients over all.
         loss_seconds: of the loss of a micro-batch, forward and back to the outputs, as `pipe.last_step.loss_seconds`
             tells of a step that ran. By default what the plan knows: 0 where it was made without a `loss_fn`.
-        overlaps: transfers run beside computation. If not, the device that receives copies before it computes, as it is
-            when a pipe runs.
-        processes: each device has a process of its own, so that none waits for the Python of others; by default as it
-            was planned: over a DeviceMesh. In one process they share an interpreter, unless it is a free-threaded one.
+        overlaps: transfers run beside computation; else the device that receives copies before it computes. By default
+            as it is when a pipe runs: over processes they do, within one they do not.
+        processes: each device has a process of its own, so that none waits for the Python of others. What stages hand
+            each other then goes in packets from stage to stage, values for later ones relayed (`Plan.packets`), and
+            stages recompute once the gradient has come. By default as it was planned: over a DeviceMesh, with replicas,
+            and where devices stand in several nodes.
         sizes: dynamic sizes, by name.
 
     Returns:
         The simulation. `step_seconds` is the time of forward and backward of the mini-batch with all that is sent;
         the optimizer's update comes after it, and takes `update_seconds` where the hardware is known. All micro-batches
-        take as long as the largest one.
+        take as long as the largest one. With replicas it is also the time of the reductions that are left when the
+        last action has ended, `exposed_reduction_seconds`; `traffic` says what goes within nodes and between them.
 
     Raises:
         ArgumentError: an argument cannot be used, or the schedule needs stages on other devices than the plan has them.
         ArgumentTypeError: an argument is of another type.
         ScheduleError: a schedule of your own would not run.
     """
+    if batch is not None and isinstance(plan, Plan):
+        batch = replica_batch(parse_count("batch", batch, "a whole number of samples"), _replicas(plan, data_parallel))
     variant = vary_plan(
-        plan, schedule=schedule, chunks=chunks, checkpoint=checkpoint, batch=batch, hardware=hardware, sizes=sizes
+        plan,
+        schedule=schedule,
+        chunks=chunks,
+        checkpoint=checkpoint,
+        batch=batch,
+        hardware=hardware,
+        data_parallel=data_parallel,
+        mesh=mesh,
+        processes=processes,
+        sizes=sizes,
     )
     if loss_seconds is not None:
         variant = _with_loss(variant, loss_seconds)
-    if processes is not None:
-        variant = replace(variant, processes=bool(processes))
-    stages, transfers = variant.costs()
     limits = [
         [s.memory_limit for s in variant.stages if variant.placement[s.index] == k] for k in range(len(variant.workers))
     ]
     return replace(
-        simulate_schedule(
-            variant.as_schedule(), stages, transfers, overlaps=overlaps, one_interpreter=shares_interpreter(variant)
-        ),
+        simulate_step(variant, overlaps),
         devices=variant.workers,
-        samples=variant.batch,
+        samples=None if variant.batch is None else variant.batch * variant.data_parallel,
+        cluster=variant.cluster,
         limits=tuple(None if None in of_device else sum(filter(None, of_device)) for of_device in limits),
     )
+
+
+def _with_processes(plan: Plan, processes: bool) -> Plan:
+    if not isinstance(processes, bool):
+        raise ArgumentTypeError(f"processes={processes!r}: expected True or False")
+    plan = replace(plan, processes=processes)
+    if plan.is_over_processes and not processes:
+        raise ArgumentError(
+            "processes=False: devices in several nodes, and those of several replicas, are in processes of their own; "
+            "leave processes out"
+        )
+    return plan
 
 
 def _with_loss(plan: Plan, seconds: Any) -> Plan:
@@ -104,14 +129,23 @@ def vary_plan(
     checkpoint: str | Sequence[str] | None = None,
     batch: int | None = None,
     hardware: str | Hardware | None = None,
+    data_parallel: int | None = None,
+    mesh: Sequence[str] | None = None,
+    processes: bool | None = None,
     sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> Plan:
-    """The plan with what is given, and all figures as they are then; arguments as for `simulate`."""
+    """The plan with what is given, and all figures as they are then; arguments as for `simulate`.
+
+    Args:
+        batch: samples of the mini-batch of one replica.
+    """
     if not isinstance(plan, Plan):
         raise ArgumentTypeError(
             f"plan is a {type(plan).__name__}; expected a fxpipe.Plan, as fxpipe.plan(...), pipe.plan and "
             "fxpipe.Plan.load(path) give it"
         )
+    data = _replicas(plan, data_parallel)
+    plan = _share_of_replica(plan, data)
     order = as_schedule_like(plan.schedule if schedule is None else schedule)
     count = _chunks(plan, order, schedule is not None, chunks)
     modes = plan.checkpoint if checkpoint is None else _modes(checkpoint)
@@ -126,12 +160,34 @@ def vary_plan(
         chunks=count,
         batch=samples if samples else plan.batch,
     )
-    if hardware is None:
-        return variant
-    from fxpipe.hardware import parse_hardware
-    from fxpipe.plans.retarget import retarget_plan
+    variant = _on_devices(variant, None if hardware is None else parse_hardware(hardware), data, mesh)
+    return variant if processes is None else _with_processes(variant, processes)
 
-    return retarget_plan(variant, parse_hardware(hardware))
+
+def _replicas(plan: Plan, data_parallel: int | None) -> int:
+    return plan.data_parallel if data_parallel is None else parse_count("data_parallel", data_parallel)
+
+
+def _share_of_replica(plan: Plan, data: int) -> Plan:
+    """The plan for the part of its mini-batch that one of so many replicas has."""
+    if plan.batch is None or data == plan.data_parallel:
+        return plan
+    return replace(plan, batch=replica_batch(plan.batch * plan.data_parallel, data))
+
+
+def _on_devices(plan: Plan, hardware: Hardware | None, data: int, mesh: Sequence[str] | None) -> Plan:
+    """The plan with its devices, and those of so many replicas, on this hardware; None: where they are."""
+    from fxpipe.plans.retarget import place_plan, retarget_plan
+
+    order = plan.cluster.mesh if mesh is None and plan.cluster is not None else parse_mesh(mesh or MESHES[0])
+    if hardware is not None:
+        check_device_count(hardware, len(plan.workers), data)
+        return retarget_plan(plan, hardware, cluster_of(hardware, len(plan.workers), data, order))
+    if plan.cluster is None:
+        check_device_count(None, len(plan.workers), data)
+        return plan
+    cluster = replace(plan.cluster, data=data, mesh=order)
+    return plan if cluster == plan.cluster else place_plan(plan, cluster)
 
 
 def _chunks(plan: Plan, order: ScheduleLike, is_other: bool, asked: int | None) -> int:

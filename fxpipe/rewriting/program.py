@@ -120,6 +120,24 @@ class Program:
         return "\n\n".join(stage.code for stage in self.stages)
 
 
+ValueKey = tuple[int, str]  # (stage that makes a value, or the input; its name)
+
+
+def value_users(program: Program) -> dict[ValueKey, tuple[int, ...]]:
+    """Returns the stages that receive each value; the loss, which receives the outputs, is behind the last stage."""
+    users: dict[ValueKey, list[int]] = {}
+    for user, row in enumerate([*(stage.receives for stage in program.stages), received_results(program)]):
+        for value in row:
+            users.setdefault((value.source, value.name), []).append(user)
+    return {key: tuple(stages) for key, stages in users.items()}
+
+
+def received_results(program: Program) -> tuple[ReceivedValue, ...]:
+    """Returns the values that the loss, or the gathering of outputs, receives, each once."""
+    results = (*program.outputs, *program.written_inputs.values(), *program.left.values())
+    return tuple(dict.fromkeys(one for one in results if isinstance(one, ReceivedValue)))
+
+
 def sent_bytes(program: Program, sizes: Mapping[str, float]) -> float:
     """Sums the bytes that stages send to each other for one micro-batch; a value that goes to two counts twice."""
     return sum(sizes[value.name] for stage in program.stages for value in stage.receives if value.source != PIPE_INPUT)

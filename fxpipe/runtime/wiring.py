@@ -18,7 +18,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fxpipe.rewriting.program import PIPE_INPUT, Program, ReceivedValue
+from fxpipe.rewriting.program import PIPE_INPUT, Program, ReceivedValue, ValueKey, received_results, value_users
 from fxpipe.scheduling.actions import Action, ActionKind
 
 
@@ -46,13 +46,8 @@ class Wiring:
 
 def wire_program(program: Program) -> Wiring:
     """The wiring of a program."""
-    results = (*program.outputs, *program.written_inputs.values(), *program.left.values())
-    outputs = tuple(dict.fromkeys(o for o in results if isinstance(o, ReceivedValue)))
-    rows = [*(stage.receives for stage in program.stages), outputs]
-    users: dict[tuple[int, str], list[int]] = {}
-    for user, row in enumerate(rows):
-        for value in row:
-            users.setdefault((value.source, value.name), []).append(user)
+    rows = [*(stage.receives for stage in program.stages), received_results(program)]
+    users = value_users(program)
 
     def link(user: int, value: ReceivedValue) -> ValueLink:
         others = users[value.source, value.name]
@@ -65,11 +60,11 @@ def wire_program(program: Program) -> Wiring:
     links = tuple(tuple(link(user, value) for value in row) for user, row in enumerate(rows))
     stages = len(program.stages)
     before = [_fences_before(links, users, stages, has_loss) for has_loss in (False, True)]
-    return Wiring(links, {key: tuple(ks) for key, ks in users.items()}, *before)
+    return Wiring(links, users, *before)
 
 
 def _fences_before(
-    links: tuple[tuple[ValueLink, ...], ...], users: dict[tuple[int, str], list[int]], stages: int, has_loss: bool
+    links: tuple[tuple[ValueLink, ...], ...], users: Mapping[ValueKey, Sequence[int]], stages: int, has_loss: bool
 ) -> dict[Fence, tuple[Fence, ...]]:
     """Finds the fences: F waits for the makers of what it receives; B for all who still send it a gradient."""
     fences: dict[Fence, tuple[Fence, ...]] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from fxpipe.errors import ScheduleError
@@ -81,6 +81,7 @@ class Schedule:
     stages: int
     micro_batches: int
     rows: Rows
+    is_validated: bool = field(default=False, compare=False, repr=False)  # by `make_schedule`: it would run
 
     @property
     def split_backwards(self) -> frozenset[tuple[int, int]]:

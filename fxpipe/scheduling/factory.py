@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import cast
 
@@ -99,7 +100,7 @@ def _make_schedule(
         plain = _checked_custom(schedule_like, n, m, placement)
     schedule = Schedule(plain.name, n, m, with_recompute(plain.rows, m, modes))
     validate(schedule)
-    return schedule
+    return replace(schedule, is_validated=True)
 
 
 def _default_placement(schedule: ScheduleLike, n: int) -> Placement | None:

@@ -16,7 +16,8 @@ critical path: B 66.7 %, F 33.3 %
 F and B of a stage need those of its neighbours, as every schedule has it, and beside that whatever `transfers` bring
 them. What goes from one device to another takes a link, one for each direction of each pair of devices, and beside it
 what several links share (`Transfer.over`: the network adapter of a node). Each carries one transfer at a time, in the
-order in which they are handed over: so a link can be what a pipeline waits for.
+order in which they are handed over: so a link can be what a pipeline waits for. Where a pipeline has replicas, each
+device reduces the gradients of its stages with those that have the same ones (`reductions.py`).
 
 What queues the actions is one more thing that there may be too little of: the host (`HostCost`).
 
@@ -34,8 +35,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fxpipe.scheduling import Schedule, validate
+from fxpipe.scheduling import Schedule, recompute_before_backward, validate
 from fxpipe.simulation.costs import HostCost, StageCost, Transfer, check_costs, transfers_of
+from fxpipe.simulation.reductions import Reduction
 from fxpipe.simulation.simulation_result import CriticalLeg, Simulation, simulate_checked
 from fxpipe.simulation.timeline import MemoryParts, MemoryTimeline, Span
 
@@ -49,6 +51,7 @@ def simulate_schedule(
     *,
     overlaps: bool = True,
     one_interpreter: bool = True,
+    recomputes_late: bool = False,
 ) -> Simulation:
     """Computes when every action of `schedule` runs, and what follows from that.
 
@@ -63,14 +66,18 @@ def simulate_schedule(
             all that an action is sent before it computes, one after the other, as the runtime does.
         one_interpreter: the workers of all devices take turns at the host, for what `StageCost.host` says; else each
             device has a host of its own.
+        recomputes_late: R runs within its B, once the gradient has come, as over processes: the engine there has no
+            word for it. Else R runs as soon as its device comes to it, while the gradient is still on its way.
 
     Raises:
         ArgumentError: not one cost for each stage, a number that is negative or not finite, a stage that is not there.
         ScheduleError: a schedule that would not run.
     """
-    validate(schedule)
+    if not schedule.is_validated:  # it takes as long as the simulation
+        validate(schedule)
     check_costs(stages, transfers, schedule.stages)
-    return simulate_checked(schedule, tuple(stages), tuple(transfers), overlaps, one_interpreter)
+    schedule = recompute_before_backward(schedule) if recomputes_late else schedule
+    return simulate_checked(schedule, tuple(stages), tuple(transfers), overlaps, one_interpreter, recomputes_late)
 
 
 __all__ = [
@@ -78,6 +85,7 @@ __all__ = [
     "HostCost",
     "MemoryParts",
     "MemoryTimeline",
+    "Reduction",
     "Simulation",
     "Span",
     "StageCost",

@@ -81,6 +81,8 @@ class StageCost:
     loss: float = 0.0  # seconds of F beside `forward`: of the loss, forward and back to the outputs
     host: HostCost | None = None  # what its actions take of the interpreter; None: nothing
     contention: float = 1.0  # times as long as F, R, B and W take while all devices of such stages are at work
+    reduction: float = 0.0  # seconds in which its gradients are reduced over replicas, once for a step
+    reduction_buckets: int = 1  # parts of equal size in which they are
 
     @property
     def static_bytes(self) -> float:
@@ -125,6 +127,7 @@ class Transfer:
     bytes: float
     seconds: float = 0.0  # on its way, where the two are on different devices
     over: tuple[str, ...] = ()  # names of what it takes beside the link of its devices, and shares with other links
+    handling: float = 0.0  # seconds of the action before it and of that behind it, to pack and to unpack it
 
     @property
     def is_gradient(self) -> bool:

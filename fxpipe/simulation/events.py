@@ -19,7 +19,7 @@ Where the host has time, it holds up nothing; where it has not, the step is as l
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -119,6 +119,18 @@ def action_durations(schedule: Schedule, stages: Sequence[StageCost]) -> dict[Ac
     }
 
 
+def handling_seconds(schedule: Schedule, transfers: Sequence[Transfer]) -> dict[tuple[ActionKind, int], float]:
+    """Computes what actions of a kind and stage take to unpack what other devices send, and to pack for them."""
+    device_of = device_by_stage(schedule)
+    handling: defaultdict[tuple[ActionKind, int], float] = defaultdict(float)
+    for one in transfers:
+        if one.handling and device_of[one.source] != device_of[one.target]:
+            kind = ActionKind.BACKWARD if one.is_gradient else ActionKind.FORWARD
+            handling[kind, one.source] += one.handling
+            handling[kind, one.target] += one.handling
+    return dict(handling)
+
+
 def host_seconds(cost: HostCost | None, kind: ActionKind, is_split: bool) -> tuple[float, float]:
     """Returns the seconds of the host for an action: under the interpreter's lock, and after that without it."""
     if cost is None or kind is ActionKind.UPDATE:
@@ -186,6 +198,8 @@ class EventSimulation:
     overlaps: bool  # do transfers run beside computation, or does the receiving device copy before it computes
     hosts: Sequence[HostCost | None] = ()  # by stage
     one_interpreter: bool = True  # do all workers take turns; else each has a host of its own
+    recomputes_late: bool = False  # does R wait for what its B waits for
+    handling: Mapping[tuple[ActionKind, int], float] = field(default_factory=dict)  # seconds at the end of such actions
     begun: list[list[StartedAction]] = field(init=False)  # by device
     _device_of: list[int] = field(init=False)
     _receiving: dict[ActionKind, list[ReceiveCopies]] = field(init=False)
@@ -229,6 +243,10 @@ class EventSimulation:
                 self._queued(device, place)
         return self.begun
 
+    def _waiting_kind(self, kind: ActionKind) -> ActionKind:
+        """Returns the kind of action whose needs an action of this kind has to wait for."""
+        return ActionKind.BACKWARD if self.recomputes_late and kind is ActionKind.RECOMPUTE else kind
+
     def _next(self, device: int) -> None:
         """The next action of a device is due as soon as nothing is missing and the one before has ended."""
         row, before = self.schedule.rows[device], self.begun[device]
@@ -236,6 +254,7 @@ class EventSimulation:
             return
         action = row[len(before)]
         kind, j, i = action.kind, action.stage, action.micro_batch
+        kind = self._waiting_kind(kind)
         if kind in self._missing and self._missing[kind][j][i]:
             return
         came = self._last[kind][j][i] if kind in self._last else None
@@ -259,7 +278,8 @@ class EventSimulation:
             start = max(start, time)
             for way in receiving.over:
                 self._free[way] = start + copying
-        came = self._last[kind][j][i] if kind in self._last else None
+        waits_as = self._waiting_kind(kind)
+        came = self._last[waits_as][j][i] if waits_as in self._last else None
         if came is not None and before and came.arrived <= before[-1].span.end:
             came = None  # the device was not free before
         end = start + copying + self.seconds[action]
@@ -268,7 +288,7 @@ class EventSimulation:
             free = max(came.arrived if came is not None else 0.0, before[-1].span.end if before else 0.0)
             on_host = job is not None and job.start > free
         last = end if job is None else job.end if job.runs_ahead else job.unlocked
-        span = Span(action, device, start, max(end, last), copying)
+        span = Span(action, device, start, max(end, last) + self.handling.get((kind, j), 0.0), copying)
         before.append(StartedAction(span, time, came, job, on_host, last > end))
         self._put(span.end, _END, device, len(before) - 1)
         self._is_due[device] = False
@@ -313,7 +333,8 @@ class EventSimulation:
         if not self._runs_ahead[device] or self._is_asking[device] or len(jobs) == len(row):
             return
         action = row[len(jobs)]
-        if action.kind in self._unqueued and self._unqueued[action.kind][action.stage][action.micro_batch]:
+        kind = self._waiting_kind(action.kind)
+        if kind in self._unqueued and self._unqueued[kind][action.stage][action.micro_batch]:
             return
         needed, _ = self._needed(action)
         self._is_asking[device] = True
@@ -321,7 +342,8 @@ class EventSimulation:
 
     def _needed(self, action: Action) -> tuple[float, HostJob | tuple[int, int]]:
         """Returns when the last of what an action needs was queued, and by what."""
-        return self._last_queued.get((action.kind, action.stage, action.micro_batch), (0.0, _IDLE_HOST))
+        kind = self._waiting_kind(action.kind)
+        return self._last_queued.get((kind, action.stage, action.micro_batch), (0.0, _IDLE_HOST))
 
     def _queue(self, device: int, time: float) -> None:
         jobs = self._jobs[device]

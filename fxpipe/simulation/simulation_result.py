@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from fxpipe.cluster import Cluster
 from fxpipe.errors import ArgumentError
 from fxpipe.scheduling import Action, ActionKind, Schedule
 from fxpipe.simulation.contention import CONTENTION_ROUNDS, contended_durations
@@ -17,8 +18,10 @@ from fxpipe.simulation.events import (
     action_durations,
     dependency_edges,
     device_by_stage,
+    handling_seconds,
     host_seconds,
 )
+from fxpipe.simulation.reductions import Reduction, reductions_of
 from fxpipe.simulation.text_timeline import timeline_lines
 from fxpipe.simulation.timeline import (
     HasTimeline,
@@ -42,36 +45,45 @@ from fxpipe.utils.units import human_bytes, human_seconds, percent
 
 SENDING, WAITING = "sending", "waiting"  # on a link: on the way, or until the link has carried what was there before
 HOST = "host"  # a device has nothing to do, or is slower, until the host has come to the action
+REDUCING = "reducing"  # gradients, over replicas
 
 
 @dataclass(frozen=True, slots=True)
 class CriticalLeg:
     """A piece of the critical path."""
 
-    kind: str  # of the action ("F", "R", "B", "W", "U"), "sending" or "waiting" for what it needs, or "host"
+    # Of the action ("F", "R", "B", "W", "U"); "sending" or "waiting" for what it needs; "host"; or "reducing".
+    kind: str
     start: float  # seconds since the step began
     end: float
-    span: Span  # the action that runs or, where something is on its way, that will
+    span: Span  # the action that runs or, where something is on its way, that will; or that made the gradients
 
     @property
     def seconds(self) -> float:
         return self.end - self.start
 
 
-def critical_legs(begun: Sequence[Sequence[StartedAction]]) -> tuple[CriticalLeg, ...]:
+def critical_legs(
+    begun: Sequence[Sequence[StartedAction]], reductions: Sequence[Reduction] = ()
+) -> tuple[CriticalLeg, ...]:
     """Finds the legs of the critical path, in order of time."""
     legs: list[CriticalLeg] = []
     device = max((d for d, row in enumerate(begun) if row), key=lambda d: begun[d][-1].span.end)
-    point: tuple[int, int, bool] | None = (device, len(begun[device]) - 1, False)
+    place = len(begun[device]) - 1
+    until = begun[device][place].span.end
+    number = max(range(len(reductions)), key=lambda k: reductions[k].end, default=-1)
+    if number >= 0 and reductions[number].end > until:
+        device, place, until = _add_reductions(legs, begun, reductions, number)
+    point: tuple[int, int, bool] | None = (device, place, False)
     while point is not None and point[1] >= 0:
         device, place, is_start = point
         one = begun[device][place]
-        span, received = one.span, one.span.start + one.span.receiving
-        if not is_start and one.ends_on_host and one.job is not None:
+        span, received, end = one.span, one.span.start + one.span.receiving, min(until, one.span.end)
+        if not is_start and one.ends_on_host and one.job is not None and end == span.end:
             point = _host_legs(legs, begun, one.job, span.end)
             continue
         if not is_start:
-            legs.append(CriticalLeg(str(span.action.kind), received, span.end, span))
+            legs.append(CriticalLeg(str(span.action.kind), received, end, span))
             _add_leg(legs, SENDING, span.start, received, span)
         _add_leg(legs, WAITING, one.could, span.start, span)
         if one.starts_on_host and one.job is not None:
@@ -102,6 +114,19 @@ def _host_legs(
             return (*job.after, False)
         else:
             return None if job.runs_ahead else (job.device, job.place, True)
+
+
+def _add_reductions(
+    legs: list[CriticalLeg], begun: Sequence[Sequence[StartedAction]], reductions: Sequence[Reduction], number: int
+) -> tuple[int, int, float]:
+    """Adds a reduction, and those before it on its device that it has waited for; returns the device and place of the
+    action that made what was waited for, and when it had."""
+    while True:
+        one = reductions[number]
+        legs.append(CriticalLeg(REDUCING, one.since, one.end, begun[one.device][one.place].span))
+        if not one.follows:
+            return one.device, one.place, one.since
+        number -= 1
 
 
 def _add_leg(legs: list[CriticalLeg], kind: str, start: float, end: float, span: Span) -> None:
@@ -238,6 +263,18 @@ def _figure_cells(pair: ComparedFigure) -> tuple[str, str, str]:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkTraffic:
+    """The bytes of a step over links of one kind."""
+
+    pipeline: float  # values and their gradients, between stages
+    reduction: float  # gradients of parameters, between replicas
+
+    @property
+    def total(self) -> float:
+        return self.pipeline + self.reduction
+
+
+@dataclass(frozen=True, slots=True)
 class Simulation(TimelineMixin):
     """The result of a simulation. `print` draws it."""
 
@@ -245,13 +282,17 @@ class Simulation(TimelineMixin):
     stages: tuple[StageCost, ...]
     transfers: tuple[Transfer, ...]
     spans: tuple[Span, ...]  # device after device, each in the order of its row
-    step_seconds: float  # from the first start to the last end: all of the schedule, and no update that it has not
+    # From the first start to the last end: all of the schedule and of the reductions, and no update that it has not.
+    step_seconds: float
     legs: tuple[CriticalLeg, ...]  # of the critical path, which follow each other from 0 to `step_seconds`
     devices: tuple[str, ...] = ()  # the name of each; empty where it has none
-    samples: int | None = None  # of the mini-batch, where it is known
+    samples: int | None = None  # of the mini-batch, of all replicas, where it is known
     limits: tuple[float | None, ...] = ()  # bytes, by device; None, or none at all: not known
     one_interpreter: bool = True  # do the workers of all devices take turns at the interpreter
     overlaps: bool = True  # do transfers run beside computation
+    recomputes_late: bool = False  # does R wait for the gradient
+    reductions: tuple[Reduction, ...] = ()  # of gradients over replicas, device after device, each in order
+    cluster: Cluster | None = None  # where the devices stand, and those of replicas; None: not known
 
     def __post_init__(self) -> None:
         count = len(self.schedule.rows)
@@ -305,14 +346,47 @@ class Simulation(TimelineMixin):
         return max(seconds)
 
     @property
+    def reduction_seconds(self) -> float:
+        """Seconds of the device that reduces gradients the longest; most of it beside computation."""
+        seconds = [0.0] * len(self.schedule.rows)
+        for one in self.reductions:
+            seconds[one.device] += one.seconds
+        return max(seconds)
+
+    @property
+    def exposed_reduction_seconds(self) -> float:
+        """Seconds by which the step is longer for the reductions: those behind its last action."""
+        return self.step_seconds - max(span.end for span in self.spans)
+
+    @property
+    def traffic(self) -> tuple[LinkTraffic, LinkTraffic] | None:
+        """The bytes of a step, of all replicas, within nodes and between them; None where no cluster is known."""
+        cluster = self.cluster
+        if cluster is None:
+            return None
+        values = [0.0, 0.0]
+        for (source, target), size in self.sent.items():
+            crossings = cluster.crossings(source, target)
+            values[0] += (cluster.data - crossings) * size
+            values[1] += crossings * size
+        reduced = [0.0, 0.0]
+        for one in self.reductions:
+            # In a ring each way to the next device carries this much.
+            each, crossings = 2 * (cluster.data - 1) / cluster.data * one.bytes, cluster.group_crossings(one.device)
+            reduced[0] += (cluster.data - crossings) * each
+            reduced[1] += crossings * each
+        within, between = (LinkTraffic(*pair) for pair in zip(values, reduced, strict=True))
+        return within, between
+
+    @property
     def critical_path(self) -> tuple[Span, ...]:
         """The actions that the end of the step depends on, in order; between them things are sent (see `legs`)."""
         return tuple(dict.fromkeys(leg.span for leg in self.legs))
 
     @property
     def critical_shares(self) -> dict[str, float]:
-        """The share, 0 to 1, of each kind of leg ("F", "B", ..., "sending", "waiting") in the critical path; the
-        largest first."""
+        """The share, 0 to 1, of each kind of leg ("F", "B", ..., "sending", "waiting", "reducing") in the critical
+        path; the largest first."""
         seconds: defaultdict[str, float] = defaultdict(float)
         for leg in self.legs:
             seconds[leg.kind] += leg.seconds
@@ -407,8 +481,10 @@ class Simulation(TimelineMixin):
     def _with_loss(self, seconds: float) -> Simulation:
         """Simulates again, with a loss that takes so long for each micro-batch."""
         stages = (*self.stages[:-1], replace(self.stages[-1], loss=seconds))
-        again = simulate_checked(self.schedule, stages, self.transfers, self.overlaps, self.one_interpreter)
-        return replace(again, devices=self.devices, samples=self.samples, limits=self.limits)
+        again = simulate_checked(
+            self.schedule, stages, self.transfers, self.overlaps, self.one_interpreter, self.recomputes_late
+        )
+        return replace(again, devices=self.devices, samples=self.samples, limits=self.limits, cluster=self.cluster)
 
     def __str__(self) -> str:
         head = str(self.schedule).partition("\n")[0]
@@ -423,7 +499,12 @@ class Simulation(TimelineMixin):
             )
         ]
         shares = ", ".join(f"{kind} {percent(share)}" for kind, share in self.critical_shares.items())
-        total = f"step {human_seconds(self.step_seconds)}, mean bubble {percent(self.mean_bubble)}"
+        reduced = (
+            f", of which {human_seconds(exposed)} only reduce gradients"
+            if (exposed := self.exposed_reduction_seconds)
+            else ""
+        )
+        total = f"step {human_seconds(self.step_seconds)}{reduced}, mean bubble {percent(self.mean_bubble)}"
         update = f", updates after it {human_seconds(self.update_seconds)}" if self.update_seconds else ""
         path = f"critical path: {shares}" if shares else ""
         return "\n".join([head + samples, *lines, total + update, *filter(None, (path, wrap_text(self.host_note)))])
@@ -446,18 +527,33 @@ def simulate_checked(
     transfers: tuple[Transfer, ...],
     overlaps: bool,
     one_interpreter: bool,
+    recomputes_late: bool = False,
 ) -> Simulation:
     """Simulates a schedule that would run, with costs that can be: see `simulate_schedule`."""
     ways, hosts = dependency_edges(schedule, transfers), tuple(stage.host for stage in stages)
-    durations = seconds = action_durations(schedule, stages)
-    begun = EventSimulation(schedule, seconds, ways, overlaps, hosts, one_interpreter).run()
+    handling = handling_seconds(schedule, transfers)
+
+    def walk(seconds: dict[Action, float]) -> list[list[StartedAction]]:
+        one = EventSimulation(schedule, seconds, ways, overlaps, hosts, one_interpreter, recomputes_late, handling)
+        return one.run()
+
+    durations = action_durations(schedule, stages)
+    begun = walk(durations)
     for _ in range(CONTENTION_ROUNDS if any(stage.contention > 1 for stage in stages) else 0):
-        seconds = contended_durations(durations, begun, stages)
-        begun = EventSimulation(schedule, seconds, ways, overlaps, hosts, one_interpreter).run()
-    spans = tuple(one.span for row in begun for one in row)
-    end = max(row[-1].span.end for row in begun if row)
-    legs = critical_legs(begun)
-    return Simulation(schedule, stages, transfers, spans, end, legs, one_interpreter=one_interpreter, overlaps=overlaps)
+        begun = walk(contended_durations(durations, begun, stages))
+    reductions = reductions_of(begun, stages)
+    return Simulation(
+        schedule,
+        stages,
+        transfers,
+        spans=tuple(one.span for row in begun for one in row),
+        step_seconds=max([row[-1].span.end for row in begun if row] + [one.end for one in reductions]),
+        legs=critical_legs(begun, reductions),
+        one_interpreter=one_interpreter,
+        overlaps=overlaps,
+        recomputes_late=recomputes_late,
+        reductions=reductions,
+    )
 
 
 def _idle_before(spans: Sequence[Span]) -> tuple[float, ...]:

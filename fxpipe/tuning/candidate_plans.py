@@ -7,6 +7,7 @@ that lead to the same cut share its plan: of a plan all figures follow for any s
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,14 +19,17 @@ from fxpipe.config.stage_placement import place_stages
 from fxpipe.errors import ArgumentError
 from fxpipe.partitioning import block_partition
 from fxpipe.planning.choose import Cut, choose_cut
+from fxpipe.planning.cost_model import planned_workers
 from fxpipe.planning.cut_problem import is_cut_by_hand
 from fxpipe.planning.passes import PreparedGraph, ProfiledModel, prepare_cut
 from fxpipe.plans import Plan
 from fxpipe.plans.retarget import action_seconds
 from fxpipe.plans.simulate_plan import vary_plan
-from fxpipe.scheduling import is_searched, make_schedule
+from fxpipe.scheduling import Schedule, is_searched, make_schedule, micro_batches_in_flight
 from fxpipe.simulation import StageCost, simulate_schedule
 from fxpipe.simulation.costs import stage_times_of
+from fxpipe.tracing.shapes.symbolic_shapes import bytes_at
+from fxpipe.tracing.tensors import tensor_bytes
 from fxpipe.tuning.candidates import Candidate
 from fxpipe.utils.batch_split import largest_micro_batch, micro_batch_sizes
 
@@ -57,15 +61,17 @@ class PlanSource(Protocol):
         through all stages, there and back."""
 
     def bound_without_sending(self, candidate: Candidate) -> float:
-        """Seconds of a step with the stages that are most even, if nothing had to be sent or to fit."""
+        """Seconds of a step with the stages that are most even, if nothing had to be sent between them, and no more
+        recomputed than what fits into the memory of all devices together asks for."""
 
 
-@dataclass(slots=True)
+@dataclass
 class ModelPlans:
     """Plans of a model that was profiled."""
 
     profiled: ProfiledModel
     settings: Settings  # all but what candidates are about
+    reckons_recompute: bool = False  # is what memory asks for a part of `bound_without_sending`, about
     _cuts: dict[tuple[object, ...], PreparedGraph] = field(default_factory=dict)  # by all that the cut depends on
     _same: dict[tuple[object, ...], PreparedGraph] = field(default_factory=dict)  # by what the cut is
     _nodes: dict[int, list[StageCost]] = field(default_factory=dict)  # by samples
@@ -106,9 +112,38 @@ class ModelPlans:
         stages = [
             _stage_of_nodes(nodes[end - length : end], starting) for end, length in zip(ends, lengths, strict=True)
         ]
+        stages = [
+            _with_reduction(stage, self.settings, k, self._gradient_bytes // len(placement))
+            for stage, k in zip(stages, placement, strict=True)
+        ]
         demands = stage_times_of(stages) if is_searched(candidate.schedule) else None
         schedule = make_schedule(candidate.schedule, len(placement), m, placement=placement, demands=demands)
+        again = self._recomputed_share(schedule, largest_micro_batch(self.profiled.batch, m))
+        stages = [replace(stage, backward=stage.backward + again * stage.forward) for stage in stages]
         return simulate_schedule(schedule, stages).step_seconds
+
+    def _recomputed_share(self, schedule: Schedule, samples: int) -> float:
+        """Reckons the share of all stages that has to recompute, where what is kept is as even as their seconds."""
+        if not self.reckons_recompute or self.settings.checkpoint == "never":
+            return 0.0
+        limits = [worker.memory for worker in planned_workers(self.settings)]
+        traced, profile = self.profiled.traced, self.profiled.profiles[0]
+        saved = sum(bytes_at(one.bytes, traced.batch, samples, profile.lengths) for one in profile.saved)
+        flights = micro_batches_in_flight(schedule)
+        kept = saved * sum(flights) / len(flights)
+        if None in limits or not kept:
+            return 0.0
+        spare = sum(limit or 0.0 for limit in limits) - self._parameter_bytes
+        spare -= self._gradient_bytes * (1 + self.settings.optimizer_state)
+        return min(1.0, max(0.0, 1 - spare / kept))
+
+    @functools.cached_property
+    def _parameter_bytes(self) -> int:
+        return sum(tensor_bytes(one) for one in self.profiled.traced.model.parameters())
+
+    @functools.cached_property
+    def _gradient_bytes(self) -> int:
+        return sum(tensor_bytes(one) for one in self.profiled.traced.model.parameters() if one.requires_grad)
 
     def prepared(self, plan: Plan) -> PreparedGraph:
         """Returns the prepared graph that runs a plan that came from here."""
@@ -175,6 +210,14 @@ class ModelPlans:
                 for cost in fastest
             ]
         return self._nodes[samples]
+
+
+def _with_reduction(stage: StageCost, settings: Settings, worker: int, gradient_bytes: int) -> StageCost:
+    """A stage whose gradients take so many bytes, which are reduced over the replicas."""
+    if settings.cluster is None:
+        return stage
+    seconds, buckets = settings.cluster.reduction(worker, gradient_bytes)
+    return replace(stage, reduction=seconds, reduction_buckets=buckets)
 
 
 def _stage_of_nodes(nodes: Sequence[StageCost], starting: float) -> StageCost:

@@ -31,7 +31,7 @@ from fxpipe.utils.units import human_bytes
 PROMISING_FACTOR = 1.5
 EVEN_STAGES_SHARE = 0.98  # of the step without sending: unevenness saves no more
 NO_SHORTER = "no step of it can be as short as those of the best"
-MemoryLimits = Sequence[float | None]  # bytes by worker; None: no limit
+MemoryLimits = Sequence[float | None]  # bytes by worker, of the longest pipeline that is tried; None: no limit
 
 
 def search_candidates(
@@ -42,6 +42,7 @@ def search_candidates(
     modes: Sequence[CheckpointMode] | None = None,
     others: Mapping[str, Any] | None = None,
     wanted: int = 1,
+    least_gain: float = 0.0,
     step: Callable[[], object] = ignore_progress,
 ) -> tuple[CandidateResult, ...]:
     """A row for each candidate and mode that was looked at.
@@ -49,6 +50,7 @@ def search_candidates(
     Args:
         modes: of recomputing; None: as much as memory asks for.
         wanted: how many of the best are to be found for certain.
+        least_gain: the share of a step by which a candidate must be able to be shorter to be cut.
         step: called after each candidate.
     """
     rows: list[CandidateResult] = []
@@ -66,7 +68,7 @@ def search_candidates(
         waiting.append((bound, number, candidate))
     for bound, _, candidate in sorted(waiting, key=lambda one: one[:2]):
         best = steps[-1] if len(steps) == wanted else math.inf
-        if bound > (1 + SAME_STEP_TOLERANCE) * best and not plans.has(candidate):
+        if bound > (1 + SAME_STEP_TOLERANCE - least_gain) * best and not plans.has(candidate):
             rows.append(_skipped_candidate(candidate, NO_SHORTER, bound))
         else:
             results = list(_try_candidate(candidate, plans, limits, modes, others or {}, best))
@@ -123,8 +125,9 @@ def _simulate_candidate(
     simulation = simulate(plan)
     largest = resize_plan(plan, plan.micro_batch, sizes=plan.largest_sizes)  # of this memory limits are asked
     memory = tuple(held.peak for held in (simulation if largest is plan else simulate(largest)).memory)
+    own = limits[: len(memory)]  # of a replica
     lacks = max(
-        (peak - limit for peak, limit in zip(memory, limits, strict=True) if limit is not None), default=-float("inf")
+        (peak - limit for peak, limit in zip(memory, own, strict=True) if limit is not None), default=-float("inf")
     )
     return CandidateResult(
         plan.schedule,
@@ -136,6 +139,8 @@ def _simulate_candidate(
         memory,
         max(0.0, lacks),
         others=others,
+        data_parallel=candidate.data_parallel,
+        mesh=candidate.mesh,
     )
 
 
@@ -146,6 +151,8 @@ def _skipped_candidate(candidate: Candidate, why: str, seconds: float = 0.0) -> 
         candidate.stages_per_device,
         why=why,
         step_seconds=seconds,
+        data_parallel=candidate.data_parallel,
+        mesh=candidate.mesh,
     )
 
 
@@ -160,6 +167,7 @@ def shortage_message(rows: Sequence[CandidateResult], limits: MemoryLimits) -> s
     """The candidate that lacks least, and what it would fit into."""
     tried = [row for row in rows if row.plan is not None]
     nearest = min(tried, key=lambda row: (row.lacks, row.step_seconds))
+    limits = limits[: len(nearest.memory)]
     over = [
         f"device {k} {human_bytes(peak)} of {human_bytes(limit)}"
         for k, (peak, limit) in enumerate(zip(nearest.memory, limits, strict=True))

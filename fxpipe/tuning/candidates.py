@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fxpipe.cluster import MESHES
 from fxpipe.errors import ArgumentError
 from fxpipe.plans import Plan
 from fxpipe.plans.simulate_plan import simulate
@@ -33,8 +34,10 @@ class Candidate:
     """A candidate, one way to train: all that is free before stages are cut, but for what is recomputed."""
 
     schedule: ScheduleLike  # a name, or the user's own
-    chunks: int
+    chunks: int  # of each replica
     stages_per_device: int
+    data_parallel: int = 1  # replicas
+    mesh: tuple[str, str] = MESHES[0]
 
 
 def candidates_of_model(
@@ -91,6 +94,8 @@ class CandidateResult:
     measured_seconds: float | None = None  # of a real step, if it was run
     why: str = ""
     others: Mapping[str, Any] = field(default_factory=dict)  # what else `fxpipe.pipeline` has to be told
+    data_parallel: int = 1  # replicas, among which the devices and the mini-batch are shared
+    mesh: tuple[str, str] = MESHES[0]  # in which order they stand; see `fxpipe.cluster`
 
     @property
     def fits(self) -> bool:
@@ -114,9 +119,10 @@ class CandidateResult:
         return {"plan": self.plan, "schedule": self.schedule, **self.others}
 
     def __str__(self) -> str:
+        replicas = f", data_parallel={self.data_parallel}, mesh={self.mesh}" if self.data_parallel > 1 else ""
         return (
             f"schedule={self.schedule!r}, chunks={self.chunks}, checkpoint={self.checkpoint!r}, "
-            f"stages_per_device={self.stages_per_device}"
+            f"stages_per_device={self.stages_per_device}{replicas}"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe.cluster import MESHES, replica_batch
 from fxpipe.config.parse import BALANCES, parse_choices, parse_memory_limit, parse_switch
 from fxpipe.config.pipeline_options import (
     OPTION_DEFAULTS,
@@ -18,7 +19,6 @@ from fxpipe.config.pipeline_options import (
     PipelineOptions,
     Settings,
     is_default,
-    make_settings,
 )
 from fxpipe.config.stage_placement import TRAINING_SCHEDULES, TUNED_SCHEDULES
 from fxpipe.errors import ArgumentError, ArgumentTypeError, MemoryLimitError
@@ -29,7 +29,7 @@ from fxpipe.plans import Plan
 from fxpipe.profiling import Profile
 from fxpipe.scheduling import CHECKPOINTS
 from fxpipe.tracing.trace_request import TracerOption
-from fxpipe.tuning.candidate_plans import ModelPlans, PlanVariants, memory_limits_of, with_memory_limits
+from fxpipe.tuning.candidate_plans import PlanVariants, memory_limits_of, with_memory_limits
 from fxpipe.tuning.candidate_search import MemoryLimits, search_candidates, shortage_message
 from fxpipe.tuning.candidates import (
     MAX_CHUNKS_PER_WORKER,
@@ -43,6 +43,13 @@ from fxpipe.tuning.candidates import (
     rank_fitting,
 )
 from fxpipe.tuning.measure_candidates import MEASURED_CANDIDATES, LossArguments, measure_steps
+from fxpipe.tuning.replicated_plans import (
+    FORWARDS_OF_REPLICA,
+    LEAST_GAIN_OF_REPLICATION,
+    ReplicaOptions,
+    ReplicatedPlans,
+    Replication,
+)
 from fxpipe.tuning.tuning_result import Tuning
 from fxpipe.utils.locks import planning_block
 from fxpipe.utils.progress import progress as bar
@@ -85,6 +92,9 @@ def tune(
     leaf_modules: Sequence[str | type[nn.Module]] = (),
     check: bool = True,
     progress: bool = True,
+    data_parallel: int | str = 1,
+    mesh: Sequence[str] | None = None,
+    processes: bool = False,
 ) -> Tuning:
     """Finds how a model trains fastest: the least simulated step of `forward_backward` that fits into memory.
 
@@ -92,22 +102,30 @@ def tune(
         print(tuning)                                           # what was tried; the choice is marked
         pipe = fxpipe.pipeline(model, **tuning.best.arguments)
 
+        cluster = replace(HARDWARE["h100"], nodes=4)            # pipeline x data, on 32 devices
+        tuning = fxpipe.tune(model, hardware=cluster, data_parallel="auto", example_args=(x,))
+
     Every combination is tried of the schedules, of 1, 2, 4, ... micro-batches up to the samples of the mini-batch, and
     of 1, 2 or 4 stages on a device; each on the cut that is best for it. A candidate that does not fit into memory is
     tried with stages that recompute: all of them, all but the last micro-batch, and those that have to.
 
+    With data_parallel="auto" so is every number of replicas among which devices and mini-batch can be shared evenly,
+    and whose pipelines hold at least parameters, gradients and optimizer state; in both orders of the mesh, unless all
+    devices stand in one node. One replica is simulated, and the reduction of gradients over all of them.
+
     Not tried: "looped_bfs" and "hanayo" unless `schedules` names them, since others are as short and keep no more;
     other orders of the devices, and fewer of them; cuts by hand and pins (for them write chunks="auto",
-    schedule="auto" in `fxpipe.pipeline`); numbers of micro-batches in between, and more than 32 for each device unless
-    nothing fits otherwise; recomputing where a candidate fits as it is, or would be slower than the best even with all
-    the memory it likes. Nor is a candidate cut that would be slower than the best even with all work shared out evenly
-    and nothing to send; its row says so. The choice depends on the profile and nothing else: the same profile, the same
-    choice.
+    schedule="auto" in `fxpipe.pipeline`); numbers of micro-batches in between, and more than 32 for each device
+    unless nothing fits otherwise; more than 16,384 forwards of one replica where replicas may be fewer or more;
+    recomputing where a candidate fits as it is, or would be slower than the best even with all the memory it likes.
+    Nor is a candidate cut that would be slower than the best even with all work shared out evenly and nothing to
+    send; its row says so. The choice depends on the profile and nothing else: the same profile, the same choice.
 
     Args:
         model_or_plan: a module, which is traced, profiled and left as it was; or a plan, of which the stages stay where
             they are, and schedules, micro-batches and checkpoint modes are tried.
-        devices: as for `fxpipe.pipeline`. With `hardware` they need not be here. Not beside a plan.
+        devices: as for `fxpipe.pipeline`, of all replicas. With `hardware` they need not be here; if that is a cluster,
+            they are all that it has. Not beside a plan.
         example_args, example_kwargs: a mini-batch as training will use it.
         batch_size: samples of the mini-batch, if it is not that of the example.
         schedules, chunks, checkpoint, stages_per_device: try these only. Checkpoint modes are "never", "except_last"
@@ -124,6 +142,9 @@ def tune(
         optimizer_state, profile, profile_budget, tracer, in_dims, dynamic_shapes, out_dims, leaf_modules, check: as for
             `fxpipe.pipeline`.
         progress: show bars, where stderr is a terminal.
+        data_parallel: so many replicas of the pipeline; "auto": as many as are best. Needs `hardware`.
+        mesh: the order in which replicas stand, as for `fxpipe.plan`. None: the better one.
+        processes: each device has a process of its own, as for `fxpipe.plan`: what it takes to send counts.
 
     Returns:
         A `Tuning`: `best`, a row with its plan, and `rows`, one for each candidate. `best.arguments` are those for
@@ -154,23 +175,27 @@ def tune(
             raise ArgumentError(f"balance={balance!r}: expected {', '.join(map(repr, BALANCES))}; tune cuts by itself")
         if measure and hardware is not None:
             raise ArgumentError("measure=True and hardware: what is not here cannot be run; leave one of them out")
-        settings = make_settings(PipelineOptions.among(options, but=TUNED_OPTIONS), anywhere=hardware is not None)
-        settings = with_memory_at_hand(settings, model_or_plan)
+        ways = ReplicaOptions.of(
+            PipelineOptions.among(options, but=(*TUNED_OPTIONS, "data_parallel", "mesh")), data_parallel, mesh
+        )
+        settings = with_memory_at_hand(ways.settings_for(ways.counts[-1]), model_or_plan)
         if measure and profile is not None:  # the loss is for measuring, also where the profile knows none
             settings = replace(settings, loss=None)
         kwargs = example_kwargs or {}
-        profiled = _for_batch_size(trace_and_profile(model_or_plan, example_args, kwargs, settings), size)
-        settings = replace(settings, left=frozenset())
+        whole = replace(settings, data_parallel=1, chunks=settings.chunks * settings.data_parallel)
+        profiled = _for_batch_size(trace_and_profile(model_or_plan, example_args, kwargs, whole), size)
         others = {
             name: options[name] for name in TRACING_OPTIONS if not is_default(options[name], OPTION_DEFAULTS[name])
         }
-        plans, limits = ModelPlans(profiled, settings), [worker.memory for worker in planned_workers(settings)]
+        replications, plans = ways.plans_of(profiled, settings.memory_at_hand)
+        longest = max(plans.plans.values(), key=lambda one: len(one.settings.workers))
+        limits: MemoryLimits = [worker.memory for worker in planned_workers(longest.settings)]
         rows = _search_all(
             lambda count: candidates_of_model(names, count, each or TRIED_STAGES_PER_DEVICE),
+            replications,
             plans,
             limits,
             counts,
-            profiled.batch,
             modes,
             others,
         )
@@ -179,7 +204,7 @@ def tune(
         rows = _check_best(rows, MEASURED_CANDIDATES if measure else 1, profiled, example_args, kwargs, settings)
         if measure:
             loss = LossArguments(loss_fn, target, reduction)
-            rows = measure_steps(rows, rank_fitting(rows)[:MEASURED_CANDIDATES], plans, (example_args, kwargs), loss)
+            rows = measure_steps(rows, rank_fitting(rows)[:MEASURED_CANDIDATES], longest, (example_args, kwargs), loss)
         return _tuning_of_rows(rows, limits, profiled.batch)
 
 
@@ -198,46 +223,68 @@ def _tune_plan(
     counts: Sequence[int] | None,
     modes: Sequence[str] | None,
 ) -> Tuning:
-    batch = size or plan.batch or plan.chunks * plan.micro_batch
+    data = plan.data_parallel
+    batch = plan.batch or plan.chunks * plan.micro_batch
+    if size is not None:
+        batch = replica_batch(size, data, "a plan with data_parallel")
+    replication = Replication(data, MESHES[0] if plan.cluster is None else plan.cluster.mesh, len(plan.workers), batch)
     own_limits = parse_memory_limit(memory_limit, len(plan.workers))
     limits: MemoryLimits = memory_limits_of(plan) if own_limits is None else own_limits
     rows = _search_all(
         lambda count: candidates_of_plan(plan, names, count),
+        [replication],
         PlanVariants(plan, batch),
         limits,
         counts,
-        batch,
         modes,
         {},
     )
     if not any(row.fits for row in rows):
         raise _nothing_fits_error(rows, limits)
-    return _tuning_of_rows(rows, limits, batch)
+    return _tuning_of_rows(rows, limits, batch * data)
 
 
 def _search_all(
-    of: Callable[[Sequence[int]], Any],
-    plans: ModelPlans | PlanVariants,
+    of: Callable[[Sequence[int]], Iterable[Candidate]],
+    replications: Sequence[Replication],
+    plans: ReplicatedPlans | PlanVariants,
     limits: MemoryLimits,
     counts: Sequence[int] | None,
-    batch: int,
     modes: Sequence[str] | None,
     others: dict[str, Any],
 ) -> tuple[CandidateResult, ...]:
     """The rows; of more micro-batches than are of use otherwise if nothing fits without."""
-    all_counts = chunks_for_batch(batch, batch) if counts is None else tuple(counts)
-    most = MAX_CHUNKS_PER_WORKER * len(limits)
-    usual = [count for count in all_counts if counts is not None or count <= most]
     rows: tuple[CandidateResult, ...] = ()
-    for some in (usual, [count for count in all_counts if count not in usual]):
-        tried: list[Candidate] = list(of(some))
+    for is_usual in (True, False):
+        tried = [
+            replace(candidate, data_parallel=replication.data, mesh=replication.mesh)
+            for replication in replications
+            for candidate in of(_chunks_to_try(replication, counts, is_usual))
+            if len(replications) == 1
+            or replication.pipe * candidate.stages_per_device * candidate.chunks <= FORWARDS_OF_REPLICA
+        ]
         with bar("tuning", len(tried), "candidates") as step:
             rows += search_candidates(
-                tried, plans, limits, modes=modes, others=others, wanted=MEASURED_CANDIDATES, step=step
+                tried,
+                plans,
+                limits,
+                modes=modes,
+                others=others,
+                wanted=MEASURED_CANDIDATES if len(replications) == 1 else 1,
+                least_gain=0.0 if len(replications) == 1 else LEAST_GAIN_OF_REPLICATION,
+                step=step,
             )
         if any(row.fits for row in rows):
             break
     return rows
+
+
+def _chunks_to_try(replication: Replication, counts: Sequence[int] | None, is_usual: bool) -> list[int]:
+    """Lists the usual numbers of micro-batches, or the further ones."""
+    if counts is not None:
+        return list(counts) if is_usual else []
+    most = MAX_CHUNKS_PER_WORKER * replication.pipe
+    return [count for count in chunks_for_batch(replication.batch, replication.batch) if (count <= most) == is_usual]
 
 
 def _tuning_of_rows(rows: Sequence[CandidateResult], limits: MemoryLimits, batch: int) -> Tuning:
@@ -278,21 +325,24 @@ def _check_best(
     settings: Settings,
 ) -> tuple[CandidateResult, ...]:
     """The rows, after the best ones were tried: so many of them have micro-batches that the model takes."""
-    runs: dict[int, bool] = {}  # by number of micro-batches
+    runs: dict[int, bool] = {}  # by number of micro-batches, of all replicas
+
+    def count(row: CandidateResult) -> int:
+        return row.chunks * row.data_parallel
 
     def accepted() -> list[CandidateResult]:
-        return rank_fitting(row for row in rows if runs.get(row.chunks, True))
+        return rank_fitting(row for row in rows if runs.get(count(row), True))
 
     # Which are the best is asked anew each time: about equally long steps are those near the best that is left.
-    while (row := next((row for row in accepted()[:wanted] if row.chunks not in runs), None)) is not None:
-        runs[row.chunks] = holds_for_chunks(profiled.traced, profiled.batch, args, kwargs, row.chunks, settings)
+    while (row := next((row for row in accepted()[:wanted] if count(row) not in runs), None)) is not None:
+        runs[count(row)] = holds_for_chunks(profiled.traced, profiled.batch, args, kwargs, count(row), settings)
     if not accepted():
         raise ArgumentError(
             f"the model takes no micro-batches of the sizes that were tried (chunks={[*runs]}), or does something else "
             "there than on whole mini-batches: give other chunks, or a larger batch_size"
         )
     why = "the model does not take micro-batches of this size, or does something else there"
-    return tuple(row if runs.get(row.chunks, True) else replace(row, plan=None, why=why) for row in rows)
+    return tuple(row if runs.get(count(row), True) else replace(row, plan=None, why=why) for row in rows)
 
 
 def _parse_counts(argument: str, value: Any) -> tuple[int, ...]:

@@ -33,8 +33,8 @@ class Tuning:
     rows: tuple[
         CandidateResult, ...
     ]  # in the order of `in_order`: what fits comes first, the shortest step first of all
-    batch: int  # samples of the mini-batch
-    devices: tuple[str, ...]  # by worker
+    batch: int  # samples of the mini-batch, of all replicas
+    devices: tuple[str, ...]  # by worker, of one replica
     estimated_for: str = ""  # the hardware for which the seconds were estimated; empty where they were measured
 
     def __str__(self) -> str:
@@ -42,11 +42,13 @@ class Tuning:
         shown = self.rows[:MAX_PRINTED_CANDIDATES] + tuple(
             row for row in self.rows[MAX_PRINTED_CANDIDATES:] if row is self.best
         )
-        headers = ["", "schedule", "chunks", "checkpoint", "stages per device", "step", "idle", "peak memory", "lacks"]
+        replicas = ["pipeline x data"] * self._has_replicas
+        headers = ["", *replicas, "schedule", "chunks", "checkpoint", "stages per device", "step"]
+        headers += ["measured"] * is_measured + ["idle", "peak memory", "lacks"]
         table = text_table(
             [self._line(row, is_measured) for row in shown],
-            headers[:6] + ["measured"] * is_measured + headers[6:],
-            left=("", "schedule", "checkpoint"),
+            headers,
+            left=("", "pipeline x data", "schedule", "checkpoint"),
         )
         lines = [self._head(), table]
         if len(self.rows) > len(shown):
@@ -59,11 +61,16 @@ class Tuning:
 
     def _repr_html_(self) -> str:
 
-        return tuning_html(self.rows, self.best, self.batch, len(self.devices))
+        return tuning_html(self.rows, self.best, self.batch, len(self.devices) * self.best.data_parallel)
+
+    @property
+    def _has_replicas(self) -> bool:
+        return any(row.data_parallel > 1 for row in self.rows)
 
     def _head(self) -> str:
         kinds = Counter(name.partition(":")[0] for name in self.devices)
-        listed = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+        data = self.best.data_parallel
+        listed = ", ".join(f"{count * data} x {kind}" for kind, count in kinds.items())
         how = f", seconds estimated for {self.estimated_for}" if self.estimated_for else ""
         return f"mini-batches of {self.batch} on {listed}{how}; the chosen way is marked"
 
@@ -71,6 +78,7 @@ class Tuning:
         measured = "" if row.measured_seconds is None else human_seconds(row.measured_seconds)
         return [
             "->" if row is self.best else "",
+            *[self._replicas_text(row)] * self._has_replicas,
             row.schedule if "\n" not in row.schedule else row.schedule.partition(":")[0],
             str(row.chunks),
             row.checkpoint if isinstance(row.checkpoint, str) else _modes_text(row.checkpoint),
@@ -82,9 +90,20 @@ class Tuning:
             human_bytes(row.lacks) if row.lacks > 0 else "",
         ]
 
+    def _replicas_text(self, row: CandidateResult) -> str:
+        """`8 x 4, data outside`: the devices of a replica, how many replicas, and how they stand."""
+        devices = len(self.devices) * self.best.data_parallel
+        order = f", {row.mesh[0]} outside" if devices > row.data_parallel > 1 else ""
+        return f"{devices // row.data_parallel} x {row.data_parallel}{order}"
+
+
+MAX_LISTED_STAGES = 8  # of more, how many recompute is told
+
 
 def _modes_text(modes: tuple[str, ...]) -> str:
-    """`0, 2 always` of ("always", "never", "always")."""
+    """`0, 2 always` of ("always", "never", "always"); of many stages `20 of 43`."""
+    if len(modes) > MAX_LISTED_STAGES:
+        return f"{sum(mode != 'never' for mode in modes)} of {len(modes)} stages"
     texts = [f"{', '.join(str(j) for j, m in enumerate(modes) if m == mode)} {mode}" for mode in dict.fromkeys(modes)]
     return "; ".join(text for text in texts if not text.endswith("never"))
 
@@ -103,11 +122,12 @@ def tuning_html(rows: Sequence[CandidateResult], best: CandidateResult, batch: i
     """The best of what was tried, the chosen one marked."""
     cut = [row for row in rows if row.plan is not None]
     shown = cut[:MAX_HTML_CANDIDATES] + [row for row in cut[MAX_HTML_CANDIDATES:] if row is best]
-    headers = ("", "schedule", "chunks", "checkpoint", "stages per device", "step", "measured", "bubble", "memory", "")
+    headers = ("", "schedule", "replicas", "chunks", "checkpoint", "stages per device", "step", "measured")
     lines = [
         (
             text_cell("→" if row is best else ""),
             code_cell(row.schedule.partition(":")[0]),
+            number_cell(row.data_parallel),
             number_cell(row.chunks),
             text_cell(row.checkpoint if isinstance(row.checkpoint, str) else "by stage"),
             number_cell(row.stages_per_device),
@@ -124,4 +144,6 @@ def tuning_html(rows: Sequence[CandidateResult], best: CandidateResult, batch: i
     more = f", of which {len(shown)} are shown" if len(cut) > len(shown) else ""
     ways, samples = count_text(len(cut), "way"), count_text(batch, "sample")
     facts = f"chosen from {ways}{more}, for {samples} on {count_text(devices, 'device')}"
-    return notebook_fragment([notebook_heading(title, facts), notebook_table(headers, lines)])
+    return notebook_fragment(
+        [notebook_heading(title, facts), notebook_table((*headers, "bubble", "memory", ""), lines)]
+    )

@@ -18,7 +18,7 @@ from torch import nn
 import fxpipe
 from fxpipe import accelerator
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.hardware import HARDWARE, Hardware, fit_link, link_between, local_link, local_memory, parse_hardware
+from fxpipe.hardware import HARDWARE, Hardware, cluster_of, fit_link, local_link, local_memory, parse_hardware
 from fxpipe.partitioning.chain import Link
 from fxpipe.profiling.roofline import Roofline
 
@@ -95,11 +95,11 @@ def test_the_longest_of_arithmetic_traffic_and_launch_counts():
 
 def test_links_go_by_position():
     two = replace(PLAIN, within=Link(5e9), devices_per_node=2)
-    found = [[link_between(two, a, b) for b in range(4)] for a in range(4)]
+    found = [[cluster_of(two, 4).link(a, b) for b in range(4)] for a in range(4)]
     near, far = two.within, two.between
     assert found == [[None, near, far, far], [near, None, far, far], [far, far, None, near], [far, far, near, None]]
-    assert link_between(PLAIN, 0, 7) is None  # handed over
-    assert link_between(PLAIN, 0, 8) == NETWORK
+    assert cluster_of(PLAIN, 9).link(0, 7) is None  # handed over
+    assert cluster_of(PLAIN, 9).link(0, 8) == NETWORK
 
 
 @given(st.floats(1e6, 1e12), st.floats(0, 1e-2))

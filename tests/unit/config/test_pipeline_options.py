@@ -19,9 +19,10 @@ from fxpipe.config.pipeline_options import (
 from fxpipe.tuning.tuner import PLAN_ARGUMENTS, TUNED_OPTIONS
 
 ONLY_TO_RUN = {"deferred_batch_norm", "compile"}
-CHOSEN = {"schedule", "pin", *TUNED_OPTIONS}  # by the tuner, or several of them to choose from
+ONLY_TO_PLAN = {"data_parallel", "mesh", "processes"}  # a pipe has them from the mesh of its ranks
+CHOSEN = {"schedule", "pin", *TUNED_OPTIONS, "data_parallel", "mesh"}  # by the tuner, or several of them to choose from
 TAKEN = {
-    fxpipe.pipeline: OPTION_DEFAULTS.keys(),
+    fxpipe.pipeline: OPTION_DEFAULTS.keys() - ONLY_TO_PLAN,
     fxpipe.plan: OPTION_DEFAULTS.keys() - ONLY_TO_RUN,
     fxpipe.tune: OPTION_DEFAULTS.keys() - ONLY_TO_RUN - CHOSEN,
 }
@@ -34,7 +35,8 @@ def function(request: pytest.FixtureRequest) -> Callable[..., Any]:
 
 def test_the_signatures_have_all_options_in_order_with_their_defaults(function: Callable[..., Any]) -> None:
     parameters = inspect.signature(function).parameters
-    meant = {name: one for name, one in parameters.items() if not (function is fxpipe.tune and name in TUNED_OPTIONS)}
+    others = {fxpipe.tune: CHOSEN, fxpipe.pipeline: ONLY_TO_PLAN}.get(function, set())  # of another meaning there
+    meant = {name: one for name, one in parameters.items() if name not in others}
     expected = {name: default for name, default in OPTION_DEFAULTS.items() if name in TAKEN[function]}
     assert [(name, one.default) for name, one in meant.items() if name in OPTION_DEFAULTS] == [*expected.items()]
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 import fxpipe
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.hardware import HARDWARE, Hardware, shared_adapters
+from fxpipe.hardware import HARDWARE, Hardware, cluster_of
 from fxpipe.partitioning import Link
 from fxpipe.plans import Plan, StagePlan
 from fxpipe.plans.simulate_plan import vary_plan
@@ -359,11 +359,11 @@ def test_what_all_share_is_never_faster(case: Any) -> None:
 
 def test_devices_of_a_node_share_its_adapters() -> None:
     four = replace(HARDWARE["h100"], devices_per_node=4, adapters_per_node=2)
-    assert shared_adapters(four, 0, 3) == ()
-    assert shared_adapters(four, 1, 4) == ("node 0 adapter 0 out", "node 1 adapter 0 in")
-    assert shared_adapters(four, 2, 7) == ("node 0 adapter 1 out", "node 1 adapter 1 in")
-    assert shared_adapters(HARDWARE["h100"], 7, 9) == ("node 0 adapter 7 out", "node 1 adapter 1 in")
-    assert shared_adapters(four, 4, 1) == ("node 1 adapter 0 out", "node 0 adapter 0 in")
+    assert cluster_of(four, 8).adapters(0, 3) == ()
+    assert cluster_of(four, 8).adapters(1, 4) == ("node 0 adapter 0 out", "node 1 adapter 0 in")
+    assert cluster_of(four, 8).adapters(2, 7) == ("node 0 adapter 1 out", "node 1 adapter 1 in")
+    assert cluster_of(HARDWARE["h100"], 16).adapters(7, 9) == ("node 0 adapter 7 out", "node 1 adapter 1 in")
+    assert cluster_of(four, 8).adapters(4, 1) == ("node 1 adapter 0 out", "node 0 adapter 0 in")
     with pytest.raises(ArgumentError, match="adapters_per_node=0"):
         replace(four, adapters_per_node=0)
     plan = skipping(hardware=replace(HARDWARE["h100"], devices_per_node=2, adapters_per_node=1))

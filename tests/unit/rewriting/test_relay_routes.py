@@ -4,21 +4,16 @@ import itertools
 
 import pytest
 
-from fxpipe.distributed.relay_routes import relay_routes
 from fxpipe.rewriting.program import PIPE_INPUT
-from fxpipe.runtime.wiring import Wiring
+from fxpipe.rewriting.relay_routes import is_relayed_gradient, is_relayed_value, relay_routes
 
 PLACEMENTS = [(0, 1), (0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 1, 1), (0, 1, 2, 2, 1, 0), (0, 1, 2, 0, 1, 2)]
-
-
-def wiring(users):
-    return Wiring((), users, {}, {})
 
 
 def value_cuts(users, placement):
     """Who has the value `(source, "v")` when each stage runs forward; the last user may be the loss, stage n."""
     ((source, _),) = users
-    routes = relay_routes(wiring(users), placement)
+    routes = relay_routes(users, placement)
     key = (source, "v")
     ranks = {routes.rank(source)}
     for stage in range(max(source, 0), len(placement)):
@@ -50,7 +45,7 @@ def test_gradients_come_to_the_stage_that_they_are_for(placement):
     n = len(placement)
     for users in all_users(n):
         ((source, _),) = users
-        routes = relay_routes(wiring(users), placement)
+        routes = relay_routes(users, placement)
         for target, user in itertools.pairwise([source, *users[source, "v"]]):
             at, visited = routes.rank(user), [routes.rank(user)]
             for cut in range(min(user, n - 1) - 1, max(target, 0) - 1, -1):
@@ -63,12 +58,20 @@ def test_gradients_come_to_the_stage_that_they_are_for(placement):
 
 
 def test_a_value_goes_no_farther_than_to_its_last_user():
-    routes = relay_routes(wiring({(0, "v"): (1, 2)}), (0, 1, 2, 3))
+    routes = relay_routes({(0, "v"): (1, 2)}, (0, 1, 2, 3))
     assert [len(keys) for keys in routes.down] == [1, 1, 0, 0]
     assert [len(keys) for keys in routes.up] == [1, 1, 0, 0]
 
 
 def test_a_rank_that_has_a_value_is_not_sent_it():
-    routes = relay_routes(wiring({(0, "v"): (2,)}), (0, 1, 0, 1))
+    routes = relay_routes({(0, "v"): (2,)}, (0, 1, 0, 1))
     assert not any(routes.down)
     assert not any(routes.up)
+
+
+def test_what_only_passes_through_a_rank_is_relayed():
+    users = {(0, "v"): (2, 3)}
+    routes = relay_routes(users, (0, 1, 2, 3))
+    assert [is_relayed_value(routes, users[0, "v"], cut) for cut in range(3)] == [True, False, False]
+    assert [is_relayed_gradient(routes, (0, "v", 0), cut) for cut in (1, 0)] == [True, False]
+    assert not is_relayed_gradient(routes, (0, "v", 2), 2)

@@ -14,13 +14,11 @@ for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fxpipe.rewriting.program import PIPE_INPUT
-from fxpipe.runtime.wiring import Wiring
+from fxpipe.rewriting.program import ValueKey
 
-ValueKey = tuple[int, str]  # (stage that makes it, or the input; name)
 GradientKey = tuple[int, str, int]  # the value, and the stage that its gradient is for
 
 
@@ -44,13 +42,17 @@ class RelayRoutes:
         return self.placement[cut] != self.placement[cut + 1]
 
 
-def relay_routes(wiring: Wiring, placement: Sequence[int]) -> RelayRoutes:
-    """Computes the routes of a program whose stages are on these ranks."""
+def relay_routes(value_users: Mapping[ValueKey, Sequence[int]], placement: Sequence[int]) -> RelayRoutes:
+    """Computes the routes of a program whose stages are on these ranks.
+
+    Args:
+        value_users: as `rewriting.program.value_users` has them.
+    """
     n = len(placement)
     empty = RelayRoutes(tuple(placement), (), ())
     down: list[list[ValueKey]] = [[] for _ in placement]
     up: list[list[GradientKey]] = [[] for _ in placement]
-    for (source, name), users in sorted(wiring.users.items()):
+    for (source, name), users in sorted(value_users.items()):
         first = {empty.rank(source): max(source, 0)}  # by rank, the stage since which it has the value
         for user in sorted(min(user, n - 1) for user in users):
             while placement[user] not in first:
@@ -67,12 +69,11 @@ def relay_routes(wiring: Wiring, placement: Sequence[int]) -> RelayRoutes:
     return RelayRoutes(tuple(placement), tuple(map(tuple, down)), tuple(map(tuple, up)))
 
 
-def relayed_values(routes: RelayRoutes, wiring: Wiring) -> dict[ValueKey, int]:
-    """Counts, by value, the cuts that it crosses on its way through ranks that do not use it."""
-    counts: dict[ValueKey, int] = {}
-    for cut, keys in enumerate(routes.down):
-        for key in keys:
-            users = {routes.rank(user) for user in wiring.users[key]}
-            if routes.crosses(cut) and routes.placement[cut + 1] not in users and key[0] != PIPE_INPUT:
-                counts[key] = counts.get(key, 0) + 1
-    return counts
+def is_relayed_value(routes: RelayRoutes, users: Sequence[int], cut: int) -> bool:
+    """Returns whether a value with these users, which crosses a cut, is of no use on the rank behind it."""
+    return routes.placement[cut + 1] not in {routes.rank(user) for user in users}
+
+
+def is_relayed_gradient(routes: RelayRoutes, key: GradientKey, cut: int) -> bool:
+    """Returns whether a gradient that crosses a cut is not for the rank before it, which sends it on."""
+    return routes.placement[cut] != routes.rank(key[2])
