@@ -427,7 +427,7 @@ def test_the_drawn_case_is_true() -> None:
 
 def test_imports_the_standard_library_errors_costs_and_what_is_printed_with_only() -> None:
     shown = ("fxpipe.utils.units", "fxpipe.utils.text_table")
-    ours = ("fxpipe.errors", "fxpipe.partitioning", "fxpipe.simulation.costs", *shown)
+    ours = ("fxpipe.errors", "fxpipe.partitioning", "fxpipe.cluster", "fxpipe.simulation.costs", *shown)
     for file in pathlib.Path(fxpipe.partitioning.block.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
