@@ -372,8 +372,10 @@ def test_devices_of_a_node_share_its_adapters() -> None:
     assert over[1, 2] == over[1, 3] == over[0, 3] == ("node 0 adapter 0 out", "node 1 adapter 0 in")
     assert over[2, 1] == ("node 1 adapter 0 out", "node 0 adapter 0 in")
     plan = without_host(plan)
-    free = replace(plan, sendings=tuple(replace(way, over=()) for way in plan.sendings))
-    assert fxpipe.simulate(plan, overlaps=True).step_seconds > fxpipe.simulate(free, overlaps=True).step_seconds
+    schedule, (costs, _) = plan.as_schedule(), plan.costs()
+    free = [replace(way, over=()) for way in plan.sendings]
+    shared = simulate_schedule(schedule, costs, plan.sendings)
+    assert shared.step_seconds > simulate_schedule(schedule, costs, free).step_seconds
 
 
 # -- bad arguments -----------------------------------------------------------------------------------------------------
