@@ -27,6 +27,7 @@ from fxpipe.distributed.replicas import ReplicaPart, Replicas, ReplicaStart, dig
 from fxpipe.distributed.step_report import LossVerdict, StepReport, check_scales
 from fxpipe.errors import LossError, StateError
 from fxpipe.rewriting.program import ConstantOutput, Program
+from fxpipe.rewriting.relay_routes import RelayRoutes
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors, different_programs
 from fxpipe.runtime.engine import Engine, scatter_target, shares_of, targets_on_device, write_back_results
 from fxpipe.runtime.executors import InlineExecutor
