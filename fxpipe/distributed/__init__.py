@@ -14,6 +14,9 @@ model that is too large for one process is built on the meta device: it is plann
     pipe = fxpipe.pipeline(model, devices=mesh, chunks=8, schedule="1f1b", example_args=(x,))
     fxpipe.distributed.load(pipe, "checkpoint")
 
+Where `torchrun --max-restarts` starts failed processes again, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: else torch 2.13
+gives them the store of the ones before, and gloo may connect to the addresses of these.
+
 From the bottom:
 
 `connection` (transfers between ranks, of one generation), `failures` (what each rank says when a step has failed) and

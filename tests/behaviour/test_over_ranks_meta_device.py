@@ -14,6 +14,7 @@ from helpers.rank_models import MIXED_CUTS, Mixed, token_loss, tokens
 from helpers.ranks import Ranks
 from safetensors.torch import save_file, save_model
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fxpipe
 from fxpipe.errors import ArgumentError, ArgumentTypeError, DistributedError, StateError
@@ -414,6 +415,71 @@ def test_what_init_computes_is_named_until_a_function_of_the_user_fills_it(two_r
     assert "fxpipe.distributed.load(pipe, path, init_fn=init_fn)" in load
     assert "no values for 'blocks.0.rotary.table'" in step
     assert "the ranks have drawn different random numbers" in drawn
+
+
+def train_replicas(mesh):
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
+    x, t = tokens(6, 5, 1)
+    options = {"data_parallel": square["data"], "example_args": (x,), "balance": ["layer"], **QUICK}
+    pipe = fxpipe.pipeline(on_meta(Layers), square["pipe"], 2, **options)
+    torch.manual_seed(3 + mesh.get_rank())
+    fxpipe.distributed.initialize(pipe)
+    state = {name: value.clone() for name, value in pipe.state_dict().items()}
+    own = slice(3) if square["data"].get_local_rank() == 0 else slice(3, 6)
+    losses = [pipe.forward_backward(x[own], target=t[own], loss_fn=token_loss).item()]
+    return state, losses, {name: p.grad for name, p in pipe.named_parameters()}
+
+
+def test_replicas_are_initialized_alike(four_ranks):
+    results = four_ranks.run(train_replicas)
+    torch.manual_seed(3)
+    model = Layers()
+    state = merged([state for state, *_ in results])
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    x, t = tokens(6, 5, 1)
+    parts = [piece for own in (slice(3), slice(3, 6)) for piece in zip(x[own].split(2), t[own].split(2), strict=True)]
+    loss = sum(token_loss(model(part), target) * (len(part) / 6) for part, target in parts)
+    loss.backward()
+    for _, losses, gradients in results:
+        assert losses == [pytest.approx(loss.item())]
+        torch.testing.assert_close(gradients, {name: model.get_parameter(name).grad for name in gradients})
+
+
+# -- Models of Hugging Face ------------------------------------------------------------------------------------------
+
+
+def llama():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 97}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=True, use_cache=False)
+    return transformers.LlamaForCausalLM(config)
+
+
+def loss_of_logits(out, target):
+    return F.cross_entropy(out.logits.flatten(0, 1), target.flatten())
+
+
+def train_llama(mesh, folder):
+    model = on_meta(llama)
+    x, t = tokens(8, 6, 1)
+    pipe = fxpipe.pipeline(model, mesh, 2, example_kwargs={"input_ids": x}, **QUICK)
+    fxpipe.distributed.load(pipe, folder, init_fn=model._init_weights)  # which computes rotary tables as well
+    loss = pipe.forward_backward(input_ids=x, target=t, loss_fn=loss_of_logits).item()
+    return loss, {name: p.grad for name, p in pipe.named_parameters()}
+
+
+def test_a_model_of_hugging_face_is_loaded_from_the_shards_it_is_shipped_in(two_ranks, tmp_path):
+    torch.manual_seed(3)
+    model = llama()
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len([*tmp_path.glob("model-*.safetensors")]) > 1
+    x, t = tokens(8, 6, 1)
+    loss = loss_of_logits(model(input_ids=x), t)
+    loss.backward()
+    for own, gradients in two_ranks.run(train_llama, str(tmp_path)):
+        assert own == pytest.approx(loss.item())
+        torch.testing.assert_close(gradients, {name: model.get_parameter(name).grad for name in gradients})
 
 
 # -- A pipe without values -------------------------------------------------------------------------------------------
