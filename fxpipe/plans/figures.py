@@ -12,6 +12,7 @@ from statistics import fmean
 
 from fxpipe.plans.data import PlanData, Portal
 from fxpipe.plans.host_time import shares_interpreter
+from fxpipe.scheduling import with_updates
 from fxpipe.simulation import Simulation, simulate_schedule
 
 
@@ -39,15 +40,18 @@ class PlanFigures:
         return fmean(self.bubble)
 
 
-def simulate_step(plan: PlanData, overlaps: bool | None = None) -> Simulation:
-    """Simulates a step as the plan says that it runs. `overlaps`: None, as it is where it runs so.
+def simulate_step(plan: PlanData, overlaps: bool | None = None, updates: bool = False) -> Simulation:
+    """Simulates a step as the plan says that it runs, with `updates` of the weights at the ends of its rows.
+
+    `overlaps`: None, as it is where it runs so.
 
     Within a process the device that receives copies before it computes. Between processes a packet is on its way beside
     computation; to pack and to unpack it takes both ends.
     """
     is_over = plan.is_over_processes
+    schedule = plan.as_schedule()
     return simulate_schedule(
-        plan.as_schedule(),
+        with_updates(schedule) if updates else schedule,
         *plan.costs(),
         overlaps=is_over if overlaps is None else overlaps,
         one_interpreter=shares_interpreter(plan),

@@ -32,6 +32,7 @@ def simulate(
     loss_seconds: float | None = None,
     overlaps: bool | None = None,
     processes: bool | None = None,
+    updates: bool = False,
     **sizes: int,
 ) -> Simulation:
     """Simulates a step of a plan: its time, bubbles and memory by device. Nothing is run, and no model is needed.
@@ -62,13 +63,17 @@ def simulate(
             each other then goes in packets from stage to stage, values for later ones relayed (`Plan.packets`), and
             stages recompute once the gradient has come. By default as it was planned: over a DeviceMesh, with replicas,
             and where devices stand in several nodes.
+        updates: each device updates the weights of its stages when it has gone back through them, while others still
+            run, as with `fxpipe.optim.StageOptimizer(overlap=True)`: U is a part of the step. It takes what it takes to
+            move weights, gradients and the optimizer's state, where the hardware is known. Not over processes.
         sizes: dynamic sizes, by name.
 
     Returns:
         The simulation. `step_seconds` is the time of forward and backward of the mini-batch with all that is sent;
-        the optimizer's update comes after it, and takes `update_seconds` where the hardware is known. All micro-batches
-        take as long as the largest one. With replicas it is also the time of the reductions that are left when the
-        last action has ended, `exposed_reduction_seconds`; `traffic` says what goes within nodes and between them.
+        without `updates` the optimizer's update comes after it, and takes `update_seconds` where the hardware is known.
+        All micro-batches take as long as the largest one. With replicas it is also the time of the reductions that are
+        left when the last action has ended, `exposed_reduction_seconds`; `traffic` says what goes within nodes and
+        between them.
 
     Raises:
         ArgumentError: an argument cannot be used, or the schedule needs stages on other devices than the plan has them.
@@ -94,8 +99,15 @@ def simulate(
     limits = [
         [s.memory_limit for s in variant.stages if variant.placement[s.index] == k] for k in range(len(variant.workers))
     ]
+    if not isinstance(updates, bool):
+        raise ArgumentTypeError(f"updates={updates!r}: expected True or False")
+    if updates and variant.is_over_processes:
+        raise ArgumentError(
+            "updates=True over processes: there a step is settled by all ranks when it has ended, and updates come "
+            "after it, as `update_seconds` tells; leave updates out, or give processes=False"
+        )
     return replace(
-        simulate_step(variant, overlaps),
+        simulate_step(variant, overlaps, updates),
         devices=variant.workers,
         samples=None if variant.batch is None else variant.batch * variant.data_parallel,
         cluster=variant.cluster,

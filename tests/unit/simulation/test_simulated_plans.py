@@ -271,6 +271,37 @@ def test_updates_take_what_it_takes_to_move_their_bytes() -> None:
     assert within.update_seconds == 0
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
+def test_updates_that_overlap_end_the_rows_of_their_devices(schedule: str) -> None:
+    """A device that has gone back updates at once, and does not wait for the others."""
+    plan = planned()
+    behind, within = (fxpipe.simulate(plan, schedule=schedule, updates=updates) for updates in (False, True))
+    ends = {span.device: span.end for span in behind.spans}
+    updates = [span for span in within.spans if span.action.kind is ActionKind.UPDATE]
+    assert [str(span.action) for span in updates] == [f"{j}U{plan.chunks - 1}" for j in range(len(plan.stages))]
+    for span in updates:
+        assert (span.start, span.seconds) == pytest.approx((ends[span.device], plan.stages[span.device].update_seconds))
+    assert within.update_seconds == 0
+    last = max(ends[j] + stage.update_seconds for j, stage in enumerate(plan.stages))
+    assert behind.step_seconds < within.step_seconds == pytest.approx(last)
+    assert [memory.peak for memory in within.memory] == [memory.peak for memory in behind.memory]
+    assert " 0U" not in str(behind)
+    assert "U" in str(within)
+    with pytest.raises(ArgumentError, match="updates=True over processes"):
+        fxpipe.simulate(plan, updates=True, processes=True)
+
+
+def test_a_simulation_with_updates_is_compared_with_a_step_that_has_some() -> None:
+    model, x = Deep(), torch.randn(8, 8)
+    with fxpipe.pipeline(model, ["cpu"] * 3, 4, example_args=(x,), balance=[8, 8, 8]) as pipe:
+        optimizer = fxpipe.optim.StageOptimizer(pipe, torch.optim.SGD, lr=0.1)
+        pipe.forward_backward(x, loss_fn=lambda y: y.square().mean(), optimizer=optimizer)
+        with_some = fxpipe.simulate(pipe.plan, updates=True).compared(pipe.last_step)
+        without = fxpipe.simulate(pipe.plan).compared(pipe.last_step)
+    assert with_some.kinds[ActionKind.UPDATE].measured > 0
+    assert with_some.step.measured > without.step.measured
+
+
 # -- the critical path -------------------------------------------------------------------------------------------------
 
 
