@@ -244,6 +244,23 @@ def test_a_pipe_takes_one_dimension_of_a_mesh_that_its_process_is_in(two_ranks):
     assert all(is_argument for errors in results for is_argument, _ in errors)
 
 
+def plan_of_three_stages(mesh):
+    model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), torch.ones(8, 4)
+    plan = fxpipe.plan(model, 3, example_args=(x,), progress=False, hardware="cpu")
+    kind, text, _ = raised(fxpipe.pipeline, model, mesh, 2, example_args=(x,), plan=plan, progress=False)
+    pinned = {str(k): 0 for k in range(3)}
+    options = {"example_args": (x,), "pin": pinned, "progress": False, "hardware": "cpu"}
+    return issubclass(kind, ArgumentError), text, raised(fxpipe.pipeline, model, mesh, 2, **options)[:2]
+
+
+def test_a_plan_for_another_number_of_ranks_is_refused(two_ranks):
+    for is_argument, text, (kind, pinned) in two_ranks.run(plan_of_three_stages):
+        assert is_argument
+        assert "plan has 3 stages, but devices has 2 entries" in text
+        assert kind is ArgumentError
+        assert "the plan has stages for 1 devices, but the process group has 2 ranks: start 1" in pinned
+
+
 def test_outputs_and_timeout_are_for_processes():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(ArgumentError, match=r"timeout=3\.0 is for a pipe over processes"):
