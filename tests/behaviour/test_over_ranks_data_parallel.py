@@ -3,11 +3,13 @@
 import contextlib
 import copy
 import functools
+import os
 import time
 import warnings
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from helpers.rank_models import DENSE_CUTS, MIXED_CUTS, Dense, Mixed, padded_loss, token_loss, tokens
 from helpers.ranks import Ranks
@@ -491,6 +493,52 @@ def test_replicas_of_a_model_without_values_are_initialized_alike(four_ranks):
         torch.testing.assert_close(gradients, {name: expected[name] for name in gradients})
 
 
+def save_and_evaluate(mesh, folder):
+    mesh = square_mesh()
+    replica = mesh["data"].get_local_rank()
+    model, batches, cuts = model_of(Mixed, UNEVEN)
+    pipe = pipe_of(model, batches[0][0][0][0], balance=cuts[2])
+    optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
+
+    def step():
+        x, t = batches[0][replica][0]
+        loss = pipe.forward_backward(x, target=t, loss_fn=token_loss).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    step()
+    dcp.save(pipe.state_dict(), checkpoint_id=folder)
+    losses, outputs = [step()], None
+    dcp_state = pipe.state_dict()
+    dcp.load(dcp_state, checkpoint_id=folder)
+    pipe.load_state_dict(dcp_state)
+    losses.append(step())
+    if replica:  # the other one does not evaluate
+        pipe.eval()
+        with torch.no_grad():
+            outputs = pipe(batches[1][0][0][0])
+        pipe.train()
+    step()
+    return losses, outputs
+
+
+def test_checkpoints_are_those_of_one_model_and_a_replica_evaluates_by_itself(four_ranks, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        results = four_ranks.run(save_and_evaluate, str(tmp_path))
+        model, batches, _ = model_of(Mixed, UNEVEN)
+        state = model.state_dict()
+        dcp.load(state, checkpoint_id=str(tmp_path), no_dist=True)
+    model.load_state_dict(state)
+    expected = add_plain_gradients(model, [calls[0] for calls in batches[0]], token_loss, 3)
+    for losses, _ in results:
+        assert losses[0] == losses[1] == pytest.approx(expected.item(), rel=1e-5)
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    torch.testing.assert_close(results[3][1], model.eval()(batches[1][0][0][0]).detach(), rtol=1e-4, atol=1e-5)
+    assert [outputs is None for _, outputs in results] == [True, True, True, False]
+
+
 # -- Failures and misuse ---------------------------------------------------------------------------------------------
 
 
@@ -586,3 +634,30 @@ def test_misuse_of_replicas_is_an_error_on_all_ranks(four_ranks):
         for (is_ours, text), word in zip(errors, words, strict=True):
             assert is_ours
             assert word in text
+
+
+def die_in_one_replica(mesh):
+    replica = square_mesh()["data"].get_local_rank()
+    model, batches, cuts = model_of(Mixed, UNEVEN)
+    pipe = pipe_of(model, batches[0][0][0][0], balance=cuts[2], timeout=30.0)
+    x, t = batches[0][replica][0]
+    pipe.forward_backward(x, target=t, loss_fn=token_loss)
+    calls = []
+
+    def loss_fn(out, target):
+        calls.append(1)
+        if replica == 1 and len(calls) == 2:
+            os.kill(os.getpid(), 9)
+        return token_loss(out, target)
+
+    return caught(pipe.forward_backward, x, target=t, loss_fn=loss_fn)
+
+
+def test_a_rank_that_is_gone_is_named_in_all_replicas():
+    with Ranks(4) as ranks:
+        for rank, (_, answer) in enumerate(ranks.try_run(die_in_one_replica, but=(3,))):
+            if rank != 3:
+                kind, text, seconds = answer
+                assert kind is DistributedError
+                assert "rank 1 of replica 1 is gone: its process has ended" in text
+                assert seconds < 15
