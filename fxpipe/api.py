@@ -161,10 +161,11 @@ def pipeline(
             for all), "mean", "sum", "stack"; one for all, a tree like the output, or a dict of some of its fields
             ({"loss": "sum"}). "mean" and "sum" alone are for all outputs without a dimension that holds the batch.
             What you say is taken as it is, and not compared.
-        dynamic_shapes: dimensions of inputs, besides the batch, whose sizes change from batch to batch, said from the
-            start, as in `torch.export`: a dict from inputs to a dict from dimensions to names or `torch.export.Dim`
+        dynamic_shapes: dimensions of inputs whose sizes change from batch to batch, said from the start, as in
+            `torch.export`: a dict from inputs to a dict from dimensions to names or `torch.export.Dim`
             (`{"ids": {1: "length"}, "mask": {1: "length"}}`). Dimensions of one name are of one size; a Dim has a least
-            and a largest. Without it a dimension becomes dynamic when it comes with a second size.
+            and a largest. Without it a dimension becomes dynamic when it comes with a second size; with `Dim.STATIC`
+            it does not. The batch always varies: to name it gives it bounds.
         leaf_modules: names or classes of modules to keep whole: their Python runs for each micro-batch, as one node.
         check: compare each graph with the model on real values before it is used.
         progress: show bars while planning takes long, where stderr is a terminal.

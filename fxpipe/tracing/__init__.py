@@ -88,7 +88,7 @@ def trace(
             model's goes unseen.
         seed: of the random numbers that forward draws and reads (layer drop).
         progress: show bars where it takes long and stderr is a terminal.
-        dynamic_shapes: dimensions besides the batch whose size may differ from the example's: a dict from inputs to a
+        dynamic_shapes: dimensions whose size may differ from the example's: a dict from inputs to a
             dict from dimensions to names or `torch.export.Dim`, as for `fxpipe.pipeline`.
         dynamic: dimensions that may differ as well, as far as forward lets them; `Traced.dynamic` tells which do, and
             why others do not.
@@ -215,8 +215,10 @@ def _find_graph_with_dynamic_sizes(request: TraceRequest) -> Traced:
 def _refuse_fixed_sizes(traced: Traced, wanted: DynamicDims, reasons: Mapping[InputDim, str]) -> None:
     """Raises where a dimension that the user says is dynamic is not. A size of 1 is fixed, as in `torch.export`."""
     for place, dim in wanted.asked.keys() - traced.dynamic.formulas.keys():
+        if traced.in_dims[place] == dim:
+            continue  # the samples, whose number always varies
         leaf = traced.leaves[place]
-        if leaf.shape[dim] > 1 and not is_faked():
+        if leaf.shape[dim] > 1:
             reason = reasons.get((place, dim), f"by {traced.tracer!r} nobody follows sizes")
             raise ArgumentError(
                 f"dynamic_shapes names dimension {dim} of {leaf.path}, which cannot vary: {reason}; leave it out (each "

@@ -37,8 +37,11 @@ class DynamicDims:
     asked: Mapping[InputDim, AskedDim] = field(default_factory=dict)  # those of `dynamic_shapes`
 
     def with_asked(self, asked: Mapping[InputDim, AskedDim]) -> DynamicDims:
-        """These, and those that the user asks for."""
-        return replace(self, dims=self.dims | asked.keys(), asked=asked)
+        """These, and those that the user asks for, but none that is to be static."""
+        dynamic = {dim: one for dim, one in asked.items() if not one.is_static}
+        static = {dim: "dynamic_shapes says that it is static" for dim in self.dims & (asked.keys() - dynamic.keys())}
+        fixed = {**self.fixed, **static}
+        return replace(self, dims=(self.dims | dynamic.keys()) - static.keys(), fixed=fixed, asked=dynamic)
 
     def without(self, dims: Collection[InputDim]) -> DynamicDims:
         return replace(self, dims=self.dims - {*dims})
@@ -73,11 +76,12 @@ class DynamicDims:
 
 @dataclass(frozen=True, slots=True)
 class AskedDim:
-    """A dimension that the user wants to be dynamic: its name, if it has one, its least and its largest size."""
+    """A dimension that the user speaks of: its name, if it has one, its least and its largest size; or it is static."""
 
     name: str = ""
     least: int = 0
     largest: int | None = None
+    is_static: bool = False
 
     @property
     def bounds(self) -> str:
@@ -89,8 +93,8 @@ def parse_dynamic_shapes(
 ) -> dict[InputDim, AskedDim]:
     """Reads `dynamic_shapes`: a dict from inputs to their dynamic dimensions, as `torch.export` takes it.
 
-    A dimension is a name, a `torch.export.Dim`, or one of torch's hints (`Dim.AUTO`, `Dim.DYNAMIC`); None, a number and
-    `Dim.STATIC` leave it as it is.
+    A dimension is a name, a `torch.export.Dim`, or one of torch's hints (`Dim.AUTO`, `Dim.DYNAMIC`, `Dim.STATIC`); None
+    and a number leave it as it is.
 
     Args:
         leaves: of the inputs.
@@ -164,15 +168,17 @@ def _by_dimension(name: str, dims: Any) -> Mapping[Any, Any]:
 def _asked_dim(name: str, dim: int, what: Any) -> AskedDim | None:
     if isinstance(what, str):
         return AskedDim(what)
-    if what is None or (isinstance(what, int) and not isinstance(what, bool)) or what is Dim.STATIC:
+    if what is Dim.STATIC:
+        return AskedDim(is_static=True)
+    if what is None or (isinstance(what, int) and not isinstance(what, bool)):
         return None
     if what is Dim.AUTO or what is Dim.DYNAMIC:
         return AskedDim()
     if isinstance(what, Dim):
         return AskedDim(what.__name__, int(what.min), what.max if isinstance(what.max, int) else None)
     raise ArgumentTypeError(
-        f"dynamic_shapes[{name!r}][{dim}] is {what!r}; expected a name, a torch.export.Dim, Dim.AUTO, Dim.DYNAMIC, or "
-        "None for a fixed size"
+        f"dynamic_shapes[{name!r}][{dim}] is {what!r}; expected a name, a torch.export.Dim, Dim.AUTO, Dim.DYNAMIC, "
+        "Dim.STATIC, or None"
     )
 
 

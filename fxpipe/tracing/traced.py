@@ -133,6 +133,7 @@ class Traced:
     effects: Effects | None = None  # what the nodes share and change
     guards: Guards | None = None  # values that forward read: other ones are another graph
     texts: tuple[SourcePlace, ...] = ()  # where forward made texts of tensors
+    batch_bounds: tuple[int, int | None] = (0, None)  # samples of mini-batches, as the user has it
     has_followed_casts: bool = False  # are there sizes that `int(size)` or `len(tensor)` has returned?
     has_keys_of_sizes: bool = False  # was something looked up by a size, in a cache?
     again: Callable[[Mapping[Any, int]], Traced] | None = None  # records once more, while the graph is being made
@@ -323,6 +324,11 @@ class Traced:
         """
         return self.holds_for_model() and self.holds_for_values(leaves, seed, sizes_of)
 
+    def is_within_bounds(self, batch: int) -> bool:
+        """Returns whether the user allows mini-batches of so many samples."""
+        least, largest = self.batch_bounds
+        return least <= batch and (largest is None or batch <= largest)
+
     def holds_for_model(self) -> bool:
         """Returns whether this is the graph of the model as it is now, whose flags are its own."""
         return (
@@ -353,6 +359,8 @@ class Traced:
         if len(batches) != 1:
             return False
         (batch,) = batches
+        if not self.is_within_bounds(batch):  # nor is any other graph: what is asked for is refused
+            return False
         lengths = self.dynamic.lengths_of(leaves)
         if lengths is None or not self.holds_for(batch, () if sizes_of is None else sizes_of(batch), lengths):
             return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fxpipe.errors import ArgumentError
 from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.guards import extract_guards, refuse_unguardable
 from fxpipe.tracing.model_state import preserve_state
@@ -23,7 +24,7 @@ from fxpipe.tracing.verify.micro_batch_sizes import (
 )
 from fxpipe.tracing.verify.training_equivalence import FirstCalls, check_training_equivalence
 from fxpipe.tracing.verify.written_inputs import refuse_differing_writes, refuse_unwritable_inputs
-from fxpipe.utils.batch_split import micro_batch_sizes
+from fxpipe.utils.batch_split import micro_batch_sizes, rows_per_sample
 
 
 def run_passes(traced: Traced, request: TraceRequest) -> Traced:
@@ -43,6 +44,7 @@ def run_passes(traced: Traced, request: TraceRequest) -> Traced:
     reasons = {} if is_faked() else dict.fromkeys(request.dynamic.dims - dynamic.keys(), why_fixed)
     fixed = {**traced.dynamic.fixed, **reasons}
     traced = replace(traced, dynamic=replace(traced.dynamic.with_asked(request.dynamic), fixed=fixed))
+    traced = replace(traced, batch_bounds=_batch_bounds(traced, request))
     traced = read_untracked_values(traced)
     refuse_unguardable(traced)
     traced = replace(traced, guards=extract_guards(traced))
@@ -55,14 +57,35 @@ def run_passes(traced: Traced, request: TraceRequest) -> Traced:
     traced = replace(traced, compares_micro_batches=must_compare)
     if not holds_for_micro_batches(traced, leaves, sizes, has_out_dims):
         raise OtherMicroBatchesError(traced, leaves, sizes)
-    if traced.dynamic.symbols:
+    if traced.dynamic.symbols and request.is_compared:
         check_dynamic_sizes(traced, leaves, request.dynamic.seen)
     return traced
 
 
+def _batch_bounds(traced: Traced, request: TraceRequest) -> tuple[int, int | None]:
+    """The least and the largest number of samples of a mini-batch that the user allows (`dynamic_shapes`).
+
+    Raises:
+        ArgumentError: the samples and another dimension have one name.
+    """
+    asked = request.dynamic.asked
+    of_samples = [(place, dim) for place, dim in asked if traced.in_dims[place] == dim]
+    names = {asked[key].name: key for key in of_samples if asked[key].name}
+    for (place, dim), one in asked.items():
+        if one.name in names and (place, dim) not in of_samples:
+            raise ArgumentError(
+                f"dynamic_shapes gives dimension {dim} of {traced.leaves[place].path} the name {one.name!r}, which is "
+                f"that of the samples in {traced.leaves[names[one.name][0]].path}: their number is another one in each "
+                "micro-batch; give it a name of its own"
+            )
+    bounds = [(asked[key], rows_per_sample(traced.in_dims[key[0]])) for key in of_samples]
+    least = max((-(-one.least // rows) for one, rows in bounds), default=0)
+    return least, min((one.largest // rows for one, rows in bounds if one.largest is not None), default=None)
+
+
 def _why_sizes_are_fixed(traced: Traced, request: TraceRequest) -> str:
     """Returns why no dimension can be dynamic, if that is so whatever forward does."""
-    if not request.is_compared:
+    if not request.is_compared and not is_faked():  # which has no values to compare, and whose graph only plans
         return "the graph is not compared with the model"
     if traced.again is None:
         return f"by {traced.tracer!r} nobody follows sizes"

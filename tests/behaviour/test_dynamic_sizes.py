@@ -662,7 +662,14 @@ LENGTH = {"x": {1: "length"}}
 
 @pytest.mark.parametrize(
     "dynamic_shapes",
-    [LENGTH, {"x": {1: Dim("length", min=2, max=64)}}, {"x": (None, Dim.DYNAMIC, None)}, {"x": {-2: Dim.AUTO}}],
+    [
+        LENGTH,
+        {"x": {1: Dim("length", min=2, max=64)}},
+        {"x": (None, Dim.DYNAMIC, None)},
+        {"x": {-2: Dim.AUTO}},
+        {"x": {0: Dim("batch"), 1: Dim("length")}},
+        {"x": (Dim.DYNAMIC, Dim.AUTO, Dim.STATIC)},
+    ],
     ids=str,
 )
 def test_a_size_that_is_said_to_be_dynamic_takes_one_graph(dynamic_shapes: Any) -> None:
@@ -680,6 +687,53 @@ def test_a_size_beyond_that_allowed_is_refused() -> None:
         pipe(torch.randn(4, 5, D))
 
 
+def test_a_batch_that_is_named_may_be_of_any_size_within_its_bounds() -> None:
+    options: dict[str, Any] = {"dynamic_shapes": {"x": {0: Dim("batch", min=2, max=8), 1: "length"}}}
+    model = model_of(plainly)
+    with closing(
+        fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2, example_args=(torch.randn(4, 7, D),), **options)
+    ) as pipe:
+        for samples, length in ((8, 7), (3, 5), (2, 9)):
+            x = torch.randn(samples, length, D)
+            torch.testing.assert_close(pipe(x), model(x))
+        assert len(pipe._fxpipe.graphs) == 1
+        for samples in (1, 9):
+            with pytest.raises(ArgumentError, match=f"size {samples} in dimension 0; dynamic_shapes allows 2 to 8"):
+                pipe(torch.randn(samples, 7, D))
+
+
+def test_an_input_without_samples_may_have_a_dynamic_first_dimension() -> None:
+    class Masked(Layers):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return self.last((self.first(x) @ x.mT + mask).softmax(-1) @ x)  # type: ignore[no-any-return]
+
+    def inputs(samples: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(samples, length, D), torch.zeros(length, length).tril()
+
+    model, shapes = Masked(), {"x": {0: "batch", 1: "length"}, "mask": {0: "length", 1: "length"}}
+    with closing(
+        fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2, example_args=inputs(4, 7), dynamic_shapes=shapes)
+    ) as pipe:
+        for samples, length in ((4, 7), (5, 9), (2, 4)):
+            x, mask = inputs(samples, length)
+            torch.testing.assert_close(pipe(x, mask), model(x, mask))
+        assert len(pipe._fxpipe.graphs) == 1
+
+
+def test_a_static_dimension_has_a_graph_for_each_size() -> None:
+    options: dict[str, Any] = {"dynamic_shapes": {"x": {1: Dim.STATIC}}}
+    model = model_of(plainly)
+    with closing(
+        fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2, example_args=(torch.randn(4, 7, D),), **options)
+    ) as pipe:
+        for length in (7, 9, 12, 9):
+            x = torch.randn(4, length, D)
+            torch.testing.assert_close(pipe(x), model(x))
+        assert len(pipe._fxpipe.graphs) == 3
+        reasons = pipe._fxpipe.graphs[-1][0].traced.why
+        assert reasons == ("dimension 1 of x has one graph for each size: dynamic_shapes says that it is static",)
+
+
 @pytest.mark.parametrize(
     ("dynamic_shapes", "message"),
     [
@@ -689,14 +743,21 @@ def test_a_size_beyond_that_allowed_is_refused() -> None:
         ({"x": 1}, "expected a dict from dimensions"),
         ([LENGTH], "expected a dict from the names of inputs"),
         ({"x": {1: "same", 2: "same"}}, "gives both the name 'same'"),
+        ({"x": {0: "same", 1: "same"}}, "no input has a batch dimension"),
         ({"x": {2: "width"}}, "dimension 2 of x, which cannot vary: its size is fixed by"),
     ],
 )
 def test_what_cannot_be_dynamic_is_refused(dynamic_shapes: Any, message: str) -> None:
     with pytest.raises(FxpipeError, match=message):
         fxpipe.pipeline(
-            model_of(plainly), ["cpu"], chunks=2, example_args=(torch.randn(4, 7, D),), dynamic_shapes=dynamic_shapes
+            model_of(plainly), ["cpu"], chunks=2, example_args=(torch.randn(7, 7, D),), dynamic_shapes=dynamic_shapes
         )
+
+
+def test_the_samples_and_another_dimension_cannot_have_one_name() -> None:
+    shapes = {"x": {0: "same", 1: "same"}}
+    with pytest.raises(ArgumentError, match="dimension 1 of x the name 'same', which is that of the samples in x"):
+        fxpipe.plan(model_of(plainly), 1, example_args=(torch.randn(7, 7, D),), in_dims=0, dynamic_shapes=shapes)
 
 
 def test_a_loop_over_a_size_that_is_said_to_be_dynamic_is_refused() -> None:

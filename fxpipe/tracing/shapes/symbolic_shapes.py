@@ -230,10 +230,18 @@ def _run_with_dynamic_sizes(
     dynamic: Mapping[InputDim, str],
     lengths: Collection[InputDim],
 ) -> tuple[Traced, SymbolicRun]:
-    """Runs the graph on symbols; finds `in_dims`, and which dimensions can be dynamic."""
+    """Runs the graph on symbols; finds `in_dims`, and which dimensions can be dynamic.
+
+    What the user says is dynamic and may hold the samples is held to do so first, and dynamic then, unless a dimension
+    that cannot has the same name.
+    """
     reasons: dict[InputDim, str] = {}
+    may_hold = {(place, dim) for place, dim in enumerate(candidates) if dim is not None}
+    names_of_others = set[str]() if sure else {name for key, name in dynamic.items() if key not in may_hold}
+    lengths = {*lengths, *(key for key, name in dynamic.items() if key in may_hold and name in names_of_others)}
+    of_samples = may_hold & dynamic.keys() - lengths
     while True:
-        wanted = {*dynamic} - reasons.keys()
+        wanted = {*dynamic} - reasons.keys() - of_samples
         asked = [None if (p, dim) in wanted.intersection(lengths) else dim for p, dim in enumerate(candidates)]
         sizes = _batch_sizes(traced.leaves, asked)
         try:
@@ -244,6 +252,11 @@ def _run_with_dynamic_sizes(
                     second = run_on_symbols(traced, values, asked, sure, True, wanted)
                     run = second if second.is_free else run
             with_batch = replace(traced, in_dims=_find_batch(traced, asked, run, sure))
+            others = {(place, dim) for place, dim in of_samples if with_batch.in_dims[place] != dim}
+            if others:
+                of_samples -= others
+                lengths |= others
+                continue
             symbols = _own_symbols(traced, run, dynamic)
             return replace(with_batch, dynamic=_dynamic_sizes(with_batch, run, values, symbols, reasons)), run
         except FixedSizeError as error:

@@ -322,6 +322,35 @@ def test_without_a_bound_twice_the_size_is_looked_at() -> None:
     assert [plan.here["s"] for plan in unbounded().at_sizes()] == [4, 8, 16]
 
 
+def test_a_model_without_values_has_the_costs_of_one_with_values_at_all_sizes() -> None:
+    def plan_on(device: str) -> Plan:
+        shapes, ids = {"ids": {0: "batch", 1: "s"}}, IDS.to(device)
+        return fxpipe.plan(model().to(device), 2, example_args=(ids,), dynamic_shapes=shapes, chunks=4, **OPTIONS)
+
+    plan, without_values = plan_on("cpu"), plan_on("meta")
+    assert without_values.sizes == plan.sizes != ()
+    for stage in range(2):
+        assert without_values.memory(stage) == plan.memory(stage)
+        assert without_values.flops(stage, b=2, s=31) == plan.flops(stage, b=2, s=31)
+    longer, other = plan.at(s=31), without_values.at(s=31)
+    assert [stage.activation_bytes for stage in other.stages] == [stage.activation_bytes for stage in longer.stages]
+    assert [stage.seconds for stage in other.stages] == pytest.approx([stage.seconds for stage in longer.stages])
+
+
+def test_a_loop_over_a_size_of_a_model_without_values_is_refused() -> None:
+    class Looping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.stack([self.cell(x[:, t]) for t in range(x.shape[1])], 1)
+
+    x = torch.zeros(2, 5, 4, device="meta")
+    with pytest.raises(ArgumentError, match=r"dimension 1 of x, which cannot vary: .*plain number"):
+        fxpipe.plan(Looping().to("meta"), 1, example_args=(x,), dynamic_shapes={"x": {1: "s"}}, **OPTIONS)
+
+
 def test_a_plan_saved_before_there_were_sizes_is_read(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plan = fxpipe.plan(model(), 2, example_args=(IDS,), chunks=4, **OPTIONS)
