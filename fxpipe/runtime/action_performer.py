@@ -9,8 +9,9 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,7 +20,7 @@ from fxpipe.runtime.caller_context import CallerContext
 from fxpipe.runtime.profiler_ranges import profiler_range
 from fxpipe.runtime.step_record import StepLog, mark_time
 from fxpipe.runtime.transport import Transport
-from fxpipe.scheduling.actions import Action
+from fxpipe.scheduling.actions import Action, ActionKind
 
 
 def action_note(action: Action, stages: int, device: str) -> str:
@@ -31,6 +32,9 @@ def action_note(action: Action, stages: int, device: str) -> str:
 
 class ActionPerformer(ABC):
     """Performs the actions of rows that run side by side; a failure in one of them ends all."""
+
+    # What each kind of action does: a method of the class that derives from this one, of (stage, micro-batch).
+    action_methods: ClassVar[Mapping[ActionKind, Callable[[Any, int, int], None]]] = {}
 
     def __init__(self, devices: Sequence[torch.device], transport: Transport, context: CallerContext):
         """`devices`: by stage; `context`: of the caller."""
@@ -51,10 +55,6 @@ class ActionPerformer(ABC):
     @abstractmethod
     def wait(self, action: Action) -> None:
         """Returns when the action may start, or when the step has failed."""
-
-    @abstractmethod
-    def run_action(self, action: Action) -> None:
-        """Runs an action."""
 
     @abstractmethod
     def pass_on(self, action: Action) -> None:
@@ -96,9 +96,10 @@ class ActionPerformer(ABC):
         self.pass_on(action)
 
     def _timed(self, action: Action) -> None:
-        stream = self._streams[action.stage]
+        kind, j, i = action
+        stream = self._streams[j]
         start, on_core = mark_time(stream), time.thread_time()
-        self.run_action(action)
+        self.action_methods[kind](self, j, i)
         self.log.times[action] = (start, mark_time(stream))
         if stream is None:
             self.log.on_core[action] = time.thread_time() - on_core

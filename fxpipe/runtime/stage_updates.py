@@ -160,6 +160,8 @@ class UpdateStep(ActionPerformer):
 
     def open_all(self) -> None: ...
 
-    def run_action(self, action: Action) -> None:
-        with on_all_streams(self.transport, self.devices, self.devices[action.stage]):
-            self._updates[action.stage]()
+    def update(self, j: int, i: int) -> None:
+        with on_all_streams(self.transport, self.devices, self.devices[j]):
+            self._updates[j]()
+
+    action_methods = {ActionKind.UPDATE: update}  # noqa: RUF012

@@ -170,10 +170,6 @@ class Step(ActionPerformer):
         location = opened.stage.locations.get(node)
         return failure_note(action, len(self.devices), str(self.devices[action.stage]), node, location)
 
-    def run_action(self, action: Action) -> None:
-        kind, j, i = action
-        _ACTION_METHODS[kind](self, j, i)
-
     # -- actions -----------------------------------------------------------------------------------------------------
 
     def forward(self, j: int, i: int) -> None:
@@ -280,11 +276,10 @@ class Step(ActionPerformer):
             total = total + gradient
         return total
 
-
-_ACTION_METHODS: dict[ActionKind, Callable[[Step, int, int], None]] = {
-    ActionKind.FORWARD: Step.forward,
-    ActionKind.RECOMPUTE: Step.recompute,
-    ActionKind.BACKWARD: Step.backward,
-    ActionKind.WEIGHT: Step.weight_gradients,
-    ActionKind.UPDATE: Step.update,
-}
+    action_methods = {  # noqa: RUF012
+        ActionKind.FORWARD: forward,
+        ActionKind.RECOMPUTE: recompute,
+        ActionKind.BACKWARD: backward,
+        ActionKind.WEIGHT: weight_gradients,
+        ActionKind.UPDATE: update,
+    }
