@@ -22,7 +22,10 @@ The model of it is simple, and rather too slow than too fast:
 - An all-reduce is the faster of a ring and a double binary tree, as NCCL chooses (src/graph/tuning.cc): with n devices
   a ring moves 2 (n - 1) / n of the bytes over each link in 2 (n - 1) steps, each of which takes a latency; a tree all
   of them twice, along the devices of each node and in 2 log2(nodes) steps between nodes.
-- Reductions and transfers of the pipeline do not slow each other down, nor does a reduction slow computation.
+- Reductions and transfers of the pipeline do not slow each other down, nor does a reduction slow computation. Where
+  values are handed over within a node (CPUs), gradients are reduced as fast as between nodes.
+- Values and gradients take the links of the hardware; where a backend sends through the memory of the host instead, as
+  gloo does, they take longer. Each replica has all of its optimizer's state, and buckets take no memory of a device.
 """
 
 from __future__ import annotations

@@ -353,6 +353,7 @@ def prepare_given_plan(traced: Traced, asked: Plan, batch: int, settings: Settin
         placement=settings.placement,
         batch=batch,
         processes=settings.processes,
+        cluster=asked.cluster if settings.processes or not asked.is_over_processes else None,
     )
     is_reordered = names != [node.name for node in traced.nodes]
     return PreparedGraph(plan, reordered, program, settings, is_reordered, starts)

@@ -199,6 +199,13 @@ def test_a_plan_for_several_nodes_does_not_run_on_the_devices_of_one():
             HARDWARE["cpu"], nodes=2, devices_per_node=2)))  # fmt: skip
 
 
+def test_in_one_process_a_plan_of_replicas_is_that_of_one():
+    plan = planned(data_parallel=2, hardware=replace(HARDWARE["cpu"], devices_per_node=4), stages=2)
+    with fxpipe.pipeline(deep(), plan=plan, example_args=(torch.zeros(32, 64),)) as pipe:
+        assert (pipe.plan.data_parallel, pipe.plan.batch) == (1, 32)
+        assert fxpipe.simulate(pipe.plan).reductions == ()
+
+
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
