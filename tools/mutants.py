@@ -591,6 +591,42 @@ SCHEDULING = (
 
 SIMULATION = (
     Mutant(
+        "cluster.py",
+        "2 * (n - 1) * (self.hop + each / n)",
+        "2 * n * (self.hop + each / n)",
+        "unit/test_cluster.py::test_a_ring_moves_2_n_minus_1_of_n_of_the_bytes",
+    ),
+    Mutant(
+        "cluster.py",
+        " / max(used.values())",
+        "",
+        "unit/test_cluster.py::test_replicas_that_send_over_one_adapter_at_once_share_it",
+    ),
+    Mutant(
+        "simulation/reductions.py",
+        "        free = end\n",
+        "        free = 0.0\n",
+        "unit/simulation/test_reductions.py::test_stages_on_one_device_reduce_one_after_the_other",
+    ),
+    Mutant(
+        "simulation/events.py",
+        "return ActionKind.BACKWARD if self.recomputes_late and kind is ActionKind.RECOMPUTE else kind",
+        "return kind",
+        "unit/plans/test_plan_packets.py::test_recomputation_runs_within_backward_once_the_gradient_has_come",
+    ),
+    Mutant(
+        "planning/describe_cut.py",
+        "        handling=MESSAGE_SECONDS,\n",
+        "",
+        "unit/plans/test_plan_packets.py::test_the_tuner_knows_what_a_message_costs",
+    ),
+    Mutant(
+        "rewriting/relay_routes.py",
+        "return routes.placement[cut + 1] not in {routes.rank(user) for user in users}",
+        "return False",
+        "unit/plans/test_plan_packets.py::test_packets_have_all_that_crosses_a_cut_and_what_of_it_is_relayed",
+    ),
+    Mutant(
         "simulation/events.py",
         "self._put(free if came is None else max(free, came.arrived), _BEGIN, device)",
         "self._put(free if came is None else came.arrived, _BEGIN, device)",
