@@ -107,12 +107,23 @@ class Subject:
             example_kwargs=self.real.kwargs,
             schedule="1f1b",
             checkpoint="never",
+            loss_fn=self.real.loss_fn,
+            target=self.real.target,
         )
 
     def measure(self, is_kept: bool) -> None:
         """A round; the first ones warm up, and are not kept."""
         real, smallest = self.real, min(self.samples.values())
-        profile = fxpipe.profile(self.traced, real.args, real.kwargs, micro_batch=smallest, threads=1)
+        profile = fxpipe.profile(
+            self.traced,
+            real.args,
+            real.kwargs,
+            micro_batch=smallest,
+            threads=1,
+            workers=WORKERS,
+            loss_fn=real.loss_fn,
+            target=real.target,
+        )
         for chunks, found in self.found.items():
             work: Work = {}
             measured = self._measure(chunks, profile, work)
@@ -172,7 +183,10 @@ def with_seconds(plan: Plan, profile: Profile, samples: int) -> Plan:
         forward = sum(costs[name].forward.at(samples) for name in (*stage.nodes, *stage.copies))
         backward = sum(costs[name].backward.at(samples) for name in stage.nodes)
         stages.append(replace(stage, forward_seconds=forward, backward_seconds=backward))
-    return replace(plan, stages=tuple(stages))
+    if profile.loss is not None:
+        of_loss = (profile.loss.forward + profile.loss.backward).at(samples)
+        stages[-1] = replace(stages[-1], loss_seconds=of_loss)
+    return replace(plan, stages=tuple(stages), contention=profile.contention)
 
 
 def measure_rounds(subjects: dict[str, Subject], rounds: int, warm_up: int = 1) -> None:

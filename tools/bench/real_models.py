@@ -79,10 +79,24 @@ def make_diffusion(batch: int) -> RealModel:
     return RealModel(model, layer, noise, lambda output, y: F.mse_loss(output.sample, y), (images, times))
 
 
+def make_gpt2(batch: int) -> RealModel:
+    """GPT-2 small, without its dropout: weights that no cache holds, and 50,257 words."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    tokens, target = torch.randint(config.vocab_size, (2, batch, 64)).unbind()
+
+    def loss_fn(output: Any, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.logits.flatten(0, 1), target.flatten())
+
+    return RealModel(GPT2LMHeadModel(config), r"transformer\.h\.\d+", target, loss_fn, (tokens,))
+
+
 REAL_MODELS: dict[str, Callable[[int], RealModel]] = {
     "gpt": lambda batch: of_workload(make_gpt(batch), r"blocks\.\d+"),
     "unet": lambda batch: of_workload(make_unet(batch), r"(down|up)\.\d+\.\d+|(bottom|grow)\.\d+"),
     "t5": make_t5,
     "resnet": make_resnet,
     "diffusion": make_diffusion,
+    "gpt2": make_gpt2,
 }
