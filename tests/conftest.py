@@ -38,9 +38,9 @@ def pytest_report_header() -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if devices.is_simulated():  # which a process has for good: it runs nothing else
-        others = [item for item in items if not item.get_closest_marker("simulated")]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item.get_closest_marker("simulated")]
+        here = [item for item in items if any(map(item.get_closest_marker, ("simulated", "anywhere")))]
+        config.hook.pytest_deselected(items=[item for item in items if item not in here])
+        items[:] = here
         if reason := devices.why_not_simulated():
             for item in items:
                 item.add_marker(pytest.mark.skip(reason=reason))

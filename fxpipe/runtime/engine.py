@@ -37,7 +37,7 @@ from fxpipe.runtime.stage_updates import OverlappedUpdates, UpdateStep, actions_
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.step_inputs import MicroBatch, StepInputs
 from fxpipe.runtime.step_record import StepLog, StepRecord, step_record_of
-from fxpipe.runtime.transport import leaves_on_device
+from fxpipe.runtime.transport import Transport, leaves_on_device
 from fxpipe.scheduling import backward_part, forward_part, make_schedule, with_updates
 from fxpipe.scheduling.actions import ActionKind, Rows, Schedule
 from fxpipe.utils.batch_split import rows_of_inputs, samples_per_micro_batch
@@ -71,6 +71,7 @@ class Engine:
         self._loss_histories = LossHistories()
         self._busy = threading.Lock()
         self._runner: int | None = None  # the thread that runs a step
+        self._transport: Transport | None = None  # of the step that runs
         _engines.add(self)
 
     @contextmanager
@@ -89,8 +90,13 @@ class Engine:
             self._caller_context = CallerContext.now()
             with self._caller_context.suspended():
                 yield
+        except BaseException:
+            if acquired and self._transport is not None:
+                self._transport.settle()  # what a step that fails has sent is given back behind its copies, too
+            raise
         finally:
             if acquired:
+                self._transport = None
                 self._runner, self._caller_context = None, CallerContext()
                 self._busy.release()
 
@@ -117,6 +123,7 @@ class Engine:
     def _run_rows(self, step: Step, schedule: Schedule, rows: Rows) -> None:
         """Runs rows, all of the schedule's or a part, and keeps the notes of what they did."""
         step.log.begun.append(time.perf_counter())
+        self._transport = step.transport
         self.executor.run(step, rows)
         self._note_step(step, schedule)
 

@@ -370,10 +370,7 @@ class Transport:
         del done  # not under the lock: whatever depends on a tensor may run now
 
     def settle(self) -> None:
-        """Ends a part of a step: all that was sent may be given back, or be written to by the caller.
-
-        A step that fails needs no settling: then nobody reads what its copies have read.
-        """
+        """Ends a part of a step, also of one that fails: all that was sent may be given back, or be written to."""
         for (source, target), held in self._held.items():
             if not held:
                 continue

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
 
 @dataclass
@@ -65,3 +67,8 @@ def workers(count: int) -> list[str]:
     """Returns devices for a pipe that may run anywhere: workers on the CPU, in a simulated session its devices."""
     machine = _session.machine
     return ["cpu"] * count if machine is None else [f"sim:{index % machine.device_count}" for index in range(count)]
+
+
+def last_device(pipe: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Makes a function that brings a tensor to where the pipe's outputs are."""
+    return lambda tensor: tensor.to(pipe.plan.devices[-1])

@@ -118,7 +118,7 @@ def accumulate_gradients(
 def assert_same_gradients(ours: nn.Module, plain: nn.Module, loose: Sequence[str] = ()) -> None:
     """Every gradient by name: bit for bit, those of `loose` within a tolerance."""
     want = {name: p.grad for name, p in plain.named_parameters()}
-    have = {name: p.grad for name, p in ours.named_parameters()}
+    have = {name: p.grad if p.grad is None else p.grad.cpu() for name, p in ours.named_parameters()}
     assert list(have) == list(want)
     for name, gradient in want.items():
         if gradient is None:
@@ -134,7 +134,7 @@ def assert_same_gradients(ours: nn.Module, plain: nn.Module, loose: Sequence[str
 
 def assert_same_state(ours: nn.Module, plain: nn.Module, *, exact: bool = True) -> None:
     """Every parameter and buffer by name."""
-    want, have = plain.state_dict(), ours.state_dict()
+    want, have = plain.state_dict(), {name: value.cpu() for name, value in ours.state_dict().items()}
     assert list(have) == list(want)
     for name, value in want.items():
         if exact:
