@@ -23,7 +23,7 @@ from fxpipe.utils.units import count_text, human_bytes, parse_count
 
 # Evenness that no cut of a large model comes by: what could be shorter by less, with perfect stages, is not cut.
 LEAST_GAIN_OF_REPLICATION = 0.1
-FORWARDS_OF_REPLICA = 2**14  # that are simulated where there are other numbers of replicas: some tenths of a second
+FORWARDS_OF_REPLICA = 2**12  # that are simulated where there are other numbers of replicas: a tenth of a second
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,7 @@ def tune(
     Not tried: "looped_bfs" and "hanayo" unless `schedules` names them, since others are as short and keep no more;
     other orders of the devices, and fewer of them; cuts by hand and pins (for them write chunks="auto",
     schedule="auto" in `fxpipe.pipeline`); numbers of micro-batches in between, and more than 32 for each device
-    unless nothing fits otherwise; more than 16,384 forwards of one replica where replicas may be fewer or more;
+    unless nothing fits otherwise; more than 4,096 forwards of one replica where replicas may be fewer or more;
     recomputing where a candidate fits as it is, or would be slower than the best even with all the memory it likes.
     Nor is a candidate cut that would be slower than the best even with all work shared out evenly and nothing to
     send; its row says so. The choice depends on the profile and nothing else: the same profile, the same choice.
