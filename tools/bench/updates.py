@@ -30,11 +30,12 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     workload = make_gpt(BATCH)
     torch.set_num_threads(WORKERS)  # of which each worker has one
+    plan = fxpipe.plan(workload.model, WORKERS, example_args=(workload.input,), chunks=CHUNKS, hardware="cpu")
     with ExitStack() as stack:
 
         def pipe() -> fxpipe.Pipeline:
             model = copy.deepcopy(workload.model)
-            made = fxpipe.pipeline(model, ["cpu"] * WORKERS, CHUNKS, example_args=(workload.input,), progress=False)
+            made = fxpipe.pipeline(model, ["cpu"] * WORKERS, plan=plan, example_args=(workload.input,), check=False)
             return stack.enter_context(made)
 
         def train(one: fxpipe.Pipeline, optimizer: StageOptimizer | None = None) -> None:
@@ -56,8 +57,9 @@ def main() -> None:
         overlapping = StageOptimizer(others[2], torch.optim.AdamW, overlap=True)
         updates = run_rounds(
             {
+                "one optimizer, one core": Contestant(plain.step, 1),
                 "one optimizer, both cores in each operation": Contestant(plain.step, WORKERS),
-                "StageOptimizer": Contestant(by_stage.step, WORKERS),
+                "StageOptimizer, a core for each stage": Contestant(by_stage.step, 1),
             },
             rounds,
             "updates",
@@ -65,12 +67,12 @@ def main() -> None:
         steps = run_rounds(
             {
                 "whole step, one optimizer": Contestant(
-                    train_and_step(others[0], torch.optim.AdamW(others[0].parameters())), WORKERS
+                    train_and_step(others[0], torch.optim.AdamW(others[0].parameters())), 1
                 ),
                 "whole step, StageOptimizer": Contestant(
-                    train_and_step(others[1], StageOptimizer(others[1], torch.optim.AdamW)), WORKERS
+                    train_and_step(others[1], StageOptimizer(others[1], torch.optim.AdamW)), 1
                 ),
-                "whole step, overlap=True": Contestant(lambda: train(others[2], overlapping), WORKERS),
+                "whole step, overlap=True": Contestant(lambda: train(others[2], overlapping), 1),
             },
             rounds,
             "steps",
