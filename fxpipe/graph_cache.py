@@ -17,7 +17,7 @@ from fxpipe._torch import torch_pytree as pytree
 from fxpipe.planning import PreparedGraph
 from fxpipe.runtime import BoundProgram
 from fxpipe.tracing.cache_key import GraphKey
-from fxpipe.tracing.dynamic_sizes import DynamicDims, InputDim
+from fxpipe.tracing.dynamic_sizes import TOO_LONG, DynamicDims, InputDim
 from fxpipe.tracing.traced import Traced
 
 CachedGraph = tuple[PreparedGraph, BoundProgram]
@@ -97,7 +97,12 @@ class GraphCache:
         """Returns the dimensions that came with another size before, and may be dynamic in another graph."""
         known = [prepared.traced for prepared, _ in self.entries if prepared.traced.key.inputs == inputs.key.inputs]
         tried = [traced.dynamic.fixed for traced in known if traced.key == inputs.key]
-        fixed = {dim: why for dims in tried for dim, why in dims.items() if sum(dim in d for d in tried) >= ATTEMPTS}
+        fixed = {
+            dim: why
+            for dims in tried
+            for dim, why in dims.items()
+            if why.startswith(TOO_LONG) or sum(dim in d for d in tried) >= ATTEMPTS
+        }
         seen = tuple(map(_sizes, known))
         varying = {
             (place, dim)

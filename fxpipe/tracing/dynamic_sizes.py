@@ -183,6 +183,7 @@ def _asked_dim(name: str, dim: int, what: Any) -> AskedDim | None:
 
 
 NO_DYNAMIC_DIMS = DynamicDims()
+TOO_LONG = "torch takes too long to follow it"  # why a dimension is fixed; it would at any other size as well
 
 # Names that figures take for something else than a size (`plan.memory(1, b=8)`, `fxpipe.simulate(plan, chunks=4)`).
 TAKEN_NAMES = frozenset(

@@ -145,6 +145,16 @@ def positions_cached_but_for_compilers(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.last(m.first(x) + positions(x.shape[1]))
 
 
+@functools.lru_cache(maxsize=8)
+def cached_factor(length: int) -> float:
+    return (length % 3 + 1) / 2
+
+
+def factor_cached_but_for_compilers(m: Any, x: torch.Tensor) -> torch.Tensor:
+    factor = cached_factor.__wrapped__ if torch.compiler.is_compiling() else cached_factor
+    return m.last(m.first(x) * factor(x.shape[1] // 8))
+
+
 def branch_on_a_size(m: Any, x: torch.Tensor) -> torch.Tensor:
     h = m.first(x)
     return m.last(h * 2 if x.shape[1] > 10 else h)
@@ -327,6 +337,7 @@ ANY_SIZE = (
     linear_ramp,
     leaf_that_halves,
     positions_cached_but_for_compilers,
+    factor_cached_but_for_compilers,
     length_of_a_sample,
     size_as_a_float,
 )
@@ -544,6 +555,18 @@ def test_formulas_that_take_torch_too_long_leave_a_graph_for_each_size(monkeypat
             pipe(torch.randn(4, length, D))
         assert len(pipe._fxpipe.graphs) == 3
         assert any("torch takes too long to follow it" in why for why in pipe.plan.why)
+
+
+def test_what_takes_torch_too_long_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxpipe.tracing.shapes.symbolic_run.PATIENCE", 0.0)
+    with closing(
+        fxpipe.pipeline(model_of(plainly), ["cpu", "cpu"], chunks=2, example_args=(torch.randn(4, 5, D),))
+    ) as pipe:
+        pipe(torch.randn(4, 6, D))
+        monkeypatch.undo()
+        for length in (7, 8):
+            pipe(torch.randn(4, length, D))
+        assert len(pipe._fxpipe.graphs) == 4
 
 
 def test_the_plan_says_why_a_size_is_not_dynamic() -> None:

@@ -30,7 +30,7 @@ from fxpipe._torch.fake_tensor_mode import FakeTensorMode
 from fxpipe._torch.shape_env import LocalSource, QuietShapeEnv, enable_python_dispatcher
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.errors import TraceError
-from fxpipe.tracing.dynamic_sizes import FixedSizeError, InputDim
+from fxpipe.tracing.dynamic_sizes import TOO_LONG, FixedSizeError, InputDim
 from fxpipe.tracing.interpreter import run_node_without_grad
 from fxpipe.tracing.model_state import preserve_rng
 from fxpipe.tracing.node_arguments import named_arguments
@@ -312,7 +312,7 @@ class _Attempt:
         """Raises where torch takes too long over formulas of dynamic sizes (windows of patches of patches)."""
         if self.dynamic and time.thread_time() - self.start > PATIENCE:
             raise FixedSizeError(
-                f"torch takes too long to follow it ({PATIENCE:.0f} s up to {info(node).source or 'an input'})",
+                f"{TOO_LONG} ({PATIENCE:.0f} s up to {info(node).source or 'an input'})",
                 frozenset(self.dynamic),
             )
 
