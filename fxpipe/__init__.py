@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fxpipe.api import pipeline
     from fxpipe.hardware import Hardware
     from fxpipe.partitioning import partition
-    from fxpipe.pipeline_module import Pipeline
+    from fxpipe.pipeline_module import Pipeline, unwrap
     from fxpipe.planning import plan
     from fxpipe.plans import Plan
     from fxpipe.plans.simulate_plan import simulate
@@ -47,6 +47,7 @@ _HOMES = {
     "simulate": "fxpipe.plans.simulate_plan",
     "trace": "fxpipe.tracing",
     "tune": "fxpipe.tuning.tuner",
+    "unwrap": "fxpipe.pipeline_module",
 }
 
 __all__ = [
@@ -66,6 +67,7 @@ __all__ = [
     "simulate",
     "trace",
     "tune",
+    "unwrap",
 ]
 
 

@@ -196,7 +196,7 @@ def pipeline(
     """
     options = PipelineOptions.among(locals(), but=("data_parallel",))  # which has ranks here
     if isinstance(model, Pipeline):
-        raise ArgumentTypeError("model is a Pipeline already; give the model it was made from: pipe.model")
+        raise ArgumentTypeError("model is a Pipeline already; give the model it was made from: fxpipe.unwrap(pipe)")
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     if not isinstance(example_args, tuple):

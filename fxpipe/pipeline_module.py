@@ -9,11 +9,12 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
-from fxpipe._torch.module_internals import share_tensors
+from fxpipe._torch.module_internals import STORE_NAMES
 from fxpipe.config.micro_batches import parse_micro_batches
-from fxpipe.config.parse import parse_switch
+from fxpipe.config.parse import parse_compile, parse_switch
 from fxpipe.config.pipeline_options import Settings
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
+from fxpipe.pipeline_class import NOT_COMPILED, SLOTS, class_of_model, pipeline_class, set_up
 from fxpipe.pipeline_state import PipelineState
 from fxpipe.plans import Plan
 from fxpipe.plans.display import plan_html
@@ -79,9 +80,24 @@ def _stage_content(plan: Plan, stage: int) -> str:
 class Pipeline(nn.Module):
     """A model that runs as a pipeline. Made by `fxpipe.pipeline`.
 
-    It shares the model's parameters, buffers and children, so that `state_dict`, `parameters`, `train`, `eval` and
-    `requires_grad_` are the model's own.
+    It is a model of its model's class (`fxpipe.pipeline_class`): attributes, properties, methods, items and
+    `isinstance` are the model's, and methods that call the model call the pipe. Beside them it has what stands here.
+    `fxpipe.unwrap(pipe)` is the model without the pipeline.
     """
+
+    __slots__ = ()
+    _fxpipe: PipelineState
+    _fxpipe_model: nn.Module
+
+    def __new__(cls, model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        kind = class_of_model(cls)
+        if kind is None:
+            return object.__new__(pipeline_class(cls, type(model)))
+        # A method of the model's class makes another model: `pipe[:2]`, `pipe.from_pretrained(...)`.
+        return kind(*args, **kwargs) if model is None else kind(model, *args, **kwargs)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Does what the model's class does for its subclasses for none that is made here."""
 
     def __init__(
         self,
@@ -91,15 +107,17 @@ class Pipeline(nn.Module):
         executor: Executor | None = None,
         state: PipelineState | None = None,
     ):
-        own = self.__dict__
-        own["_model"] = model  # not a child: its children are this module's own
-        super().__init__()
-        share_tensors(self, model)
-        own["_fxpipe"] = state or PipelineState(model, settings, plan, executor or executor_for(settings.workers))
+        set_up(self, model)
+        state = state or PipelineState(model, settings, plan, executor or executor_for(settings.workers))
+        object.__setattr__(self, "_fxpipe", state)
 
     # -- Running -----------------------------------------------------------------------------------------------------
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    @torch.compiler.disable(reason=NOT_COMPILED)  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return nn.Module.__call__(self, *args, **kwargs)  # that of the model's class, if it has one, is in the graph
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a mini-batch, which runs through the stages in micro-batches.
 
         Its backward runs once. Where the model takes its loss itself, that is the mini-batch's, also where
@@ -107,9 +125,9 @@ class Pipeline(nn.Module):
         Where it does not (a module kept whole), such a batch is a LossError, and so is any without gradients, which
         would not show it; unless you say how the loss goes together: `out_dims={"loss": "sum"}`.
         """
-        if not user_hooks_of(self.model):
+        if not user_hooks_of(self._fxpipe_model):
             return self._run(*args, **kwargs)
-        return run_with_user_hooks(self.model, self._run, args, kwargs)
+        return run_with_user_hooks(self._fxpipe_model, self._run, args, kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         inside = self._fxpipe
@@ -146,6 +164,7 @@ class Pipeline(nn.Module):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, Any]: ...
 
+    @torch.compiler.disable(reason=NOT_COMPILED)  # type: ignore[untyped-decorator]  # the overloads are typed
     def forward_backward(
         self,
         *args: Any,
@@ -230,7 +249,7 @@ class Pipeline(nn.Module):
             raise ArgumentError("micro_batches and inputs or a target beside them: these are in the micro-batches")
         calls = None if micro_batches is None else parse_micro_batches(micro_batches)
         check_loss_function(loss_fn, target if calls is None else calls[0].target or None)
-        check_can_train(self.model)
+        check_can_train(self._fxpipe_model)
         check_optimizer(optimizer, self, grad_scaler)
         inside, function = self._fxpipe, loss_fn or model_loss
         overlapping = optimizer if optimizer is not None and optimizer.overlap else None
@@ -261,6 +280,19 @@ class Pipeline(nn.Module):
             optimizer.zero_grad()
         return (loss, outputs) if return_outputs else loss
 
+    def compile(self, **options: Any) -> None:
+        """Compiles the stages from the next step on, each in its worker: the `compile=` of `fxpipe.pipeline`.
+
+        Args:
+            options: keywords of `torch.compile`.
+
+        Raises:
+            ArgumentError: torch.compile has no such keyword, or a stage cannot have it.
+        """
+        inside = self._fxpipe
+        with inside.engine.running():
+            inside.compile_stages(parse_compile(options or True))
+
     # -- Plan and step records ---------------------------------------------------------------------------------------
 
     @property
@@ -275,10 +307,13 @@ class Pipeline(nn.Module):
         return plan
 
     @property
-    def model(self) -> nn.Module:
-        """The model that was given."""
-        model: nn.Module = self.__dict__["_model"]
-        return model
+    def model(self) -> Any:
+        """The model that was given; where that has a child or an attribute `model` itself, this is it."""
+        own = self.__dict__
+        for names in (own, *(own[store] for store in STORE_NAMES)):
+            if "model" in names:
+                return names["model"]
+        return self._fxpipe_model
 
     @property
     def last_step(self) -> StepRecord | None:
@@ -293,11 +328,16 @@ class Pipeline(nn.Module):
         """
         return self._fxpipe.engine.last_step
 
+    __repr__ = nn.Module.__repr__
+
+    def _get_name(self) -> str:
+        return type(self).__mro__[1].__name__  # that of the model's class is the same as the model's
+
     def extra_repr(self) -> str:
-        return "\n".join(pipeline_lines(type(self.model).__name__, self._fxpipe.settings, self._fxpipe.plan))
+        return "\n".join(pipeline_lines(type(self._fxpipe_model).__name__, self._fxpipe.settings, self._fxpipe.plan))
 
     def _repr_html_(self) -> str:
-        return pipeline_html(type(self.model).__name__, self._fxpipe.settings, self._fxpipe.plan)
+        return pipeline_html(type(self._fxpipe_model).__name__, self._fxpipe.settings, self._fxpipe.plan)
 
     # -- Lifecycle ---------------------------------------------------------------------------------------------------
 
@@ -317,37 +357,42 @@ class Pipeline(nn.Module):
         self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
-        copied = Pipeline(copy.deepcopy(self.model, memo), self._fxpipe.asked, self._fxpipe.given_plan)
+        copied = Pipeline(copy.deepcopy(self._fxpipe_model, memo), self._fxpipe.asked, self._fxpipe.given_plan)
         copied._fxpipe.checks_evaluation = self._fxpipe.checks_evaluation
         return copied
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return self.__reduce__()  # the model's class may have one
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return Pipeline, (self.model, self._fxpipe.asked, self._fxpipe.given_plan)
+        return Pipeline, (self._fxpipe_model, self._fxpipe.asked, self._fxpipe.given_plan)
 
     # -- Access as to the model --------------------------------------------------------------------------------------
 
-    @property
-    def _fxpipe(self) -> PipelineState:
-        inside: PipelineState = self.__dict__["_fxpipe"]
-        return inside
+    def __getattr__(self, name: str) -> Any:
+        if name in SLOTS:  # it is not set up
+            raise AttributeError(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if hasattr(type(self._fxpipe_model), name):  # another than it was: parametrized
+                return getattr(self._fxpipe_model, name)
+            raise
 
-    @property
-    def training(self) -> bool:
-        return self.model.training
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        if "_fxpipe" in self.__dict__:  # not while nn.Module sets itself up
-            self.model.training = mode
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(type(self._fxpipe_model), name) and not hasattr(type(self), name):
+            setattr(self._fxpipe_model, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model.state_dict(*args, **kwargs)
+        return self._fxpipe_model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model.load_state_dict(*args, **kwargs)
+        return self._fxpipe_model.load_state_dict(*args, **kwargs)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Pipeline:
-        for tensor in _one_tensor_per_device(self.model):
+        for tensor in _one_tensor_per_device(self._fxpipe_model):
             moved = fn(tensor.new_empty(0)).device
             if not has_values(tensor):
                 continue  # it gets some
@@ -356,9 +401,17 @@ class Pipeline(nn.Module):
                     f"a pipe cannot be moved to {moved}: its devices are given to fxpipe.pipeline(model, "
                     "devices=[...]); casts of the dtype (.half(), .to(torch.bfloat16)) are fine"
                 )
-        self.model._apply(fn, recurse)
+        self._fxpipe_model._apply(fn, recurse)
         self._fxpipe.graphs.clear()  # recorded with the old dtypes
         return self
+
+
+def unwrap(model: nn.Module) -> Any:
+    """Returns the model that a pipe runs, without the pipeline; any other module as it is.
+
+    The two share all they have. `pipe.model` is the same where the model has no child or attribute of that name.
+    """
+    return model._fxpipe_model if isinstance(model, Pipeline) else model
 
 
 def _one_tensor_per_device(model: nn.Module) -> Iterator[torch.Tensor]:

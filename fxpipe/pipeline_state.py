@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -109,6 +109,13 @@ class PipelineState:
         settings = replace(prepared.settings, loss=None)
         self.first, self.plan = replace(prepared, settings=settings), prepared.plan
         self.settings, self.asked = settings, replace(self.asked, loss=None)
+
+    def compile_stages(self, options: Mapping[str, Any] | None) -> None:
+        """Makes stages be compiled; graphs are recorded again, each when it is needed next."""
+        self.settings, self.asked = (replace(one, compile=options) for one in (self.settings, self.asked))
+        if self.first is not None:
+            self.first = replace(self.first, settings=self.settings)
+        self.graphs.clear()
 
     def settle(self) -> None:
         """Moves the model's tensors to where the stages want them, should something else have moved them away."""

@@ -18,17 +18,20 @@ MODULE_DICT_KEYS = frozenset(nn.Module().__dict__)  # what every module keeps in
 STORE_NAMES = ("_parameters", "_buffers", "_modules")  # its tensors and its children
 HOOK_STORE_NAMES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 COMPILED_CALL = "_compiled_call_impl"  # in its `__dict__`: what runs in place of it where `module.compile()` was called
+CALL_NAMES = (  # attributes that belong to a call of the module itself
+    *HOOK_STORE_NAMES,
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+    "_is_full_backward_hook",
+    COMPILED_CALL,
+)
 GUARDS_MODULE = "_guards_fn"  # the end of the name of a module that export puts its checks into
 
 require_attributes(
     nn.Module(),
     *STORE_NAMES,
-    *HOOK_STORE_NAMES,
-    "_non_persistent_buffers_set",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs",
-    "_is_full_backward_hook",
-    COMPILED_CALL,
+    *CALL_NAMES,
 )
 
 
@@ -62,10 +65,10 @@ def with_metadata(entries: dict[str, Any], state_dict: Mapping[str, Any]) -> dic
     return result
 
 
-def share_tensors(module: nn.Module, model: nn.Module) -> None:
-    """Gives `module` the parameters, buffers and children of `model`: the same dicts, whatever becomes of them."""
-    for name in (*STORE_NAMES, "_non_persistent_buffers_set"):
-        module.__dict__[name] = model.__dict__[name]
+def new_call_state() -> dict[str, Any]:
+    """Returns what a new module has of `CALL_NAMES`: no hooks, and nothing compiled."""
+    module = nn.Module()
+    return {name: getattr(module, name) for name in CALL_NAMES}
 
 
 def hook_stores(module: nn.Module) -> tuple[dict[int, Any], ...]:

@@ -76,13 +76,15 @@ class DistributedPipeline(Pipeline):
     of the first replica's first stage. Evaluation is each replica's own.
     """
 
+    __slots__ = ()
+
     def __init__(self, model: nn.Module, settings: Settings, state: RankState, outputs: str):
-        self.__dict__["_outputs"] = outputs
+        state.outputs = outputs
         super().__init__(model, settings, state=state)
 
     # -- Running -----------------------------------------------------------------------------------------------------
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a mini-batch, without gradients.
 
         Inputs are looked at on the rank of the first stage (`needs_inputs`), and may be left out or None elsewhere.
@@ -98,7 +100,7 @@ class DistributedPipeline(Pipeline):
         state = self._state
         state.check_open()
         with state.engine.running(), state.group.together():
-            if hooks := user_hooks_of(self.model):
+            if hooks := user_hooks_of(self._fxpipe_model):
                 raise StateError(
                     f"the model has the hook {hooks[0]!r}, which sees its inputs and outputs, and these are on "
                     "different processes; remove it (hook.remove()), or put it on a module inside"
@@ -152,7 +154,7 @@ class DistributedPipeline(Pipeline):
             check_scaler(grad_scaler)
             parse_switch("return_outputs", return_outputs)
             check_loss_function(loss_fn, target)
-            check_can_train(self.model)
+            check_can_train(self._fxpipe_model)
             check_optimizer(optimizer, self, grad_scaler)
             if optimizer is not None and not state.engine.replicas.is_synced:
                 raise ArgumentError(
@@ -232,7 +234,7 @@ class DistributedPipeline(Pipeline):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         own = self._own()
-        for name, parameter in self.model.named_parameters(prefix, recurse, remove_duplicate):
+        for name, parameter in self._fxpipe_model.named_parameters(prefix, recurse, remove_duplicate):
             if id(parameter) in own:
                 yield name, parameter
 
@@ -240,7 +242,7 @@ class DistributedPipeline(Pipeline):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
         own = self._own()
-        for name, buffer in self.model.named_buffers(prefix, recurse, remove_duplicate):
+        for name, buffer in self._fxpipe_model.named_buffers(prefix, recurse, remove_duplicate):
             if id(buffer) in own:
                 yield name, buffer
 
@@ -251,9 +253,9 @@ class DistributedPipeline(Pipeline):
         """
         own, state = self._own(), self._state
         keep = kwargs.pop("keep_vars", False)
-        full = self.model.state_dict(*args, keep_vars=True, **kwargs)
+        full = self._fxpipe_model.state_dict(*args, keep_vars=True, **kwargs)
         # What is no tensor of the model (the extra state of a module) goes with the first stage.
-        known = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
+        known = {id(tensor) for tensor in (*self._fxpipe_model.parameters(), *self._fxpipe_model.buffers())}
         for key in [*full]:
             value = full[key]
             is_own = id(value) in own if id(value) in known else state.group.rank == state.leader
@@ -272,9 +274,9 @@ class DistributedPipeline(Pipeline):
         values = [(tensor, state_dict.get(key)) for key, tensor in own.items() if isinstance(tensor, torch.Tensor)]
         fitting = [t for t, new in values if isinstance(new, torch.Tensor) and has_values(new) and new.shape == t.shape]
         GivenMemory(fitting, self._state.group.device)
-        whole = {*self.model.state_dict()}
+        whole = {*self._fxpipe_model.state_dict()}
         entries = {key: value for key, value in state_dict.items() if key in own}
-        keys = self.model.load_state_dict(with_metadata(entries, state_dict), strict=False, assign=assign)
+        keys = self._fxpipe_model.load_state_dict(with_metadata(entries, state_dict), strict=False, assign=assign)
         missing = [key for key in keys.missing_keys if key in own]
         unexpected = [key for key in state_dict if key not in whole]
         if strict and (missing or unexpected):
@@ -317,12 +319,13 @@ class DistributedPipeline(Pipeline):
 
     @property
     def _state(self) -> RankState:
-        state: RankState = self.__dict__["_fxpipe"]
+        state = self._fxpipe
+        assert isinstance(state, RankState)
         return state
 
     @property
     def _to_all(self) -> bool:
-        return bool(self.__dict__["_outputs"] == "all")
+        return self._state.outputs == "all"
 
 
 def distributed_state(pipe: object) -> RankState:

@@ -82,6 +82,7 @@ class RankState(PipelineState):
     def __init__(self, model: nn.Module, settings: Settings, plan: Plan | None, group: RankGroup):
         super().__init__(model, settings, plan, InlineExecutor())
         self.group = group
+        self.outputs = "last"  # ranks that get what a call returns
         self.engine: RankEngine = RankEngine(model, group)
         self.held: HeldTensors | None = None
         # Those of a model built on the meta device: each rank gives values to its own, and to no others.

@@ -165,12 +165,12 @@ def _refuse_transforms() -> None:
         raise StateError("a pipe cannot run inside a transform of torch.func (vmap, grad); use loss.backward()")
     if is_jit_tracing():
         raise StateError(
-            "a pipe cannot be traced by torch.jit, which does not see its workers; trace the model: pipe.model"
+            "a pipe cannot be traced by torch.jit, which does not see its workers; trace the model: fxpipe.unwrap(pipe)"
         )
     if is_in_forward_mode():
         raise StateError(
             "a pipe cannot run inside torch.autograd.forward_ad.dual_level: tangents would stop at its stages; use the "
-            "model: pipe.model"
+            "model: fxpipe.unwrap(pipe)"
         )
 
 
@@ -180,7 +180,7 @@ def _refuse_modes(modes: tuple[TorchDispatchMode, ...]) -> None:
         if is_infrastructure_mode(mode):
             raise StateError(
                 f"a pipe cannot run inside {type(mode).__name__} (fake tensors, torch.export, make_fx): its stages "
-                "need values; give the model itself (pipe.model), or use fxpipe.plan, which takes fake tensors"
+                "need values; give the model itself (fxpipe.unwrap(pipe)), or use fxpipe.plan, which takes fake tensors"
             )
 
 

@@ -144,7 +144,7 @@ class _Undifferentiable(torch.autograd.Function):
         raise StateError(
             "gradients that a pipe has made cannot be differentiated again (create_graph=True, a gradient penalty): "
             "its graphs are gone with its backward; take what needs second derivatives through the model itself, "
-            "pipe.model, on one device"
+            "fxpipe.unwrap(pipe), on one device"
         )
 
 

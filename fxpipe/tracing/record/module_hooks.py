@@ -43,6 +43,19 @@ def forward_of(module: nn.Module) -> Callable[..., Any]:
     return original_module(module) if is_compiled_module(module) else module.forward
 
 
+def has_own_call(model: nn.Module) -> bool:
+    """Returns True if the model's class does something around `nn.Module.__call__`."""
+    return type(model).__call__ is not nn.Module.__call__
+
+
+def _refuse_hooks_beside_own_call(model: nn.Module) -> None:
+    if hooks := user_hooks_of(model):
+        raise StateError(
+            f"the model has the hook {hooks[0]!r}, and its class a __call__ of its own, which is part of the pipeline: "
+            "the hook would not see what it sees in the model; put it on a module inside"
+        )
+
+
 def user_hooks_of(model: nn.Module) -> list[Any]:
     """The user's hooks on the model itself."""
     return [hook for store in hook_stores(model) for hook in store.values() if not is_computation_hook(hook)]
@@ -54,8 +67,10 @@ def run_with_user_hooks(
     """Runs a model's user hooks around `run`, which runs the model for a mini-batch.
 
     Raises:
-        StateError: it has a backward hook of the old kind.
+        StateError: it has a backward hook of the old kind, or a `__call__` of its own.
     """
+    if has_own_call(model):
+        _refuse_hooks_beside_own_call(model)
     if has_legacy_backward_hook(model):
         raise StateError(
             "the model has a hook by register_backward_hook, which sees the gradients of its last function only; use "
@@ -104,7 +119,14 @@ def run_with_hooks(
 def run_model(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Callable[..., Any] | None = None
 ) -> Any:
-    """Calls a model, or `forward` in its place, as a pipe does inside: without the user's hooks on the model itself."""
+    """Calls a model, or `forward` in its place, as a pipe does inside: without the user's hooks on the model itself.
+
+    Raises:
+        StateError: it has such hooks, and a `__call__` of its own that would run them.
+    """
+    if forward is None and has_own_call(model):
+        _refuse_hooks_beside_own_call(model)
+        return model(*args, **kwargs)
 
     def call(hook: Any, arguments: tuple[Any, ...]) -> Any:
         return hook(model, *arguments) if is_computation_hook(hook) else None

@@ -206,7 +206,7 @@ def _wrong_modules(model: nn.Module) -> Iterator[str]:
         if isinstance(module, torch.jit.ScriptModule):
             yield f"{name} is TorchScript, whose functions cannot be seen; use the Python module it was made from"
         elif kind.__module__ == "fxpipe.pipeline_module":
-            yield f"{name} is a pipe itself; use the module it was made from (pipe.model)"
+            yield f"{name} is a pipe itself; use the module it was made from (fxpipe.unwrap(pipe))"
         elif kind.__module__.startswith(("torch.nn.parallel.", "torch.distributed.")):
             yield f"{name} is a wrapper for several processes or devices; use the module inside (wrapped.module)"
 

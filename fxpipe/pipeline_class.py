@@ -1,0 +1,157 @@
+"""The class of a pipe, made from the class of its model, so that the pipe is a model of that class.
+
+    class GPT2LMHeadModel(Pipeline, transformers.GPT2LMHeadModel): ...      # what `pipeline_class` makes, once
+
+A pipe shares the `__dict__` of its model: attributes, parameters, buffers and children are one. Properties and methods
+of the model's class run with the pipe as `self`, so that what they call (`self(...)` in `generate`) is the pipeline.
+What belongs to a call of the module itself, its hooks and what stands in the place of `forward`, is the pipe's own:
+shared, it would run around each recording of the model, too. FSDP2 (`torch.distributed.fsdp.fully_shard`) makes classes
+the same way. `pipe.__class__`, as of a proxy, is the model's class: what changes it changes the model's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+import types
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fxpipe._torch.module_internals import CALL_NAMES, new_call_state
+from fxpipe.errors import StateError
+
+if TYPE_CHECKING:
+    from fxpipe.pipeline_module import Pipeline
+
+NOT_COMPILED = "the stages of a pipe run in worker threads, and compile there: pipe.compile()"
+SLOTS = ("_fxpipe", "_fxpipe_model", "_fxpipe_call")  # of a pipe: its state, its model, what belongs to its own calls
+
+_classes: weakref.WeakValueDictionary[tuple[type, type], type[Any]] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+def pipeline_class(base: type[Pipeline], kind: type[nn.Module]) -> type[Pipeline]:
+    """Returns the class of pipes of models of class `kind`, which is a subclass of both; `base` is the pipe's."""
+    with _lock:
+        if (base, kind) not in _classes:
+            _classes[base, kind] = made = _make_class(base, kind)  # `made` keeps it alive until it is returned
+        made = _classes[base, kind]
+        return made
+
+
+def class_of_model(kind: type[Pipeline]) -> type[nn.Module] | None:
+    """The class of models that a class of pipes was made from; None for `Pipeline` itself."""
+    return getattr(kind, "_fxpipe_class_of_model", None)
+
+
+def _make_class(base: type[Pipeline], kind: type[nn.Module]) -> type[Any]:
+    names: dict[str, Any] = {
+        name: _of_model(name)
+        for parent in kind.__mro__
+        for name, member in vars(parent).items()
+        if isinstance(member, types.MemberDescriptorType)  # slots of the model's class
+    }
+    names |= {name: _of_call(name) for name in CALL_NAMES}
+    names |= {
+        "forward": _Forward(_with_signature_of(kind.forward)),
+        "__slots__": SLOTS,
+        "_fxpipe_class_of_model": kind,
+        "__class__": property(lambda pipe: type(pipe._fxpipe_model), _change_class),
+        "__doc__": kind.__doc__,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,  # it is written into files: `architectures` of a config of transformers
+    }
+    bases = (base,) if kind is nn.Module else (base, kind)
+    try:
+        return types.new_class(kind.__name__, bases, {}, lambda namespace: namespace.update(names))
+    except Exception:  # a metaclass that asks something of classes that people write
+        return type.__new__(type(kind), kind.__name__, bases, names)
+
+
+def set_up(pipe: Pipeline, model: nn.Module) -> None:
+    """Makes a new pipe share what its model has."""
+    call = new_call_state()
+    if "forward" in model.__dict__:
+        call["forward"] = types.MethodType(_with_signature_of(model.__dict__["forward"]), pipe)
+    # A pipe's own `__setattr__` is its model's, and sees none of these.
+    object.__setattr__(pipe, "__dict__", model.__dict__)
+    object.__setattr__(pipe, "_fxpipe_model", model)
+    object.__setattr__(pipe, "_fxpipe_call", call)
+
+
+def _of_model(name: str) -> property:
+    """An attribute of the model that does not stand in its `__dict__`."""
+    return property(
+        lambda pipe: getattr(pipe._fxpipe_model, name),
+        lambda pipe, value: setattr(pipe._fxpipe_model, name, value),
+        lambda pipe: delattr(pipe._fxpipe_model, name),
+    )
+
+
+def _of_call(name: str) -> property:
+    """An attribute that a pipe has beside its model's of the same name."""
+
+    def get(pipe: Any) -> Any:
+        return pipe._fxpipe_call[name]
+
+    def put(pipe: Any, value: Any) -> None:
+        pipe._fxpipe_call[name] = value
+
+    return property(get, put)
+
+
+def _change_class(pipe: Any, kind: type) -> None:
+    """Changes the class of the model, for parametrizations, which put a property into it next.
+
+    Raises:
+        StateError: it is not made of the model's alone (`fully_shard`).
+    """
+    model = pipe._fxpipe_model
+    if kind.__bases__ != (type(model),) and kind not in type(model).__mro__:
+        raise StateError(
+            f"the class of a pipe cannot become {kind.__name__}; do that to the model before it is given to "
+            "fxpipe.pipeline"
+        )
+    model.__class__ = kind
+
+
+class _Forward:
+    """`forward` of a pipe: what a user has put there, or the pipeline; of its class, a function as the model's has."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
+
+    def __get__(self, pipe: Any, owner: type) -> Any:
+        if pipe is None:
+            return self.function
+        return pipe._fxpipe_call.get("forward") or types.MethodType(self.function, pipe)
+
+    def __set__(self, pipe: Any, value: Any) -> None:
+        pipe._fxpipe_call["forward"] = value
+
+    def __delete__(self, pipe: Any) -> None:
+        del pipe._fxpipe_call["forward"]
+
+
+def _with_signature_of(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The pipe's forward, which shows the signature of the model's: trainers choose the columns of data by it."""
+
+    def run(self: Pipeline, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+    run.__name__, run.__qualname__, run.__doc__ = "forward", "Pipeline.forward", forward.__doc__
+    run.__annotations__ = dict(getattr(forward, "__annotations__", {}))
+    with contextlib.suppress(TypeError, ValueError):  # a function in C has none
+        signature = inspect.signature(forward)
+        parameters = list(signature.parameters.values())
+        if inspect.ismethod(forward) or not parameters or parameters[0].name != "self":
+            parameters.insert(0, inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY))
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    # Compiled code calls it as it is: its stages compile by themselves, in their workers.
+    disabled: Callable[..., Any] = torch.compiler.disable(run, reason=NOT_COMPILED)
+    return disabled

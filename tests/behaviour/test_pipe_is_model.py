@@ -1,0 +1,427 @@
+"""A pipe is a model of its model's class: what scripts ask of a model they get, and its methods call the pipe."""
+
+from __future__ import annotations
+
+import abc
+import copy
+import functools
+import gc
+import inspect
+import pickle
+import weakref
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+import fxpipe
+from fxpipe.errors import StateError
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile's own
+
+WIDTH = 6
+CALLS: list[str] = []  # by which ways the pipe of these tests was called
+
+
+def x(samples: int = 8) -> torch.Tensor:
+    return torch.randn(samples, WIDTH, generator=torch.Generator().manual_seed(samples))
+
+
+def pipe_of(model: nn.Module, *args: Any) -> Any:
+    return fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=args or (x(),), progress=False)
+
+
+def runs_as_pipe(pipe: Any) -> Any:
+    """A pipe that notes its runs."""
+    run = pipe._fxpipe.engine.call
+
+    def noted(*args: Any) -> Any:
+        CALLS.append("pipe")
+        return run(*args)
+
+    CALLS.clear()
+    pipe._fxpipe.engine.call = noted
+    return pipe
+
+
+class Config:
+    hidden = WIDTH
+
+
+class Model(nn.Module):
+    """Layers, with what models of libraries have besides."""
+
+    made_by = "a library"
+
+    def __init__(self, layers: int = 4):
+        super().__init__()
+        self.config = Config()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+        self.register_buffer("seen", torch.zeros(()))
+        self.scale = 1.0
+
+    def forward(self, h: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        """Runs the layers."""
+        self.seen += 1
+        for layer in self.layers:
+            h = torch.tanh(layer(h)) * self.scale
+        return h if labels is None else h + labels
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def factor(self) -> float:
+        return self.scale
+
+    @factor.setter
+    def factor(self, value: float) -> None:
+        self.scale = value
+
+    @functools.cached_property
+    def size(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+    @classmethod
+    def from_config(cls, layers: int) -> Model:
+        return cls(layers)
+
+    def generate(self, h: torch.Tensor, steps: int) -> torch.Tensor:
+        for _ in range(steps):
+            h = self(h)
+        return h
+
+    def head(self) -> nn.Module:
+        return self.layers[-1]
+
+
+def test_attributes_properties_and_methods_are_the_models():
+    model = Model()
+    with pipe_of(model) as pipe:
+        assert isinstance(pipe, Model)
+        assert isinstance(pipe, fxpipe.Pipeline)
+        assert type(pipe).__name__ == "Model"
+        assert type(pipe).__module__ == __name__
+        assert pipe.config is model.config
+        assert pipe.device == torch.device("cpu")
+        assert pipe.size == model.size
+        assert pipe.head() is model.layers[-1]
+        assert pipe.made_by == "a library"
+        with pytest.raises(AttributeError, match="nothing_of_the_kind"):
+            pipe.nothing_of_the_kind  # noqa: B018
+
+
+def test_what_is_set_on_either_is_set_on_both():
+    model = Model()
+    plain = copy.deepcopy(model)
+    with pipe_of(model) as pipe:
+        pipe.factor = 2.0
+        pipe.note = "mine"
+        plain.scale = 2.0
+        assert model.scale == 2.0
+        assert model.note == "mine"
+        torch.testing.assert_close(pipe(x()), plain(x()))
+        del pipe.note
+        assert not hasattr(model, "note")
+        pipe.eval()
+        assert not model.training
+        model.train()
+        assert pipe.training
+
+
+def test_methods_of_the_model_call_the_pipe():
+    model = Model()
+    plain = copy.deepcopy(model)
+    with pipe_of(model) as pipe:
+        torch.testing.assert_close(runs_as_pipe(pipe).generate(x(), 3), plain.generate(x(), 3))
+        assert CALLS == ["pipe"] * 3
+
+
+def test_class_methods_and_slices_make_plain_models():
+    with pipe_of(Model()) as pipe:
+        other = pipe.from_config(2)
+        assert type(other) is Model
+        assert len(other.layers) == 2
+    with pipe_of(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))) as pipe:
+        assert type(pipe[:2]) is nn.Sequential
+        torch.testing.assert_close(pipe[2:](pipe[:2](x())), pipe(x()))
+
+
+def test_an_item_of_a_sequential_is_replaced():
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    with pipe_of(model) as pipe:
+        head = nn.Linear(WIDTH, 2)
+        pipe[3] = head
+        assert pipe(x()).shape == (8, 2)
+        torch.testing.assert_close(pipe(x()), model(x()))
+        assert len(pipe) == 4
+        assert [*pipe][3] is head
+
+
+def test_forward_has_the_signature_of_the_models():
+    with pipe_of(Model()) as pipe:
+        assert inspect.signature(pipe.forward) == inspect.signature(Model().forward)
+        assert inspect.signature(type(pipe).forward) == inspect.signature(Model.forward)
+        assert pipe.forward.__doc__ == "Runs the layers."
+        assert pipe.forward.__name__ == "forward"
+
+
+def test_forward_of_one_model_that_was_replaced_is_shown_and_run():
+    model = Model()
+    original = model.forward
+    model.forward = lambda h, times=2: original(h) * times  # type: ignore[method-assign]
+    with pipe_of(model) as pipe:
+        assert [*inspect.signature(pipe.forward).parameters] == ["h", "times"]
+        want = model(x(), times=3)
+        torch.testing.assert_close(runs_as_pipe(pipe)(x(), times=3), want)
+        assert CALLS == ["pipe"]
+
+
+def test_forward_of_the_pipe_that_was_replaced_runs_around_it():
+    """Trainers wrap `forward` so, for autocast or to cast outputs."""
+    model = Model()
+    want = model(x()) + 1
+    with pipe_of(model) as pipe:
+        run = pipe.forward
+        pipe.forward = lambda *args, **kwargs: run(*args, **kwargs) + 1
+        torch.testing.assert_close(runs_as_pipe(pipe)(x()), want)
+        assert CALLS == ["pipe"]
+        assert "forward" not in model.__dict__
+        del pipe.forward
+        torch.testing.assert_close(pipe(x()), want - 1)
+
+
+def test_hooks_on_the_pipe_and_on_the_model_run_once_for_a_mini_batch():
+    model, seen = Model(), []
+    with pipe_of(model) as pipe:
+        handles = [
+            pipe.register_forward_hook(lambda module, inputs, output: seen.append(("pipe", len(output)))),
+            model.register_forward_hook(lambda module, inputs, output: seen.append(("model", len(output)))),
+            pipe.register_forward_pre_hook(lambda module, inputs: seen.append(("before", len(inputs[0])))),
+        ]
+        pipe(x())
+        assert seen == [("before", 8), ("model", 8), ("pipe", 8)]
+        assert len(model._forward_hooks) == 1
+        for handle in handles:
+            handle.remove()
+        pipe(x())
+        assert len(seen) == 3
+
+
+def test_a_models_own_call_runs_once():
+    class Doubling(Model):
+        def __call__(self, h: torch.Tensor) -> Any:
+            return super().__call__(h * 2)
+
+    model = Doubling()
+    plain = copy.deepcopy(model)
+    with pipe_of(model) as pipe:
+        torch.testing.assert_close(pipe(x()), plain(x()))
+        model.register_forward_hook(lambda module, inputs, output: None)
+        with pytest.raises(StateError, match="its class a __call__ of its own"):
+            pipe(x())
+
+
+class WithChild(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, h: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(self.model(h))
+
+
+def test_a_child_called_model_is_the_pipes_too():
+    model = WithChild()
+    plain = copy.deepcopy(model)
+    with pipe_of(model) as pipe:
+        assert pipe.model is model.model
+        assert fxpipe.unwrap(pipe) is model
+        torch.testing.assert_close(pipe(x()), plain(x()))
+    other = Model()
+    with pipe_of(other) as pipe:
+        assert pipe.model is other
+        assert fxpipe.unwrap(other) is other
+
+
+class Slotted(Model):
+    __slots__ = ("extra",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = 3
+
+
+class Abstract(Model, abc.ABC):
+    @abc.abstractmethod
+    def name(self) -> str: ...
+
+
+class Concrete(Abstract):
+    def name(self) -> str:
+        return "concrete"
+
+
+class Registered(Model):
+    subclasses: ClassVar[list[type]] = []
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        Registered.subclasses.append(cls)
+
+
+class Metaclass(type):
+    def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> Any:
+        if "forward" in namespace and not inspect.isfunction(namespace["forward"]):
+            raise TypeError("forward has to be a function")
+        return super().__new__(cls, name, bases, namespace)
+
+
+class OfMetaclass(Model, metaclass=Metaclass):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Slotted, Concrete, Registered, OfMetaclass])
+def test_classes_of_every_make(kind):
+    model = kind()
+    plain = copy.deepcopy(model)
+    with pipe_of(model) as pipe:
+        assert isinstance(pipe, kind)
+        torch.testing.assert_close(pipe(x()), plain(x()))
+        if kind is Slotted:
+            pipe.extra += 1
+            assert model.extra == 4
+    assert Registered.subclasses == []
+
+
+def test_pipes_of_one_class_are_of_one_class():
+    with pipe_of(Model()) as one, pipe_of(Model()) as other:
+        assert type(one) is type(other)
+
+
+def test_copies_are_pipes_of_their_own():
+    with pipe_of(Model()) as pipe:
+        want = pipe(x())
+        for copied in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
+            with copied:
+                assert type(copied) is type(pipe)
+                assert fxpipe.unwrap(copied) is not fxpipe.unwrap(pipe)
+                torch.testing.assert_close(copied(x()), want)
+                assert copied.layers[0].weight is not pipe.layers[0].weight
+
+
+def test_nothing_keeps_a_pipe_its_model_or_its_class():
+    class Passing(Model):
+        pass
+
+    model = Passing()
+    pipe = pipe_of(model)
+    pipe(x()).sum().backward()
+    references = [weakref.ref(one) for one in (pipe, model, type(pipe), Passing)]
+    pipe.close()
+    del pipe, model, Passing
+    for _ in range(2):  # a class goes after what was of it
+        gc.collect()
+    assert [reference() for reference in references] == [None] * 4
+
+
+def test_state_and_prints_stay():
+    model = Model()
+    with pipe_of(model) as pipe:
+        assert [*pipe.state_dict()] == [*Model().state_dict()]
+        pipe.load_state_dict(Model().state_dict())
+        assert repr(pipe).startswith("Pipeline(\n  Model on [cpu, cpu], 2 micro-batches")
+        assert "(layers): ModuleList" in repr(pipe)
+        assert {*vars(model)} == {*vars(Model())}  # nothing of the pipe is in the model
+
+
+def test_parametrizations_of_children_and_of_the_model_are_the_pipes():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    with pipe_of(model) as pipe:
+        parametrizations.weight_norm(pipe[0])
+        torch.testing.assert_close(pipe(x()), model(x()))
+
+
+class Single(nn.Linear):
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(super().forward(h)) * 2
+
+
+@pytest.mark.parametrize("which", ["pipe", "model"])
+def test_parametrizing_either_parametrizes_both(which):
+    model = Single(WIDTH, WIDTH)
+    plain = copy.deepcopy(model)
+    with pipe_of(model) as pipe:
+        for m in (plain, pipe if which == "pipe" else model):
+            parametrizations.weight_norm(m)
+        assert parametrize.is_parametrized(model)
+        assert isinstance(pipe, fxpipe.Pipeline)
+        for m in (plain, pipe):
+            m(x()).square().mean().backward()
+        torch.testing.assert_close(pipe.weight, plain.weight)
+        for (name, want), have in zip(plain.named_parameters(), pipe.parameters(), strict=True):
+            torch.testing.assert_close(have.grad, want.grad, msg=name)
+        for m in (plain, pipe):
+            m.weight = torch.ones(WIDTH, WIDTH)
+        torch.testing.assert_close(pipe(x()), plain(x()))
+        with copy.deepcopy(pipe) as copied:
+            torch.testing.assert_close(copied(x()), plain(x()))
+        parametrize.remove_parametrizations(pipe if which == "pipe" else model, "weight")
+        assert type(model) is Single
+        torch.testing.assert_close(pipe(x()), plain(x()))
+
+
+def test_a_pipes_class_becomes_no_other():
+    class Mixin:
+        pass
+
+    with pipe_of(Single(WIDTH, WIDTH)) as pipe:
+        with pytest.raises(StateError, match=r"do that to the model before it is given to fxpipe\.pipeline"):
+            pipe.__class__ = type("Sharded", (Mixin, pipe.__class__), {})
+        pipe(x())
+
+
+# -- compiled ----------------------------------------------------------------------------------------------------------
+
+
+def test_compiled_code_around_a_pipe_runs_it_as_it_is():
+    model = Model()
+    plain = copy.deepcopy(model)
+    pipe = fxpipe.pipeline(model, ["cpu", "cpu"], 2, progress=False)  # not planned yet
+    try:
+        compiled = torch.compile(pipe, backend="eager")
+        torch.testing.assert_close(compiled(x()), plain(x()))
+
+        @functools.partial(torch.compile, backend="eager")
+        def step(h: torch.Tensor) -> torch.Tensor:
+            return pipe(h * 2).square().mean() + pipe.forward_backward(h + 1, loss_fn=lambda y: y.square().mean())
+
+        want = plain(x() * 2).square().mean() + plain(x() + 1).square().mean()
+        torch.testing.assert_close(step(x()), want)
+    finally:
+        pipe.close()
+        torch._dynamo.reset()
+
+
+def test_compile_of_a_pipe_compiles_its_stages():
+    model = Model()
+    plain = copy.deepcopy(model)
+    seen = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        seen.append(graph)
+        return graph.forward
+
+    with pipe_of(model) as pipe:
+        pipe.compile(backend=backend)
+        for m in (pipe, plain):
+            m(x()).square().mean().backward()
+        assert len(seen) >= 2  # at least one for each stage
+        for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
+        with pytest.raises(fxpipe.errors.ArgumentError, match=r"torch\.compile has no keyword 'backends'"):
+            pipe.compile(backends=1)
+    torch._dynamo.reset()
