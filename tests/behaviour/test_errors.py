@@ -202,7 +202,7 @@ def test_not_a_module():
 
 
 def test_a_pipeline_already():
-    with pytest.raises(ArgumentTypeError, match=r"Pipeline already.*pipe\.model"):
+    with pytest.raises(ArgumentTypeError, match=r"Pipeline already.*fxpipe\.unwrap\(pipe\)"):
         fxpipe.pipeline(fxpipe.pipeline(_chain(), ["cpu"]), ["cpu"])
 
 

@@ -327,7 +327,7 @@ def _with_tangents(pipe):
 REFUSED = {
     "fake tensors": (_in_fake_tensors, r"inside FakeTensorMode .*use fxpipe\.plan"),
     "make_fx": (lambda pipe: make_fx(lambda x: pipe(x))(_x()), "inside ProxyTorchDispatchMode"),
-    "torch.jit.trace": (lambda pipe: torch.jit.trace(pipe, (_x(),)), r"trace the model: pipe\.model"),
+    "torch.jit.trace": (lambda pipe: torch.jit.trace(pipe, (_x(),)), r"trace the model: fxpipe\.unwrap\(pipe\)"),
     "torch.func.vmap": (lambda pipe: torch.func.vmap(pipe)(_x()[None]), "inside a transform of torch.func"),
     "torch.func.grad": (
         lambda pipe: torch.func.grad(lambda x: pipe(x).sum())(_x()),

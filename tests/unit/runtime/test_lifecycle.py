@@ -305,7 +305,7 @@ def test_close_while_another_thread_steps():
 def _assert_independent_equals(copied, pipe):
     """Another model and other workers, and the same numbers."""
     assert copied.model is not pipe.model
-    assert type(copied) is fxpipe.Pipeline
+    assert type(copied) is type(pipe)
     ours, theirs = dict(pipe.named_parameters()), dict(copied.named_parameters())
     assert list(ours) == list(theirs)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
