@@ -17,16 +17,13 @@ import threading
 import types
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from fxpipe._torch.module_internals import CALL_NAMES, new_call_state
 from fxpipe.errors import StateError
-
-if TYPE_CHECKING:
-    from fxpipe.pipeline_module import Pipeline
 
 NOT_COMPILED = "the stages of a pipe run in worker threads, and compile there: pipe.compile()"
 SLOTS = ("_fxpipe", "_fxpipe_model", "_fxpipe_call")  # of a pipe: its state, its model, what belongs to its own calls
@@ -35,21 +32,21 @@ _classes: weakref.WeakValueDictionary[tuple[type, type], type[Any]] = weakref.We
 _lock = threading.Lock()
 
 
-def pipeline_class(base: type[Pipeline], kind: type[nn.Module]) -> type[Pipeline]:
+def pipeline_class(base: type[nn.Module], kind: type[nn.Module]) -> type[Any]:
     """Returns the class of pipes of models of class `kind`, which is a subclass of both; `base` is the pipe's."""
     with _lock:
         if (base, kind) not in _classes:
-            _classes[base, kind] = made = _make_class(base, kind)  # `made` keeps it alive until it is returned
-        made = _classes[base, kind]
-        return made
+            result = _classes[base, kind] = _make_class(base, kind)  # `result` keeps it alive until it is returned
+        result = _classes[base, kind]
+        return result
 
 
-def class_of_model(kind: type[Pipeline]) -> type[nn.Module] | None:
+def class_of_model(kind: type[nn.Module]) -> type[nn.Module] | None:
     """The class of models that a class of pipes was made from; None for `Pipeline` itself."""
     return getattr(kind, "_fxpipe_class_of_model", None)
 
 
-def _make_class(base: type[Pipeline], kind: type[nn.Module]) -> type[Any]:
+def _make_class(base: type[nn.Module], kind: type[nn.Module]) -> type[Any]:
     names: dict[str, Any] = {
         name: _of_model(name)
         for parent in kind.__mro__
@@ -73,7 +70,7 @@ def _make_class(base: type[Pipeline], kind: type[nn.Module]) -> type[Any]:
         return type.__new__(type(kind), kind.__name__, bases, names)
 
 
-def set_up(pipe: Pipeline, model: nn.Module) -> None:
+def set_up(pipe: nn.Module, model: nn.Module) -> None:
     """Makes a new pipe share what its model has."""
     call = new_call_state()
     if "forward" in model.__dict__:
@@ -141,7 +138,7 @@ class _Forward:
 def _with_signature_of(forward: Callable[..., Any]) -> Callable[..., Any]:
     """The pipe's forward, which shows the signature of the model's: trainers choose the columns of data by it."""
 
-    def run(self: Pipeline, *args: Any, **kwargs: Any) -> Any:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._forward(*args, **kwargs)
 
     run.__name__, run.__qualname__, run.__doc__ = "forward", "Pipeline.forward", forward.__doc__

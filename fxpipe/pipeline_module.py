@@ -97,7 +97,7 @@ class Pipeline(nn.Module):
         return kind(*args, **kwargs) if model is None else kind(model, *args, **kwargs)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Does what the model's class does for its subclasses for none that is made here."""
+        """Hides classes of pipes from the model's class, which may register or check its subclasses."""
 
     def __init__(
         self,

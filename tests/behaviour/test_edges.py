@@ -296,7 +296,9 @@ def test_second_derivatives_are_refused():
             found = torch.autograd.grad(loss_of(pipe(x)[0]), wanted, create_graph=True)
             for have, want in zip(found, torch.autograd.grad(loss_of(plain(x)[0]), [x, plain.a.weight]), strict=True):
                 torch.testing.assert_close(have.detach(), want)
-            with pytest.raises(StateError, match=r"cannot be differentiated again.*create_graph.*fxpipe\.unwrap\(pipe\)"):
+            with pytest.raises(
+                StateError, match=r"cannot be differentiated again.*create_graph.*fxpipe\.unwrap\(pipe\)"
+            ):
                 found[0].square().sum().backward()
         assert all(p.grad is None for p in pipe.parameters())
         mean_square(pipe(x)[0]).backward()  # still usable

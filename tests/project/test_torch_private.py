@@ -23,7 +23,17 @@ ROOT = Path(fxpipe.__file__).parent
 WALL = ROOT / "_torch"
 FILES = sorted(ROOT.rglob("*.py"))
 # Private names of others: of Python, of numpy, of named tuples; and what a `Pipeline` has for `fxpipe` itself.
-NOT_TORCH = {"_fxpipe", "_getframe", "_replace", "_fields", "_inst", "_rand"}
+NOT_TORCH = {
+    "_fxpipe",
+    "_fxpipe_model",
+    "_fxpipe_call",
+    "_fxpipe_class_of_model",
+    "_getframe",
+    "_replace",
+    "_fields",
+    "_inst",
+    "_rand",
+}
 PRIVATE_TORCH = re.compile(r"\btorch(\.[a-zA-Z]\w*)*\._[a-z]\w*", re.IGNORECASE)
 
 
