@@ -266,7 +266,7 @@ def _blank_optimizer(optimizer_class: Any) -> StageOptimizer:
 
 def _named_parameters(pipe: Pipeline) -> NamedParameters:
     """The parameters of the whole model: groups are the same on all processes."""
-    return NamedParameters(pipe.model.named_parameters(remove_duplicate=False))
+    return NamedParameters(pipe._fxpipe_model.named_parameters(remove_duplicate=False))
 
 
 def _watch_rivals(optimizer: StageOptimizer) -> None:

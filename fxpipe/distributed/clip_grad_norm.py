@@ -46,7 +46,7 @@ def clip_grad_norm_(
                 "the call that sums them over the replicas"
             )
         # By the names that the model itself has, so that one on several ranks is there once.
-        names = {id(parameter): name for name, parameter in pipe.model.named_parameters()}
+        names = {id(parameter): name for name, parameter in pipe._fxpipe_model.named_parameters()}
         gradients = {names[id(p)]: p.grad for p in pipe.parameters() if p.grad is not None}
         own = {name: torch.linalg.vector_norm(g, norm_type).cpu() for name, g in gradients.items()}
         everybody = connection.all_gather(own, "the norms of gradients")
