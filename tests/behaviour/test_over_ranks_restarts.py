@@ -16,10 +16,18 @@ FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def torchrun(*arguments):
-    """Runs torchrun with two processes."""
+    """Runs torchrun with two processes; neither outlives it, also where it does not end."""
     environment = {**os.environ, **FRESH_STORE, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=SECONDS)
+        except BaseException:
+            process.terminate()  # torchrun ends its ranks, which have sessions of their own
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def test_a_rank_that_is_killed_is_started_again_and_the_losses_are_those_of_an_undisturbed_run(tmp_path):
