@@ -19,9 +19,7 @@ GENERIC = re.compile(
 
 # Makes that are named, and why.
 ALLOWED = {
-    ("plans/retarget.py", "'cuda:'"): "names of devices that are elsewhere, of a table of hardware",
-    ("planning/entry.py", "'cuda:'"): "names of devices that are elsewhere, of a table of hardware",
-    ("inspect/cli_options.py", "'cuda:'"): "names of devices that are elsewhere, of a table of hardware",
+    ("hardware.py", "'cuda:'"): "names of devices that are elsewhere, of a table of hardware",
     ("profiling/roofline.py", "backends.cuda"): "TF32, which tables of GPUs have a rate for",
 }
 

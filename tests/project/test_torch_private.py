@@ -28,6 +28,7 @@ NOT_TORCH = {
     "_fxpipe_model",
     "_fxpipe_call",
     "_fxpipe_class_of_model",
+    "_is_gil_enabled",
     "_getframe",
     "_replace",
     "_fields",

@@ -75,7 +75,7 @@ def again(plan: fxpipe.Plan) -> float:
 def step_seconds(plan: fxpipe.Plan) -> float:
     schedule = make_schedule(plan.schedule, len(plan.stages), plan.micro_batches, plan.checkpoint, plan.placement)
     costs, transfers = plan.costs()
-    costs = [replace(cost, action=0.0) for cost in costs]  # which is more than such small stages take
+    costs = [replace(cost, action=0.0, host=None) for cost in costs]  # which is more than such small stages take
     return simulate_schedule(schedule, costs, transfers, overlaps=False).step_seconds
 
 
