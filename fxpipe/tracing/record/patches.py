@@ -103,18 +103,26 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
 
         return method
 
-    storage_class: Any = torch.UntypedStorage
-    storage_class.nbytes = told_of(torch.UntypedStorage.nbytes)
-    storage_class.__len__ = told_of(torch.UntypedStorage.__len__)
-    nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign,assignment]
-    nn.Module.__call__ = call  # type: ignore[method-assign]
+    storage: Any = torch.UntypedStorage
+    patches: list[tuple[type, str, Any]] = [
+        (storage, "nbytes", told_of(storage.nbytes)),
+        (storage, "__len__", told_of(storage.__len__)),
+        (nn.Module, "__getattribute__", getattribute),
+        (nn.Module, "__call__", call),
+    ]
+    own = [vars(kind).get(name) for kind, name, _ in patches]  # None: inherited; another recording may be around this
     try:
+        for kind, name, patch in patches:
+            setattr(kind, name, patch)
         followed = CASTING_FUNCTIONS.follow() if recorder.follows_casts else contextlib.nullcontext()
         with followed, intercept_vmap(vmap), intercept_apply(apply, _HiddenApplications(recorder, is_elsewhere)):
             yield
     finally:
-        del nn.Module.__getattribute__, storage_class.nbytes, storage_class.__len__
-        nn.Module.__call__ = module_call  # type: ignore[method-assign]
+        for (kind, name, _), before in zip(patches, own, strict=True):
+            if before is not None:
+                setattr(kind, name, before)
+            elif name in vars(kind):
+                delattr(kind, name)
         active.recorder = outer
         PATCH_TURN.release()
 

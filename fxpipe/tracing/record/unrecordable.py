@@ -18,6 +18,7 @@ from fxpipe._torch.functorch import is_in_functorch_transform
 from fxpipe._torch.operators import OpOverload
 from fxpipe._torch.storages import storage_address
 from fxpipe.errors import TraceError
+from fxpipe.pipeline_class import class_of_model
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.tensors import tensors_in
 
@@ -205,7 +206,7 @@ def _wrong_modules(model: nn.Module) -> Iterator[str]:
             yield f"{name} has a lone surrogate in its name, which no file and no code can hold; give it another name"
         if isinstance(module, torch.jit.ScriptModule):
             yield f"{name} is TorchScript, whose functions cannot be seen; use the Python module it was made from"
-        elif kind.__module__ == "fxpipe.pipeline_module":
+        elif class_of_model(kind) is not None:
             yield f"{name} is a pipe itself; use the module it was made from (fxpipe.unwrap(pipe))"
         elif kind.__module__.startswith(("torch.nn.parallel.", "torch.distributed.")):
             yield f"{name} is a wrapper for several processes or devices; use the module inside (wrapped.module)"

@@ -352,7 +352,7 @@ MODELS: dict[str, tuple[Any, str]] = {
     "made in inference mode": (_made_in_inference_mode, "'inner.weight' was made in inference mode"),
     "scripted": (lambda: _jit(nn.Linear(6, 6)), "module 'inner' .*TorchScript.*the Python module"),
     "a name with a lone surrogate": (_with_a_surrogate, "lone surrogate in its name.*another name"),
-    "a pipe": (lambda: fxpipe.pipeline(nn.Linear(6, 6), ["cpu"]), "'inner' .*is a pipe itself.*pipe.model"),
+    "a pipe": (lambda: fxpipe.pipeline(nn.Linear(6, 6), ["cpu"]), "'inner' .*is a pipe itself.*fxpipe.unwrap"),
     "wrapper": (lambda: nn.DataParallel(nn.Linear(6, 6)), "'inner' .*wrapper for several processes.*wrapped.module"),
 }
 
