@@ -282,9 +282,9 @@ class DynamicSizes:
         """Returns whether a size is more than twice, or less than half, of those that graph and model were compared at.
 
         Forward may go by a size in a way that nobody sees, at a threshold beyond those. Where nodes do so that run
-        Python, it is enough that the size is beyond them.
+        Python, it is enough that the size is beyond them. A model without values was not compared: it was recorded.
         """
-        known, factor = [dict(one) for one in compared], 1 if self.is_observed else 2
+        known, factor = [dict(one) for one in compared or (self.example,)], 1 if self.is_observed else 2
         return any(
             size > factor * max(one[symbol] for one in known) or factor * size < min(one[symbol] for one in known)
             for symbol, size in lengths

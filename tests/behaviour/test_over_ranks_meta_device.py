@@ -20,7 +20,7 @@ import fxpipe
 from fxpipe.errors import ArgumentError, ArgumentTypeError, DistributedError, StateError
 
 QUICK = {"progress": False, "hardware": "cpu"}
-BATCHES = [(7, 5, 1), (7, 5, 2), (7, 9, 3), (6, 5, 4)]
+BATCHES = [(7, 5, 1), (7, 5, 2), (7, 9, 3), (6, 5, 4), (6, 30, 5), (7, 22, 6)]  # of samples, of lengths, seeds
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import fxpipe
-from fxpipe.runtime.step import _ACTION_METHODS, Step
+from fxpipe.runtime.step import Step
 from fxpipe.runtime.transport import forced_copies
 from fxpipe.scheduling.actions import ActionKind
 
@@ -136,7 +136,7 @@ def busy(monkeypatch):
                 MODULE._sleep(CYCLES)
             action(self, j, i)
 
-        monkeypatch.setitem(_ACTION_METHODS, ActionKind.FORWARD if name == "forward" else ActionKind.BACKWARD, late)
+        monkeypatch.setitem(Step.action_methods, ActionKind.FORWARD if name == "forward" else ActionKind.BACKWARD, late)
 
 
 def _unet():

@@ -16,6 +16,7 @@ from torch import fx
 
 from fxpipe.errors import TraceError
 from fxpipe.tracing.dynamic_sizes import FixedSizeError, InputDim, Lengths
+from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.interpreter import NodeValues, copy_of_input, run_node_without_grad, run_nodes
 from fxpipe.tracing.model_state import preserve_state
 from fxpipe.tracing.node_info import info
@@ -61,6 +62,8 @@ def recheck_lengths(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any
     Where they do not, the graph is one for the sizes between those compared from now on.
     """
     with checking_mode(traced, args, kwargs) as leaves:
+        if is_faked():
+            return False  # a model without values cannot be compared: it is recorded at these sizes
         lengths = traced.dynamic.lengths_of(leaves)
         assert lengths is not None
         try:

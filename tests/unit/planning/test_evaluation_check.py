@@ -168,7 +168,7 @@ WORKING: dict[str, tuple[Any, bool]] = {  # model, whether all of it is seen wit
     "a softmax in evaluation": (lambda: Model(lambda m, y: (y, y.softmax(-1))), True),
     "a module kept whole": (lambda: nn.Sequential(nn.Linear(4, 4), Rolls(), nn.Linear(4, 4)), True),
     "a forward that is continued": (Bank, True),
-    "the batch size as a number": (lambda: Model(lambda m, y: y.view(int(y.shape[0]), 2, 2)), False),
+    "the batch size as a number": (lambda: Model(lambda m, y: y.view(int(f"{len(y)}"), 2, 2)), False),
     "state that evaluation makes": (lambda: Model(_grows_lazily, scale=None), False),
     "not of two samples": (lambda: Model(_is_not_for_two), False),
     "only for training": (lambda: Model(_is_not_for_evaluation), False),

@@ -149,8 +149,11 @@ def comparable(plan: fxpipe.Plan) -> fxpipe.Plan:
                 weight_seconds=pytest.approx(s.weight_seconds))
         for s in plan.stages
     )  # fmt: skip
-    sendings = tuple(replace(way, seconds=pytest.approx(way.seconds)) for way in plan.sendings)
-    return replace(plan, bottlenecks=(), stages=stages, sendings=sendings)
+    sendings, packets = (
+        tuple(replace(way, seconds=pytest.approx(way.seconds)) for way in ways)
+        for ways in (plan.sendings, plan.packets or ())
+    )
+    return replace(plan, bottlenecks=(), stages=stages, sendings=sendings, packets=packets)
 
 
 @pytest.mark.parametrize(("chunks", "batch"), [(4, 8), (1, 8), (2, 32), (8, 3)])

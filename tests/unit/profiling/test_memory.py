@@ -290,7 +290,7 @@ def test_formulas_of_one_micro_batch_hold_for_others(make: Callable[[], nn.Modul
 
 def test_a_graph_for_some_sizes_is_looked_at_with_these() -> None:
     x = torch.randn(4, 4)
-    traced = trace(Of(lambda m, x: (m.linear(x) + torch.zeros(len(x), 4)).exp()), (x,), chunks=2)
+    traced = trace(Of(lambda m, x: (m.linear(x) + torch.zeros(int(f"{len(x)}"), 4)).exp()), (x,), chunks=2)
     assert traced.recorded_sizes
     for samples in traced.recorded_sizes:
         counts = counted(traced, [x], samples)

@@ -281,7 +281,8 @@ def pretend(unet, monkeypatch):
             return unpack(self)
 
         monkeypatch.setattr(PackedTensor, "unpack", used)
-        monkeypatch.setattr("fxpipe.runtime.step.mark_time", lambda stream: 0.0)  # events of torch are no stand-ins
+        for module in "step", "action_performer":  # events of torch are no stand-ins
+            monkeypatch.setattr(f"fxpipe.runtime.{module}.mark_time", lambda stream: 0.0)
 
         def placed(self, place, gradients):
             for gradient in gradients:
