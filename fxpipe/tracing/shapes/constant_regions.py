@@ -41,6 +41,7 @@ class ConstantRegions:
         self.traced, self.effects = traced, effects
         self._regions: dict[int, torch.Tensor | None] = {}  # alias class -> of its root; None: nothing is known
         self._roots: dict[int, fx.Node] = {}
+        self._shapes: dict[fx.Node, tuple[int, ...] | None] = {}  # of roots, that are asked for at each write
         self._written_values: dict[fx.Node, fx.Node] = {}  # of a chain of writes: the one that they return
         for node in traced.graph.nodes:
             alias = effects.alias.get(node)
@@ -115,13 +116,17 @@ class ConstantRegions:
     # -- tensors of booleans that stand for the values of one alias class ----------------------------------------------
 
     def _empty(self, alias: int) -> torch.Tensor | None:
-        shapes = info(self._roots[alias]).shapes
-        if len(shapes) != 1:
-            return None
-        shape = [self._number(size) for size in shapes[0].shape]
-        if any(size is None for size in shape) or math.prod(s for s in shape if s is not None) > _MAX_ELEMENTS:
-            return None
-        return torch.zeros([s for s in shape if s is not None], dtype=torch.bool, device="cpu")
+        root = self._roots[alias]
+        if root not in self._shapes:
+            self._shapes[root] = self._shape(root)
+        shape = self._shapes[root]
+        return None if shape is None else torch.zeros(shape, dtype=torch.bool, device="cpu")
+
+    def _shape(self, root: fx.Node) -> tuple[int, ...] | None:
+        shapes = info(root).shapes
+        sizes = [self._number(size) for size in shapes[0].shape] if len(shapes) == 1 else [None]
+        known = tuple(size for size in sizes if size is not None)
+        return known if len(known) == len(sizes) and math.prod(known) <= _MAX_ELEMENTS else None
 
     def _number(self, size: Any) -> int | None:
         number = size.subs(self.traced.batch, _SAMPLES)

@@ -304,13 +304,13 @@ class Deep(nn.Module):
 
 @pytest.mark.slow
 def test_a_graph_of_thousands_of_nodes_is_cut_in_seconds():
-    traced = trace(Deep(800), (torch.randn(2, 4),))
-    assert len(traced.nodes) > 4800
+    traced = trace(Deep(400), (torch.randn(2, 4),))
+    assert len(traced.nodes) > 2400
     start = time.process_time()
     assert forbidden_cuts(traced) == {}
     count = len(traced.nodes)
     split_into_stages(traced, [count * k // 8 for k in range(8)], [CPU] * 8)
-    assert time.process_time() - start < 10
+    assert time.process_time() - start < 5
 
 
 # -- devices ---------------------------------------------------------------------------------------------------------
