@@ -85,6 +85,19 @@ def _on_one_thread() -> None:
     torch.set_num_threads(1)
 
 
+def pytest_collection_finish() -> None:
+    """Thousands of tests, and torch, are there to the end: nobody looks through them again for garbage."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def only_new_objects() -> None:
+    """Garbage collection, and who asks it for objects, looks at none that is older than the test."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _seeded_on_one_thread() -> Iterator[None]:
     torch.manual_seed(0)

@@ -160,17 +160,9 @@ WAYS = {
 }
 
 
-@pytest.fixture
-def frozen():
-    """To go through the objects of a process with torch in it takes half a second; through the new ones, none."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
+@pytest.mark.usefixtures("only_new_objects")
 @pytest.mark.parametrize("model", [Saved, Unsaved])
-def test_nothing_of_a_step_is_alive_behind_it(watched, frozen, model):
+def test_nothing_of_a_step_is_alive_behind_it(watched, model):
     crossed, _, steps = watched
     pipe, x = pipe_of(model())
     with pipe:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -128,15 +127,7 @@ def test_hooks_of_the_users_see_nothing_and_stay() -> None:
     assert model.lin.bias._backward_hooks is None
 
 
-@pytest.fixture
-def others_are_frozen() -> Iterator[None]:
-    """What other tests have left is not collected, and not looked through, in this one."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.mark.usefixtures("others_are_frozen")
+@pytest.mark.usefixtures("only_new_objects")
 def test_gradients_go_as_soon_as_they_are_compared() -> None:
     class Deep(nn.Module):
         def __init__(self) -> None:
