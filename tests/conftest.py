@@ -14,6 +14,7 @@ import hypothesis
 import pytest
 import torch
 from helpers import devices
+from helpers.ranks import Ranks
 
 # A red test is red for everyone and every time; no deadline, since the first example of a test may warm torch up.
 hypothesis.settings.register_profile("fxpipe", deadline=None, derandomize=True)
@@ -89,6 +90,20 @@ def pytest_collection_finish() -> None:
     """Thousands of tests, and torch, are there to the end: nobody looks through them again for garbage."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Ranks]:
+    """Processes of a file's own, which have run nothing of other files."""
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[Ranks]:
+    """As `two_ranks`."""
+    with Ranks(4) as ranks:
+        yield ranks
 
 
 @pytest.fixture

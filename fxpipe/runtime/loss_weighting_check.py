@@ -31,7 +31,7 @@ TORCH_MEAN, TORCH_SUM = 1, 2  # `reduction` of a loss of torch, as its node in t
 MOST_HEAD_NODES = 64  # of a head; a loss with more is not looked at
 
 
-class Reduction(NamedTuple):
+class LossReduction(NamedTuple):
     """A sum or mean in the head of a graph."""
 
     edge: GradientEdge  # where its gradient arrives
@@ -59,12 +59,12 @@ class LossWeightingCheck:
         }
         return cls(is_on, frozenset(reduced))
 
-    def reductions_of(self, node: Any, number: int) -> list[Reduction]:
+    def reductions_of(self, node: Any, number: int) -> list[LossReduction]:
         """The sums and means in the head of a graph that ends in this output of `node`."""
         return reductions_under(node, number) if self.is_on else []
 
     def note(
-        self, place: Any, i: int, reductions: Sequence[Reduction], gradients: Sequence[torch.Tensor | None]
+        self, place: Any, i: int, reductions: Sequence[LossReduction], gradients: Sequence[torch.Tensor | None]
     ) -> None:
         """Notes the gradients that have arrived at `reductions` in micro-batch i; `place`: of the graph."""
         for ordinal, (reduction, gradient) in enumerate(zip(reductions, gradients, strict=True)):
@@ -127,9 +127,9 @@ class LossWeightingCheck:
         return None
 
 
-def reductions_under(node: Any, number: int) -> list[Reduction]:
+def reductions_under(node: Any, number: int) -> list[LossReduction]:
     """The first sums and means on the way down from a 0-dim value through 0-dim values, in the order of the graph."""
-    reductions: list[Reduction] = []
+    reductions: list[LossReduction] = []
     todo: list[tuple[Any, int]] = [(node, number)]
     seen: set[tuple[Any, int]] = set()
     while todo:
@@ -140,7 +140,7 @@ def reductions_under(node: Any, number: int) -> list[Reduction]:
         if len(seen) > MOST_HEAD_NODES:
             return []
         if (count := _count_of(node)) is not None:
-            reductions.append(Reduction(GradientEdge(node, number), count))
+            reductions.append(LossReduction(GradientEdge(node, number), count))
         else:
             todo.extend(reversed(node.next_functions))
     return reductions

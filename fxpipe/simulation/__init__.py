@@ -37,7 +37,7 @@ from collections.abc import Sequence
 
 from fxpipe.scheduling import Schedule, recompute_before_backward, validate
 from fxpipe.simulation.costs import HostCost, StageCost, Transfer, check_costs, transfers_of
-from fxpipe.simulation.reductions import Reduction
+from fxpipe.simulation.reductions import ReductionSpan
 from fxpipe.simulation.simulation_result import CriticalLeg, Simulation, simulate_checked
 from fxpipe.simulation.timeline import MemoryParts, MemoryTimeline, Span
 
@@ -85,7 +85,7 @@ __all__ = [
     "HostCost",
     "MemoryParts",
     "MemoryTimeline",
-    "Reduction",
+    "ReductionSpan",
     "Simulation",
     "Span",
     "StageCost",

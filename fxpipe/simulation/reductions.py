@@ -22,7 +22,7 @@ from fxpipe.simulation.events import StartedAction
 
 
 @dataclass(frozen=True, slots=True)
-class Reduction:
+class ReductionSpan:
     """The reduction of the gradients of one stage."""
 
     stage: int
@@ -36,17 +36,17 @@ class Reduction:
     follows: bool  # it has waited for the reduction before it, not for gradients
 
 
-def reductions_of(begun: Sequence[Sequence[StartedAction]], stages: Sequence[StageCost]) -> tuple[Reduction, ...]:
+def reductions_of(begun: Sequence[Sequence[StartedAction]], stages: Sequence[StageCost]) -> tuple[ReductionSpan, ...]:
     """Computes the reductions of a step, device by device, each in order. Where nothing goes back there is none."""
     return tuple(one for device, row in enumerate(begun) for one in _reductions_of_row(device, row, stages))
 
 
-def _reductions_of_row(device: int, row: Sequence[StartedAction], stages: Sequence[StageCost]) -> list[Reduction]:
+def _reductions_of_row(device: int, row: Sequence[StartedAction], stages: Sequence[StageCost]) -> list[ReductionSpan]:
     last: dict[int, int] = {}  # by stage, the place of its last action that makes gradients of parameters
     for place, one in enumerate(row):
         if one.span.action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT):
             last[one.span.action.stage] = place
-    reductions, free = list[Reduction](), 0.0
+    reductions, free = list[ReductionSpan](), 0.0
     for stage, place in sorted(last.items(), key=lambda item: item[1]):
         cost, span = stages[stage], row[place].span
         if not cost.reduction:
@@ -59,6 +59,6 @@ def _reductions_of_row(device: int, row: Sequence[StartedAction], stages: Sequen
         follows = free > first_full and since == start
         free = end
         reductions.append(
-            Reduction(stage, device, cost.gradient_bytes, start, end, cost.reduction, place, since, follows)
+            ReductionSpan(stage, device, cost.gradient_bytes, start, end, cost.reduction, place, since, follows)
         )
     return reductions

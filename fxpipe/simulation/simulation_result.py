@@ -21,7 +21,7 @@ from fxpipe.simulation.events import (
     handling_seconds,
     host_seconds,
 )
-from fxpipe.simulation.reductions import Reduction, reductions_of
+from fxpipe.simulation.reductions import ReductionSpan, reductions_of
 from fxpipe.simulation.text_timeline import timeline_lines
 from fxpipe.simulation.timeline import (
     HasTimeline,
@@ -64,7 +64,7 @@ class CriticalLeg:
 
 
 def critical_legs(
-    begun: Sequence[Sequence[StartedAction]], reductions: Sequence[Reduction] = ()
+    begun: Sequence[Sequence[StartedAction]], reductions: Sequence[ReductionSpan] = ()
 ) -> tuple[CriticalLeg, ...]:
     """Finds the legs of the critical path, in order of time."""
     legs: list[CriticalLeg] = []
@@ -117,7 +117,10 @@ def _host_legs(
 
 
 def _add_reductions(
-    legs: list[CriticalLeg], begun: Sequence[Sequence[StartedAction]], reductions: Sequence[Reduction], number: int
+    legs: list[CriticalLeg],
+    begun: Sequence[Sequence[StartedAction]],
+    reductions: Sequence[ReductionSpan],
+    number: int,
 ) -> tuple[int, int, float]:
     """Adds a reduction, and those before it on its device that it has waited for; returns the device and place of the
     action that made what was waited for, and when it had."""
@@ -291,7 +294,7 @@ class Simulation(TimelineMixin):
     one_interpreter: bool = True  # do the workers of all devices take turns at the interpreter
     overlaps: bool = True  # do transfers run beside computation
     recomputes_late: bool = False  # does R wait for the gradient
-    reductions: tuple[Reduction, ...] = ()  # of gradients over replicas, device after device, each in order
+    reductions: tuple[ReductionSpan, ...] = ()  # of gradients over replicas, device after device, each in order
     cluster: Cluster | None = None  # where the devices stand, and those of replicas; None: not known
 
     def __post_init__(self) -> None:

@@ -15,7 +15,6 @@ from helpers.rank_models import (
     token_loss,
     tokens,
 )
-from helpers.ranks import Ranks
 from torch import nn
 
 import fxpipe
@@ -30,18 +29,6 @@ SOME_BACKWARDS_SPLIT = "0F0 0F1 0B0 0F2 0B1 0W1 0B2\n1F0 1B0 1F1 1B1 1F2 1B2 1W0
 # Two steps with the same packets, then fewer micro-batches, of one sample each; then other lengths, there and back.
 MIXED_BATCHES = [(7, 5, 1), (7, 5, 2), (2, 5, 3)]
 MORE_LENGTHS = [(7, 9, 4), (7, 5, 5)]
-
-
-@pytest.fixture(scope="module")
-def two_ranks():
-    with Ranks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four_ranks():
-    with Ranks(4) as ranks:
-        yield ranks
 
 
 def trained(devices, model, batches, loss_fn, is_over_ranks, optimizer=True, **options):

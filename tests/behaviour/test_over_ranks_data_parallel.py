@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import functools
 import os
 import time
 import warnings
@@ -12,9 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from helpers.rank_models import DENSE_CUTS, MIXED_CUTS, Dense, Mixed, padded_loss, token_loss, tokens
-from helpers.ranks import Ranks
+from helpers.ranks import Ranks, square_mesh
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fxpipe
@@ -23,17 +21,6 @@ from fxpipe.errors import DistributedError, FxpipeError, LossError, StateError
 
 QUICK = {"progress": False, "check": False, "hardware": "cpu"}
 FOUR_STAGES = {"interleaved_1f1b": 4, "zbv": 4}
-
-
-@pytest.fixture(scope="module")
-def four_ranks():
-    with Ranks(4) as ranks:
-        yield ranks
-
-
-@functools.cache
-def square_mesh():
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
 
 
 def pipe_of(model, x, **options):

@@ -18,12 +18,6 @@ QUICK = {"progress": False, "check": False, "hardware": "cpu"}
 SOON = 5.0  # seconds, of a test that has to end well before a timeout
 
 
-@pytest.fixture(scope="module")
-def two_ranks():
-    with Ranks(2) as ranks:
-        yield ranks
-
-
 class Fragile(nn.Module):
     """Fails in the second stage for a value that its input has."""
 

@@ -1,29 +1,15 @@
 """A gradient scaler over processes skips an update on all ranks where a gradient is infinite on one."""
 
-import functools
-
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.ranks import Ranks
+from helpers.ranks import square_mesh
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import fxpipe
 from fxpipe.errors import StateError
 
 QUICK = {"progress": False, "check": False, "hardware": "cpu"}
-
-
-@pytest.fixture(scope="module")
-def four_ranks():
-    with Ranks(4) as ranks:
-        yield ranks
-
-
-@functools.cache
-def square_mesh():
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
 
 
 class Overflowing(nn.Module):

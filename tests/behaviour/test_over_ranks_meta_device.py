@@ -23,18 +23,6 @@ QUICK = {"progress": False, "hardware": "cpu"}
 BATCHES = [(7, 5, 1), (7, 5, 2), (7, 9, 3), (6, 5, 4), (6, 30, 5), (7, 22, 6)]  # of samples, of lengths, seeds
 
 
-@pytest.fixture(scope="module")
-def two_ranks():
-    with Ranks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four_ranks():
-    with Ranks(4) as ranks:
-        yield ranks
-
-
 def on_meta(make, *arguments):
     with torch.device("meta"):
         return make(*arguments)

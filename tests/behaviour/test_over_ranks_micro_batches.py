@@ -1,14 +1,11 @@
 """Micro-batches that are handed over to a pipe over processes: their number and sizes may be others in each step."""
 
-import functools
-
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.rank_models import MIXED_CUTS, Mixed, padded_loss, token_loss, tokens
-from helpers.ranks import Ranks
+from helpers.ranks import square_mesh
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import fxpipe
 from fxpipe.errors import FxpipeError
@@ -23,23 +20,6 @@ STEPS = [
     [(4, 5, 11)],
     [(3, 5, 12), (2, 5, 13)],
 ]
-
-
-@pytest.fixture(scope="module")
-def two_ranks():
-    with Ranks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four_ranks():
-    with Ranks(4) as ranks:
-        yield ranks
-
-
-@functools.cache
-def square_mesh():
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
 
 
 class Winding(nn.Module):

@@ -1,10 +1,5 @@
 """Processes of one gloo group, started once for a test file: functions run on all of them at once.
 
-    @pytest.fixture(scope="module")
-    def two_ranks():
-        with Ranks(2) as ranks:
-            yield ranks
-
     def test_all_ranks_come(two_ranks):
         assert two_ranks.run(worker, 3) == [...]  # of worker(mesh, 3), on each rank
 
@@ -30,7 +25,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 SECONDS = 60.0  # that a function may take
 _context = multiprocessing.get_context("fork")
@@ -46,6 +41,12 @@ def _warm_up() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,), hardware="cpu", progress=False) as pipe:
         pipe.forward_backward(x, target=x, loss_fn=torch.nn.functional.mse_loss)
+
+
+@functools.cache
+def square_mesh() -> DeviceMesh:
+    """Two replicas of two stages; called on each of four ranks."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
 
 
 class RankFailedError(Exception):

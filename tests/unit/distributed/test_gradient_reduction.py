@@ -1,28 +1,14 @@
 """Gradients go to the other replicas as soon as they are complete, and their sums are those of all replicas."""
 
-import functools
-
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.rank_models import DENSE_CUTS, Dense
-from helpers.ranks import Ranks
-from torch.distributed.device_mesh import init_device_mesh
+from helpers.ranks import square_mesh
 
 import fxpipe
 from fxpipe.distributed.gradient_reduction import GradientReduction
 from fxpipe.runtime.step import Step
-
-
-@pytest.fixture(scope="module")
-def four_ranks():
-    with Ranks(4) as ranks:
-        yield ranks
-
-
-@functools.cache
-def square_mesh():
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
 
 
 def watch_reduction(mesh, schedule):

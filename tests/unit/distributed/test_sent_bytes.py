@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from helpers.ranks import Ranks
 from helpers.skipping_models import SKIPPING_CUTS, Skipping
 
 import fxpipe
 from fxpipe.distributed.connection import Connection
 from fxpipe.distributed.packets import CONTROL_BYTES
-
-
-@pytest.fixture(scope="module")
-def four_ranks():
-    with Ranks(4) as ranks:
-        yield ranks
 
 
 def counted(mesh):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.autograd.graph import GradientEdge
 
-from fxpipe.runtime.loss_weighting_check import LossWeightingCheck, Reduction, reductions_under
+from fxpipe.runtime.loss_weighting_check import LossReduction, LossWeightingCheck, reductions_under
 
 MEAN = SimpleNamespace(name=lambda: "MeanBackward0")
 
@@ -17,7 +17,7 @@ MEAN = SimpleNamespace(name=lambda: "MeanBackward0")
 def _difference(gradients, counts, share=lambda i: 1.0, means_only=False, dtype=torch.float32):
     elements = LossWeightingCheck(True, frozenset())
     for i, (gradient, count) in enumerate(zip(gradients, counts, strict=True)):
-        found = [Reduction(GradientEdge(MEAN, 0), count)]
+        found = [LossReduction(GradientEdge(MEAN, 0), count)]
         elements.note("loss", i, found, [torch.tensor(gradient, dtype=dtype)])
     return elements.difference(share, means_only)
 
