@@ -328,10 +328,10 @@ class Pipeline(nn.Module):
         """
         return self._fxpipe.engine.last_step
 
-    __repr__ = nn.Module.__repr__
-
-    def _get_name(self) -> str:
-        return type(self).__mro__[1].__name__  # that of the model's class is the same as the model's
+    def __repr__(self) -> str:
+        # Its name is the model's class, by which trainers know what to do with it; printed it is a pipe.
+        kind = type(self).__mro__[1].__name__
+        return kind + nn.Module.__repr__(self).removeprefix(self._get_name())
 
     def extra_repr(self) -> str:
         return "\n".join(pipeline_lines(type(self._fxpipe_model).__name__, self._fxpipe.settings, self._fxpipe.plan))
