@@ -3,6 +3,7 @@
 Nodes are what torch knows (tuples, lists, dicts, named tuples, whatever is registered as a pytree), and besides
 
 - dataclasses,
+- in inputs, mappings that are no dicts (`UserDict`, as the batches of tokenizers are; `MappingProxyType`),
 - in outputs, any object of a Python class that holds tensors of the recording: a cache, a distribution,
 - in inputs, any object of a Python class that holds no tensors, a configuration: its parts are leaves, so that it is
   noticed when they change, and forward gets the object itself.
@@ -17,8 +18,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -51,6 +53,10 @@ class _LookedAtObject:
     """The type of the node of an object that is only looked at."""
 
 
+class _Mapping:
+    """The type of the node of a mapping that is no dict."""
+
+
 class _Size(tuple[int, ...]):
     """The type of the node of a `torch.Size`, of which torch makes a tuple."""
 
@@ -67,11 +73,43 @@ class _LookedAtParts:
         return same and (self.value is other.value or (self.value == other.value) is True)  # type: ignore[attr-defined]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _MappingParts:
+    """All of a mapping but its values. Of other attributes it has the plain ones: lists of texts are of one batch."""
+
+    kind: type[Any]
+    keys: tuple[Any, ...]
+    attributes: tuple[tuple[str, Any], ...]
+
+
+def _is_wrapped_mapping(value: Any) -> bool:
+    return isinstance(value, (UserDict, MappingProxyType))
+
+
+def _take_mapping_apart(value: Any) -> tuple[list[pytree.KeyEntry], list[Any], _MappingParts]:
+    items = dict(value.data if isinstance(value, UserDict) else value)
+    attributes = tuple(
+        (name, x) for name, x in getattr(value, "__dict__", {}).items() if isinstance(x, (str, int, float, type(None)))
+    )
+    return [*map(pytree.MappingKey, items)], [*items.values()], _MappingParts(type(value), tuple(items), attributes)
+
+
+def _put_mapping_together(values: Any, parts: _MappingParts) -> Any:
+    items = dict(zip(parts.keys, values, strict=True))
+    if parts.kind is MappingProxyType:
+        return MappingProxyType(items)
+    make: Any = parts.kind.__new__
+    new = make(parts.kind)
+    new.__dict__.update(parts.attributes, data=items)
+    return new
+
+
 def _refuse_flatten(value: Any) -> Any:
     raise AssertionError("nodes of this type stand in specs only")
 
 
 pytree.register_pytree_node(_Object, _refuse_flatten, put_together)
+pytree.register_pytree_node(_Mapping, _refuse_flatten, _put_mapping_together)
 pytree.register_pytree_node(_Size, lambda size: (list(size), None), lambda sizes, _: torch.Size(sizes))
 pytree.register_pytree_node(_LookedAtObject, _refuse_flatten, lambda _, seen: seen.value)
 
@@ -123,7 +161,11 @@ def refuse_layout(what: str, leaf: Any) -> None:
 def _kind_of_input(value: Any) -> type[Any] | None:
     if _is_dataclass(value):
         return _Object
-    return None if is_empty_object(value) or _holds_tensors(value) else _LookedAtObject
+    if not _holds_tensors(value):
+        return None if is_empty_object(value) else _LookedAtObject
+    if _is_wrapped_mapping(value):
+        return _Mapping
+    return _Object if isinstance(value, Mapping) else None
 
 
 def flatten_with_paths(tree: Any) -> tuple[LeafPaths, pytree.TreeSpec]:
@@ -188,6 +230,8 @@ def _flatten(
         flat, context = known.flatten_fn(value)
         children = list(flat)
         keys = _keys(value, known, children, context)
+    elif _is_wrapped_mapping(value) and kind_of(value) is _Mapping:
+        kind, (keys, children, context) = _Mapping, _take_mapping_apart(value)
     elif (base := builtin_base_of(type(value))) is not None and (kind := kind_of(value)) is not None:
         keys, children, context = take_apart(value, base)
         if kind is _LookedAtObject:
@@ -229,7 +273,7 @@ def _class_of(spec: pytree.TreeSpec) -> Any:
     """Returns the class of the objects that have this structure at their top."""
     if spec.is_leaf():
         return torch.Tensor
-    return spec.context.kind if spec.type is _Object else spec.context if _is_named(spec) else spec.type
+    return spec.context.kind if spec.type in (_Object, _Mapping) else spec.context if _is_named(spec) else spec.type
 
 
 def leaves_by_structure(tree: Any, spec: pytree.TreeSpec) -> list[Any]:
@@ -249,6 +293,7 @@ def leaves_by_structure(tree: Any, spec: pytree.TreeSpec) -> list[Any]:
 def _children_like(tree: Any, spec: pytree.TreeSpec) -> list[Any]:
     """The children of a node that has the structure of `spec` at its top."""
     wanted = _class_of(spec)
+    context: Any
     if spec.type in _DICTS and type(tree) in _DICTS:  # the order may differ, as in torch
         names = list(spec.context[1] if spec.type is defaultdict else spec.context)
         if set(tree) == set(names):
@@ -256,10 +301,12 @@ def _children_like(tree: Any, spec: pytree.TreeSpec) -> list[Any]:
     elif type(tree) is wanted or _are_plain_tuples(tree, spec):
         if spec.type is _Object:
             _, children, context = take_apart(tree, spec.context.base)
+        elif spec.type is _Mapping:
+            _, children, context = _take_mapping_apart(tree)
         else:
             flat, context = pytree.SUPPORTED_NODES[spec.type].flatten_fn(tree)
             children = list(flat)
-        comparable = isinstance(context, (list, tuple, ObjectParts))
+        comparable = isinstance(context, (list, tuple, ObjectParts, _MappingParts))
         if len(children) == spec.num_children and (not comparable or context == spec.context):
             return children
     raise StructureError(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -396,6 +397,70 @@ def test_inputs_of_any_structure():
         ]  # fmt: skip
 
 
+class Encoding(UserDict):
+    """As the batches of tokenizers are: its texts are of one batch, and of no matter to a model."""
+
+    def __init__(self, data, texts):
+        super().__init__(data)
+        self.texts, self.kind = texts, "text"
+
+
+class View(Mapping):
+    def __init__(self, data):
+        self.all = data
+
+    def __getitem__(self, key):
+        return self.all[key]
+
+    def __iter__(self):
+        return iter(self.all)
+
+    def __len__(self):
+        return len(self.all)
+
+
+MAPPINGS = {
+    "a subclass of UserDict": lambda data: Encoding(data, [object()]),
+    "UserDict": UserDict,
+    "a view of a dict": MappingProxyType,
+    "a class with the methods": View,
+    "OrderedDict": OrderedDict,
+    "transformers": lambda data: pytest.importorskip("transformers").BatchEncoding(data),
+}
+
+
+@pytest.mark.parametrize("name", MAPPINGS)
+def test_a_mapping_is_one_input(name):
+    make = MAPPINGS[name]
+    kinds = set()
+
+    def forward(model, batch):
+        kinds.add((type(batch), getattr(batch, "kind", None)))
+        return model.two(model.one(batch["h"])) * batch["scale"]
+
+    closing_pipe, model = pair_of(forward)
+    with closing_pipe as pipe:
+        for samples in (5, 5, 2):
+            inputs = {"h": x(samples), "scale": torch.arange(1.0, samples + 1)[:, None]}
+            torch.testing.assert_close(pipe(make(inputs)), model(make(inputs)))
+            assert len(pipe._fxpipe.graphs.entries) == 1
+        assert len(kinds) == 1
+        if name != "a class with the methods":
+            assert [leaf.path for leaf in pipe._fxpipe.first.traced.leaves] == ["args[0]['h']", "args[0]['scale']"]
+        torch.testing.assert_close(
+            pipe(make({"scale": torch.ones(3, 1), "h": x(3)})), model(make({"h": x(3), "scale": torch.ones(3, 1)}))
+        )
+
+
+def test_a_mapping_that_forward_fills_is_refused():
+    def forward(model, batch):
+        batch["made"] = model.one(batch["h"])
+        return model.two(batch["made"])
+
+    with pytest.raises(TraceError, match=r"changes args\[0\]\['made'\] in an object"):
+        fxpipe.trace(Model(forward), (UserDict(h=x()),))
+
+
 def test_gradients_of_inputs_in_a_dataclass():
     closing_pipe, model = pair_of(lambda m, batch: m.two(m.one(batch.a) * batch.b))
     ours, plain = [Slots(x().requires_grad_(), x().requires_grad_()) for _ in range(2)]
@@ -480,7 +545,7 @@ def test_an_object_that_forward_fills_is_refused_and_stays_as_it_was(fails, trac
 
 
 def test_objects_that_hold_tensors_are_refused_as_inputs():
-    for given in (Options(inner=[{"h": x()}]), UserDict(h=x()), {x()}):
+    for given in (Options(inner=[{"h": x()}]), {x()}):
         with pytest.raises(ArgumentError, match=r"input options.*holds tensors.*dataclasses, or register"):
             fxpipe.trace(Model(lambda m, x, options: m.one(x)), (x(),), {"options": given})
 
