@@ -25,7 +25,10 @@ from torch import nn
 from fxpipe._torch.module_internals import CALL_NAMES, new_call_state
 from fxpipe.errors import StateError
 
-NOT_COMPILED = "the stages of a pipe run in worker threads, and compile there: pipe.compile()"
+NOT_COMPILED = (
+    "the stages of a pipe run in worker threads, and compile there: pipe.compile(); to export, give the model: "
+    "fxpipe.unwrap(pipe)"
+)
 SLOTS = ("_fxpipe", "_fxpipe_model", "_fxpipe_call")  # of a pipe: its state, its model, what belongs to its own calls
 
 _classes: weakref.WeakValueDictionary[tuple[type, type], type[Any]] = weakref.WeakValueDictionary()
@@ -111,8 +114,9 @@ def _change_class(pipe: Any, kind: type) -> None:
     model = pipe._fxpipe_model
     if kind.__bases__ != (type(model),) and kind not in type(model).__mro__:
         raise StateError(
-            f"the class of a pipe cannot become {kind.__name__}; do that to the model before it is given to "
-            "fxpipe.pipeline"
+            f"the class of a pipe cannot become {kind.__name__}, which is not made of the model's alone: what calls "
+            "the model would run around each stage. fully_shard and replicate cannot have a pipe; over processes it "
+            "has replicas by data_parallel= (fxpipe.pipeline)"
         )
     model.__class__ = kind
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import nn
@@ -384,6 +384,12 @@ class Pipeline(nn.Module):
             setattr(self._fxpipe_model, name, value)
         else:
             super().__setattr__(name, value)
+
+    def __prepare_scriptable__(self) -> NoReturn:  # torch.jit.script asks for it
+        raise StateError(
+            "a pipe cannot be scripted by torch.jit, which compiles no worker threads; script the model: "
+            "fxpipe.unwrap(pipe)"
+        )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self._fxpipe_model.state_dict(*args, **kwargs)

@@ -8,6 +8,7 @@ nodes in C (the public ways take longer), and which run of backward calls a hook
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fxpipe._torch.versions import missing_name, optional_name, require_attributes, required_names
-from fxpipe.errors import InternalError
+from fxpipe.errors import StateError
 
 require_attributes(torch.Tensor, "_version", "_base", "_backward_hooks", "_post_accumulate_grad_hooks")
 with required_names():
@@ -131,7 +132,12 @@ def suspend_hooks(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
 
 # -- The first node of a graph ---------------------------------------------------------------------------------------
 
-_ENTRY_MESSAGE = b"fxpipe: backward went past the beginning of a stage; please report this"
+KEPT_TENSOR = (
+    "backward through a tensor that a forward hook, or a module kept whole, has kept. In a pipe it is of one "
+    "micro-batch, or of planning, and its graph is the pipe's own, which goes back through it once. Let forward return "
+    "the tensor, and take the loss of what the pipe returns; or keep it without its graph (tensor.detach())"
+)
+_ENTRY_MESSAGE = f"fxpipe: {KEPT_TENSOR}".encode()
 
 
 class _GraphEntry(torch.autograd.Function):
@@ -143,7 +149,7 @@ class _GraphEntry(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise InternalError(_ENTRY_MESSAGE.decode())
+        raise StateError(KEPT_TENSOR)
 
 
 def graph_entry(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -157,6 +163,39 @@ def graph_entry(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
     else:
         outputs = _DelayedError(_ENTRY_MESSAGE, len(tensors))(*tensors)
     return outputs
+
+
+class _ThreadBackward(threading.local):
+    is_of_stage = False  # does this thread run the backward of a stage
+
+
+_thread_backward = _ThreadBackward()
+
+
+class StageBackward:
+    """A block that runs the backward of a stage."""
+
+    def __enter__(self) -> None:
+        _thread_backward.is_of_stage = True
+
+    def __exit__(self, *error: object) -> None:
+        _thread_backward.is_of_stage = False
+
+
+def refuse_other_backwards(tensors: Iterable[Any]) -> None:
+    """Makes any backward through these tensors raise `StateError`, but for that of their stage.
+
+    Torch would say that a graph cannot be gone through twice; or where the stage has not gone through it yet, put the
+    gradients into copies of the parameters.
+    """
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+            tensor.register_hook(_check_backward)
+
+
+def _check_backward(gradient: torch.Tensor) -> None:
+    if not _thread_backward.is_of_stage:
+        raise StateError(KEPT_TENSOR)
 
 
 # -- Attributes of autograd nodes ------------------------------------------------------------------------------------

@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from fxpipe._torch.autograd import KEPT_TENSOR
 from fxpipe._torch.versions import required_names
-from fxpipe.errors import InternalError
+from fxpipe.errors import StateError
 
 
 class _ThreadHooks(threading.local):
@@ -47,7 +48,7 @@ class NoSavedTensors(saved_tensors_hooks):
 
     def _answer(self, nothing: None) -> torch.Tensor:
         self.was_read = True
-        raise InternalError("backward of a forward that has saved nothing")
+        raise StateError(KEPT_TENSOR)
 
     def __enter__(self) -> None:
         super().__enter__()

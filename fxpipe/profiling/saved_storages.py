@@ -25,10 +25,11 @@ from torch import fx
 from torch.autograd.graph import saved_tensors_hooks
 
 from fxpipe._torch import torch_pytree as pytree
-from fxpipe._torch.autograd import saved_names, version_of
+from fxpipe._torch.autograd import KEPT_TENSOR, saved_names, version_of
 from fxpipe._torch.error_messages import forbids_saved_tensor_hooks
 from fxpipe._torch.storages import StorageNumbers, storages_of
 from fxpipe._torch.thread_state import set_thread_state
+from fxpipe.errors import StateError
 from fxpipe.profiling.node_kinds import NodeKinds
 from fxpipe.profiling.probe import Probe, probe_node
 from fxpipe.tracing.fake_tensors import fake_if_active
@@ -310,7 +311,8 @@ def tensors_saved_between(value: Any, inputs: Sequence[torch.Tensor]) -> Iterato
 
 
 def _unpack(token: _SavedToken) -> torch.Tensor:
-    assert token.tensor is not None, "a backward where none was expected"
+    if token.tensor is None:
+        raise StateError(KEPT_TENSOR)
     return token.tensor
 
 

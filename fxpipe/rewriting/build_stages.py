@@ -34,7 +34,7 @@ from fxpipe.rewriting.rematerialize import rematerializable_nodes
 from fxpipe.rewriting.reorder import random_ordinals
 from fxpipe.rewriting.rng import forbid_random_numbers, seeded_function
 from fxpipe.rewriting.stage_callables import make_stage_callable
-from fxpipe.rewriting.stage_functions import set_autocast, set_grad, with_write_check
+from fxpipe.rewriting.stage_functions import set_autocast, set_grad, with_backward_check, with_write_check
 from fxpipe.tracing.graph_text import node_expression, short_source_line
 from fxpipe.tracing.node_arguments import container_of
 from fxpipe.tracing.node_devices import is_for_host, set_node_device
@@ -323,6 +323,8 @@ class _StageBuilder:
             if info(node).opaque is not None and container_of(node) is None:
                 copy.target = with_write_check(copy.target, self._only_read(node), node.name)  # type: ignore[arg-type]
                 copy.target = with_saved_tensors(copy.target)
+                if info(node).is_hook:
+                    copy.target = with_backward_check(copy.target)
             if ordinal is None and info(node).opaque is not None:
                 copy.target = forbid_random_numbers(copy.target)  # type: ignore[arg-type]
             if ordinal is not None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fxpipe._torch.autograd import version_of
+from fxpipe._torch.autograd import refuse_other_backwards, version_of
 from fxpipe.errors import StateError
 
 T = TypeVar("T")
@@ -35,6 +35,17 @@ def with_write_check(function: Callable[..., T], places: Sequence[int], name: st
                 "copy (x = x.clone())"
             )
         return result
+
+    return call
+
+
+def with_backward_check(function: Callable[..., T]) -> Callable[..., T]:
+    """Wraps a hook on a module, which may keep the tensors of a micro-batch: no loss made of them goes back here."""
+
+    @functools.wraps(function)
+    def call(tensors: Sequence[torch.Tensor], values: Sequence[Any]) -> T:
+        refuse_other_backwards(values)
+        return function(tensors, values)
 
     return call
 

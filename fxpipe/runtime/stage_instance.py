@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fxpipe._torch.autograd import gradient_edge_of, gradients_of, graph_entry, takes_gradient
+from fxpipe._torch.autograd import StageBackward, gradient_edge_of, gradients_of, graph_entry, takes_gradient
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import StateError
 from fxpipe.rewriting.program import BatchStatistics, Stage, StageCallable, WeightGradientTape
@@ -38,6 +38,9 @@ from fxpipe.runtime.wiring import ValueLink
 
 # Something that requires grad, or there would be no node: it has no memory.
 _entry_token = torch.empty(0, device="cpu", requires_grad=True)  # whatever the default device is when this is imported
+
+
+_stage_backward = StageBackward()
 
 
 def enter_graph(
@@ -243,10 +246,11 @@ class StageInstance:
         if not roots or not wanted:
             return [None] * len(pending.leaves)
         if self.totals.when_final is None:
-            results = gradients_of(wanted, roots, arrived)
+            with _stage_backward:
+                results = gradients_of(wanted, roots, arrived)
             self.totals.add(zip(self._names, results, strict=False))
         else:
-            with self._added_as_they_come():
+            with self._added_as_they_come(), _stage_backward:
                 results = gradients_of(wanted, roots, arrived)
         if pending.tape is not None:
             pending.tape.arrived(results[of_weights:])

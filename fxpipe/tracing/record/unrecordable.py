@@ -185,6 +185,12 @@ def refusal_of_parameter_write(
 _GLOBAL_HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 
 
+DISTRIBUTED = (
+    "was given to fully_shard, or another function of torch.distributed that spreads it over processes; give the model "
+    "as it was before: a pipe spreads it by stages (devices=mesh over processes), and data_parallel= has replicas of it"
+)
+
+
 def refuse_model(model: nn.Module) -> None:
     """Raises, with everything about `model` that stands in the way."""
     lines = [f"- {line}" for line in (*_global_hooks(), *_wrong_modules(model), *_wrong_tensors(model))]
@@ -208,11 +214,24 @@ def _wrong_modules(model: nn.Module) -> Iterator[str]:
             yield f"{name} is TorchScript, whose functions cannot be seen; use the Python module it was made from"
         elif class_of_model(kind) is not None:
             yield f"{name} is a pipe itself; use the module it was made from (fxpipe.unwrap(pipe))"
+        elif _has_distributed_class(kind):
+            yield f"{name} {DISTRIBUTED}"
         elif kind.__module__.startswith(("torch.nn.parallel.", "torch.distributed.")):
             yield f"{name} is a wrapper for several processes or devices; use the module inside (wrapped.module)"
 
 
+def _has_distributed_class(kind: type[nn.Module]) -> bool:
+    """Returns whether a function of torch.distributed has made this class of the model's own, in place."""
+    own = (base for base in kind.__bases__ if issubclass(base, nn.Module) and base is not nn.Module)
+    return kind.__module__.startswith("torch.distributed.") and any(own)
+
+
 def _wrong_tensors(model: nn.Module) -> Iterator[str]:
+    if not any(_has_distributed_class(type(module)) for module in model.modules()):  # which is said of the module
+        for name, parameter in model.named_parameters():
+            if type(parameter.data).__module__.startswith("torch.distributed.tensor"):
+                yield f"{name!r} is a DTensor: the model {DISTRIBUTED}"
+                break
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             yield f"{name!r} is not initialized; call the model once on example inputs first"

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 import fxpipe
 from fxpipe import trace
@@ -347,12 +348,22 @@ def _with_a_surrogate() -> nn.Module:
     return model
 
 
+def _fully_sharded(module: nn.Module) -> nn.Module:
+    """As after `fully_shard`, whose class of modules this one has; their parameters need processes."""
+    module.__class__ = type("FSDPLinear", (FSDPModule, type(module)), {"__module__": FSDPModule.__module__})
+    return module
+
+
 MODELS: dict[str, tuple[Any, str]] = {
     "lazy": (lambda: nn.LazyLinear(6), "'inner.weight' is not initialized; call the model once"),
     "made in inference mode": (_made_in_inference_mode, "'inner.weight' was made in inference mode"),
     "scripted": (lambda: _jit(nn.Linear(6, 6)), "module 'inner' .*TorchScript.*the Python module"),
     "a name with a lone surrogate": (_with_a_surrogate, "lone surrogate in its name.*another name"),
     "a pipe": (lambda: fxpipe.pipeline(nn.Linear(6, 6), ["cpu"]), "'inner' .*is a pipe itself.*fxpipe.unwrap"),
+    "fully sharded": (
+        lambda: _fully_sharded(nn.Linear(6, 6)),
+        "'inner' .*fully_shard.*as it was before.*data_parallel=",
+    ),
     "wrapper": (lambda: nn.DataParallel(nn.Linear(6, 6)), "'inner' .*wrapper for several processes.*wrapped.module"),
 }
 

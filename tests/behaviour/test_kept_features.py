@@ -1,0 +1,120 @@
+"""A feature that a forward hook has kept is of one micro-batch, and no loss of it goes back through the pipe."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import StateError
+
+KEPT = r"a forward hook, or a module kept whole, has kept.*of one micro-batch.*Let forward return the tensor"
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def x(seed: int = 0) -> torch.Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def with_the_output(pipe: Any, kept: dict[str, torch.Tensor]) -> None:
+    (pipe(x()).sum() + kept["feature"].square().mean()).backward()
+
+
+def behind_the_output(pipe: Any, kept: dict[str, torch.Tensor]) -> None:
+    pipe(x()).sum().backward()
+    kept["feature"].square().mean().backward()
+
+
+def before_the_output(pipe: Any, kept: dict[str, torch.Tensor]) -> None:
+    pipe(x())
+    kept["feature"].square().mean().backward()
+
+
+def in_the_loss(pipe: Any, kept: dict[str, torch.Tensor]) -> None:
+    pipe.forward_backward(x(), loss_fn=lambda y: y.mean() + kept["feature"].square().mean())
+
+
+def behind_the_loss(pipe: Any, kept: dict[str, torch.Tensor]) -> None:
+    pipe.forward_backward(x(), loss_fn=lambda y: y.mean())
+    kept["feature"].square().mean().backward()
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("place", [1, 3], ids=["first stage", "last stage"])
+@pytest.mark.parametrize(
+    "go_back", [with_the_output, behind_the_output, before_the_output, in_the_loss, behind_the_loss]
+)
+def test_a_loss_of_a_kept_feature_is_refused(go_back, place, checkpoint):
+    """Without a word, gradients of the first stage's weights were lost, or torch spoke of a second backward."""
+    kept: dict[str, torch.Tensor] = {}
+    m = model()
+    with fxpipe.pipeline(m, ["cpu", "cpu"], 2, checkpoint=checkpoint, progress=False) as pipe:
+        m[place].register_forward_hook(lambda module, inputs, output: kept.__setitem__("feature", output))
+        pipe(x(1)).sum().backward()
+        for p in m.parameters():
+            p.grad = None
+        with pytest.raises(StateError, match=KEPT):
+            go_back(pipe, kept)
+
+
+def test_a_feature_of_planning_is_refused_too():
+    kept: list[torch.Tensor] = []
+    m = model()
+    with fxpipe.pipeline(m, ["cpu", "cpu"], 2, progress=False) as pipe:
+        m[1].register_forward_hook(lambda module, inputs, output: kept.append(output))
+        loss = pipe(x()).sum()
+        with pytest.raises(StateError, match=KEPT):
+            sum((feature.square().mean() for feature in kept if type(feature) is torch.Tensor), loss).backward()
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_hooks_that_look_or_change_gradients_go_on(checkpoint):
+    kept: list[torch.Tensor] = []
+
+    def look(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gradient * 2)
+        kept.append(output.detach())
+
+    m = model()
+    plain = copy.deepcopy(m)
+    for one in (plain, m):
+        one[1].register_forward_hook(look)
+    with fxpipe.pipeline(m, ["cpu", "cpu"], 2, checkpoint=checkpoint, progress=False) as pipe:
+        for seed in range(2):
+            for one in (plain, pipe):
+                one(x(seed)).square().mean().backward()
+            pipe.forward_backward(x(seed), loss_fn=lambda y: y.square().mean())
+            plain(x(seed)).square().mean().backward()
+        for (name, want), p in zip(plain.named_parameters(), m.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, want.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+# -- what takes a module as a program --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "export",
+    [
+        torch.jit.script,
+        lambda pipe: torch.jit.trace(pipe, x()),
+        lambda pipe: torch.export.export(pipe, (x(),)),
+        lambda pipe: torch.export.export(pipe, (x(),), strict=True),
+    ],
+    ids=["jit.script", "jit.trace", "export", "strict export"],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
+def test_whoever_exports_a_pipe_is_told_to_give_the_model(export):
+    with (
+        fxpipe.pipeline(model(), ["cpu", "cpu"], 2, example_args=(x(),), progress=False) as pipe,
+        pytest.raises(Exception, match=r"fxpipe\.unwrap\(pipe\)"),
+    ):
+        export(pipe)
