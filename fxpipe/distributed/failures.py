@@ -16,9 +16,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from fxpipe._torch.process_groups import PrefixStore, Store
+from fxpipe.distributed.bounded_store import BoundedStore, StoreSilentError
 from fxpipe.errors import DistributedError
 
 GRACE_SECONDS = 3.0  # that others have to leave their reports
+STORE_SECONDS = 10.0  # that the store has to answer, once something has failed
 POLL_SECONDS = 0.02
 
 
@@ -52,7 +54,8 @@ class FailureBoard:
 
     def __init__(self, store: Store, number: int, size: int, replicas: int = 1):
         """`number`: this rank's, among `size * replicas`: those of the first replica come first."""
-        self._store, self._number, self._size, self._replicas = store, number, size, replicas
+        self._store = BoundedStore(store, STORE_SECONDS)
+        self._number, self._size, self._replicas = number, size, replicas
 
     def leave(self, report: FailureReport) -> None:
         """Leaves this rank's report. Where the store itself is gone nobody can be told."""
@@ -83,9 +86,11 @@ class FailureBoard:
                 if reports.keys() == everybody or time.monotonic() > deadline:
                     break
                 time.sleep(POLL_SECONDS)
-        except RuntimeError:  # the store is gone with the process that holds it
+        except RuntimeError as error:  # the store is gone with the process that holds it
+            is_silent = isinstance(error, StoreSilentError)
+            state = "does not answer: it hangs, or its host cannot be reached" if is_silent else "is gone"
             return DistributedError(
-                f"the process that holds the store of the process group is gone, rank 0 as a rule; here, on "
+                f"the process that holds the store of the process group, rank 0 as a rule, {state}; here, on "
                 f"{self._name(self._number)}, {_waiting_words(own)}"
             )
         return self._error_of_silent(everybody - reports.keys(), own, reports, lost)
@@ -154,13 +159,23 @@ def meet_ranks(store: Store, rank: int, size: int, timeout: float, kind: str = "
         kind: "rank", or "replica" of which this is one.
 
     Raises:
-        DistributedError: one has not come in `timeout` seconds.
+        DistributedError: one has not come in `timeout` seconds, or the store does not answer.
     """
-    token, deadline = uuid.uuid4().hex, time.monotonic() + timeout
+    try:
+        return _meet_ranks(store, rank, size, timeout, kind)
+    except StoreSilentError as error:
+        raise DistributedError(
+            f"{error}, on {kind} {rank} of {size}: the process that holds it, rank 0 as a rule, hangs, or its host "
+            "cannot be reached"
+        ) from None
+
+
+def _meet_ranks(shared: Store, rank: int, size: int, timeout: float, kind: str) -> Store:
+    token, deadline, store = uuid.uuid4().hex, time.monotonic() + timeout, BoundedStore(shared, timeout)
     store.set(f"token/{rank}", token)
     name: str | None = token if rank == 0 else None
     here = [f"here/{other}" for other in range(size)]
-    own: Store | None = None
+    own: BoundedStore | None = None
     while True:
         if rank == 0:
             _give_name(store, size, token)
@@ -168,10 +183,10 @@ def meet_ranks(store: Store, rank: int, size: int, timeout: float, kind: str = "
             name = _name_for(store, token)
         if name is not None:
             if own is None:
-                own = PrefixStore(name, store)
+                own = BoundedStore(PrefixStore(name, shared), timeout)
                 own.set(here[rank], "1")
             if own.check(here):
-                return own
+                return own.store
         if time.monotonic() > deadline:
             break
         time.sleep(POLL_SECONDS)
@@ -183,14 +198,14 @@ def meet_ranks(store: Store, rank: int, size: int, timeout: float, kind: str = "
     )
 
 
-def _give_name(store: Store, size: int, name: str) -> None:
+def _give_name(store: BoundedStore, size: int, name: str) -> None:
     """Gives the ranks a name, by the tokens that they have left so far."""
     keys = [f"token/{other}" for other in range(size)]
     tokens = [store.get(key).decode() for key in keys if store.check([key])]
     store.set("name", json.dumps({"name": name, "tokens": tokens}))
 
 
-def _name_for(store: Store, token: str) -> str | None:
+def _name_for(store: BoundedStore, token: str) -> str | None:
     """Returns the name that rank 0 has given to whoever has this token; None where it has not yet."""
     if not store.check(["name"]):
         return None
