@@ -22,7 +22,7 @@ INTERFACE = "fx0"  # of each host, on the network
 
 @cache
 def why_none() -> str:
-    """Why there are none on this machine; empty where there are."""
+    """Returns the reason that there are none on this machine; empty where there are."""
     if shutil.which("ip") is None:
         return "the command ip (iproute2) is not there"
     name = f"fxprobe{os.getpid()}"
