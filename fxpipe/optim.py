@@ -17,14 +17,19 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fxpipe._torch.optimizers import has_step_pre_hooks, part_of_optimizer, step_without_hooks
+from fxpipe._torch.optimizers import (
+    has_step_post_hooks,
+    has_step_pre_hooks,
+    part_of_optimizer,
+    step_without_hooks,
+)
 from fxpipe.config.parse import parse_switch
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
 from fxpipe.parameter_groups import NamedParameters, ParameterGroups, make_parameter_groups, resolve_group
@@ -132,7 +137,8 @@ class StageOptimizer(torch.optim.Optimizer, StagewiseOptimizer):
         """
         if isinstance(closure, _StepWithin):
             result = closure()
-            self._take_written_options()
+            if closure.takes_options:
+                self._take_written_options()
             return result
         loss = None
         if closure is not None:
@@ -159,13 +165,17 @@ class StageOptimizer(torch.optim.Optimizer, StagewiseOptimizer):
     def parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def step_parameters(self, parameters: Collection[torch.Tensor]) -> None:
+    def step_parameters(
+        self, parameters: Collection[torch.Tensor], options: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
         chosen = {id(parameter) for parameter in parameters}
         groups: dict[int, dict[str, Any]] = {}
+        begin: dict[int, dict[str, Any]] = {}  # options with which the step begins
         for k, group in enumerate(self.param_groups):
             of_group = [parameter for parameter in group["params"] if id(parameter) in chosen]
             if of_group:
-                groups[k] = {**group, "params": of_group}
+                begin[k] = {**group, **(options[k] if options is not None else {})}
+                groups[k] = {**begin[k], "params": of_group}
         part = part_of_optimizer(self, self.optimizer_class, [*groups.values()])
         attributes = dict(part.__dict__)
         step_without_hooks(part)
@@ -173,10 +183,45 @@ class StageOptimizer(torch.optim.Optimizer, StagewiseOptimizer):
             (None, name): value for name, value in part.__dict__.items() if attributes.get(name, part) is not value
         }
         for k, group in groups.items():
-            before = self.param_groups[k]
+            before = begin[k]
             written |= {(k, key): v for key, v in group.items() if key != "params" and before.get(key, part) is not v}
+        if options is not None and written:  # the next mini-batch would begin with what this one has begun with
+            names = ", ".join(sorted(repr(name) for _, name in written))
+            raise StateError(
+                f"{self.optimizer_class.__name__} writes {names} while it steps, to its groups or to itself, and "
+                "updates of several mini-batches are under way in a stream: use it with forward_backward"
+            )
         with self._writing:
             self._written.append(written)
+
+    # -- Streams -----------------------------------------------------------------------------------------------------
+
+    def begin_stream(self) -> None:
+        for has_hooks, when in ((has_step_pre_hooks, "pre"), (has_step_post_hooks, "post")):
+            if has_hooks(self):
+                raise StateError(
+                    f"the optimizer has hooks around its step (register_step_{when}_hook), which see all gradients and "
+                    "weights of a step; in a stream stages are at different mini-batches, and there is no such time: "
+                    "remove them, or train with forward_backward"
+                )
+        self._warn_of_rival()
+        self._written.clear()
+
+    def options_now(self) -> list[dict[str, Any]]:
+        return [
+            {key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in group.items() if key != "params"}
+            for group in self.param_groups
+        ]
+
+    def note_step(self) -> None:
+        self.step(_StepWithin(lambda: None, takes_options=False))
+
+    def end_stream(self) -> None:
+        self._written.clear()
+        self._has_stepped = True
+        self._keep_state_in_order()
+
+    # -- Options and state ---------------------------------------------------------------------------------------------
 
     def _take_written_options(self) -> None:
         """Takes over what the parts of a step have written to the options of groups, and to themselves.
@@ -240,6 +285,7 @@ class _StepWithin:
     """The closure of a step that the pipe runs, with the updates of the stages in it."""
 
     run: Callable[[], Any]
+    takes_options: bool = True  # does the optimizer take over what its parts have written
 
     def __call__(self) -> Any:
         return self.run()

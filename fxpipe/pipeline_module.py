@@ -24,6 +24,7 @@ from fxpipe.runtime.losses import check_loss_function, check_reduction, check_sc
 from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.tracing.record.module_hooks import run_with_user_hooks, user_hooks_of
 from fxpipe.tracing.tensors import has_values
+from fxpipe.train_stream import TrainStream, parse_batches, stream_policy
 from fxpipe.utils.units import count_text, human_bytes, human_seconds
 from fxpipe.viz.html import notebook_fragment, notebook_heading, notebook_note
 
@@ -280,6 +281,97 @@ class Pipeline(nn.Module):
             optimizer.zero_grad()
         return (loss, outputs) if return_outputs else loss
 
+    @torch.compiler.disable(reason=NOT_COMPILED)  # type: ignore[untyped-decorator]
+    def train_stream(
+        self,
+        batches: Iterable[Any],
+        *,
+        optimizer: StagewiseOptimizer,
+        loss_fn: Callable[..., Any] | None = None,
+        reduction: str = "mean",
+        vertical_sync: bool = False,
+        grad_scaler: torch.amp.GradScaler | None = None,
+    ) -> TrainStream:
+        """Trains on mini-batches that follow each other through the stages without a flush; yields their losses.
+
+            pipe = fxpipe.pipeline(model, devices, schedule="pipedream")
+            optimizer = fxpipe.optim.StageOptimizer(pipe, torch.optim.SGD, lr=0.1)
+            for loss in pipe.train_stream(loader, optimizer=optimizer, loss_fn=torch.nn.functional.cross_entropy):
+                print(loss)
+
+        A stage takes up a new mini-batch as soon as it has gone back through one, and updates its weights at once. So
+        no stage idles, and the weights of n stages are stale: at stage j a mini-batch has the weights of n - 1 - j
+        updates ago. Its backward has the same ones as its forward (*weight stashing*).
+
+        | schedule                           | weights of mini-batch t at stage j      | versions at stage j   |
+        |------------------------------------|-----------------------------------------|-----------------------|
+        | `pipedream`                        | of the first t - (n - 1 - j)            | n - j                 |
+        | `pipedream`, `vertical_sync=True`  | of the first t - (n - 1), at all stages | n                     |
+        | `pipedream_2bw`                    | of the first t - 1, at all stages       | 2                     |
+
+        With `pipedream` a mini-batch runs as a whole (`chunks=1`, unless given otherwise). With `pipedream_2bw` it runs
+        in `chunks` micro-batches, at least as many as there are stages, whose gradients make one update; it needs the
+        fewest versions. With one stage all of them are plain training.
+
+        Mini-batches are read ahead: n + 2 of them are in flight, or wait. Options of the optimizer, the learning rate
+        say, that change in the loop are those of mini-batches read from then on. While a stream is open the pipe
+        cannot be called, the weights are of no one step, and nobody else may write to them. When it has ended, or was
+        closed, all mini-batches that were read are applied on all stages; then evaluate, save, load, and open the next
+        one, whose first mini-batches have the newest weights again. (A mini-batch that needs another graph, for another
+        shape, lets those before it end first, too.) Leaving a loop early closes the stream when nobody holds it any
+        more; `with pipe.train_stream(...) as losses:` closes it for sure.
+
+        Where reading a mini-batch raises, the losses of those before it come first, then the exception. Where a stage
+        raises, the exception comes at once, mini-batches in flight are dropped, and a note tells how many updates each
+        stage has made. Buffers are then as forward has left them.
+
+        There is no time at which the gradients of all stages are there: clipping by the norm of all, `GradScaler` and
+        hooks of the optimizer need `forward_backward`. Neither may several stages use one weight.
+
+        Args:
+            batches: an iterable of mini-batches, each as a micro-batch of `forward_backward`: (inputs, target),
+                (args, kwargs, target), or inputs alone.
+            optimizer: a `fxpipe.optim.StageOptimizer` of this pipe, with `overlap` or without.
+            loss_fn, reduction: as for `forward_backward`.
+            vertical_sync: all stages use the version that was the newest at the first one.
+            grad_scaler: refused.
+
+        Returns:
+            An iterator over the losses, in order, with `close()`, `applied` and `versions_held`. `pipe.last_step` is
+            then the record of the last 32 mini-batches.
+
+        Raises:
+            ArgumentError: the pipe has another schedule, or an argument cannot be used.
+            StateError: several stages use a weight, the optimizer has hooks, or another step is running.
+
+        Sources: `fxpipe.scheduling.streams` names them.
+        """
+        check_reduction(reduction)
+        parse_switch("vertical_sync", vertical_sync)
+        policy = stream_policy(self._fxpipe.settings.schedule, vertical_sync)
+        self._check_stream_arguments(optimizer, loss_fn, grad_scaler)
+        if self._fxpipe.closed:
+            raise StateError("the pipe is closed; make a new one with fxpipe.pipeline(model, ...)")
+        function, is_given = loss_fn or model_loss, loss_fn is not None
+        return TrainStream(self._fxpipe, parse_batches(batches), function, optimizer, reduction, policy, is_given)
+
+    def _check_stream_arguments(self, optimizer: Any, loss_fn: Any, grad_scaler: Any) -> None:
+        check_scaler(grad_scaler)
+        if grad_scaler is not None:
+            raise ArgumentError(
+                "grad_scaler in a stream: a scaler looks at the gradients of all stages before any is updated, and "
+                "there is no such time; train in bfloat16, or with forward_backward"
+            )
+        check_loss_function(loss_fn, None)
+        check_can_train(self._fxpipe_model, "train_stream")
+        if not isinstance(optimizer, StagewiseOptimizer):
+            raise ArgumentTypeError(
+                f"optimizer is a {type(optimizer).__name__}; expected a fxpipe.optim.StageOptimizer of this pipe, "
+                "which steps each stage by itself: fxpipe.optim.StageOptimizer(pipe, torch.optim.AdamW, lr=...)"
+            )
+        check_optimizer(optimizer, self, None)
+        optimizer.begin_stream()
+
     def compile(self, **options: Any) -> None:
         """Compiles the stages from the next step on, each in its worker: the `compile=` of `fxpipe.pipeline`.
 
@@ -450,14 +542,12 @@ def check_optimizer(optimizer: Any, pipe: Pipeline, grad_scaler: torch.amp.GradS
         )
 
 
-def check_can_train(model: nn.Module) -> None:
-    """Raises where `forward_backward` cannot run now."""
+def check_can_train(model: nn.Module, what: str = "forward_backward") -> None:
+    """Raises where forward and backward in one cannot run now."""
     if not torch.is_grad_enabled():
-        raise StateError(
-            "forward_backward needs gradients, but is called under no_grad; call the pipe itself to evaluate"
-        )
+        raise StateError(f"{what} needs gradients, but is called under no_grad; call the pipe itself to evaluate")
     if hooks := user_hooks_of(model):
         raise StateError(
-            f"the model has the hook {hooks[0]!r}, which sees the output of mini-batches, and forward_backward "
+            f"the model has the hook {hooks[0]!r}, which sees the output of mini-batches, and {what} "
             "makes none; remove it (hook.remove()), put it on a module inside, or call the pipe itself"
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -195,14 +195,15 @@ class PipelineState:
     # -- graphs ------------------------------------------------------------------------------------------------------
 
     def bound_program_for(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], in_one: bool = False
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], in_one: bool = False, seed: int | None = None
     ) -> tuple[BoundProgram, Sequence[Any], int]:
         """The graph for these inputs, mode and state; recorded where there is none yet.
 
         Args:
             in_one: forward and backward run in one.
+            seed: of the step; if not given, what it will draw.
         """
-        seed = peek_seed()
+        seed = peek_seed() if seed is None else seed
         inputs = self._checked_inputs(args, kwargs, seed)
         leaves = inputs.leaves
         prepared, bound = self._known(inputs, args, kwargs) or self._make_graph(args, kwargs, seed)
@@ -215,6 +216,56 @@ class PipelineState:
         refuse_unwritable_inputs(prepared.traced, leaves, in_one)
         prepared.traced.refuse_uneven_outputs(batch, samples_per_micro_batch(batch, self.settings.micro_batches(batch)))
         return bound, leaves, batch
+
+    def program_at_hand(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int
+    ) -> tuple[BoundProgram, Sequence[Any], int] | None:
+        """The same for forward and backward in one, without a look at the weights, which stages may be updating.
+
+        Returns:
+            None where there is no such graph yet, or one that would have to be compared with the model first.
+        """
+        inputs = self._checked_inputs(args, kwargs, seed)
+        for prepared, bound in self.graphs.candidates(inputs, self._sizes):
+            traced = prepared.traced
+            lengths = traced.dynamic.lengths_of(inputs.leaves)
+            batch = samples_of(traced, inputs.leaves)
+            seen = traced.comparisons.lengths
+            is_far = lengths and traced.dynamic.is_far_from(lengths, seen)
+            if is_far or ("chunks" in self.asked.left and (True, batch) > self._chosen_for):
+                return None
+            refuse_unwritable_inputs(traced, inputs.leaves, True)
+            sizes = samples_per_micro_batch(batch, self.settings.micro_batches(batch))
+            traced.refuse_uneven_outputs(batch, sizes)
+            return bound, inputs.leaves, batch
+        return None
+
+    # -- streams -------------------------------------------------------------------------------------------------------
+
+    def check_stream_program(self, bound: BoundProgram, held: Collection[int]) -> None:
+        """Raises `StateError` where a program cannot run in a stream. `held`: identities of trained parameters."""
+        tensors = ModelTensors(self.model, bound.constants)
+        for j, stage in enumerate(bound.program.stages):
+            for name in stage.attributes:
+                tensor = tensors.get(name)
+                home = self.stage_of_parameter(tensor) if id(tensor) in held else j
+                if home != j:
+                    raise StateError(
+                        f"the parameter {name!r} is used by stages {home} and {j}, which update their weights at "
+                        "different times: it would have no version that both share. Let one stage have all of it "
+                        "(balance=), untie it, leave it out of the optimizer, or train with forward_backward and "
+                        "schedule='1f1b'"
+                    )
+        if bound.program.left or bound.program.written_inputs:
+            what = (
+                f"sets the attribute {next(iter(bound.program.left))!r}"
+                if bound.program.left
+                else f"writes to the input {next(iter(bound.program.written_inputs))}"
+            )
+            raise StateError(
+                f"forward {what}, which is put together when a step has ended; in a stream the next mini-batches have "
+                "begun by then: return it as an output, keep it in a buffer, or train with forward_backward"
+            )
 
     def micro_batches_for(self, calls: Sequence[ModelCall]) -> list[MicroBatch]:
         """The micro-batches that are handed over, each with the program of its graph: the same for all, if one does."""

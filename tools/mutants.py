@@ -73,9 +73,23 @@ class Mutant:
 
 RUNTIME = (
     Mutant(
+        "runtime/stream.py",
+        "        if oldest <= self.newest and self._named:\n",
+        "        if False:\n",
+        "behaviour/test_pipedream.py::test_a_stream_comes_to_the_weights_of_delayed_updates",
+        "an update writes to the weights that mini-batches in flight have",
+    ),
+    Mutant(
+        "runtime/stream.py",
+        "            one.step.commit_buffers_of(j)\n",
+        "            pass\n",
+        "behaviour/test_pipedream.py::test_batch_norm_sees_the_mini_batches_in_order",
+        "buffers are those from before the stream",
+    ),
+    Mutant(
         "optim.py",
-        "        self._keep_state_in_order()\n",
-        "",
+        "[place][name] = values[0]\n        self._keep_state_in_order()\n",
+        "[place][name] = values[0]\n",
         "behaviour/test_stage_optimizers.py::test_it_steps_whatever_the_schedule_and_tied_weights_once",
         "depends on which worker is first",
     ),

@@ -43,6 +43,15 @@ def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
     Raises:
         TorchVersionError: torch does not tell.
     """
-    if not hasattr(optimizer, _PRE_HOOKS):
-        raise missing_name(f"Optimizer has no attribute {_PRE_HOOKS!r}")
-    return bool(getattr(optimizer, _PRE_HOOKS))
+    return _has_hooks(optimizer, _PRE_HOOKS)
+
+
+def has_step_post_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns True if somebody is called after this optimizer has stepped, as `has_step_pre_hooks` does."""
+    return _has_hooks(optimizer, _POST_HOOKS)
+
+
+def _has_hooks(optimizer: torch.optim.Optimizer, name: str) -> bool:
+    if not hasattr(optimizer, name):
+        raise missing_name(f"Optimizer has no attribute {name!r}")
+    return bool(getattr(optimizer, name))

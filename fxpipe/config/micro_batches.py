@@ -1,5 +1,7 @@
 """`forward_backward(micro_batches=...)`: an iterable of micro-batches, each read as one call of the model.
 
+So are the mini-batches of `train_stream`.
+
     (args, kwargs, target)    a tuple of inputs by position, a dict of inputs by name, and the target or None
     (inputs, target)          inputs: a tensor, a tuple or list of inputs by position, or a dict of inputs by name
     tensor, or dict           inputs without a target
@@ -54,7 +56,7 @@ def parse_micro_batches(micro_batches: Any) -> list[ModelCall]:
             f"micro_batches goes on after {MOST_MICRO_BATCHES} of them; give those of one step: "
             "itertools.islice(iterator, 8) takes the next 8"
         )
-    calls = [_parse_item(item, i) for i, item in enumerate(items)]
+    calls = [parse_call(item, f"micro-batch {i}") for i, item in enumerate(items)]
     with_target = [i for i, call in enumerate(calls) if call.target]
     if with_target and len(with_target) < len(calls):
         without = next(i for i, call in enumerate(calls) if not call.target)
@@ -65,17 +67,22 @@ def parse_micro_batches(micro_batches: Any) -> list[ModelCall]:
     return calls
 
 
-def _parse_item(item: Any, i: int) -> ModelCall:
+def parse_call(item: Any, what: str) -> ModelCall:
+    """Reads one of them. `what` it is, in words: "micro-batch 3".
+
+    Raises:
+        ArgumentTypeError: it has none of the forms.
+    """
     if isinstance(item, (torch.Tensor, Mapping)):
-        return _call_of(item, None, i)
+        return _call_of(item, None, what)
     if type(item) in (tuple, list) and len(item) == 2:
-        return _call_of(item[0], item[1], i)
+        return _call_of(item[0], item[1], what)
     if type(item) in (tuple, list) and len(item) == 3 and type(item[0]) in (tuple, list) and _is_dict(item[1]):
         return ModelCall(tuple(item[0]), dict(item[1]), _target_of(item[2]))
-    raise ArgumentTypeError(f"micro-batch {i} is {_described(item)}; expected {FORMS}")
+    raise ArgumentTypeError(f"{what} is {_described(item)}; expected {FORMS}")
 
 
-def _call_of(inputs: Any, target: Any, i: int) -> ModelCall:
+def _call_of(inputs: Any, target: Any, what: str) -> ModelCall:
     if isinstance(inputs, torch.Tensor):
         return ModelCall((inputs,), {}, _target_of(target))
     if type(inputs) in (tuple, list):
@@ -83,7 +90,7 @@ def _call_of(inputs: Any, target: Any, i: int) -> ModelCall:
     if _is_dict(inputs):
         return ModelCall((), dict(inputs), _target_of(target))
     raise ArgumentTypeError(
-        f"the inputs of micro-batch {i} are {_described(inputs)}; expected a tensor, a tuple or list of inputs by "
+        f"the inputs of {what} are {_described(inputs)}; expected a tensor, a tuple or list of inputs by "
         "position, or a dict by name; any other input goes into the tuple: (args, kwargs, target)"
     )
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fxpipe.errors import ArgumentError
 from fxpipe.scheduling import (
     SCHEDULES,
+    STREAM_POLICIES,
     ActionKind,
     Schedule,
     ScheduleLike,
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from fxpipe.plans import Plan
 
 TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != "inference")
+# Those whose steps are compared: a step of a stream is one of 1F1B.
+COMPARED_SCHEDULES = tuple(name for name in TRAINING_SCHEDULES if name not in STREAM_POLICIES)
 TUNED_SCHEDULES = tuple(name for name in TRAINING_SCHEDULES if SCHEDULES[name].is_tuned)  # unless others are asked for
 
 
@@ -72,7 +75,9 @@ def worker_count_for(stages: int, schedule: ScheduleLike, per_device: int | None
 
 
 def chunks_of_schedule(schedule: ScheduleLike, chunks: int | str) -> int | str:
-    """The number of micro-batches: a table says it, unless it is said."""
+    """The number of micro-batches: a table says it, unless it is said; PipeDream does not cut mini-batches."""
+    if schedule == "pipedream" and chunks == "auto":
+        return 1
     if not isinstance(schedule, Schedule):
         return chunks
     if chunks not in ("auto", schedule.micro_batches):

@@ -112,6 +112,14 @@ class DistributedPipeline(Pipeline):
             schedule = make_schedule("inference", n, count, "never", placement)
             return state.engine.call_ranks(graph, inputs, schedule, to_all=self._to_all)
 
+    def train_stream(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: over processes each step is settled by all ranks together, and a stream has no steps."""
+        raise StateError(
+            "train_stream over processes: ranks settle each step together when it has ended, and mini-batches of a "
+            "stream never end all at once; train with forward_backward (schedule='zero_bubble', say), or "
+            "give the devices of this host to one process: fxpipe.pipeline(model, devices=[...], schedule='pipedream')"
+        )
+
     def forward_backward(
         self,
         *args: Any,

@@ -352,7 +352,7 @@ class RankEngine(Engine):
         report.wrong = step.loss_weighting.difference(losses.share)
         report.wrong_means = step.loss_weighting.difference(losses.share, means_only=True) if report.wrong else None
         report.shares = [losses.share(i) * losses.scale for i in range(step.micro_batches)]
-        outputs, is_verified = self._gathered_outputs(stage, step.weights, is_verified, is_asked)
+        outputs, is_verified = self.gathered_outputs(stage, step.weights, is_verified, is_asked)
         if self.replicas.count > 1 and stage.tree.is_weighed:
             is_verified = False  # micro-batches add up to a loss of which this mini-batch is a part
         report.is_verified = is_verified

@@ -85,10 +85,10 @@ def chunks_to_compare(plan: Plan) -> Iterator[int]:
 def schedule_variants(plan: Plan) -> tuple[ScheduleVariant, ...]:
     """Every schedule there is, and one of the user's own; those that the plan's stages allow are simulated."""
     import fxpipe
-    from fxpipe.scheduling import SCHEDULES
+    from fxpipe.config.stage_placement import COMPARED_SCHEDULES
 
     variants = []
-    for name in dict.fromkeys([*(name for name in SCHEDULES if name != "inference"), plan.schedule]):
+    for name in dict.fromkeys([*COMPARED_SCHEDULES, plan.schedule]):
         try:
             variants.append(ScheduleVariant(name.partition(":")[0], fxpipe.simulate(plan, schedule=name)))
         except FxpipeError as error:

@@ -359,7 +359,7 @@ def size_at_least(number: float) -> str:
 def _sweep_rows(
     request: Request, loaded: LoadedModel, profiled: ProfiledModel, devices: tuple[str, ...]
 ) -> tuple[SweepRow, ...]:
-    from fxpipe.config.stage_placement import TRAINING_SCHEDULES
+    from fxpipe.config.stage_placement import COMPARED_SCHEDULES
 
     hardware = request.options.get("hardware")
 
@@ -368,6 +368,6 @@ def _sweep_rows(
         return _at_sizes(plan_profiled_model(loaded, profiled, settings), request)
 
     own = request.options.get("schedule", "1f1b")
-    schedules = (own, *(name for name in TRAINING_SCHEDULES if name != own))
+    schedules = (own, *(name for name in COMPARED_SCHEDULES if name != own))
     counts = counts_up_to(most_devices(devices, USUAL_DEVICES, hardware), len(devices))
     return tuple(sweep_devices(counts, schedules, request.stages_per_device, plan_for))

@@ -66,12 +66,12 @@ def mode_text(plan: Plan) -> str:
 def compare_schedules(plan: Plan, simulation: Simulation) -> tuple[StepSummary, ...]:
     """The step of the plan, first, and other schedules that can have the stages where they are, by time."""
     import fxpipe
-    from fxpipe.config.stage_placement import TRAINING_SCHEDULES
+    from fxpipe.config.stage_placement import COMPARED_SCHEDULES
 
     own, others = summarize_step(simulation, plan), list[StepSummary]()
     if len(plan.workers) == 1:  # one after the other, whatever the schedule
         return (own,)
-    for name in TRAINING_SCHEDULES:
+    for name in COMPARED_SCHEDULES:
         if name == own.schedule:
             continue
         try:

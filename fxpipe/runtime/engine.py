@@ -30,7 +30,7 @@ from fxpipe.runtime.commit import GradientList, attach_commit, gradient_rollback
 from fxpipe.runtime.exchange import TransferNote
 from fxpipe.runtime.executors import Executor, close_all_executors
 from fxpipe.runtime.loss_stage import LossStage
-from fxpipe.runtime.loss_verification import LossHistories
+from fxpipe.runtime.loss_verification import LossHistories, LossHistory
 from fxpipe.runtime.losses import LOSS_REMEDIES, MODEL_LOSS_REMEDIES, MicroBatchLosses, ambiguous_output_message
 from fxpipe.runtime.microbatches import gather, scatter, scatter_gradient, target_dims
 from fxpipe.runtime.stage_updates import OverlappedUpdates, UpdateStep, actions_before_updates, update_rows
@@ -72,14 +72,35 @@ class Engine:
         self._busy = threading.Lock()
         self._runner: int | None = None  # the thread that runs a step
         self._transport: Transport | None = None  # of the step that runs
+        self._is_streaming = False
         _engines.add(self)
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Lets one step run at a time: workers that served two would wait for each other."""
+        with self._occupied(), self._caller_context.suspended():
+            yield
+
+    @contextmanager
+    def streaming(self) -> Iterator[CallerContext]:
+        """A block as `running`, around code of the caller's, too: modes and hooks stay as they are."""
+        with self._occupied() as context:
+            self._is_streaming = True
+            try:
+                yield context
+            finally:
+                self._is_streaming = False
+
+    @contextmanager
+    def _occupied(self) -> Iterator[CallerContext]:
         acquired = False
         try:
             acquired = self._busy.acquire(blocking=False)
+            if not acquired and self._is_streaming:
+                raise StateError(
+                    "the pipe is in the middle of a stream (train_stream), whose mini-batches are in its stages: let "
+                    "it end, or close it (stream.close(), `with pipe.train_stream(...) as stream:`), then call the pipe"
+                )
             if not acquired:
                 raise StateError(
                     "the pipe is already running a step, in another thread or around this call (a hook, loss_fn); "
@@ -88,8 +109,7 @@ class Engine:
             accelerator.refuse_capture()
             self._runner = threading.get_ident()
             self._caller_context = CallerContext.now()
-            with self._caller_context.suspended():
-                yield
+            yield self._caller_context
         except BaseException:
             if acquired and self._transport is not None:
                 self._transport.settle()  # what a step that fails has sent is given back behind its copies, too
@@ -110,6 +130,12 @@ class Engine:
         if self._runner != threading.get_ident():
             self._busy, self._runner, self._caller_context = threading.Lock(), None, CallerContext()
 
+    def loss_history(
+        self, loss_fn: Callable[..., Any], reduction: str, target: tuple[Any, ...], bound: BoundProgram
+    ) -> LossHistory:
+        """Returns the state of verification of such losses."""
+        return self._loss_histories.of(loss_fn, reduction, target, bound)
+
     def _step(self, inputs: StepInputs, schedule: Schedule, seed: int | None = None, **more: Any) -> Step:
         # Only where something draws: a model without random nodes leaves the generator alone, as it does without a
         # pipe.
@@ -129,8 +155,11 @@ class Engine:
 
     def _note_step(self, step: Step, schedule: Schedule) -> None:
         # Not the step itself, which holds tensors.
-        self._last_notes = StepNotes(schedule, step.bounds, step.log.now(), [*step.exchange.moved])
-        self._last_step = None
+        self.take_notes(StepNotes(schedule, step.bounds, step.log.now(), [*step.exchange.moved]))
+
+    def take_notes(self, notes: StepNotes) -> None:
+        """Takes the notes of the last step."""
+        self._last_notes, self._last_step = notes, None
 
     @property
     def last_step(self) -> StepRecord | None:
@@ -279,20 +308,11 @@ class Engine:
         m = schedule.micro_batches
         shares = shares_of(samples_per_micro_batch(batch, m))
         device = bound.devices[-1]
-        kind = self._loss_histories.of(loss_fn, reduction, target, bound)
+        kind = self.loss_history(loss_fn, reduction, target, bound)
 
         def run(is_verified: bool, seed: int | None = None) -> tuple[Step, LossStage]:
-            # As it is before the step: loss_fn may write to it.
-            whole = map_tensor_leaves(lambda t: t.detach().to(device, copy=True), target) if is_verified else None
-            losses = MicroBatchLosses(
-                loss_fn,
-                reduction,
-                shares,
-                scatter_target(target, batch, m, device, rows_of_inputs(bound.in_dims)),
-                scaler,
-                whole,
-            )
-            losses.known = bound.known_pieces(leaves, batch) if bound.known_pieces is not None else {}
+            whole = copied_target(target, device) if is_verified else None
+            losses = losses_of_mini_batch(bound, leaves, batch, m, loss_fn, reduction, target, scaler, whole)
             step = self._step(
                 StepInputs.of_mini_batch(bound, leaves, shares),
                 schedule,
@@ -314,7 +334,7 @@ class Engine:
             is_verified = True
             step, stage = run(is_verified, step.seed)
         loss = stage.losses.total()
-        outputs, is_verified = self._gathered_outputs(stage, shares, is_verified, return_outputs)
+        outputs, is_verified = self.gathered_outputs(stage, shares, is_verified, return_outputs)
         more = stage.gather_other_results(lambda parts, how, what: gather(parts, how, shares, what))
         if is_verified:
             start = time.perf_counter()
@@ -327,14 +347,14 @@ class Engine:
                 raise LossError(f"{wrong} {LOSS_REMEDIES}. {MODEL_LOSS_REMEDIES}")
         if m > 1:
             kind.count_pass(is_mistaken=wrong is not None)
-        self._add_gradients(step, stage, updates)
+        self.add_gradients(step, stage, updates)
         step.commit_buffers()
         with torch.no_grad():
             write_back_results(step.open_programs[0].tensors, leaves, bound.program, more)
         return loss, stage.tree(outputs) if return_outputs else None
 
     @staticmethod
-    def _gathered_outputs(
+    def gathered_outputs(
         stage: LossStage, shares: Sequence[float], is_verified: bool, is_asked: bool
     ) -> tuple[list[Any], bool]:
         """The outputs of the mini-batch, where they were kept, and whether the loss can be verified by them."""
@@ -369,7 +389,7 @@ class Engine:
         assert step.loss is not None
         loss = losses.total()
         outputs = step.loss.outputs_of_micro_batches() if return_outputs else None
-        self._add_gradients(step, step.loss, updates)
+        self.add_gradients(step, step.loss, updates)
         step.commit_buffers()
         with torch.no_grad():
             for i, one in enumerate(micro_batches):  # as in a loop, attributes are in the end what the last one leaves
@@ -379,7 +399,7 @@ class Engine:
                 )
         return loss, outputs
 
-    def _add_gradients(self, step: Step, stage: LossStage, updates: OverlappedUpdates | None = None) -> None:
+    def add_gradients(self, step: Step, stage: LossStage, updates: OverlappedUpdates | None = None) -> None:
         """Adds the gradients of a step that has ended well to those of the model's parameters."""
         _refuse_parameters_in_loss(stage, updates)
         extra = [leaf for leaf, *_ in stage.own.values()]
@@ -400,17 +420,17 @@ class Engine:
             return
         users: dict[int, set[int]] = {}
         for program in step.open_programs:
-            for j, opened in enumerate(program.stages):
-                for name in opened.stage.attributes:
+            for j, stage in enumerate(program.bound.program.stages):
+                for name in stage.attributes:
                     users.setdefault(id(program.tensors.get(name)), set()).add(j)
         step.set_updates(
-            {j: functools.partial(self._update_stage, step, j, updates) for j in range(schedule.stages)},
+            {j: functools.partial(self.update_stage, step, j, updates) for j in range(schedule.stages)},
             actions_before_updates(schedule, updates.parameters, users),
         )
         schedule = with_updates(schedule)
         self._run_rows(step, schedule, schedule.rows)
 
-    def _update_stage(self, step: Step, j: int, updates: OverlappedUpdates) -> None:
+    def update_stage(self, step: Step, j: int, updates: OverlappedUpdates) -> None:
         """Gives the parameters of a stage their gradients, in its worker, and steps them."""
         stage = step.loss
         assert stage is not None
@@ -444,6 +464,31 @@ def shares_of(samples: Sequence[int]) -> list[float]:
     """Returns the share of each micro-batch in all samples."""
     batch = sum(samples)
     return [size / batch for size in samples]
+
+
+def losses_of_mini_batch(
+    bound: BoundProgram,
+    leaves: Sequence[Any],
+    batch: int,
+    count: int,
+    loss_fn: Callable[..., Any],
+    reduction: str,
+    target: tuple[Any, ...],
+    scaler: torch.amp.GradScaler | None = None,
+    whole: tuple[Any, ...] | None = None,
+) -> MicroBatchLosses:
+    """The losses of a mini-batch in so many micro-batches. `whole`: the target of all, where they are verified."""
+    shares = shares_of(samples_per_micro_batch(batch, count))
+    targets = scatter_target(target, batch, count, bound.devices[-1], rows_of_inputs(bound.in_dims))
+    losses = MicroBatchLosses(loss_fn, reduction, shares, targets, scaler, whole)
+    losses.known = bound.known_pieces(leaves, batch) if bound.known_pieces is not None else {}
+    return losses
+
+
+def copied_target(target: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
+    """The target as it is before the step: loss_fn may write to it."""
+    copied: tuple[Any, ...] = map_tensor_leaves(lambda t: t.detach().to(device, copy=True), target)
+    return copied
 
 
 def write_back_results(

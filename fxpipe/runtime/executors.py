@@ -7,11 +7,15 @@ All do the same: for each action in a row, wait until it is ready, perform it. G
   interrupt of the caller (Ctrl-C) makes the step fail like any other; only a second one does not wait for the rows.
 - A worker holds nothing of a step once its row has ended, and none outlives the interpreter.
 
+Rows of a stream become known as it goes on: `start` queues more of them behind those that are queued, and does not wait
+for workers; `finish` does, as `run` does at its end.
+
 Assumed: rows of a validated schedule, so that some action is always ready.
 """
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import os
 import queue
@@ -20,7 +24,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +40,15 @@ class Executor(Protocol):
     """Runs the rows of a step to their end, or raises what made it fail."""
 
     def run(self, step: ActionPerformer, rows: Rows) -> None: ...
+
+    def start(self, step: ActionPerformer, rows: Rows) -> None:
+        """Queues rows, or more of them, of which none waits for what is not queued yet."""
+
+    def wait(self, event: threading.Event) -> None:
+        """Returns when what was started has set the event, as it does when it fails, too."""
+
+    def finish(self, step: ActionPerformer) -> None:
+        """Returns when all that was started has ended, or raises what made it fail."""
 
     def close(self) -> None: ...
 
@@ -132,6 +145,33 @@ class ThreadedExecutor:
         open_executors.add(self)
 
     def run(self, step: ActionPerformer, rows: Rows) -> None:
+        self._begin(step)
+        queues, threads = self._queues, self._threads
+        with self._failing_with(step, queues, threads):
+            self._put(step, rows)
+            self._wait_until_idle(queues, threads)
+        self._step = None
+        raise_failure(step)
+
+    def start(self, step: ActionPerformer, rows: Rows) -> None:
+        if self._step is not step:
+            self._begin(step)
+        self._put(step, rows)
+
+    def wait(self, event: threading.Event) -> None:
+        threads = self._threads
+        while not event.wait(POLL_SECONDS):
+            self._check_alive(threads)
+
+    def finish(self, step: ActionPerformer) -> None:
+        if self._step is step:
+            queues, threads = self._queues, self._threads
+            with self._failing_with(step, queues, threads):
+                self._wait_until_idle(queues, threads)
+            self._step = None
+        raise_failure(step)
+
+    def _begin(self, step: ActionPerformer) -> None:
         if self._closed:
             raise StateError(PIPE_CLOSED)
         if self._process != os.getpid() or not all(thread.is_alive() for thread in self._threads):
@@ -139,20 +179,27 @@ class ThreadedExecutor:
         if self._step is not None:  # left behind by a second interrupt
             self._step.fail(StateError("the step was interrupted"))
         warn_of_unseen_workers()
-        queues, threads = self._queues, self._threads
         self._step = step
+
+    def _put(self, step: ActionPerformer, rows: Rows) -> None:
+        if self._closed:
+            raise StateError(CLOSED_WHILE_RUNNING)
+        for jobs, row in zip(self._queues, rows, strict=True):
+            # Context variables are the caller's; what a stage sets stays in its row.
+            jobs.put((contextvars.copy_context(), step, row, self._before()))
+
+    @contextlib.contextmanager
+    def _failing_with(
+        self, step: ActionPerformer, queues: Sequence[queue.SimpleQueue[Any]], threads: Sequence[threading.Thread]
+    ) -> Iterator[None]:
+        """A block in which an interrupt of the caller, wherever it strikes, ends the step."""
         try:
-            for jobs, row in zip(queues, rows, strict=True):
-                # Context variables are the caller's; what a stage sets stays in its row.
-                jobs.put((contextvars.copy_context(), step, row, self._before()))
-            self._wait_until_idle(queues, threads)
-        except BaseException as error:  # an interrupt of the caller, wherever it struck
+            yield
+        except BaseException as error:
             step.fail(error)
             self._wait_until_idle(queues, threads)
             self._step = step.failure = None
             raise  # also where a stage has failed before: a Ctrl-C must not get lost
-        self._step = None
-        raise_failure(step)
 
     def _wait_until_idle(self, queues: Sequence[queue.SimpleQueue[Any]], threads: Sequence[threading.Thread]) -> None:
         """Returns when the workers have done all that is in their queues."""
@@ -161,13 +208,17 @@ class ThreadedExecutor:
             jobs.put(idle)
         for _ in queues:
             while not _has_answer(idle):
-                if self._closed:
-                    raise StateError(CLOSED_WHILE_RUNNING)
-                if not all(thread.is_alive() for thread in threads):
-                    names = " and ".join(thread.name for thread in threads if not thread.is_alive())
-                    cause = self._ended[0] if self._ended else None
-                    why = f"{type(cause).__name__}: {cause}" if cause else "it was told to end, by no code of fxpipe"
-                    raise InternalError(f"worker thread {names} has ended in the middle of a step ({why})") from cause
+                self._check_alive(threads)
+
+    def _check_alive(self, threads: Sequence[threading.Thread]) -> None:
+        """Raises where workers will not come to an end."""
+        if self._closed:
+            raise StateError(CLOSED_WHILE_RUNNING)
+        if not all(thread.is_alive() for thread in threads):
+            names = " and ".join(thread.name for thread in threads if not thread.is_alive())
+            cause = self._ended[0] if self._ended else None
+            why = f"{type(cause).__name__}: {cause}" if cause else "it was told to end, by no code of fxpipe"
+            raise InternalError(f"worker thread {names} has ended in the middle of a step ({why})") from cause
 
     def _before(self) -> Callable[[], None] | None:
         if self._jitter is None:
@@ -247,8 +298,16 @@ class InterleavedExecutor:
         self._random = random.Random(seed)
 
     def run(self, step: ActionPerformer, rows: Rows) -> None:
+        self.start(step, rows)
+        self.finish(step)
+
+    def start(self, step: ActionPerformer, rows: Rows) -> None:
         with step.in_row():
             self._run(step, rows)
+
+    def wait(self, event: threading.Event) -> None: ...
+
+    def finish(self, step: ActionPerformer) -> None:
         raise_failure(step)
 
     def _run(self, step: ActionPerformer, rows: Rows) -> None:
@@ -286,6 +345,10 @@ class InlineExecutor:
         open_executors.add(self)
 
     def run(self, step: ActionPerformer, rows: Rows) -> None:
+        self.start(step, rows)
+        self.finish(step)
+
+    def start(self, step: ActionPerformer, rows: Rows) -> None:
         if self._closed:
             raise StateError(PIPE_CLOSED)
         (row,) = rows
@@ -295,6 +358,10 @@ class InlineExecutor:
             contextvars.copy_context().run(run_row, step, row)
         finally:
             self._running = None
+
+    def wait(self, event: threading.Event) -> None: ...
+
+    def finish(self, step: ActionPerformer) -> None:
         raise_failure(step)
 
     def close(self) -> None:

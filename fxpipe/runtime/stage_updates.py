@@ -47,8 +47,13 @@ class StagewiseOptimizer(ABC):
         """Returns the parameters of all groups, in order."""
 
     @abstractmethod
-    def step_parameters(self, parameters: Collection[torch.Tensor]) -> None:
-        """Steps these and no others. Several threads may do so at once, each for parameters of its own."""
+    def step_parameters(
+        self, parameters: Collection[torch.Tensor], options: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
+        """Steps these and no others. Several threads may do so at once, each for parameters of its own.
+
+        `options`: of the groups, for a mini-batch of a stream; None: as they are now.
+        """
 
     @abstractmethod
     def step_within(self, run: Callable[[], T]) -> T:
@@ -58,6 +63,24 @@ class StagewiseOptimizer(ABC):
             StateError: somebody wants to see all gradients before.
         """
 
+    # A stream has no time at which all gradients are there, or all weights are of one step.
+
+    @abstractmethod
+    def begin_stream(self) -> None:
+        """Raises `StateError` where somebody wants to see such a time."""
+
+    @abstractmethod
+    def options_now(self) -> list[dict[str, Any]]:
+        """Returns the options of all groups, as they are now."""
+
+    @abstractmethod
+    def note_step(self) -> None:
+        """Counts a step that a stream has made, as learning rate schedulers do."""
+
+    @abstractmethod
+    def end_stream(self) -> None:
+        """Puts the state in order, once no stage steps any more."""
+
 
 @dataclass(frozen=True, slots=True)
 class OverlappedUpdates:
@@ -66,6 +89,7 @@ class OverlappedUpdates:
     optimizer: StagewiseOptimizer
     parameters: Mapping[int, Sequence[torch.Tensor]]  # by stage that updates them
     begun: list[int] = field(default_factory=list)  # stages whose weights have changed, or are about to
+    options: Sequence[Mapping[str, Any]] | None = None  # of its groups, for this step; None: as they are
 
     @property
     def identities(self) -> set[int]:
@@ -76,7 +100,7 @@ class OverlappedUpdates:
         parameters = self.parameters.get(stage, ())
         self.begun.append(stage)
         if parameters:
-            self.optimizer.step_parameters(parameters)
+            self.optimizer.step_parameters(parameters, self.options)
         self.take_gradients(stage)
 
     def take_gradients(self, stage: int) -> None:

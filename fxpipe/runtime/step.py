@@ -73,7 +73,7 @@ class OpenProgram:
 
     bound: BoundProgram
     tensors: ModelTensors
-    stages: list[StageInstance]
+    stages: dict[int, StageInstance]  # by number
 
 
 class Step(ActionPerformer):
@@ -92,8 +92,9 @@ class Step(ActionPerformer):
         keep_outputs: bool = False,
         split: frozenset[tuple[int, int]] = frozenset(),
         look_at_elements: bool = False,
+        known_tensors: ModelTensors | None = None,
     ):
-        """`split`: the (stage, micro-batch) pairs that have W."""
+        """`split`: the (stage, micro-batch) pairs that have W; `known_tensors`: where they are, of the only program."""
         # Not the inputs themselves: their parts are gone with the stages that use them.
         self.bounds, self.trained, self.weights = inputs.bounds, inputs.trained, inputs.weights
         self.seed, self.recomputed, self.split = seed, recomputed, split
@@ -110,7 +111,8 @@ class Step(ActionPerformer):
         self.totals = [StageTotals() for _ in self.devices]
         split_stages = {j for j, _ in split}
         self.open_programs = [
-            self._open(bound, ModelTensors(model, bound.constants), split_stages) for bound in inputs.programs
+            self._open(bound, known_tensors or ModelTensors(model, bound.constants), split_stages)
+            for bound in inputs.programs
         ]
         if len(self.open_programs) > 1:
             check_programs_fit(inputs.programs, [one.tensors for one in self.open_programs])
@@ -128,7 +130,7 @@ class Step(ActionPerformer):
 
     def _open(self, bound: BoundProgram, tensors: ModelTensors, split_stages: set[int]) -> OpenProgram:
         stages = range(len(bound.program.stages))
-        return OpenProgram(bound, tensors, [self._open_stage(bound, j, tensors, j in split_stages) for j in stages])
+        return OpenProgram(bound, tensors, {j: self._open_stage(bound, j, tensors, j in split_stages) for j in stages})
 
     def _open_stage(self, bound: BoundProgram, j: int, tensors: ModelTensors, is_split: bool) -> StageInstance:
         stage = bound.program.stages[j]
@@ -251,20 +253,26 @@ class Step(ActionPerformer):
         return {
             name: program.tensors.get(name)
             for program in self.open_programs
-            for opened in program.stages
-            for name in opened.stage.attributes
+            for stage in program.bound.program.stages
+            for name in stage.attributes
         }
 
     @torch.no_grad()
     def commit_buffers(self) -> None:
         """Writes the buffers that forward has changed into the model."""
-        for j, totals in enumerate(self.totals):
-            for name, value in totals.final_buffers().items():
-                tensors = next(one.tensors for one in self.open_programs if one.stages[j].uses(name))
-                if name in totals.assigned:
-                    tensors.set(name, value)
-                else:
-                    tensors.get(name).copy_(value)
+        for j in range(len(self.totals)):
+            self.commit_buffers_of(j)
+
+    @torch.no_grad()
+    def commit_buffers_of(self, j: int) -> None:
+        """Writes those that a stage has changed."""
+        totals = self.totals[j]
+        for name, value in totals.final_buffers().items():
+            tensors = next(one.tensors for one in self.open_programs if one.stages[j].uses(name))
+            if name in totals.assigned:
+                tensors.set(name, value)
+            else:
+                tensors.get(name).copy_(value)
 
     def parameter_gradient(self, name: str, home: torch.device) -> torch.Tensor | None:
         """Sums the gradient of a parameter over micro-batches, and over stages in order; where the parameter is."""

@@ -130,6 +130,13 @@ from fxpipe.scheduling.row_transforms import (
     there_and_back,
     with_updates,
 )
+from fxpipe.scheduling.streams import (
+    STREAM_POLICIES,
+    StreamSchedule,
+    WeightPolicy,
+    steady_micro_batches,
+    weight_versions,
+)
 from fxpipe.scheduling.v_schedules import dualpipev, hanayo, v_half, v_min
 from fxpipe.scheduling.validation import activations_in_flight, dependencies, micro_batches_in_flight, validate
 from fxpipe.scheduling.zero_bubble_search import StageTimes, zero_bubble_auto
@@ -137,6 +144,7 @@ from fxpipe.scheduling.zero_bubble_search import StageTimes, zero_bubble_auto
 __all__ = [
     "CHECKPOINTS",
     "SCHEDULES",
+    "STREAM_POLICIES",
     "Action",
     "ActionKind",
     "Checkpoint",
@@ -144,6 +152,8 @@ __all__ = [
     "Schedule",
     "ScheduleLike",
     "StageTimes",
+    "StreamSchedule",
+    "WeightPolicy",
     "activations_in_flight",
     "as_schedule_like",
     "backward_part",
@@ -168,10 +178,12 @@ __all__ = [
     "round_robin",
     "schedule_text",
     "split_backwards",
+    "steady_micro_batches",
     "there_and_back",
     "v_half",
     "v_min",
     "validate",
+    "weight_versions",
     "with_updates",
     "zbv",
     "zero_bubble",

@@ -20,6 +20,8 @@ micro-batch takes a device, F + B + W.
 | `dualpipev`               | whole, W only in bubbles  | 2, V                | p + 1 / 2     | (p - 1) / 6       |
 | `v_half`                  | as `zbv`, fewer           | 2, V                | (p + 2) / 2   | 7 (p - 1) / 12    |
 | `v_min`                   | as `zbv`, fewest          | 2, V                | (p + 4) / 3   | (4 p - 5) / 6     |
+| `pipedream`               | at once, never a flush    | 1                   | p             | 0, as a stream    |
+| `pipedream_2bw`           | the same, two versions    | 1                   | p             | 0, as a stream    |
 | `inference`               | none                      | 1, or any placement | 0             | p - 1, of F alone |
 
 V is there and back (0, 1, 1, 0): the loss is on the first device. `v_half` and `v_min` keep whole micro-batches, so
@@ -43,6 +45,9 @@ which is there as long as a step ends on all devices before the next one begins.
 
 `zero_bubble_auto` is made of what the stages of a plan cost and may take: of equal ones it is `zero_bubble`, and of any
 no longer than that, nor by more than a thousandth than `zero_bubble_2p`, where those fit (`zero_bubble_search`).
+
+`pipedream` and `pipedream_2bw` have no bubble, but stale weights: `train_stream` runs them, in the order of `streams`.
+A step by itself, of `forward_backward`, is one of `1f1b`, and so are its rows here.
 
 If in doubt: `1f1b`, the simplest that keeps few activations. With few micro-batches for each device, `zero_bubble`, or
 `zbv` if twice as many transfers are no matter. Where memory is short, `v_half` or `v_min`.
@@ -155,6 +160,11 @@ def _equal_stages_rows(m: int, placement: Placement) -> Rows:
     return zero_bubble_auto(m, [StageTimes(1, 1, 1)] * len(placement))
 
 
+# A step of such a schedule by itself, which ends with a flush, is one of 1F1B.
+_STREAM = ScheduleRecipe(
+    lambda m, placement: one_f_one_b(m, len(placement)), has_fixed_placement=True, most=1, is_tuned=False
+)
+
 # Schedules that have each stage in two places, with its weights, and the one to use instead.
 BIDIRECTIONAL: Mapping[str, str] = MappingProxyType({"chimera": "dualpipev", "dualpipe": "dualpipev"})
 
@@ -175,6 +185,8 @@ SCHEDULES: Mapping[str, ScheduleRecipe] = MappingProxyType(
         "dualpipev": _in_a_v(dualpipev),
         "v_half": _in_a_v(v_half),
         "v_min": _in_a_v(v_min),
+        "pipedream": _STREAM,
+        "pipedream_2bw": _STREAM,
         "inference": _any_placement(inference),
     }
 )

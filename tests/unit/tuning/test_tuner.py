@@ -13,7 +13,7 @@ from helpers.tuning_settings import BATCH, Net, settings_for
 from torch import nn
 
 import fxpipe
-from fxpipe.config.stage_placement import TRAINING_SCHEDULES, TUNED_SCHEDULES, place_stages
+from fxpipe.config.stage_placement import COMPARED_SCHEDULES, TRAINING_SCHEDULES, TUNED_SCHEDULES, place_stages
 from fxpipe.errors import ArgumentError, ArgumentTypeError, MemoryLimitError
 from fxpipe.planning import prepare_profiled, trace_and_profile
 from fxpipe.profiling import Profile, Seconds
@@ -405,7 +405,7 @@ def test_the_table_marks_the_choice(model: Net, x: torch.Tensor, profile: Profil
     assert lines[0].startswith("mini-batches of 8 on 2 x cpu")
 
 
-@pytest.mark.parametrize("name", [name for name in TRAINING_SCHEDULES if name not in TUNED_SCHEDULES])
+@pytest.mark.parametrize("name", [name for name in COMPARED_SCHEDULES if name not in TUNED_SCHEDULES])
 def test_what_is_not_tried_is_no_shorter_than_what_is_and_keeps_no_less(name: str) -> None:
     """In units of the whole device, whatever the number of its stages."""
     cost = StageCost(forward=1, backward=2, weight=1, saved_bytes=1)

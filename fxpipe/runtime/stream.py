@@ -1,0 +1,491 @@
+"""A stream of mini-batches through the stages, without a flush: what `train_stream` runs.
+
+Each mini-batch is a `Step`, as any other: with its inputs, its exchange, its loss and the sums of its gradients. What
+is another: its stages do not open at once, but each when its forward comes to it, with the *version* of the weights
+that the order of the stream (`scheduling.streams`) has for it; and each closes with its update U, which is a part of
+the rows. So a worker goes from mini-batch to mini-batch and waits for nobody but its neighbours.
+
+*Versions.* The newest version of a weight is in the model's parameter, where an optimizer updates it in place. Where a
+mini-batch in flight still needs what is there, the update takes other memory: the parameter gets a copy, and the older
+version stays where it is, in the views that forward ran on. It goes with the last of these. Views are of `.data`, which
+counts versions by itself: a plain `detach()` would share the parameter's count, and autograd refuse the backward.
+That anybody else has written to a parameter meanwhile is told by the count that an update has left.
+
+*Buffers* are written into the model when a stage has ended the forward of a mini-batch, so the next one finds them.
+
+Everything is in the order of the rows; so the order in which workers come to it makes no difference.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fxpipe._torch.autograd import version_of
+from fxpipe._torch.tensor_data import replace_data
+from fxpipe._torch.thread_state import ThreadState
+from fxpipe.errors import LossError, StateError
+from fxpipe.rewriting.program import stage_context
+from fxpipe.runtime.action_performer import ActionPerformer
+from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
+from fxpipe.runtime.caller_context import CallerContext, thread_defaults
+from fxpipe.runtime.engine import Engine, StepNotes, copied_target, losses_of_mini_batch, shares_of
+from fxpipe.runtime.exchange import TransferNote
+from fxpipe.runtime.loss_verification import LossHistory
+from fxpipe.runtime.losses import LOSS_REMEDIES, MODEL_LOSS_REMEDIES
+from fxpipe.runtime.stage_updates import OverlappedUpdates, StagewiseOptimizer
+from fxpipe.runtime.step import OpenProgram, Step
+from fxpipe.runtime.step_inputs import StepInputs
+from fxpipe.runtime.step_record import StepLog
+from fxpipe.runtime.transport import Transport, on_all_streams
+from fxpipe.scheduling.actions import Action, ActionKind, Schedule
+from fxpipe.scheduling.streams import StreamSchedule
+from fxpipe.utils.batch_split import samples_per_micro_batch
+from fxpipe.utils.random_generators import mix_seed
+
+RECORDED_MINI_BATCHES = 32  # of a stream: the last ones, of which `last_step` tells
+
+
+class StageWeights:
+    """The versions of the weights of one stage that mini-batches in flight need; used by the stage's worker alone."""
+
+    def __init__(self, named: Mapping[str, torch.Tensor]):
+        self._named = dict(named)
+        self.newest = 0
+        self._older: dict[int, dict[int, torch.Tensor]] = {}  # by version: views, by identity of the parameter
+        self._views = self._new_views()
+        self._counts = self._write_counts()
+        self.most_held = 1
+
+    def _new_views(self) -> dict[int, torch.Tensor]:
+        return {id(p): p.data.requires_grad_(p.requires_grad) for p in self._named.values()}
+
+    def _write_counts(self) -> list[int]:
+        return [version_of(p) for p in self._named.values()]
+
+    def at(self, version: int) -> Mapping[int, torch.Tensor]:
+        """Returns the weights of a version, by the identity of their parameters."""
+        self.check_unchanged()
+        return self._views if version == self.newest else self._older[version]
+
+    def check_unchanged(self) -> None:
+        """Raises `StateError` where somebody else has written to the weights."""
+        for (name, p), count in zip(self._named.items(), self._counts, strict=True):
+            if version_of(p) != count:
+                raise StateError(
+                    f"the parameter {name!r} was written to in the middle of a stream (load_state_dict, an update by "
+                    "hand, another optimizer), while mini-batches in flight have older values of it: let the stream "
+                    "end, or close it, before"
+                )
+
+    def begin_update(self, oldest: int) -> None:
+        """Leaves the parameters for an optimizer to write to. `oldest`: the oldest version that is needed after it."""
+        self.check_unchanged()
+        self._older = {version: views for version, views in self._older.items() if version >= oldest}
+        if oldest <= self.newest and self._named:
+            self._older[self.newest] = self._views
+            for parameter in self._named.values():
+                replace_data(parameter, parameter.detach().clone())
+        self._views = {}
+        self.most_held = max(self.most_held, len(self._older) + 1)
+
+    def end_update(self) -> None:
+        self.newest += 1
+        self._views = self._new_views()
+        self._counts = self._write_counts()
+
+
+@dataclass(frozen=True, slots=True)
+class VersionedTensors(ModelTensors):
+    """The model's tensors, with a version of some parameters in their places."""
+
+    versions: Mapping[int, torch.Tensor] = field(default_factory=dict)  # by identity of the parameter
+
+    def get(self, name: str) -> torch.Tensor:
+        tensor = ModelTensors.get(self, name)
+        return self.versions.get(id(tensor), tensor)
+
+
+class StreamStep(Step):
+    """A mini-batch of a stream."""
+
+    def _open(self, bound: BoundProgram, tensors: ModelTensors, split_stages: set[int]) -> OpenProgram:
+        return OpenProgram(bound, tensors, {})
+
+    def open_stage(self, j: int, versions: Mapping[int, torch.Tensor]) -> None:
+        """Opens a stage, when its first forward comes to it."""
+        (program,) = self.open_programs
+        model = program.tensors
+        tensors = VersionedTensors(model.model, model.constants, model.modules, model.places, versions)
+        program.stages[j] = self._open_stage(program.bound, j, tensors, is_split=False)
+
+    def close_stage(self, j: int) -> None:
+        """Lets go of a stage that has been updated, and of its version of the weights."""
+        del self.open_programs[0].stages[j]
+
+    def has_open(self, j: int) -> bool:
+        return j in self.open_programs[0].stages
+
+
+@dataclass(slots=True)
+class MiniBatch:
+    """A mini-batch in flight."""
+
+    step: StreamStep
+    updates: OverlappedUpdates
+    history: LossHistory
+    is_verified: bool
+    left: set[int]  # stages that are still to be updated
+    ended: threading.Event = field(default_factory=threading.Event)  # all of them are, or the stream has failed
+
+    @property
+    def micro_batches(self) -> int:
+        return self.step.micro_batches
+
+
+class StreamRun(ActionPerformer):
+    """Performs the actions of the mini-batches that are in flight."""
+
+    def __init__(
+        self,
+        order: StreamSchedule,
+        weights: Sequence[StageWeights],
+        devices: Sequence[torch.device],
+        context: CallerContext,
+        recomputes: bool,
+        update: Callable[[Step, int, OverlappedUpdates], None],
+    ):
+        """`weights`: by stage; `update`: gives a stage of a step its gradients and updates it."""
+        super().__init__(devices, Transport(devices), context)
+        self.order, self.weights, self.in_flight = order, weights, dict[int, MiniBatch]()
+        self.applied = [0] * len(self.devices)  # updates, by stage
+        self.state = ThreadState.now()  # of the caller; another one comes with another program, behind a drain
+        self._recomputes, self._update = recomputes, update
+
+    def _at(self, action: Action) -> tuple[MiniBatch, Action]:
+        """Returns the mini-batch of an action, and the action as that has it."""
+        kind, j, i = action
+        t, k = self.order.place(i)
+        return self.in_flight[t], Action(kind, j, k)
+
+    # -- for executors -----------------------------------------------------------------------------------------------
+
+    def in_row(self) -> AbstractContextManager[None]:
+        stage_context.recomputes = self._recomputes
+        return thread_defaults(self.state)
+
+    def is_ready(self, action: Action) -> bool:
+        one, own = self._at(action)
+        return self.failure is not None or one.step.is_ready(own)
+
+    def wait(self, action: Action) -> None:
+        one, own = self._at(action)
+        one.step.wait(own)
+
+    def pass_on(self, action: Action) -> None:
+        t, k = self.order.place(action.micro_batch)
+        one = self.in_flight.get(t)
+        if one is not None:
+            one.step.pass_on(Action(action.kind, action.stage, k))
+            if action.kind is ActionKind.UPDATE:
+                one.left.discard(action.stage)
+                if not one.left:
+                    one.ended.set()
+
+    def open_all(self) -> None:
+        for one in list(self.in_flight.values()):
+            one.step.open_all()
+            one.ended.set()
+
+    def add(self, t: int, one: MiniBatch) -> None:
+        self.in_flight[t] = one
+        if self.failure is not None:  # it may have opened the others just before
+            self.open_all()
+
+    def note_of_failure(self, action: Action, error: BaseException) -> str:
+        one, own = self._at(action)
+        t, _ = self.order.place(action.micro_batch)
+        is_in_stage = own.kind is not ActionKind.UPDATE and one.step.has_open(own.stage)
+        note = one.step.note_of_failure(own, error) if is_in_stage else super().note_of_failure(own, error)
+        return f"{note}; of mini-batch {t} of the stream"
+
+    # -- actions -----------------------------------------------------------------------------------------------------
+
+    def forward(self, j: int, i: int) -> None:
+        t, k = self.order.place(i)
+        one = self.in_flight[t]
+        if k == 0:
+            one.step.open_stage(j, self.weights[j].at(self.order.version(j, t)))
+        one.step.forward(j, k)
+        if k == one.micro_batches - 1:
+            one.step.commit_buffers_of(j)
+
+    def recompute(self, j: int, i: int) -> None:
+        t, k = self.order.place(i)
+        self.in_flight[t].step.recompute(j, k)
+
+    def backward(self, j: int, i: int) -> None:
+        t, k = self.order.place(i)
+        self.in_flight[t].step.backward(j, k)
+
+    def update(self, j: int, i: int) -> None:
+        t, _ = self.order.place(i)
+        one, weights = self.in_flight[t], self.weights[j]
+        one.step.close_stage(j)
+        with on_all_streams(self.transport, self.devices, self.devices[j]):
+            weights.begin_update(self.order.version(j, t + 1))
+            self._update(one.step, j, one.updates)
+            weights.end_update()
+        self.applied[j] = t + 1
+
+    action_methods = {  # noqa: RUF012
+        ActionKind.FORWARD: forward,
+        ActionKind.RECOMPUTE: recompute,
+        ActionKind.BACKWARD: backward,
+        ActionKind.UPDATE: update,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLoss:
+    """The loss of a stream, the same for all mini-batches."""
+
+    function: Callable[..., Any]
+    reduction: str
+
+
+class Stream:
+    """The mini-batches of one call of `train_stream`, from their admission to their loss."""
+
+    def __init__(
+        self,
+        name: str,
+        engine: Engine,
+        context: CallerContext,
+        order: StreamSchedule,
+        devices: Sequence[torch.device],
+        optimizer: StagewiseOptimizer,
+        parameters: Mapping[int, Sequence[torch.Tensor]],
+        loss: StreamLoss,
+        seed: int,
+    ):
+        """
+        Args:
+            name: of the schedule.
+            context: of the caller.
+            parameters: that the optimizer holds, by stage.
+            seed: of the numbers that the stages draw.
+        """
+        self.name, self.engine, self.optimizer, self.loss, self.seed = name, engine, optimizer, loss, seed
+        self._order, self._parameters, self._context = order, parameters, context
+        named = {id(p): name for name, p in engine.model.named_parameters(remove_duplicate=False)}
+        stages = range(order.stages)
+        weights = [StageWeights({named.get(id(p), "?"): p for p in parameters.get(j, ())}) for j in stages]
+        modes = {order.recomputes_in(j) for j in stages}
+        self._run = StreamRun(order, weights, devices, context, any(modes), engine.update_stage)
+        self._tensors: tuple[BoundProgram, ModelTensors] | None = None  # of the program that runs, looked up once
+        self._collected = 0  # mini-batches whose loss was taken
+        self._recent: deque[_Recorded] = deque(maxlen=RECORDED_MINI_BATCHES)
+
+    @property
+    def in_flight(self) -> int:
+        """The number of mini-batches admitted whose loss has not been taken."""
+        return self._order.admitted - self._collected
+
+    @property
+    def has_failed(self) -> bool:
+        return self._run.failure is not None
+
+    @property
+    def applied(self) -> list[int]:
+        """The number of updates of each stage."""
+        return list(self._run.applied)
+
+    @property
+    def versions_held(self) -> tuple[int, ...]:
+        """The most versions of its weights that each stage has held."""
+        return tuple(weights.most_held for weights in self._run.weights)
+
+    def seed_of(self, mini_batch: int) -> int:
+        return mix_seed(self.seed, mini_batch)
+
+    # -- in, and out ---------------------------------------------------------------------------------------------------
+
+    def admit(
+        self, bound: BoundProgram, leaves: Sequence[Any], batch: int, count: int, target: tuple[Any, ...]
+    ) -> None:
+        """Queues a mini-batch, in so many micro-batches, behind those in flight."""
+        t = self._order.admitted
+        shares = shares_of(samples_per_micro_batch(batch, count))
+        history = self.engine.loss_history(self.loss.function, self.loss.reduction, target, bound)
+        is_verified = history.is_due and count > 1
+        whole = copied_target(target, bound.devices[-1]) if is_verified else None
+        self._run.state = bound.state
+        with on_all_streams(self._run.transport, bound.devices, bound.devices[-1]):
+            losses = losses_of_mini_batch(
+                bound, leaves, batch, count, self.loss.function, self.loss.reduction, target, None, whole
+            )
+            step = StreamStep(
+                StepInputs.of_mini_batch(bound, leaves, shares),
+                self.engine.model,
+                self.seed_of(t),
+                self._order.recomputed(count),
+                self._context,
+                losses=losses,
+                keep_outputs=is_verified,
+                look_at_elements=history.look_at_elements and count > 1,
+                known_tensors=self._tensors_of(bound),
+            )
+        updates = OverlappedUpdates(self.optimizer, self._parameters, options=self.optimizer.options_now())
+        self._run.add(t, MiniBatch(step, updates, history, is_verified, set(range(self._order.stages))))
+        step.log.begun.append(time.perf_counter())
+        self.engine.executor.start(self._run, self._order.admit(count))
+
+    def _tensors_of(self, bound: BoundProgram) -> ModelTensors:
+        if self._tensors is None or self._tensors[0] is not bound:
+            self._tensors = bound, ModelTensors(self.engine.model, bound.constants)
+        return self._tensors[1]
+
+    def drain(self) -> None:
+        """Queues what is left of the mini-batches in flight, so that all of them end."""
+        self.engine.executor.start(self._run, self._order.drain())
+
+    def wait(self) -> None:
+        """Returns when all mini-batches have ended that were admitted, after a drain."""
+        for one in self._run.in_flight.values():
+            self.engine.executor.wait(one.ended)
+        self._raise_failure()
+
+    def collect(self) -> torch.Tensor:
+        """Waits for the oldest mini-batch in flight to end on all stages; returns its loss.
+
+        Raises:
+            LossError: its micro-batches do not add up to it.
+            Exception: what a stage has raised.
+        """
+        t = self._collected
+        one = self._run.in_flight[t]
+        self.engine.executor.wait(one.ended)
+        self._raise_failure()
+        loss = self._checked_loss(one)
+        self.engine.add_gradients(one.step, self._loss_stage(one), one.updates)
+        self.optimizer.note_step()
+        self._collected += 1
+        del self._run.in_flight[t]
+        self._record(t, one)
+        return loss
+
+    @staticmethod
+    def _loss_stage(one: MiniBatch) -> Any:
+        assert one.step.loss is not None
+        return one.step.loss
+
+    def _checked_loss(self, one: MiniBatch) -> torch.Tensor:
+        step, stage = one.step, self._loss_stage(one)
+        loss: torch.Tensor = stage.losses.total()
+        if one.micro_batches == 1:
+            return loss
+        wrong = step.loss_weighting.difference(stage.losses.share)
+        outputs, is_verified = self.engine.gathered_outputs(stage, step.weights, one.is_verified, False)
+        if is_verified:
+            one.history.can_verify = stage.verify(outputs)
+        if wrong and not (is_verified and one.history.can_verify):
+            raise LossError(f"{wrong} {LOSS_REMEDIES}. {MODEL_LOSS_REMEDIES}")
+        one.history.count_pass(is_mistaken=wrong is not None)
+        return loss
+
+    # -- ends ----------------------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Lets all mini-batches in flight end; their losses are not needed any more."""
+        self.drain()
+        while self.in_flight:
+            self.collect()
+        self.engine.executor.finish(self._run)
+        self._close()
+
+    def abort(self, error: BaseException) -> None:
+        """Drops the mini-batches in flight, after an exception, to which it adds what has been applied by then."""
+        self._run.fail(error)
+        try:
+            self.engine.executor.finish(self._run)
+        except BaseException as other:
+            if other is not error and not isinstance(other, Exception):
+                raise  # another interrupt
+        finally:
+            for one in self._run.in_flight.values():
+                one.step.transport.settle()
+            self._run.in_flight.clear()
+            self._close()
+        applied = self.applied
+        if any(applied):
+            words = ", ".join(f"stage {j} those of {count}" for j, count in enumerate(applied))
+            error.add_note(
+                f"fxpipe: the stream was dropped; of the updates of its mini-batches, in order, {words} had been made"
+            )
+
+    def _close(self) -> None:
+        self.optimizer.end_stream()
+        if self._recent:
+            self.engine.take_notes(_notes_of(self.name, self._order.stages, [*self._recent]))
+
+    def _raise_failure(self) -> None:
+        failure = self._run.failure
+        if failure is not None:
+            raise failure
+
+    # -- the record of the last mini-batches ---------------------------------------------------------------------------
+
+    def _record(self, t: int, one: MiniBatch) -> None:
+        """Keeps the notes of a mini-batch, not the step itself, which holds tensors."""
+        log, step, first = self._run.log, one.step, self._order.first_micro_batch(t)
+        times, on_core = {}, {}
+        for kind in ActionKind:
+            for j in range(self._order.stages):
+                for k in range(one.micro_batches):
+                    own, there = Action(kind, j, k), Action(kind, j, first + k)
+                    if there in log.times:
+                        times[own] = log.times.pop(there)
+                        if there in log.on_core:
+                            on_core[own] = log.on_core.pop(there)
+        log = StepLog([*step.log.begun], times, on_core, dict(step.log.losses))
+        self._recent.append(_Recorded(step.bounds[0], one.micro_batches, log, [*step.exchange.moved]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """The notes of a mini-batch."""
+
+    bound: BoundProgram
+    micro_batches: int
+    log: StepLog
+    moved: Sequence[TransferNote]
+
+
+def _notes_of(name: str, stages: int, recorded: Sequence[_Recorded]) -> StepNotes:
+    """The notes of several mini-batches as those of one step, with their micro-batches counted through."""
+    first, bounds, moved = 0, list[BoundProgram](), list[TransferNote]()
+    log = StepLog()
+    for one in recorded:
+        log.times.update({_shifted(action, first): marks for action, marks in one.log.times.items()})
+        log.on_core.update({_shifted(action, first): seconds for action, seconds in one.log.on_core.items()})
+        log.losses.update({first + k: mark for k, mark in one.log.losses.items()})
+        moved += [(value, source, user, first + i, size) for value, source, user, i, size in one.moved]
+        bounds += [one.bound] * one.micro_batches
+        first += one.micro_batches
+    starts = [start for start, _ in log.times.values()]
+    on_host = [start for start in starts if isinstance(start, float)]
+    log.begun.append(min(on_host) if on_host else recorded[0].log.begun[0])
+    rows = tuple(tuple(action for action in log.times if action.stage == j) for j in range(stages))
+    return StepNotes(Schedule(name, stages, first, rows), bounds, log, moved)
+
+
+def _shifted(action: Action, first: int) -> Action:
+    return action._replace(micro_batch=first + action.micro_batch)

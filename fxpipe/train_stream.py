@@ -1,0 +1,240 @@
+"""`pipe.train_stream`: an iterator over the losses of mini-batches that go through the stages without a flush."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from fxpipe.config.micro_batches import FORMS, ModelCall, parse_call
+from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
+from fxpipe.pipeline_state import PipelineState, peek_seed
+from fxpipe.runtime.bound_program import BoundProgram
+from fxpipe.runtime.caller_context import CallerContext
+from fxpipe.runtime.losses import check_loss_function
+from fxpipe.runtime.stage_updates import StagewiseOptimizer, by_stage
+from fxpipe.runtime.stream import Stream, StreamLoss
+from fxpipe.scheduling.streams import STREAM_POLICIES, StreamSchedule, WeightPolicy
+from fxpipe.utils.random_generators import draw_seed
+
+READ_AHEAD = 2  # mini-batches beside those that the stages hold: the first stage need not wait for who reads losses
+
+
+class TrainStream(Iterator[torch.Tensor]):
+    """The losses of a stream, one for each mini-batch, in order. Made by `pipe.train_stream`.
+
+    It is a context manager, which closes it.
+    """
+
+    def __init__(
+        self,
+        inside: PipelineState,
+        batches: Iterable[Any],
+        loss_fn: Callable[..., Any],
+        optimizer: StagewiseOptimizer,
+        reduction: str,
+        policy: WeightPolicy,
+        is_loss_given: bool,
+    ):
+        self._inside, self._batches, self._optimizer, self._policy = inside, iter(batches), optimizer, policy
+        self._loss, self._is_loss_given = StreamLoss(loss_fn, reduction), is_loss_given
+        self._stream: Stream | None = None
+        self._bound: BoundProgram | None = None  # the program that runs
+        self._has_target: bool | None = None  # have mini-batches one
+        self._seed, self._has_drawn = 0, False
+        self._read = 0
+        self._losses = self._run()
+
+    @property
+    def applied(self) -> tuple[int, ...]:
+        """The number of updates that each stage has made: of the first so many mini-batches, in order.
+
+        Once the stream has ended or is closed, all stages have made the same number.
+        """
+        return () if self._stream is None else tuple(self._stream.applied)
+
+    @property
+    def versions_held(self) -> tuple[int, ...]:
+        """The most versions of its weights that each stage has held so far."""
+        return () if self._stream is None else self._stream.versions_held
+
+    def __next__(self) -> torch.Tensor:
+        return next(self._losses)
+
+    def close(self) -> None:
+        """Ends the stream: all mini-batches that were read go through all stages and are applied.
+
+        Raises:
+            Exception: what a stage has raised in one of them.
+        """
+        self._losses.close()
+
+    def __enter__(self) -> TrainStream:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    def _run(self) -> Generator[torch.Tensor]:
+        engine = self._inside.engine
+        with engine.streaming() as context:
+            failure: Exception | None = None
+            try:
+                with context.suspended():
+                    failure = self._fill(context)
+                while self._stream is not None and self._stream.in_flight:
+                    with context.suspended():
+                        loss = self._stream.collect()
+                    yield loss
+                    with context.suspended():
+                        failure = failure or self._fill(context)
+            except GeneratorExit:
+                self._end(context)
+                raise
+            except BaseException as error:
+                if self._stream is not None:
+                    self._stream.abort(error)
+                raise
+            self._end(context)
+            if failure is not None:
+                if self._read:
+                    failure.add_note(
+                        f"fxpipe: raised for mini-batch {self._read} of the stream; the {self._read} before it have "
+                        "been applied"
+                    )
+                raise failure
+
+    def _end(self, context: CallerContext) -> None:
+        if self._stream is not None:
+            with context.suspended():
+                try:
+                    self._stream.end()
+                except BaseException as error:
+                    self._stream.abort(error)
+                    raise
+
+    def _fill(self, context: CallerContext) -> Exception | None:
+        """Reads mini-batches until enough of them are in flight, and queues them; lets them end behind the last one.
+
+        Returns:
+            What has made it impossible to read another one; those before it are not touched by it.
+        """
+        most = len(self._inside.settings.placement) + READ_AHEAD
+        if self._is_over:
+            return None
+        while self._stream is None or self._stream.in_flight < most:
+            try:
+                call = parse_call(next(self._batches), f"mini-batch {self._read}")
+                bound, leaves, batch = self._program_for(call)
+            except StopIteration:
+                self._drain()
+                return None
+            except Exception as error:
+                if self._stream is not None and self._stream.has_failed:
+                    raise
+                self._drain()
+                return error
+            if self._stream is None:
+                self._stream = self._begin(context)
+            self._stream.admit(bound, leaves, batch, self._inside.settings.micro_batches(batch), call.target)
+            self._read += 1
+        return None
+
+    _is_over = False  # nothing more is read
+
+    def _drain(self) -> None:
+        self._is_over = True
+        if self._stream is not None:
+            self._stream.drain()
+
+    def _begin(self, context: CallerContext) -> Stream:
+        inside = self._inside
+        settings = inside.settings
+        checkpoint, n = settings.checkpoint, len(settings.placement)
+        order = StreamSchedule(n, self._policy, (checkpoint,) * n if isinstance(checkpoint, str) else checkpoint)
+        parameters = by_stage(self._optimizer.parameters(), inside.stage_of_parameter)
+        name = str(settings.schedule)
+        return Stream(
+            name, inside.engine, context, order, settings.devices, self._optimizer, parameters, self._loss, self._seed
+        )
+
+    # -- the program of a mini-batch -----------------------------------------------------------------------------------
+
+    def _program_for(self, call: ModelCall) -> tuple[BoundProgram, Any, int]:
+        """The program for a mini-batch. All in flight have the same: where it is another, those end before."""
+        check_can_stream_now()
+        self._check_call(call)
+        stream, inside = self._stream, self._inside
+        if not self._read:
+            self._seed = peek_seed()
+        seed = self._seed if stream is None else stream.seed_of(self._read)
+        known = inside.program_at_hand(call.args, call.kwargs, seed)
+        if known is None or known[0] is not self._bound:
+            if stream is not None:
+                stream.drain()
+                stream.wait()
+            known = inside.bound_program_for(call.args, call.kwargs, in_one=True, seed=seed)
+            bound = known[0]
+            inside.check_stream_program(bound, {id(p) for p in self._optimizer.parameters()})
+            if bound.program.is_random and not self._has_drawn:
+                self._has_drawn = True
+                if stream is None:
+                    self._seed = draw_seed()
+                else:
+                    draw_seed()
+            self._bound = bound
+        return known
+
+    def _check_call(self, call: ModelCall) -> None:
+        has_target = bool(call.target)
+        if self._has_target is None:
+            self._has_target = has_target
+            check_loss_function(self._loss.function if self._is_loss_given else None, call.target or None)
+        if has_target is not self._has_target:
+            with_one, without = ("it", "those before it") if has_target else ("those before it", "it")
+            raise ArgumentError(
+                f"of the mini-batches {with_one} has a target and {without} none: give all one, or none"
+            )
+
+
+def check_can_stream_now() -> None:
+    if not torch.is_grad_enabled():
+        raise StateError(
+            "train_stream needs gradients, but its next loss is asked for under no_grad; evaluate when the stream has "
+            "ended, or is closed"
+        )
+
+
+def parse_batches(batches: Any) -> Iterable[Any]:
+    """Raises `ArgumentTypeError` unless these can be mini-batches."""
+    if isinstance(batches, (torch.Tensor, Mapping, str)) or not isinstance(batches, Iterable):
+        raise ArgumentTypeError(
+            f"batches is a {type(batches).__name__}; expected an iterable of mini-batches, each {FORMS}"
+        )
+    return batches
+
+
+def stream_policy(schedule: Any, vertical_sync: bool) -> WeightPolicy:
+    """The version of weights that mini-batches have.
+
+    Raises:
+        ArgumentError: the schedule is none of a stream, or has no such option.
+    """
+    policy = STREAM_POLICIES.get(schedule) if isinstance(schedule, str) else None
+    if policy is None:
+        names = " or ".join(f"schedule={name!r}" for name in STREAM_POLICIES)
+        raise ArgumentError(
+            f"train_stream needs a pipe with {names}, whose stages do not wait for the end of a step; this one has "
+            f"schedule={getattr(schedule, 'name', schedule)!r}, which forward_backward runs"
+        )
+    if not vertical_sync:
+        return policy
+    if policy is WeightPolicy.DOUBLE_BUFFERING:
+        raise ArgumentError(
+            f"vertical_sync=True with schedule={schedule!r}, in which all stages have the same version of the weights "
+            "anyway: leave it out"
+        )
+    return WeightPolicy.VERTICAL_SYNC

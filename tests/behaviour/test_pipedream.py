@@ -1,0 +1,537 @@
+"""`train_stream` comes, bit for bit, to the weights of a plain loop with delayed updates, and ends well in any case."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import oracle
+from helpers.delayed_updates import RULES, train_delayed
+from torch import nn
+from torch.optim import lr_scheduler
+
+import fxpipe
+from fxpipe.errors import ArgumentError, ArgumentTypeError, LossError, StateError
+from fxpipe.optim import StageOptimizer
+
+QUICK = {"progress": False, "check": False, "hardware": "cpu"}
+WIDTH = 5
+
+
+class Block(nn.Module):
+    def __init__(self, extra=None):
+        super().__init__()
+        self.linear, self.norm, self.extra = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), extra
+
+    def forward(self, x):
+        x = x + self.norm(torch.tanh(self.linear(x)))
+        return x if self.extra is None else self.extra(x)
+
+
+def blocks(count, extra=lambda: None):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(extra()) for _ in range(count)))
+
+
+def batches(count, size=6, seed=1, fewer_in_last=0):
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [size] * (count - 1) + [size - fewer_in_last]
+    return [(torch.randn(b, WIDTH, generator=generator), torch.randn(b, WIDTH, generator=generator)) for b in sizes]
+
+
+def piped(model, stages, schedule="pipedream", **options):
+    """A block of the model for each stage."""
+    options = {"balance": [str(j) for j in range(stages - 1)]} | options if stages > 1 else options
+    example = options.pop("example", (torch.ones(6, WIDTH),))
+    pipe = fxpipe.pipeline(model, ["cpu"] * stages, schedule=schedule, example_args=example, **QUICK | options)
+    return oracle.closing(pipe)
+
+
+SHARED = [
+    *((n, "pipedream", "auto") for n in (1, 2, 3, 4)),
+    *((n, "pipedream_2bw", m) for n, m in ((1, 3), (2, 3), (3, 3), (4, 6), (4, 2))),
+]
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """Pipes of plain blocks, made once: (stages, schedule, chunks) -> one with the weights of `blocks`."""
+    with contextlib.ExitStack() as stack:
+        made = {}
+        for stages, schedule, chunks in SHARED:
+            pipe = stack.enter_context(piped(blocks(stages), stages, schedule, chunks=chunks))
+            pipe(torch.ones(6, WIDTH))
+            made[stages, schedule, chunks] = pipe
+
+        @contextlib.contextmanager
+        def pipe_of(stages, schedule="pipedream", chunks="auto"):
+            pipe = made[stages, schedule, chunks]
+            pipe.load_state_dict(blocks(stages).state_dict())
+            pipe.zero_grad()
+            yield pipe
+
+        yield pipe_of
+
+
+def sgd(pipe, **options):
+    return StageOptimizer(pipe, torch.optim.SGD, lr=0.1, momentum=0.9, **options)
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def delayed(plain, data):
+    return train_delayed([*plain], data, F.mse_loss, momentum, RULES["stashing"])[0]
+
+
+def train(pipe, data, optimizer=None, **options):
+    stream = pipe.train_stream(data, loss_fn=F.mse_loss, optimizer=optimizer or sgd(pipe), **options)
+    return stream, list(stream)
+
+
+def assert_same(model, plain):
+    for (name, have), want in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+        assert torch.equal(have, want), name
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "adamw": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("vertical_sync", [False, True])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_a_stream_comes_to_the_weights_of_delayed_updates(shared, stages, vertical_sync, optimizer):
+    kind, options = OPTIMIZERS[optimizer]
+    plain, data = blocks(stages), batches(9, fewer_in_last=2)
+    with shared(stages) as pipe:
+        own = StageOptimizer(pipe, kind, **options)
+        stream, losses = train(pipe, data, own, vertical_sync=vertical_sync)
+        rule = RULES["vertical sync" if vertical_sync else "stashing"]
+        want, optimizers = train_delayed([*plain], data, F.mse_loss, lambda p: kind(p, **options), rule)
+        assert torch.equal(torch.stack(losses), torch.stack(want))
+        assert_same(pipe, plain)
+        states = [state for one in optimizers for state in one.state_dict()["state"].values()]
+        for have, state in zip(own.state_dict()["state"].values(), states, strict=True):
+            assert all(torch.equal(have[key], value) for key, value in state.items())
+        assert stream.applied == (9,) * stages
+        assert stream.versions_held == ((stages,) * stages if vertical_sync else tuple(range(stages, 0, -1)))
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 3), (3, 3), (4, 6), (4, 2)])
+def test_double_buffering_comes_to_the_weights_of_one_update_ago(shared, stages, chunks):
+    """Also with fewer micro-batches than stages, of which some then wait for a version."""
+    plain, data = blocks(stages), batches(7, fewer_in_last=1)
+    with shared(stages, "pipedream_2bw", chunks) as pipe:
+        stream, losses = train(pipe, data)
+        want, _ = train_delayed([*plain], data, F.mse_loss, momentum, RULES["2bw"], chunks)
+        assert torch.equal(torch.stack(losses), torch.stack(want))
+        assert_same(pipe, plain)
+        assert stream.versions_held == (2,) * stages
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("pipedream", "auto"), ("pipedream_2bw", 3)])
+def test_one_stage_is_plain_training(shared, schedule, chunks):
+    plain, data = blocks(1), batches(5)
+    with shared(1, schedule, chunks) as pipe:
+        stream, losses = train(pipe, data)
+        optimizer = momentum(plain.parameters())
+        want = []
+        for x, t in data:
+            count = 1 if chunks == "auto" else chunks
+            want.append(
+                oracle.train_step(plain, (x,), {}, t, F.mse_loss, chunks=count, order="1f1b", seed=0, batch=len(x))
+            )
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(torch.stack(losses), torch.stack(want))
+        assert_same(pipe, plain)
+        assert stream.versions_held == (1,)
+
+
+def test_micro_batches_of_a_mini_batch_have_one_version_and_weighted_losses_are_divided():
+    """Weight stashing with micro-batches: as many of them in flight, so fewer versions."""
+
+    def weighted(y, t):
+        return ((y - t) ** 2).sum() * 0.5, t.numel()
+
+    plain, data = blocks(3), batches(7)
+    with piped(copy.deepcopy(plain), 3, chunks=3) as pipe:
+        stream = pipe.train_stream(data, loss_fn=weighted, optimizer=StageOptimizer(pipe, torch.optim.SGD, lr=0.1))
+        losses = list(stream)
+        assert stream.versions_held == (2, 2, 1)
+
+        def rule(n, j, t):
+            return max(0, t - (j < n - 1))
+
+        want, _ = train_delayed(
+            [*plain],
+            data,
+            lambda y, t: ((y - t) ** 2).mean() * 0.5,
+            lambda p: torch.optim.SGD(p, lr=0.1),
+            rule,
+            chunks=3,
+        )
+        for have, loss in zip(losses, want, strict=True):
+            assert torch.allclose(have, loss, atol=1e-5)
+        for have, parameter in zip(pipe.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(have, parameter, atol=1e-5)
+
+
+def test_batch_norm_sees_the_mini_batches_in_order():
+    plain, data = blocks(3, lambda: nn.BatchNorm1d(WIDTH)), batches(6)
+    with piped(copy.deepcopy(plain), 3) as pipe:
+        train(pipe, data)
+        train_delayed([*plain], data, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), RULES["stashing"])
+        assert_same(pipe, plain)
+
+
+def test_recomputation_has_the_weights_of_its_forward_and_the_same_random_numbers():
+    """Dropout draws other numbers for each mini-batch, and the same ones again."""
+    results = []
+    for checkpoint in ("never", "always", "never"):
+        with piped(blocks(3, lambda: nn.Dropout(0.4)), 3, checkpoint=checkpoint) as pipe:
+            torch.manual_seed(5)
+            optimizer = StageOptimizer(pipe, torch.optim.SGD, lr=0.0)
+            _, losses = train(pipe, batches(1) * 5, optimizer)
+            assert len({float(loss) for loss in losses}) == 5
+            torch.manual_seed(6)
+            _, more = train(pipe, batches(4))
+            results.append((losses, more, pipe.state_dict()))
+    for losses, more, state in results[1:]:
+        assert [*losses, *more] == [*results[0][0], *results[0][1]]
+        assert all(torch.equal(have, want) for have, want in zip(state.values(), results[0][2].values(), strict=True))
+
+
+def test_a_learning_rate_that_changes_in_the_loop_is_that_of_mini_batches_read_from_then_on(shared):
+    results = []
+    for _ in range(3):
+        with shared(2) as pipe:
+            optimizer = sgd(pipe)
+            scheduler = lr_scheduler.StepLR(optimizer, 1, 0.5)
+            for _loss in pipe.train_stream(batches(8), loss_fn=F.mse_loss, optimizer=optimizer):
+                scheduler.step()
+            results.append(copy.deepcopy(pipe.state_dict()))
+    for state in results[1:]:
+        assert all(torch.equal(have, want) for have, want in zip(state.values(), results[0].values(), strict=True))
+    rates, plain = [0.1 * 0.5 ** max(0, t - 3) for t in range(8)], blocks(2)  # four are in flight when the first comes
+
+    def with_rates(parameters):
+        optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        own = iter(rates)
+        optimizer.register_step_pre_hook(lambda opt, args, kwargs: opt.param_groups[0].update(lr=next(own)))
+        return optimizer
+
+    train_delayed([*plain], batches(8), F.mse_loss, with_rates, RULES["stashing"])
+    for have, parameter in zip(results[0].values(), plain.parameters(), strict=True):
+        assert torch.equal(have, parameter)
+
+
+def test_what_the_optimizer_does_not_hold_keeps_its_gradients(shared):
+    with shared(2) as pipe:
+        before = pipe.get_parameter("0.linear.bias").clone()
+        optimizer = sgd(pipe, param_groups=lambda name, p: None if name == "0.linear.bias" else {})
+        train(pipe, batches(4), optimizer)
+        assert torch.equal(pipe.get_parameter("0.linear.bias"), before)
+        assert pipe.get_parameter("0.linear.bias").grad is not None
+        assert pipe.get_parameter("0.linear.weight").grad is None
+
+
+# -- Ends ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_too_few_mini_batches_to_fill_the_stages_are_trained_all_the_same(shared, count):
+    plain, data = blocks(4), batches(count) if count else []
+    with shared(4) as pipe:
+        stream, losses = train(pipe, iter(data))
+        assert len(losses) == count
+        assert stream.applied == ((count,) * 4 if count else ())
+        train_delayed([*plain], data, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), RULES["stashing"])
+        assert_same(pipe, plain)
+
+
+@pytest.mark.parametrize("how", ["close", "with", "break"])
+def test_a_stream_that_is_left_early_applies_what_it_has_read(shared, how):
+    plain, data, read = blocks(2), batches(20), []
+    with shared(2) as pipe:
+        optimizer = sgd(pipe)
+        source = (read.append(one) or one for one in data)
+        if how == "with":
+            with pipe.train_stream(source, loss_fn=F.mse_loss, optimizer=optimizer) as stream:
+                next(stream)
+        elif how == "close":
+            stream = pipe.train_stream(source, loss_fn=F.mse_loss, optimizer=optimizer)
+            next(stream)
+            stream.close()
+            stream.close()
+            assert list(stream) == []
+        else:
+            for _ in pipe.train_stream(source, loss_fn=F.mse_loss, optimizer=optimizer):
+                break
+            gc.collect()
+        assert len(read) == 4  # as many as the stages hold, and two ahead
+        train_delayed([*plain], read, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), RULES["stashing"])
+        assert_same(pipe, plain)
+        assert pipe(data[0][0]).shape == (6, WIDTH)
+
+
+def test_losses_before_a_mini_batch_that_cannot_be_read_come_first(shared):
+    def source():
+        yield from batches(3)
+        raise OSError("the disk is gone")
+
+    plain = blocks(2)
+    with shared(2) as pipe:
+        stream = pipe.train_stream(source(), loss_fn=F.mse_loss, optimizer=sgd(pipe))
+        assert all(next(stream).dim() == 0 for _ in range(3))
+        with pytest.raises(OSError, match="disk is gone") as caught:
+            next(stream)
+        assert "raised for mini-batch 3 of the stream; the 3 before it have been applied" in caught.value.__notes__[0]
+        delayed(plain, batches(3))
+        assert_same(pipe, plain)
+
+
+def test_another_shape_waits_for_those_before_it_to_end():
+    """It needs another graph: versions begin anew, as in a stream of its own."""
+
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return torch.tanh(self.linear(x)) * x.shape[1] if x.dim() == 3 else torch.tanh(self.linear(x))
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(Rows(), Rows())
+    short, long = batches(3), [(torch.randn(6, 2, WIDTH), torch.randn(6, 2, WIDTH)) for _ in range(3)]
+    with piped(copy.deepcopy(plain), 2) as pipe:
+        optimizer = StageOptimizer(pipe, torch.optim.SGD, lr=0.1)
+        _, losses = train(pipe, [*short, *long, *short], optimizer)
+        want = []
+        for part in (short, long, short):
+            want += train_delayed([*plain], part, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), RULES["stashing"])[
+                0
+            ]
+        assert torch.equal(torch.stack(losses), torch.stack(want))
+        assert_same(pipe, plain)
+
+
+class Faulty(nn.Module):
+    """Raises when a value is too large; in forward, or in backward."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+
+    def forward(self, x):
+        return _Faulty.apply(x, self.where)
+
+
+class _Faulty(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, where):
+        if where == "forward" and bool((x.abs() > 1e3).any()):
+            raise ArithmeticError("too large")
+        ctx.is_bad = where == "backward" and bool((x.abs() > 1e3).any())
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.is_bad:
+            raise ArithmeticError("too large")
+        return gradient, None
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_in_a_stage_drops_the_stream_and_leaves_a_pipe_that_trains(where):
+    model = nn.Sequential(blocks(1)[0], nn.Sequential(Faulty(where), blocks(1)[0]))
+    with piped(model, 2, leaf_modules=["1.0"]) as pipe:
+        optimizer = StageOptimizer(pipe, torch.optim.SGD, lr=0.1)
+        data = batches(9)
+        data[4] = data[4][0] * 1e6, data[4][1]
+        with pytest.raises(ArithmeticError) as caught:
+            list(pipe.train_stream(data, loss_fn=F.mse_loss, optimizer=optimizer))
+        notes = "\n".join(caught.value.__notes__)
+        assert "of mini-batch 4 of the stream" in notes
+        assert f"stage 1 of 2 on cpu, micro-batch 0, {where}" in notes
+        assert "the stream was dropped" in notes
+        assert "stage 1 those of 4" in notes
+        plain = copy.deepcopy(fxpipe.unwrap(pipe))
+        for parameter in plain.parameters():
+            parameter.grad = None
+        train(pipe, batches(5), optimizer)
+        train_delayed([*plain], batches(5), F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), RULES["stashing"])
+        assert_same(pipe, plain)
+        pipe.forward_backward(data[0][0], target=data[0][1], loss_fn=F.mse_loss, optimizer=optimizer)
+
+
+def test_training_goes_on_from_a_checkpoint_between_two_streams(shared):
+    first, second = batches(5), batches(6, seed=2)
+    with shared(3) as pipe, piped(blocks(3), 3) as other:
+        optimizer = sgd(pipe)
+        train(pipe, first, optimizer)
+        with torch.no_grad():
+            pipe(first[0][0])
+        saved = copy.deepcopy((pipe.state_dict(), optimizer.state_dict()))
+        train(pipe, second, optimizer)
+        resumed = sgd(other)
+        other.load_state_dict(saved[0])
+        resumed.load_state_dict(saved[1])
+        train(other, second, resumed)
+        assert_same(other, pipe)
+
+
+def test_steps_with_a_flush_run_between_streams_and_evaluation_does_not_change_them(shared):
+    plain, (x, t) = blocks(2), batches(1)[0]
+    with shared(2) as pipe:
+        pipe.forward_backward(x, target=t, loss_fn=F.mse_loss)
+        F.mse_loss(plain(x), t).backward()
+        for have, want in zip(pipe.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(have.grad, want.grad, atol=1e-6)
+        assert pipe.last_step.schedule == "pipedream"
+        pipe.zero_grad()
+        train(pipe, batches(40))
+        record = pipe.last_step
+        assert len(record.actions) == 32 * 2 * 3  # of the last 32
+        assert [a.action.kind.value for a in record.actions if a.action.stage == 1][:6] == [*"FBUFBU"]
+        assert "pipedream" in str(record)
+
+
+# -- Refused -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_pipe_cannot_be_called_in_the_middle_of_a_stream(shared):
+    with shared(2) as pipe:
+        optimizer = sgd(pipe)
+        with pipe.train_stream(batches(9), loss_fn=F.mse_loss, optimizer=optimizer) as stream:
+            next(stream)
+            for call in (lambda: pipe(torch.ones(6, WIDTH)), optimizer.step, lambda: train(pipe, batches(1))):
+                with pytest.raises(StateError, match=r"in the middle of a stream .*stream\.close"):
+                    call()
+            next(stream)
+        pipe(torch.ones(6, WIDTH))
+
+
+def test_weights_that_somebody_writes_to_in_the_middle_are_noticed(shared):
+    with shared(2) as pipe:
+        stream = pipe.train_stream(batches(30), loss_fn=F.mse_loss, optimizer=sgd(pipe))
+        with pytest.raises(StateError, match=r"'0\.linear\.weight' was written to in the middle of a stream"):  # noqa: PT012
+            for _ in stream:
+                with torch.no_grad():
+                    pipe.get_parameter("0.linear.weight").add_(1.0)
+        train(pipe, batches(3))
+
+
+def test_a_weight_of_two_stages_is_refused_by_name():
+    model = blocks(3)
+    model[2].linear.weight = model[0].linear.weight
+    with piped(model, 3) as pipe:
+        with pytest.raises(StateError, match=r"linear\.weight' is used by stages 0 and 2, .*forward_backward"):
+            train(pipe, batches(3))
+        train(pipe, batches(3), sgd(pipe, param_groups=lambda name, p: {} if ".norm." in name else None))
+
+
+def test_attributes_that_forward_leaves_are_refused():
+    class Leaves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.seen = nn.Linear(WIDTH, WIDTH), None
+
+        def forward(self, x):
+            self.seen = self.linear(x)
+            return self.seen
+
+    with (
+        piped(nn.Sequential(Leaves(), Leaves()), 2) as pipe,
+        pytest.raises(StateError, match=r"forward sets the attribute '0\.seen'"),
+    ):
+        train(pipe, batches(2))
+
+
+class Counting(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step()
+        self.param_groups[0]["count"] = self.param_groups[0].get("count", 0) + 1
+
+
+def test_optimizers_that_a_stream_cannot_step_are_refused(shared):
+    with shared(2) as pipe:
+        data = batches(2)
+        with pytest.raises(ArgumentTypeError, match=r"optimizer is a SGD; expected a fxpipe\.optim\.StageOptimizer"):
+            pipe.train_stream(data, optimizer=torch.optim.SGD(pipe.parameters(), lr=0.1), loss_fn=F.mse_loss)
+        with pytest.raises(ArgumentError, match="LBFGS"):
+            StageOptimizer(pipe, torch.optim.LBFGS)
+        with pytest.raises(ArgumentError, match="a scaler looks at the gradients of all stages"):
+            pipe.train_stream(data, optimizer=sgd(pipe), grad_scaler=torch.amp.GradScaler("cpu"))
+        with piped(blocks(2), 2) as other, pytest.raises(ArgumentError, match="of another pipe"):
+            pipe.train_stream(data, optimizer=sgd(other))
+        for hook in ("register_step_pre_hook", "register_step_post_hook"):
+            optimizer = sgd(pipe)
+            getattr(optimizer, hook)(lambda *args: None)
+            with pytest.raises(StateError, match=hook):
+                pipe.train_stream(data, optimizer=optimizer)
+        with pytest.raises(StateError, match="writes 'count' while it steps"):
+            train(pipe, data, StageOptimizer(pipe, Counting, lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "data", "error", "text"),
+    [
+        ("pipedream_2bw", {"vertical_sync": True}, [], ArgumentError, "the same version of the weights anyway"),
+        ("pipedream", {}, torch.ones(3), ArgumentTypeError, "batches is a Tensor; expected an iterable"),
+        ("pipedream", {}, [object()], ArgumentTypeError, "mini-batch 0 is a object"),
+        ("pipedream", {"loss_fn": None}, batches(1), ArgumentError, "target without loss_fn"),
+        ("pipedream", {"loss_fn": nn.MSELoss}, [], ArgumentTypeError, "give an instance"),
+        ("pipedream", {"reduction": "max"}, [], ArgumentError, "reduction='max' is unknown"),
+        ("pipedream", {}, [*batches(1), torch.ones(6, WIDTH)], ArgumentError, "give all one, or none"),
+        ("pipedream", {"loss_fn": lambda y, t: y.detach().mean()}, batches(1), LossError, "does not require grad"),
+        ("pipedream", {"loss_fn": lambda y, t: y}, batches(1), LossError, "loss_fn returned a tensor of shape"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_a_stream_is_refused(shared, schedule, options, data, error, text):
+    with shared(2, schedule, 3 if schedule == "pipedream_2bw" else "auto") as pipe:
+        optimizer = sgd(pipe)
+        with pytest.raises(error, match=text):
+            list(pipe.train_stream(data, **{"loss_fn": F.mse_loss, "optimizer": optimizer} | options))
+        if schedule == "pipedream":
+            train(pipe, batches(2), optimizer)
+
+
+def test_a_pipe_of_another_schedule_runs_no_stream():
+    with (
+        piped(blocks(2), 2, "1f1b") as pipe,
+        pytest.raises(ArgumentError, match="needs a pipe with schedule='pipedream'"),
+    ):
+        pipe.train_stream([], loss_fn=F.mse_loss, optimizer=sgd(pipe))
+
+
+def test_a_stream_without_gradients_and_one_of_a_closed_pipe_are_refused():
+    with piped(blocks(2), 2) as pipe:
+        optimizer = sgd(pipe)
+        with torch.no_grad(), pytest.raises(StateError, match="train_stream needs gradients"):
+            pipe.train_stream([], optimizer=optimizer)
+        stream = pipe.train_stream(batches(9), loss_fn=F.mse_loss, optimizer=optimizer)
+        next(stream)
+        pipe.close()
+        with pytest.raises(StateError, match="closed"):
+            list(stream)
+        with pytest.raises(StateError, match="the pipe is closed"):
+            pipe.train_stream([], optimizer=optimizer)
+
+
+def test_a_loss_that_is_no_sum_over_micro_batches_is_found_out(shared):
+    with shared(2, "pipedream_2bw", 3) as pipe:
+        stream = pipe.train_stream(batches(3), loss_fn=lambda y, t: y.std() + (y - t).mean(), optimizer=sgd(pipe))
+        with pytest.raises(LossError, match="it is no mean over samples"):
+            list(stream)
+        train(pipe, batches(2))
