@@ -21,7 +21,7 @@ class StoreSilentError(RuntimeError):
 
 
 class BoundedStore:
-    """What this package asks of a store, each within so many seconds.
+    """Asks a store what this package asks, each time for so many seconds.
 
     Raises:
         StoreSilentError: it does not answer.
