@@ -6,7 +6,7 @@ BIN := .venv/bin
 # Processes that run tests.
 JOBS ?= 2
 
-.PHONY: help demo test simulated gpu lint format bench overhead lengths balance planning inspecting coverage stress clean
+.PHONY: help demo test simulated gpu lint format bench overhead lengths balance planning inspecting coverage stress docs clean
 
 help:
 	@echo 'make demo        train two small models as pipelines and print the plan of one'
@@ -24,6 +24,7 @@ help:
 	@echo 'make coverage    run a zoo of public models and compare; make coverage ARGS="--models bert gpt2 --no-others"; with ARGS=--mechanisms count what models take'
 	@echo 'make stress      run random models and compare, as long as one likes; make stress ARGS="--minutes 60 --jobs 2"'
 	@echo 'make mutants     put faults into a copy, one at a time, and see which the tests catch; make mutants ARGS="--only runtime"'
+	@echo 'make docs        build the documentation in build/site; links are checked, warnings are errors'
 	@echo 'make clean       remove caches and build outputs; the environment in .venv stays'
 
 demo: .venv/.installed
@@ -79,6 +80,9 @@ stress: .venv/.installed
 mutants: .venv/.installed
 	$(BIN)/python tools/mutants.py --jobs $(JOBS) $(ARGS)
 
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -path ./.venv -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
@@ -93,4 +97,8 @@ clean:
 
 .venv/.zoo: .venv/.installed
 	$(BIN)/python -m pip install -c constraints.txt -e '.[zoo]'
+	touch $@
+
+.venv/.docs: .venv/.installed
+	$(BIN)/python -m pip install -c constraints.txt -e '.[docs]'
 	touch $@

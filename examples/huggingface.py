@@ -1,0 +1,206 @@
+"""Models of transformers, trained as pipelines in a plain loop and, beside it, as they are.
+
+    python examples/huggingface.py gpt2                           two CPU workers, a small model with random weights
+    python examples/huggingface.py gpt2 --pretrained gpt2         the weights of the hub, or of a folder
+    python examples/huggingface.py t5 --devices cuda:0,cuda:1,cuda:2,cuda:3
+
+`gpt2` texts are padded to unequal lengths: the model's loss is a mean over tokens, and the pipe's is the same, though
+       micro-batches hold unequal numbers of them.
+`t5`   every layer of the decoder uses the encoder's output: it goes to each stage by portals.
+`vit`  images.
+`moe`  a mixture of experts, Mixtral: which expert takes which token is a value that only a stage knows. Tokens of all
+       samples meet in an expert, so the graph does not tell how a loss inside the model goes together: it is taken of
+       the scores, as a sum and a count.
+
+Printed are the plan, the losses of the pipeline and of the plain model (same weights at the start, same data), and
+what was saved by `save_pretrained`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch import Tensor
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+import fxpipe
+
+BATCH, LENGTH, TOKENS, IMAGE = 16, 48, 259, 32  # a token is a byte; the first three have a meaning of their own
+PAD, BEGIN, END = 0, 1, 2
+TOLERANCE = 1e-3  # micro-batches sum gradients in another order, and every step starts from where the last one ended
+SPECIAL = {"pad_token_id": PAD, "bos_token_id": BEGIN, "eos_token_id": END, "vocab_size": TOKENS}
+
+Batch = dict[str, Tensor]
+
+
+# ---- the models, without dropout: so that two of them can be compared ----
+
+
+def make_gpt2() -> PreTrainedModel:
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(n_layer=4, n_head=4, n_embd=64, n_positions=LENGTH, **SPECIAL, **dropout))
+
+
+def make_t5() -> PreTrainedModel:
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4}
+    return T5ForConditionalGeneration(T5Config(dropout_rate=0.0, decoder_start_token_id=BEGIN, **SPECIAL, **sizes))
+
+
+def make_vit() -> PreTrainedModel:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    return ViTForImageClassification(ViTConfig(image_size=IMAGE, patch_size=8, num_labels=4, **sizes))
+
+
+def make_moe() -> PreTrainedModel:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    experts = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    return MixtralForCausalLM(MixtralConfig(use_cache=False, **SPECIAL, **sizes, **experts))
+
+
+# ---- the data ----
+
+TEXT = torch.tensor(list("\n".join(topics.values()).encode())) + 3
+
+
+def pieces(generator: torch.Generator, length: int) -> Tensor:
+    """Pieces of the reference of the Python language from random places, BATCH x length."""
+    start = torch.randint(len(TEXT) - length, (BATCH, 1), generator=generator)
+    return TEXT[start + torch.arange(length)]
+
+
+def padded_texts(generator: torch.Generator) -> Batch:
+    """Texts of unequal lengths: padding has a mask, and no loss."""
+    lengths = torch.randint(LENGTH // 4, LENGTH + 1, (BATCH, 1), generator=generator)
+    lengths[0] = LENGTH
+    mask = (torch.arange(LENGTH) < lengths).long()
+    ids = pieces(generator, LENGTH).where(mask == 1, PAD)
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.where(mask == 1, -100)}
+
+
+def even_texts(generator: torch.Generator) -> Batch:
+    ids = pieces(generator, LENGTH)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def reversed_texts(generator: torch.Generator) -> Batch:
+    ids = pieces(generator, LENGTH // 2)
+    return {"input_ids": ids, "labels": ids.flip(1)}
+
+
+def bright_quarters(generator: torch.Generator) -> Batch:
+    """Noise, of which one quarter of the image is brighter: which?"""
+    images = torch.randn(BATCH, 3, IMAGE, IMAGE, generator=generator)
+    labels = torch.randint(4, (BATCH,), generator=generator)
+    half = torch.arange(IMAGE) // (IMAGE // 2)
+    quarter = 2 * half[:, None] + half[None, :]
+    return {"pixel_values": images + (quarter == labels[:, None, None])[:, None], "labels": labels}
+
+
+# ---- the losses, of a micro-batch as of a mini-batch ----
+
+
+def own_loss(output: Any) -> Tensor:
+    return output.loss
+
+
+def loss_of_scores(output: Any, labels: Tensor) -> tuple[Tensor, int]:
+    """The sum over tokens and how many they are: the mean is taken over all of the mini-batch."""
+    scores, following = output.logits[:, :-1], labels[:, 1:]
+    return F.cross_entropy(scores.flatten(0, 1), following.flatten(), reduction="sum"), following.numel()
+
+
+class Task(NamedTuple):
+    make_model: Callable[[], PreTrainedModel]
+    make_batch: Callable[[torch.Generator], Batch]
+    loss_fn: Callable[..., Any] = own_loss
+
+
+TASKS = {
+    "gpt2": Task(make_gpt2, padded_texts),
+    "t5": Task(make_t5, reversed_texts),
+    "vit": Task(make_vit, bright_quarters),
+    "moe": Task(make_moe, even_texts, loss_of_scores),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", choices=TASKS, nargs="?", default="gpt2")
+    parser.add_argument("--pretrained", help="a name of the hub, or a folder; default: a small model, random weights")
+    parser.add_argument("--devices", default="cpu,cpu", help="a device for each stage, with commas (default: cpu,cpu)")
+    parser.add_argument("--chunks", type=int, default=4, help="micro-batches in a mini-batch (default: 4)")
+    parser.add_argument("--steps", type=int, default=12, help="training steps (default: 12)")
+    parser.add_argument("--schedule", default="1f1b", help="of fxpipe.pipeline (default: 1f1b)")
+    options = parser.parse_args()
+    devices = options.devices.split(",")
+    make_model, make_batch, loss_fn = TASKS[options.model]
+
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    model = make_model() if options.pretrained is None else type(make_model()).from_pretrained(options.pretrained)
+    model.config.use_cache = False
+
+    def make_inputs() -> tuple[Batch, Tensor | None]:
+        """Inputs of the model, and the target where the loss is taken outside."""
+        batch = make_batch(generator)
+        return batch, None if loss_fn is own_loss else batch.pop("labels")
+
+    plain = copy.deepcopy(model).to(devices[0])
+    inputs, target = make_inputs()
+    pipe = fxpipe.pipeline(model, devices, options.chunks, schedule=options.schedule, example_kwargs=inputs)
+    print(f"{pipe.plan}\n")
+
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    rows = []
+    for step in range(options.steps):
+        inputs, target = make_inputs()
+        loss = pipe.forward_backward(**inputs, target=target, loss_fn=loss_fn)
+        optimizer.step()
+        optimizer.zero_grad()
+
+        output = plain(**{name: tensor.to(devices[0]) for name, tensor in inputs.items()})
+        if target is None:
+            plain_loss = loss_fn(output)
+        else:
+            total, count = loss_fn(output, target.to(devices[0]))
+            plain_loss = total / count
+        plain_loss.backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+        rows.append((step, loss.item(), plain_loss.item()))
+    shown = [row for row in rows if row[0] % 4 == 0 or row is rows[-1]]
+    print(tabulate(shown, headers=("step", "loss, fxpipe", "loss, plain"), floatfmt=".6f"))
+    difference = max(abs(a - b) for _, a, b in rows)
+    print(f"largest difference in {len(rows)} steps: {difference:.1e}")
+    assert difference < TOLERANCE, "the pipeline does not train as the plain model does"
+
+    with tempfile.TemporaryDirectory() as folder:
+        pipe.save_pretrained(folder)
+        print("saved:", ", ".join(sorted(path.name for path in Path(folder).iterdir())))
+        again = type(plain).from_pretrained(folder)
+        assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(pipe.parameters(), again.parameters(), strict=True))
+    pipe.close()
+
+
+if __name__ == "__main__":
+    main()

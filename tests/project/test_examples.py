@@ -1,0 +1,77 @@
+"""The examples run, small, and say what they show. Each compares itself with the plain model."""
+
+import importlib.util
+import runpy
+import sys
+
+import pytest
+from helpers.paths import ROOT
+
+EXAMPLES = ROOT / "examples"
+# Others have a test of their own, need more processes, or run in `make demo`.
+ELSEWHERE = {"gpt.py", "resnet.py", "unet.py", "torchrun_gpt.py", "tutorial_split_size.py"}
+
+
+def run(monkeypatch, capsys, name, *options):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(sys, "argv", [name, *options])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return capsys.readouterr().out
+
+
+def need(*modules):
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed: pip install fxpipe[zoo]")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
+@pytest.mark.parametrize(
+    ("model", "devices", "shown"),
+    [
+        ("gpt2", "cpu,cpu", "transformer.wte.weight = lm_head.weight"),
+        ("t5", "cpu,cpu,cpu", "shared.weight = encoder"),
+        ("vit", "cpu,cpu", "model.safetensors"),
+        ("moe", "cpu,cpu", "loss, plain"),
+    ],
+)
+def test_models_of_transformers_train_as_they_do_alone(monkeypatch, capsys, model, devices, shown):
+    text = run(monkeypatch, capsys, "huggingface.py", model, "--devices", devices, "--steps", "2")
+    assert shown in text
+    assert "largest difference in 2 steps" in text
+    assert "saved: config.json" in text
+
+
+def test_a_model_without_values_is_planned_for_other_hardware(monkeypatch, capsys, tmp_path):
+    options = ["--layers", "2", "--devices", "2", "--batch", "8", "--chunks", "4", "--length", "64"]
+    text = run(monkeypatch, capsys, "plan_70b.py", *options, "--save", str(tmp_path / "plan.json"))
+    assert "G parameters, none of which has a value" in text
+    assert "NVIDIA H200" in text
+    assert "zero_bubble_2p" in text
+    assert (tmp_path / "plan.json").exists()
+
+
+def test_a_script_of_torchgpipe_before_and_after(monkeypatch, capsys):
+    text = run(monkeypatch, capsys, "from_torchgpipe.py", "--steps", "3")
+    assert "largest difference" in text
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_mixed_precision_in_compiled_stages(monkeypatch, capsys):
+    options = ["--amp", "bfloat16", "--compile", "aot_eager", "--steps", "2", "--chunks", "2"]
+    text = run(monkeypatch, capsys, "precision_and_compile.py", *options)
+    assert "loss, bfloat16" in text
+
+
+@pytest.mark.filterwarnings("ignore:::diffusers", "ignore:::monai")
+@pytest.mark.parametrize(("task", "library"), [("diffusion", "diffusers"), ("medical", "monai")])
+def test_u_nets_of_libraries_train_as_they_do_alone(monkeypatch, capsys, task, library):
+    need(library)
+    text = run(monkeypatch, capsys, "unets.py", task, "--steps", "2")
+    assert "largest difference in 2 steps" in text
+
+
+def test_no_example_is_forgotten():
+    here = (ROOT / "tests" / "project" / "test_examples.py").read_text(encoding="utf-8")
+    for path in EXAMPLES.glob("*.py"):
+        assert path.name in ELSEWHERE or f'"{path.name}"' in here, path.name
