@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import shutil
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 from fxpipe.errors import FxpipeError, MemoryLimitError
 from fxpipe.inspect.request import parse_request, with_option_name
@@ -29,12 +31,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             from fxpipe.inspect.output import output_text, write_outputs
             from fxpipe.inspect.run import run_request
             from fxpipe.utils.progress import show_progress
+            from fxpipe.utils.text_table import use_text_width
 
             with show_progress(request.progress):
                 findings = run_request(request)
-            text = output_text(findings, request, out)
-            write_outputs(findings, request.outputs)
+            with use_text_width(_width_of(out)):
+                text = output_text(findings, request, out)
+            written = write_outputs(findings, request.outputs)
         print(text)
+        for line in written:
+            print(f"fxpipe.inspect: {line}", file=sys.stderr)
     except FxpipeError as error:
         words = error.brief if isinstance(error, MemoryLimitError) else str(error)
         print(f"fxpipe.inspect: {with_option_name(' '.join(words.split()))}", file=sys.stderr)
@@ -43,6 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("fxpipe.inspect: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     return 0
+
+
+def _width_of(out: TextIO) -> int:
+    """Returns how many characters a line of the output may have: as wide as the window, or as `COLUMNS` says."""
+    from fxpipe.utils.text_table import TEXT_WIDTH
+
+    is_said = out.isatty() or "COLUMNS" in os.environ
+    return shutil.get_terminal_size((TEXT_WIDTH, 24)).columns if is_said else TEXT_WIDTH
 
 
 # -- Set-up of the command's process: it is short, looks at one model, and somebody waits for it ---------------------

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 
 from fxpipe.errors import ArgumentError
 from fxpipe.inspect.hugging_face import HUGGING_FACE_PREFIX, ModelType, parse_model_type
-from fxpipe.inspect.inputs import ACCEPTED_INPUTS, parse_input
+from fxpipe.inspect.inputs import ACCEPTED_INPUTS, SHAPE_TEXT, parse_input
 from fxpipe.inspect.targets import TARGET_FORMS, Target, parse_keyword, parse_target
 from fxpipe.scheduling import CHECKPOINTS, SCHEDULES
 from fxpipe.scheduling.custom import refuse_bidirectional
@@ -200,36 +200,50 @@ BALANCE_CHOICES = ("auto", "block", "optimal")  # any other word is the name of 
 HARDWARE_CHOICES = ("a100-80gb", "h100", "h200", "cpu")
 
 DESCRIPTION = """\
-Plan the pipeline of a model and see it before it runs: its stages, what they take and send, how long a step is, how
-much of it the devices idle, whether it fits. Nothing is trained, and the devices need not be here (--hardware).
+Plan the pipeline of a model and see it before it runs: its stages, what they
+take and send, how long a step is, how much of it the devices idle, whether it
+fits. Nothing is trained, and the devices need not be here (--hardware).
 """
+# In 80 columns, which the rest is wrapped to.
 EXAMPLES = """\
 examples:
   a factory of yours, on four devices
-    python -m fxpipe.inspect models:resnet --input 32x3x224x224 --devices 4 --chunks 8
-  with arguments, and integers as input
-    python -m fxpipe.inspect models/gpt.py:build --kwargs depth=4 name=small --input 8x128:int64
+    python -m fxpipe.inspect models:resnet --input 32x3x224x224 --devices 4
+  with arguments, and two inputs, the second of them integers
+    python -m fxpipe.inspect models/gpt.py:build --kwargs depth=4 name=small \\
+        --input image=8x3x64x64 --input text=8x128:int64
   a type of transformers, with random weights; nothing is downloaded
-    python -m fxpipe.inspect hf:gpt2 --kwargs n_layer=4 --devices 4 --schedule zero_bubble
+    python -m fxpipe.inspect hf:gpt2 --kwargs n_layer=4 --devices 4 \\
+        --schedule zero_bubble
   batches of any length up to 512: what each needs and takes
-    python -m fxpipe.inspect hf:gpt2 --input input_ids=8x128:int64 --dynamic input_ids:1=s:2-512 --sizes s=512
+    python -m fxpipe.inspect hf:gpt2 --input input_ids=8x128:int64 \\
+        --dynamic input_ids:1=s:2-512 --sizes s=512
   70 G parameters on a laptop, for hardware that is elsewhere
-    python -m fxpipe.inspect hf:llama --meta --hardware h200 --devices 8 --chunks 32 --input input_ids=64x2048:int64
-        --kwargs hidden_size=8192 intermediate_size=28672 num_hidden_layers=80 num_attention_heads=64
+    python -m fxpipe.inspect hf:llama --meta --hardware h200 --devices 8 \\
+        --chunks 32 --input input_ids=64x2048:int64 --kwargs hidden_size=8192 \\
+        intermediate_size=28672 num_hidden_layers=80 num_attention_heads=64 \\
         num_key_value_heads=8 vocab_size=128256 dtype=bfloat16
   how many devices? which schedule? how many micro-batches?
-    python -m fxpipe.inspect models:resnet --input 64x3x224x224 --hardware h100 --sweep
-    python -m fxpipe.inspect models:resnet --input 64x3x224x224 --hardware h100 --devices 4 --tune
-  a cluster: four nodes of eight, pipeline x data as it is fastest; the step, what crosses nodes, the reduction
-    python -m fxpipe.inspect models:gpt --input 512x1024:int64 --hardware h100 --nodes 4 --devices-per-node 8
+    python -m fxpipe.inspect models:resnet --input 64x3x224x224 \\
+        --hardware h100 --sweep
+    python -m fxpipe.inspect models:resnet --input 64x3x224x224 \\
+        --hardware h100 --devices 4 --tune
+  a cluster: four nodes of eight, pipeline x data as it is fastest; the step,
+  what crosses nodes, the reduction
+    python -m fxpipe.inspect models:gpt --input 512x1024:int64 \\
+        --hardware h100 --nodes 4 --devices-per-node 8
   pictures, and one page with everything
-    python -m fxpipe.inspect models:resnet --input 32x3x224x224 --timeline t.svg --graph g.svg --report report.html
-  save a plan, look at it again without the model, see what another one changes
-    python -m fxpipe.inspect models:resnet --input 32x3x224x224 --devices 4 --save plan.json
+    python -m fxpipe.inspect models:resnet --input 32x3x224x224 \\
+        --timeline t.svg --graph g.svg --report report.html
+  save a plan, look at it again without the model, see what another changes
+    python -m fxpipe.inspect models:resnet --input 32x3x224x224 --devices 4 \\
+        --save plan.json
     python -m fxpipe.inspect plan.json --schedule gpipe
-    python -m fxpipe.inspect models:resnet --input 32x3x224x224 --devices 4 --balance optimal --diff plan.json
+    python -m fxpipe.inspect models:resnet --input 32x3x224x224 --devices 4 \\
+        --balance optimal --diff plan.json
 
-exit status: 0, or 2 with one line on standard error where something has to be mended, or 130 if interrupted
+exit status: 0, or 2 with one line on standard error where something has to be
+mended, or 130 if interrupted
 """
 
 
@@ -237,6 +251,9 @@ class _Parser(argparse.ArgumentParser):
     """argparse, with this command's way of refusing: one line and no usage."""
 
     def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ").split()
+        if unknown != message.split() and all(map(SHAPE_TEXT.search, unknown)):
+            raise ArgumentError(f"{message}; an input has an --input of its own: --input 8x3x64x64 --input y=8:int64")
         raise ArgumentError(f"{message} (see --help)")
 
 
@@ -384,7 +401,8 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         "--schedule",
         type=_argparse_type(parse_schedule_option),
         choices=[name for name in SCHEDULES if name != "inference"],
-        help="order of forward and backward",
+        metavar="NAME",
+        help=f"order of forward and backward: {', '.join(name for name in SCHEDULES if name != 'inference')}",
     )
     add("--checkpoint", choices=("auto", *CHECKPOINTS), help="which micro-batches are recomputed in backward")
     add(
@@ -441,6 +459,7 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
         help="compare 1, 2, 4, 8 ... devices, as many as --devices says, and schedules: step, speed-up, bubble, memory",
     )
     add("--tune", action="store_true", help="search schedule, micro-batches and checkpointing; print what was compared")
+    add("--all", action="store_true", help="with --tune: print every row, not the first ones alone")
     add(
         "--diff",
         type=Path,

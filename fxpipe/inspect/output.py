@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from fxpipe.inspect.request import OutputFile, Request
+from fxpipe.inspect.request import OUTPUT_NAMES, OutputFile, Request
 from fxpipe.inspect.run import Findings
 from fxpipe.utils.units import count_text
 
@@ -31,10 +31,13 @@ def output_text(findings: Findings, request: Request, out: TextIO) -> str:
     return "\n\n".join([*_drawn_inputs_note(findings), *answers, *plan])
 
 
-def write_outputs(findings: Findings, outputs: Sequence[OutputFile]) -> None:
-    """The files that were asked for."""
+def write_outputs(findings: Findings, outputs: Sequence[OutputFile]) -> list[str]:
+    """Writes the files that were asked for. Returns a line for each that says what is in it, and where it is."""
+    lines = []
     for output in outputs:
         _write_output(findings, output.option, output.path)
+        lines.append(f"wrote {OUTPUT_NAMES[output.option]} to {output.path}")
+    return lines
 
 
 def _write_output(findings: Findings, option: str, path: Path) -> None:
@@ -68,7 +71,11 @@ def _answer_texts(findings: Findings, request: Request) -> list[str]:
 
         texts.append(sweep_table(findings.sweep))
     if findings.tuning is not None:
-        texts.append(str(findings.tuning))
+        from fxpipe.inspect.step_summary import one_device_text
+        from fxpipe.tuning.tuning_result import tuning_text
+
+        texts.append(tuning_text(findings.tuning, is_whole=request.all, remaining="--all shows"))
+        texts += filter(None, [one_device_text(findings.tuning)])
     if findings.difference is not None:
         from fxpipe.inspect.diff import difference_text
 
@@ -99,15 +106,17 @@ def _plan_texts(findings: Findings, out: TextIO) -> list[str]:
 
 def _timeline_text(simulation: Simulation, out: TextIO) -> str:
     """Formats the timeline, as wide as the window, or as all that is printed here."""
-    from fxpipe.utils.text_table import TEXT_WIDTH
+    from fxpipe.utils.text_table import text_width
     from fxpipe.viz.terminal import plain_timeline, shows_colours, timeline_text
 
     is_window = shows_colours(out) or out.isatty()
-    return timeline_text(simulation, out) if is_window else plain_timeline(simulation, columns=TEXT_WIDTH)
+    return timeline_text(simulation, out) if is_window else plain_timeline(simulation, columns=text_width())
 
 
 def _drawn_inputs_note(findings: Findings) -> list[str]:
     """Inputs that nobody gave: whoever reads the figures must know them."""
     if not findings.drawn:
         return []
-    return [f"inputs {', '.join(map(str, findings.drawn))}, drawn; give others with --input"]
+    from fxpipe.utils.text_table import wrap_text
+
+    return [wrap_text(f"inputs {', '.join(map(str, findings.drawn))}, drawn; give others with --input")]

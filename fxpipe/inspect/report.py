@@ -75,7 +75,14 @@ def step_figures(plan: Plan, simulation: Simulation, memory: Sequence[MemoryPart
         ("Parameters", human_bytes(parameters), f"in {count_text(len(plan.stages), 'stage')}", False),
     ]
     if plan.portals:
-        entries.append(("Portals", str(len(plan.portals)), "values that skip stages", False))
+        entries.append(
+            (
+                "Portals",
+                str(len(plan.portals)),
+                "value that skips stages" if len(plan.portals) == 1 else "values that skip stages",
+                False,
+            )
+        )
     return '<dl class="facts">\n' + "\n".join(_figure_markup(*one) for one in entries) + "\n</dl>"
 
 

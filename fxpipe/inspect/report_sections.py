@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from fxpipe.errors import FxpipeError
 from fxpipe.inspect.step_summary import StepSummary, summarize_step
+from fxpipe.plans.display import limiting_node
 from fxpipe.plans.figures import size_figures
 from fxpipe.utils.batch_split import largest_micro_batch
 from fxpipe.utils.text_table import shorten_source_line
@@ -214,8 +215,9 @@ def portals_section(plan: Plan) -> str:
     total = human_bytes(sum(portal.bytes for portal in plan.portals))
     table = HtmlTable(("portal", "from", "to", "bytes", "bytes, for b samples", "made at"), rows)
     many = count_text(len(plan.portals), "value")
+    what = ("skips", "goes", "it is") if len(plan.portals) == 1 else ("skip", "go", "they are")
     return note_paragraph(
-        f"{many} skip stages: {total} of each micro-batch go straight to where they are used."
+        f"{many} {what[0]} stages: {total} of each micro-batch {what[1]} straight to where {what[2]} used."
     ) + sortable_table(table, "portals")
 
 
@@ -232,8 +234,7 @@ def balance_section(plan: Plan) -> str:
         f"Stage {slowest} is the slowest: {human_seconds(both[slowest])} for each micro-batch, "
         f"{both[slowest] / mean if mean else 1.0:.2f} times the mean stage."
     ]
-    if plan.heaviest is not None:
-        heaviest = plan.heaviest
+    if (heaviest := limiting_node(plan)) is not None:
         at = f" ({shorten_source_line(heaviest.line)})" if heaviest.line else ""
         said.append(
             f"The heaviest node is {heaviest.name}{at}: {human_seconds(heaviest.seconds)}, in stage {heaviest.stage}. "

@@ -77,6 +77,7 @@ class Request:
     diff: Path | None = None  # the plan to compare with
     sweep: bool = False
     tune: bool = False
+    all: bool = False  # every row of --tune
     outputs: tuple[OutputFile, ...] = ()
     progress: bool = True
     data_parallel: int | str | None = None  # replicas; None: not said
@@ -132,6 +133,7 @@ def parse_request(argv: Sequence[str]) -> Request:
         diff=arguments.diff,
         sweep=arguments.sweep,
         tune=arguments.tune,
+        all=arguments.all,
         outputs=tuple(
             OutputFile(name, path) for name in OUTPUT_FORMATS if (path := getattr(arguments, name)) is not None
         ),
@@ -172,6 +174,8 @@ def _check_option_combination(request: Request) -> None:
         raise ArgumentError("--data-parallel without --hardware: the links between replicas are not known; give it")
     if request.sweep and request.tune:
         raise ArgumentError("--sweep and --tune are two questions: ask one after the other")
+    if request.all and not request.tune:
+        raise ArgumentError("--all shows every row of --tune; give that, or leave --all out")
     if request.loss_target is not None and request.loss is None:
         raise ArgumentError("--target without --loss: give both, or neither where the model returns its loss")
     if not isinstance(request.subject, PlanFile):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -151,10 +152,22 @@ def _raise_if_model_fails(model: nn.Module, arguments: ModelArguments) -> None:
     except Exception as error:
         line = line_of_error(error)
         place = "" if line == UNKNOWN_LINE else f" ({line})"
-        circumstance = (
-            "on these inputs" if arguments.args or arguments.kwargs else "without inputs; give them with --input"
-        )
+        circumstance = inputs_advice(model, arguments)
         raise ArgumentError(f"the model raises {describe_error(error)}{place} {circumstance}") from error
+
+
+def inputs_advice(model: nn.Module, arguments: ModelArguments) -> str:
+    """Says with which inputs a model failed; where it wants others, how they are given."""
+    circumstance = "on these inputs" if arguments.args or arguments.kwargs else "without inputs"
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(*arguments.args, **arguments.kwargs)
+    except TypeError:
+        names = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        needed = [name for name in names if signature.parameters[name].default is inspect.Parameter.empty] or names[:1]
+        inputs = " ".join(f"--input {name}=8x64" for name in needed)
+        return f"{circumstance}; give each an --input of its own, as in {inputs}"
+    return circumstance if arguments.args or arguments.kwargs else f"{circumstance}; give them with --input"
 
 
 # Models that the memory of this machine cannot hold: told from other failures, and answered with what goes instead.

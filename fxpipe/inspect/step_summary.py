@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fxpipe.errors import ArgumentError, ScheduleError
@@ -14,6 +14,7 @@ from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent, 
 if TYPE_CHECKING:
     from fxpipe.plans import Plan
     from fxpipe.simulation import Simulation
+    from fxpipe.tuning.tuning_result import Tuning
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,39 @@ def summarize_step(simulation: Simulation, plan: Plan) -> StepSummary:
         peak_bytes=round(peaks[device]),
         limit_bytes=None if limit is None else round(limit),
     )
+
+
+# Less than that is lost to what no plan knows; and as many devices do more, each with a copy of the model.
+LEAST_SPEEDUP = 1.1
+
+
+def one_device_text(tuning: Tuning) -> str:
+    """Compares the chosen way with one device that has the whole model and takes the mini-batch at once.
+
+    Empty where replicas share the mini-batch, or there is one device only.
+    """
+    from fxpipe.plans.retarget import resize_plan
+
+    plan = tuning.best.plan
+    if plan is None or tuning.best.data_parallel > 1 or len(plan.workers) == 1:
+        return ""
+    alone = resize_plan(replace(plan, chunks=1), tuning.batch, "never")
+    seconds = sum(stage.seconds for stage in alone.stages)
+    needed = sum(int(alone.memory(stage.index, b=tuning.batch)) for stage in alone.stages)
+    limits = [stage.memory_limit for stage in alone.stages if alone.placement[stage.index] == 0]
+    limit = None if None in limits else sum(filter(None, limits))
+    devices, speedup = count_text(len(plan.workers), "device"), seconds / tuning.best.step_seconds
+    if limit is not None and needed > limit:
+        verdict = f"but has no room for it: it takes {bytes_of_limit(needed, limit)}"
+    elif speedup < LEAST_SPEEDUP:
+        verdict = (
+            f"{speedup:.2f} times the chosen step: a pipeline is not worth it here. One device holds the model "
+            f"({human_bytes(needed)}); for more speed, {devices} with a copy each share the mini-batch (torch's "
+            "DistributedDataParallel)"
+        )
+    else:
+        verdict = f"the chosen way is {speedup:.2f} times as fast, on {devices}"
+    return wrap_text(f"one device alone would take {human_seconds(seconds)} for the mini-batch at once: {verdict}")
 
 
 def mode_text(plan: Plan) -> str:
@@ -105,12 +139,12 @@ def step_text(simulation: Simulation, plan: Plan) -> str:
         f"a step as simulated, {run.schedule}, {count_text(run.micro_batches, 'micro-batch', 'es')}",
         f"- takes {human_seconds(run.step_seconds)}{rate}; devices idle for {percent(run.bubble)} of it",
         f"- critical path: {path}" if path else "",
-        wrap_text(f"- {simulation.host_note}") if simulation.host_note else "",
+        f"- {simulation.host_note}" if simulation.host_note else "",
         f"- takes most memory on device {run.device}: {_memory_text(run)}",
         f"- then the optimizer takes {human_seconds(simulation.update_seconds)}" if is_worth_telling else "",
         *_cluster_lines(simulation),
     ]
-    return "\n".join(filter(None, lines))
+    return "\n".join(map(wrap_text, filter(None, lines)))
 
 
 def _cluster_lines(simulation: Simulation) -> list[str]:
@@ -127,7 +161,7 @@ def _cluster_lines(simulation: Simulation) -> list[str]:
             f"{human_seconds(simulation.exposed_reduction_seconds)} of it after the last action: "
             f"{human_bytes(within.reduction)} within nodes, {human_bytes(between.reduction)} between nodes"
         )
-    return list(map(wrap_text, lines))
+    return lines
 
 
 MAX_PACKET_ROWS = 16  # of more, those that relay the most

@@ -122,7 +122,7 @@ def sweep_table(rows: Sequence[SweepRow]) -> str:
     notes = [wrap_text(f"- {line}") for line in _problem_lines(rows)]
     legend = ("* the fastest that fits" if best else "nothing fits") + _cores_note(rows)
     head = "numbers of devices and schedules, as simulated; each number is cut anew, once for schedules placed alike"
-    lines = [head, "", text_table(cells, SWEEP_HEADERS, left=("schedule", "checkpoint")), "", legend]
+    lines = [wrap_text(head), "", text_table(cells, SWEEP_HEADERS, left=("schedule", "checkpoint"), keys=2), "", legend]
     return "\n".join(lines + (["", "no plan for", *notes] if notes else []))
 
 

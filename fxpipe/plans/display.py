@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fxpipe.plans.data import PlanData, PlannedSize, Portal, StagePlan, TiedParameter
+from fxpipe.plans.data import HeaviestNode, PlanData, PlannedSize, Portal, StagePlan, TiedParameter
 from fxpipe.plans.figures import PlanFigures, SizeFigures, StageFigures, plan_figures, size_figures
 from fxpipe.utils import units
 from fxpipe.utils.text_table import (
@@ -34,6 +34,7 @@ from fxpipe.viz.html import (
 from fxpipe.viz.svg import escape_markup
 
 LEAST_CONTENTION = 1.02  # to be told
+LEAST_LIMITING_SHARE = 0.75  # of the slowest stage, for a node to be told
 MAX_TEXT_PORTALS = 20  # rows; a dense network has hundreds, and its largest are what one looks for
 
 PLAN_STAGE_HEADERS = (
@@ -134,17 +135,23 @@ def _contention(plan: PlanData) -> str:
 
 
 def _heaviest(plan: PlanData) -> str:
-    """Describes the heaviest node, which bounds the balance."""
-    node = plan.heaviest
-    if node is None or not node.seconds:
+    """Describes the heaviest node, where it is what bounds the balance."""
+    node = limiting_node(plan)
+    if node is None:
         return ""
-    stage = plan.stages[node.stage]
-    share = node.seconds / (stage.seconds or node.seconds)
+    share = node.seconds / plan.stages[node.stage].seconds
     return wrap_text(
         f"heaviest node {shorten_name(node.name)}, {human_seconds(node.seconds)}, {100 * min(1.0, share):.0f} % of "
-        f"stage "
-        f"{node.stage}{_line_suffix(node.line)}: no cut makes the slowest stage faster than that"
+        f"stage {node.stage}{_line_suffix(node.line)}: no cut makes the slowest stage faster than that"
     )
+
+
+def limiting_node(plan: PlanData) -> HeaviestNode | None:
+    """The heaviest node, where it is nearly all that the slowest stage does: more stages would not help."""
+    node, slowest = plan.heaviest, max(stage.seconds for stage in plan.stages)
+    if node is None or not plan.stages[node.stage].seconds:
+        return None
+    return node if 0 < LEAST_LIMITING_SHARE * slowest <= node.seconds else None
 
 
 def _line_suffix(line: str) -> str:
@@ -255,11 +262,11 @@ def _list_items(lines: Sequence[str]) -> list[str]:
 
 def _totals(plan: PlanData, figures: PlanFigures) -> str:
     parameters = human_bytes(sum(stage.parameter_bytes for stage in plan.stages))
-    return (
+    totals = (
         f"balance {figures.slowest_to_mean:.2f} (slowest stage / mean), bubble {percent(figures.mean_bubble)} "
         f"of device time, step {human_seconds(figures.step_seconds)}, parameters {parameters}"
-        + (f"\n{wrap_text(figures.host_note)}" if figures.host_note else "")
     )
+    return wrap_text(totals) + (f"\n{wrap_text(figures.host_note)}" if figures.host_note else "")
 
 
 # -- A plan in notebooks ---------------------------------------------------------------------------------------------

@@ -38,63 +38,83 @@ class Tuning:
     estimated_for: str = ""  # the hardware for which the seconds were estimated; empty where they were measured
 
     def __str__(self) -> str:
-        is_measured = any(row.measured_seconds is not None for row in self.rows)
-        shown = self.rows[:MAX_PRINTED_CANDIDATES] + tuple(
-            row for row in self.rows[MAX_PRINTED_CANDIDATES:] if row is self.best
-        )
-        replicas = ["pipeline x data"] * self._has_replicas
-        headers = ["", *replicas, "schedule", "chunks", "checkpoint", "stages per device", "step"]
-        headers += ["measured"] * is_measured + ["idle", "peak memory", "lacks"]
-        table = text_table(
-            [self._line(row, is_measured) for row in shown],
-            headers,
-            left=("", "pipeline x data", "schedule", "checkpoint"),
-        )
-        lines = [self._head(), table]
-        if len(self.rows) > len(shown):
-            lines.append(f"{len(self.rows) - len(shown)} more are in .rows")
-        if any(row.plan is None for row in shown):
-            lines.append("≥: at least so long, and so not looked at closer; .rows says why")
-        if self.best.plan is not None and self.best.simulation.host_note:
-            lines.append(wrap_text(f"the chosen way is {self.best.simulation.host_note}"))
-        return "\n".join(lines)
+        return tuning_text(self)
 
     def _repr_html_(self) -> str:
 
         return tuning_html(self.rows, self.best, self.batch, len(self.devices) * self.best.data_parallel)
 
-    @property
-    def _has_replicas(self) -> bool:
-        return any(row.data_parallel > 1 for row in self.rows)
 
-    def _head(self) -> str:
-        kinds = Counter(name.partition(":")[0] for name in self.devices)
-        data = self.best.data_parallel
-        listed = ", ".join(f"{count * data} x {kind}" for kind, count in kinds.items())
-        how = f", seconds estimated for {self.estimated_for}" if self.estimated_for else ""
-        return f"mini-batches of {self.batch} on {listed}{how}; the chosen way is marked"
+# -- The result of a tuner as text -----------------------------------------------------------------------------------
 
-    def _line(self, row: CandidateResult, is_measured: bool) -> list[str]:
-        measured = "" if row.measured_seconds is None else human_seconds(row.measured_seconds)
-        return [
-            "->" if row is self.best else "",
-            *[self._replicas_text(row)] * self._has_replicas,
-            row.schedule if "\n" not in row.schedule else row.schedule.partition(":")[0],
-            str(row.chunks),
-            row.checkpoint if isinstance(row.checkpoint, str) else _modes_text(row.checkpoint),
-            str(row.stages_per_device),
-            _step_text(row),
-            *[measured] * is_measured,
-            "" if row.plan is None else percent(row.simulation.mean_bubble),
-            "" if row.plan is None else human_bytes(row.peak),
-            human_bytes(row.lacks) if row.lacks > 0 else "",
-        ]
 
-    def _replicas_text(self, row: CandidateResult) -> str:
-        """`8 x 4, data outside`: the devices of a replica, how many replicas, and how they stand."""
-        devices = len(self.devices) * self.best.data_parallel
-        order = f", {row.mesh[0]} outside" if devices > row.data_parallel > 1 else ""
-        return f"{devices // row.data_parallel} x {row.data_parallel}{order}"
+def tuning_text(tuning: Tuning, is_whole: bool = False, remaining: str = ".rows has") -> str:
+    """The table that the tuner chose from: its first rows and the chosen one, or all of them.
+
+    Args:
+        is_whole: shows all rows.
+        remaining: what tells of the others, and its verb.
+    """
+    most = len(tuning.rows) if is_whole else MAX_PRINTED_CANDIDATES
+    shown = tuning.rows[:most] + tuple(row for row in tuning.rows[most:] if row is tuning.best)
+    is_measured = any(row.measured_seconds is not None for row in tuning.rows)
+    has_replicas = any(row.data_parallel > 1 for row in tuning.rows)
+    headers = [
+        "",
+        "schedule",
+        *["pipeline x data"] * has_replicas,
+        "chunks",
+        "checkpoint",
+        "stages per\ndevice",
+        "step",
+    ]
+    headers += ["measured"] * is_measured + ["idle", "peak memory"]
+    headers += ["lacks"] * any(row.lacks > 0 for row in tuning.rows)
+    lines = [_head(tuning), text_table(
+        [_cells(tuning, row, headers) for row in shown],
+        headers,
+        left=("", "pipeline x data", "schedule", "checkpoint"),
+        keys=2,
+    )]  # fmt: skip
+    if len(tuning.rows) > len(shown):
+        lines.append(f"{remaining} {len(tuning.rows) - len(shown)} more")
+    if any(row.plan is None for row in shown):
+        lines.append("≥: at least so long, and so not looked at closer")
+    if tuning.best.plan is not None and tuning.best.simulation.host_note:
+        lines.append(wrap_text(f"the chosen way is {tuning.best.simulation.host_note}"))
+    return "\n".join(lines)
+
+
+def _head(tuning: Tuning) -> str:
+    kinds = Counter(name.partition(":")[0] for name in tuning.devices)
+    data = tuning.best.data_parallel
+    listed = ", ".join(f"{count * data} x {kind}" for kind, count in kinds.items())
+    how = f", seconds estimated for {tuning.estimated_for}" if tuning.estimated_for else ""
+    return wrap_text(f"mini-batches of {tuning.batch} on {listed}{how}; the chosen way is marked")
+
+
+def _cells(tuning: Tuning, row: CandidateResult, headers: Sequence[str]) -> list[str]:
+    cells = {
+        "": "->" if row is tuning.best else "",
+        "schedule": row.schedule if "\n" not in row.schedule else row.schedule.partition(":")[0],
+        "pipeline x data": _replicas_text(tuning, row),
+        "chunks": str(row.chunks),
+        "checkpoint": row.checkpoint if isinstance(row.checkpoint, str) else _modes_text(row.checkpoint),
+        "stages per\ndevice": str(row.stages_per_device),
+        "step": _step_text(row),
+        "measured": "" if row.measured_seconds is None else human_seconds(row.measured_seconds),
+        "idle": "" if row.plan is None else percent(row.simulation.mean_bubble),
+        "peak memory": "" if row.plan is None else human_bytes(row.peak),
+        "lacks": human_bytes(row.lacks) if row.lacks > 0 else "",
+    }
+    return [cells[header] for header in headers]
+
+
+def _replicas_text(tuning: Tuning, row: CandidateResult) -> str:
+    """`8 x 4, data outside`: the devices of a replica, how many replicas, and how they stand."""
+    devices = len(tuning.devices) * tuning.best.data_parallel
+    order = f", {row.mesh[0]} outside" if devices > row.data_parallel > 1 else ""
+    return f"{devices // row.data_parallel} x {row.data_parallel}{order}"
 
 
 MAX_LISTED_STAGES = 8  # of more, how many recompute is told

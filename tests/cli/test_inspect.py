@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.inspected import MIB, make_plan, refusal
+from torch import nn
 
 import fxpipe.planning
 from fxpipe.config import parse as arguments
@@ -25,6 +26,8 @@ from fxpipe.inspect.cli import main
 from fxpipe.inspect.cli_options import parse_balance_option, parse_devices_option
 from fxpipe.inspect.inputs import InputOption, InputShape, make_arguments, parse_input
 from fxpipe.inspect.json_document import plan_document
+from fxpipe.inspect.report_sections import balance_section
+from fxpipe.inspect.run import inputs_advice
 from fxpipe.inspect.targets import Target, parse_target
 from fxpipe.plans import HeaviestNode, OpaqueNode, Plan, Portal, StagePlan, TiedParameter
 from fxpipe.plans.display import plan_table
@@ -325,18 +328,26 @@ def test_table_says_what_is_tied_kept_whole_and_heaviest() -> None:
         tied=(TiedParameter(("wte.weight", "head.weight"), (0, 2), 2 * MIB), TiedParameter(("a", "b"), (1,), 8)),
         whole=(OpaqueNode("moe", "it reads values", "net.py:9"),),
         why=("module 'moe' is kept whole: it reads values", "recorded with general paths"),
-        heaviest=HeaviestNode("layer2_linear", 2, 4.5e-3, "net.py:12"),
+        heaviest=HeaviestNode("layer2_linear", 2, 8.1e-3, "net.py:12"),
     )
     text = plan_table(plan)
     assert "- wte.weight = head.weight, 2.0 MiB, in stages 0 and 2: the other copies it for each step" in text
     assert "- a = b, 8 B, in stage 1" in text
     assert "modules kept whole, each one node\n- moe (net.py:9): it reads values" in text
     assert "how it was traced\n- recorded with general paths" in text  # and the reason of a module but once
-    assert "heaviest node layer2_linear, 4.50 ms, 50 % of stage 2 (net.py:12)" in text
+    assert "heaviest node layer2_linear, 8.10 ms, 90 % of stage 2 (net.py:12): no cut makes" in text
     document = plan_document(plan)
     assert document["tied"][0] == {"names": ["wte.weight", "head.weight"], "stages": [0, 2], "bytes": 2 * MIB}
     assert document["whole"] == [{"name": "moe", "why": "it reads values", "line": "net.py:9"}]
-    assert document["heaviest"] == {"name": "layer2_linear", "stage": 2, "seconds": 4.5e-3, "line": "net.py:12"}
+    assert document["heaviest"] == {"name": "layer2_linear", "stage": 2, "seconds": 8.1e-3, "line": "net.py:12"}
+
+
+def test_the_heaviest_node_is_told_where_it_limits() -> None:
+    plan = replace(make_plan(3), heaviest=HeaviestNode("layer2_linear", 2, 4.5e-3, "net.py:12"))  # of 9 ms
+    assert "heaviest" not in plan_table(plan)
+    assert "heaviest" not in balance_section(plan)
+    limiting = replace(plan, heaviest=replace(plan.heaviest, seconds=8.1e-3))
+    assert "The heaviest node is layer2_linear (net.py:12): 8.10 ms, in stage 2." in balance_section(limiting)
 
 
 def test_shortened_keeps_both_ends() -> None:
@@ -628,7 +639,19 @@ def test_exceptions_of_the_model_end_in_one_line(
     line = refusal(["zoo_of_models:make_mlp", "--input", "8x9", "--devices", "cpu,cpu"], capsys)
     assert "the model raises RuntimeError: mat1 and mat2 shapes cannot be multiplied (8x9 and 8x16)" in line
     line = refusal(["zoo_of_models:make_mlp", "--devices", "cpu,cpu"], capsys)
-    assert "without inputs; give them with --input" in line
+    assert "without inputs; give each an --input of its own, as in --input input=8x64" in line
+    line = refusal(["zoo_of_models:make_mlp", "--input", "8x8", "8x8"], capsys)
+    assert "unrecognized arguments: 8x8; an input has an --input of its own" in line
+
+
+def test_a_model_of_two_inputs_tells_how_they_are_given() -> None:
+    class Two(nn.Module):
+        def forward(self, image: torch.Tensor, text: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            return image + text
+
+    one = make_arguments([InputOption(InputShape((8, 8), "float32"))])
+    assert inputs_advice(Two(), one).endswith("as in --input image=8x64 --input text=8x64")
+    assert inputs_advice(nn.Linear(8, 8), one) == "on these inputs"
 
 
 def test_a_bug_in_fxpipe_is_not_laid_on_the_model(model_file: Path, fake_plan: FakePlanning) -> None:
@@ -643,7 +666,7 @@ def test_help_shows_examples_and_imports_no_torch() -> None:
         "finally:\n    print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "python -m fxpipe.inspect models:resnet --input 32x3x224x224 --devices 4 --chunks 8" in done.stdout
+    assert "python -m fxpipe.inspect models:resnet --input 32x3x224x224 --devices 4\n" in done.stdout
     assert done.stdout.endswith("False\n")
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from helpers.inspected import make_plan, refusal
 
 import fxpipe
 from fxpipe.inspect.cli import main
+from fxpipe.inspect.step_summary import one_device_text
 from fxpipe.plans import Plan, Portal
+from fxpipe.plans.retarget import resize_plan
 
 ROOT = str(Path(fxpipe.__file__).parents[1])
 
@@ -43,6 +46,76 @@ def test_pictures_of_a_saved_plan(saved: str, tmp_path: Path, capsys: pytest.Cap
     assert str(tmp_path) not in (tmp_path / "r.html").read_text()
     assert main([saved, "--timeline", str(tmp_path / "t.json"), "--schedule", "gpipe"]) == 0
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+
+
+def test_it_says_which_files_it_wrote(saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {"timeline": tmp_path / "t.svg", "save": tmp_path / "p.json"}
+    assert main([saved, "--json", *(part for name, file in files.items() for part in (f"--{name}", str(file)))]) == 0
+    captured = capsys.readouterr()
+    json.loads(captured.out)  # which has nothing else
+    assert captured.err.splitlines() == [
+        f"fxpipe.inspect: wrote a timeline to {files['timeline']}",
+        f"fxpipe.inspect: wrote a plan to {files['save']}",
+    ]
+
+
+def test_all_can_be_read_in_eighty_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    portals = tuple(Portal(f"encoder_block_{k}_conv", 0, 2, 1024) for k in range(3))
+    monkeypatch.chdir(tmp_path)  # paths are as long as they are
+    plan, other = "plan.json", "other.json"
+    make_plan(3, 6, portals=portals).save(plan)
+    make_plan(3, 4).save(other)
+    for options in ([], ["--tune"], ["--tune", "--all"], ["--diff", other], ["--schedule", "zero_bubble"]):
+        assert main([plan, *options]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line for line in lines if len(line) > 80] == [], options
+        assert any("peak" in line or "memory" in line for line in lines)
+
+
+def test_help_can_be_read_in_eighty_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert [line for line in text.splitlines() if len(line) > 80] == []
+    assert "--schedule NAME" in text
+    assert "zero_bubble_auto" in " ".join(text.split())
+
+
+def test_the_rest_of_a_search_is_shown_by_an_option(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([saved, "--tune"]) == 0
+    shown = capsys.readouterr().out
+    assert ".rows" not in shown
+    assert "--all shows" in shown
+    assert main([saved, "--tune", "--all"]) == 0
+    everything = capsys.readouterr().out
+    assert "--all" not in everything
+    assert len(everything.splitlines()) > len(shown.splitlines())
+    assert "--all shows every row of --tune" in refusal([saved, "--all"], capsys)
+
+
+def test_a_search_is_compared_with_one_device() -> None:
+    slow_links = make_plan(2)
+    plain = fxpipe.tune(slow_links, schedules=["gpipe"], chunks=[1])  # one after the other
+    assert "a pipeline is not worth it here. One device holds the model" in _words(one_device_text(plain))
+    fast = fxpipe.tune(make_plan(2), schedules=["1f1b"], chunks=[4])
+    best = fast.best
+    alone = sum(stage.seconds for stage in resize_plan(make_plan(2), fast.batch).stages)
+    text = _words(one_device_text(fast))
+    assert f"the chosen way is {alone / best.step_seconds:.2f} times as fast, on 2 devices" in text
+    small = replace(slow_links, stages=tuple(replace(s, memory_limit=60 * 2**20) for s in slow_links.stages))
+    assert "but has no room for it: it takes" in _words(
+        one_device_text(fxpipe.tune(small, schedules=["gpipe"], chunks=[1]))
+    )
+
+
+def _words(text: str) -> str:
+    return " ".join(text.split())
 
 
 MISTAKES = {

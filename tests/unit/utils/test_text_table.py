@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 import fxpipe
-from fxpipe.utils.text_table import text_table
+from fxpipe.utils.text_table import text_table, use_text_width, wrap_text
 
 
 def test_cells_are_text_and_columns_line_up() -> None:
@@ -22,6 +22,23 @@ def test_a_table_without_a_rule_is_as_wide_as_its_cells() -> None:
         "stage       has",
         "    0  12.5 KiB",
     ]
+
+
+def test_a_table_that_is_too_wide_is_divided_and_says_in_each_part_what_rows_are_about() -> None:
+    rows = [("0", "one", "x" * 20, "-", "y" * 20), ("1", "two", "x", "-", "y")]
+    headers = ("k", "name", "first", "nothing", "second")
+    wide = text_table(rows, headers, left=headers)
+    assert max(map(len, wide.split("\n"))) > 40
+    with use_text_width(40):
+        first, second = text_table(rows, headers, left=headers, keys=2).split("\n\n")
+        assert wrap_text("word " * 20).count("\n") == 2
+    assert text_table(rows, headers, left=headers) == wide
+    for part, header, cell in ((first, "first", "x"), (second, "second", "y")):
+        lines = part.split("\n")
+        assert max(map(len, lines)) <= 40
+        assert lines[0].split() == ["k", "name", header]
+        assert [line.split()[:2] for line in lines[2:]] == [["0", "one"], ["1", "two"]]
+        assert lines[2].endswith(cell * 20)
 
 
 def test_a_table_without_rows_has_headers() -> None:
