@@ -7,6 +7,8 @@ With transfers, memory and unequal devices: `chain.py` (the graph in numbers, an
 `optimal.py` (what the best cut is, the way to it, and why nothing fits), `search.py` (the way itself), `intervals.py`
 (loads of any stage, quickly), `partial_recompute.py` (stages of which only a part recomputes).
 
+With replicas of stages: `pipedream.py` (PipeDream's stages and replicas over levels of bandwidth).
+
 `cut_least_misplaced` cuts a later graph of the same model like the first.
 """
 
@@ -15,8 +17,10 @@ from fxpipe.partitioning.block import block_partition
 from fxpipe.partitioning.chain import Chain, Flow, HeldStorage, ParameterUse, StageLoad, StageSite, stage_loads
 from fxpipe.partitioning.cutting import Partition, cut_by_block, cut_least_misplaced, partition
 from fxpipe.partitioning.optimal import OptimalCut, optimal_partition
+from fxpipe.partitioning.pipedream import BandwidthLevel, ReplicatedPartition, ReplicatedStage, pipedream_partition
 
 __all__ = [
+    "BandwidthLevel",
     "Chain",
     "Flow",
     "HeldStorage",
@@ -24,6 +28,8 @@ __all__ = [
     "OptimalCut",
     "ParameterUse",
     "Partition",
+    "ReplicatedPartition",
+    "ReplicatedStage",
     "StageLoad",
     "StageSite",
     "block_partition",
@@ -31,5 +37,6 @@ __all__ = [
     "cut_least_misplaced",
     "optimal_partition",
     "partition",
+    "pipedream_partition",
     "stage_loads",
 ]

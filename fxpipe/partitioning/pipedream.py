@@ -1,0 +1,399 @@
+"""PipeDream's partition: stages, and how many replicas each of them has (Narayanan et al., SOSP 2019, section 3.1).
+
+Devices are workers of a hierarchy of levels: GPUs in a node, nodes in a cluster. At level k there are m_k components
+of level k - 1, between which values go with B_k bytes per second. A stage of layers i to j on m components of level k
+takes for each mini-batch, as each of its replicas has every m-th one and all of them reduce their gradients,
+
+    T_k(i, j, m) = max(A_(k-1)(i, j, m_(k-1)), 2 (m - 1) |w_i ... w_j| / B_k) / m
+
+and the best pipeline of these layers on m components is one stage, or a pipeline on m - m' of them and a stage behind
+it, whatever is slowest:
+
+    A_k(i, j, m) = min(T_k(i, j, m), min over s, m' of max(A_k(i, s, m - m'), 2 a_s / B_k, T_k(s + 1, j, m')))
+
+where A_0(i, j) is the sum of the layers' seconds, forward and backward. All workers are used. So a component is given
+to one stage, or has a pipeline of its own: 15 GPUs for one stage and 1 for another, as in the paper's table for VGG-16
+on 4 x 4, is no partition of nodes of 4, but one of 16 workers on one level.
+
+With a flush the same holds of a whole mini-batch: m replicas share it, each has an m-th of its seconds, and reduces its
+gradients once; so seconds and bytes are those of a mini-batch there, too.
+
+Memory is not weighed here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from fxpipe.errors import ArgumentError, PartitionError
+from fxpipe.utils.units import parse_count
+
+
+@dataclass(frozen=True, slots=True)
+class BandwidthLevel:
+    """A level of a hierarchy of workers. Checked when made.
+
+    Raises:
+        ArgumentError: a figure cannot be.
+    """
+
+    workers: int  # components of the level below, or devices on the lowest level
+    bytes_per_second: float  # between any two of them, and to reduce; infinite where values are handed over
+
+    def __post_init__(self) -> None:
+        parse_count("workers", self.workers, "the number of components of a level")
+        if not self.bytes_per_second > 0:
+            raise ArgumentError(f"bytes_per_second={self.bytes_per_second!r} of a level: expected more than 0")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicatedStage:
+    """Layers `start` to `stop - 1`, on so many workers, each of which has all of them."""
+
+    start: int
+    stop: int
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicatedPartition:
+    """Stages with their replicas, in order."""
+
+    stages: tuple[ReplicatedStage, ...]
+    seconds: float  # for each mini-batch, of what is slowest
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        return tuple(stage.replicas for stage in self.stages)
+
+    def __str__(self) -> str:
+        """Formats it as the paper does: `15-1`."""
+        return replicas_text(self.replicas)
+
+
+def replicas_text(replicas: Sequence[int]) -> str:
+    """Formats the replicas of stages in order, as the paper does.
+
+    >>> replicas_text((15, 1))
+    '15-1'
+    """
+    return "-".join(map(str, replicas))
+
+
+def pipedream_partition(
+    times: Sequence[float],
+    activation_bytes: Sequence[float],
+    weight_bytes: Sequence[float],
+    levels: Sequence[BandwidthLevel],
+    *,
+    required: Sequence[int] = (),
+) -> ReplicatedPartition:
+    """Finds the stages and replicas with which the slowest stage or boundary takes least.
+
+        >>> str(pipedream_partition([9.0, 1.0], [0.0, 0.0], [0.0, 9e9], [BandwidthLevel(4, 1e9)]))
+        '3-1'
+
+    Args:
+        times: seconds of each layer for a mini-batch, forward and backward.
+        activation_bytes: of what each layer hands on; that of the last one is not looked at.
+        weight_bytes: of each layer's trained parameters.
+        levels: the lowest first.
+        required: layers with which a stage has to begin.
+
+    Raises:
+        ArgumentError: figures do not go together, or are no finite numbers from 0 up.
+        PartitionError: no stages on all of these workers begin where they have to.
+    """
+    _check_figures(times, activation_bytes, weight_bytes)
+    if not levels:
+        raise ArgumentError("levels is empty: give a BandwidthLevel(workers, bytes_per_second) at least")
+    tables = list[_LevelTable]()
+    for level in levels:
+        below = tables[-1] if tables else None
+        figures = _LayerSums.of(times, activation_bytes, weight_bytes, required)
+        tables.append(_LevelTable(figures, level, below, is_last=len(tables) == len(levels) - 1))
+    seconds = tables[-1].best[0, len(times) - 1, levels[-1].workers]
+    if math.isinf(seconds):
+        total = math.prod(level.workers for level in levels)
+        raise PartitionError(f"stages have to begin with the layers {sorted(required)}, and cannot on {total} workers")
+    return ReplicatedPartition(tuple(tables[-1].fewest_stages(seconds)), seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerSums:
+    """Figures of runs of layers."""
+
+    seconds: tuple[float, ...]  # of all layers before each, and of all
+    weights: tuple[float, ...]
+    activations: Sequence[float]
+    cuts: tuple[int, ...]  # required ones before each layer, or with it
+    count: int
+
+    @classmethod
+    def of(
+        cls, times: Sequence[float], activations: Sequence[float], weights: Sequence[float], required: Sequence[int]
+    ) -> _LayerSums:
+        cuts = tuple(accumulate(int(place in required) for place in range(len(times))))
+        return cls(
+            tuple(accumulate(times, initial=0.0)),
+            tuple(accumulate(weights, initial=0.0)),
+            activations,
+            cuts,
+            len(times),
+        )
+
+    def stage_seconds(self, i: int, j: int) -> float:
+        """Computes the seconds of the layers `i` to `j` on one device; infinite where a stage has to begin between."""
+        return math.inf if self.cuts[i] < self.cuts[j] else max(0.0, self.seconds[j + 1] - self.seconds[i])
+
+    def weight_bytes(self, i: int, j: int) -> float:
+        return max(0.0, self.weights[j + 1] - self.weights[i])
+
+
+class _LevelTable:
+    """The best pipelines of a level: of each run of layers, on each number of its components."""
+
+    def __init__(self, sums: _LayerSums, level: BandwidthLevel, below: _LevelTable | None, is_last: bool):
+        self.sums, self.level, self.below = sums, level, below
+        self.best: dict[tuple[int, int, int], float] = {}  # (first layer, last layer, components) -> seconds
+        self.split: dict[tuple[int, int, int], tuple[int, int]] = {}  # -> (last layer before, components of the last)
+        for i in range(1 if is_last else sums.count):
+            for j in range(i, sums.count):
+                for m in range(1, level.workers + 1):
+                    self._solve(i, j, m)
+
+    def _solve(self, i: int, j: int, m: int) -> None:
+        best, split, rate = self.stage_seconds(i, j, m), None, self.level.bytes_per_second
+        for own in range(1, m):
+            for s in range(j - 1, i - 1, -1):
+                last = self.stage_seconds(s + 1, j, own)
+                if last >= best and self.is_lowest:
+                    break  # with more layers it takes no less
+                seconds = max(self.best[i, s, m - own], 2 * self.sums.activations[s] / rate, last)
+                if seconds < best:
+                    best, split = seconds, (s, own)
+        self.best[i, j, m] = best
+        if split is not None:
+            self.split[i, j, m] = split
+
+    @property
+    def is_lowest(self) -> bool:
+        """Tells whether a stage with more layers takes no less; where it is a pipeline within, it may."""
+        return self.below is None
+
+    def stage_seconds(self, i: int, j: int, m: int) -> float:
+        """Computes the seconds of one stage on `m` components."""
+        below = self.below
+        inner = self.sums.stage_seconds(i, j) if below is None else below.best[i, j, below.level.workers]
+        return max(inner, 2 * (m - 1) * self.sums.weight_bytes(i, j) / self.level.bytes_per_second) / m
+
+    def stages(self, i: int, j: int, m: int) -> list[ReplicatedStage]:
+        """Lists the stages of the best pipeline, with the replicas that all levels below make of them."""
+        split = self.split.get((i, j, m))
+        if split is not None:
+            s, own = split
+            return [*self.stages(i, s, m - own), *self._stages_within(s + 1, j, own)]
+        return self._stages_within(i, j, m)
+
+    def fewest_stages(self, limit: float) -> list[ReplicatedStage]:
+        """Lists the stages of a pipeline of all layers on all components in which nothing takes longer.
+
+        Where one boundary is what is slowest, many pipelines are the best. This has the fewest stages of this level.
+        """
+        workers, rate = self.level.workers, self.level.bytes_per_second
+        fewest: dict[tuple[int, int], tuple[int, int, int]] = {}  # (last layer, components) -> (stages, *split)
+        for j in range(self.sums.count):
+            for m in range(1, workers + 1):
+                options = [(1, -1, m)] if self.stage_seconds(0, j, m) <= limit else []
+                for own in range(1, m):
+                    for s in range(j - 1, -1, -1):
+                        if self.stage_seconds(s + 1, j, own) > limit:
+                            if self.is_lowest:
+                                break
+                            continue
+                        if (s, m - own) in fewest and 2 * self.sums.activations[s] / rate <= limit:
+                            options.append((fewest[s, m - own][0] + 1, s, own))
+                if options:
+                    fewest[j, m] = min(options)
+        stages, j, m = list[ReplicatedStage](), self.sums.count - 1, workers
+        while j >= 0:
+            _, s, own = fewest[j, m]
+            stages[:0] = self._stages_within(s + 1, j, own)
+            j, m = s, m - own
+        return stages
+
+    def _stages_within(self, i: int, j: int, m: int) -> list[ReplicatedStage]:
+        """Lists those of one stage of this level, which may be a pipeline on the level below."""
+        if self.below is None:
+            return [ReplicatedStage(i, j + 1, m)]
+        return [
+            ReplicatedStage(stage.start, stage.stop, stage.replicas * m)
+            for stage in self.below.stages(i, j, self.below.level.workers)
+        ]
+
+
+def _check_figures(times: Sequence[float], activations: Sequence[float], weights: Sequence[float]) -> None:
+    named = {"times": times, "activation_bytes": activations, "weight_bytes": weights}
+    if not times:
+        raise ArgumentError("times is empty: give one for each layer, of one layer at least")
+    for name, figures in named.items():
+        if len(figures) != len(times):
+            raise ArgumentError(f"{name} has {len(figures)} entries for {len(times)} layers: give one for each")
+        for place, figure in enumerate(figures):
+            if not (math.isfinite(figure) and figure >= 0):
+                raise ArgumentError(f"{name}[{place}]={figure!r}: expected a finite number of 0 or more")
+
+
+# -- Stages whose replicas are known -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StageWorkers:
+    """The workers of a stage, and the ways to them."""
+
+    replicas: int = 1
+    kind: int = 0  # of device
+    reduces: float = math.inf  # bytes per second, to reduce gradients
+    receives: float = math.inf  # bytes per second, from the stage before
+
+
+def bounds_for_replicas(
+    times: Sequence[Sequence[float]],
+    activation_bytes: Sequence[float],
+    weight_bytes: Sequence[float],
+    workers: Sequence[StageWorkers],
+    *,
+    forbidden: Sequence[int] = (),
+    required: Sequence[int] = (),
+) -> tuple[tuple[int, ...], float] | None:
+    """Finds where stages begin if each has the given replicas, so that the slowest stage or boundary takes least.
+
+        >>> bounds_for_replicas([[4.0, 2.0, 2.0]], [0.0] * 3, [0.0] * 3, [StageWorkers(3), StageWorkers(1)])
+        ((0, 2), 2.0)
+
+    Args:
+        times: for each kind of device, seconds of each layer for a mini-batch.
+        activation_bytes, weight_bytes: as for `pipedream_partition`.
+        workers: of each stage.
+        forbidden: layers with which no stage may begin.
+        required: those with which one has to.
+
+    Returns:
+        The first layer of each stage, and the seconds of what is slowest; None where there are no such stages.
+    """
+    problem = _BoundsProblem(
+        [_LayerSums.of(row, activation_bytes, weight_bytes, required) for row in times], workers, frozenset(forbidden)
+    )
+    answer = problem.within(math.inf)
+    if answer is None:
+        return None
+    least, most = 0.0, problem.seconds(answer)
+    while most > 0:
+        middle = (least + most) / 2
+        if not least < middle < most:
+            middle = math.nextafter(most, 0.0)
+        better = problem.within(middle)
+        if better is not None:
+            answer, most = better, problem.seconds(better)
+        elif middle == math.nextafter(most, 0.0):
+            break  # nothing takes less
+        else:
+            least = middle
+    return answer, most
+
+
+@dataclass(frozen=True, slots=True)
+class _BoundsProblem:
+    """Layers, for each kind of device, that are to be cut into stages on these workers."""
+
+    sums: Sequence[_LayerSums]
+    workers: Sequence[StageWorkers]
+    forbidden: frozenset[int]
+
+    def stage_seconds(self, stage: int, i: int, j: int) -> float:
+        own = self.workers[stage]
+        sums = self.sums[own.kind]
+        reduction = 2 * (own.replicas - 1) * sums.weight_bytes(i, j) / own.reduces
+        return max(sums.stage_seconds(i, j), reduction) / own.replicas
+
+    def boundary_seconds(self, stage: int, start: int) -> float:
+        return 2 * self.sums[0].activations[start - 1] / self.workers[stage].receives
+
+    def seconds(self, starts: Sequence[int]) -> float:
+        """Computes the seconds of what is slowest."""
+        stops = [*starts[1:], self.sums[0].count]
+        stages = [
+            self.stage_seconds(k, start, stop - 1) for k, (start, stop) in enumerate(zip(starts, stops, strict=True))
+        ]
+        return max(*stages, *(self.boundary_seconds(k, start) for k, start in enumerate(starts) if k), 0.0)
+
+    def within(self, limit: float) -> tuple[int, ...] | None:
+        """Finds a cut in which nothing takes longer.
+
+        The fewer layers a stage has, the less it takes. So of all places where the stages before may end, the last one
+        that is before a layer is the best to begin with, if that stage is to end behind this layer.
+        """
+        count, last = self.sums[0].count, len(self.workers) - 1
+        begins = [0]  # where stage k may begin, ascending
+        befores: list[dict[int, int]] = []  # for each stage, by where the next one may begin: where it begins
+        for k in range(last + 1):
+            ends: dict[int, int] = {}
+            place = -1
+            for stop in range(1, count + 1) if k < last else (count,):
+                while place + 1 < len(begins) and begins[place + 1] < stop:
+                    place += 1
+                if place < 0 or (k < last and not self._may_begin(k + 1, stop, limit)):
+                    continue
+                if self._fits(k, begins[place], stop - 1, limit):
+                    ends[stop] = begins[place]
+            befores.append(ends)
+            begins = list(ends)
+        if count not in befores[-1]:
+            return None
+        starts = [count]
+        for ends in reversed(befores):
+            starts.append(ends[starts[-1]])
+        return tuple(reversed(starts[1:]))
+
+    def _fits(self, stage: int, i: int, j: int, limit: float) -> bool:
+        seconds = self.stage_seconds(stage, i, j)
+        return seconds <= limit and not math.isinf(seconds)
+
+    def _may_begin(self, stage: int, start: int, limit: float) -> bool:
+        if start == self.sums[0].count or start in self.forbidden:
+            return False
+        return self.boundary_seconds(stage, start) <= limit
+
+
+# -- Layers of many nodes ----------------------------------------------------------------------------------------------
+
+MOST_LAYERS = 48  # of which replication is decided: it takes their number to the third power on lower levels
+
+
+def group_into_layers(
+    times: Sequence[float], weight_bytes: Sequence[float], forbidden: Sequence[int], required: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """Groups nodes into at most `MOST_LAYERS` layers, each time the two neighbours that weigh least together.
+
+    Returns:
+        The first node of each layer. Layers are never separated where cuts are forbidden; where they are required,
+        always.
+    """
+    closed, needed = frozenset(forbidden), frozenset(required)
+    starts = [place for place in range(len(times)) if place == 0 or place not in closed]
+    shares = [0.0] * len(times)
+    for figures in (times, weight_bytes):
+        total = math.fsum(figures) or 1.0
+        shares = [share + figure / total for share, figure in zip(shares, figures, strict=True)]
+    sums = [math.fsum(shares[start:stop]) for start, stop in pairwise([*starts, len(times)])]
+    while len(starts) > max(MOST_LAYERS, len(needed) + 1):
+        second = min(
+            (place for place in range(1, len(starts)) if starts[place] not in needed),
+            key=lambda place: sums[place - 1] + sums[place],
+        )
+        sums[second - 1] += sums.pop(second)
+        starts.pop(second)
+    return tuple(starts)
