@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
 
-from fxpipe.config.pipeline_options import PipelineOptions, make_settings
+from fxpipe.config.pipeline_options import PipelineOptions, check_replicas, make_settings
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import Hardware
 from fxpipe.pipeline_module import Pipeline
@@ -98,9 +99,11 @@ def pipeline(
         example_args, example_kwargs: inputs to plan with. Without them planning waits for the first call.
         balance: how the graph is cut. "block": least time of the slowest stage, and stages as even as can be.
             "optimal": the same with what stages send and hold, within memory. "auto" is "optimal" where anything but
-            time matters (a limit of memory, links, unequal devices), else "block". By hand: numbers of nodes; names
-            of modules or nodes behind which a stage ends, as many as one likes; a dict from modules to devices.
-            `fxpipe.cut()` in forward ends a stage, too.
+            time matters (a limit of memory, links, unequal devices), else "block". "pipedream": PipeDream's (Narayanan
+            et al., 2019): least time of the slowest of all stages, boundaries, and reductions of gradients; each stage
+            has as many replicas here as `data_parallel` says, 1 in one process, and `fxpipe.plan` chooses how many.
+            By hand: numbers of nodes; names of modules or nodes behind which a stage ends, as many as one likes; a
+            dict from modules to devices. `fxpipe.cut()` in forward ends a stage, too.
         pin: modules or nodes, by name -> the device they must be on: a number in `devices`, or its name.
         stages_per_device: how many stages each worker has. Stage j is on worker j modulo their number, so that a
             micro-batch goes round as often: each stage is shorter, and a device waits less before its first one. By
@@ -195,6 +198,7 @@ def pipeline(
             plan, unless the plan was given.
     """
     options = PipelineOptions.among(locals(), but=("data_parallel",))  # which has ranks here
+    options = replace(options, data_parallel=1)
     if isinstance(model, Pipeline):
         raise ArgumentTypeError("model is a Pipeline already; give the model it was made from: fxpipe.unwrap(pipe)")
     if not isinstance(model, nn.Module):
@@ -222,6 +226,8 @@ def pipeline(
                 "it out"
             )
     settings = make_settings(options, plan)
+    if plan is not None:
+        check_replicas(plan, 1)
     if plan is not None and settings.left:
         settings = with_best_schedule(plan, settings)
     pipe = Pipeline(model, settings, plan)

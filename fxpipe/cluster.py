@@ -24,6 +24,8 @@ The model of it is simple, and rather too slow than too fast:
   of them twice, along the devices of each node and in 2 log2(nodes) steps between nodes.
 - Reductions and transfers of the pipeline do not slow each other down, nor does a reduction slow computation. Where
   values are handed over within a node (CPUs), gradients are reduced as fast as between nodes.
+- Where PipeDream's planner gives the stages unequal numbers of replicas, they fill the nodes stage by stage, and each
+  has every r-th micro-batch; a boundary that crosses nodes for any of them does so for all.
 - Values and gradients take the links of the hardware; where a backend sends through the memory of the host instead, as
   gloo does, they take longer. Each replica has all of its optimizer's state, and buckets take no memory of a device.
 """
@@ -93,8 +95,14 @@ class Cluster:
     pipe: int = 1  # devices of a replica
     data: int = 1  # replicas
     mesh: tuple[str, str] = MESHES[0]  # the dimensions, the outer one first
+    replicas: tuple[int, ...] = ()  # of each device of the pipe, where they are unequal, which is no mesh; `data` is 1
 
     def __post_init__(self) -> None:
+        if self.replicas and (len(self.replicas) != self.pipe or min(self.replicas) < 1 or self.data != 1):
+            raise ArgumentError(
+                f"a cluster with replicas={self.replicas}: expected 1 or more for each of {self.pipe} devices, and "
+                "data=1"
+            )
         for name in ("devices_per_node", "adapters_per_node", "pipe", "data"):
             if getattr(self, name) < 1:
                 raise ArgumentError(f"a cluster with {name}={getattr(self, name)}: expected at least 1")
@@ -102,23 +110,55 @@ class Cluster:
             raise ArgumentError(f"mesh={self.mesh!r}: expected {' or '.join(map(repr, MESHES))}")
         if self.nodes > 1 and self.between is None:
             raise ArgumentError(
-                f"hardware has no link between nodes (between=None), and {self.pipe * self.data} devices stand in "
+                f"hardware has no link between nodes (between=None), and {self.devices} devices stand in "
                 f"{self.nodes} nodes of {self.devices_per_node}: give it one, or use at most {self.devices_per_node} "
                 "devices"
             )
 
     @property
+    def devices(self) -> int:
+        """The number of devices, of all replicas."""
+        return sum(self.replicas) or self.pipe * self.data
+
+    @property
     def nodes(self) -> int:
         """The number of nodes that have a device."""
-        return -(-self.pipe * self.data // self.devices_per_node)
+        return -(-self.devices // self.devices_per_node)
+
+    def count(self, worker: int) -> int:
+        """Returns the number of replicas of a device."""
+        return self.replicas[worker] if self.replicas else self.data
+
+    def rate(self, worker: int, micro_batches: int) -> float:
+        """Computes how many times as fast as one device its replicas go through so many micro-batches, in turn.
+
+        >>> Cluster(4, 1, None, None, pipe=2, replicas=(3, 1)).rate(0, 8)
+        2.6666666666666665
+        """
+        if not self.replicas:
+            return 1.0  # each replica has a mini-batch of its own
+        return micro_batches / math.ceil(micro_batches / self.count(worker))
+
+    def in_flight(self, worker: int, usual: int, micro_batches: int) -> int:
+        """Computes the micro-batches in flight on a replica of a device, of those `usual` if each device is alone.
+
+        As many are under way as keep all replicas of the devices behind it at work, too.
+        """
+        if not self.replicas or not usual:
+            return usual
+        behind = sum(self.replicas[worker:])
+        own = self.count(worker)
+        return min(-(-usual * behind // ((self.pipe - worker) * own)), -(-micro_batches // own))
 
     @property
     def needs_processes(self) -> bool:
         """Returns True if one process cannot have all devices of a replica, or there are several replicas."""
-        return self.nodes > 1 or self.data > 1
+        return self.nodes > 1 or self.data > 1 or bool(self.replicas)
 
     def rank(self, replica: int, worker: int) -> int:
         """Returns the place of a device of a replica among all devices."""
+        if self.replicas:
+            return sum(self.replicas[:worker]) + replica % self.count(worker)
         return replica * self.pipe + worker if self.mesh[0] == DATA else worker * self.data + replica
 
     def node(self, replica: int, worker: int) -> int:
@@ -142,7 +182,8 @@ class Cluster:
 
     def crossings(self, worker_a: int, worker_b: int) -> int:
         """Counts the replicas for which the way between two devices leads from one node to another."""
-        return sum(self.node(replica, worker_a) != self.node(replica, worker_b) for replica in range(self.data))
+        replicas = range(max(self.count(worker_a), self.count(worker_b)))
+        return sum(self.node(replica, worker_a) != self.node(replica, worker_b) for replica in replicas)
 
     def link(self, worker_a: int, worker_b: int) -> Link | None:
         """The way between two devices of a replica; None where a value is handed over."""
@@ -154,18 +195,21 @@ class Cluster:
 
     def reduction(self, worker: int, size: int) -> tuple[float, int]:
         """Computes the seconds in which so many bytes of gradients are reduced over the replicas, and the buckets."""
-        if self.data == 1 or not size:
+        if self.count(worker) == 1 or not size:
             return 0.0, 1
         buckets = -(-size // BUCKET_BYTES)
         return buckets * self.group(worker).seconds(size / buckets), buckets
 
     def group_crossings(self, worker: int) -> int:
         """Counts the ways from one device of a group to the next, in a ring, that lead to another node."""
-        nodes = {self.node(replica, worker) for replica in range(self.data)}
+        nodes = {self.node(replica, worker) for replica in range(self.count(worker))}
         return len(nodes) if len(nodes) > 1 else 0
 
     def __str__(self) -> str:
         place = f"{count_text(self.nodes, 'node')} of {self.devices_per_node}"
+        if self.replicas:
+            numbers = "-".join(map(str, self.replicas))
+            return f"a pipeline of {count_text(self.pipe, 'stage')} with {numbers} replicas in {place}"
         if self.data == 1:
             return f"a pipeline of {count_text(self.pipe, 'device')} in {place}"
         return f"{self.data} replicas of a pipeline of {count_text(self.pipe, 'device')} in {place}, mesh {self.mesh}"
@@ -178,22 +222,25 @@ def _link(cluster: Cluster, worker_a: int, worker_b: int) -> Link | None:
     if not cluster.crossings(worker_a, worker_b):
         return cluster.within
     assert cluster.between is not None  # checked when made
+    if cluster.replicas:
+        return cluster.between  # one micro-batch after the other
     used = Counter(name for replica in range(cluster.data) for name in cluster.adapters(worker_a, worker_b, replica))
     return Link(cluster.between.bytes_per_second / max(used.values()), cluster.between.latency)
 
 
 @functools.lru_cache(maxsize=2**14)
 def _group(cluster: Cluster, worker: int) -> ReductionGroup:
-    members = Counter(cluster.node(replica, worker) for replica in range(cluster.data))
+    size = cluster.count(worker)
+    members = Counter(cluster.node(replica, worker) for replica in range(size))
     inside = cluster.within or cluster.between or Link(math.inf)  # without a network all are threads of one process
     if len(members) == 1:
-        return ReductionGroup(cluster.data, 1, inside.bytes_per_second, inside.latency, inside.latency)
+        return ReductionGroup(size, 1, inside.bytes_per_second, inside.latency, inside.latency)
     between = cluster.between
     assert between is not None  # checked when made
     share = between.bytes_per_second * min(1.0, cluster.adapters_per_node / cluster.devices_per_node)
     fewest = min(members.values())
     rate = fewest * share if max(members.values()) == 1 else min(inside.bytes_per_second, fewest * share)
-    return ReductionGroup(cluster.data, len(members), rate, between.latency, inside.latency)
+    return ReductionGroup(size, len(members), rate, between.latency, inside.latency)
 
 
 # -- What users say of a cluster -------------------------------------------------------------------------------------

@@ -221,11 +221,17 @@ def parse_hardware(hardware: str | Hardware) -> Hardware:
     return HARDWARE[hardware.lower()]
 
 
-def cluster_of(hardware: Hardware, pipe: int, data: int = 1, mesh: tuple[str, str] = MESHES[0]) -> Cluster:
-    """The devices of so many replicas of a pipeline on this hardware."""
+def cluster_of(
+    hardware: Hardware,
+    pipe: int,
+    data: int = 1,
+    mesh: tuple[str, str] = MESHES[0],
+    replicas: tuple[int, ...] = (),
+) -> Cluster:
+    """The devices of so many replicas of a pipeline on this hardware, or of each device of it so many."""
     size = hardware.devices_per_node
     adapters = min(size, hardware.adapters_per_node or size)
-    return Cluster(size, adapters, hardware.within, hardware.between, pipe, data, mesh)
+    return Cluster(size, adapters, hardware.within, hardware.between, pipe, data, mesh, replicas)
 
 
 def check_device_count(hardware: Hardware | None, pipe: int, data: int) -> None:

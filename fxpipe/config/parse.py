@@ -22,7 +22,7 @@ from fxpipe.utils.units import parse_count, parse_number
 
 CHUNKS_PER_WORKER = 4  # GPipe, section 2.3: the bubble is negligible from there on
 PROFILE_BUDGET = 5.0  # seconds
-BALANCES = ("auto", "block", "optimal")  # besides those by hand
+BALANCES = ("auto", "block", "optimal", "pipedream")  # besides those by hand
 
 
 def parse_switch(name: str, value: bool) -> bool:
@@ -102,8 +102,8 @@ def parse_balance(balance: Any, stages: int) -> str | tuple[int, ...] | tuple[st
         entries: tuple[Any, ...] = tuple(balance)
     except TypeError:
         raise ArgumentTypeError(
-            f"balance={balance!r}: expected 'auto', 'block', 'optimal', or a list of numbers of nodes or of names of "
-            "nodes or modules, or a dict from modules to devices"
+            f"balance={balance!r}: expected {', '.join(map(repr, BALANCES))}, or a list of numbers of nodes or of "
+            "names of nodes or modules, or a dict from modules to devices"
         ) from None
     by_name = all(isinstance(entry, str) for entry in entries) and (stages == 1 or bool(entries))
     if by_name and len(entries) > stages - 1:

@@ -74,7 +74,7 @@ class PipelineOptions:
     progress: bool = True
     deferred_batch_norm: bool = False
     compile: bool | Mapping[str, Any] = False
-    data_parallel: int = 1
+    data_parallel: int | None = None
     mesh: Sequence[str] = MESHES[0]
     processes: bool = False
 
@@ -131,6 +131,35 @@ def options_with_plan(options: PipelineOptions, plan: Plan) -> PipelineOptions:
     )
 
 
+def check_replicas(plan: Plan, ranks: int) -> None:
+    """Checks that what PipeDream's planner has chosen is what is to run, with so many ranks for each stage.
+
+    Raises:
+        ArgumentError: it is not.
+    """
+    if plan.balance != "pipedream" or set(plan.replicas) == {ranks}:
+        return
+    numbers = "-".join(map(str, plan.replicas))
+    once = "fxpipe.plan(model, ..., balance='pipedream', data_parallel=1)"
+    if len(set(plan.replicas)) > 1 or plan.has_unequal_replicas:
+        raise ArgumentError(
+            f"plan has stages with {numbers} replicas that take micro-batches in turn, which no pipe runs: only "
+            "replicas of all stages, which share mini-batches evenly. Plan with a number that is the same for all, as "
+            f"in {once}, or data_parallel=2 for a mesh of two replicas"
+        )
+    count = plan.replicas[0]
+    mesh = f"init_device_mesh(..., ({count}, {len(plan.workers)}), mesh_dim_names=('data', 'pipe'))"
+    if count > 1:
+        raise ArgumentError(
+            f"plan has {numbers} replicas of its stages, and here each has {ranks}: run it over processes, with "
+            f"mesh = {mesh}, devices=mesh['pipe'] and data_parallel=mesh['data'], or plan with {once}"
+        )
+    raise ArgumentError(
+        f"plan has each stage once, and data_parallel has {ranks} ranks for each: leave data_parallel out, or plan "
+        f"with data_parallel={ranks}"
+    )
+
+
 # -- Settings: the options checked and in one form, before anything runs ---------------------------------------------
 
 DEFAULT_SCHEDULE = "1f1b"
@@ -173,13 +202,16 @@ class Settings:
     left: frozenset[str] = frozenset()  # of LEFT: what the tuner is to choose, once the model has been profiled
     data_parallel: int = 1  # replicas, each of which has such workers
     mesh: tuple[str, str] = MESHES[0]  # in which order they stand, if there are several
+    chooses_replicas: bool = False  # is `balance="pipedream"` to say how many each stage has
+    replicas: tuple[int, ...] = ()  # of each worker, where it has said so, and they are unequal
+    ranks_per_stage: int = 1  # over processes: replicas that have mini-batches of their own
 
     @property
     def cluster(self) -> Cluster | None:
         """The devices of all replicas by their place in nodes; None for those at hand."""
         if self.hardware is None:
             return None
-        return cluster_of(self.hardware, len(self.workers), self.data_parallel, self.mesh)
+        return cluster_of(self.hardware, len(self.workers), self.data_parallel, self.mesh, self.replicas)
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -210,7 +242,8 @@ def make_settings(options: PipelineOptions, plan: Plan | None = None, *, anywher
     options = replace(options, chunks=chunks_of_schedule(order, options.chunks))
     if plan is not None:
         options = options_with_plan(options, plan)
-    hardware, data = parse_hardware_option(options.hardware), parse_count("data_parallel", options.data_parallel)
+    hardware = parse_hardware_option(options.hardware)
+    data = 1 if options.data_parallel is None else parse_count("data_parallel", options.data_parallel)
     workers = _workers_of_replica(parse_devices(options.devices, anywhere), data)
     check_device_count(hardware, len(workers), data)
     count = parse_chunks(options.chunks, len(workers))
@@ -218,6 +251,7 @@ def make_settings(options: PipelineOptions, plan: Plan | None = None, *, anywher
     if plan is not None and is_any:
         placement = plan.placement  # its stages stay where they are, and the schedule is chosen for them
     pins, balance = _merge_pins(options.pin, options.balance, workers)
+    is_free = options.data_parallel is None and plan is None and hardware is not None and len(workers) > 1
     modes = parse_checkpoint(options.checkpoint, None if pins else len(placement))  # pins may take other stages
     return Settings(
         workers=workers,
@@ -246,6 +280,7 @@ def make_settings(options: PipelineOptions, plan: Plan | None = None, *, anywher
         data_parallel=data,
         mesh=parse_mesh(options.mesh),
         processes=parse_switch("processes", options.processes),
+        chooses_replicas=is_free and isinstance(balance, str) and balance == "pipedream",
     )
 
 
@@ -265,6 +300,7 @@ def _options_for_tuner(
         return frozenset(("schedule",) if is_any else ())
     asked = (options.checkpoint, options.balance)
     is_free = is_any and options.stages_per_device is None and all(isinstance(one, str) for one in asked) and not pins
+    is_free = is_free and options.balance != "pipedream"  # whose stages have devices of their own
     is_tuned = {"schedule": is_any, "chunks": options.chunks == AUTO, "stages_per_device": is_free}
     return frozenset(name for name in TUNABLE_OPTIONS if is_tuned[name])
 

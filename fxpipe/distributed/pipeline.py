@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from fxpipe._torch.module_internals import with_metadata
 from fxpipe.config.micro_batches import ModelCall, parse_micro_batches
 from fxpipe.config.parse import parse_switch
-from fxpipe.config.pipeline_options import PipelineOptions, Settings, make_settings
+from fxpipe.config.pipeline_options import PipelineOptions, Settings, check_replicas, make_settings
 from fxpipe.distributed.agreement import check_agreement, model_fields
 from fxpipe.distributed.materialization import GivenMemory
 from fxpipe.distributed.rank_engine import TrainingCall
@@ -385,7 +385,9 @@ def pipeline_over_ranks(
             raise ArgumentError(f"outputs={outputs!r} is unknown; accepted are 'last' and 'all'")
         _refuse_wrapped(model)
         settings = make_settings(replace(options, devices=[str(group.device)] * group.size), plan)
-        settings = replace(settings, processes=True)
+        settings = replace(settings, processes=True, ranks_per_stage=group.replica_count)
+        if plan is not None:
+            check_replicas(plan, group.replica_count)
         if plan is not None and settings.left:
             settings = with_best_schedule(plan, settings)
         check_agreement(group, model_fields(model, settings))

@@ -196,7 +196,7 @@ T = TypeVar("T")
 
 # As planning has them, whose files import torch.
 TRACER_CHOICES = ("auto", "record", "export", "fx")
-BALANCE_CHOICES = ("auto", "block", "optimal")  # any other word is the name of a node or module
+BALANCE_CHOICES = ("auto", "block", "optimal", "pipedream")  # any other word is the name of a node or module
 HARDWARE_CHOICES = ("a100-80gb", "h100", "h200", "cpu")
 
 DESCRIPTION = """\
@@ -415,9 +415,10 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         "--balance",
         type=_argparse_type(parse_balance_option),
         metavar="HOW",
-        help="block (by time), optimal (by time, transfers and memory) or auto, which takes what fits the case; or by "
-        "hand: each stage's count of nodes (10,12,9), or the names of nodes or modules behind which a stage ends "
-        "(layer2,layer3)",
+        help="block (by time), optimal (by time, transfers and memory) or auto, which takes what fits the case; "
+        "pipedream, which with --hardware also chooses how many replicas each stage has, unless --data-parallel "
+        "says; or by hand: each stage's count of nodes (10,12,9), or the names of nodes or modules behind which a "
+        "stage ends (layer2,layer3)",
     )
     add(
         "--pin",

@@ -85,6 +85,8 @@ def plan_document(plan: Plan) -> dict[str, Any]:
             over_bytes       over its limit, of the stage that is furthest; null if no limit is known
         devices              list of names, one for each entry of `devices`: its place is the number of the device
         placement            list: for each stage the number of its device
+        replicas             list: for each stage the devices that have it. Equal numbers are replicas of the pipeline;
+                             those of unequal ones take micro-batches in turn
         stages               list, in order, of
             index, device
             nodes            list of node names in the order in which they run
@@ -140,6 +142,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         ],
         "devices": list(plan.workers),
         "placement": list(plan.placement),
+        "replicas": list(plan.replicas),
         "stages": [_stage_document(plan, stage, own) for stage, own in zip(plan.stages, figures.stages, strict=True)],
         "portals": list(map(_portal_document, plan.portals)),
         "sendings": [

@@ -86,7 +86,8 @@ class Request:
     @property
     def chooses_replicas(self) -> bool:
         """Returns True if the number of replicas is left to the tuner."""
-        return self.data_parallel == "auto" or (self.data_parallel is None and self.is_cluster)
+        is_open = self.data_parallel is None and self.is_cluster and self.options.get("balance") != "pipedream"
+        return self.data_parallel == "auto" or is_open
 
     @property
     def needs_plan(self) -> bool:

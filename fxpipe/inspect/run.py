@@ -140,7 +140,7 @@ def plan_profiled_model(loaded: LoadedModel, profiled: ProfiledModel, settings: 
 
     settings = replace(settings, loss=loaded.loss)
     again = planning.profile_again(profiled, loaded.arguments.args, loaded.arguments.kwargs, settings)
-    return planning.prepare_profiled(again, settings).plan
+    return planning.prepare_profiled(*planning.with_replicas(again, settings)).plan
 
 
 def _raise_if_model_fails(model: nn.Module, arguments: ModelArguments) -> None:

@@ -150,12 +150,13 @@ def step_text(simulation: Simulation, plan: Plan) -> str:
 def _cluster_lines(simulation: Simulation) -> list[str]:
     """Says what crosses nodes, and what reductions take, where there are several nodes or replicas."""
     cluster, traffic = simulation.cluster, simulation.traffic
-    if cluster is None or traffic is None or (cluster.nodes == 1 and cluster.data == 1):
+    has_replicas = cluster is not None and (cluster.data > 1 or bool(cluster.replicas))
+    if cluster is None or traffic is None or (cluster.nodes == 1 and not has_replicas):
         return []
     within, between = traffic
     values = f"- stages of all replicas send {human_bytes(within.pipeline)} within nodes"
     lines = [f"- runs on {cluster}", f"{values}, {human_bytes(between.pipeline)} between nodes"]
-    if cluster.data > 1:
+    if has_replicas:
         lines.append(
             f"- reduces gradients in {human_seconds(simulation.reduction_seconds)} on the busiest device, "
             f"{human_seconds(simulation.exposed_reduction_seconds)} of it after the last action: "

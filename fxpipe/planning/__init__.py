@@ -15,6 +15,7 @@ from fxpipe.planning.passes import (
     prepare_profiled,
     profile_again,
     trace_and_profile,
+    with_replicas,
 )
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "prepare_profiled",
     "profile_again",
     "trace_and_profile",
+    "with_replicas",
 ]
 
 

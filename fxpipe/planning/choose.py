@@ -23,6 +23,7 @@ from fxpipe.partitioning.optimal import OptimalCut, RemedyTrial, recompute_trial
 from fxpipe.partitioning.partial_recompute import StagePart, partial_recompute_cuts
 from fxpipe.planning.cost_model import chain_of, largest_lengths, memory_pools, stage_devices_of
 from fxpipe.planning.cut_problem import CutProblem, cut_problems, node_costs_of
+from fxpipe.planning.replication import pipedream_starts
 from fxpipe.plans import Bottleneck
 from fxpipe.profiling import Profile
 from fxpipe.scheduling import SCHEDULES, is_searched, make_schedule
@@ -64,18 +65,23 @@ def cut_of(
 ) -> Cut:
     """The cut of a problem at these places; `compared` are ways of balancing that it was chosen before."""
     loads = stage_loads(problem.chain, sites, starts, recompute)
-    optimal = (Bottleneck("optimal", _bottleneck(loads, problem.settings)),) if balance == "optimal" else ()
+    is_solved = balance in ("optimal", "pipedream")
+    solved = (Bottleneck(balance, _bottleneck(loads, problem)),) if is_solved else ()
     transfers = tuple(_cut_transfers(problem.chain, sites, starts))
     simulation = _simulate_cut(problem, starts, loads, transfers)
-    bottlenecks = (*compared, *optimal)
+    bottlenecks = (*compared, *solved)
     profiles, settings = problem.profiles, problem.settings
     return Cut(
         problem.traced, starts, settings, tuple(sites), loads, balance, bottlenecks, transfers, simulation, profiles
     )
 
 
-def _bottleneck(loads: Sequence[StageLoad], settings: Settings) -> float:
+def _bottleneck(loads: Sequence[StageLoad], problem: CutProblem) -> float:
     """Computes the seconds of the slowest stage; neighbouring stages on one device count as one."""
+    settings, cluster = problem.settings, problem.settings.cluster
+    if settings.replicas and cluster is not None:
+        m = settings.micro_batches(problem.batch)
+        return max(load.seconds / cluster.rate(k, m) for k, load in enumerate(loads))
     groups = neighbour_groups(settings.placement)
     if len(groups) > len(settings.workers):
         return max(load.seconds for load in loads)
@@ -137,18 +143,25 @@ def memory_advice(problem: CutProblem) -> list[Iterable[RemedyTrial]]:
     trials: list[Iterable[RemedyTrial]] = [
         recompute_trials(_with_asked_balance(problem, problem.chain, problem.settings), problem.sites)
     ]
-    if settings.balance == "block":
+    if settings.balance in ("block", "pipedream") and not settings.replicas:
         trials.insert(0, [RemedyTrial("use balance='optimal'", problem.chain, problem.sites)])
     if not isinstance(settings.schedule, str):
         return trials  # it is for these sizes
-    if not (settings.pins or problem.chain.required_cuts or len(settings.placement) > len(settings.workers)):
+    if not (
+        settings.pins
+        or settings.replicas
+        or problem.chain.required_cuts
+        or len(settings.placement) > len(settings.workers)
+    ):
         trials.append(_more_devices(problem))
     trials.append(_smaller_micro_batches(problem))
     return trials
 
 
 def _with_asked_balance(problem: CutProblem, chain: Chain, settings: Settings) -> Chain:
-    """Adds the cuts of `balance="block"` as required ones, if that is what was asked for."""
+    """Adds the cuts of a balance that knows of no memory as required ones, if that is what was asked for."""
+    if settings.balance == "pipedream":
+        return replace(chain, required_cuts=pipedream_starts(chain, settings, problem.batch)[1:])
     if settings.balance != "block":
         return chain
     nodes = replace(problem.nodes, costs=node_costs_of(chain))
@@ -290,7 +303,7 @@ def choose_cut(
         PartitionError: it cannot be cut as asked; a `MemoryLimitError` where it does not fit.
     """
     cuts, failures = list[Cut](), list[PartitionError]()
-    for traced in orders:
+    for traced in orders[:1] if settings.balance == "pipedream" else orders:  # the paper's layers have one order
         for make_problem in cut_problems(traced, profiles, batch, settings):
             try:
                 cuts += _candidate_cuts(make_problem(), explains)
@@ -324,8 +337,12 @@ def _candidate_cuts(problem: CutProblem, explains: bool) -> Iterator[Cut]:
     block = None if chain.first_stages else cut_by_block(problem.nodes, len(sites), chain.required_cuts)
     if asked == "block" and block is None:
         raise PartitionError("balance='block' cannot heed pins; leave balance out, or write 'optimal'")
-    compared = () if block is None else (_bottleneck_of_block(chain, sites, block),)
-    if block is not None and (by_hand or asked == "block" or (asked == "auto" and only_time)):
+    has_comparison = block is not None and not problem.settings.replicas  # these are no seconds of a replica
+    compared = (_bottleneck_of_block(chain, sites, block),) if has_comparison and block is not None else ()
+    if asked == "pipedream":
+        chain = replace(chain, required_cuts=pipedream_starts(chain, problem.settings, problem.batch)[1:])
+        balance = "pipedream"
+    elif block is not None and (by_hand or asked == "block" or (asked == "auto" and only_time)):
         chain = replace(chain, required_cuts=block[1:])  # what remains: do stages fit, and which of them recompute
         balance = "by hand" if by_hand else "block"
     else:
@@ -354,6 +371,7 @@ def _may_split_stages(problem: CutProblem) -> bool:
         and isinstance(settings.schedule, str)
         and not SCHEDULES[settings.schedule].has_fixed_placement
         and isinstance(settings.balance, str)
+        and settings.balance != "pipedream"
         and not problem.traced.marks
         and len({*settings.placement}) == len(settings.placement)
     )

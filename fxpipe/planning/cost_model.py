@@ -201,6 +201,12 @@ def stage_devices_of(settings: Settings, batch: int) -> tuple[StageSite, ...]:
     again = [mode if mode == "except_last" else "always" for mode in modes]  # where a stage recomputes
     schedule = make_schedule(settings.schedule, len(placement), settings.micro_batches(batch), again, placement)
     flights, recomputed = micro_batches_in_flight(schedule), activations_in_flight(schedule)
+    if settings.replicas and settings.cluster is not None:
+        here, m = settings.cluster.in_flight, settings.micro_batches(batch)
+        flights, recomputed = (
+            tuple(here(k, count, m) for k, count in zip(placement, counts, strict=True))
+            for counts in (flights, recomputed)
+        )
     sites = []
     for j, k in enumerate(placement):
         memory = workers[k].memory

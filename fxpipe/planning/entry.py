@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import ArgumentError
 from fxpipe.hardware import device_names
-from fxpipe.planning.passes import PreparedGraph, prepare_given_plan, prepare_profiled, trace_and_profile, trace_batch
+from fxpipe.planning.passes import (
+    PreparedGraph,
+    prepare_given_plan,
+    prepare_profiled,
+    trace_and_profile,
+    trace_batch,
+    with_replicas,
+)
 from fxpipe.plans import Plan
 from fxpipe.utils.locks import planning_block
 from fxpipe.utils.units import parse_count
@@ -54,7 +61,7 @@ def plan(
     leaf_modules: Sequence[str | type[nn.Module]] = (),
     check: bool = True,
     progress: bool = True,
-    data_parallel: int = 1,
+    data_parallel: int | None = None,
     mesh: Sequence[str] = ("data", "pipe"),
     processes: bool = False,
 ) -> Plan:
@@ -76,7 +83,11 @@ def plan(
             `fxpipe.hardware.HARDWARE` ("a100-80gb", "h100", "h200", "cpu"), or a `Hardware`. One with a number of
             `nodes` is a cluster, and all of its devices are used (`replace(HARDWARE["h100"], nodes=4)`).
         data_parallel: replicas of the pipeline, which share `devices` and the mini-batch evenly and reduce their
-            gradients once for a step. The plan is that of one of them. `fxpipe.tune` finds a good number.
+            gradients once for a step. The plan is that of one of them. `fxpipe.tune` finds a good number. None: 1 or,
+            with balance="pipedream" and `hardware`, what PipeDream's planner chooses: stages, and how many replicas
+            each of them has. Where these are equal, the plan is as with so many here, and `mesh` is the better one
+            unless it is said; where they are not (15-1), it is to be looked at and simulated, but no pipe runs it.
+            With `stages`, each has one.
         mesh: how replicas stand in the nodes of the hardware, as the names of the dimensions of a `DeviceMesh`, the
             outer one first: ("data", "pipe") keeps each pipeline in as few nodes as can be, ("pipe", "data") the
             devices that reduce gradients together. See `fxpipe.cluster` for what is assumed of links.
@@ -92,13 +103,15 @@ def plan(
     from fxpipe.utils.progress import show_progress
 
     options = PipelineOptions.among(locals())
+    if stages is not None and data_parallel is None:
+        options = replace(options, data_parallel=1)
     if devices is None:
         options = replace(options, devices=_planned_devices(stages, options))
     settings = make_settings(options, anywhere=hardware is not None)
     if stages is not None and stages != len(settings.placement):
         each = len(settings.placement) // len(settings.workers)
         shared = f" of {each} stages" if each > 1 else ""
-        shared += f" for each of {data_parallel} replicas" if data_parallel > 1 else ""
+        shared += f" for each of {data_parallel} replicas" if (data_parallel or 1) > 1 else ""
         raise ArgumentError(
             f"stages={stages}, but devices has {len(settings.workers)} entries{shared}; give as many, or leave stages "
             "out"
@@ -121,7 +134,7 @@ def _planned_devices(stages: int | None, options: PipelineOptions) -> list[str] 
         return None if hardware is None or hardware.devices is None else device_names(hardware, hardware.devices)
     parse_count("stages", stages)
     order = parse_training_schedule(DEFAULT_SCHEDULE if options.schedule == AUTO else options.schedule)
-    count = worker_count_for(stages, order, per_device) * parse_count("data_parallel", options.data_parallel)
+    count = worker_count_for(stages, order, per_device) * parse_count("data_parallel", options.data_parallel or 1)
     return ["cpu"] * count if hardware is None else device_names(hardware, count)
 
 
@@ -162,6 +175,7 @@ def prepare(
         if len(settings.workers) > 1:
             for limit in imbalance_warnings(profiled.traced):
                 warn_user(limit)
+        profiled, settings = with_replicas(profiled, settings)
         if settings.left:
             from fxpipe.tuning.auto_options import prepare_best
 

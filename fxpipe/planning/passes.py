@@ -115,6 +115,16 @@ def batch_of_replica(traced: Traced, batch: int, data: int) -> int:
     return share
 
 
+def with_replicas(profiled: ProfiledModel, settings: Settings) -> tuple[ProfiledModel, Settings]:
+    """The study and the settings of one replica, with as many of each stage as planning chooses, if it is to."""
+    from fxpipe.planning.replication import choose_replicas
+
+    if not settings.chooses_replicas:
+        return profiled, settings
+    settings = choose_replicas(profiled.traced, profiled.profiles[0], profiled.batch, settings)
+    return replace(profiled, batch=profiled.batch // settings.data_parallel), settings
+
+
 def profile_again(
     profiled: ProfiledModel, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings
 ) -> ProfiledModel:

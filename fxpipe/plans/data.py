@@ -277,7 +277,24 @@ class PlanData:
         """Micro-batches that have gone forward in a stage and not yet back, at most."""
         from fxpipe.scheduling import micro_batches_in_flight
 
-        return micro_batches_in_flight(self.as_schedule())[self._stage(stage).index]
+        count = micro_batches_in_flight(self.as_schedule())[self._stage(stage).index]
+        return self._on_replica(stage, count)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """The number of devices that have each stage: by replicas of the pipeline, or of the stage alone."""
+        return tuple(1 if self.cluster is None else self.cluster.count(k) for k in self.placement)
+
+    @property
+    def has_unequal_replicas(self) -> bool:
+        """Returns True if stages have replicas of their own, which take micro-batches in turn."""
+        return self.cluster is not None and bool(self.cluster.replicas)
+
+    def _on_replica(self, stage: int, in_flight: int) -> int:
+        """Computes the micro-batches in flight on one device of a stage, of those of a stage with one."""
+        if self.cluster is None:
+            return in_flight
+        return self.cluster.in_flight(self.placement[stage], in_flight, self.micro_batches)
 
     def costs(self) -> tuple[list[StageCost], list[Transfer]]:
         """Returns the input of the simulator: the costs of each stage, and all transfers between stages.
@@ -299,7 +316,7 @@ class PlanData:
         here, sizes, recomputes = self.here, stage.bytes, self.recomputes(stage.index)
         reduction, buckets = self._reduction(stage)
         portals = sizes.through_portals(recomputes).at(here)
-        return StageCost(
+        cost = StageCost(
             stage.forward_seconds,
             stage.backward_seconds,
             weight=stage.weight_seconds,
@@ -317,6 +334,35 @@ class PlanData:
             host=self._host(stage),
             reduction=reduction,
             reduction_buckets=buckets,
+        )
+        return self._cost_of_replicas(stage.index, cost) if self.has_unequal_replicas else cost
+
+    def _cost_of_replicas(self, stage: int, cost: StageCost) -> StageCost:
+        """Returns what a stage costs whose replicas take micro-batches in turn, as if it were one faster device.
+
+        What is kept for each micro-batch counts as often as one of them has it.
+        """
+        from fxpipe.scheduling import is_searched, make_schedule, micro_batches_in_flight
+
+        assert self.cluster is not None
+        rate = self.cluster.rate(self.placement[stage], self.micro_batches)
+        if is_searched(self.schedule):  # for what stages cost, which is not known yet
+            schedule = make_schedule("1f1b", len(self.stages), self.micro_batches, "never", self.placement)
+        else:
+            schedule = self.as_schedule()
+        count = micro_batches_in_flight(schedule)[stage]
+        share = self._on_replica(stage, count) / count if count else 1.0
+        return replace(
+            cost,
+            forward=cost.forward / rate,
+            backward=cost.backward / rate,
+            weight=None if cost.weight is None else cost.weight / rate,
+            loss=cost.loss / rate,
+            action=cost.action / rate,
+            host=None if cost.host is None else cost.host.shared_by(rate),
+            saved_bytes=cost.saved_bytes * share,
+            input_bytes=cost.input_bytes * share,
+            portal_bytes=cost.portal_bytes * share,
         )
 
     def _host(self, stage: StagePlan) -> HostCost | None:
@@ -416,7 +462,8 @@ class PlanData:
 
         schedule, j, sizes = self.as_schedule(), stage.index, stage.bytes
         static = Polynomial.in_b(stage.parameter_bytes + stage.state_bytes)
-        counts = micro_batches_in_flight(schedule)[j], activations_in_flight(schedule)[j]
+        of_schedule = micro_batches_in_flight(schedule)[j], activations_in_flight(schedule)[j]
+        counts = tuple(self._on_replica(j, count) for count in of_schedule)
         return stage_memory(static, sizes.kept(self.recomputes(j)), sizes.held, ZERO, *counts)
 
     def _stage(self, stage: int) -> StagePlan:

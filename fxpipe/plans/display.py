@@ -67,6 +67,7 @@ def _head(plan: PlanData) -> str:
     lines = [
         f"{count_text(len(plan.stages), 'stage')}{devices}, {micro_batches}",
         wrap_text(choices),
+        _replicas(plan),
         f"seconds are estimates for {plan.estimated_for}" if plan.estimated_for else "",
         f"slowest stage {_bottlenecks(plan)}" if plan.bottlenecks else "",
         _heaviest(plan),
@@ -132,6 +133,23 @@ def _contention(plan: PlanData) -> str:
         f"while all workers are at work each takes {plan.contention:.2f} times as long as alone: the step has it in "
         "it, the seconds of stages have not"
     )
+
+
+def _replicas(plan: PlanData) -> str:
+    """Says how many replicas PipeDream's planner has given to each stage."""
+    if plan.balance != "pipedream":
+        return ""
+    if plan.has_unequal_replicas:
+        return wrap_text(
+            f"replicas {'-'.join(map(str, plan.replicas))}: the devices of a stage take micro-batches in turn, and "
+            "reduce its gradients; seconds and memory of stages are those of one of them"
+        )
+    if plan.data_parallel > 1 and plan.cluster is not None:
+        return wrap_text(
+            f"replicas {'-'.join(map(str, plan.replicas))}: data_parallel={plan.data_parallel}, mesh "
+            f"{plan.cluster.mesh}; figures are those of one pipeline and its part of the mini-batch"
+        )
+    return f"replicas {'-'.join(map(str, plan.replicas))}"
 
 
 def _heaviest(plan: PlanData) -> str:

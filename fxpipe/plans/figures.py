@@ -110,5 +110,6 @@ def size_figures(plan: PlanData) -> SizeFigures:
 
 def slowest_to_mean(plan: PlanData) -> float:
     """1 where all stages take the same time, n where one of n stages takes it all."""
-    seconds = [stage.seconds for stage in plan.stages]
+    shares = plan.replicas if plan.has_unequal_replicas else (1,) * len(plan.stages)  # that take turns
+    seconds = [stage.seconds / share for stage, share in zip(plan.stages, shares, strict=True)]
     return max(seconds) / fmean(seconds) if any(seconds) else 1.0

@@ -191,6 +191,13 @@ def _on_devices(plan: Plan, hardware: Hardware | None, data: int, mesh: Sequence
     """The plan with its devices, and those of so many replicas, on this hardware; None: where they are."""
     from fxpipe.plans.retarget import place_plan, retarget_plan
 
+    if plan.has_unequal_replicas:
+        if hardware is not None or mesh is not None or data != 1:
+            raise ArgumentError(
+                f"the plan's stages have {'-'.join(map(str, plan.replicas))} replicas, which were chosen for its "
+                "devices: plan again for others, fxpipe.plan(model, ..., balance='pipedream'), or with data_parallel"
+            )
+        return plan
     order = plan.cluster.mesh if mesh is None and plan.cluster is not None else parse_mesh(mesh or MESHES[0])
     if hardware is not None:
         check_device_count(hardware, len(plan.workers), data)

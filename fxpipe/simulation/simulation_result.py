@@ -370,13 +370,16 @@ class Simulation(TimelineMixin):
         values = [0.0, 0.0]
         for (source, target), size in self.sent.items():
             crossings = cluster.crossings(source, target)
-            values[0] += (cluster.data - crossings) * size
-            values[1] += crossings * size
+            count = max(cluster.count(source), cluster.count(target))
+            each = size * cluster.data / count  # replicas of single stages take micro-batches in turn
+            values[0] += (count - crossings) * each
+            values[1] += crossings * each
         reduced = [0.0, 0.0]
         for one in self.reductions:
             # In a ring each way to the next device carries this much.
-            each, crossings = 2 * (cluster.data - 1) / cluster.data * one.bytes, cluster.group_crossings(one.device)
-            reduced[0] += (cluster.data - crossings) * each
+            count, crossings = cluster.count(one.device), cluster.group_crossings(one.device)
+            each = 2 * (count - 1) / count * one.bytes
+            reduced[0] += (count - crossings) * each
             reduced[1] += crossings * each
         within, between = (LinkTraffic(*pair) for pair in zip(values, reduced, strict=True))
         return within, between

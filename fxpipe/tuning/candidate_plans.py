@@ -96,6 +96,8 @@ class ModelPlans:
         return _variant(graph.plan, candidate, self.profiled.batch, modes)
 
     def bound(self, candidate: Candidate) -> float:
+        if self.settings.replicas:
+            return 0.0  # that have a part of the micro-batches each
         m = min(candidate.chunks, self.profiled.batch)
         nodes = self._fastest(largest_micro_batch(self.profiled.batch, m))
         total = math.fsum(cost.forward + cost.backward for cost in nodes)
@@ -103,6 +105,8 @@ class ModelPlans:
         return max(even, total - math.fsum(cost.weight or 0.0 for cost in nodes)) * (1 - 1e-9)  # sums are rounded
 
     def bound_without_sending(self, candidate: Candidate) -> float:
+        if self.settings.replicas:
+            return 0.0
         m = min(candidate.chunks, self.profiled.batch)
         placement = self._placement(candidate)
         nodes = self._fastest(largest_micro_batch(self.profiled.batch, m))

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise, product
 
 import pytest
+from helpers.pipedream_profiles import RESNET_50, VGG_16, ProfiledLayers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +22,6 @@ from fxpipe.partitioning.pipedream import (
     group_into_layers,
     pipedream_partition,
 )
-from tests.helpers.pipedream_profiles import RESNET_50, VGG_16, ProfiledLayers
 
 figures = st.one_of(st.integers(0, 4).map(float), st.floats(0, 1e6))
 layers = st.integers(1, 5).flatmap(lambda n: st.tuples(*(st.lists(figures, min_size=n, max_size=n) for _ in range(3))))

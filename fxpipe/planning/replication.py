@@ -1,0 +1,257 @@
+"""Stages with replicas, where PipeDream's planner cuts (`balance="pipedream"`); see `fxpipe.partitioning.pipedream`.
+
+First it chooses how many replicas each stage has (`choose_replicas`), of layers into which nodes are grouped: by the
+paper's levels, nodes of devices, and as if all devices were on one level, as slow as the network, where more numbers
+can be had. The better one, on the links that its devices have, is planned:
+
+- each stage once: a pipeline as any other;
+- equally many for each: `data_parallel` replicas of a pipeline, over a mesh;
+- else, 15-1 say: stages whose replicas take micro-batches in turn (`Cluster.replicas`), to be looked at.
+
+Then it says where stages begin (`pipedream_starts`), node by node, for whatever replicas there are. Seconds and bytes
+are those of a mini-batch of all replicas, whose gradients are reduced once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+from fxpipe.cluster import MESHES, Cluster
+from fxpipe.config.parse import CHUNKS_PER_WORKER
+from fxpipe.config.pipeline_options import Settings
+from fxpipe.errors import ArgumentError, PartitionError
+from fxpipe.hardware import Hardware, cluster_of
+from fxpipe.partitioning.chain import Chain
+from fxpipe.partitioning.pipedream import (
+    BandwidthLevel,
+    StageWorkers,
+    bounds_for_replicas,
+    group_into_layers,
+    pipedream_partition,
+)
+from fxpipe.planning.cost_model import chain_of, planned_workers, worker_link
+from fxpipe.plans.host_time import LOOPBACK
+from fxpipe.profiling import Profile
+from fxpipe.rewriting import forbidden_cuts
+from fxpipe.scheduling import is_searched
+from fxpipe.tracing import Traced
+
+
+@dataclass(frozen=True, slots=True)
+class _NodeFigures:
+    """The figures of nodes for a mini-batch of all replicas."""
+
+    times: list[list[float]]  # for each kind of device, forward and backward
+    activation_bytes: list[float]  # that go over the cut behind each node, half of those there and back
+    weight_bytes: list[float]
+
+    @classmethod
+    def of(cls, chain: Chain, micro_batches: int) -> _NodeFigures:
+        """Computes them of a chain for one of so many micro-batches."""
+        n = len(chain)
+        changes = [0.0] * (n + 1)
+        for flow in chain.flows:
+            last = max((user for user in flow.users if user < n), default=-1)
+            if 0 <= flow.maker < last:
+                size = flow.bytes * (1.0 if flow.returns else 0.5) * micro_batches
+                changes[flow.maker] += size
+                changes[last] -= size
+        weights = [0.0] * n
+        for use in chain.weights:
+            if use.is_trained:
+                weights[use.users[0]] += use.bytes
+        rows = zip(chain.forward, chain.backward, strict=True)
+        times = [[micro_batches * (f + b) for f, b in zip(*row, strict=True)] for row in rows]
+        return cls(times, [max(0.0, size) for size in accumulate(changes[:n])], weights)
+
+
+# -- Where stages begin ------------------------------------------------------------------------------------------------
+
+
+def pipedream_starts(chain: Chain, settings: Settings, batch: int) -> tuple[int, ...]:
+    """Finds the first node of each stage, for the replicas that the settings say.
+
+    Raises:
+        PartitionError: there are pins, several stages on a device, or no such stages.
+    """
+    if chain.first_stages:
+        raise PartitionError("balance='pipedream' cannot heed pins; leave balance out, or write 'optimal'")
+    if sorted(settings.placement) != list(range(len(settings.placement))):
+        raise PartitionError(
+            "balance='pipedream' puts one stage on a device: leave stages_per_device out, and take a schedule with "
+            "one, as '1f1b', or write balance='optimal'"
+        )
+    figures = _NodeFigures.of(chain, settings.micro_batches(batch) * _shares_of_mini_batch(settings))
+    bounds = _bounds(figures, chain, settings)
+    if bounds is None:
+        raise PartitionError(
+            f"the graph cannot be cut into {len(settings.placement)} stages that begin where fxpipe.cut() stands; use "
+            "fewer devices"
+        )
+    return bounds[0]
+
+
+def _bounds(figures: _NodeFigures, chain: Chain, settings: Settings) -> tuple[tuple[int, ...], float] | None:
+    return bounds_for_replicas(
+        figures.times,
+        figures.activation_bytes,
+        figures.weight_bytes,
+        list(_stage_workers(settings, chain)),
+        forbidden=sorted(chain.forbidden_cuts),
+        required=chain.required_cuts,
+    )
+
+
+def _shares_of_mini_batch(settings: Settings) -> int:
+    """Returns the number of replicas that have mini-batches of their own, of which a chain knows one."""
+    return settings.data_parallel * settings.ranks_per_stage
+
+
+def _stage_workers(settings: Settings, chain: Chain) -> Iterator[StageWorkers]:
+    """Yields what each stage has: replicas, and ways, of which each replica with its own mini-batch has one."""
+    workers, shares, cluster = planned_workers(settings), _shares_of_mini_batch(settings), settings.cluster
+    if cluster is not None and settings.ranks_per_stage > 1:
+        cluster = replace(cluster, data=shares)
+    for j, k in enumerate(settings.placement):
+        link = worker_link(settings, settings.placement[j - 1], k) if j else None
+        if link is None and j and settings.processes:
+            link = LOOPBACK
+        yield StageWorkers(
+            cluster.count(k) if cluster is not None else shares,
+            workers[k].kind,
+            _reduction_rate(cluster, settings, k),
+            math.inf if link is None else link.bytes_per_second * shares,
+        )
+
+
+def _reduction_rate(cluster: Cluster | None, settings: Settings, worker: int) -> float:
+    if cluster is not None:
+        return cluster.group(worker).bytes_per_second
+    if settings.processes and settings.workers[worker].type == "cpu":
+        return LOOPBACK.bytes_per_second
+    return math.inf  # not known
+
+
+# -- Numbers of replicas -----------------------------------------------------------------------------------------------
+
+
+def choose_replicas(traced: Traced, profile: Profile, batch: int, settings: Settings) -> Settings:
+    """Chooses the replicas of each stage, for the mini-batch of all; the settings are then those of one pipeline.
+
+    Raises:
+        ArgumentError: an option needs a number of stages that is known.
+        PartitionError: there are no stages as asked for.
+    """
+    _check_options(settings)
+    usual, hardware = replace(settings, chooses_replicas=False), settings.hardware
+    assert hardware is not None  # else there is no choice: see `make_settings`
+    chain = chain_of(traced, [profile], settings.largest_micro_batch(batch), forbidden_cuts(traced))
+    marked = {*traced.cut_mark_places} - {0, len(chain), *chain.forbidden_cuts}
+    chain = replace(chain, required_cuts=tuple(sorted(marked)))
+    figures = _NodeFigures.of(chain, settings.micro_batches(batch))
+    best: tuple[float, Settings] | None = None
+    for replicas in dict.fromkeys(_partitions(figures, chain, hardware, len(settings.workers))):
+        for trial in _with_replicas(usual, replicas, traced, batch):
+            bounds = _bounds(figures, chain, trial)
+            if bounds is not None and (best is None or bounds[1] < best[0]):
+                best = bounds[1], trial
+    if best is None:
+        raise PartitionError("the graph cannot be cut into stages that begin where fxpipe.cut() stands")
+    return best[1]
+
+
+def _check_options(settings: Settings) -> None:
+    known = "say how many replicas each stage has (data_parallel=1, say)"
+    if settings.pins:
+        raise ArgumentError("balance='pipedream' cannot heed pins; leave balance out, or write 'optimal'")
+    if settings.placement != tuple(range(len(settings.workers))):
+        raise ArgumentError(
+            "balance='pipedream' puts one stage on a device: leave stages_per_device out, and take a schedule with "
+            "one, as '1f1b', or write balance='optimal'"
+        )
+    if not isinstance(settings.schedule, str) or is_searched(settings.schedule):
+        raise ArgumentError(
+            "balance='pipedream' chooses the number of stages, and this schedule is an order for stages that are "
+            f"known: take one by name, as '1f1b', or {known}"
+        )
+    if not isinstance(settings.checkpoint, str):
+        raise ArgumentError(
+            f"checkpoint={list(settings.checkpoint)!r} has a mode for each stage, and balance='pipedream' chooses how "
+            f"many there are: give one mode for all, or {known}"
+        )
+    if len({*(settings.memory_limits or ())}) > 1:
+        raise ArgumentError(
+            "memory_limit differs from device to device, and balance='pipedream' chooses how many a stage has: give "
+            f"one for all, or {known}"
+        )
+
+
+def bandwidth_levels(hardware: Hardware, devices: int) -> tuple[BandwidthLevel, ...]:
+    """Returns the levels of bandwidth over so many devices, the lowest first: within nodes and between them.
+
+    Where the last node is not full, the lower level has as many devices as all nodes divide into.
+
+    >>> from fxpipe.hardware import HARDWARE
+    >>> [level.workers for level in bandwidth_levels(HARDWARE["h100"], 32)]
+    [8, 4]
+    """
+    cluster = cluster_of(hardware, devices)
+    within = math.inf if hardware.within is None else hardware.within.bytes_per_second
+    if cluster.nodes == 1 or hardware.between is None:
+        return (BandwidthLevel(devices, within),)
+    group = math.gcd(devices, hardware.devices_per_node)
+    share = cluster.adapters_per_node * group / cluster.devices_per_node  # of the adapters of a node
+    between = BandwidthLevel(devices // group, hardware.between.bytes_per_second * share)
+    return (between,) if group == 1 else (BandwidthLevel(group, within), between)
+
+
+def _partitions(figures: _NodeFigures, chain: Chain, hardware: Hardware, devices: int) -> Iterator[tuple[int, ...]]:
+    """Yields the replicas of the best stages over levels, and of those on one level."""
+    times, weights = figures.times[0], figures.weight_bytes
+    starts = group_into_layers(times, weights, sorted(chain.forbidden_cuts), chain.required_cuts)
+    ends = list(pairwise([*starts, len(times)]))
+    layers = (
+        [math.fsum(times[start:stop]) for start, stop in ends],
+        [figures.activation_bytes[stop - 1] for _, stop in ends],
+        [math.fsum(weights[start:stop]) for start, stop in ends],
+    )
+    required = [starts.index(place) for place in chain.required_cuts]
+    levels = bandwidth_levels(hardware, devices)
+    yield pipedream_partition(*layers, levels, required=required).replicas
+    if len(levels) > 1:
+        one_level = [BandwidthLevel(devices, _slowest_rate(hardware, devices))]
+        yield pipedream_partition(*layers, one_level, required=required).replicas
+
+
+def _slowest_rate(hardware: Hardware, devices: int) -> float:
+    """Computes what goes between any two devices in a second: over the share that each has of its node's adapters."""
+    cluster = cluster_of(hardware, devices)
+    rates = [link.bytes_per_second for link in (hardware.within, hardware.between) if link is not None]
+    if hardware.between is not None:
+        share = min(1.0, cluster.adapters_per_node / cluster.devices_per_node)
+        rates.append(hardware.between.bytes_per_second * share)
+    return min(rates, default=math.inf)
+
+
+def _with_replicas(settings: Settings, replicas: tuple[int, ...], traced: Traced, batch: int) -> Iterator[Settings]:
+    """Yields the settings of stages with these replicas, in each order that they may stand in."""
+    n, most = len(replicas), max(replicas)
+    limits = settings.memory_limits
+    staged = replace(
+        settings,
+        placement=tuple(range(n)),
+        memory_limits=None if limits is None else limits[:n],
+        chunks=CHUNKS_PER_WORKER * n if "chunks" in settings.left else settings.chunks,
+    )
+    share, rest = divmod(batch, most)
+    if min(replicas) == most and not rest and (most == 1 or traced.holds_at(share)):
+        pipe = replace(staged, workers=settings.workers[:n], data_parallel=most)
+        is_free = settings.mesh == MESHES[0] and most > 1 and n > 1
+        for mesh in MESHES if is_free else (settings.mesh,):
+            yield replace(pipe, mesh=mesh)
+    else:
+        firsts = accumulate(replicas[:-1], initial=0)
+        yield replace(staged, workers=tuple(settings.workers[first] for first in firsts), replicas=replicas)

@@ -1,0 +1,293 @@
+"""PipeDream's planner over graphs: which stages have how many replicas, what is shown of them, what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from helpers.plan_hardware import hardware
+from torch import nn
+
+import fxpipe
+from fxpipe.cluster import Cluster, Link
+from fxpipe.config.pipeline_options import PipelineOptions, make_settings
+from fxpipe.errors import ArgumentError, PartitionError
+from fxpipe.inspect.cli import main
+from fxpipe.planning.replication import bandwidth_levels
+
+X = torch.zeros(24, 4)
+CUDA = [f"cuda:{k}" for k in range(16)]
+
+
+def narrow_then_wide() -> nn.Module:
+    """All but the last two layers take time; these have nearly all of the weights."""
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(15)), nn.Linear(4, 8192), nn.Linear(8192, 4))
+
+
+def planned(model: nn.Module, devices: int = 4, x: torch.Tensor = X, **options: Any) -> fxpipe.Plan:
+    usual = {"hardware": hardware(Link(1e9)), "chunks": 6, "optimizer_state": 0, "balance": "pipedream"}
+    return fxpipe.plan(model, devices=CUDA[:devices], example_args=(x,), **usual | options)
+
+
+@pytest.fixture(scope="module")
+def unequal() -> fxpipe.Plan:
+    plan = planned(narrow_then_wide())
+    assert plan.replicas == (3, 1)
+    return plan
+
+
+def test_what_takes_time_is_replicated_and_what_has_weights_is_not(unequal):
+    assert unequal.cluster.replicas == (3, 1)
+    assert unequal.cluster.devices == 4
+    assert unequal.balance == "pipedream"
+    assert unequal.devices == ("cuda:0", "cuda:3")  # the first one of each stage
+    small, large = (stage.parameter_bytes for stage in unequal.stages)
+    assert large > 50 * small
+
+
+def test_replicas_take_micro_batches_in_turn_and_reduce_gradients(unequal):
+    costs, _ = unequal.costs()
+    assert costs[0].forward == pytest.approx(unequal.stages[0].forward_seconds / 3)  # six micro-batches: two each
+    assert costs[0].backward == pytest.approx(unequal.stages[0].backward_seconds / 3)
+    assert costs[1].forward == unequal.stages[1].forward_seconds
+    four = fxpipe.simulate(unequal, chunks=4)
+    (first, *_), _ = replace(unequal, chunks=4).costs()
+    assert first.forward == pytest.approx(unequal.stages[0].forward_seconds / 2)  # four: one device has two of them
+    assert four.schedule.micro_batches == 4
+    size = unequal.stages[0].gradient_bytes
+    reduction, _ = Cluster(8, 8, Link(1e9), Link(1e9), pipe=2, replicas=(3, 1)).reduction(0, size)
+    assert costs[0].reduction == reduction > 0
+    assert costs[1].reduction == 0
+    assert [one.stage for one in fxpipe.simulate(unequal).reductions] == [0]
+
+
+def test_a_step_is_shorter_than_that_of_the_same_stages_with_one_device_each(unequal):
+    counts = [len(stage.nodes) for stage in unequal.stages]
+    once = planned(narrow_then_wide(), devices=2, data_parallel=1, balance=counts, processes=True)
+    alone, replicated = (
+        fxpipe.simulate(
+            replace(
+                plan,
+                packets=tuple(replace(one, handling=0.0) for one in plan.packets),  # a hundred times what stages take
+                stages=tuple(replace(stage, host=None) for stage in plan.stages),
+            )
+        )
+        for plan in (once, unequal)
+    )
+    assert replicated.step_seconds < 0.7 * alone.step_seconds
+
+
+def test_micro_batches_in_flight_keep_all_replicas_behind_at_work():
+    cluster = Cluster(16, 16, Link(1.0), None, pipe=2, replicas=(15, 1))
+    assert [cluster.in_flight(k, usual, 64) for k, usual in enumerate((2, 1))] == [2, 1]  # of 16 devices, on 15
+    cluster = Cluster(16, 16, Link(1.0), None, pipe=2, replicas=(1, 15))
+    assert [cluster.in_flight(k, usual, 64) for k, usual in enumerate((2, 1))] == [16, 1]
+    assert cluster.in_flight(0, 2, 8) == 8  # there are no more
+    assert cluster.in_flight(1, 64, 64) == 5  # gpipe keeps all: of 15 replicas each its part
+
+
+def test_memory_counts_what_is_in_flight_on_one_replica():
+    def wide_then_narrow() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8192), nn.Linear(8192, 4), *(nn.Linear(4, 4) for _ in range(15)))
+
+    plan = planned(wide_then_narrow())
+    assert plan.replicas == (1, 3)
+    assert [plan.in_flight(k) for k in range(2)] == [4, 1]
+    kept = plan.stages[0].bytes.held.at({"b": plan.micro_batch})
+    again = fxpipe.simulate(plan).memory[0].peak
+    assert again <= plan.memory(0, plan.micro_batch)
+    assert plan.memory(0, plan.micro_batch) >= plan.stages[0].parameter_bytes + 4 * kept
+
+
+def test_the_plan_says_its_replicas_in_text_and_json_and_keeps_them(unequal, tmp_path):
+    assert "replicas 3-1: the devices of a stage take micro-batches in turn" in str(unequal)
+    assert "balance pipedream" in str(unequal)
+    unequal.save(tmp_path / "plan.json")
+    assert fxpipe.Plan.load(tmp_path / "plan.json") == unequal
+
+
+def test_the_command_shows_replicas(tmp_path, capsys):
+    (tmp_path / "models.py").write_text(
+        "import torch\ndef model():\n    small = [torch.nn.Linear(64, 64) for _ in range(40)]\n"
+        "    return torch.nn.Sequential(*small, torch.nn.Linear(64, 2 ** 20))\n"
+    )
+    argv = [f"{tmp_path / 'models.py'}:model", "--input", "32x64", "--chunks", "8", "--no-progress", "--meta"]
+    argv += ["--hardware", "h100", "--nodes", "4", "--devices-per-node", "1", "--balance", "pipedream"]
+    assert main(argv) == 0
+    text = capsys.readouterr().out
+    assert "replicas 3-1" in text
+    assert "- runs on a pipeline of 2 stages with 3-1 replicas in 4 nodes of 1" in text
+    assert "- reduces gradients in" in text
+    assert main([*argv, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["replicas"] == [3, 1]
+    assert main([*argv, "--data-parallel", "2"]) == 0
+    assert "replicas 2-2: data_parallel=2" in capsys.readouterr().out
+
+
+def test_fast_links_lead_to_data_parallelism_as_it_is_asked_for():
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+    plan = planned(model, hardware=hardware(Link(1e12)))
+    assert plan.replicas == (4,)
+    assert plan.data_parallel == 4
+    assert plan.batch == 6
+    assert plan == planned(model, hardware=hardware(Link(1e12)), data_parallel=4)
+    assert "replicas 4: data_parallel=4" in str(plan)
+
+
+def test_a_slow_network_has_stages_in_nodes_and_replicas_within():
+    nodes = replace(hardware(Link(1e12)), devices_per_node=2, nodes=2, between=Link(1e6))
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    plan = planned(model, x=torch.zeros(8, 64), hardware=nodes, chunks=4)
+    assert plan.replicas == (2, 2)
+    assert plan.cluster.mesh == ("pipe", "data")  # what is reduced stays in a node
+    steps = {
+        mesh: fxpipe.simulate(
+            planned(model, x=torch.zeros(8, 64), hardware=nodes, chunks=4, data_parallel=2, mesh=mesh)
+        ).step_seconds
+        for mesh in (("data", "pipe"), ("pipe", "data"))
+    }
+    assert fxpipe.simulate(plan).step_seconds == min(steps.values())
+
+
+def test_levels_follow_the_nodes_and_their_adapters():
+    nodes = replace(hardware(Link(1e12)), devices_per_node=8, adapters_per_node=4, between=Link(1e9))
+    within, between = bandwidth_levels(nodes, 32)
+    assert (within.workers, within.bytes_per_second) == (8, 1e12)
+    assert (between.workers, between.bytes_per_second) == (4, 4e9)  # all adapters of a node
+    assert [level.workers for level in bandwidth_levels(nodes, 8)] == [8]
+    groups, between = bandwidth_levels(nodes, 12)  # the last node is not full
+    assert (groups.workers, between.workers, between.bytes_per_second) == (4, 3, 2e9)
+    assert [level.workers for level in bandwidth_levels(nodes, 9)] == [9]
+
+
+def test_stages_without_replicas_begin_where_the_slowest_of_all_takes_least():
+    link = Link(1e6)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 64), nn.Linear(64, 64), nn.Linear(64, 4), nn.Linear(4, 4))
+    plan = planned(model, devices=2, data_parallel=1, hardware=hardware(link), chunks=2)
+    assert plan.replicas == (1, 1)
+    assert "replicas 1-1" in str(plan)
+
+    def slowest(counts: tuple[int, ...]) -> float:
+        cut = planned(model, devices=2, data_parallel=1, hardware=hardware(link), chunks=2, balance=counts)
+        (way,) = (way for way in cut.sendings if way.source == 0)
+        stages = [stage.forward_seconds + stage.backward_seconds for stage in cut.stages]
+        return max(*stages, 2 * way.bytes / link.bytes_per_second)
+
+    count = sum(len(stage.nodes) for stage in plan.stages)
+    every = {(one, count - one): slowest((one, count - one)) for (one,) in combinations(range(1, count), 1)}
+    assert every[tuple(len(stage.nodes) for stage in plan.stages)] == min(every.values())
+
+
+def test_a_cut_in_forward_is_heeded():
+    class Marked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for k, part in enumerate(self.parts):
+                x = part(x)
+                if k == 0:
+                    fxpipe.cut()
+            return x
+
+    plan = planned(Marked(), hardware=hardware(Link(1e12)))
+    assert len(plan.stages[0].nodes) == 1
+    assert plan.replicas == (1, 3)
+
+
+def test_the_number_of_stages_can_be_said():
+    plan = fxpipe.plan(
+        narrow_then_wide(), 3, example_args=(X,), chunks=6, hardware=hardware(Link(1e9)), balance="pipedream"
+    )
+    assert plan.replicas == (1, 1, 1)
+
+
+def test_the_tuner_has_the_balance_for_each_number_of_replicas():
+    tuning = fxpipe.tune(
+        narrow_then_wide(),
+        CUDA[:4],
+        example_args=(X,),
+        balance="pipedream",
+        data_parallel="auto",
+        hardware=hardware(Link(1e9)),
+        schedules=["1f1b"],
+        stages_per_device=[1],
+    )
+    plans = [row.plan for row in tuning.rows if row.plan is not None]
+    assert {plan.balance for plan in plans} == {"pipedream"}
+    assert {plan.replicas for plan in plans} == {(1,) * 4, (2, 2), (4,)}
+
+
+def test_chunks_and_schedule_are_chosen_for_the_stages_there_are():
+    plan = planned(narrow_then_wide(), chunks="auto", schedule="auto")
+    assert plan.replicas == (3, 1)
+    assert len(plan.stages) == 2
+
+
+def test_replicas_that_do_not_share_the_mini_batch_evenly_take_micro_batches_in_turn():
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+    plan = planned(model, x=torch.zeros(6, 4), hardware=hardware(Link(1e12)))
+    assert plan.replicas == (4,)
+    assert plan.data_parallel == 1
+    assert plan.has_unequal_replicas
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pin": {"0": 0}}, "balance='pipedream' cannot heed pins"),
+        ({"stages_per_device": 2}, "puts one stage on a device"),
+        ({"schedule": "zbv"}, "puts one stage on a device"),
+        ({"checkpoint": ["never"] * 4}, "checkpoint=.* has a mode for each stage"),
+        ({"memory_limit": ["1GiB", "2GiB", "1GiB", "1GiB"]}, "memory_limit differs from device to device"),
+        ({"schedule": "zero_bubble_auto"}, "this schedule is an order for stages that are known"),
+        ({"schedule": lambda m, n: fxpipe.scheduling.make_schedule("gpipe", n, m)}, "this schedule is an order"),
+    ],
+)
+def test_options_for_stages_that_are_not_known_are_refused(options, message):
+    with pytest.raises(fxpipe.errors.FxpipeError, match=message):
+        planned(narrow_then_wide(), **options)
+
+
+def test_without_a_choice_other_options_are_refused_as_they_are_by_the_cut():
+    with pytest.raises(PartitionError, match="cannot heed pins"):
+        planned(narrow_then_wide(), data_parallel=1, pin={"0": 0})
+    with pytest.raises(PartitionError, match="puts one stage on a device"):
+        planned(narrow_then_wide(), data_parallel=1, schedule="interleaved_1f1b")
+
+
+def test_replicas_are_not_chosen_without_hardware_or_where_they_are_said():
+    def chooses(**options: Any) -> bool:
+        return make_settings(PipelineOptions(devices=["cpu"] * 4, **options), anywhere=True).chooses_replicas
+
+    assert chooses(balance="pipedream", hardware="h100")
+    assert not chooses(balance="pipedream")
+    assert not chooses(balance="pipedream", hardware="h100", data_parallel=2)
+    assert not chooses(hardware="h100")
+
+
+def test_a_plan_with_replicas_does_not_run_as_something_else(unequal):
+    model = narrow_then_wide()
+    with pytest.raises(ArgumentError, match="stages with 3-1 replicas that take micro-batches in turn, which no pipe"):
+        fxpipe.pipeline(model, ["cpu", "cpu"], plan=unequal)
+    equal = planned(model, hardware=hardware(Link(1e12)), data_parallel=2)
+    with pytest.raises(ArgumentError, match=r"2-2 replicas of its stages, and here each has 1: .*\(2, 2\)"):
+        fxpipe.pipeline(model, ["cpu", "cpu"], plan=equal)
+
+
+def test_unequal_replicas_stay_where_they_are(unequal):
+    for other in ({"hardware": "h100"}, {"data_parallel": 2}, {"mesh": ("pipe", "data")}):
+        with pytest.raises(ArgumentError, match="3-1 replicas, which were chosen for its devices: plan again"):
+            fxpipe.simulate(unequal, **other)
+
+
+def test_a_cluster_with_replicas_that_cannot_be_is_refused():
+    for fields in ({"replicas": (2,)}, {"replicas": (2, 0)}, {"replicas": (2, 1), "data": 2}):
+        with pytest.raises(ArgumentError, match="replicas="):
+            Cluster(4, 4, None, None, pipe=2, **fields)
