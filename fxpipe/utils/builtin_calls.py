@@ -31,10 +31,16 @@ def exchange_calls(code: CodeType, exchange: Exchange) -> CodeType:
 
 def functions_of(codes: Collection[CodeType]) -> list[FunctionType]:
     """Finds the functions that have these codes."""
-    wanted = {id(code) for code in codes}
-    return [
-        one for one in gc.get_referrers(*codes) if isinstance(one, FunctionType) and id(one.__code__) in wanted
-    ] if codes else []  # fmt: skip
+    if not codes:
+        return []
+    wanted, is_frozen = {id(code) for code in codes}, gc.get_freeze_count() > 0
+    if is_frozen:  # by whoever trains or serves models: what is frozen is not looked through
+        gc.unfreeze()
+    try:
+        return [one for one in gc.get_referrers(*codes) if isinstance(one, FunctionType) and id(one.__code__) in wanted]
+    finally:
+        if is_frozen:
+            gc.freeze()
 
 
 def uses_builtins(function: FunctionType, names: Collection[str]) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -60,8 +62,15 @@ def test_code_with_more_constants_than_an_instruction_can_name_stays() -> None:
     assert exchange_calls(code, {"int": negative}) is code
 
 
-def test_functions_are_found_by_their_code() -> None:
-    assert functions_of({calling.__code__}) == [calling]
+@pytest.mark.parametrize("change", [gc.unfreeze, gc.freeze])
+def test_functions_are_found_by_their_code(change: Callable[[], None]) -> None:
+    try:
+        change()
+        is_frozen = gc.get_freeze_count() > 0
+        assert functions_of({calling.__code__}) == [calling]
+        assert (gc.get_freeze_count() > 0) is is_frozen
+    finally:
+        gc.freeze()  # as `conftest` has it
     assert functions_of(set()) == []
 
 
