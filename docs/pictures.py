@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.scheduling.registry import SCHEDULES
+from fxpipe.scheduling import SCHEDULES, STREAM_POLICIES
 from fxpipe.viz.gantt import draw_gantt
 from fxpipe.viz.stage_graph import draw_stage_graph
 from fxpipe.viz.svg import svg_of
@@ -64,7 +64,7 @@ def pictures() -> Iterator[tuple[str, str]]:
     yield "graph.svg", svg_of(draw_stage_graph(plan, "A U-Net in four stages: two skips become portals"))
     model, x = layers_of_equal_time()
     devices = [f"cuda:{k}" for k in range(DEVICES)]
-    for schedule in SCHEDULES.keys() - {"inference"}:
+    for schedule in SCHEDULES.keys() - STREAM_POLICIES.keys() - {"inference"}:
         plan = fxpipe.plan(
             model,
             devices=devices,
