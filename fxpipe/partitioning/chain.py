@@ -89,7 +89,8 @@ class StageSite:
     may_recompute: bool = False  # may the stage recompute where it does not fit otherwise
     must_recompute: bool = False
     recomputed: int = 1  # micro-batches of which a stage that recomputes has all activations at one time, at most
-    state: float = 3.0  # bytes of gradient and optimizer state for each byte of a trained parameter
+    state: float = 3.0  # bytes of gradient, optimizer state and older versions, for each byte of a trained parameter
+    versions: int = 1  # of its weights that the stage holds
 
     def activations(self, recompute: bool) -> int:
         """Returns the micro-batches of which a stage holds all that is kept for backward at one time, at most."""
@@ -243,7 +244,8 @@ def _stage_cost(
         loss=loss,
         parameter_bytes=math.fsum(w.bytes for w in weights),
         gradient_bytes=math.fsum(trained),
-        optimizer_bytes=math.fsum(size * (site.state - 1) for size in trained),
+        optimizer_bytes=math.fsum(size * (site.state - site.versions) for size in trained),
+        version_bytes=math.fsum(size * (site.versions - 1) for size in trained),
         saved_bytes=math.fsum(saved),
         input_bytes=math.fsum(chain.flows[i].bytes for i in kept.inputs),
         portal_bytes=math.fsum(chain.flows[i].bytes for i in kept.portals),

@@ -170,6 +170,12 @@ def _overrun(load: StageLoad, limit: float) -> str:
     return human_bytes(load.memory - limit) if load.memory > limit else "-"
 
 
+def _beside_parameters(sites: Sequence[StageSite]) -> str:
+    """Names what comes with parameters."""
+    versions = max(site.versions for site in sites)
+    return f"gradients, optimizer state and {versions} versions" if versions > 1 else "gradients and optimizer state"
+
+
 def _problem_message(
     chain: Chain,
     sites: Sequence[StageSite],
@@ -187,14 +193,14 @@ def _problem_message(
     together = sum(math.inf if site.memory is None else site.memory for site in sites)
     if everything > together:
         return (
-            f"the parameters: with gradients and optimizer state they take {human_bytes(everything)}, and all devices "
+            f"the parameters: with {_beside_parameters(sites)} they take {human_bytes(everything)}, and all devices "
             f"together have {human_bytes(together)}"
         )
     lasting, working = load.memory_cost.static_bytes, load.memory_cost.working_bytes
     activations, in_flight = load.memory - lasting - working, sites[stage].in_flight
     momentary = _largest_working_label(chain.of_memory, names, places)
     size, words = max(
-        (lasting, "the parameters: with gradients and optimizer state they take"),
+        (lasting, f"the parameters: with {_beside_parameters([sites[stage]])} they take"),
         (activations, f"the activations: with {in_flight} micro-batches in flight they take"),
         (working, f"working memory: {momentary} for a moment takes"),
     )

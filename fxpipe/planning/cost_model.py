@@ -14,7 +14,13 @@ from fxpipe.cluster import Link
 from fxpipe.hardware import MEMORY_MARGIN, local_link, local_memory
 from fxpipe.partitioning.chain import Chain, Flow, HeldStorage, ParameterUse, StageSite
 from fxpipe.profiling import Profile
-from fxpipe.scheduling import activations_in_flight, make_schedule, micro_batches_in_flight
+from fxpipe.scheduling import (
+    activations_in_flight,
+    make_schedule,
+    micro_batches_in_flight,
+    steady_micro_batches,
+    weight_versions,
+)
 from fxpipe.tracing.dynamic_sizes import Lengths
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.shapes.symbolic_shapes import bytes_at, bytes_formula
@@ -199,7 +205,8 @@ def stage_devices_of(settings: Settings, batch: int) -> tuple[StageSite, ...]:
     workers, placement = planned_workers(settings), settings.placement
     modes = (settings.checkpoint,) * len(placement) if isinstance(settings.checkpoint, str) else settings.checkpoint
     again = [mode if mode == "except_last" else "always" for mode in modes]  # where a stage recomputes
-    schedule = make_schedule(settings.schedule, len(placement), settings.micro_batches(batch), again, placement)
+    n, m = len(placement), settings.micro_batches(batch)
+    schedule = make_schedule(settings.schedule, n, steady_micro_batches(settings.schedule, n, m), again, placement)
     flights, recomputed = micro_batches_in_flight(schedule), activations_in_flight(schedule)
     if settings.replicas and settings.cluster is not None:
         here, m = settings.cluster.in_flight, settings.micro_batches(batch)
@@ -209,7 +216,7 @@ def stage_devices_of(settings: Settings, batch: int) -> tuple[StageSite, ...]:
         )
     sites = []
     for j, k in enumerate(placement):
-        memory = workers[k].memory
+        memory, versions = workers[k].memory, weight_versions(settings.schedule, n, j, m)
         sites.append(
             StageSite(
                 kind=workers[k].kind,
@@ -219,7 +226,8 @@ def stage_devices_of(settings: Settings, batch: int) -> tuple[StageSite, ...]:
                 may_recompute=modes[j] == "auto" and memory is not None,
                 must_recompute=modes[j] in ("always", "except_last"),
                 recomputed=recomputed[j],
-                state=1.0 + settings.optimizer_state,
+                state=versions + settings.optimizer_state,
+                versions=versions,
             )
         )
     return tuple(sites)

@@ -277,8 +277,14 @@ class PlanData:
         """Micro-batches that have gone forward in a stage and not yet back, at most."""
         from fxpipe.scheduling import micro_batches_in_flight
 
-        count = micro_batches_in_flight(self.as_schedule())[self._stage(stage).index]
+        count = micro_batches_in_flight(self._steady_schedule())[self._stage(stage).index]
         return self._on_replica(stage, count)
+
+    def weight_versions(self, stage: int) -> int:
+        """Versions of its weights that a stage holds, at most: one, unless mini-batches stream through the stages."""
+        from fxpipe.scheduling import weight_versions
+
+        return weight_versions(self.schedule, len(self.stages), self._stage(stage).index, self.micro_batches)
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -324,6 +330,7 @@ class PlanData:
             parameter_bytes=stage.parameter_bytes,
             gradient_bytes=stage.gradient_bytes,
             optimizer_bytes=stage.state_bytes - stage.gradient_bytes,
+            version_bytes=self._version_bytes(stage),
             saved_bytes=sizes.held.at(here),
             input_bytes=sizes.kept(recomputes).at(here) - portals,
             portal_bytes=portals,
@@ -365,6 +372,10 @@ class PlanData:
             portal_bytes=cost.portal_bytes * share,
         )
 
+    def _version_bytes(self, stage: StagePlan) -> int:
+        """Bytes of the versions of its weights beside the newest; a weight is as large as its gradient."""
+        return (self.weight_versions(stage.index) - 1) * stage.gradient_bytes
+
     def _host(self, stage: StagePlan) -> HostCost | None:
         """Returns what actions take of the host; between processes it hands values over, and waits for its device."""
         if stage.host is None or not self.is_over_processes:
@@ -379,10 +390,19 @@ class PlanData:
 
     def as_schedule(self) -> Schedule:
         """Its schedule as a table: which device does what, in what order."""
+        return self._schedule_of(self.micro_batches)
+
+    def _schedule_of(self, micro_batches: int) -> Schedule:
         from fxpipe.scheduling import is_searched, make_schedule
 
         n, demands = len(self.stages), self.demands() if is_searched(self.schedule) else None
-        return make_schedule(self.schedule, n, self.micro_batches, self.checkpoint, self.placement, demands)
+        return make_schedule(self.schedule, n, micro_batches, self.checkpoint, self.placement, demands)
+
+    def _steady_schedule(self) -> Schedule:
+        """Its schedule with as many micro-batches as are in flight at any time: of a stream, those of several steps."""
+        from fxpipe.scheduling import steady_micro_batches
+
+        return self._schedule_of(steady_micro_batches(self.schedule, len(self.stages), self.micro_batches))
 
     def demands(self) -> tuple[StageTimes, ...]:
         """Returns the stage times for a schedule that is searched: so the same plan has the same order, always."""
@@ -393,7 +413,7 @@ class PlanData:
     # -- Formulas in the micro-batch size and the dynamic sizes --------------------------------------------------------
 
     def memory(self, stage: int, b: int | None = None, **sizes: int) -> sympy.Expr:
-        """Bytes that a stage needs at most: parameters, gradients, optimizer, activations of all in flight.
+        """Bytes that a stage needs at most: parameters, in all versions, gradients, optimizer, activations in flight.
 
             print(plan.memory(1))       # 802816*b + 1048576
             plan.memory(1, b=8)         # 7471104
@@ -460,8 +480,8 @@ class PlanData:
         """Computes all but what is held for a moment."""
         from fxpipe.scheduling import activations_in_flight, micro_batches_in_flight
 
-        schedule, j, sizes = self.as_schedule(), stage.index, stage.bytes
-        static = Polynomial.in_b(stage.parameter_bytes + stage.state_bytes)
+        schedule, j, sizes = self._steady_schedule(), stage.index, stage.bytes
+        static = Polynomial.in_b(stage.parameter_bytes + stage.state_bytes + self._version_bytes(stage))
         of_schedule = micro_batches_in_flight(schedule)[j], activations_in_flight(schedule)[j]
         counts = tuple(self._on_replica(j, count) for count in of_schedule)
         return stage_memory(static, sizes.kept(self.recomputes(j)), sizes.held, ZERO, *counts)

@@ -70,11 +70,21 @@ def _head(plan: PlanData) -> str:
         _replicas(plan),
         f"seconds are estimates for {plan.estimated_for}" if plan.estimated_for else "",
         f"slowest stage {_bottlenecks(plan)}" if plan.bottlenecks else "",
+        _versions(plan),
         _heaviest(plan),
         _loss(plan),
         _contention(plan),
     ]
     return "\n".join(filter(None, lines))
+
+
+def _versions(plan: PlanData) -> str:
+    """Tells how many versions of their weights the stages of a stream hold."""
+    versions = [plan.weight_versions(stage.index) for stage in plan.stages]
+    if max(versions) == 1:
+        return ""
+    numbers = ", ".join(map(str, versions))
+    return f"versions of the weights, by stage: {numbers}, as mini-batches stream through them (train_stream)"
 
 
 def sizes_suffix(plan: PlanData) -> str:

@@ -77,6 +77,7 @@ class StageCost:
     parameter_bytes: float = 0  # always there: parameters and buffers
     gradient_bytes: float = 0  # always there: of parameters
     optimizer_bytes: float = 0  # always there: its state
+    version_bytes: float = 0  # always there: weights of mini-batches in flight, beside the newest ones
     saved_bytes: float = 0  # what autograd keeps: from F, or R where there is one, to the last piece of backward
     input_bytes: float = 0  # what F was given by the stage before: from F to the last piece of backward
     portal_bytes: float = 0  # what F was given by other stages, through portals: as long
@@ -92,7 +93,7 @@ class StageCost:
     @property
     def static_bytes(self) -> float:
         """The bytes that are held all the time."""
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.version_bytes
 
     @property
     def received_bytes(self) -> float:

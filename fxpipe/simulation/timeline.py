@@ -76,7 +76,7 @@ def memory_timeline_of(spans: Sequence[Span], stages: Sequence[StageCost]) -> Me
     held = sorted({span.action.stage for span in spans})
 
     always = (
-        sum(stages[j].parameter_bytes for j in held),
+        sum(stages[j].parameter_bytes + stages[j].version_bytes for j in held),
         sum(stages[j].gradient_bytes for j in held),
         sum(stages[j].optimizer_bytes for j in held),
     )

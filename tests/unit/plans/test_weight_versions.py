@@ -1,0 +1,58 @@
+"""Plans for streams count the versions of the weights: in memory, in limits, in simulations, and in what is printed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import PartitionError
+
+WIDTH, STAGES = 8, 3
+WEIGHTS = 4 * WIDTH * WIDTH  # bytes of a stage
+EXAMPLE = (torch.ones(6, WIDTH),)
+
+
+def model():
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(STAGES)))
+
+
+def planned(schedule, chunks="auto", **options):
+    options = {
+        "hardware": "cpu",
+        "check": False,
+        "balance": ["0", "1"],
+        "optimizer_state": 1.0,
+        "checkpoint": "never",
+    } | options
+    return fxpipe.plan(model(), STAGES, example_args=EXAMPLE, schedule=schedule, chunks=chunks, **options)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "versions", "in_flight"),
+    [("pipedream", "auto", (3, 2, 1), (3, 2, 1)), ("pipedream_2bw", 4, (2, 2, 2), (3, 2, 1))],
+)
+def test_memory_is_that_of_1f1b_and_the_older_versions(schedule, chunks, versions, in_flight):
+    plan = planned(schedule, chunks)
+    assert plan.chunks == (1 if chunks == "auto" else chunks)
+    other = planned("1f1b", 4)
+    own, flush = (fxpipe.simulate(one, schedule=one.schedule, chunks=4) for one in (plan, other))
+    for j in range(STAGES):
+        assert plan.weight_versions(j) == versions[j]
+        assert plan.in_flight(j) == in_flight[j]
+        assert other.weight_versions(j) == 1
+        assert plan.memory(j, b=2) - other.memory(j, b=2) == (versions[j] - 1) * WEIGHTS
+    if schedule == "pipedream_2bw":
+        assert [a.peak - b.peak for a, b in zip(own.memory, flush.memory, strict=True)] == [WEIGHTS] * STAGES
+    assert f"versions of the weights, by stage: {', '.join(map(str, versions))}" in str(plan)
+    assert "by stage:" not in str(other)
+
+
+def test_versions_count_in_the_limit_of_memory_and_the_error_tells_how_many():
+    plain = planned("1f1b", 1)
+    limit = int(max(planned("pipedream").memory(j, b=6) for j in range(STAGES)))
+    planned("pipedream", memory_limit=limit)
+    assert int(plain.memory(0, b=6)) < limit - WEIGHTS
+    with pytest.raises(PartitionError, match="3 versions"):
+        planned("pipedream", memory_limit=limit - WEIGHTS)
