@@ -1,7 +1,8 @@
-"""Models of transformers, trained as pipelines in a plain loop and, beside it, as they are.
+"""Models of transformers, trained as pipelines and, beside it, as they are: in a plain loop, or by the Trainer.
 
     python examples/huggingface.py gpt2                           two CPU workers, a small model with random weights
     python examples/huggingface.py gpt2 --pretrained gpt2         the weights of the hub, or of a folder
+    python examples/huggingface.py gpt2 --trainer                 transformers' Trainer, with its defaults
     python examples/huggingface.py t5 --devices cuda:0,cuda:1,cuda:2,cuda:3
 
 `gpt2` texts are padded to unequal lengths: the model's loss is a mean over tokens, and the pipe's is the same, though
@@ -38,6 +39,8 @@ from transformers import (
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -142,10 +145,66 @@ TASKS = {
 }
 
 
+# ---- two ways to train ----
+
+Losses = list[tuple[int, float, float]]  # of a step: of the pipeline, and of the plain model
+MakeInputs = Callable[[], tuple[Batch, Tensor | None]]
+
+
+def train_in_a_loop(pipe: Any, plain: Any, make_inputs: MakeInputs, loss_fn: Any, steps: int) -> Losses:
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    rows = []
+    for step in range(steps):
+        inputs, target = make_inputs()
+        loss = pipe.forward_backward(**inputs, target=target, loss_fn=loss_fn)
+        optimizer.step()
+        optimizer.zero_grad()
+
+        output = plain(**{name: tensor.to(plain.device) for name, tensor in inputs.items()})
+        if target is None:
+            plain_loss = loss_fn(output)
+        else:
+            total, count = loss_fn(output, target.to(plain.device))
+            plain_loss = total / count
+        plain_loss.backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+        rows.append((step, loss.item(), plain_loss.item()))
+    return rows
+
+
+def train_by_trainer(pipe: Any, plain: Any, make_batch: Callable[..., Batch], device: str, steps: int) -> Losses:
+    """The Trainer is told of one device and no more: it sees a model."""
+    generator = torch.Generator().manual_seed(1)
+    batches = [make_batch(generator) for _ in range(steps)]
+    samples = [{name: tensor[i] for name, tensor in batch.items()} for batch in batches for i in range(BATCH)]
+    losses = []
+    for model in (pipe, plain):
+        with tempfile.TemporaryDirectory() as folder:
+            settings = TrainingArguments(
+                folder,
+                per_device_train_batch_size=BATCH,
+                num_train_epochs=1,
+                learning_rate=1e-3,
+                logging_steps=1,
+                report_to=[],
+                save_strategy="no",
+                disable_tqdm=True,
+                use_cpu=device == "cpu",
+            )
+            trainer = Trainer(model=model, args=settings, train_dataset=samples, eval_dataset=samples[:BATCH])
+            trainer.train()
+            evaluated = trainer.evaluate()["eval_loss"]
+            losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry] + [evaluated])
+    return [(step, *row) for step, row in enumerate(zip(*losses, strict=True))]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", choices=TASKS, nargs="?", default="gpt2")
     parser.add_argument("--pretrained", help="a name of the hub, or a folder; default: a small model, random weights")
+    parser.add_argument("--trainer", action="store_true", help="train by transformers' Trainer")
     parser.add_argument("--devices", default="cpu,cpu", help="a device for each stage, with commas (default: cpu,cpu)")
     parser.add_argument("--chunks", type=int, default=4, help="micro-batches in a mini-batch (default: 4)")
     parser.add_argument("--steps", type=int, default=12, help="training steps (default: 12)")
@@ -153,6 +212,8 @@ def main() -> None:
     options = parser.parse_args()
     devices = options.devices.split(",")
     make_model, make_batch, loss_fn = TASKS[options.model]
+    if options.trainer and loss_fn is not own_loss:
+        parser.error(f"--trainer takes the loss of the model itself, which {options.model} takes of the scores")
 
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
@@ -165,33 +226,18 @@ def main() -> None:
         return batch, None if loss_fn is own_loss else batch.pop("labels")
 
     plain = copy.deepcopy(model).to(devices[0])
-    inputs, target = make_inputs()
+    inputs, _ = make_inputs()
     pipe = fxpipe.pipeline(model, devices, options.chunks, schedule=options.schedule, example_kwargs=inputs)
     print(f"{pipe.plan}\n")
 
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
-    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
-    rows = []
-    for step in range(options.steps):
-        inputs, target = make_inputs()
-        loss = pipe.forward_backward(**inputs, target=target, loss_fn=loss_fn)
-        optimizer.step()
-        optimizer.zero_grad()
-
-        output = plain(**{name: tensor.to(devices[0]) for name, tensor in inputs.items()})
-        if target is None:
-            plain_loss = loss_fn(output)
-        else:
-            total, count = loss_fn(output, target.to(devices[0]))
-            plain_loss = total / count
-        plain_loss.backward()
-        plain_optimizer.step()
-        plain_optimizer.zero_grad()
-        rows.append((step, loss.item(), plain_loss.item()))
+    if options.trainer:
+        rows = train_by_trainer(pipe, plain, make_batch, devices[0], options.steps)
+    else:
+        rows = train_in_a_loop(pipe, plain, make_inputs, loss_fn, options.steps)
     shown = [row for row in rows if row[0] % 4 == 0 or row is rows[-1]]
     print(tabulate(shown, headers=("step", "loss, fxpipe", "loss, plain"), floatfmt=".6f"))
     difference = max(abs(a - b) for _, a, b in rows)
-    print(f"largest difference in {len(rows)} steps: {difference:.1e}")
+    print(f"largest difference in {options.steps} steps: {difference:.1e}")
     assert difference < TOLERANCE, "the pipeline does not train as the plain model does"
 
     with tempfile.TemporaryDirectory() as folder:

@@ -40,6 +40,13 @@ def test_models_of_transformers_train_as_they_do_alone(monkeypatch, capsys, mode
     assert "saved: config.json" in text
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
+def test_the_trainer_takes_a_pipe(monkeypatch, capsys):
+    text = run(monkeypatch, capsys, "huggingface.py", "vit", "--trainer", "--steps", "2")
+    assert "eval_loss" in text
+    assert "largest difference in 2 steps" in text
+
+
 def test_a_model_without_values_is_planned_for_other_hardware(monkeypatch, capsys, tmp_path):
     options = ["--layers", "2", "--devices", "2", "--batch", "8", "--chunks", "4", "--length", "64"]
     text = run(monkeypatch, capsys, "plan_70b.py", *options, "--save", str(tmp_path / "plan.json"))
