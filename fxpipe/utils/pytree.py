@@ -129,6 +129,9 @@ def _holds_tensors(value: Any) -> bool:
     return contains_any(value, lambda item: isinstance(item, torch.Tensor), in_functions=False)
 
 
+CACHE_ADVICE = "leave it out, and forward makes one; model.generate(..., use_cache=False) goes without"
+
+
 def refuse_hidden_tensors(what: str, leaf: Any) -> None:
     """Raises ArgumentError where a leaf that is no tensor holds some: they could not be cut into micro-batches.
 
@@ -138,6 +141,7 @@ def refuse_hidden_tensors(what: str, leaf: Any) -> None:
         raise ArgumentError(
             f"{what} is a {type(leaf).__name__} that holds tensors and is unknown to torch; pass tensors in tuples, "
             f"lists, dicts or dataclasses, or register it ({pytree.REGISTRATION})"
+            + (f"; a cache: {CACHE_ADVICE}" if type(leaf).__name__.endswith("Cache") else "")
         )
 
 

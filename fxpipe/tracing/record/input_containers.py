@@ -23,7 +23,7 @@ from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.source_lines import UNKNOWN_LINE, is_user_file
 from fxpipe.tracing.traced import InputLeaf
 from fxpipe.utils.equality import equal_values
-from fxpipe.utils.pytree import flatten_with_paths, preserve_objects
+from fxpipe.utils.pytree import CACHE_ADVICE, flatten_with_paths, preserve_objects
 
 # -- Names of inputs in forward, and of the leaves in them for the user: `x`, `xs[1]`, `batch['ids']` ----------------
 
@@ -70,7 +70,7 @@ def changed_container_error(name: str, line: str = UNKNOWN_LINE) -> CannotRecord
         f"forward changes {name} in an object that it was given as an input{where}, and a graph cannot: the caller's "
         "object would stay as it was. Let forward return what it makes, or put it into a copy (dict(batch)); for what "
         "is kept from step to step give a tensor that forward writes to (state.copy_(h)), or use buffers; for a cache: "
-        "leave it out, and forward makes one",
+        f"{CACHE_ADVICE}",
         is_final=True,
     )
 

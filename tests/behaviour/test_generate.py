@@ -1,0 +1,115 @@
+"""`generate()` of transformers calls the pipe: token by token, one graph for all lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install fxpipe[dev]")
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+
+TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+IDS = torch.randint(3, 32, (4, 5), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    transformers.logging.set_verbosity_error()
+
+
+def gpt2() -> Any:
+    config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=32, n_positions=32, **TOKENS)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama() -> Any:
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2, hidden_size=16, num_attention_heads=2, num_key_value_heads=1, intermediate_size=24,
+        vocab_size=32, max_position_embeddings=32, **TOKENS,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def t5() -> Any:
+    config = transformers.T5Config(
+        num_layers=2, num_decoder_layers=2, d_model=16, d_ff=24, d_kv=8, num_heads=2, vocab_size=32,
+        decoder_start_token_id=0, **TOKENS,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def made(make: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return make().eval()
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    # With a mask: without one, transformers looks for padding among the tokens, and each answer is another graph.
+    "sampled": {"do_sample": True, "attention_mask": torch.ones_like(IDS)},
+    "beams": {"num_beams": 3, "attention_mask": torch.ones_like(IDS)},
+    "padded": {"attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1] * 5, [0, 1, 1, 1, 1], [1] * 5])},
+}
+
+
+@pytest.mark.parametrize(("make", "way"), [(gpt2, "beams"), (gpt2, "sampled"), (llama, "padded"), (t5, "greedy")])
+def test_tokens_are_those_of_the_model_and_one_graph_has_all_lengths(make, way):
+    plain = made(make)
+    options = {"do_sample": False, "use_cache": False, "min_new_tokens": 8, "max_new_tokens": 8, **WAYS[way]}
+    lengths = set()
+    with fxpipe.pipeline(made(make), ["cpu", "cpu"], 2, progress=False) as pipe:
+        run = pipe.forward
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            lengths.add(
+                next(x.shape[1] for x in (kwargs.get("decoder_input_ids"), kwargs.get("input_ids")) if x is not None)
+            )
+            return run(*args, **kwargs)
+
+        pipe.forward = noted
+        for model in (plain, pipe):
+            torch.manual_seed(1)
+            tokens = model.generate(IDS, **options)
+            if model is plain:
+                want = tokens
+        assert torch.equal(tokens, want)
+        assert len(lengths) == 8
+        # That of planning, which trains; that of the first length; and one for all others.
+        assert len(pipe._fxpipe.graphs.entries) == 3
+
+
+@pytest.mark.parametrize("make", [gpt2, t5])
+def test_a_cache_is_refused_with_what_to_say_instead(make):
+    with (
+        fxpipe.pipeline(made(make), ["cpu", "cpu"], 2, progress=False) as pipe,
+        pytest.raises(fxpipe.errors.TraceError, match=r"past_key_values.*use_cache=False"),
+    ):
+        pipe.generate(IDS, max_new_tokens=4, do_sample=False)
+
+
+def test_a_cache_that_has_tokens_is_refused_too():
+    model = made(gpt2)
+    with torch.no_grad():
+        cache = model(IDS, use_cache=True).past_key_values
+    with (
+        fxpipe.pipeline(model, ["cpu", "cpu"], 2, progress=False) as pipe,
+        pytest.raises(fxpipe.errors.FxpipeError, match=r"past_key_values.*use_cache=False"),
+    ):
+        pipe(IDS[:, :1], past_key_values=cache)
+
+
+def test_a_cache_that_forward_makes_comes_out():
+    plain, model = made(gpt2), made(gpt2)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, progress=False) as pipe, torch.no_grad():
+        for length in (5, 4):
+            want, have = (one(IDS[:, :length], use_cache=True).past_key_values for one in (plain, pipe))
+            assert type(have) is type(want)
+            for ours, theirs in zip(have.layers, want.layers, strict=True):
+                torch.testing.assert_close(ours.keys, theirs.keys)
+                torch.testing.assert_close(ours.values, theirs.values)
