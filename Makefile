@@ -6,7 +6,7 @@ BIN := .venv/bin
 # Processes that run tests.
 JOBS ?= 2
 
-.PHONY: help demo test simulated gpu lint format bench overhead lengths balance planning inspecting coverage stress docs clean
+.PHONY: help demo test simulated gpu lint format package bench overhead lengths balance planning inspecting coverage stress docs clean
 
 help:
 	@echo 'make demo        train two small models as pipelines and print the plan of one'
@@ -15,6 +15,7 @@ help:
 	@echo 'make gpu         all that needs a GPU: its tests, then time and memory of steps on one'
 	@echo 'make lint        check style and types'
 	@echo 'make format      rewrite the sources in the one style'
+	@echo 'make package     build wheel and sdist in dist/, install the wheel into an empty environment with all it needs, and try it'
 	@echo 'make bench       measure throughput'
 	@echo 'make overhead    measure what an action costs beside the operations of the model'
 	@echo 'make lengths     measure what batches of changing lengths cost'
@@ -52,6 +53,14 @@ lint: .venv/.installed
 format: .venv/.installed
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+# As whoever installs it has it: from the wheel, and with what the index has for it. Needs the network.
+package: .venv/.installed
+	rm -rf build dist
+	$(BIN)/python -c 'import setuptools.build_meta as b; b.build_sdist("dist"); b.build_wheel("dist")'
+	$(PYTHON) -m venv --clear build/empty
+	build/empty/bin/python -m pip install dist/*.whl
+	cd build && empty/bin/python -m fxpipe && empty/bin/python ../examples/unet.py
 
 bench: .venv/.installed
 	$(BIN)/python tools/bench/throughput.py $(ARGS)

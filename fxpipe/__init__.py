@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fxpipe import optim
+    from fxpipe import errors, optim
     from fxpipe.api import pipeline
     from fxpipe.hardware import Hardware
     from fxpipe.partitioning import partition
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MODULES = {"optim"}
+_MODULES = {"errors", "optim"}
 _HOMES = {
     "Hardware": "fxpipe.hardware",
     "Pipeline": "fxpipe.pipeline_module",
@@ -57,6 +57,7 @@ __all__ = [
     "Profile",
     "Tuning",
     "cut",
+    "errors",
     "is_recomputing",
     "leaf",
     "optim",

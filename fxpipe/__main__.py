@@ -1,0 +1,58 @@
+"""`python -m fxpipe`: the versions and devices that a report of a problem needs."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+
+from fxpipe import __version__
+
+# Where there is one, its version is told.
+OTHER_PACKAGES = ("numpy", "transformers", "accelerate", "peft", "lightning", "triton", "matplotlib")
+
+
+def environment_text() -> str:
+    """Formats what fxpipe runs on, a line for each fact."""
+    facts = {
+        "fxpipe": f"{__version__} in {os.path.dirname(os.path.abspath(__file__))}",
+        "Python": f"{platform.python_version()} ({platform.python_implementation()})",
+        "system": platform.platform(),
+        "CPU": _cpu_text(),
+        **_torch_facts(),
+        **{name: version for name in OTHER_PACKAGES if (version := _version_of(name))},
+    }
+    width = max(map(len, facts))
+    return "\n".join(f"{name:<{width}}  {fact}" for name, fact in facts.items())
+
+
+def _cpu_text() -> str:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{platform.machine()}, {cores} cores for this process"
+
+
+def _torch_facts() -> dict[str, str]:
+    try:
+        import torch
+
+        from fxpipe import accelerator
+        from fxpipe._torch.versions import TESTED_VERSIONS
+    except ImportError as error:  # it is the report of just that
+        return {"torch": f"cannot be imported: {' '.join(str(error).split())}"}
+    devices = [f"{device} {accelerator.device_name(device) or ''}".strip() for device in accelerator.local_devices()]
+    return {
+        "torch": f"{torch.__version__}; tested are {TESTED_VERSIONS}",
+        "threads": str(torch.get_num_threads()),
+        "devices": ", ".join(devices) or "none beside the CPU",
+    }
+
+
+def _version_of(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+if __name__ == "__main__":
+    print(environment_text())
