@@ -123,6 +123,9 @@ def pipeline(
             "dualpipev"         the same, backward mostly in one piece
             "v_half", "v_min"   the same with half and a third of the memory of 1f1b; idle longer
             "zero_bubble_auto"  zero bubble in an order searched for what the plan's stages take, within their memory
+            "pipedream"         no flush and no idling in `train_stream`, on stale weights, of which stage j of n keeps
+                                n - j versions; a step of `forward_backward` is one of 1f1b
+            "pipedream_2bw"     the same with two versions
             "auto"              the one with the shortest simulated step that fits into memory, with 1, 2 or 4 stages
                                 per device unless `stages_per_device`, `pin`, `balance` or `checkpoint` say how
                                 many there are; with a plan, whose stages stay where they are, the best for them

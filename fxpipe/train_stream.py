@@ -65,6 +65,8 @@ class TrainStream(Iterator[torch.Tensor]):
     def close(self) -> None:
         """Ends the stream: all mini-batches that were read go through all stages and are applied.
 
+        Of a pipe that is closed already they are dropped.
+
         Raises:
             Exception: what a stage has raised in one of them.
         """
@@ -91,8 +93,11 @@ class TrainStream(Iterator[torch.Tensor]):
                     yield loss
                     with context.suspended():
                         failure = failure or self._fill(context)
-            except GeneratorExit:
-                self._end(context)
+            except GeneratorExit as left:
+                if not engine.executor.is_closed:
+                    self._end(context)
+                elif self._stream is not None:  # as at the end of the interpreter: nothing can run any more
+                    self._stream.abort(left)
                 raise
             except BaseException as error:
                 if self._stream is not None:

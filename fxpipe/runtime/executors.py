@@ -50,6 +50,9 @@ class Executor(Protocol):
     def finish(self, step: ActionPerformer) -> None:
         """Returns when all that was started has ended, or raises what made it fail."""
 
+    @property
+    def is_closed(self) -> bool: ...
+
     def close(self) -> None: ...
 
 
@@ -257,6 +260,10 @@ class ThreadedExecutor:
         self._queues, self._threads, self._ended, self._process = queues, threads, ended, os.getpid()
         self._step = None
 
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
     def close(self) -> None:
         """Ends the threads, for good, and waits for them. A step that another thread runs meanwhile fails."""
         if threading.current_thread() in self._threads:
@@ -320,6 +327,10 @@ class InterleavedExecutor:
             step.perform(self._random.choice(ready).popleft())
             waiting = [row for row in waiting if row]
 
+    @property
+    def is_closed(self) -> bool:
+        return False
+
     def close(self) -> None:
         pass
 
@@ -363,6 +374,10 @@ class InlineExecutor:
 
     def finish(self, step: ActionPerformer) -> None:
         raise_failure(step)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
 
     def close(self) -> None:
         """Closes the executor for good. A step that another thread runs fails, and has ended soon."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -527,6 +529,22 @@ def test_a_stream_without_gradients_and_one_of_a_closed_pipe_are_refused():
             list(stream)
         with pytest.raises(StateError, match="the pipe is closed"):
             pipe.train_stream([], optimizer=optimizer)
+
+
+def test_a_script_may_end_in_the_middle_of_a_stream(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import itertools, torch, fxpipe
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+pipe = fxpipe.pipeline(model, ["cpu"] * 2, schedule="pipedream", balance=["0"], hardware="cpu", progress=False)
+optimizer = fxpipe.optim.StageOptimizer(pipe, torch.optim.SGD, lr=0.1)
+stream = pipe.train_stream(itertools.repeat(torch.ones(2, 4)), loss_fn=torch.mean, optimizer=optimizer)
+print("loss", next(stream).dim())
+"""
+    )
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "loss 0\n", "")
 
 
 def test_a_loss_that_is_no_sum_over_micro_batches_is_found_out(shared):
