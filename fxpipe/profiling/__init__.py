@@ -44,7 +44,7 @@ from fxpipe.profiling.node_timing import NodeTiming, dependents_of, measure
 from fxpipe.profiling.other_sizes import lengths_together, planned_lengths, size_point
 from fxpipe.profiling.profile_data import ZERO_FORMULA, NodeCost, Profile, Seconds
 from fxpipe.profiling.roofline import estimate
-from fxpipe.tracing.fake_tensors import is_faked, names_without_values, with_fake_tensors
+from fxpipe.tracing.fake_tensors import is_faked, mute_fake_tensor_logs, names_without_values, with_fake_tensors
 from fxpipe.tracing.model_state import preserve_state
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import Effects
@@ -57,6 +57,7 @@ from fxpipe.utils.units import parse_count
 __all__ = ["NodeCost", "Profile", "Seconds", "profile"]
 
 
+@mute_fake_tensor_logs()  # costs that fake tensors cannot tell are counted on values
 def profile(
     traced: Traced,
     args: tuple[Any, ...] = (),

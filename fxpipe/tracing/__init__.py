@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,13 +21,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe._torch import fake_tensor_mode
 from fxpipe._torch.compiler import is_compiler_loaded
 from fxpipe._torch.module_internals import original_module
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.tracing.dynamic_sizes import NO_DYNAMIC_DIMS, DynamicDims, FixedSizeError, InputDim
-from fxpipe.tracing.fake_tensors import is_faked, original_of, with_fake_tensors
+from fxpipe.tracing.fake_tensors import is_faked, mute_fake_tensor_logs, original_of, with_fake_tensors
 from fxpipe.tracing.forward_rng import preserve_own_generators
 from fxpipe.tracing.guards import refuse_unguardable
 from fxpipe.tracing.importers.symbolic_trace import symbolic_graph
@@ -260,21 +257,6 @@ def _find_graph_with_lazy_state(request: TraceRequest) -> Traced:
 def _needs_inputs(model: nn.Module) -> bool:
     parameters = inspect.signature(original_module(model).forward).parameters.values()
     return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-
-
-@contextlib.contextmanager
-def mute_fake_tensor_logs() -> Iterator[None]:
-    """A block in which torch does not log what fake tensors cannot do, each with a stack: it is raised as well."""
-    here, logger = threading.get_ident(), logging.getLogger(fake_tensor_mode.LOGGER)
-
-    def is_elsewhere(record: logging.LogRecord) -> bool:
-        return record.thread != here or record.exc_info is None
-
-    logger.addFilter(is_elsewhere)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_elsewhere)
 
 
 def _force_eager() -> contextlib.AbstractContextManager[object]:

@@ -11,6 +11,7 @@ Random functions leave torch's generators where they are under this mode, which 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 from fxpipe._torch.fake_tensor_mode import (
+    LOGGER,
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
@@ -36,6 +38,21 @@ from fxpipe.utils.pytree import flatten, map_tensor_leaves
 
 # What is raised where fake tensors are not enough; the last, by an operator that has not said what it makes of them.
 NEEDS_VALUES_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+@contextlib.contextmanager
+def mute_fake_tensor_logs() -> Iterator[None]:
+    """A block in which torch does not log what fake tensors cannot do, each with a stack: it is raised as well."""
+    here, logger = threading.get_ident(), logging.getLogger(LOGGER)
+
+    def is_elsewhere(record: logging.LogRecord) -> bool:
+        return record.thread != here or record.exc_info is None
+
+    logger.addFilter(is_elsewhere)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_elsewhere)
 
 
 class ModelFakeMode(FakeTensorMode):

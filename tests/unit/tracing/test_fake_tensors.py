@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import resource
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from helpers.models import GPT, UNet
 from torch import fx, nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 import fxpipe
 from fxpipe.errors import ArgumentError, StateError, TraceError
@@ -18,7 +19,7 @@ from fxpipe.hardware import HARDWARE
 from fxpipe.inspect.cli import main
 from fxpipe.profiling.flops import operation_flops
 from fxpipe.profiling.roofline import bytes_moved
-from fxpipe.tracing import mute_fake_tensor_logs
+from fxpipe.tracing.fake_tensors import mute_fake_tensor_logs
 from fxpipe.tracing.node_info import info
 
 A100 = HARDWARE["a100-80gb"]
@@ -413,3 +414,21 @@ def test_torch_logs_nothing_of_what_fake_tensors_cannot_do(caplog):
     with mute_fake_tensor_logs():
         fail()
     assert not caplog.records
+
+
+def test_costs_are_estimated_without_a_log(caplog):
+    """A product that runs on values and fails on fake ones is estimated on values, and no stack is logged of it."""
+
+    @fxpipe.leaf
+    def product(x):
+        return x @ (x if isinstance(x, FakeTensor) else x.new_ones(3, 3))
+
+    class Model(nn.Linear):
+        def forward(self, x):
+            return product(super().forward(x))
+
+    x = torch.randn(4, 3)
+    traced = fxpipe.trace(Model(3, 3), (x,))
+    profile = fxpipe.profile(traced, (x,), hardware="h100")
+    assert profile.nodes
+    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
