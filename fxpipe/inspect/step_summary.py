@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -58,37 +59,46 @@ def summarize_step(simulation: Simulation, plan: Plan) -> StepSummary:
     )
 
 
-# Less than that is lost to what no plan knows; and as many devices do more, each with a copy of the model.
-LEAST_SPEEDUP = 1.1
+# Of a device, for each beside the first. A plan knows no more closely; and replicas gain nearly a whole one.
+LEAST_GAIN = 0.1
 
 
 def one_device_text(tuning: Tuning) -> str:
-    """Compares the chosen way with one device that has the whole model and takes the mini-batch at once.
+    """Compares the chosen way with one device that has the whole model: and takes the mini-batch at once, if it can.
 
     Empty where replicas share the mini-batch, or there is one device only.
     """
     from fxpipe.plans.retarget import resize_plan
 
-    plan = tuning.best.plan
+    plan, batch = tuning.best.plan, tuning.batch
     if plan is None or tuning.best.data_parallel > 1 or len(plan.workers) == 1:
         return ""
-    alone = resize_plan(replace(plan, chunks=1), tuning.batch, "never")
-    seconds = sum(stage.seconds for stage in alone.stages)
-    needed = sum(int(alone.memory(stage.index, b=tuning.batch)) for stage in alone.stages)
-    limits = [stage.memory_limit for stage in alone.stages if alone.placement[stage.index] == 0]
-    limit = None if None in limits else sum(filter(None, limits))
+    limits = [stage.memory_limit for stage in plan.stages if plan.placement[stage.index] == 0]
+    limit = math.inf if None in limits else sum(filter(None, limits))
+    for samples in (batch, plan.micro_batch):
+        alone = resize_plan(replace(plan, chunks=1), samples, "never")
+        needed = sum(int(alone.memory(stage.index, b=samples)) for stage in alone.stages)
+        if needed <= limit:
+            break
+    else:
+        return wrap_text(
+            "one device alone has no room for the model, not even with a micro-batch at a time: it takes "
+            f"{bytes_of_limit(needed, limit)}"
+        )
+    count = math.ceil(batch / samples)
+    seconds = count * sum(stage.seconds for stage in alone.stages)
+    how = "the mini-batch at once" if count == 1 else f"{count} micro-batches, one after the other"
     devices, speedup = count_text(len(plan.workers), "device"), seconds / tuning.best.step_seconds
-    if limit is not None and needed > limit:
-        verdict = f"but has no room for it: it takes {bytes_of_limit(needed, limit)}"
-    elif speedup < LEAST_SPEEDUP:
-        verdict = (
-            f"{speedup:.2f} times the chosen step: a pipeline is not worth it here. One device holds the model "
-            f"({human_bytes(needed)}); for more speed, {devices} with a copy each share the mini-batch (torch's "
-            "DistributedDataParallel)"
+    text = f"one device alone would take {human_seconds(seconds)} for {how}: "
+    if speedup < 1 + LEAST_GAIN * (len(plan.workers) - 1):
+        text += (
+            f"{speedup:.2f} times the chosen step, so that a pipeline is not worth it here. One device holds the model "
+            f"({human_bytes(needed)}); for more speed, let {devices} share the mini-batch, each with a copy of the "
+            "model (torch's DistributedDataParallel)"
         )
     else:
-        verdict = f"the chosen way is {speedup:.2f} times as fast, on {devices}"
-    return wrap_text(f"one device alone would take {human_seconds(seconds)} for the mini-batch at once: {verdict}")
+        text += f"the chosen way is {speedup:.2f} times as fast, on {devices}"
+    return wrap_text(text)
 
 
 def mode_text(plan: Plan) -> str:

@@ -71,14 +71,21 @@ def sentences(count: int = 16) -> Rows:
     ]
 
 
-def trainer_of(model: Any, rows: Rows, folder: Path, callbacks: list[Any] | None = None, **options: Any) -> Any:
+def trainer_of(
+    model: Any,
+    rows: Rows,
+    folder: Path,
+    callbacks: list[Any] | None = None,
+    data_collator: Any = None,
+    **options: Any,
+) -> Any:
     options = {"num_train_epochs": 1, "per_device_train_batch_size": 4, "save_strategy": "no"} | options
     arguments = transformers.TrainingArguments(
         str(folder), report_to=[], disable_tqdm=True, use_cpu=True, logging_steps=1, seed=3, learning_rate=1e-3,
         **options,
     )  # fmt: skip
     trainer = transformers.Trainer(
-        model, arguments, train_dataset=rows, eval_dataset=rows[:7], callbacks=callbacks or []
+        model, arguments, data_collator, train_dataset=rows, eval_dataset=rows[:7], callbacks=callbacks or []
     )
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
@@ -149,6 +156,27 @@ def test_bfloat16_is_as_close_as_its_digits(tmp_path):
         for trainer in (plain, ours):
             trainer.train()
         torch.testing.assert_close(losses(ours), losses(plain), atol=2e-3, rtol=2e-3)
+
+
+def test_adapters_of_a_model_train_on_texts_of_every_length(tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install fxpipe[dev]")
+
+    def make() -> nn.Module:
+        model = gpt2()
+        torch.manual_seed(4)
+        return peft.get_peft_model(
+            model, peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+        )
+
+    def padded(rows: Rows) -> dict[str, torch.Tensor]:
+        length = max(len(row["input_ids"]) for row in rows)
+        ids = torch.stack(
+            [nn.functional.pad(row["input_ids"], (0, length - len(row["input_ids"])), value=2) for row in rows]
+        )
+        return {"input_ids": ids, "attention_mask": (ids != 2).long(), "labels": ids.masked_fill(ids == 2, -100)}
+
+    rows = [{"input_ids": row["input_ids"][: 6 + k % 5]} for k, row in enumerate(texts(14))]  # a last batch of two
+    compare(make, rows, tmp_path, data_collator=padded)
 
 
 def test_what_is_saved_is_the_models(tmp_path):

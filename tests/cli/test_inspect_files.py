@@ -100,18 +100,25 @@ def test_the_rest_of_a_search_is_shown_by_an_option(saved: str, capsys: pytest.C
 
 
 def test_a_search_is_compared_with_one_device() -> None:
-    slow_links = make_plan(2)
-    plain = fxpipe.tune(slow_links, schedules=["gpipe"], chunks=[1])  # one after the other
-    assert "a pipeline is not worth it here. One device holds the model" in _words(one_device_text(plain))
-    fast = fxpipe.tune(make_plan(2), schedules=["1f1b"], chunks=[4])
-    best = fast.best
-    alone = sum(stage.seconds for stage in resize_plan(make_plan(2), fast.batch).stages)
-    text = _words(one_device_text(fast))
-    assert f"the chosen way is {alone / best.step_seconds:.2f} times as fast, on 2 devices" in text
-    small = replace(slow_links, stages=tuple(replace(s, memory_limit=60 * 2**20) for s in slow_links.stages))
-    assert "but has no room for it: it takes" in _words(
-        one_device_text(fxpipe.tune(small, schedules=["gpipe"], chunks=[1]))
-    )
+    plan = make_plan(2)
+    worse = fxpipe.tune(plan, schedules=["gpipe"], chunks=[1])  # one stage after the other
+    text = _words(one_device_text(worse))
+    assert "for the mini-batch at once: 1.00 times the chosen step, so that a pipeline is not worth it here" in text
+    assert "let 2 devices share the mini-batch, each with a copy" in text
+    better = fxpipe.tune(plan, schedules=["1f1b"], chunks=[4])
+    alone = sum(stage.seconds for stage in resize_plan(plan, better.batch).stages)
+    text = _words(one_device_text(better))
+    assert f"the chosen way is {alone / better.best.step_seconds:.2f} times as fast, on 2 devices" in text
+
+
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [(60, "for 4 micro-batches, one after the other"), (40, "no room for the model, not even with a micro-batch at a")],
+)
+def test_one_device_holds_what_it_can(limit: int, message: str) -> None:
+    stages = tuple(replace(stage, memory_limit=limit * 2**20) for stage in make_plan(2).stages)
+    tuning = fxpipe.tune(replace(make_plan(2), stages=stages), schedules=["1f1b"], chunks=[4])
+    assert message in _words(one_device_text(tuning))
 
 
 def _words(text: str) -> str:
