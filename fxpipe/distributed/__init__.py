@@ -28,6 +28,8 @@ each other at its end) and `rank_gradients` (from sums of stages to `.grad`); `a
 model, plan and versions); `rank_engine` (whole steps), `rank_state` (graphs, recorded on all ranks at once) and
 `pipeline`, the module that users have; `materialization` (memory for this rank's tensors), `checkpoint_readers` and
 `checkpoint_loading`, and `initialization`; `clip_grad_norm`.
+
+Beside all that stands `rpc`: a pipe whose stages are on RPC workers, stepped by PyTorch's `DistributedOptimizer`.
 """
 
 from fxpipe.distributed.checkpoint_loading import load
