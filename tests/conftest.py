@@ -80,6 +80,12 @@ def _measured_in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("fxpipe.hardware._LARGE_COPY", 1 << 16)
 
 
+@pytest.fixture(autouse=True)
+def _as_wide_as_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is printed fits the window that a variable of the environment tells."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _on_one_thread() -> None:
     """So that what the fixtures of a module compute has the bits of its tests."""
