@@ -31,50 +31,6 @@ with fxpipe.pipeline(model, ["cpu", "cpu"], chunks=4, progress=False) as pipe:
     pipe.plan.save("plan.json")
     print(fxpipe.__file__)
 """
-TYPED = '''\
-"""A script of a user's, as type checkers read it."""
-
-from __future__ import annotations
-
-import torch
-from torch import nn
-
-import fxpipe
-from fxpipe.scheduling import Schedule
-
-
-@fxpipe.leaf
-def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
-    return x.mul(factor)
-
-
-def train(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> float:
-    pipe: fxpipe.Pipeline = fxpipe.pipeline(model, ["cpu", "cpu"], chunks=4, schedule="1f1b", example_args=(x,))
-    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-    with pipe:
-        loss: torch.Tensor = pipe.forward_backward(x, target=target, loss_fn=nn.functional.mse_loss)
-        again, outputs = pipe.forward_backward(x, target=target, loss_fn=nn.functional.mse_loss, return_outputs=True)
-        optimizer.step()
-        plan: fxpipe.Plan = pipe.plan
-        seconds: float = fxpipe.simulate(plan, schedule="gpipe", chunks=8).step_seconds
-        print(plan, pipe.last_step, outputs, seconds, scaled(again, 2.0))
-        plain: nn.Module = fxpipe.unwrap(pipe)
-        plain.eval()
-        stages = fxpipe.optim.StageOptimizer(pipe, torch.optim.AdamW, lr=1e-3)
-        pipe.forward_backward(x, target=target, loss_fn=nn.functional.mse_loss, optimizer=stages)
-    return float(loss)
-
-
-def look(model: nn.Module, x: torch.Tensor, schedule: Schedule) -> str:
-    traced = fxpipe.trace(model, (x,))
-    profile: fxpipe.Profile = fxpipe.profile(traced, (x,))
-    tuning: fxpipe.Tuning = fxpipe.tune(model, ["cpu", "cpu"], example_args=(x,), schedules=["1f1b", "gpipe"])
-    try:
-        plan = fxpipe.plan(model, 2, chunks=4, hardware="h100", example_args=(x,))
-    except fxpipe.errors.FxpipeError as error:
-        return str(error)
-    return f"{plan.stages[0].parameter_bytes} {profile} {tuning.best.schedule} {schedule}"
-'''
 
 
 def run(*command: object, cwd: Path) -> str:
@@ -133,6 +89,7 @@ def test_a_pipe_trains_in_an_environment_of_its_own(installed: Path, tmp_path: P
     (tmp_path / "script.py").write_text(SCRIPT)
     where = run(installed, "script.py", cwd=tmp_path).strip()
     assert Path(where).is_relative_to(installed.parents[1])
+    assert Path(where).with_name("py.typed").exists()  # `make lint` checks a typed script
     run(installed, "-m", "fxpipe.inspect", "plan.json", "--report", "r.html", "--graph", "g.html", cwd=tmp_path)
     assert "</html>" in (tmp_path / "r.html").read_text()  # the styles and scripts of which are files of the package
 
@@ -143,9 +100,3 @@ def test_the_report_of_an_environment(installed: Path, tmp_path: Path) -> None:
     assert lines["Python"].startswith(".".join(map(str, sys.version_info[:3])))
     assert {"torch", "system", "CPU", "threads", "devices"} <= {*lines}
     assert "transformers" not in lines  # it is not there
-
-
-def test_a_script_of_a_users_is_typed_strictly(installed: Path, tmp_path: Path) -> None:
-    (tmp_path / "typed.py").write_text(TYPED)
-    options = ("--strict", "--python-executable", installed, "--cache-dir", tmp_path / "cache")
-    assert "no issues found" in run(sys.executable, "-m", "mypy", *options, "typed.py", cwd=tmp_path)
