@@ -17,6 +17,7 @@ from fxpipe.cluster import Cluster, Link
 from fxpipe.config.pipeline_options import PipelineOptions, make_settings
 from fxpipe.errors import ArgumentError, PartitionError
 from fxpipe.inspect.cli import main
+from fxpipe.planning import prepare_profiled, trace_and_profile
 from fxpipe.planning.replication import bandwidth_levels
 
 X = torch.zeros(24, 4)
@@ -291,3 +292,17 @@ def test_a_cluster_with_replicas_that_cannot_be_is_refused():
     for fields in ({"replicas": (2,)}, {"replicas": (2, 0)}, {"replicas": (2, 1), "data": 2}):
         with pytest.raises(ArgumentError, match="replicas="):
             Cluster(4, 4, None, None, pipe=2, **fields)
+
+
+def test_replicas_over_processes_count_where_stages_begin():
+    options = PipelineOptions(
+        devices=CUDA[:2], hardware=hardware(Link(5e8)), chunks=6, balance="pipedream", data_parallel=1
+    )
+    settings = make_settings(options, anywhere=True)
+    profiled = trace_and_profile(narrow_then_wide(), (X,), {}, settings)
+    count = len(profiled.traced.nodes)
+    (_, alone), (_, replicated) = (
+        prepare_profiled(profiled, replace(settings, ranks_per_stage=ranks)).starts for ranks in (1, 4)
+    )
+    assert alone < count - 2  # by time
+    assert replicated == count - 2  # what has the weights takes longest to reduce, and so gets nothing beside them
