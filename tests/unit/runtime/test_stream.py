@@ -90,3 +90,34 @@ def test_an_update_writes_elsewhere_only_while_an_older_version_is_needed():
     assert torch.equal(weights.at(1)[id(p)], torch.full((3,), 2.0))
     assert torch.equal(weights.at(2)[id(p)], torch.full((3,), 4.0))
     assert weights.most_held == 2
+
+
+def test_an_interrupt_while_a_mini_batch_is_read_drops_the_stream_and_leaves_a_pipe_that_trains():
+    def source():
+        yield from batches(4)
+        raise KeyboardInterrupt
+
+    with oracle.closing(piped("pipedream")) as pipe:
+        optimizer = StageOptimizer(pipe, torch.optim.SGD, lr=0.1)
+        with pytest.raises(KeyboardInterrupt):
+            list(pipe.train_stream(source(), loss_fn=F.mse_loss, optimizer=optimizer))
+        stream = pipe.train_stream(batches(4), loss_fn=F.mse_loss, optimizer=optimizer)
+        assert len(list(stream)) == 4
+        assert stream.applied == (4,) * STAGES
+
+
+def test_gradients_from_before_count_in_the_first_update_and_inputs_get_theirs():
+    """As of an optimizer that steps without zero_grad; an input that requires grad has its gradient behind its loss."""
+    x, t = batches(1)[0]
+    with oracle.closing(piped("pipedream")) as pipe:
+        pipe.eval()
+        bias = pipe.get_parameter("0.0.bias")
+        before = bias.detach().clone()
+        bias.grad = torch.ones_like(bias)
+        plain = nn.Sequential(*(nn.Sequential(part[0], part[1]) for part in fxpipe.unwrap(pipe)))
+        want = torch.autograd.grad(F.mse_loss(plain(x), t), bias)[0]
+        x.requires_grad_()
+        optimizer = StageOptimizer(pipe, torch.optim.SGD, lr=1.0)
+        list(pipe.train_stream([(x, t)], loss_fn=F.mse_loss, optimizer=optimizer))
+        torch.testing.assert_close(bias.detach(), before - 1 - want)
+        assert x.grad is not None
