@@ -84,7 +84,8 @@ def _versions(plan: PlanData) -> str:
     if max(versions) == 1:
         return ""
     numbers = ", ".join(map(str, versions))
-    return f"versions of the weights, by stage: {numbers}, as mini-batches stream through them (train_stream)"
+    stream = "as mini-batches stream through them (train_stream)"
+    return wrap_text(f"versions of the weights, by stage: {numbers}, {stream}; a step, as told here, ends with a flush")
 
 
 def sizes_suffix(plan: PlanData) -> str:
