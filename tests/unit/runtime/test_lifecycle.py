@@ -6,8 +6,6 @@ import copy
 import gc
 import io
 import pickle
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -16,6 +14,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.forked_scripts import ForkServer
 from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -522,7 +521,7 @@ BEGIN = """
 
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16))
     x = torch.randn(32, 16)
-    pipe = fxpipe.pipeline(model, ["cpu", "cpu"], 4, example_args=(x,))
+    pipe = fxpipe.pipeline(model, ["cpu", "cpu"], 4, example_args=(x,), hardware="cpu")
 
     def step():
         return pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
@@ -531,14 +530,11 @@ BEGIN = """
 """
 
 
-def _run(script, timeout=60):
-    return subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(BEGIN) + textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+@pytest.fixture(scope="module")
+def run_script():
+    """Runs a script behind `BEGIN`, in a process of its own."""
+    with ForkServer() as server:
+        yield lambda script: server.run(textwrap.dedent(BEGIN) + textwrap.dedent(script))
 
 
 EXITS = {
@@ -595,9 +591,9 @@ EXITS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXITS)
-def test_the_interpreter_ends_with_a_live_pipe(name):
+def test_the_interpreter_ends_with_a_live_pipe(run_script, name):
     script, code = EXITS[name]
-    ran = _run(script)
+    ran = run_script(script)
     assert ran.returncode == code, ran.stderr
     assert "terminate" not in ran.stderr
     assert "Fatal" not in ran.stderr
@@ -706,9 +702,9 @@ FORK = """
 @pytest.mark.skipif(
     torch.version.cuda is not None, reason="torch with CUDA has no autograd in a fork of what has used it"
 )
-def test_a_fork_after_use():
+def test_a_fork_after_use(run_script):
     """The child starts workers of its own, and ends as it should; the parent does not notice."""
-    ran = _run(FORK)
+    ran = run_script(FORK)
     assert ran.returncode == 0, ran.stderr
     assert "parent is well" in ran.stdout
 
@@ -718,9 +714,9 @@ def test_a_fork_after_use():
     torch.version.cuda is not None, reason="torch with CUDA has no autograd in a fork of what has used it"
 )
 @pytest.mark.parametrize("place", ["in a loss", "in a module kept whole", "in a random node", "while planning"])
-def test_a_fork_while_another_thread_is_at_work(place):
+def test_a_fork_while_another_thread_is_at_work(run_script, place):
     """The child, which has not that thread, neither waits for it nor says for ever that a step is running."""
-    ran = _run(
+    ran = run_script(
         f"""
         place = {place!r}
         started, go_on = threading.Event(), threading.Event()
@@ -785,9 +781,9 @@ def test_a_fork_while_another_thread_is_at_work(place):
 @pytest.mark.skipif(
     torch.version.cuda is not None, reason="torch with CUDA has no autograd in a fork of what has used it"
 )
-def test_a_fork_inside_a_step_is_inside_it_in_the_child_as_well():
+def test_a_fork_inside_a_step_is_inside_it_in_the_child_as_well(run_script):
     """Where the caller's own thread has forked it is at that step still; afterwards the pipe is free."""
-    ran = _run(
+    ran = run_script(
         """
         def hook(gradient):
             if not children:
