@@ -93,7 +93,9 @@ def plan(
             devices that reduce gradients together. See `fxpipe.cluster` for what is assumed of links.
         processes: the figures are those of a process for each device, as over a `DeviceMesh`; so they are anyway with
             replicas, and where devices stand in several nodes. See `fxpipe.simulate`.
-        devices, chunks, balance, and all others: as for `fxpipe.pipeline`.
+        devices, chunks, balance, pin, stages_per_device, schedule, checkpoint: as for `fxpipe.pipeline`.
+        memory_limit, optimizer_state, profile, profile_budget, loss_fn, target: as there.
+        tracer, in_dims, dynamic_shapes, out_dims, leaf_modules, check, progress: as there.
 
     Raises:
         FxpipeError: an argument cannot be used, or the model cannot be traced or cut so; see `fxpipe.errors`.
