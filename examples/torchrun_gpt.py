@@ -53,7 +53,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
     if dist.get_rank() == 0:
         print(f"{pipe.plan}\n")
-    if options.checkpoint and options.checkpoint.exists():
+    if options.checkpoint and (options.checkpoint / ".metadata").exists():  # which is written last
         state = state_of(pipe, optimizer)
         dcp.load(state, checkpoint_id=options.checkpoint)
         pipe.load_state_dict(state["model"])

@@ -44,6 +44,7 @@ class TrainStream(Iterator[torch.Tensor]):
         self._has_target: bool | None = None  # have mini-batches one
         self._seed, self._has_drawn = 0, False
         self._read = 0
+        self._is_over = False  # nothing more is read
         self._losses = self._run()
 
     @property
@@ -147,8 +148,6 @@ class TrainStream(Iterator[torch.Tensor]):
             self._stream.admit(bound, leaves, batch, self._inside.settings.micro_batches(batch), call.target)
             self._read += 1
         return None
-
-    _is_over = False  # nothing more is read
 
     def _drain(self) -> None:
         self._is_over = True

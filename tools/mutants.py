@@ -1482,8 +1482,113 @@ PLANS = (
 )
 
 
+DISTRIBUTED = (
+    Mutant(
+        "distributed/failures.py",
+        'answer["name"]) if token in answer["tokens"] else None',
+        'answer["name"])',
+        "unit/distributed/test_meeting_ranks.py",
+    ),
+    Mutant(
+        "distributed/failures.py",
+        "if own.check(here):",
+        "if own.check(here[:1]):",
+        "unit/distributed/test_meeting_ranks.py",
+    ),
+    Mutant(
+        "distributed/bounded_store.py",
+        "thread.join(self.seconds)",
+        "thread.join()",
+        "unit/distributed/test_bounded_store.py",
+    ),
+    Mutant(
+        "distributed/bounded_store.py",
+        "if errors:",
+        "if errors and answers:",
+        "unit/distributed/test_bounded_store.py",
+    ),
+    Mutant(
+        "distributed/packets.py",
+        "start = _next_start(start + one.bytes)",
+        "start = start + one.bytes",
+        "behaviour/test_over_ranks.py unit/distributed/test_packets.py",
+    ),
+    Mutant(
+        "distributed/packets.py",
+        "is_known = layout == known",
+        "is_known = known is not None",
+        "behaviour/test_over_ranks.py",
+    ),
+    Mutant(
+        "distributed/rank_step.py",
+        "self._mailbox.finish_send(key, what)  # what has come back depends on it: it was taken",
+        "",
+        "unit/distributed/test_rank_step.py",
+    ),
+    Mutant(
+        "distributed/rank_step.py",
+        "2 * (cut * self._count + i) + 1",
+        "2 * (cut * self._count + i)",
+        "unit/distributed/test_rank_step.py behaviour/test_over_ranks.py",
+    ),
+    Mutant(
+        "distributed/replicas.py",
+        "portions=[start.batch / batch for start in starts],",
+        "portions=[1 / len(starts) for start in starts],",
+        "behaviour/test_over_ranks_data_parallel.py",
+    ),
+    Mutant(
+        "distributed/replicas.py",
+        "earlier = {key: gradient / self.count for key, gradient in unsynced.items()}",
+        "earlier = dict(unsynced)",
+        "behaviour/test_over_ranks_data_parallel.py",
+    ),
+    Mutant(
+        "distributed/replicas.py",
+        "if self.is_synced and self._reduced != reduced:",
+        "if self.is_synced and self._reduction is None:",
+        "behaviour/test_over_ranks_data_parallel.py",
+    ),
+    Mutant(
+        "distributed/gradient_reduction.py",
+        "self._add(self._leaves[key], gradient if earlier is None else gradient + earlier)",
+        "self._add(self._leaves[key], gradient)",
+        "behaviour/test_over_ranks_data_parallel.py",
+    ),
+    Mutant(
+        "distributed/rank_gradients.py",
+        "self._held.holders(name)[0] == self._group.rank",
+        "self._group.rank in self._held.holders(name)",
+        "behaviour/test_over_ranks_data_parallel.py",
+    ),
+    Mutant(
+        "distributed/rank_gradients.py",
+        'if all(self._group.connection.all_gather(is_finite, "the gradients of the other ranks to be finite")):',
+        "if is_finite:",
+        "behaviour/test_over_ranks_grad_scaler.py",
+    ),
+    Mutant(
+        "distributed/rank_engine.py",
+        "if self.group.replica == 0:\n            step.commit_buffers()",
+        "if True:\n            step.commit_buffers()",
+        "behaviour/test_over_ranks_data_parallel.py",
+    ),
+    Mutant(
+        "distributed/clip_grad_norm.py",
+        "ordered = [norms[name] for name in names.values() if name in norms]",
+        "ordered = [norm for of_rank in everybody for norm in of_rank.values()]",
+        "behaviour/test_over_ranks_data_parallel.py",
+    ),
+    Mutant(
+        "distributed/checkpoint_loading.py",
+        "if strict and all_missing:",
+        "if strict and missing:",
+        "behaviour/test_over_ranks_meta_device.py",
+    ),
+)
+
 MUTANTS = (
-    *RUNTIME, *SCHEDULING, *SIMULATION, *PARTITIONING, *REWRITING, *TRACING, *PROFILING, *PLANS
+    *RUNTIME, *SCHEDULING, *SIMULATION, *PARTITIONING, *REWRITING, *TRACING, *PROFILING, *PLANS, *DISTRIBUTED
 )  # fmt: skip
 
 

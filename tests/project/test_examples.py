@@ -1,7 +1,10 @@
 """The examples run, small, and say what they show. Each compares itself with the plain model."""
 
 import importlib.util
+import os
 import runpy
+import socket
+import subprocess
 import sys
 
 import pytest
@@ -72,6 +75,25 @@ def test_mixed_precision_in_compiled_stages(monkeypatch, capsys):
     options = ["--amp", "bfloat16", "--compile", "aot_eager", "--steps", "2", "--chunks", "2"]
     text = run(monkeypatch, capsys, "precision_and_compile.py", *options)
     assert "loss, bfloat16" in text
+
+
+def test_a_gpt_trains_over_two_processes(tmp_path):
+    """Started as by torchrun."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    group = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, str(EXAMPLES / "torchrun_gpt.py"), "--steps", "1", "--checkpoint", str(tmp_path)]
+    ranks = [
+        subprocess.Popen(command, env=group | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert "schedule 1f1b" in outputs[0]
+    (loss,) = {line.split()[-1] for output in outputs for line in output.splitlines() if line.startswith("rank")}
+    assert float(loss) < 6
+    assert (tmp_path / ".metadata").exists()
 
 
 @pytest.mark.filterwarnings("ignore:::diffusers", "ignore:::monai")
