@@ -6,11 +6,12 @@ BIN := .venv/bin
 # Processes that run tests.
 JOBS ?= 2
 
-.PHONY: help demo test simulated gpu lint format package bench overhead lengths balance planning inspecting coverage stress docs clean
+.PHONY: help demo test slow simulated gpu lint format package bench overhead lengths balance planning inspecting coverage stress mutants docs clean
 
 help:
 	@echo 'make demo        train two small models as pipelines and print the plan of one'
 	@echo 'make test        run the tests; make test ARGS="-k partition" runs some of them'
+	@echo 'make slow        run the tests that take long, which make test leaves out'
 	@echo 'make simulated   run the tests that run on simulated accelerators'
 	@echo 'make gpu         all that needs a GPU: its tests, then time and memory of steps on one'
 	@echo 'make lint        check style and types'
@@ -35,8 +36,11 @@ demo: .venv/.installed
 
 # Simulated accelerators stay in a process that has them: a session of its own, where ARGS may leave no test.
 test: .venv/.installed
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow' $(ARGS)
 	$(MAKE) simulated
+
+slow: .venv/.zoo .venv/.docs
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow $(ARGS)
 
 simulated: .venv/.installed
 	$(BIN)/python -m pytest --simulated -n $(JOBS) --dist worksteal $(ARGS) || test $$? = 5

@@ -142,7 +142,9 @@ def node_table(graph: fx.Graph) -> str:
         if n.op in (*CALL_OPS, "placeholder", "call_module")
     ]
     headers = ("node", "computes", "makes", "module", "source")
-    return text_table(rows, headers, left=headers)
+    return text_table(
+        rows, headers, left=headers, keys=len(headers)
+    )  # whole, however wide: who searches it needs lines
 
 
 def graph_table(traced: Traced) -> str:

@@ -63,9 +63,7 @@ def test_steps_of_any_size_are_the_plain_models(schedule: str, checkpoint: str, 
     options: dict[str, Any] = {"schedule": schedule, "checkpoint": checkpoint, "deferred_batch_norm": deferred}
     example = (torch.randn(4, LENGTHS[0], D),)
     with closing(
-        fxpipe.pipeline(
-            model, ["cpu"] * 2, 2, stages_per_device=2, example_args=example, profile_budget=0.01, **options
-        )
+        fxpipe.pipeline(model, ["cpu"] * 2, 2, stages_per_device=2, example_args=example, hardware="cpu", **options)
     ) as pipe:
         assert pipe.plan.portals
         for step, length in enumerate(LENGTHS):

@@ -58,7 +58,15 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("make", "way"), [(gpt2, "beams"), (gpt2, "sampled"), (llama, "padded"), (t5, "greedy")])
+@pytest.mark.parametrize(
+    ("make", "way"),
+    [
+        (gpt2, "sampled"),
+        pytest.param(gpt2, "beams", marks=pytest.mark.slow),
+        pytest.param(llama, "padded", marks=pytest.mark.slow),
+        pytest.param(t5, "greedy", marks=pytest.mark.slow),
+    ],
+)
 def test_tokens_are_those_of_the_model_and_one_graph_has_all_lengths(make, way):
     plain = made(make)
     options = {"do_sample": False, "use_cache": False, "min_new_tokens": 8, "max_new_tokens": 8, **WAYS[way]}

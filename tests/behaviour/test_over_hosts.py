@@ -24,6 +24,7 @@ def rank_on(network, host, script, *arguments):
     return network.start(host, command, ENVIRONMENT | rank | server)
 
 
+@pytest.mark.slow
 def test_two_hosts_train_as_one_process(tmp_path):
     with Hosts(2) as network:
         for process in [rank_on(network, host, "restartable_training.py", tmp_path, STEPS) for host in range(2)]:

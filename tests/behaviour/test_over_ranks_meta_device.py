@@ -653,7 +653,11 @@ SLACK = 28.0  # what planning leaves until it is collected, and a layer that is 
 @pytest.mark.skipif(not can_measure(), reason="the kernel does not tell this process's peak memory")
 @pytest.mark.parametrize(
     ("size", "kind", "copies"),
-    [(2, "dcp", 1), (4, "safetensors", 2), (4, "initialized", 1)],  # files of safetensors are mapped
+    [
+        (2, "dcp", 1),
+        pytest.param(4, "safetensors", 2, marks=pytest.mark.slow),  # whose files are mapped
+        pytest.param(4, "initialized", 1, marks=pytest.mark.slow),
+    ],
     ids=lambda value: str(value),
 )
 def test_the_peak_memory_of_a_rank_is_its_share(size, kind, copies, tmp_path):

@@ -188,11 +188,13 @@ def site(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_pages_are_built_without_a_warning(site):
     assert len(list(site.rglob("index.html"))) >= len(PAGES) - 1
     assert len(list(site.glob("pictures/*.svg"))) > 10
 
 
+@pytest.mark.slow
 def test_pages_load_nothing_from_elsewhere(site):
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")

@@ -32,8 +32,8 @@ def need(*modules):
     [
         ("gpt2", "cpu,cpu", "transformer.wte.weight = lm_head.weight"),
         ("t5", "cpu,cpu,cpu", "shared.weight = encoder"),
-        ("vit", "cpu,cpu", "model.safetensors"),
-        ("moe", "cpu,cpu", "loss, plain"),
+        pytest.param("vit", "cpu,cpu", "model.safetensors", marks=pytest.mark.slow),
+        pytest.param("moe", "cpu,cpu", "loss, plain", marks=pytest.mark.slow),
     ],
 )
 def test_models_of_transformers_train_as_they_do_alone(monkeypatch, capsys, model, devices, shown):
@@ -70,6 +70,7 @@ def test_a_script_of_torchgpipe_before_and_after(monkeypatch, capsys):
     assert "largest difference" in text
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_mixed_precision_in_compiled_stages(monkeypatch, capsys):
     options = ["--amp", "bfloat16", "--compile", "aot_eager", "--steps", "2", "--chunks", "2"]
@@ -77,6 +78,7 @@ def test_mixed_precision_in_compiled_stages(monkeypatch, capsys):
     assert "loss, bfloat16" in text
 
 
+@pytest.mark.slow
 def test_a_gpt_trains_over_two_processes(tmp_path):
     """Started as by torchrun."""
     with socket.socket() as free:
@@ -96,6 +98,7 @@ def test_a_gpt_trains_over_two_processes(tmp_path):
     assert (tmp_path / ".metadata").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:::diffusers", "ignore:::monai")
 @pytest.mark.parametrize(("task", "library"), [("diffusion", "diffusers"), ("medical", "monai")])
 def test_u_nets_of_libraries_train_as_they_do_alone(monkeypatch, capsys, task, library):

@@ -225,6 +225,7 @@ def trained_without(tmp_path_factory):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks processes")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_without_an_optional_name_two_steps_come_to_the_same(name, trained_without):
     assert f"{name} ok" in trained_without.splitlines(), trained_without

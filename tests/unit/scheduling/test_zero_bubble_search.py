@@ -92,6 +92,7 @@ SEARCHED = [
 COLUMNS = [both for both in zip(TABLE_5, SEARCHED, strict=True) if both[0][1] < 256]  # 256: as long as all others
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("of_table", "searched"), COLUMNS, ids=[str(row[:5]) for row, _ in COLUMNS])
 def test_bubble_rates_of_the_searched_columns_of_table_5(of_table, searched):
     """ZB-1p as published, all digits, over the step. ZB-2p over the longest time of a device from its first action to

@@ -46,6 +46,7 @@ def chain_of(name: str, n: int, m: int, cost: StageCost, c: float, placement: An
     return simulate_schedule(make_schedule(name, n, m, placement=placement), [cost] * n, ways)
 
 
+@pytest.mark.slow
 @SETTINGS
 def test_bubble_rates_of_table_5(p, m, layers, f, b, w, c, one_f, loops, h1, h2):
     """Over the step: of 1F1B and ZB-H1. Of ZB-H2 over the longest time of a device, from its first action to its last:
