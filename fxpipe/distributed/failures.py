@@ -52,9 +52,13 @@ def error_text(error: BaseException) -> str:
 class FailureBoard:
     """The reports of one generation of connections, of the ranks of all replicas."""
 
-    def __init__(self, store: Store, number: int, size: int, replicas: int = 1):
-        """`number`: this rank's, among `size * replicas`: those of the first replica come first."""
-        self._store = BoundedStore(store, STORE_SECONDS)
+    def __init__(self, store: Store, number: int, size: int, replicas: int = 1, timeout: float = STORE_SECONDS):
+        """
+        Args:
+            number: of this rank, among `size * replicas`: those of the first replica come first.
+            timeout: seconds that the store has to answer, as far as they are fewer than `STORE_SECONDS`.
+        """
+        self._store = BoundedStore(store, min(timeout, STORE_SECONDS))
         self._number, self._size, self._replicas = number, size, replicas
 
     def leave(self, report: FailureReport) -> None:

@@ -192,7 +192,7 @@ class RankGroup:
             store = meet_ranks(PrefixStore(str(self.generation), self._store), self.rank, self.size, self.timeout)
             data_store = self._meet_replicas()
             _pipes_of[self._name] = max(_pipes_of[self._name], self._number)
-            self._board = FailureBoard(store, self.rank, self.size)
+            self._board = FailureBoard(store, self.rank, self.size, timeout=self.timeout)
             try:
                 self._connection = Connection(PrefixStore("gloo", store), self.rank, self.size, self.timeout)
                 self._connect_replicas(data_store)
@@ -223,7 +223,8 @@ class RankGroup:
         world = dist.group.WORLD
         assert world is not None
         board = PrefixStore(f"fxpipe/board/{name}/{self._number}/{self.generation}", world.get_group_store())
-        self._board = FailureBoard(board, self.replica * self.size + self.rank, self.size, self.replica_count)
+        number = self.replica * self.size + self.rank
+        self._board = FailureBoard(board, number, self.size, self.replica_count, self.timeout)
 
     def _fail(self, report: FailureReport) -> None:
         """Leaves the report, then closes: others who find the connection closed find the report."""

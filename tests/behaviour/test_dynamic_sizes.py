@@ -370,7 +370,7 @@ BOUND = (
     branch_on_an_offset,
     size_in_a_closure,
     size_in_the_closure_of_a_backward,
-    size_in_a_factor,
+    pytest.param(size_in_a_factor, marks=pytest.mark.slow),
 )
 
 

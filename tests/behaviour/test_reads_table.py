@@ -136,7 +136,7 @@ def samples(source: str, number: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", [InAModule, InTheModel])
 @pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("way", READS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way == "unpacking")) for way in READS])
 def test_what_is_read_is_what_the_plain_model_reads(way, source, kind):
     torch.manual_seed(0)
     model = kind(source, way)

@@ -43,6 +43,7 @@ def test_models_of_transformers_train_as_they_do_alone(monkeypatch, capsys, mode
     assert "saved: config.json" in text
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
 def test_the_trainer_takes_a_pipe(monkeypatch, capsys):
     text = run(monkeypatch, capsys, "huggingface.py", "vit", "--trainer", "--steps", "2")
@@ -59,7 +60,9 @@ def test_a_model_without_values_is_planned_for_other_hardware(monkeypatch, capsy
     assert (tmp_path / "plan.json").exists()
 
 
-@pytest.mark.parametrize("name", ["unet.py", "gpt.py", "resnet.py"])
+@pytest.mark.parametrize(
+    "name", ["resnet.py", *(pytest.param(name, marks=pytest.mark.slow) for name in ("unet.py", "gpt.py"))]
+)
 def test_models_written_by_hand_train_as_they_do_alone(monkeypatch, capsys, name):
     text = run(monkeypatch, capsys, name, "--steps", "2")
     assert "loss, plain" in text

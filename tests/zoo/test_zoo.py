@@ -26,7 +26,7 @@ NAMES = (*(entry.name for entry in OWN), *LIBRARY)
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=[pytest.mark.slow] * (mode == "eval")) for mode in MODES])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_of_the_zoo_becomes_a_right_pipeline(name, mode):
     row = run(BY_NAME[name], "fxpipe", mode, 3)

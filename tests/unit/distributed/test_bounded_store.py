@@ -5,7 +5,6 @@ import threading
 import pytest
 from torch.distributed import HashStore
 
-from fxpipe.distributed import failures
 from fxpipe.distributed.bounded_store import BoundedStore, StoreSilentError
 from fxpipe.distributed.failures import ConnectionLost, FailureBoard, FailureReport, meet_ranks
 from fxpipe.errors import DistributedError
@@ -57,9 +56,8 @@ def test_ranks_that_meet_on_it_are_told(silent):
         meet_ranks(silent, 1, 2, 0.05)
 
 
-def test_the_cause_of_a_failure_is_then_the_store_as_far_as_can_be_told(silent, monkeypatch):
-    monkeypatch.setattr(failures, "STORE_SECONDS", 0.05)
-    board = FailureBoard(silent, 1, 2)
+def test_the_cause_of_a_failure_is_then_the_store_as_far_as_can_be_told(silent):
+    board = FailureBoard(silent, 1, 2, timeout=0.05)
     report = FailureReport(1, "1B0", "the gradient of 1B0 (timed out)")
     board.leave(report)
     error = board.cause(report, ConnectionLost("the gradient of 1B0", "timed out", True))
