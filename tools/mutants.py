@@ -1514,6 +1514,18 @@ DISTRIBUTED = (
         "behaviour/test_over_ranks.py unit/distributed/test_packets.py",
     ),
     Mutant(
+        "distributed/packets.py",
+        "is_known = layout == known",
+        "is_known = known is not None",
+        "unit/distributed/test_packets.py",
+    ),
+    Mutant(
+        "distributed/checkpoint_loading.py",
+        "if strict and all_missing:",
+        "if strict and missing:",
+        "unit/distributed/test_checkpoint_fit.py",
+    ),
+    Mutant(
         "distributed/rank_step.py",
         "self._mailbox.finish_send(key, what)  # what has come back depends on it: it was taken",
         "",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.transformers_models import gpt2
 from torch import nn
 
 import fxpipe
@@ -25,15 +26,6 @@ def _one_accelerator_for_each_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[
     transformers.logging.set_verbosity_error()
     yield
     accelerate.state.AcceleratorState._reset_state(True)
-
-
-def gpt2() -> nn.Module:
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        n_layer=2, n_embd=16, n_head=2, vocab_size=32, n_positions=32, bos_token_id=0, eos_token_id=1, pad_token_id=2,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
-    return transformers.GPT2LMHeadModel(config)
 
 
 def with_adapters(model: Any) -> Any:
