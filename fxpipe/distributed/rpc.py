@@ -46,7 +46,7 @@ from fxpipe.rewriting.program import PIPE_INPUT, ConstantOutput, ReceivedValue, 
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
 from fxpipe.runtime.engine import shares_of
 from fxpipe.runtime.losses import ambiguous_output_message
-from fxpipe.runtime.microbatches import check_equal_sizes, scatter
+from fxpipe.runtime.microbatches import combine, scatter
 from fxpipe.runtime.stage_instance import BackwardHandle, StageResult, StageTotals
 from fxpipe.runtime.step_inputs import tensor_requires_grad
 from fxpipe.tracing.fake_tensors import names_without_values
@@ -537,21 +537,7 @@ def _without_places(code: str) -> str:
 def _gathered(bound: BoundProgram, parts: Sequence[Mapping[ReceivedValue, Any]], shares: Sequence[float]) -> Any:
     """Returns the model's output of those of micro-batches, with their gradients."""
     outputs = [
-        value.value if isinstance(value, ConstantOutput) else _gather([row[value] for row in parts], how, shares, what)
+        value.value if isinstance(value, ConstantOutput) else combine([row[value] for row in parts], how, shares, what)
         for (value, how), what in zip(bound.results, bound.result_names, strict=True)
     ]
     return bound.output(outputs)
-
-
-def _gather(parts: Sequence[Any], how: int | str | None, shares: Sequence[float], what: str) -> Any:
-    check_equal_sizes(parts, how, what)
-    if how is None:
-        return parts[0]
-    if how == "mean":
-        return sum(part * share for part, share in zip(parts, shares, strict=True))
-    if how == "sum":
-        return sum(parts[1:], parts[0])
-    if how == "stack":
-        return torch.stack(list(parts))
-    assert isinstance(how, int)
-    return torch.cat(list(parts), how) if len(parts) > 1 else parts[0]

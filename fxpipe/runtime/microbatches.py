@@ -78,8 +78,12 @@ def gather(parts: Sequence[Any], how: int | str | None, weights: Sequence[float]
     Raises:
         UnequalOutputsError: they cannot be put together; says of what they are, which is `what`.
     """
+    return combine([part.detach() if isinstance(part, torch.Tensor) else part for part in parts], how, weights, what)
+
+
+def combine(parts: Sequence[Any], how: int | str | None, weights: Sequence[float], what: str) -> Any:
+    """Puts the outputs of micro-batches together as `gather` does, with their gradients."""
     check_equal_sizes(parts, how, what)
-    parts = [part.detach() if isinstance(part, torch.Tensor) else part for part in parts]
     if how is None:
         return parts[0]
     if how == "mean":

@@ -260,7 +260,7 @@ def test_outputs_gradients_and_weights_are_those_of_the_plain_model(rpc_ranks, k
 
 def test_the_driver_may_have_a_stage_beside_two_workers(rpc_ranks):
     if rpc_ranks.size < 3:
-        pytest.skip("of three processes")
+        pytest.skip("needs three processes; it runs where the fixture has them")
     expected, state = plain_steps("plain", 3)
     results, _, own_state, stages = rpc_ranks.run(train, "plain", ["w0", "w1", "w2"], 3)[0]
     assert len(stages) == 3
