@@ -39,7 +39,7 @@ test: .venv/.installed
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow' $(ARGS)
 	$(MAKE) simulated
 
-slow: .venv/.zoo .venv/.docs
+slow: .venv/.zoo .venv/.docs .venv/.trainers
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow $(ARGS)
 
 simulated: .venv/.installed
@@ -110,6 +110,10 @@ clean:
 
 .venv/.zoo: .venv/.installed
 	$(BIN)/python -m pip install -c constraints.txt -e '.[zoo]'
+	touch $@
+
+.venv/.trainers: .venv/.installed
+	$(BIN)/python -m pip install -c constraints.txt -e '.[trainers]'
 	touch $@
 
 .venv/.docs: .venv/.installed
