@@ -232,13 +232,17 @@ class PipelineState:
             batch = samples_of(traced, inputs.leaves)
             seen = traced.comparisons.lengths
             is_far = lengths and traced.dynamic.is_far_from(lengths, seen)
-            if is_far or ("chunks" in self.asked.left and (True, batch) > self._chosen_for):
+            if is_far or self._may_choose_chunks(batch):
                 return None
             refuse_unwritable_inputs(traced, inputs.leaves, True)
             sizes = samples_per_micro_batch(batch, self.settings.micro_batches(batch))
             traced.refuse_uneven_outputs(batch, sizes)
             return bound, inputs.leaves, batch
         return None
+
+    def _may_choose_chunks(self, batch: int) -> bool:
+        """Tells whether the number of micro-batches would be chosen anew for a mini-batch that trains."""
+        return "chunks" in self.asked.left and (True, batch) > self._chosen_for
 
     # -- streams -------------------------------------------------------------------------------------------------------
 

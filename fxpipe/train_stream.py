@@ -107,11 +107,13 @@ class TrainStream(Iterator[torch.Tensor]):
             self._end(context)
             if failure is not None:
                 if self._read:
-                    failure.add_note(
-                        f"fxpipe: raised for mini-batch {self._read} of the stream; the {self._read} before it have "
-                        "been applied"
-                    )
+                    self._note_reading(failure)
                 raise failure
+
+    def _note_reading(self, error: Exception) -> None:
+        error.add_note(
+            f"fxpipe: raised for mini-batch {self._read} of the stream; the {self._read} before it have been applied"
+        )
 
     def _end(self, context: CallerContext) -> None:
         if self._stream is not None:
@@ -156,14 +158,17 @@ class TrainStream(Iterator[torch.Tensor]):
 
     def _begin(self, context: CallerContext) -> Stream:
         inside = self._inside
-        settings = inside.settings
-        checkpoint, n = settings.checkpoint, len(settings.placement)
-        order = StreamSchedule(n, self._policy, (checkpoint,) * n if isinstance(checkpoint, str) else checkpoint)
+        settings, order = inside.settings, self._order()
         parameters = by_stage(self._optimizer.parameters(), inside.stage_of_parameter)
         name = str(settings.schedule)
         return Stream(
             name, inside.engine, context, order, settings.devices, self._optimizer, parameters, self._loss, self._seed
         )
+
+    def _order(self) -> StreamSchedule:
+        settings = self._inside.settings
+        checkpoint, n = settings.checkpoint, len(settings.placement)
+        return StreamSchedule(n, self._policy, (checkpoint,) * n if isinstance(checkpoint, str) else checkpoint)
 
     # -- the program of a mini-batch -----------------------------------------------------------------------------------
 

@@ -25,8 +25,9 @@ From the bottom:
 which only this rank's stages are here); `held_tensors` (who has which parameter, and tied ones); `gradient_reduction`
 (the reducer of `DistributedDataParallel`), `replicas` (the part of each in a step), `step_report` (what the ranks tell
 each other at its end) and `rank_gradients` (from sums of stages to `.grad`); `agreement` (all ranks have the same
-model, plan and versions); `rank_engine` (whole steps), `rank_state` (graphs, recorded on all ranks at once) and
-`pipeline`, the module that users have; `materialization` (memory for this rank's tensors), `checkpoint_readers` and
+model, plan and versions); `rank_engine` (whole steps), `rank_state` (graphs, recorded on all ranks at once),
+`rank_stream` and `rank_train_stream` (streams of mini-batches, of one stage and its loop) and `pipeline`, the module
+that users have; `materialization` (memory for this rank's tensors), `checkpoint_readers` and
 `checkpoint_loading`, and `initialization`; `clip_grad_norm`.
 
 Beside all that stands `rpc`: a pipe whose stages are on RPC workers, stepped by PyTorch's `DistributedOptimizer`.

@@ -143,9 +143,9 @@ class Mailbox:
 
     def send(self, key: Hashable, tag: int, peer: int, values: Sequence[PacketValue], note: int = 0) -> None:
         """Begins to send a packet. `note`: a number that goes with it; see `RankRow`."""
-        connection, known = self._connection, self._known.get(key)
+        connection, known = self._connection, self._known_layout(key)
         layout, payload = encode(values)
-        self._new[key] = layout
+        self._note_layout(key, layout)
         is_known = layout == known
         content = b"" if is_known else pickle.dumps(layout)
         control = torch.tensor([is_known, len(content), note], dtype=torch.int64).view(torch.uint8)
@@ -164,13 +164,13 @@ class Mailbox:
     def expect(self, key: Hashable, tag: int, peer: int) -> None:
         """Begins to receive a packet."""
         self._connection.expect(peer, 4 * tag, CONTROL_BYTES)
-        known = self._known.get(key)
+        known = self._known_layout(key)
         if known is not None and payload_bytes(known):
             self._connection.expect(peer, 4 * tag + 1, payload_bytes(known))
 
     def receive(self, key: Hashable, tag: int, peer: int, what: str) -> list[PacketValue]:
         """Returns a packet that was expected, when it has come."""
-        connection, known = self._connection, self._known.get(key)
+        connection, known = self._connection, self._known_layout(key)
         control = connection.receive(peer, 4 * tag, what).view(torch.int64)
         is_known, size, self.note = control.tolist()
         payload = torch.empty(0, dtype=torch.uint8)
@@ -187,8 +187,15 @@ class Mailbox:
             if payload_bytes(layout):
                 connection.expect(peer, 4 * tag + 3, payload_bytes(layout))
                 payload = connection.receive(peer, 4 * tag + 3, what)
-        self._new[key] = layout
+        self._note_layout(key, layout)
         return decode(layout, payload, self._device)
+
+    def _known_layout(self, key: Hashable) -> Layout | None:
+        """Returns the layout that both ends take a packet to have before it has come."""
+        return self._known.get(key)
+
+    def _note_layout(self, key: Hashable, layout: Layout) -> None:
+        self._new[key] = layout
 
     def remember(self) -> None:
         """Remembers the layouts of a step that has ended well on all ranks."""

@@ -23,6 +23,7 @@ from fxpipe.distributed.rank_engine import TrainingCall
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_record import gathered_record
 from fxpipe.distributed.rank_state import TRAINING, RankState
+from fxpipe.distributed.rank_train_stream import RankTrainStream
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
 from fxpipe.pipeline_module import Pipeline, check_can_train, check_optimizer, model_loss
 from fxpipe.plans import Plan
@@ -32,6 +33,7 @@ from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.scheduling import make_schedule
 from fxpipe.tracing.record.module_hooks import user_hooks_of
 from fxpipe.tracing.tensors import has_values
+from fxpipe.train_stream import TrainStream, parse_batches, stream_policy
 from fxpipe.tuning.auto_options import with_best_schedule
 
 DEFAULT_TIMEOUT = 1800.0  # seconds, as of process groups
@@ -112,13 +114,51 @@ class DistributedPipeline(Pipeline):
             schedule = make_schedule("inference", n, count, "never", placement)
             return state.engine.call_ranks(graph, inputs, schedule, to_all=self._to_all)
 
-    def train_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: over processes each step is settled by all ranks together, and a stream has no steps."""
-        raise StateError(
-            "train_stream over processes: ranks settle each step together when it has ended, and mini-batches of a "
-            "stream never end all at once; train with forward_backward (schedule='zero_bubble', say), or "
-            "give the devices of this host to one process: fxpipe.pipeline(model, devices=[...], schedule='pipedream')"
-        )
+    def train_stream(
+        self,
+        batches: Iterable[Any],
+        *,
+        optimizer: StagewiseOptimizer,
+        loss_fn: Callable[..., Any] | None = None,
+        reduction: str = "mean",
+        vertical_sync: bool = False,
+        grad_scaler: torch.amp.GradScaler | None = None,
+    ) -> TrainStream:
+        """Trains on mini-batches that follow each other through the stages without a flush; yields their losses.
+
+        As in one process (`Pipeline.train_stream`), bit for bit. All ranks iterate and are given all losses; each has a
+        `fxpipe.optim.StageOptimizer`, which updates its stage. The rank of the first stage (`needs_inputs`) reads the
+        inputs of `batches` and decides when they end; that of the last stage (`needs_target`) reads the targets, and
+        may have None for inputs; others read nothing, and may be given `batches=()`. Each runs its part in the thread
+        that asks for the next loss, ahead of that loss by the mini-batches in flight: code of a loop that takes long
+        on one rank makes the others wait.
+
+        A loop that is left early ends the stream: for all ranks, where that of the first stage leaves it; another one
+        goes on, without its loop, until that one has ended. `with pipe.train_stream(...) as losses:` ends it for sure,
+        and tells the other ranks what is raised in its block. After an exception the notes of the error on each rank
+        say how many updates its stage has made; stages may have made different numbers then.
+
+        Raises:
+            StateError: the pipe has replicas, or stages of several ranks use one tensor.
+            DistributedError: another rank has failed, which it names; or a rank is gone, or has not answered for
+                `timeout` seconds.
+        """
+        state = self._state
+        state.check_open()
+        with state.engine.running(), state.group.together():
+            check_reduction(reduction)
+            parse_switch("vertical_sync", vertical_sync)
+            policy = stream_policy(state.settings.schedule, vertical_sync)
+            if state.group.replica_count > 1:
+                raise StateError(
+                    f"train_stream with {state.group.replica_count} replicas (data_parallel=): gradients are summed "
+                    "over replicas when a step has ended, and a stream has no steps; train with forward_backward, or "
+                    "without data_parallel"
+                )
+            self._check_stream_arguments(optimizer, loss_fn, grad_scaler)
+            check_agreement(state.group, {"vertical_sync": str(vertical_sync)})
+            function, is_given = loss_fn or model_loss, loss_fn is not None
+            return RankTrainStream(state, parse_batches(batches), function, optimizer, reduction, policy, is_given)
 
     def forward_backward(
         self,

@@ -237,7 +237,7 @@ class RankEngine(Engine):
             self._run_row(graph, inputs, schedule, step, mailbox, gradients.open_sum())
             report, outputs = StepReport(gradients.have_hooks(step), self._loss_scale(call.scaler)), []
             if step.loss is not None:
-                self._refuse_strange_leaves(step.loss)
+                self.refuse_strange_leaves(step.loss)
                 report.loss = loss_of_replica(step.loss.losses)
             if step.loss is not None and kind is not None:
                 outputs = self._close_loss(step, step.loss, kind, report, is_verified, call.with_outputs)
@@ -363,7 +363,7 @@ class RankEngine(Engine):
         report.can_verify = kind.can_verify
         return outputs
 
-    def _refuse_strange_leaves(self, stage: LossStage) -> None:
+    def refuse_strange_leaves(self, stage: LossStage) -> None:
         """Refuses a loss that reads parameters of the model itself: other ranks may hold them."""
         if self.group.size == 1:
             return

@@ -8,7 +8,7 @@ by rank 0 alone, since times differ, and the others cut as it says.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,7 +41,7 @@ from fxpipe.utils.pytree import flatten, map_tensor_leaves
 from fxpipe.utils.random_generators import draw_seed
 from fxpipe.utils.units import names_text
 
-TRAINING = "forward_backward"
+TRAINING, STREAM = "forward_backward", "train_stream"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,8 @@ class RankState(PipelineState):
 
     def update(self, optimizer: StagewiseOptimizer) -> None:
         """Steps the parameters of this rank, in this thread, which is its worker."""
-        optimizer.step_parameters(optimizer.parameters())
+        with self.engine.running():
+            optimizer.step_parameters(optimizer.parameters())
 
     def check_open(self) -> None:
         """Raises `StateError` where the pipe is closed: it has no connection, and makes none any more."""
@@ -160,28 +161,38 @@ class RankState(PipelineState):
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def agree(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[RankGraph, RankInputs]:
-        """Settles with all ranks what runs now. Of the inputs only those of the leader are looked at."""
+    def agree(
+        self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None = None
+    ) -> tuple[RankGraph, RankInputs]:
+        """Settles with all ranks what runs now. Of the inputs only those of the leader are looked at.
+
+        Args:
+            seed: of the step, on the leader, and any other number elsewhere; if not given, all draw one.
+        """
         if self.first is None:  # planned and recorded with the inputs of the first replica
-            job = self.group.broadcast(self._proposed(call, args, kwargs), "the first stage's inputs")
+            job = self.group.broadcast(self._proposed(call, args, kwargs, seed), "the first stage's inputs")
             self._check_call(job, call)
             self._record(job.inputs, job.peeked_seed)
-        job = self._broadcast(self._proposed(call, args, kwargs))
+        job = self._broadcast(self._proposed(call, args, kwargs, seed))
         self._check_call(job, call)
         if job.inputs is not None:
             self._record(job.inputs, job.peeked_seed)
-            job = self._broadcast(self._proposed(call, args, kwargs), is_long=True)
+            job = self._broadcast(self._proposed(call, args, kwargs, seed), is_long=True)
             if job.inputs is not None:
                 raise StateError("the graph that was recorded for these inputs is not taken for theirs")
-        prepared, graph = self._numbered[job.number]
+        _, graph = self._numbered[job.number]
         self._check_values()
+        if graph.bound.program.is_random and self.group.rank != self.leader and seed is None:
+            draw_seed()  # so that the generators of all ranks stand where that of one process would
+        return graph, self._inputs_of(job, args, kwargs)
+
+    def _inputs_of(self, job: Job, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RankInputs:
+        prepared, graph = self._numbered[job.number]
         leaves = flatten((args, kwargs))[0] if self.group.rank == self.leader else [None] * len(job.sizes)
         sizes = samples_per_micro_batch(job.batch, self.settings.micro_batches(job.batch))
         prepared.traced.refuse_uneven_outputs(job.batch, sizes)
-        if graph.bound.program.is_random and self.group.rank != self.leader:
-            draw_seed()  # so that the generators of all ranks stand where that of one process would
         known = {} if job.known is None else map_tensor_leaves(lambda t: t.to(self.group.device), job.known)
-        return graph, RankInputs((graph,) * len(sizes), tuple(sizes), leaves, job.sizes, job.seed, known)
+        return RankInputs((graph,) * len(sizes), tuple(sizes), leaves, job.sizes, job.seed, known)
 
     def agree_on_micro_batches(
         self, calls: Sequence[ModelCall] | None
@@ -271,15 +282,15 @@ class RankState(PipelineState):
         programs = [bound.program for bound in different_programs([graph.bound for graph in graphs])]
         return replace(first, number=numbers, transfers=first.held.transfers(programs, first.routes))
 
-    def _proposed(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job | None:
-        return self._propose(call, args, kwargs) if self.group.rank == self.leader else None
+    def _proposed(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None) -> Job | None:
+        return self._propose(call, args, kwargs, seed) if self.group.rank == self.leader else None
 
     def _broadcast(self, job: Job | None, is_long: bool = False) -> Job:
         what = "the first stage's inputs"
         result: Job = self.group.connection.broadcast(job, self.leader, what, is_long=is_long)
         return result
 
-    def _propose(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:
+    def _propose(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None) -> Job:
         """Looks at the inputs, on the leader."""
         leaves, _ = flatten((args, kwargs))
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
@@ -287,7 +298,7 @@ class RankState(PipelineState):
                 f"rank {self.group.rank} has the first stage and needs the inputs of the mini-batch, but was given none"
                 "; others may leave them out: pipe.needs_inputs tells"
             )
-        peeked, mode = peek_seed(), self._mode()
+        peeked, mode = peek_seed() if seed is None else seed, self._mode()
         checked = self._checked_inputs(args, kwargs, peeked)
         known = None if self.first is None else self._known(checked, args, kwargs)
         if known is None:
@@ -295,12 +306,16 @@ class RankState(PipelineState):
             return Job(call, mode, -1, inputs=inputs, peeked_seed=peeked)
         prepared, bound = known
         batch = samples_of(prepared.traced, leaves)
-        refuse_unwritable_inputs(prepared.traced, leaves, call == TRAINING)
+        refuse_unwritable_inputs(prepared.traced, leaves, call in (TRAINING, STREAM))
+        if seed is None:
+            seed = draw_seed() if bound.program.is_random else 0
+        return self._job_of(call, mode, bound, leaves, batch, seed)
+
+    def _job_of(self, call: str, mode: str, bound: BoundProgram, leaves: Sequence[Any], batch: int, seed: int) -> Job:
         number = next(k for k, (_, graph) in self._numbered.items() if graph.bound is bound)
         pieces = None
         if bound.known_pieces is not None:
             pieces = map_tensor_leaves(lambda t: t.detach().cpu(), dict(bound.known_pieces(leaves, batch)))
-        seed = draw_seed() if bound.program.is_random else 0
         return Job(call, mode, number, seed=seed, batch=batch, sizes=_sizes_of(leaves), known=pieces)
 
     def _mode(self) -> str:
@@ -325,6 +340,36 @@ class RankState(PipelineState):
             raise StateError(
                 f"rank {self.leader} and rank {self.group.rank} call {call} in different modes: train() and eval(), "
                 "grad mode and autocast must be the same on all ranks"
+            )
+
+    # -- streams -----------------------------------------------------------------------------------------------------
+
+    def _may_choose_chunks(self, batch: int) -> bool:
+        return False  # the plan has decided on all ranks
+
+    def job_at_hand(self, graph: RankGraph, call: ModelCall, seed: int) -> Job | None:
+        """Looks at a mini-batch of a stream, on the leader; None where it does not run the graph that runs now."""
+        known = self.program_at_hand(call.args, call.kwargs, seed)
+        if known is None or known[0] is not graph.bound:
+            return None
+        return self._job_of(STREAM, self._mode(), *known, seed)
+
+    def inputs_at_hand(self, job: Job, call: ModelCall | None) -> RankInputs:
+        """Takes up the job of a mini-batch of a stream. `call`: on the leader."""
+        self._check_call(job, STREAM)
+        return self._inputs_of(job, *((), {}) if call is None else (call.args, call.kwargs))
+
+    def check_stream_graph(self, graph: RankGraph, held: Collection[int]) -> None:
+        """Raises `StateError` where a graph cannot run in a stream. `held`: identities of trained parameters."""
+        self.check_stream_program(graph.bound, held)
+        tensors, transfers = ModelTensors(self.model, graph.bound.constants), graph.transfers
+        tied = (name for keys in transfers.gradients.values() for name, _ in keys if tensors.get(name).requires_grad)
+        others = (name for names in (*transfers.borrowed.values(), *transfers.changed.values()) for name in names)
+        for name in (*tied, *others):
+            raise StateError(
+                f"{name!r} is used by stages of several ranks, which exchange it or its gradients at the end of a "
+                "step, and a stream has none: let one stage have all of it (balance=), untie it, freeze it, or train "
+                "with forward_backward"
             )
 
     # -- graphs ------------------------------------------------------------------------------------------------------

@@ -270,11 +270,12 @@ class Engine:
             backward(gradients)
             sums: GradientList = [step.parameter_gradient(name, tensor.device) for name, tensor in named.items()]
             sums += [step.exchange.input_gradients(one) for one in trained]
-            if step.loss is None:
+            if not step.takes_loss:
                 roll_back_with_caller([tensor for tensor in (*parameters, *inputs) if tensor.is_leaf])
                 return sums
-            sums += [step.loss.own.pop(id(leaf))[1] for leaf in extra]
-            divisor = step.loss.losses.divisor
+            if step.loss is not None:
+                sums += [step.loss.own.pop(id(leaf))[1] for leaf in extra]
+            divisor = step.divisor
             return sums if divisor is None else [g if g is None else divided(g, divisor) for g in sums]
 
         followed = step.transport.on_step_streams(finish)
@@ -347,7 +348,7 @@ class Engine:
                 raise LossError(f"{wrong} {LOSS_REMEDIES}. {MODEL_LOSS_REMEDIES}")
         if m > 1:
             kind.count_pass(is_mistaken=wrong is not None)
-        self.add_gradients(step, stage, updates)
+        self.add_gradients(step, updates)
         step.commit_buffers()
         with torch.no_grad():
             write_back_results(step.open_programs[0].tensors, leaves, bound.program, more)
@@ -389,7 +390,7 @@ class Engine:
         assert step.loss is not None
         loss = losses.total()
         outputs = step.loss.outputs_of_micro_batches() if return_outputs else None
-        self.add_gradients(step, step.loss, updates)
+        self.add_gradients(step, updates)
         step.commit_buffers()
         with torch.no_grad():
             for i, one in enumerate(micro_batches):  # as in a loop, attributes are in the end what the last one leaves
@@ -399,10 +400,10 @@ class Engine:
                 )
         return loss, outputs
 
-    def add_gradients(self, step: Step, stage: LossStage, updates: OverlappedUpdates | None = None) -> None:
+    def add_gradients(self, step: Step, updates: OverlappedUpdates | None = None) -> None:
         """Adds the gradients of a step that has ended well to those of the model's parameters."""
-        _refuse_parameters_in_loss(stage, updates)
-        extra = [leaf for leaf, *_ in stage.own.values()]
+        _refuse_parameters_in_loss(step.loss, updates)
+        extra = [] if step.loss is None else [leaf for leaf, *_ in step.loss.own.values()]
         updated = updates.identities if updates is not None and updates.begun else ()
         (root,) = self._commit(step, lambda _: None, [torch.zeros((), device="cpu")], extra, updated)
         if not root.requires_grad:  # all parameters are updated, and their gradients gone
@@ -432,15 +433,13 @@ class Engine:
 
     def update_stage(self, step: Step, j: int, updates: OverlappedUpdates) -> None:
         """Gives the parameters of a stage their gradients, in its worker, and steps them."""
-        stage = step.loss
-        assert stage is not None
-        _refuse_parameters_in_loss(stage, updates)
+        _refuse_parameters_in_loss(step.loss, updates)
         own = {id(parameter) for parameter in updates.parameters.get(j, ())}
         named = {name: tensor for name, tensor in self._trained_parameters(step).items() if id(tensor) in own}
 
         def finish(_: object) -> GradientList:
             sums: GradientList = [step.parameter_gradient(name, tensor.device) for name, tensor in named.items()]
-            divisor = stage.losses.divisor
+            divisor = step.divisor
             return sums if divisor is None else [g if g is None else divided(g, divisor) for g in sums]
 
         if named:
@@ -450,9 +449,9 @@ class Engine:
         updates.step(j)
 
 
-def _refuse_parameters_in_loss(stage: LossStage, updates: OverlappedUpdates | None) -> None:
+def _refuse_parameters_in_loss(stage: LossStage | None, updates: OverlappedUpdates | None) -> None:
     """Refuses a loss that reads weights which are updated before its gradients for them are there."""
-    if updates is not None and not updates.identities.isdisjoint(stage.own):
+    if stage is not None and updates is not None and not updates.identities.isdisjoint(stage.own):
         raise LossError(
             "loss_fn reads parameters of the model themselves, which an optimizer with overlap=True updates while the "
             "loss may still be taken; let forward return what the loss needs of them (a penalty, say), or leave "
@@ -476,12 +475,20 @@ def losses_of_mini_batch(
     target: tuple[Any, ...],
     scaler: torch.amp.GradScaler | None = None,
     whole: tuple[Any, ...] | None = None,
+    known: Mapping[int, Any] | None = None,
 ) -> MicroBatchLosses:
-    """The losses of a mini-batch in so many micro-batches. `whole`: the target of all, where they are verified."""
+    """The losses of a mini-batch in so many micro-batches.
+
+    Args:
+        whole: the target of all, where they are verified.
+        known: pieces of the mini-batch, by place, where its leaves are not here.
+    """
     shares = shares_of(samples_per_micro_batch(batch, count))
     targets = scatter_target(target, batch, count, bound.devices[-1], rows_of_inputs(bound.in_dims))
     losses = MicroBatchLosses(loss_fn, reduction, shares, targets, scaler, whole)
-    losses.known = bound.known_pieces(leaves, batch) if bound.known_pieces is not None else {}
+    if known is None:
+        known = bound.known_pieces(leaves, batch) if bound.known_pieces is not None else {}
+    losses.known = known
     return losses
 
 

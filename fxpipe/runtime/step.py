@@ -244,6 +244,16 @@ class Step(ActionPerformer):
 
     # -- the end of the step -----------------------------------------------------------------------------------------
 
+    @property
+    def takes_loss(self) -> bool:
+        """Tells whether the loss is taken within the step; else the caller's backward brings gradients of outputs."""
+        return self.loss is not None
+
+    @property
+    def divisor(self) -> Any:
+        """The divisor of all gradients, where the loss is weighted; None: there is none."""
+        return None if self.loss is None else self.loss.losses.divisor
+
     def is_changed(self, name: str) -> bool:
         """Returns whether forward changes this tensor of the model."""
         return any(name in totals.buffers for totals in self.totals)

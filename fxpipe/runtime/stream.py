@@ -45,7 +45,7 @@ from fxpipe.runtime.step import OpenProgram, Step
 from fxpipe.runtime.step_inputs import StepInputs
 from fxpipe.runtime.step_record import StepLog
 from fxpipe.runtime.transport import Transport, on_all_streams
-from fxpipe.scheduling.actions import Action, ActionKind, Schedule
+from fxpipe.scheduling.actions import Action, ActionKind, Rows, Schedule
 from fxpipe.scheduling.streams import StreamSchedule
 from fxpipe.utils.batch_split import samples_per_micro_batch
 from fxpipe.utils.random_generators import mix_seed
@@ -285,14 +285,19 @@ class Stream:
         """
         self.name, self.engine, self.optimizer, self.loss, self.seed = name, engine, optimizer, loss, seed
         self._order, self._parameters, self._context = order, parameters, context
+        self.stages: Sequence[int] = range(order.stages)  # that run here
         named = {id(p): name for name, p in engine.model.named_parameters(remove_duplicate=False)}
-        stages = range(order.stages)
-        weights = [StageWeights({named.get(id(p), "?"): p for p in parameters.get(j, ())}) for j in stages]
-        modes = {order.recomputes_in(j) for j in stages}
-        self._run = StreamRun(order, weights, devices, context, any(modes), engine.update_stage)
+        every = range(order.stages)
+        weights = [StageWeights({named.get(id(p), "?"): p for p in parameters.get(j, ())}) for j in every]
+        self._run = self._make_run(weights, devices, any(map(order.recomputes_in, every)))
         self._tensors: tuple[BoundProgram, ModelTensors] | None = None  # of the program that runs, looked up once
         self._collected = 0  # mini-batches whose loss was taken
         self._recent: deque[_Recorded] = deque(maxlen=RECORDED_MINI_BATCHES)
+
+    def _make_run(
+        self, weights: Sequence[StageWeights], devices: Sequence[torch.device], recomputes: bool
+    ) -> StreamRun:
+        return StreamRun(self._order, weights, devices, self._context, recomputes, self.engine.update_stage)
 
     @property
     def in_flight(self) -> int:
@@ -305,13 +310,13 @@ class Stream:
 
     @property
     def applied(self) -> list[int]:
-        """The number of updates of each stage."""
-        return list(self._run.applied)
+        """The number of updates of each stage that runs here."""
+        return [self._run.applied[j] for j in self.stages]
 
     @property
     def versions_held(self) -> tuple[int, ...]:
-        """The most versions of its weights that each stage has held."""
-        return tuple(weights.most_held for weights in self._run.weights)
+        """The most versions of its weights that each stage has held that runs here."""
+        return tuple(self._run.weights[j].most_held for j in self.stages)
 
     def seed_of(self, mini_batch: int) -> int:
         return mix_seed(self.seed, mini_batch)
@@ -343,10 +348,16 @@ class Stream:
                 look_at_elements=history.look_at_elements and count > 1,
                 known_tensors=self._tensors_of(bound),
             )
-        updates = OverlappedUpdates(self.optimizer, self._parameters, options=self.optimizer.options_now())
-        self._run.add(t, MiniBatch(step, updates, history, is_verified, set(range(self._order.stages))))
+        self._run.add(t, MiniBatch(step, self._updates_now(), history, is_verified, {*self.stages}))
         step.log.begun.append(time.perf_counter())
-        self.engine.executor.start(self._run, self._order.admit(count))
+        self._queue(self._order.admit(count))
+
+    def _updates_now(self) -> OverlappedUpdates:
+        """The updates of a mini-batch that is admitted now, with the options that the optimizer has now."""
+        return OverlappedUpdates(self.optimizer, self._parameters, options=self.optimizer.options_now())
+
+    def _queue(self, rows: Rows) -> None:
+        self.engine.executor.start(self._run, rows)
 
     def _tensors_of(self, bound: BoundProgram) -> ModelTensors:
         if self._tensors is None or self._tensors[0] is not bound:
@@ -355,7 +366,7 @@ class Stream:
 
     def drain(self) -> None:
         """Queues what is left of the mini-batches in flight, so that all of them end."""
-        self.engine.executor.start(self._run, self._order.drain())
+        self._queue(self._order.drain())
 
     def wait(self) -> None:
         """Returns when all mini-batches have ended that were admitted, after a drain."""
@@ -375,7 +386,7 @@ class Stream:
         self.engine.executor.wait(one.ended)
         self._raise_failure()
         loss = self._checked_loss(one)
-        self.engine.add_gradients(one.step, self._loss_stage(one), one.updates)
+        self.engine.add_gradients(one.step, one.updates)
         self.optimizer.note_step()
         self._collected += 1
         del self._run.in_flight[t]
@@ -396,7 +407,8 @@ class Stream:
         outputs, is_verified = self.engine.gathered_outputs(stage, step.weights, one.is_verified, False)
         if is_verified:
             one.history.can_verify = stage.verify(outputs)
-        if wrong and not (is_verified and one.history.can_verify):
+        one.is_verified = is_verified and one.history.can_verify
+        if wrong and not one.is_verified:
             raise LossError(f"{wrong} {LOSS_REMEDIES}. {MODEL_LOSS_REMEDIES}")
         one.history.count_pass(is_mistaken=wrong is not None)
         return loss
@@ -413,6 +425,11 @@ class Stream:
 
     def abort(self, error: BaseException) -> None:
         """Drops the mini-batches in flight, after an exception, to which it adds what has been applied by then."""
+        self.drop(error)
+        self.note_applied(error)
+
+    def drop(self, error: BaseException) -> None:
+        """Drops the mini-batches in flight, after an exception."""
         self._run.fail(error)
         try:
             self.engine.executor.finish(self._run)
@@ -424,9 +441,12 @@ class Stream:
                 one.step.transport.settle()
             self._run.in_flight.clear()
             self._close()
+
+    def note_applied(self, error: BaseException) -> None:
+        """Adds to an exception what has been applied by then."""
         applied = self.applied
         if any(applied):
-            words = ", ".join(f"stage {j} those of {count}" for j, count in enumerate(applied))
+            words = ", ".join(f"stage {j} those of {count}" for j, count in zip(self.stages, applied, strict=True))
             error.add_note(
                 f"fxpipe: the stream was dropped; of the updates of its mini-batches, in order, {words} had been made"
             )

@@ -1,0 +1,371 @@
+"""A stream of mini-batches of which only one stage is here: the part of `train_stream` that one rank runs.
+
+The order of a stream is data (`scheduling.streams`), and each rank has a row of it, which it runs in the thread that
+asks for losses. No rank waits for any other than its neighbours, and nobody gathers anything while mini-batches are in
+flight: what all ranks have to know goes along the stages.
+
+    job      what the leader has read: which graph, how many samples, or that nothing comes any more; down, ahead of
+    values   what the stages hand each other; down
+    report   the loss of the mini-batch, and by what gradients are to be divided; up, with the last of the
+    gradients
+
+So the report is at a stage when its update needs it. (`runtime.stream` has mini-batches, versions and updates, which
+are those of one process.)
+
+A row is run one mini-batch behind what is known of it, so that packets come while the stage is at the one before. Of
+each direction the next packet is expected as soon as the one before it has come, and not sooner: a packet is taken to
+have the layout of the one before it, and both ends agree on which that was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fxpipe.distributed.packets import Layout, Mailbox, PacketValue
+from fxpipe.distributed.rank_engine import RankEngine, RankGraph, RankInputs
+from fxpipe.distributed.rank_exchange import RankExchange
+from fxpipe.distributed.rank_group import RankGroup
+from fxpipe.errors import InternalError, LossError
+from fxpipe.rewriting.relay_routes import RelayRoutes
+from fxpipe.runtime.caller_context import CallerContext
+from fxpipe.runtime.engine import copied_target, losses_of_mini_batch, shares_of
+from fxpipe.runtime.exchange import Exchange
+from fxpipe.runtime.loss_verification import LossHistory
+from fxpipe.runtime.losses import LOSS_REMEDIES, MODEL_LOSS_REMEDIES
+from fxpipe.runtime.stage_updates import StagewiseOptimizer
+from fxpipe.runtime.step_inputs import StepInputs
+from fxpipe.runtime.stream import MiniBatch, StageWeights, Stream, StreamLoss, StreamRun, StreamStep
+from fxpipe.runtime.transport import on_all_streams
+from fxpipe.scheduling.actions import Action, ActionKind, Rows
+from fxpipe.scheduling.streams import StreamSchedule
+from fxpipe.utils.pytree import map_tensor_leaves
+
+TAGGED_MICRO_BATCHES = 1 << 20  # far more than are in flight: then tags begin anew
+_DIRECTIONS = {ActionKind.FORWARD: 0, ActionKind.BACKWARD: 1}
+_JOB_TAG = 2
+
+
+class LossReport(NamedTuple):
+    """The report of the rank of the last stage on the loss of a mini-batch: values of a packet, tensors on the CPU."""
+
+    loss: torch.Tensor
+    divisor: Any  # of gradients; None: there is none
+    shares: torch.Tensor  # of micro-batches
+    is_verified: bool  # the loss of all outputs at once was compared with what those of micro-batches add up to
+
+
+class RankStreamStep(StreamStep):
+    """A mini-batch of a stream on one rank. The loss is there where the last stage is, its report on all."""
+
+    takes_loss = True
+
+    def __init__(
+        self,
+        inputs: StepInputs,
+        model: nn.Module,
+        seed: int,
+        recomputed: frozenset[Action],
+        ambient: CallerContext,
+        routes: RelayRoutes,
+        rank: int,
+        **more: Any,
+    ):
+        self._routes, self._rank = routes, rank
+        self.report: LossReport | None = None  # once it has come
+        super().__init__(inputs, model, seed, recomputed, ambient, **more)
+
+    def _open_exchange(self, inputs: StepInputs) -> Exchange:
+        routes = [self._routes] * len(inputs.bounds)
+        self.rank_exchange = RankExchange(inputs, self.transport, self.grad, routes, self._rank)
+        return self.rank_exchange
+
+    @property
+    def divisor(self) -> Any:
+        return None if self.report is None else self.report.divisor
+
+    def tensors_by_name(self) -> dict[str, torch.Tensor]:
+        (program,) = self.open_programs
+        stages = program.bound.program.stages
+        names = (n for j, stage in enumerate(stages) if self._routes.is_here(j, self._rank) for n in stage.attributes)
+        return {name: program.tensors.get(name) for name in names}
+
+
+class StreamMailbox(Mailbox):
+    """A mailbox whose keys end in a number that counts on. The layout is known of the packet with the number before."""
+
+    def _known_layout(self, key: Any) -> Layout | None:
+        return self._known.get(key[:-1])
+
+    def _note_layout(self, key: Any, layout: Layout) -> None:
+        self._known[key[:-1]] = layout
+
+
+class StreamPackets:
+    """The packets of one stage with its neighbours: of values, of gradients, and of jobs."""
+
+    def __init__(self, group: RankGroup, routes: RelayRoutes, stage: int, order: StreamSchedule):
+        layouts: dict[Hashable, Layout] = {}
+        self._mailbox = StreamMailbox(group.connection, group.device, layouts)
+        self._group, self._routes, self._stage, self._order = group, routes, stage, order
+        self._due: dict[ActionKind, deque[int]] = {kind: deque() for kind in _DIRECTIONS}  # packets still to come
+        self._is_expected = dict.fromkeys(_DIRECTIONS, False)  # the next of them
+        self._jobs = 0  # that were handed on
+        self._taken = self._given_back = 0  # packets of gradients that came, and those sent whose memory is free again
+
+    @property
+    def is_first(self) -> bool:
+        return self._stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self._stage == self._order.stages - 1
+
+    def _address(self, kind: ActionKind, cut: int, i: int) -> tuple[tuple[Any, ...], int]:
+        """Returns the key and the tag of a packet: of what crosses a cut before F or B of a micro-batch."""
+        _, k = self._order.place(i)
+        return (kind, cut, k, i), 3 * (i % TAGGED_MICRO_BATCHES) + _DIRECTIONS[kind]
+
+    # -- values and gradients ----------------------------------------------------------------------------------------
+
+    def queue(self, actions: Iterable[Action]) -> None:
+        """Takes note of the actions that come next; begins to receive what the first of them need."""
+        for kind, _, i in actions:
+            if (kind is ActionKind.FORWARD and not self.is_first) or (kind is ActionKind.BACKWARD and not self.is_last):
+                self._due[kind].append(i)
+        for kind in _DIRECTIONS:
+            self._expect(kind)
+
+    def _source(self, kind: ActionKind) -> tuple[int, int]:
+        """Returns the cut through which packets come, and the rank behind it."""
+        down = kind is ActionKind.FORWARD
+        cut, other = (self._stage - 1, self._stage - 1) if down else (self._stage, self._stage + 1)
+        return cut, self._routes.rank(other)
+
+    def _expect(self, kind: ActionKind) -> None:
+        if self._due[kind] and not self._is_expected[kind]:
+            cut, peer = self._source(kind)
+            self._mailbox.expect(*self._address(kind, cut, self._due[kind][0]), peer)
+            self._is_expected[kind] = True
+
+    def receive(self, action: Action) -> list[PacketValue] | None:
+        """Waits for what an action needs of a neighbour; returns it, or None where it needs nothing."""
+        kind, _, i = action
+        if kind not in _DIRECTIONS or not self._due[kind] or self._due[kind][0] != i:
+            return None
+        cut, peer = self._source(kind)
+        t, k = self._order.place(i)
+        sender = cut if kind is ActionKind.FORWARD else cut + 1
+        what = f"the result of {Action(kind, sender, i)} (stage {sender}, micro-batch {k} of mini-batch {t})"
+        values = self._mailbox.receive(*self._address(kind, cut, i), peer, what)
+        self._due[kind].popleft()
+        self._is_expected[kind] = False
+        self._expect(kind)
+        if kind is ActionKind.FORWARD:
+            self._give_back(self._mailbox.note)
+        else:  # what has come back depends on what went down: that was taken
+            self._taken += 1
+            self._mailbox.finish_send(self._address(ActionKind.FORWARD, cut, i)[0], what)
+            if k == 0:
+                self._mailbox.finish_send(("job", cut, t), what)
+        return values
+
+    def _give_back(self, taken: int) -> None:
+        """Gives back the memory of packets of gradients that the other side has taken: the first so many."""
+        for i in range(self._given_back, taken):
+            key, _ = self._address(ActionKind.BACKWARD, self._stage - 1, i)
+            self._mailbox.finish_send(key, "its gradients to be taken")
+        self._given_back = max(taken, self._given_back)
+
+    def send(self, action: Action, values: Sequence[PacketValue]) -> None:
+        """Sends what an action has made for the neighbour behind it."""
+        kind, _, i = action
+        down = kind is ActionKind.FORWARD
+        cut, other = (self._stage, self._stage + 1) if down else (self._stage - 1, self._stage - 1)
+        self._mailbox.send(*self._address(kind, cut, i), self._routes.rank(other), values, self._taken)
+
+    # -- jobs --------------------------------------------------------------------------------------------------------
+
+    def pass_job(self, job: Any, t: int) -> Any:
+        """Hands on what the leader says of mini-batch t, or of what comes in its place; returns it on all ranks."""
+        tag = 3 * (self._jobs % TAGGED_MICRO_BATCHES) + _JOB_TAG
+        self._jobs += 1
+        if not self.is_first:
+            address = ("job", self._stage - 1, t), tag, self._routes.rank(self._stage - 1)
+            self._mailbox.expect(*address)
+            ((job, _),) = self._mailbox.receive(*address, f"mini-batch {t} of the stream")
+        if not self.is_last:
+            address = ("job", self._stage, t), tag, self._routes.rank(self._stage + 1)
+            self._mailbox.send(*address, [PacketValue(job)])
+        return job
+
+
+class RankStreamRun(StreamRun):
+    """Performs the actions of one stage, with the packets around them."""
+
+    def __init__(
+        self, *arguments: Any, packets: StreamPackets, group: RankGroup, report: Callable[[MiniBatch], LossReport]
+    ):
+        """`report`: of a mini-batch that has gone back through the last stage."""
+        super().__init__(*arguments)
+        self._packets, self._group, self._report = packets, group, report
+
+    def is_ready(self, action: Action) -> bool:
+        raise InternalError("the row of a rank runs in one thread, which waits")
+
+    def wait(self, action: Action) -> None:
+        self._group.doing = str(action)
+        values = self._packets.receive(action)
+        if values is None:
+            return
+        one, (kind, j, k) = self._at(action)
+        step = _rank_step(one)
+        if kind is ActionKind.FORWARD:
+            step.rank_exchange.enter_values(j - 1, k, values)
+            return
+        if k == one.micro_batches - 1:
+            size = len(LossReport._fields)
+            values, report = values[:-size], values[-size:]
+            step.report = LossReport(*(one.value for one in report))
+        step.rank_exchange.enter_gradients_of_cut(j, k, values)
+
+    def pass_on(self, action: Action) -> None:
+        one, (kind, j, k) = self._at(action)
+        step, is_end = _rank_step(one), kind is ActionKind.BACKWARD and k == one.micro_batches - 1
+        if is_end and self._packets.is_last:
+            step.report = self._report(one)
+        if kind is ActionKind.FORWARD and not self._packets.is_last:
+            self._packets.send(action, step.rank_exchange.values_of_cut(j, k))
+        elif kind is ActionKind.BACKWARD and not self._packets.is_first:
+            gradients = step.rank_exchange.gradients_of_cut(j - 1, k)
+            report = map(PacketValue, step.report) if is_end and step.report is not None else ()
+            self._packets.send(action, [*gradients, *report])
+        super().pass_on(action)
+
+
+def _rank_step(one: MiniBatch) -> RankStreamStep:
+    assert isinstance(one.step, RankStreamStep)
+    return one.step
+
+
+class RankStream(Stream):
+    """The mini-batches of one call of `train_stream` on one rank."""
+
+    engine: RankEngine
+
+    def __init__(
+        self,
+        name: str,
+        engine: RankEngine,
+        context: CallerContext,
+        order: StreamSchedule,
+        devices: Sequence[torch.device],
+        optimizer: StagewiseOptimizer,
+        parameters: Mapping[int, Sequence[torch.Tensor]],
+        loss: StreamLoss,
+        routes: RelayRoutes,
+    ):
+        (self._stage,) = [j for j in range(order.stages) if routes.is_here(j, engine.group.rank)]
+        self.packets = StreamPackets(engine.group, routes, self._stage, order)
+        self._waiting: tuple[Action, ...] = ()  # of the row, behind what has run
+        super().__init__(name, engine, context, order, devices, optimizer, parameters, loss, seed=0)
+        self.stages = (self._stage,)
+
+    def _make_run(
+        self, weights: Sequence[StageWeights], devices: Sequence[torch.device], recomputes: bool
+    ) -> StreamRun:
+        arguments = (self._order, weights, devices, self._context, recomputes, self.engine.update_stage)
+        return RankStreamRun(*arguments, packets=self.packets, group=self.engine.group, report=self._loss_report)
+
+    # -- in, and out ---------------------------------------------------------------------------------------------------
+
+    def admit_part(self, graph: RankGraph, inputs: RankInputs, target: tuple[Any, ...]) -> None:
+        """Queues this rank's part of a mini-batch. `target`: where the last stage is."""
+        bound, group = graph.bound, self.engine.group
+        t, count = self._order.admitted, len(inputs.samples)
+        shares = shares_of(inputs.samples)
+        history, losses, is_verified = LossHistory(is_cheap=True), None, False
+        if self.packets.is_last:
+            history = self.engine.loss_history(self.loss.function, self.loss.reduction, target, bound)
+            is_verified = history.is_due and count > 1
+        self._run.state = bound.state
+        with on_all_streams(self._run.transport, bound.devices, bound.devices[-1]):
+            if self.packets.is_last:
+                whole = copied_target(target, bound.devices[-1]) if is_verified else None
+                losses = losses_of_mini_batch(
+                    bound, inputs.leaves, inputs.batch, count, *self._loss_arguments, target, None, whole, inputs.known
+                )
+            own = (
+                StepInputs.of_mini_batch(bound, inputs.leaves, shares)
+                if self.packets.is_first
+                else StepInputs(inputs.bounds, (inputs.leaves,) * count, tuple(shares), (), ())
+            )
+            step = RankStreamStep(
+                own,
+                self.engine.model,
+                inputs.seed,
+                self._order.recomputed(count),
+                self._context,
+                graph.routes,
+                group.rank,
+                losses=losses,
+                keep_outputs=is_verified,
+                look_at_elements=(history.look_at_elements or not self.packets.is_last) and count > 1,
+                known_tensors=self._tensors_of(bound),
+            )
+        self._run.add(t, MiniBatch(step, self._updates_now(), history, is_verified, {*self.stages}))
+        step.log.begun.append(time.perf_counter())
+        self._queue(self._order.admit(count))
+
+    @property
+    def _loss_arguments(self) -> tuple[Callable[..., Any], str]:
+        return self.loss.function, self.loss.reduction
+
+    def _queue(self, rows: Rows) -> None:
+        """Runs what was queued before; these follow when more is known, or with a drain."""
+        self.packets.queue(rows[self._stage])
+        due, self._waiting = self._waiting, rows[self._stage]
+        self._run_row(due)
+
+    def _run_row(self, row: tuple[Action, ...]) -> None:
+        self.engine.executor.start(self._run, (row,))
+        self._raise_failure()
+
+    def drain(self) -> None:
+        """Runs what is left of the mini-batches in flight."""
+        super().drain()
+        due, self._waiting = self._waiting, ()
+        self._run_row(due)
+        self.engine.group.connection.finish_all_sends()
+
+    # -- the loss ------------------------------------------------------------------------------------------------------
+
+    def _loss_report(self, one: MiniBatch) -> LossReport:
+        """Makes the report of a mini-batch that has gone back through the last stage, which is here.
+
+        Raises:
+            LossError: its micro-batches do not add up to it.
+        """
+        stage = self._loss_stage(one)
+        self.engine.refuse_strange_leaves(stage)
+        loss = super()._checked_loss(one)
+        loss, divisor = map_tensor_leaves(lambda t: t.detach().cpu(), (loss, stage.losses.divisor))
+        shares = [float(stage.losses.share(i)) for i in range(one.micro_batches)]
+        return LossReport(loss, divisor, torch.tensor(shares, dtype=torch.float64, device="cpu"), one.is_verified)
+
+    def _checked_loss(self, one: MiniBatch) -> torch.Tensor:
+        step = _rank_step(one)
+        report = step.report
+        if report is None:
+            raise InternalError("a mini-batch has ended without a report of its loss")
+        step.rank_exchange.check_empty()
+        if not self.packets.is_last and not report.is_verified:
+            wrong = step.loss_weighting.difference(report.shares.__getitem__)
+            if wrong is not None:
+                raise LossError(f"{wrong} {LOSS_REMEDIES}. {MODEL_LOSS_REMEDIES}")
+        return report.loss.to(self.engine.group.device)

@@ -1,0 +1,230 @@
+"""`pipe.train_stream` over processes: the loop of one rank over the losses of mini-batches.
+
+The leader, which has the first stage, reads mini-batches and tells the others of each; it decides when the stream ends.
+As long as mini-batches run one graph, nobody waits for anybody but neighbours (`rank_stream`). Where another one is
+needed, those in flight end, and all ranks settle it together, as for a step: so begins a *segment*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from typing import Any
+
+import torch
+
+from fxpipe.config.micro_batches import ModelCall, parse_call
+from fxpipe.distributed.failures import ConnectionLost
+from fxpipe.distributed.rank_engine import RankGraph, RankInputs
+from fxpipe.distributed.rank_state import STREAM, RankState
+from fxpipe.distributed.rank_stream import RankStream
+from fxpipe.errors import ArgumentError, DistributedError
+from fxpipe.pipeline_state import peek_seed
+from fxpipe.runtime.caller_context import CallerContext
+from fxpipe.runtime.stage_updates import StagewiseOptimizer, by_stage
+from fxpipe.scheduling.streams import WeightPolicy
+from fxpipe.train_stream import READ_AHEAD, TrainStream, check_can_stream_now
+from fxpipe.utils.random_generators import draw_seed, mix_seed
+
+
+class RankTrainStream(TrainStream):
+    """The losses of a stream over processes, on each rank. Made by `pipe.train_stream`.
+
+    All ranks iterate, and are given all losses. The rank of the first stage reads the inputs, and that of the last one
+    the targets; it ends when the inputs do. A rank that leaves the loop before goes on, without its loss, until the
+    rank of the first stage has ended; where that one leaves, the stream ends for all.
+
+    `applied` and `versions_held` are those of the stage of this rank.
+    """
+
+    _inside: RankState
+    _stream: RankStream | None
+
+    def __init__(
+        self,
+        inside: RankState,
+        batches: Iterable[Any],
+        loss_fn: Callable[..., Any],
+        optimizer: StagewiseOptimizer,
+        reduction: str,
+        policy: WeightPolicy,
+        is_loss_given: bool,
+    ):
+        super().__init__(inside, batches, loss_fn, optimizer, reduction, policy, is_loss_given)
+        rank = inside.group.rank
+        self._is_leader, self._is_last = rank == inside.leader, rank == inside.last
+        # `batches=()` of the last rank says that there are no targets.
+        self._has_batches = not (isinstance(batches, (tuple, list)) and not batches)
+        self._graph: RankGraph | None = None  # of the segment
+        self._call: ModelCall | None = None  # on the leader: the mini-batch that was read last, if it is still to run
+        self._failure: Exception | None = None  # on the leader: what has made it impossible to read on
+        self._has_more = True  # on the leader: whether it reads on
+
+    def __exit__(self, *exception: object) -> None:
+        """Ends the stream; where the block has raised, on the other ranks with its exception."""
+        error = exception[1]
+        if not isinstance(error, BaseException):
+            self.close()
+            return
+        try:
+            self._losses.throw(error)
+        except BaseException as other:
+            if other is not error:
+                raise
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    def _run(self) -> Generator[torch.Tensor]:
+        engine, has_ended, is_left = self._inside.engine, False, False
+        try:
+            with engine.streaming() as context, self._inside.group.together() as connection:
+                try:
+                    while True:
+                        with context.suspended():
+                            loss = self._next_loss(context)
+                        if loss is None:
+                            break
+                        if is_left:
+                            continue
+                        try:
+                            yield loss
+                        except GeneratorExit:
+                            if engine.executor.is_closed:
+                                raise
+                            is_left, self._has_more = True, False
+                    if self._stream is not None:
+                        with context.suspended():
+                            self._stream.end()
+                    has_ended = True
+                    if self._failure is not None:
+                        raise self._failure
+                    connection.all_gather(None, "the end of the stream")
+                except BaseException as error:
+                    if not has_ended and self._stream is not None:
+                        self._stream.drop(error)
+                        if not isinstance(error, ConnectionLost):
+                            self._stream.note_applied(error)  # before the others are told
+                    raise
+        except DistributedError as error:
+            if not has_ended and self._stream is not None:
+                self._stream.note_applied(error)
+            raise
+
+    def _next_loss(self, context: CallerContext) -> torch.Tensor | None:
+        """Returns the next loss; None at the end."""
+        self._inside.check_open()
+        most = len(self._inside.settings.placement) + READ_AHEAD
+        while not self._is_over and (self._stream is None or self._stream.in_flight < most):
+            check_can_stream_now()
+            if self._graph is None:
+                self._begin_segment(context)
+            else:
+                self._go_on(self._graph)
+        return self._stream.collect() if self._stream is not None and self._stream.in_flight else None
+
+    def _begin_segment(self, context: CallerContext) -> None:
+        """Settles with all ranks the graph of the next mini-batch, and admits that; or that there is none."""
+        inside = self._inside
+        self._read_call()
+        if not inside.group.connection.broadcast(self._call is not None, inside.leader, "the next mini-batch"):
+            self._is_over = True
+            return
+        args, kwargs = ((), {}) if self._call is None else (self._call.args, self._call.kwargs)
+        graph, inputs = inside.agree(STREAM, args, kwargs, self._seed_of_next())
+        if graph.bound.program.is_random and not self._has_drawn:
+            self._has_drawn = True
+            draw_seed()  # so that the generators of all ranks stand where that of one process would
+        inside.check_stream_graph(graph, {id(p) for p in self._optimizer.parameters()})
+        if self._stream is None:
+            self._stream = self._begin_on_rank(context, graph)
+        self._graph = graph
+        self._admit(graph, inputs)
+
+    def _go_on(self, graph: RankGraph) -> None:
+        """Admits the next mini-batch of the segment, or ends it."""
+        assert self._stream is not None
+        self._read_call()
+        job = self._stream.packets.pass_job(self._job(graph), self._read)
+        if job is None:
+            self._stream.drain()
+            self._graph = None
+        else:
+            self._admit(graph, self._inside.inputs_at_hand(job, self._call))
+
+    def _admit(self, graph: RankGraph, inputs: RankInputs) -> None:
+        assert self._stream is not None
+        target = self._call.target if self._call is not None else ()
+        if self._is_last and not self._is_leader:
+            target = self._read_target()
+        if self._is_last:
+            self._check_call(ModelCall((), {}, target))
+        self._call = None
+        self._stream.admit_part(graph, inputs, target)
+        self._read += 1
+
+    def _begin_on_rank(self, context: CallerContext, graph: RankGraph) -> RankStream:
+        inside = self._inside
+        return RankStream(
+            str(inside.settings.schedule),
+            inside.engine,
+            context,
+            self._order(),
+            inside.settings.devices,
+            self._optimizer,
+            by_stage(self._optimizer.parameters(), inside.stage_of_parameter),
+            self._loss,
+            graph.routes,
+        )
+
+    # -- mini-batches --------------------------------------------------------------------------------------------------
+
+    def _seed_of_next(self) -> int:
+        """Returns the seed of the mini-batch that comes next; on the leader, whose number counts."""
+        if not self._read:
+            self._seed = peek_seed()
+        return mix_seed(self._seed, self._read)
+
+    def _read_call(self) -> None:
+        """Reads a mini-batch, on the leader, unless there is one that was read and has not run."""
+        if not self._is_leader or not self._has_more or self._call is not None:
+            return
+        try:
+            self._call = parse_call(next(self._batches), f"mini-batch {self._read}")
+        except StopIteration:
+            self._has_more = False
+        except Exception as error:
+            self._end_with(error)
+
+    def _end_with(self, error: Exception) -> None:
+        """Lets the stream end before a mini-batch that cannot be read."""
+        self._failure, self._has_more, self._call = error, False, None
+        if self._read:
+            self._note_reading(error)
+
+    def _job(self, graph: RankGraph) -> Any:
+        """Returns what the leader tells the others of the mini-batch it has read; None elsewhere, or for the end."""
+        if self._call is None:
+            return None
+        try:
+            return self._inside.job_at_hand(graph, self._call, self._seed_of_next())
+        except Exception as error:
+            self._end_with(error)
+            return None
+
+    def _read_target(self) -> tuple[Any, ...]:
+        """Reads the target of the next mini-batch, on the rank of the last stage.
+
+        Raises:
+            ArgumentError: there is none any more.
+        """
+        if not self._has_batches:
+            return ()
+        try:
+            item = next(self._batches)
+        except StopIteration:
+            raise ArgumentError(
+                f"batches of rank {self._inside.group.rank}, which has the last stage, has ended after {self._read} "
+                f"mini-batches, and that of rank {self._inside.leader}, of the first stage, goes on: give both the same"
+            ) from None
+        if type(item) in (tuple, list) and len(item) in (2, 3):  # inputs are not looked at: they may be None
+            return () if item[-1] is None else (item[-1],)
+        return parse_call(item, f"mini-batch {self._read}").target
