@@ -87,11 +87,26 @@ class GraphCache:
             if traced.key == inputs.key and traced.holds_for_inputs(inputs.leaves, inputs.seed, sizes_of):
                 yield entry
 
-    def with_fixed_sizes(self, traced: Traced) -> int:
-        """Counts the graphs that differ from this one in sizes alone, one of which cannot be dynamic."""
-        if not traced.dynamic.fixed:
-            return 0
-        return sum(other.traced.key == traced.key and bool(other.traced.dynamic.fixed) for other, _ in self.entries)
+    def at_other_sizes(self, traced: Traced) -> int:
+        """Counts the graphs that differ from this one in sizes alone, and this one."""
+        same = [other.traced for other, _ in self.entries if other.traced.key == traced.key]
+        if traced.dynamic.fixed:  # a size that cannot be dynamic tells them apart
+            return sum(bool(other.dynamic.fixed) for other in same)
+        has_read = traced.guards is not None and bool(traced.guards.guards)
+        return 0 if has_read else len(same)  # what forward has read may tell them apart
+
+    def size_conclusions(self, traced: Traced) -> list[str]:
+        """Lists the lines at which forward concludes something else from the sizes of other graphs.
+
+        Of graphs that differ in sizes alone: each is for the sizes for which the same holds.
+        """
+        lines: dict[str, None] = {}
+        for other in (prepared.traced for prepared, _ in self.entries):
+            if other is not traced and other.key == traced.key:
+                batch, lengths = other.batch_of(other.leaves), traced.dynamic.lengths_of(other.leaves)
+                failing = traced.failing_conditions(batch, lengths) if lengths is not None else ()
+                lines |= dict.fromkeys(condition.where for condition in failing)
+        return list(lines)
 
     def dynamic_dims(self, inputs: GraphInputs) -> DynamicDims:
         """Returns the dimensions that came with another size before, and may be dynamic in another graph."""

@@ -492,16 +492,23 @@ class PipelineState:
         return prepared, bound
 
     def _warn_of_sizes(self, traced: Traced) -> None:
-        """Warns once for a pipe, where a size that cannot be dynamic has made so many graphs."""
-        graphs = self.graphs.with_fixed_sizes(traced)
-        if graphs > MANY_VALUE_GRAPHS and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"{graphs} graphs of {type(self.model).__name__} differ only in sizes of inputs, and each other size "
-                f"takes the time to record another: {'; '.join(traced.reasons_of_fixed_sizes)}. Let forward keep the "
-                "size a size (tensor functions instead of loops), or pad to few sizes",
-                stacklevel=2,
-            )
+        """Warns once for a pipe, where sizes of inputs alone have made so many graphs."""
+        if self._warned or (graphs := self.graphs.at_other_sizes(traced)) <= MANY_VALUE_GRAPHS:
+            return
+        if traced.dynamic.fixed:
+            why = "; ".join(traced.reasons_of_fixed_sizes)
+            remedy = "Let forward keep the size a size (tensor functions instead of loops), or pad to few sizes"
+        elif lines := self.graphs.size_conclusions(traced):
+            why = f"forward concludes something else from them at {'; '.join(lines)}"
+            remedy = "Pad to few sizes, or to sizes of which the same holds (multiples of a window or stride)"
+        else:
+            return
+        self._warned = True
+        warnings.warn(
+            f"{graphs} graphs of {type(self.model).__name__} differ only in sizes of inputs, and each other size takes "
+            f"the time to record another: {why}. {remedy}",
+            stacklevel=2,
+        )
 
     def _warn_of_values(self, traced: Traced) -> None:
         """Once for a pipe, where values that forward reads have made so many graphs that each step may make another."""

@@ -167,19 +167,26 @@ def _record_without_caches(
     traced, error = None, None
     try:
         traced, used = _record_with_casts(request, options, in_stages, recordings)
-        if request.dynamic.dims <= traced.dynamic.formulas.keys():
+        are_keys = bool(request.dynamic.dims) and traced.has_keys_of_sizes
+        if request.dynamic.dims <= traced.dynamic.formulas.keys() and not are_keys:
             return traced, used
     except FixedSizeError as problem:
         error = problem
     if not options.in_compile_mode and any(recording.has_keys_of_sizes for recording in recordings):
         with contextlib.suppress(Exception):
             other, other_options = _record_with_casts(request, replace(options, in_compile_mode=True), in_stages, [])
-            if traced is None or other.dynamic.formulas.keys() > traced.dynamic.formulas.keys():
+            if traced is None or _is_for_more_sizes(other, traced):
                 return other, other_options
     if traced is None:
         assert error is not None
         raise error
     return traced, used
+
+
+def _is_for_more_sizes(traced: Traced, other: Traced) -> bool:
+    """Returns whether a graph has more dynamic dimensions, or as many and nothing that was looked up by a size."""
+    dims, other_dims = traced.dynamic.formulas.keys(), other.dynamic.formulas.keys()
+    return dims > other_dims or (dims == other_dims and other.has_keys_of_sizes and not traced.has_keys_of_sizes)
 
 
 def _record_with_casts(

@@ -155,6 +155,16 @@ def factor_cached_but_for_compilers(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.last(m.first(x) * factor(x.shape[1] // 8))
 
 
+@functools.lru_cache(maxsize=8)
+def cached_ramp(mask: torch.Tensor, length: int) -> torch.Tensor:  # not found again: a tensor is a key by itself
+    return torch.arange(length, dtype=torch.float32)[:, None] / 8
+
+
+def ramp_cached_but_for_compilers(m: Any, x: torch.Tensor) -> torch.Tensor:
+    ramp = cached_ramp.__wrapped__ if torch.compiler.is_compiling() else cached_ramp
+    return m.last(m.first(x) + ramp(x, x.shape[1] // 4 + 1).mean(0))
+
+
 def branch_on_a_size(m: Any, x: torch.Tensor) -> torch.Tensor:
     h = m.first(x)
     return m.last(h * 2 if x.shape[1] > 10 else h)
@@ -338,6 +348,7 @@ ANY_SIZE = (
     leaf_that_halves,
     positions_cached_but_for_compilers,
     factor_cached_but_for_compilers,
+    ramp_cached_but_for_compilers,
     length_of_a_sample,
     size_as_a_float,
 )
@@ -587,6 +598,20 @@ def test_many_graphs_of_a_size_that_is_not_dynamic_are_warned_of_once() -> None:
         with pytest.warns(UserWarning, match="differ only in sizes of inputs, .* dimension 1 of x"):
             pipe(torch.randn(4, 11, D))
         pipe(torch.randn(4, 12, D))
+
+
+def test_many_graphs_of_other_conclusions_from_sizes_are_warned_of_once_with_the_line() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        bucket = next(least for least in range(40, -1, -2) if x.shape[1] >= least)
+        return m.last(m.first(x) / (bucket + 1))
+
+    model = model_of(forward)
+    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2, example_args=(torch.randn(4, 12, D),))) as pipe:
+        for length in range(14, 28, 2):
+            pipe(torch.randn(4, length, D))
+        with pytest.warns(UserWarning, match=r"differ only in sizes .* concludes something else .*test_dynamic_sizes"):
+            pipe(torch.randn(4, 28, D))
+        pipe(torch.randn(4, 30, D))
 
 
 @pytest.mark.parametrize(

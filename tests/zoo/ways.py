@@ -116,8 +116,10 @@ def _why_many(pipe: fxpipe.Pipeline) -> str:
     graphs = [prepared.traced for prepared, _ in pipe._fxpipe.graphs]
     reasons = dict.fromkeys(reason for traced in graphs for reason in traced.reasons_of_fixed_sizes)
     answers = dict.fromkeys(str(g) for traced in graphs if traced.guards for g in traced.guards.guards)
-    conditions = dict.fromkeys(f"{c.condition} at {c.where}" for traced in graphs for c in traced.dynamic.conditions)
-    return "; ".join(reasons or answers or conditions)
+    lines = dict.fromkeys(line for traced in graphs for line in pipe._fxpipe.graphs.size_conclusions(traced))
+    if reasons or answers:
+        return "; ".join(reasons or answers)
+    return f"forward concludes something else from sizes at {'; '.join(lines)}"
 
 
 def _about(pipe: fxpipe.Pipeline) -> dict[str, Any]:
