@@ -136,6 +136,15 @@ def device_name(device: torch.device) -> str | None:
     return None if function is None else str(function(device))
 
 
+def device_uuid(device: torch.device) -> str | None:
+    """Returns what tells a device from all others, also those of other processes; None where torch does not tell."""
+    if not device_count(device.type):
+        return None
+    properties = getattr(torch.get_device_module(device.type), "get_device_properties", lambda device: None)(device)
+    uuid = getattr(properties, "uuid", None)
+    return None if uuid is None else str(uuid)
+
+
 def set_current_device(device: torch.device) -> None:
     """Makes it the current device of this thread."""
     torch.accelerator.set_device_index(device.index)
@@ -218,16 +227,20 @@ def seconds_between(earlier: torch.Event, later: torch.Event) -> float:
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 1e-5, 2e-4  # seconds
 
 
-def wait_on_host(event: torch.Event) -> None:
-    """Lets the host sleep until an event has passed.
+def wait_on_host(event: torch.Event, timeout: float | None = None) -> bool:
+    """Lets the host sleep until an event has passed; False where that takes longer than `timeout` seconds.
 
     `torch.Event` ignores `blocking=`, so that `event.synchronize()` spins, on a core that another stage may need.
     """
     pause = _SHORTEST_SLEEP
+    deadline = None if timeout is None else time.monotonic() + timeout
     while not event.query():
+        if deadline is not None and time.monotonic() > deadline:
+            return False
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_SLEEP)
     event.synchronize()  # at once: whoever watches for races (torch's sanitizer, say) knows this call alone
+    return True
 
 
 def copy_to(memory: torch.Tensor, target: torch.device) -> torch.Tensor:

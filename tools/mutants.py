@@ -1509,9 +1509,21 @@ DISTRIBUTED = (
     ),
     Mutant(
         "distributed/packets.py",
-        "start = _next_start(start + one.bytes)",
-        "start = start + one.bytes",
+        "parts[one.is_on_device], _next_start(ends[one.is_on_device])",
+        "parts[one.is_on_device], ends[one.is_on_device]",
         "behaviour/test_over_ranks.py unit/distributed/test_packets.py",
+    ),
+    Mutant(
+        "distributed/packets.py",
+        "self._send_expected(key, tag, peer, Payload(nothing, of_device))",
+        "self._send_expected(key, tag, peer, Payload(nothing))",
+        "unit/distributed/test_packets.py",
+    ),
+    Mutant(
+        "distributed/rank_group.py",
+        "ranks.setdefault(one.uuid, rank) != rank",
+        "False",
+        "unit/distributed/test_device_transfers.py",
     ),
     Mutant(
         "distributed/packets.py",

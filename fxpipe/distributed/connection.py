@@ -12,6 +12,7 @@ that an exception, whose traceback holds frames, keeps no socket open.
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Callable, Hashable
 from datetime import timedelta
@@ -55,7 +56,7 @@ class Connection:
         try:
             self._sends.setdefault(key, []).append((self._group.send([memory], peer, tag), memory))
         except RuntimeError as error:
-            raise _lost(f"rank {peer} to take a message", error) from None
+            raise lost_connection(f"rank {peer} to take a message", error) from None
 
     def finish_sends(self, key: Hashable, what: str) -> None:
         """Returns when all that was sent under this key has been taken."""
@@ -74,7 +75,7 @@ class Connection:
         try:
             self._receives[tag] = (self._group.recv([memory], peer, tag), memory)
         except RuntimeError as error:
-            raise _lost(f"a message of rank {peer}", error) from None
+            raise lost_connection(f"a message of rank {peer}", error) from None
 
     def receive(self, peer: int, tag: int, what: str) -> torch.Tensor:
         """Returns the bytes that were expected. `what`: for people, what is waited for."""
@@ -86,7 +87,7 @@ class Connection:
         try:
             work.wait(self._timeout)
         except RuntimeError as error:
-            raise _lost(what, error) from None
+            raise lost_connection(what, error) from None
         finally:
             del work
 
@@ -96,13 +97,13 @@ class Connection:
         try:
             begin(self._group).wait(timedelta(seconds=LONG_SECONDS) if is_long else self._timeout)
         except RuntimeError as error:
-            raise _lost(what, error) from None
+            raise lost_connection(what, error) from None
 
     def broadcast(self, value: Any, source: int, what: str, *, is_long: bool = False) -> Any:
         """Returns on all ranks the object that `source` has. `is_long`: it may plan meanwhile."""
         if self.size == 1:
             return value
-        content = _bytes_of(pickle.dumps(value)) if self.rank == source else torch.empty(0, dtype=torch.uint8)
+        content = _bytes_of(pickled(value)) if self.rank == source else torch.empty(0, dtype=torch.uint8)
         head = torch.zeros(COLLECTIVE_BYTES, dtype=torch.uint8)
         if self.rank == source:
             _fill(head, content)
@@ -128,7 +129,7 @@ class Connection:
         """Returns the objects of all ranks, in their order."""
         if self.size == 1:
             return [value]
-        content = _bytes_of(pickle.dumps(value))
+        content = _bytes_of(pickled(value))
         head = torch.zeros(COLLECTIVE_BYTES, dtype=torch.uint8)
         _fill(head, content)
         heads = [torch.empty_like(head) for _ in range(self.size)]
@@ -145,6 +146,22 @@ class Connection:
             pickle.loads(_joined(one, rest[: max(0, size - _ROOM)], size))
             for one, rest, size in zip(heads, rests, sizes, strict=True)
         ]
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        is_on_device = isinstance(obj, torch.Tensor) and obj.device.type not in ("cpu", "meta")
+        return obj.detach().to("cpu").__reduce_ex__(pickle.HIGHEST_PROTOCOL) if is_on_device else NotImplemented
+
+
+def pickled(value: Any) -> bytes:
+    """Returns an object as bytes for another rank, where tensors of devices are in memory of the CPU.
+
+    Pickled as it is, a tensor of the device cuda:1 would come to the other rank's cuda:1, which is another rank's.
+    """
+    content = io.BytesIO()
+    _Pickler(content, pickle.HIGHEST_PROTOCOL).dump(value)
+    return content.getvalue()
 
 
 _PREFIX = 8  # bytes that tell how long an object is
@@ -170,7 +187,8 @@ def _joined(head: torch.Tensor, rest: torch.Tensor, size: int) -> bytes:
     return bytes(head[_PREFIX : _PREFIX + first].tolist()) + bytes(rest.tolist())
 
 
-def _lost(what: str, error: RuntimeError) -> ConnectionLost:
+def lost_connection(what: str, error: RuntimeError) -> ConnectionLost:
+    """Converts an error of torch in a transfer. `what`: for people, what is waited for."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     lower = text.lower()
     is_timeout = "timed out" in lower or "timeout" in lower

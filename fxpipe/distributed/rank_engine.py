@@ -8,8 +8,8 @@ committed on all ranks, or on none.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from fxpipe.runtime.loss_stage import LossStage
 from fxpipe.runtime.losses import MicroBatchLosses, ambiguous_output_message
 from fxpipe.runtime.microbatches import gather
 from fxpipe.runtime.step_inputs import MicroBatch, StepInputs
+from fxpipe.runtime.step_record import StepRecord
 from fxpipe.scheduling import Schedule
 from fxpipe.scheduling.actions import Action, ActionKind
 from fxpipe.utils.batch_split import rows_of_inputs
@@ -50,6 +51,15 @@ class RankGraph:
     routes: RelayRoutes
     held: HeldTensors
     transfers: TensorTransfers
+
+
+def pairs_of_ranks(routes: RelayRoutes, transfers: TensorTransfers) -> Iterator[tuple[int, int]]:
+    """Yields the pairs of ranks of which the first sends to the second in a step; some more than once."""
+    for cut in range(len(routes.placement) - 1):
+        if routes.crosses(cut):
+            yield routes.rank(cut), routes.rank(cut + 1)
+            yield routes.rank(cut + 1), routes.rank(cut)
+    yield from (*transfers.borrowed, *transfers.gradients, *transfers.changed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +115,11 @@ class RankEngine(Engine):
         self._generation = -1
         self.replicas = Replicas(group)
 
+    @property
+    def last_step(self) -> StepRecord | None:
+        record = super().last_step
+        return None if record is None else replace(record, transport=self.group.transport)
+
     # -- rows --------------------------------------------------------------------------------------------------------
 
     def _engine_for(self, schedule: Schedule) -> ScheduleEngine:
@@ -118,11 +133,15 @@ class RankEngine(Engine):
     def _process_group(self) -> dist.ProcessGroup:
         return self.group.process_group
 
-    def _mailbox(self) -> Mailbox:
+    def _mailbox(self, graph: RankGraph) -> Mailbox:
+        """Makes the mailbox of a step, which all ranks do at once."""
         if self._generation != self.group.generation or len(self._layouts) > MAX_KEYS:
             self._layouts.clear()  # on all ranks at once
             self._generation = self.group.generation
-        return Mailbox(self.group.connection, self.group.device, self._layouts)
+        transfers = self.group.transfers
+        if transfers is not None:
+            transfers.connect(pairs_of_ranks(graph.routes, graph.transfers))
+        return Mailbox(self.group.connection, self.group.device, self._layouts, transfers)
 
     def _tensor_exchange(
         self, graph: RankGraph, schedule: Schedule, mailbox: Mailbox, tensors: ModelTensors
@@ -153,6 +172,8 @@ class RankEngine(Engine):
             self._engine_for(schedule).run(row)
         self._note_step(step, schedule)
         step.rank_exchange.check_empty()
+        if self.group.transfers is not None:
+            self.group.transfers.settle()  # what has not come fails this step, and is not agreed upon
 
     def _open(self, inputs: RankInputs, schedule: Schedule, seed: int, **more: Any) -> RankStep:
         bounds, shares, leaves = inputs.bounds, shares_of(inputs.samples), inputs.leaves
@@ -175,7 +196,7 @@ class RankEngine(Engine):
         n, m = len(bound.devices), schedule.micro_batches
         if m > 1 and bound.untold:
             raise LossError(ambiguous_output_message(bound.untold[0]))
-        mailbox, tensors = self._mailbox(), ModelTensors(self.model, bound.constants)
+        mailbox, tensors = self._mailbox(graph), ModelTensors(self.model, bound.constants)
         exchange = self._tensor_exchange(graph, schedule, mailbox, tensors)
         exchange.borrow(graph.transfers)
         step = self._open(inputs, schedule, inputs.seed)
@@ -200,7 +221,7 @@ class RankEngine(Engine):
         exchange.spread_changes(graph.transfers)
         self._write_back(inputs, tensors, more)
         step.transport.settle()
-        connection.finish_all_sends()
+        mailbox.settle()
         mailbox.remember()
         return output
 
@@ -210,14 +231,14 @@ class RankEngine(Engine):
         self, graph: RankGraph, inputs: RankInputs, schedule: Schedule, call: TrainingCall
     ) -> tuple[torch.Tensor, Any]:
         """Runs a step and adds its gradients to the parameters of this rank; returns the loss, and outputs or None."""
-        bound, connection, m = graph.bound, self.group.connection, schedule.micro_batches
+        bound, m = graph.bound, schedule.micro_batches
         last = graph.routes.rank(len(bound.devices))
         is_last = self.group.rank == last
         tensors = ModelTensors(self.model, inputs.constants)
         kind = None  # micro-batches that are handed over are compared with no mini-batch
         if is_last and not inputs.is_handed_over:
             kind = self._loss_histories.of(call.loss_fn, call.reduction, call.target, bound)
-        mailbox = self._mailbox()
+        mailbox = self._mailbox(graph)
         exchange = self._tensor_exchange(graph, schedule, mailbox, tensors)
         exchange.borrow(graph.transfers)
         gradients = RankGradients(graph.held, graph.transfers, tensors, inputs.programs, self.group, self.replicas)
@@ -250,7 +271,7 @@ class RankEngine(Engine):
             verdict = LossVerdict.of(reports, last, part)
             if verdict.is_unsure and not is_again:
                 is_verified, is_again = is_last and m > 1, True  # nothing has changed yet: again, and for certain
-                connection.finish_all_sends()
+                mailbox.settle()
                 continue
             break
         verdict.check()
@@ -268,7 +289,7 @@ class RankEngine(Engine):
             output = step.loss.outputs_of_micro_batches() if inputs.is_handed_over else step.loss.tree(outputs)
         if call.with_outputs and call.to_all:
             output = self._on_all(output, last)
-        connection.finish_all_sends()
+        mailbox.settle()
         gradients.commit(step, reports, others, divisor)
         self._commit_buffers(graph, inputs, step, exchange, tensors, part)
         self._write_back(inputs, tensors, more)

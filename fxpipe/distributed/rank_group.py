@@ -11,8 +11,8 @@ import contextlib
 import hashlib
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fxpipe import accelerator
 from fxpipe._torch.process_groups import PrefixStore, ProcessGroup, Store, gloo_group
 from fxpipe.distributed.connection import Connection
+from fxpipe.distributed.device_transfers import DeviceTransfers, device_backend
 from fxpipe.distributed.failures import (
     ConnectionLost,
     FailureBoard,
@@ -84,6 +85,40 @@ def _refuse_overlap(pipe: dist.ProcessGroup, data: dist.ProcessGroup) -> None:
         )
 
 
+class RankDevice(NamedTuple):
+    """The device of a rank, and its way to other devices."""
+
+    type: str
+    backend: str | None  # that takes them from device to device
+    uuid: str | None  # of the device, where torch tells
+
+
+def common_transport(devices: Sequence[RankDevice]) -> str:
+    """Returns the backend that takes tensors from device to device between all ranks; or why memory of the CPU does.
+
+    >>> common_transport([RankDevice("cuda", "nccl", "GPU-1"), RankDevice("cuda", "nccl", "GPU-2")])
+    'nccl'
+    >>> common_transport([RankDevice("cuda", "nccl", "GPU-1")] * 2)
+    'memory of the CPU, by gloo: ranks 0 and 1 share one device, which nccl does not allow'
+    >>> common_transport([RankDevice("cpu", None, None)] * 2)
+    'memory of the CPU, by gloo'
+    """
+    through_cpu = "memory of the CPU, by gloo"
+    first = devices[0].backend
+    if len(devices) == 1 or all(one.type == "cpu" for one in devices):
+        return through_cpu
+    other = next((rank for rank, one in enumerate(devices) if one.backend is None or one.backend != first), None)
+    if first is None or other is not None:
+        rank = 0 if first is None else other
+        kind = devices[rank or 0].type
+        return f"{through_cpu}: the process group of rank {rank} has no backend for {kind} that all ranks have"
+    ranks: dict[str, int] = {}
+    for rank, one in enumerate(devices):
+        if one.uuid is not None and ranks.setdefault(one.uuid, rank) != rank:
+            return f"{through_cpu}: ranks {ranks[one.uuid]} and {rank} share one device, which {first} does not allow"
+    return first
+
+
 class RankGroup:
     """This process among the ranks of a pipe."""
 
@@ -107,6 +142,8 @@ class RankGroup:
         self._store = PrefixStore(f"fxpipe/{self._name}/{self._number}", self.process_group.get_group_store())
         self._connection: Connection | None = None
         self._replicas: Connection | None = None
+        self.transfers: DeviceTransfers | None = None  # from device to device, if all ranks of the replica have them
+        self.transport = ""  # for people, how tensors go from rank to rank
         self._data_store: Store | None = None
         self._data_groups = 0  # made so far in this generation
         self._board: FailureBoard | None = None
@@ -167,6 +204,8 @@ class RankGroup:
         try:
             yield connection
             connection.finish_all_sends()
+            if self.transfers is not None:
+                self.transfers.settle()
         except ConnectionLost as error:
             lost = error
         except BaseException as error:
@@ -195,12 +234,21 @@ class RankGroup:
             self._board = FailureBoard(store, self.rank, self.size, timeout=self.timeout)
             try:
                 self._connection = Connection(PrefixStore("gloo", store), self.rank, self.size, self.timeout)
+                self._connect_devices(PrefixStore("devices", store))
                 self._connect_replicas(data_store)
             except (RuntimeError, ConnectionLost) as error:
                 self._fail(self._report(error=f"no connection to the other ranks: {error}"))
                 raise DistributedError(f"no connection to the other ranks: {error}") from error
         self.connection.heard.clear()
         return self.connection
+
+    def _connect_devices(self, store: Store) -> None:
+        """Settles with the other ranks of this replica whether tensors go from device to device."""
+        backend = device_backend(self.process_group, self.device)
+        own = RankDevice(self.device.type, backend, accelerator.device_uuid(self.device))
+        self.transport = common_transport(self.connection.all_gather(own, "the devices of all ranks"))
+        if self.transport == backend:
+            self.transfers = DeviceTransfers(backend, self.device, store, self.rank, self.timeout)
 
     def _meet_replicas(self) -> Store | None:
         """Waits for the ranks that have the same stages in other replicas; returns the store of this generation."""
@@ -240,12 +288,14 @@ class RankGroup:
             self._fail(self._report(error="StateError: the pipe was closed on this rank"))
 
     def close(self) -> None:
+        if self.transfers is not None:
+            self.transfers.close()
         for connection in (self._connection, self._replicas):
             if connection is not None:
                 connection.close()
         for close in self.when_closed:
             close()
-        self._connection = self._replicas = self._board = None
+        self._connection = self._replicas = self._board = self.transfers = None
 
     def __getstate__(self) -> Any:
         raise ArgumentError("a pipe over processes cannot be copied or pickled; save its state_dict()")

@@ -120,6 +120,7 @@ class StepRecord(TimelineMixin):
     away: float  # seconds between forward and backward of a drop-in
     losses: tuple[float, ...] = ()  # seconds of each micro-batch's loss, in F of the last stage; none in a drop-in
     verification: float = 0.0  # seconds, after all actions, to verify the loss; 0 where it was not due
+    transport: str = ""  # over processes, how tensors go from rank to rank: "nccl", or why by memory of the CPU
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -189,6 +190,8 @@ class StepRecord(TimelineMixin):
                 f"then it was verified in {human_seconds(self.verification)}: taken of the whole mini-batch, as in the "
                 "1st, 10th, 100th ... step with a loss"
             )
+        if self.transport:
+            loss.append(f"tensors go from rank to rank by {self.transport}")
         head = f"{self.schedule}: {count} in {human_seconds(self.seconds)}{away}"
         return "\n".join([head, table, *loss, "", *self._timeline()]).rstrip()
 

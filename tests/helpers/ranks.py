@@ -53,12 +53,13 @@ class RankFailedError(Exception):
     """What a function has raised on a rank, as text."""
 
 
-def _serve(rank: int, size: int, folder: str, calls: Any) -> None:
+def serve(rank: int, size: int, folder: str, calls: Any, backend: str = "gloo", kind: str = "cpu") -> None:
+    """Runs the functions that come. The mesh is of devices of a kind, and the process group has a backend for them."""
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=SECONDS)
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=SECONDS)
     )
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pipe",))
+    mesh = init_device_mesh(kind, (size,), mesh_dim_names=("pipe",))
     while (call := calls.recv()) is not None:
         function, arguments = call
         torch.manual_seed(0)
@@ -75,14 +76,17 @@ def _serve(rank: int, size: int, folder: str, calls: Any) -> None:
 class Ranks:
     """So many processes. A call that takes too long ends all of them."""
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, context: Any = None, serve: Callable[..., None] = serve):
+        """`context`: of multiprocessing, in the place of forks; `serve`: runs in each process, with its rank."""
         self.size = size
-        _warm_up()
+        if context is None:
+            _warm_up()
+        context = context or _context
         self._folder = tempfile.mkdtemp()
-        pipes = [_context.Pipe() for _ in range(size)]
+        pipes = [context.Pipe() for _ in range(size)]
         self._calls = [here for here, _ in pipes]
         self.processes = [
-            _context.Process(target=_serve, args=(rank, size, self._folder, there), daemon=True)
+            context.Process(target=serve, args=(rank, size, self._folder, there), daemon=True)
             for rank, (_, there) in enumerate(pipes)
         ]
         for process in self.processes:

@@ -5,7 +5,7 @@ from collections import deque
 import pytest
 import torch
 
-from fxpipe.distributed.packets import Mailbox, PacketValue, decode, encode, payload_bytes
+from fxpipe.distributed.packets import Mailbox, PacketValue, Payload, decode, encode, payload_bytes
 from fxpipe.errors import InternalError
 
 CPU = torch.device("cpu")
@@ -33,8 +33,8 @@ def test_a_value_comes_out_as_it_went_in(name):
     sent = [PacketValue(torch.ones(3)), PacketValue(VALUES[name], True), PacketValue(torch.ones(1, dtype=torch.bool))]
     for values in (sent, sent[1:2]):
         layout, payload = encode(values)
-        assert payload.numel() == payload_bytes(layout)
-        received = decode(layout, payload.clone(), CPU)[-len(values) :][1 if len(values) > 1 else 0]
+        assert payload.host.numel() == payload_bytes(layout)
+        received = decode(layout, Payload(payload.host.clone()), CPU)[-len(values) :][1 if len(values) > 1 else 0]
         assert received.requires_grad
         expected = VALUES[name]
         if not isinstance(expected, torch.Tensor):
@@ -49,7 +49,7 @@ def test_a_value_comes_out_as_it_went_in(name):
 
 def test_one_dense_tensor_is_sent_from_where_it_is():
     layout, payload = encode([PacketValue(BASE), PacketValue(3)])
-    assert payload.data_ptr() == BASE.data_ptr()
+    assert payload.host.data_ptr() == BASE.data_ptr()
     assert decode(layout, payload, CPU)[1].value == 3
 
 
@@ -73,24 +73,51 @@ class Wire:
         return message
 
 
-class Pair:
+class DeviceWire:
+    """A communicator: messages come in the order in which they were sent, into what was expected in this order."""
+
     def __init__(self):
-        self.wire, self.layouts = Wire(), ({}, {})
+        self.messages, self.expected, self.sizes = deque(), {}, []
+
+    def send(self, key, peer, memory):
+        self.messages.append(memory.clone())
+        self.sizes.append(memory.numel())
+
+    def expect(self, key, peer, size):
+        self.expected[key] = len(self.expected), size
+
+    def receive(self, key, what):
+        place, size = self.expected[key]
+        assert self.messages[place].numel() == size
+        return self.messages[place]
+
+    def clear(self):
+        for one in (self.messages, self.expected, self.sizes):
+            one.clear()
+
+
+class Pair:
+    def __init__(self, transfers=None):
+        self.wire, self.layouts, self.transfers = Wire(), ({}, {}), transfers
 
     def step(self, *packets):
         """A step, in which packets are sent, and expected before they are; returns what arrives."""
         self.wire.sizes.clear()
-        sender, receiver = (Mailbox(self.wire, CPU, known) for known in self.layouts)
+        if self.transfers is not None:
+            self.transfers.clear()
+        sender, receiver = (Mailbox(self.wire, CPU, known, self.transfers) for known in self.layouts)
         for i in range(len(packets)):
             receiver.expect(("values", i), i, 0)
         for i, values in enumerate(packets):
             sender.send(("values", i), i, 1, [PacketValue(value) for value in values])
-        arrived = [[one.value for one in receiver.receive(("values", i), i, 0, "it")] for i in range(len(packets))]
+        arrived = {
+            i: [one.value for one in receiver.receive(("values", i), i, 0, "it")] for i in reversed(range(len(packets)))
+        }
         assert not self.wire.expected
         assert not any(self.wire.messages.values())
         for mailbox in (sender, receiver):
             mailbox.remember()
-        return arrived
+        return [arrived[i] for i in range(len(packets))]
 
 
 def test_the_second_step_sends_a_control_and_the_payload_alone():
@@ -117,3 +144,24 @@ def test_layouts_that_only_one_end_knows_are_an_error():
     pair.layouts[1].clear()
     with pytest.raises(InternalError):
         pair.step([torch.ones(2)])
+
+
+def test_tensors_of_a_device_go_through_the_host_once_and_then_from_device_to_device():
+    pair = Pair(DeviceWire())  # here the CPU is the device
+    packets = [torch.ones(100)], [torch.ones(7), torch.ones(9, dtype=torch.bool), None, torch.ones(3, 4).t()]
+    pair.step(*packets)
+    assert pair.transfers.sizes == []
+    for _ in range(2):
+        arrived = pair.step(*packets)
+        assert pair.transfers.sizes == [400, 64 + 64 + 48]
+        assert pair.wire.sizes == [24, 24]
+        assert str(arrived) == str(list(packets))
+
+
+def test_messages_of_devices_match_in_their_order_whichever_layouts_are_new():
+    pair = Pair(DeviceWire())
+    one, two, three = [torch.ones(2)], [torch.ones(3), 1], [torch.zeros(50)]
+    steps = [(one, two, three), (one, three, three), (two, three, one), ([], [None], three), (one, two, three)]
+    for packets in steps + steps[::-1]:
+        arrived = pair.step(*packets)  # which are taken in another order than they were sent
+        assert str(arrived) == str([list(values) for values in packets])

@@ -1,0 +1,173 @@
+"""Transfers of device memory between ranks, by the backend that the devices have for it: NCCL, XCCL, HCCL, …
+
+Packets (`packets`) say by gloo what comes, and whether a rank fails; the bytes of tensors on accelerators go here, from
+memory of one device to memory of another. What the host does and what the devices do is apart:
+
+    rank a   compute   value ──●                        ●─▶ the value's memory is given back
+             a → b             └──▶ send ═══════════════┘
+    rank b   a → b                  recv ═══╗ (in memory of a stream of its own)
+             compute             ... F ...  ╚═●─▶ F of this value
+
+*Order.* A backend matches sends and receives of a communicator by their order alone, and one that waits keeps all
+behind it waiting. So each ordered pair of ranks has a communicator: what goes down and what comes up never wait for
+each other. Within one, the row of the receiver begins its receives in the order of the sender's sends
+(`torch.distributed.pipelining` puts both into the rows at once), provided that a receive is begun where the row has it.
+So only packets whose layout the receiver knows go here; others go by gloo, once (`packets.Mailbox`).
+
+*Streams.* A send comes behind what its compute stream was given so far. A receive is into memory of a stream that does
+nothing else: on the compute stream it would wait for all that is queued there.
+
+*Memory.* What is sent is kept until the compute stream has been told to wait for the end of the send. What arrives is
+used by computations nobody knows the end of: `record_stream`. Where something has failed, communicators are aborted
+before any memory goes, since devices may still write to it.
+
+*Failure.* Nothing here makes the host wait but `settle`, at the end of a row, which is bounded by our timeout. A step
+is only committed when all ranks have come that far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fxpipe import accelerator
+from fxpipe._torch.process_groups import (
+    PrefixStore,
+    ProcessGroup,
+    Store,
+    abort_communicator,
+    communicator,
+    has_communicators,
+)
+from fxpipe.distributed.connection import LONG_SECONDS, lost_connection
+from fxpipe.distributed.failures import ConnectionLost
+
+RankPair = tuple[int, int]  # from one rank to another
+
+_SHARE = 0.9  # of the timeout that a transfer has: the rank whose device hangs says so before others give it up
+_THROUGH_CPU = ("gloo", "mpi")  # that have the host wait for devices, or know of none
+
+
+def device_backend(group: ProcessGroup, device: torch.device) -> str | None:
+    """Returns the backend that a process group of the user's has for a device; None where that goes by the CPU."""
+    if device.type == "cpu":
+        return None
+    names = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))  # "cpu:gloo,cuda:nccl"
+    backend = names.get(device.type)
+    return None if backend is None or backend in _THROUGH_CPU or not has_communicators(backend) else backend
+
+
+class DeviceTransfers:
+    """One generation of communicators between the devices of the ranks of a pipe."""
+
+    def __init__(self, backend: str, device: torch.device, store: Store, rank: int, timeout: float):
+        self.backend, self._device, self._rank, self._timeout = backend, device, rank, timeout
+        self._store = store
+        self._communicators: dict[RankPair, Any] = {}
+        self._sends: dict[Hashable, list[tuple[Any, torch.Tensor]]] = {}
+        self._receives: dict[Hashable, tuple[Any, torch.Tensor]] = {}
+        self._arrivals = accelerator.new_stream(device)  # whose memory what arrives is; nothing runs there
+        self._last_arrival: torch.Event | None = None
+
+    def connect(self, pairs: Iterable[RankPair]) -> None:
+        """Makes the communicators of these pairs that there are not yet; all ranks give the same ones.
+
+        To make one both sides wait for each other: so all make them in one order. By turns of pairs that have no rank
+        in common, so that a long pipe is not connected one pair after the other.
+        """
+        new = {pair for pair in pairs if pair not in self._communicators}
+        for source, target in sorted(new, key=lambda pair: (min(pair) % 2, *pair)):
+            self._communicators[source, target] = (
+                self._connected(source, target) if self._rank in (source, target) else None
+            )
+
+    def _connected(self, source: int, target: int) -> Any:
+        is_source = self._rank == source
+        what = f"a {self.backend} communicator from rank {source} to rank {target}"
+        try:
+            channel = communicator(
+                self.backend,
+                PrefixStore(f"{source}-{target}", self._store),
+                0 if is_source else 1,
+                (source, target),
+                max(self._timeout, LONG_SECONDS),
+            )
+            first = torch.zeros(1, dtype=torch.uint8, device=self._device)
+            (channel.send([first], 1, 0) if is_source else channel.recv([first], 0, 0)).wait()
+        except RuntimeError as error:
+            raise lost_connection(what, error) from None
+        return channel
+
+    # -- from one rank to another ------------------------------------------------------------------------------------
+
+    def send(self, key: Hashable, peer: int, memory: torch.Tensor) -> None:
+        """Begins to send bytes; `finish_sends(key)` gives them back."""
+        channel = self._communicators[self._rank, peer]
+        try:
+            self._sends.setdefault(key, []).append((channel.send([memory], 1, 0), memory))
+        except RuntimeError as error:
+            raise lost_connection(f"rank {peer} to take a message", error) from None
+
+    def finish_sends(self, key: Hashable, what: str) -> None:
+        """Gives back what was sent under this key, for use behind the send."""
+        for work, memory in self._sends.pop(key, ()):
+            _wait(work, what)
+            del memory
+
+    def expect(self, key: Hashable, peer: int, size: int) -> None:
+        """Begins to receive so many bytes."""
+        channel = self._communicators[peer, self._rank]
+        try:
+            with accelerator.current_streams(self._arrivals):
+                memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+                self._receives[key] = channel.recv([memory], 0, 0), memory
+        except RuntimeError as error:
+            raise lost_connection(f"a message of rank {peer}", error) from None
+
+    def receive(self, key: Hashable, what: str) -> torch.Tensor:
+        """Returns the bytes that were expected, for use on the current stream."""
+        work, memory = self._receives.pop(key)
+        _wait(work, what)
+        stream = accelerator.current_stream(self._device)
+        accelerator.keep_for_stream(memory, stream)
+        self._last_arrival = accelerator.record_event(stream)
+        return memory
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Finishes all sends, and lets the host wait until all that was received is there.
+
+        Raises:
+            ConnectionLost: that takes longer than the timeout.
+        """
+        for key in [*self._sends]:
+            self.finish_sends(key, "its messages to be taken")
+        event, self._last_arrival = self._last_arrival, None
+        seconds = _SHARE * self._timeout
+        if event is not None and not accelerator.wait_on_host(event, seconds):
+            raise ConnectionLost(
+                "values and gradients on their way between devices (timed out)",
+                f"{self.backend} has not ended a transfer within {seconds:g} s",
+                True,
+            )
+
+    def close(self) -> None:
+        """Aborts the communicators, and then gives back memory."""
+        for channel in self._communicators.values():
+            if channel is not None:
+                abort_communicator(channel)
+        self._communicators.clear()
+        self._sends.clear()
+        self._receives.clear()
+        self._last_arrival = None
+
+
+def _wait(work: Any, what: str) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise lost_connection(what, error) from None

@@ -1,0 +1,66 @@
+"""A pipe over processes on GPUs: by NCCL where each rank has its own, by memory of the CPU where they share one."""
+
+import functools
+import multiprocessing
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.ranks import Ranks, serve
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import DistributedError
+
+QUICK = {"progress": False, "check": False}
+
+
+@pytest.fixture(scope="module")
+def two_ranks_on_gpus():
+    on_gpus = functools.partial(serve, backend="cpu:gloo,cuda:nccl", kind="cuda")
+    with Ranks(2, multiprocessing.get_context("forkserver"), on_gpus) as ranks:
+        yield ranks
+
+
+def make_model():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    model[2].weight = model[0].weight  # its gradients are summed over the ranks
+    return model
+
+
+def fail(out, target):
+    raise ValueError("boom")
+
+
+def train_on_gpu(mesh):
+    x = torch.linspace(-1, 1, 64).reshape(8, 8)
+    with fxpipe.pipeline(make_model(), mesh, 4, example_args=(x,), balance=["1"], **QUICK) as pipe:
+        losses = [pipe.forward_backward(x, target=x, loss_fn=F.mse_loss).item() for _ in range(3)]
+        with pytest.raises((ValueError, DistributedError), match="boom"):
+            pipe.forward_backward(x, target=x, loss_fn=fail)
+        losses += [pipe.forward_backward(x, target=x, loss_fn=F.mse_loss).item() for _ in range(2)]
+        return losses, {name: p.grad.cpu() / 5 for name, p in pipe.named_parameters()}, pipe.last_step.transport
+
+
+def check_training(ranks, transport):
+    model, x = make_model(), torch.linspace(-1, 1, 64).reshape(8, 8)
+    loss = F.mse_loss(model(x), x)
+    loss.backward()
+    for losses, gradients, record in ranks.run(train_on_gpu):
+        assert transport in record
+        assert len({*losses}) == 1
+        assert losses[0] == pytest.approx(loss.item(), rel=1e-5)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="each rank has a GPU of its own")
+def test_ranks_that_share_a_gpu_send_through_memory_of_the_cpu(two_ranks_on_gpus):
+    check_training(two_ranks_on_gpus, "share one device, which nccl does not allow")
+
+
+@pytest.mark.multi_gpu
+def test_ranks_with_a_gpu_each_send_by_nccl_also_after_a_failure(two_ranks_on_gpus):
+    check_training(two_ranks_on_gpus, "nccl")

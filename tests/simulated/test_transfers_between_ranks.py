@@ -1,0 +1,296 @@
+"""Values and gradients go from device to device over processes, in order, and nothing is read or given back too early.
+
+Rank r is on sim:r, and simccl (`simulated.communicator`) is between them as NCCL is between GPUs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from datetime import timedelta
+
+import pytest
+import torch
+from helpers import devices
+from helpers.planted import with_fault
+from helpers.rank_models import DENSE_CUTS, MIXED_CUTS, Dense, Mixed, token_loss, tokens
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional as F
+
+import fxpipe
+from fxpipe import accelerator
+from fxpipe.distributed import device_transfers
+from fxpipe.distributed.device_transfers import DeviceTransfers
+from fxpipe.errors import DistributedError
+from simulated import communicator
+from simulated.communicator import Communicator
+from simulated.ranks import SimulatedRanks
+
+pytestmark = pytest.mark.simulated
+QUICK = {"progress": False, "check": False, "hardware": "cpu"}
+MIXED_BATCHES = [(7, 5, 1), (7, 5, 2), (7, 5, 3), (2, 5, 3), (7, 9, 4), (7, 5, 5)]
+
+
+@pytest.fixture(scope="module")
+def two_devices():
+    with SimulatedRanks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def four_devices():
+    with SimulatedRanks(4) as ranks:
+        yield ranks
+
+
+class Chain(nn.Sequential):
+    """Eight stages."""
+
+    def __init__(self):
+        super().__init__(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(8)))
+
+
+class Tied(nn.Module):
+    """A weight of both ranks, whose gradients both send at once."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.b(F.gelu(self.a(x)) * x)
+
+
+def trained(placement, kind, cuts, is_over_ranks, options):
+    """Losses, gradients and state after some steps, the record of the last, and races of this process."""
+    torch.manual_seed(0)
+    if kind is Mixed:
+        model, data, loss_fn = Mixed(), [tokens(*batch) for batch in MIXED_BATCHES], token_loss
+    else:
+        model, loss_fn = kind(), F.mse_loss
+        data = [(torch.randn(b, 4), torch.randn(b, 4)) for b, *_ in MIXED_BATCHES]
+    machine = devices.simulated_machine()
+    machine.begin(host_ahead=True)
+    with fxpipe.pipeline(model, placement, 3, example_args=data[0][:1], balance=cuts, **QUICK | options) as pipe:
+        step = torch.optim.SGD(pipe.parameters(), 0.1, momentum=0.9)
+        torch.manual_seed(5)
+        losses = []
+        for place, (x, t) in enumerate(data):
+            losses.append(pipe.forward_backward(x, target=t, loss_fn=loss_fn))
+            if place < len(data) - 2:
+                step.step()
+                step.zero_grad()
+        record = pipe.last_step.transport if is_over_ranks else ""
+        torch.accelerator.synchronize()
+        gradients = {name: p.grad.cpu() for name, p in pipe.named_parameters()}
+        state = {key: value.cpu() for key, value in pipe.state_dict().items()}
+        return [loss.cpu() for loss in losses], gradients, state, record, machine.races()
+
+
+def train_on_rank(mesh, kind, cuts, options):
+    before = sum(one.operations for one in Communicator.all_here)
+    result = trained(mesh, kind, cuts, True, options)
+    return *result, sum(one.operations for one in Communicator.all_here) - before
+
+
+def same_as_in_one_process(ranks, kind, cuts, **options):
+    results = ranks.run(train_on_rank, kind, cuts, options)
+    one = trained([f"sim:{rank}" for rank in range(ranks.size)], kind, cuts, False, options)
+    for losses, gradients, state, record, races, operations in results:
+        assert races == []
+        assert record == "simccl"
+        assert operations > 20
+        assert all(map(torch.equal, losses, one[0]))
+        for name, gradient in gradients.items():
+            assert torch.equal(gradient, one[1][name]), name
+        for key, value in state.items():
+            assert torch.equal(value, one[2][key]), key
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "zbv"])
+def test_two_ranks_on_devices_have_the_bits_of_one_process(two_devices, schedule):
+    same_as_in_one_process(two_devices, Mixed, MIXED_CUTS[4 if schedule == "zbv" else 2], schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+def test_four_ranks_on_devices_have_the_bits_of_one_process(four_devices, schedule):
+    if schedule == "1f1b":
+        same_as_in_one_process(four_devices, Dense, DENSE_CUTS[4], schedule=schedule)
+    else:
+        cuts = [f"{number}" for number in range(7)]
+        same_as_in_one_process(four_devices, Chain, cuts, schedule=schedule)
+
+
+def train_replica(mesh):
+    mesh = init_device_mesh("sim", (2, 2), mesh_dim_names=("data", "pipe"))
+    x = torch.linspace(-1, 1, 64).reshape(16, 4)
+    own = x.chunk(2)[mesh["data"].get_local_rank()]
+    options = QUICK | {"data_parallel": mesh["data"], "balance": ["a"]}
+    machine = devices.simulated_machine()
+    machine.begin(host_ahead=True)
+    with fxpipe.pipeline(Tied(), mesh["pipe"], 4, example_args=(own,), **options) as pipe:
+        for _ in range(3):
+            pipe.zero_grad()
+            pipe.forward_backward(own, target=own, loss_fn=F.mse_loss)
+        gradients = {name: p.grad.cpu() for name, p in pipe.named_parameters()}
+        return gradients, pipe.last_step.transport, machine.races()
+
+
+def test_two_replicas_on_devices_have_the_gradients_of_both_mini_batches(four_devices):
+    model, x = Tied(), torch.linspace(-1, 1, 64).reshape(16, 4)
+    F.mse_loss(model(x), x).backward()
+    for gradients, transport, races in four_devices.run(train_replica):
+        assert races == []
+        assert transport == "simccl"
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, model.get_parameter(name).grad)
+
+
+# -- planted faults ----------------------------------------------------------------------------------------------------
+
+
+FAULTS = {
+    "nothing": ((), ""),
+    "what arrives is waited for on another stream": (
+        ("receive", "_wait(work, what)", "with accelerator.current_streams(self._arrivals): _wait(work, what)"),
+        "read too early",
+    ),
+    "no stream is recorded for what arrives": (
+        ("receive", "accelerator.keep_for_stream(memory, stream)", "pass"),
+        "given back too early",
+    ),
+    "a send does not come behind its value": (
+        (
+            "send",
+            "self._sends.setdefault",
+            "with accelerator.current_streams(self._arrivals): self._sends.setdefault",
+        ),
+        "read too early",
+    ),
+    "what is sent is given back at once": (
+        ("finish_sends", "_wait(work, what)", "pass"),
+        "given back too early",
+    ),
+    "one communicator for both directions": (
+        (
+            "connect",
+            "self._communicators[source, target] = (",
+            "self._communicators[source, target] = self._communicators.get((target, source)) or (",
+        ),
+        "DistributedError",
+    ),
+}
+
+
+def train_with_fault(mesh, lines):
+    """What is seen of a fault: races, and the error."""
+    machine = devices.simulated_machine()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(communicator, "LIMIT", timedelta(seconds=2))
+        if lines:
+            name, *texts = lines
+            patch.setattr(DeviceTransfers, name, with_fault(getattr(DeviceTransfers, name), *texts))
+        x = torch.linspace(-1, 1, 32).reshape(8, 4)
+        machine.begin(host_ahead=True)
+        with fxpipe.pipeline(Tied(), mesh, 4, example_args=(x,), balance=["a"], timeout=8.0, **QUICK) as pipe:
+            try:
+                for _ in range(3):
+                    pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
+            except DistributedError as error:
+                return [f"DistributedError: {error}", *machine.races()]
+        return machine.races()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_seen_and_nothing_else_is(two_devices, name):
+    lines, kind = FAULTS[name]
+    seen = [text for texts in two_devices.run(train_with_fault, lines) for text in texts]
+    if kind:
+        assert any(text.startswith(kind) for text in seen), seen
+    else:
+        assert seen == []
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+def fail_in_loss(mesh):
+    x = torch.linspace(-1, 1, 32).reshape(8, 4)
+    machine = devices.simulated_machine()
+    machine.begin(host_ahead=True)
+    with fxpipe.pipeline(Tied(), mesh, 4, example_args=(x,), balance=["a"], **QUICK) as pipe:
+        losses = [pipe.forward_backward(x, target=x, loss_fn=F.mse_loss).item() for _ in range(2)]
+        calls = []
+
+        def loss_fn(out, target):
+            calls.append(1)
+            if len(calls) == 3:
+                raise ValueError("boom")
+            return F.mse_loss(out, target)
+
+        with pytest.raises((ValueError, DistributedError), match="boom"):
+            pipe.forward_backward(x, target=x, loss_fn=loss_fn)
+        losses += [pipe.forward_backward(x, target=x, loss_fn=F.mse_loss).item() for _ in range(2)]
+        return losses, pipe.last_step.transport, machine.races()
+
+
+def test_after_a_failure_communicators_are_made_anew(two_devices):
+    for losses, transport, races in two_devices.run(fail_in_loss):
+        assert len({*losses}) == 1
+        assert transport == "simccl"
+        assert races == []
+
+
+class NeverPassed:
+    """An event of a transfer that hangs."""
+
+    def query(self):
+        return False
+
+
+def hang_on_one_rank(mesh):
+    x = torch.linspace(-1, 1, 32).reshape(8, 4)
+    with fxpipe.pipeline(Tied(), mesh, 4, example_args=(x,), balance=["a"], timeout=2.0, **QUICK) as pipe:
+        losses = [pipe.forward_backward(x, target=x, loss_fn=F.mse_loss).item() for _ in range(2)]
+        before = [p.grad.clone() for p in pipe.parameters()]
+        with pytest.MonkeyPatch.context() as patch:
+            if mesh.get_rank() == 1:
+                patch.setattr(device_transfers.accelerator, "record_event", _event_of_a_hung_transfer)
+            with pytest.raises(DistributedError) as caught:
+                pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
+        assert all(map(torch.equal, before, [p.grad for p in pipe.parameters()]))
+        losses.append(pipe.forward_backward(x, target=x, loss_fn=F.mse_loss).item())
+        return losses, str(caught.value)
+
+
+_record_event = accelerator.record_event
+
+
+def _event_of_a_hung_transfer(stream, timing=False):
+    is_of_transfers = not timing and "receive" in {frame.function for frame in inspect.stack()[:3]}
+    return NeverPassed() if is_of_transfers else _record_event(stream, timing)
+
+
+def test_a_transfer_that_hangs_is_an_error_on_all_ranks_and_the_next_step_works(two_devices):
+    for losses, error in two_devices.run(hang_on_one_rank):
+        assert len({*losses}) == 1
+        assert "rank 1 has given up: after 1B3 it waited for values and gradients on their way between devices" in error
+
+
+def train_through_cpu(mesh):
+    """The mesh is of devices whose group has no backend for them."""
+    mesh = DeviceMesh.from_group(torch.distributed.new_group(backend="gloo"), "sim")
+    x = torch.linspace(-1, 1, 32).reshape(8, 4)
+    before = len(Communicator.all_here)
+    with fxpipe.pipeline(Tied(), mesh, 4, example_args=(x,), balance=["a"], **QUICK) as pipe:
+        losses = [pipe.forward_backward(x, target=x, loss_fn=F.mse_loss).item() for _ in range(2)]
+        return losses, str(pipe.last_step), len(Communicator.all_here) - before
+
+
+def test_a_group_of_gloo_sends_through_memory_of_the_cpu_and_the_record_says_so(two_devices):
+    for losses, record, communicators in two_devices.run(train_through_cpu):
+        assert len({*losses}) == 1
+        assert communicators == 0
+        assert "tensors go from rank to rank by memory of the CPU, by gloo" in record

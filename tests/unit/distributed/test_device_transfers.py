@@ -1,0 +1,81 @@
+"""Which ranks send from device to device, and what tells why they do not; devices are in tests/simulated."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fxpipe._torch import process_groups
+from fxpipe.distributed import device_transfers
+from fxpipe.distributed.device_transfers import device_backend
+from fxpipe.distributed.rank_group import RankDevice, common_transport
+
+CUDA = torch.device("cuda", 0)
+THROUGH_CPU = "memory of the CPU, by gloo"
+
+
+@pytest.mark.parametrize(
+    ("config", "backend"),
+    [
+        ("cpu:gloo,cuda:nccl", "nccl"),
+        ("cuda:nccl", "nccl"),
+        ("cpu:gloo,cuda:gloo", None),
+        ("cpu:mpi,cuda:mpi", None),
+        ("cpu:gloo", None),
+    ],
+)
+def test_the_backend_is_the_one_that_the_process_group_has_for_the_device(monkeypatch, config, backend):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    monkeypatch.setattr(device_transfers, "has_communicators", lambda name: True)
+    assert device_backend(None, CUDA) == backend
+    assert device_backend(None, torch.device("cpu")) is None
+
+
+def test_a_backend_that_torch_was_built_without_is_none(monkeypatch):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+    monkeypatch.setattr(process_groups, "_OWN_BACKENDS", {"nccl": "ProcessGroupOfAnotherBuild"})
+    assert device_backend(None, CUDA) is None
+
+
+@pytest.mark.parametrize(
+    ("devices", "transport"),
+    [
+        ([("cuda", "nccl", "a"), ("cuda", "nccl", "b")], "nccl"),
+        ([("npu", "hccl", None), ("npu", "hccl", None)], "hccl"),
+        ([("cpu", None, None)] * 2, THROUGH_CPU),
+        ([("cuda", "nccl", "a")], THROUGH_CPU),
+        (
+            [("cuda", "nccl", "a"), ("cuda", "nccl", "b"), ("cuda", "nccl", "a")],
+            f"{THROUGH_CPU}: ranks 0 and 2 share one device, which nccl does not allow",
+        ),
+        (
+            [("cuda", "nccl", "a"), ("cuda", None, "b")],
+            f"{THROUGH_CPU}: the process group of rank 1 has no backend for cuda that all ranks have",
+        ),
+        (
+            [("cuda", None, "a"), ("cuda", None, "b")],
+            f"{THROUGH_CPU}: the process group of rank 0 has no backend for cuda that all ranks have",
+        ),
+    ],
+)
+def test_all_ranks_settle_on_one_way_and_say_which(devices, transport):
+    assert common_transport([RankDevice(*one) for one in devices]) == transport
+
+
+class Communicator:
+    def __init__(self, error):
+        self.error, self.calls = error, []
+
+    def abort(self):
+        self.calls.append("abort")
+        if self.error is not None:
+            raise self.error
+
+    def shutdown(self):
+        self.calls.append("shutdown")
+
+
+@pytest.mark.parametrize(("error", "calls"), [(None, ["abort"]), (RuntimeError(), ["abort", "shutdown"])])
+def test_a_communicator_that_cannot_be_aborted_is_shut_down(error, calls):
+    communicator = Communicator(error)
+    process_groups.abort_communicator(communicator)
+    assert communicator.calls == calls
