@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fxpipe.inspect.run import Findings
     from fxpipe.inspect.sweep import SweepRow
     from fxpipe.plans import Plan, PlannedTransfer, Portal, StagePlan
-    from fxpipe.simulation import Simulation
+    from fxpipe.simulation import Simulation, SteadyState
     from fxpipe.simulation.simulation_result import LinkTraffic
     from fxpipe.tuning.candidates import CandidateResult as Tried
 
@@ -170,7 +170,13 @@ def plan_document(plan: Plan) -> dict[str, Any]:
 def simulation_document(simulation: Simulation) -> dict[str, Any]:
     """A simulated step.
 
-    schedule, micro_batches, step_seconds
+    schedule, micro_batches
+    step_seconds         of a stream: of a mini-batch in the steady state, with its update, as bubble, devices and sent
+    stream               of what was simulated to that end; null for a step
+        mini_batches     from an empty pipe to an empty one
+        first, last      from the update of one to that of the other is measured
+        warm_up_seconds  until all devices are at work
+        drain_seconds    since the first of them has nothing to do any more
     samples              of the mini-batch; null if not known
     update_seconds       of the optimizer, after the step; 0 if not known
     bubble               share of the device time of the step that is idle
@@ -200,8 +206,9 @@ def simulation_document(simulation: Simulation) -> dict[str, Any]:
     memory = simulation.memory
     return {
         "schedule": simulation.schedule.name,
-        "micro_batches": simulation.schedule.micro_batches,
+        "micro_batches": simulation.micro_batches,
         "step_seconds": simulation.step_seconds,
+        "stream": None if simulation.steady is None else _stream_document(simulation.steady),
         "samples": simulation.samples,
         "update_seconds": simulation.update_seconds,
         "bubble": simulation.mean_bubble,
@@ -231,6 +238,16 @@ def simulation_document(simulation: Simulation) -> dict[str, Any]:
         ],
         "critical_shares": simulation.critical_shares,
         "critical_path": [str(span.action) for span in simulation.critical_path],
+    }
+
+
+def _stream_document(steady: SteadyState) -> dict[str, Any]:
+    return {
+        "mini_batches": steady.mini_batches,
+        "first": steady.first,
+        "last": steady.last,
+        "warm_up_seconds": steady.warm_up,
+        "drain_seconds": steady.drain,
     }
 
 

@@ -68,8 +68,9 @@ def step_figures(plan: Plan, simulation: Simulation, memory: Sequence[MemoryPart
     rate = f"{three_digits(samples / step)} samples a second" if samples and step else ""
     parameters = sum(stage.parameter_bytes for stage in plan.stages)
     update = f"{human_seconds(simulation.update_seconds)} of updates after it" if simulation.update_seconds else ""
+    notes = ", ".join(filter(None, (rate, update)))
     entries = [
-        ("Step", human_seconds(step), ", ".join(filter(None, (rate, update))), False),
+        ("Step" if simulation.steady is None else "Mini-batch of a stream", human_seconds(step), notes, False),
         ("Bubble", units.percent(simulation.mean_bubble), "of device time", False),
         ("Most memory", human_bytes(peaks[fullest]), f"{of}device {fullest}", over),
         ("Parameters", human_bytes(parameters), f"in {count_text(len(plan.stages), 'stage')}", False),
@@ -139,7 +140,7 @@ def _critical_path_line(simulation: Simulation) -> str:
     for leg in simulation.legs:
         what = leg.kind if leg.kind in ("sending", "waiting", "reducing") else f"in stage {leg.span.action.stage}"
         spent[what] += leg.seconds
-    total = simulation.step_seconds or 1.0
+    total = simulation.seconds or 1.0
     named = [what for what in sorted(spent, key=lambda what: -spent[what]) if spent[what] > LEAST_PATH_SHARE * total]
     shares = [f"{100 * spent[what] / total:.0f} % {what}" for what in named[:MAX_PATH_SHARES]]
     others = 1 - sum(spent[what] for what in named[:MAX_PATH_SHARES]) / total

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepSummary:
-    """The summary of a simulated step. Memory is that of the device closest to its limit, or furthest over it."""
+    """The summary of a simulated step, or of a mini-batch of a stream.
+
+    Memory is that of the device closest to its limit, or furthest over it.
+    """
 
     schedule: str  # a name
     micro_batches: int
@@ -49,7 +52,7 @@ def summarize_step(simulation: Simulation, plan: Plan) -> StepSummary:
     limit = limits[device]
     return StepSummary(
         schedule=simulation.schedule.name,
-        micro_batches=simulation.schedule.micro_batches,
+        micro_batches=simulation.micro_batches,
         checkpoint=mode_text(plan),
         step_seconds=simulation.step_seconds,
         bubble=simulation.mean_bubble,
@@ -108,9 +111,14 @@ def mode_text(plan: Plan) -> str:
 
 
 def compare_schedules(plan: Plan, simulation: Simulation) -> tuple[StepSummary, ...]:
-    """The step of the plan, first, and other schedules that can have the stages where they are, by time."""
+    """The step of the plan, first, and other schedules that can have the stages where they are, by time.
+
+    Beside a stream they have their updates, as it does, and cut the mini-batch into as many micro-batches as it has in
+    flight: so each is as short as it can be for the same samples.
+    """
     import fxpipe
     from fxpipe.config.stage_placement import COMPARED_SCHEDULES
+    from fxpipe.scheduling import steady_micro_batches
 
     own, others = summarize_step(simulation, plan), list[StepSummary]()
     if len(plan.workers) == 1:  # one after the other, whatever the schedule
@@ -119,7 +127,13 @@ def compare_schedules(plan: Plan, simulation: Simulation) -> tuple[StepSummary, 
         if name == own.schedule:
             continue
         try:
-            others.append(summarize_step(fxpipe.simulate(plan, schedule=name), plan))
+            if simulation.steady is None:
+                others.append(summarize_step(fxpipe.simulate(plan, schedule=name), plan))
+                continue
+            chunks = steady_micro_batches(plan.schedule, len(plan.stages), plan.chunks)
+            step = fxpipe.simulate(plan, schedule=name, chunks=chunks)
+            run = summarize_step(step, plan)
+            others.append(replace(run, step_seconds=run.step_seconds + step.update_seconds))
         except (ArgumentError, ScheduleError):  # it wants its stages elsewhere
             continue
     return (own, *sorted(others, key=lambda run: run.step_seconds))
@@ -145,9 +159,11 @@ def step_text(simulation: Simulation, plan: Plan) -> str:
     shares = sorted(simulation.critical_shares.items(), key=lambda item: -item[1])
     path = ", ".join(f"{percent(share)} {_path_word(kind)}" for kind, share in shares)
     is_worth_telling = simulation.update_seconds > LEAST_UPDATE_SHARE * run.step_seconds
+    of = f"{run.schedule}, {count_text(run.micro_batches, 'micro-batch', 'es')}"
     lines = [
-        f"a step as simulated, {run.schedule}, {count_text(run.micro_batches, 'micro-batch', 'es')}",
+        f"a step as simulated, {of}" if simulation.steady is None else f"a mini-batch of a stream as simulated, {of}",
         f"- takes {human_seconds(run.step_seconds)}{rate}; devices idle for {percent(run.bubble)} of it",
+        *_stream_lines(simulation),
         f"- critical path: {path}" if path else "",
         f"- {simulation.host_note}" if simulation.host_note else "",
         f"- takes most memory on device {run.device}: {_memory_text(run)}",
@@ -155,6 +171,17 @@ def step_text(simulation: Simulation, plan: Plan) -> str:
         *_cluster_lines(simulation),
     ]
     return "\n".join(map(wrap_text, filter(None, lines)))
+
+
+def _stream_lines(simulation: Simulation) -> list[str]:
+    """Says how a stream begins and ends."""
+    steady = simulation.steady
+    if steady is None:
+        return []
+    return [
+        "- that is with its update, in the steady state; the stream begins with "
+        f"{human_seconds(steady.warm_up)} until all devices are at work, and ends with {human_seconds(steady.drain)}"
+    ]
 
 
 def _cluster_lines(simulation: Simulation) -> list[str]:

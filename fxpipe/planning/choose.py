@@ -26,9 +26,9 @@ from fxpipe.planning.cut_problem import CutProblem, cut_problems, node_costs_of
 from fxpipe.planning.replication import pipedream_starts
 from fxpipe.plans import Bottleneck
 from fxpipe.profiling import Profile
-from fxpipe.scheduling import SCHEDULES, is_searched, make_schedule
+from fxpipe.scheduling import SCHEDULES, is_searched, is_stream, make_schedule
 from fxpipe.scheduling.row_transforms import neighbour_groups
-from fxpipe.simulation import Simulation, Transfer, simulate_schedule, transfers_of
+from fxpipe.simulation import Simulation, Transfer, simulate_schedule, simulate_stream, transfers_of
 from fxpipe.simulation.costs import stage_times_of
 from fxpipe.tracing import Traced
 
@@ -118,6 +118,10 @@ def _simulate_cut(
     costs = [
         replace(load.cost, weight=min(weight, load.cost.backward)) for load, weight in zip(loads, weights, strict=True)
     ]
+    if is_stream(settings.schedule):
+        return simulate_stream(
+            str(settings.schedule), costs, transfers, micro_batches=m, modes=checkpoint, overlaps=False
+        )
     demands = stage_times_of(costs, transfers, checkpoint) if is_searched(settings.schedule) else None
     schedule = make_schedule(settings.schedule, len(loads), m, checkpoint, settings.placement, demands)
     return simulate_schedule(schedule, costs, transfers, overlaps=False)

@@ -85,7 +85,10 @@ def _versions(plan: PlanData) -> str:
         return ""
     numbers = ", ".join(map(str, versions))
     stream = "as mini-batches stream through them (train_stream)"
-    return wrap_text(f"versions of the weights, by stage: {numbers}, {stream}; a step, as told here, ends with a flush")
+    return wrap_text(
+        f"versions of the weights, by stage: {numbers}, {stream}; a step, as told here, is one of them in the steady "
+        "state, with its update"
+    )
 
 
 def sizes_suffix(plan: PlanData) -> str:

@@ -7,13 +7,13 @@ micro-batches differ in size.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from fxpipe.plans.data import PlanData, Portal
 from fxpipe.plans.host_time import shares_interpreter
-from fxpipe.scheduling import with_updates
-from fxpipe.simulation import Simulation, simulate_schedule
+from fxpipe.scheduling import is_stream, with_updates
+from fxpipe.simulation import Simulation, simulate_schedule, simulate_stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,9 @@ class PlanFigures:
     stages: tuple[StageFigures, ...]
     slowest_to_mean: float  # forward and backward seconds of the slowest stage over those of the mean stage
     bubble: tuple[float, ...]  # for each device, the share of the step in which it idles
-    step_seconds: float  # as simulated: all micro-batches forward and backward, and what is sent
+    # As simulated: all micro-batches forward and backward, and what is sent. Of a stream: of a mini-batch in the steady
+    # state, with its update.
+    step_seconds: float
     host_note: str = ""  # that the step waits for the host, and what helps, if it does
 
     @property
@@ -40,22 +42,32 @@ class PlanFigures:
         return fmean(self.bubble)
 
 
-def simulate_step(plan: PlanData, overlaps: bool | None = None, updates: bool = False) -> Simulation:
-    """Simulates a step as the plan says that it runs, with `updates` of the weights at the ends of its rows.
+def simulate_step(plan: PlanData, overlaps: bool | None = None, updates: bool | None = None) -> Simulation:
+    """Simulates a step as the plan says that it runs; where it has none, a stream.
 
-    `overlaps`: None, as it is where it runs so.
+    Args:
+        overlaps: None, as it is where it runs so.
+        updates: of the weights, at the ends of its rows. A stream has them in any case; if False, they take no time.
 
     Within a process the device that receives copies before it computes. Between processes a packet is on its way beside
     computation; to pack and to unpack it takes both ends.
     """
-    is_over = plan.is_over_processes
-    schedule = plan.as_schedule()
+    is_over, (costs, transfers) = plan.is_over_processes, plan.costs()
+    overlaps, shares = is_over if overlaps is None else overlaps, shares_interpreter(plan)
+    if is_stream(plan.schedule):
+        return simulate_stream(
+            plan.schedule,
+            [replace(cost, update=0.0) for cost in costs] if updates is False else costs,
+            transfers,
+            micro_batches=plan.micro_batches,
+            modes=plan.modes,
+            overlaps=overlaps,
+            one_interpreter=shares,
+            recomputes_late=is_over,
+        )
+    schedule = with_updates(plan.as_schedule()) if updates else plan.as_schedule()
     return simulate_schedule(
-        with_updates(schedule) if updates else schedule,
-        *plan.costs(),
-        overlaps=is_over if overlaps is None else overlaps,
-        one_interpreter=shares_interpreter(plan),
-        recomputes_late=is_over,
+        schedule, costs, transfers, overlaps=overlaps, one_interpreter=shares, recomputes_late=is_over
     )
 
 

@@ -13,7 +13,15 @@ from fxpipe.hardware import Hardware, check_device_count, cluster_of, parse_hard
 from fxpipe.plans import Plan
 from fxpipe.plans.figures import simulate_step
 from fxpipe.plans.retarget import resize_plan
-from fxpipe.scheduling import SCHEDULES, Schedule, ScheduleLike, as_schedule_like, make_schedule, schedule_text
+from fxpipe.scheduling import (
+    SCHEDULES,
+    Schedule,
+    ScheduleLike,
+    as_schedule_like,
+    is_stream,
+    make_schedule,
+    schedule_text,
+)
 from fxpipe.simulation.simulation_result import Simulation
 from fxpipe.utils.batch_split import largest_micro_batch
 from fxpipe.utils.units import parse_count, parse_number
@@ -32,7 +40,7 @@ def simulate(
     loss_seconds: float | None = None,
     overlaps: bool | None = None,
     processes: bool | None = None,
-    updates: bool = False,
+    updates: bool | None = None,
     **sizes: int,
 ) -> Simulation:
     """Simulates a step of a plan: its time, bubbles and memory by device. Nothing is run, and no model is needed.
@@ -65,8 +73,15 @@ def simulate(
             and where devices stand in several nodes.
         updates: each device updates the weights of its stages when it has gone back through them, while others still
             run, as with `fxpipe.optim.StageOptimizer(overlap=True)`: U is a part of the step. It takes what it takes to
-            move weights, gradients and the optimizer's state, where the hardware is known. Not over processes.
+            move weights, gradients and the optimizer's state, where the hardware is known. Not over processes. By
+            default it comes after the step. In a stream each mini-batch is updated in any case; updates=False lets that
+            take no time.
         sizes: dynamic sizes, by name.
+
+    With schedule="pipedream" or "pipedream_2bw" there is no step: mini-batches stream through the stages, from an empty
+    pipe to an empty one, as many as it takes to see what each costs in between. `step_seconds`, `busy`, `bubble` and
+    `sent` are those of a mini-batch in that steady state, with its update; `steady` has the rest, and `seconds` is the
+    time of the whole stream, as a timeline shows it. A step of such a pipe with a flush is that of schedule="1f1b".
 
     Returns:
         The simulation. `step_seconds` is the time of forward and backward of the mini-batch with all that is sent;
@@ -99,9 +114,9 @@ def simulate(
     limits = [
         [s.memory_limit for s in variant.stages if variant.placement[s.index] == k] for k in range(len(variant.workers))
     ]
-    if not isinstance(updates, bool):
+    if updates is not None and not isinstance(updates, bool):
         raise ArgumentTypeError(f"updates={updates!r}: expected True or False")
-    if updates and variant.is_over_processes:
+    if updates and variant.is_over_processes and not is_stream(variant.schedule):
         raise ArgumentError(
             "updates=True over processes: there a step is settled by all ranks when it has ended, and updates come "
             "after it, as `update_seconds` tells; leave updates out, or give processes=False"

@@ -132,9 +132,12 @@ from fxpipe.scheduling.row_transforms import (
 )
 from fxpipe.scheduling.streams import (
     STREAM_POLICIES,
+    SteadyWindow,
     StreamSchedule,
     WeightPolicy,
+    is_stream,
     steady_micro_batches,
+    stream_schedule,
     weight_versions,
 )
 from fxpipe.scheduling.v_schedules import dualpipev, hanayo, v_half, v_min
@@ -152,6 +155,7 @@ __all__ = [
     "Schedule",
     "ScheduleLike",
     "StageTimes",
+    "SteadyWindow",
     "StreamSchedule",
     "WeightPolicy",
     "activations_in_flight",
@@ -168,6 +172,7 @@ __all__ = [
     "interleaved_1f1b",
     "interleaved_zero_bubble",
     "is_searched",
+    "is_stream",
     "looped_bfs",
     "make_schedule",
     "micro_batches_in_flight",
@@ -179,6 +184,7 @@ __all__ = [
     "schedule_text",
     "split_backwards",
     "steady_micro_batches",
+    "stream_schedule",
     "there_and_back",
     "v_half",
     "v_min",

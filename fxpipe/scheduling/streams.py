@@ -40,9 +40,10 @@ from __future__ import annotations
 import enum
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
-from fxpipe.scheduling.actions import Action, ActionKind, Rows
+from fxpipe.scheduling.actions import Action, ActionKind, Rows, Schedule
 
 
 class WeightPolicy(enum.Enum):
@@ -80,13 +81,53 @@ def weight_versions(schedule: object, stages: int, stage: int, micro_batches: in
     return 1 + -(-others // micro_batches)
 
 
+def is_stream(schedule: object) -> bool:
+    """Returns True for the name of a schedule whose steps follow each other without a flush."""
+    return isinstance(schedule, str) and schedule in STREAM_POLICIES
+
+
 def steady_micro_batches(schedule: object, stages: int, micro_batches: int) -> int:
     """Returns the micro-batches of a step that has as many of them in flight as there are at any time.
 
     Of a stream those of several mini-batches are in flight.
     """
-    is_stream = isinstance(schedule, str) and schedule in STREAM_POLICIES
-    return max(micro_batches, stages) if is_stream else micro_batches
+    return max(micro_batches, stages) if is_stream(schedule) else micro_batches
+
+
+@dataclass(frozen=True, slots=True)
+class SteadyWindow:
+    """The mini-batches of a stream, from an empty pipe to an empty one, in which no stage waits for a first or last."""
+
+    first: int  # from its update at the first stage on,
+    last: int  # to that of this one
+    mini_batches: int  # of the whole stream
+
+    @classmethod
+    def of(cls, stages: int, micro_batches: int) -> SteadyWindow:
+        """Returns a window as long as what is in flight takes to go through all stages and back, or twice as long.
+
+        >>> SteadyWindow.of(4, 1), SteadyWindow.of(4, 8)
+        (SteadyWindow(first=3, last=6, mini_batches=10), SteadyWindow(first=1, last=3, mini_batches=5))
+        """
+        others = -(-(stages - 1) // micro_batches)  # mini-batches in flight beside one
+        last = others + max(2, others)
+        return cls(others, last, last + 1 + others)
+
+
+def stream_schedule(
+    name: str, stages: int, micro_batches: int, mini_batches: int, modes: Sequence[str] | None = None
+) -> Schedule:
+    """The schedule of a stream of so many mini-batches, from an empty pipe to an empty one, with their updates.
+
+    >>> print(stream_schedule("pipedream", 2, 1, 3))
+    pipedream: 2 stages, 3 micro-batches
+    device 0: 0F0 0F1 0B0 0U0 0F2 0B1 0U1 0B2 0U2
+    device 1: 1F0 1B0 1U0 1F1 1B1 1U1 1F2 1B2 1U2
+    """
+    order = StreamSchedule(stages, STREAM_POLICIES[name], modes)
+    parts = [*(order.admit(micro_batches) for _ in range(mini_batches)), order.drain()]
+    rows = tuple(tuple(action for part in parts for action in part[j]) for j in range(stages))
+    return Schedule(name, stages, micro_batches * mini_batches, rows, is_validated=True)
 
 
 class StreamSchedule:

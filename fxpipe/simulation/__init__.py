@@ -27,8 +27,9 @@ way takes no memory, nor do the gradients of values; the gradient of an output t
 leaves with the last stage's B.
 
 `events.py` finds what actions need and walks from event to event; `simulation_result.py` holds the result, with the
-critical path: what the end of the step depends on. `fxpipe.plans.simulate_plan` is `fxpipe.simulate`: the same for a
-plan, also on hardware, with schedules and micro-batches that it was not made for.
+critical path: what the end of the step depends on. `stream_simulation.py` simulates a stream of mini-batches, which has
+no flush. `fxpipe.plans.simulate_plan` is `fxpipe.simulate`: the same for a plan, also on hardware, with schedules and
+micro-batches that it was not made for.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from collections.abc import Sequence
 from fxpipe.scheduling import Schedule, recompute_before_backward, validate
 from fxpipe.simulation.costs import HostCost, StageCost, Transfer, check_costs, transfers_of
 from fxpipe.simulation.reductions import ReductionSpan
-from fxpipe.simulation.simulation_result import CriticalLeg, Simulation, simulate_checked
+from fxpipe.simulation.simulation_result import CriticalLeg, Simulation, SteadyState, simulate_checked
+from fxpipe.simulation.stream_simulation import simulate_stream
 from fxpipe.simulation.timeline import MemoryParts, MemoryTimeline, Span
 
 # -- The simulation of a schedule, from the costs of its stages ------------------------------------------------------
@@ -89,7 +91,9 @@ __all__ = [
     "Simulation",
     "Span",
     "StageCost",
+    "SteadyState",
     "Transfer",
     "simulate_schedule",
+    "simulate_stream",
     "transfers_of",
 ]

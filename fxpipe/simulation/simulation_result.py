@@ -33,7 +33,7 @@ from fxpipe.simulation.timeline import (
 )
 from fxpipe.simulation.timeline_mixin import TimelineMixin
 from fxpipe.utils.text_table import text_table, wrap_text
-from fxpipe.utils.units import human_bytes, human_seconds, percent
+from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
 
 # -- The critical path: the chain of actions and transfers that the end of a step depends on, read backwards -----------
 #
@@ -278,6 +278,20 @@ class LinkTraffic:
 
 
 @dataclass(frozen=True, slots=True)
+class SteadyState:
+    """The state of a simulated stream between its warm-up and its drain."""
+
+    mini_batches: int  # of the whole stream
+    micro_batches: int  # of a mini-batch
+    first: int  # the time from the update of this one on the first device
+    last: int  # to that of this one is measured
+    seconds: float  # of each
+    busy: tuple[float, ...]  # seconds of each in which a device computes, by device
+    warm_up: float  # seconds until all devices are at work
+    drain: float  # seconds from when the first of them has nothing to do any more
+
+
+@dataclass(frozen=True, slots=True)
 class Simulation(TimelineMixin):
     """The result of a simulation. `print` draws it."""
 
@@ -286,8 +300,8 @@ class Simulation(TimelineMixin):
     transfers: tuple[Transfer, ...]
     spans: tuple[Span, ...]  # device after device, each in the order of its row
     # From the first start to the last end: all of the schedule and of the reductions, and no update that it has not.
-    step_seconds: float
-    legs: tuple[CriticalLeg, ...]  # of the critical path, which follow each other from 0 to `step_seconds`
+    seconds: float
+    legs: tuple[CriticalLeg, ...]  # of the critical path, which follow each other from 0 to `seconds`
     devices: tuple[str, ...] = ()  # the name of each; empty where it has none
     samples: int | None = None  # of the mini-batch, of all replicas, where it is known
     limits: tuple[float | None, ...] = ()  # bytes, by device; None, or none at all: not known
@@ -296,6 +310,7 @@ class Simulation(TimelineMixin):
     recomputes_late: bool = False  # does R wait for the gradient
     reductions: tuple[ReductionSpan, ...] = ()  # of gradients over replicas, device after device, each in order
     cluster: Cluster | None = None  # where the devices stand, and those of replicas; None: not known
+    steady: SteadyState | None = None  # of a stream; None: it is a step
 
     def __post_init__(self) -> None:
         count = len(self.schedule.rows)
@@ -303,8 +318,20 @@ class Simulation(TimelineMixin):
         object.__setattr__(self, "limits", self.limits or (None,) * count)
 
     @property
+    def step_seconds(self) -> float:
+        """The seconds of a mini-batch: of a step from its start to its end, of a stream in the steady state."""
+        return self.seconds if self.steady is None else self.steady.seconds
+
+    @property
+    def micro_batches(self) -> int:
+        """The micro-batches of a mini-batch."""
+        return self.schedule.micro_batches if self.steady is None else self.steady.micro_batches
+
+    @property
     def busy(self) -> tuple[float, ...]:
-        """The seconds in which each device computes or, where that does not overlap, copies."""
+        """The seconds of a mini-batch in which each device computes or, where that does not overlap, copies."""
+        if self.steady is not None:
+            return self.steady.busy
         seconds = [0.0] * len(self.schedule.rows)
         for span in self.spans:
             seconds[span.device] += span.seconds
@@ -312,7 +339,7 @@ class Simulation(TimelineMixin):
 
     @property
     def bubble(self) -> tuple[float, ...]:
-        """The share of the step, 0 to 1, in which each device idles."""
+        """The share of the step, of a stream in the steady state, 0 to 1, in which each device idles."""
         step = self.step_seconds
         return tuple(max(0.0, 1 - busy / step) if step else 0.0 for busy in self.busy)  # rounding may go below 0
 
@@ -359,7 +386,7 @@ class Simulation(TimelineMixin):
     @property
     def exposed_reduction_seconds(self) -> float:
         """Seconds by which the step is longer for the reductions: those behind its last action."""
-        return self.step_seconds - max(span.end for span in self.spans)
+        return self.seconds - max(span.end for span in self.spans)
 
     @property
     def traffic(self) -> tuple[LinkTraffic, LinkTraffic] | None:
@@ -397,7 +424,7 @@ class Simulation(TimelineMixin):
         for leg in self.legs:
             seconds[leg.kind] += leg.seconds
         ordered = sorted(seconds.items(), key=lambda item: -item[1])
-        return {kind: time / self.step_seconds for kind, time in ordered if time}
+        return {kind: time / self.seconds for kind, time in ordered if time}
 
     @property
     def host_seconds(self) -> float:
@@ -408,7 +435,7 @@ class Simulation(TimelineMixin):
             action = span.action
             locked, _ = host_seconds(self.stages[action.stage].host, action.kind, False)
             seconds[0 if self.one_interpreter else span.device] += locked
-        return max(seconds)
+        return max(seconds) / (1 if self.steady is None else self.steady.mini_batches)
 
     @property
     def host_note(self) -> str:
@@ -432,7 +459,7 @@ class Simulation(TimelineMixin):
         for transfer in self.transfers:
             link = device_of[transfer.source], device_of[transfer.target]
             if link[0] != link[1] and (trains or not transfer.is_gradient):
-                sent[link] += transfer.bytes * self.schedule.micro_batches
+                sent[link] += transfer.bytes * self.micro_batches
         return dict(sorted(sent.items()))
 
     def as_step(self, *, has_memory: bool = True) -> StepTimeline:
@@ -448,7 +475,7 @@ class Simulation(TimelineMixin):
             devices=self.devices,
             spans=spans,
             waited=_idle_before(spans),
-            seconds=self.step_seconds,
+            seconds=self.seconds,
             memory=self.memory if has_memory and has_bytes else (),
             limits=self.limits,
             loss_seconds=self._loss_seconds,
@@ -494,10 +521,14 @@ class Simulation(TimelineMixin):
 
     def __str__(self) -> str:
         head = str(self.schedule).partition("\n")[0]
+        if self.steady is not None:
+            each = count_text(self.micro_batches, "micro-batch", "es")
+            count = count_text(self.steady.mini_batches, "mini-batch", "es")
+            head = f"{self.schedule.name}: {self.schedule.stages} stages, {count} of {each}"
         samples = f", {self.samples} samples" if self.samples else ""
         names = [f"device {d} {name}".rstrip() for d, name in enumerate(self.devices)]
         width = max(map(len, names))
-        drawn = timeline_lines(self.spans, len(self.schedule.rows), self.step_seconds)
+        drawn = timeline_lines(self.spans, len(self.schedule.rows), self.seconds)
         lines = [
             f"{name:{width}} |{line}|  busy {human_seconds(busy)}, bubble {percent(bubble)}{held}"
             for name, line, busy, bubble, held in zip(
@@ -510,10 +541,17 @@ class Simulation(TimelineMixin):
             if (exposed := self.exposed_reduction_seconds)
             else ""
         )
-        total = f"step {human_seconds(self.step_seconds)}{reduced}, mean bubble {percent(self.mean_bubble)}"
+        total = f"{self._total_text()}{reduced}, mean bubble {percent(self.mean_bubble)}"
         update = f", updates after it {human_seconds(self.update_seconds)}" if self.update_seconds else ""
         path = f"critical path: {shares}" if shares else ""
         return "\n".join([head + samples, *lines, total + update, *filter(None, (path, wrap_text(self.host_note)))])
+
+    def _total_text(self) -> str:
+        steady = self.steady
+        if steady is None:
+            return f"step {human_seconds(self.seconds)}"
+        ends = f"warm-up {human_seconds(steady.warm_up)}, drain {human_seconds(steady.drain)}"
+        return f"{ends}; between them a mini-batch takes {human_seconds(steady.seconds)}, with its update"
 
     def _memory_in_words(self) -> list[str]:
         """Describes the memory of each device; nothing where no bytes are known."""
@@ -553,7 +591,7 @@ def simulate_checked(
         stages,
         transfers,
         spans=tuple(one.span for row in begun for one in row),
-        step_seconds=max([row[-1].span.end for row in begun if row] + [one.end for one in reductions]),
+        seconds=max([row[-1].span.end for row in begun if row] + [one.end for one in reductions]),
         legs=critical_legs(begun, reductions),
         one_interpreter=one_interpreter,
         overlaps=overlaps,

@@ -25,8 +25,8 @@ from fxpipe.planning.passes import PreparedGraph, ProfiledModel, prepare_cut
 from fxpipe.plans import Plan
 from fxpipe.plans.retarget import action_seconds
 from fxpipe.plans.simulate_plan import vary_plan
-from fxpipe.scheduling import Schedule, is_searched, make_schedule, micro_batches_in_flight
-from fxpipe.simulation import StageCost, simulate_schedule
+from fxpipe.scheduling import Schedule, is_searched, is_stream, make_schedule, micro_batches_in_flight
+from fxpipe.simulation import StageCost, simulate_schedule, simulate_stream
 from fxpipe.simulation.costs import stage_times_of
 from fxpipe.tracing.shapes.symbolic_shapes import bytes_at
 from fxpipe.tracing.tensors import tensor_bytes
@@ -102,6 +102,8 @@ class ModelPlans:
         nodes = self._fastest(largest_micro_batch(self.profiled.batch, m))
         total = math.fsum(cost.forward + cost.backward for cost in nodes)
         even = m * total / len(self.settings.workers)
+        if is_stream(candidate.schedule):  # no mini-batch waits for another one to have gone through all stages
+            return even * (1 - 1e-9)
         return max(even, total - math.fsum(cost.weight or 0.0 for cost in nodes)) * (1 - 1e-9)  # sums are rounded
 
     def bound_without_sending(self, candidate: Candidate) -> float:
@@ -124,6 +126,8 @@ class ModelPlans:
         schedule = make_schedule(candidate.schedule, len(placement), m, placement=placement, demands=demands)
         again = self._recomputed_share(schedule, largest_micro_batch(self.profiled.batch, m))
         stages = [replace(stage, backward=stage.backward + again * stage.forward) for stage in stages]
+        if is_stream(candidate.schedule):
+            return simulate_stream(schedule.name, stages, micro_batches=m).step_seconds
         return simulate_schedule(schedule, stages).step_seconds
 
     def _recomputed_share(self, schedule: Schedule, samples: int) -> float:

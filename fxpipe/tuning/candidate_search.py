@@ -122,7 +122,7 @@ def _simulate_candidate(
 ) -> CandidateResult:
     if is_searched(plan.schedule):
         plan = with_memory_limits(plan, limits)  # its order depends on them
-    simulation = simulate(plan)
+    simulation = simulate(plan, updates=False)  # of no schedule: a step has its update behind it
     largest = resize_plan(plan, plan.micro_batch, sizes=plan.largest_sizes)  # of this memory limits are asked
     memory = tuple(held.peak for held in (simulation if largest is plan else simulate(largest)).memory)
     own = limits[: len(memory)]  # of a replica

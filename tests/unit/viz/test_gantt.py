@@ -219,7 +219,7 @@ def test_of_many_devices_each_has_a_line():
 def test_a_limit_is_a_line_unless_it_would_flatten_the_curves(limit, is_drawn, devices):
     found = simulated("1f1b", devices, 4)
     limited = Simulation(*(getattr(found, name) for name in ("schedule", "stages", "transfers", "spans")),
-                         found.step_seconds, found.legs, limits=(limit,) * devices)  # fmt: skip
+                         found.seconds, found.legs, limits=(limit,) * devices)  # fmt: skip
     drawn = draw_gantt(limited.as_step())
     check_scene(drawn.scene)
     lines = [item for item in _group(drawn, "memory") if isinstance(item, Line) and item.dashes]

@@ -1,0 +1,78 @@
+"""Simulates a stream of mini-batches, which never flushes: how long each takes once all devices are at work.
+
+It is the walk over a schedule as any other, of a stream that begins and ends with an empty pipe and is long enough to
+have a part in which no device waits for a first or a last mini-batch. Of that part are the figures of a mini-batch:
+
+>>> from fxpipe.simulation.costs import StageCost
+>>> print(simulate_stream("pipedream", [StageCost(forward=1, backward=2, update=1)] * 2, micro_batches=1))
+pipedream: 2 stages, 5 mini-batches of 1 micro-batch
+device 0 |F0 F1 ......B0=== U0 F2 B1=== U1 F3 B2=== U2 F4 B3=== U3 ...B4=== U4 |  busy 4000 ms, bubble 0.0 %
+device 1 |...F0 B0=== U0 F1 B1=== U1 F2 B2=== U2 F3 B3=== U3 F4 B4=== U4 ......|  busy 4000 ms, bubble 0.0 %
+warm-up 1000 ms, drain 2000 ms; between them a mini-batch takes 4000 ms, with its update, mean bubble 0.0 %
+critical path: B 52.2 %, F 26.1 %, U 21.7 %
+
+A step with a flush takes longer for each mini-batch, and its updates come behind it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fxpipe.scheduling import ActionKind, SteadyWindow, recompute_before_backward, stream_schedule
+from fxpipe.simulation.costs import StageCost, Transfer, check_costs
+from fxpipe.simulation.simulation_result import Simulation, SteadyState, simulate_checked
+
+
+def simulate_stream(
+    name: str,
+    stages: Sequence[StageCost],
+    transfers: Sequence[Transfer] = (),
+    *,
+    micro_batches: int,
+    modes: Sequence[str] | None = None,
+    overlaps: bool = True,
+    one_interpreter: bool = True,
+    recomputes_late: bool = False,
+) -> Simulation:
+    """Computes when every action of a stream runs, and how long a mini-batch takes in its steady state.
+
+    Args:
+        name: of the schedule, one of `STREAM_POLICIES`.
+        micro_batches: of a mini-batch.
+        modes: the checkpoint mode of each stage.
+        stages, transfers, overlaps, one_interpreter, recomputes_late: as for `simulate_schedule`.
+    """
+    n = len(stages)
+    check_costs(stages, transfers, n)
+    window = SteadyWindow.of(n, micro_batches)
+    schedule = stream_schedule(name, n, micro_batches, window.mini_batches, modes)
+    schedule = recompute_before_backward(schedule) if recomputes_late else schedule
+    whole = simulate_checked(schedule, tuple(stages), tuple(transfers), overlaps, one_interpreter, recomputes_late)
+    return replace(whole, steady=_steady_state(whole, window, micro_batches))
+
+
+def _steady_state(whole: Simulation, window: SteadyWindow, micro_batches: int) -> SteadyState:
+    count, devices = window.last - window.first, range(len(whole.schedule.rows))
+    starts, ends = (dict.fromkeys(devices, limit) for limit in (whole.seconds, 0.0))
+    updated: dict[int, float] = {}  # by mini-batch, when the first device had gone back and updated
+    busy: defaultdict[int, float] = defaultdict(float)
+    for span in whole.spans:
+        kind, stage, i = span.action
+        t, d = i // micro_batches, span.device
+        starts[d], ends[d] = min(starts[d], span.start), max(ends[d], span.end)
+        if kind is ActionKind.UPDATE and not stage:
+            updated[t] = span.end
+        if window.first < t <= window.last:
+            busy[d] += span.seconds
+    return SteadyState(
+        window.mini_batches,
+        micro_batches,
+        window.first,
+        window.last,
+        (updated[window.last] - updated[window.first]) / count,
+        tuple(busy[d] / count for d in devices),
+        warm_up=max(starts.values()),
+        drain=whole.seconds - min(ends.values()),
+    )

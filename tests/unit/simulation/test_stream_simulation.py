@@ -1,0 +1,136 @@
+"""A simulated stream: each mini-batch takes F + B + U of the slowest stage, and schedules are compared per sample."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+from fxpipe.inspect.step_summary import compare_schedules, step_text
+from fxpipe.scheduling import ActionKind, SteadyWindow, stream_schedule, validate
+from fxpipe.simulation import StageCost, Transfer, simulate_stream
+from fxpipe.simulation.simulation_result import simulate_checked
+
+WIDTH = 64
+QUICK = {"check": False, "hardware": "cpu", "progress": False}
+
+
+def costs(*seconds, update=0.5):
+    return [StageCost(forward=f, backward=2 * f, update=update) for f in seconds]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("name", ["pipedream", "pipedream_2bw"])
+@pytest.mark.parametrize("m", [1, 3, 8])
+def test_equal_stages_take_forward_backward_and_update_for_each_mini_batch(name, n, m):
+    simulated = simulate_stream(name, costs(*[1.0] * n), micro_batches=m)
+    if name == "pipedream" or m >= n:
+        assert simulated.step_seconds == pytest.approx(3.0 * m + 0.5)
+        assert simulated.mean_bubble == pytest.approx(0.0)
+    assert simulated.busy == pytest.approx((3.0 * m + 0.5,) * n)
+    assert simulated.steady.warm_up == pytest.approx(n - 1)
+    assert simulated.micro_batches == m
+
+
+@pytest.mark.parametrize("slow", range(4))
+def test_a_mini_batch_takes_as_long_as_the_slowest_stage(slow):
+    forward = [1.0, 1.2, 0.8, 1.1]
+    forward[slow] = 2.0
+    simulated = simulate_stream("pipedream", costs(*forward), micro_batches=1)
+    assert simulated.step_seconds == pytest.approx(6.5)
+    assert simulated.bubble == pytest.approx([1 - (3 * f + 0.5) / 6.5 for f in forward])
+
+
+def test_transfers_that_take_long_bound_a_mini_batch_by_the_way_through_all_stages():
+    """Of n micro-batches in flight each has to go there and back before the first device takes up another one."""
+    n, sending = 3, 10.0
+    transfers = [Transfer(j, j + 1, 1.0, sending) for j in range(n - 1)]
+    transfers += [Transfer(j + 1, j, 1.0, sending) for j in range(n - 1)]
+    simulated = simulate_stream("pipedream", costs(*[1.0] * n), transfers, micro_batches=1)
+    assert simulated.step_seconds == pytest.approx((3 * n + 0.5 + 2 * (n - 1) * sending) / n, rel=0.02)
+    assert simulated.sent == {(0, 1): 1.0, (1, 0): 1.0, (1, 2): 1.0, (2, 1): 1.0}
+
+
+@pytest.mark.parametrize("m", [1, 2, 4])
+def test_the_steady_state_is_that_of_a_much_longer_stream(m):
+    stages = costs(1.0, 1.7, 0.6, 1.3)
+    short = simulate_stream("pipedream_2bw", stages, micro_batches=m)
+    ends = []
+    for count in (40, 60):
+        schedule = stream_schedule("pipedream_2bw", 4, m, count)
+        ends.append(simulate_checked(schedule, tuple(stages), (), True, True).seconds)
+    assert short.step_seconds == pytest.approx((ends[1] - ends[0]) / 20, rel=0.03)
+
+
+def test_the_rows_of_a_stream_would_run_and_its_window_is_neither_warm_up_nor_drain():
+    for n, m in ((1, 1), (2, 1), (4, 1), (4, 3), (3, 8)):
+        window = SteadyWindow.of(n, m)
+        schedule = stream_schedule("pipedream", n, m, window.mini_batches, ["never"] * n)
+        actions = [action for row in schedule.rows for action in row]
+        assert len(actions) == n * window.mini_batches * (2 * m + 1)
+        forward_only = stream_schedule("pipedream", n, m, window.last + 1)
+        first = next(k for k, a in enumerate(schedule.rows[0]) if a.kind is ActionKind.UPDATE)
+        assert schedule.rows[0][: first + 1] == forward_only.rows[0][: first + 1]
+        assert 0 < window.first < window.last < window.mini_batches or n == 1
+        without = tuple(tuple(a for a in row if a.kind is not ActionKind.UPDATE) for row in schedule.rows)
+        validate(type(schedule)("stream", n, schedule.micro_batches, without))
+
+
+def test_a_stream_is_drawn_with_its_warm_up_and_drain():
+    text = str(simulate_stream("pipedream", costs(*[1.0] * 3, update=1.0), micro_batches=1))
+    assert text.startswith("pipedream: 3 stages, 7 mini-batches of 1 micro-batch\ndevice 0 |F0 F1 F2 ")
+    assert "warm-up 2000 ms, drain 4000 ms; between them a mini-batch takes 4000 ms, with its update" in text
+
+
+# -- of plans --------------------------------------------------------------------------------------------------------
+
+
+def planned(schedule="pipedream", n=3, **options):
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(n)))
+    options = {"balance": [str(j) for j in range(n - 1)], "checkpoint": "never"} | QUICK | options
+    return fxpipe.plan(model, n, example_args=(torch.ones(12, WIDTH),), schedule=schedule, **options)
+
+
+def test_a_plan_for_a_stream_tells_the_time_of_a_mini_batch():
+    plan = planned()
+    simulated = fxpipe.simulate(plan)
+    assert simulated.steady is not None
+    assert fxpipe.simulate(plan, schedule="1f1b").steady is None
+    flush = fxpipe.simulate(plan, schedule="1f1b", chunks=1)
+    assert simulated.step_seconds < flush.step_seconds / 1.5  # of three stages one works at a time there
+    assert simulated.samples == flush.samples == 12
+    spared = fxpipe.simulate(plan, updates=False)
+    assert spared.step_seconds <= simulated.step_seconds
+    assert "one of them in the steady state, with its update" in " ".join(str(plan).split())
+    text = step_text(simulated, plan)
+    assert "a mini-batch of a stream as simulated, pipedream, 1 micro-batch" in text
+    assert "until all devices are at work" in text
+
+
+def test_other_schedules_beside_a_stream_have_their_updates_and_enough_micro_batches():
+    plan = planned(hardware="h100", n=4)
+    own, *others = compare_schedules(plan, fxpipe.simulate(plan))
+    assert (own.schedule, own.micro_batches) == ("pipedream", 1)
+    (flush,) = [run for run in others if run.schedule == "1f1b"]
+    assert flush.micro_batches == 4
+    step = fxpipe.simulate(plan, schedule="1f1b", chunks=4)
+    assert step.update_seconds > 0
+    assert flush.step_seconds == step.step_seconds + step.update_seconds
+
+
+def test_the_tuner_compares_a_stream_by_its_mini_batches():
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+    options = {"hardware": "h100", "check": False, "progress": False, "checkpoint": ["never"]}
+    tuning = fxpipe.tune(
+        model,
+        [f"cuda:{k}" for k in range(3)],
+        example_args=(torch.ones(4096, 256),),
+        schedules=["pipedream", "1f1b"],
+        chunks=[4],
+        **options,
+    )
+    rows = {row.schedule: row for row in tuning.rows}
+    assert rows["pipedream"].plan is not None
+    assert rows["pipedream"].step_seconds == fxpipe.simulate(rows["pipedream"].plan, updates=False).step_seconds
+    assert tuning.best.schedule == "pipedream"
