@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fxpipe.distributed.packets import Mailbox, PacketValue, Payload, decode, encode, payload_bytes
+from fxpipe.distributed.rank_stream import StreamMailbox
 from fxpipe.errors import InternalError
 
 CPU = torch.device("cpu")
@@ -165,3 +166,20 @@ def test_messages_of_devices_match_in_their_order_whichever_layouts_are_new():
     for packets in steps + steps[::-1]:
         arrived = pair.step(*packets)  # which are taken in another order than they were sent
         assert str(arrived) == str([list(values) for values in packets])
+
+
+def test_in_a_stream_a_packet_is_taken_to_have_the_layout_of_the_one_before():
+    """Packets are numbered, in the last part of their keys, and nothing is remembered at the end of a step."""
+    wire = Wire()
+    ends = [StreamMailbox(wire, CPU, {}) for _ in range(2)]
+    counts = []
+    for i, size in enumerate((3, 3, 5, 5, 5)):
+        sent, key = torch.full((size,), float(i)), ("values", 0, i)
+        ends[1].expect(key, i, 0)
+        ends[0].send(key, i, 1, [PacketValue(sent)], note=i)
+        ((received, _),) = ends[1].receive(key, i, 0, "a packet")
+        assert torch.equal(received, sent)
+        assert ends[1].note == i
+        counts.append(len(wire.sizes))
+        wire.sizes.clear()
+    assert counts == [3, 2, 4, 2, 2]  # control, layout and payload; where another was expected, nothing of its size
