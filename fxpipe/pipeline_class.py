@@ -77,11 +77,17 @@ def set_up(pipe: nn.Module, model: nn.Module) -> None:
     """Makes a new pipe share what its model has."""
     call = new_call_state()
     if "forward" in model.__dict__:
-        call["forward"] = types.MethodType(_with_signature_of(model.__dict__["forward"]), pipe)
+        call["forward_of_model"] = types.MethodType(_with_signature_of(model.__dict__["forward"]), pipe)
     # A pipe's own `__setattr__` is its model's, and sees none of these.
     object.__setattr__(pipe, "__dict__", model.__dict__)
     object.__setattr__(pipe, "_fxpipe_model", model)
     object.__setattr__(pipe, "_fxpipe_call", call)
+
+
+def replaced_forward(pipe: Any) -> Callable[..., Any] | None:
+    """Returns what somebody has put in the place of a pipe's `forward`; None where that is the pipeline."""
+    result: Callable[..., Any] | None = pipe._fxpipe_call.get("forward")
+    return result
 
 
 def _of_model(name: str) -> property:
@@ -130,7 +136,8 @@ class _Forward:
     def __get__(self, pipe: Any, owner: type) -> Any:
         if pipe is None:
             return self.function
-        return pipe._fxpipe_call.get("forward") or types.MethodType(self.function, pipe)
+        call = pipe._fxpipe_call
+        return call.get("forward") or call.get("forward_of_model") or types.MethodType(self.function, pipe)
 
     def __set__(self, pipe: Any, value: Any) -> None:
         pipe._fxpipe_call["forward"] = value

@@ -9,12 +9,13 @@ from typing import Any, Literal, NoReturn, overload
 import torch
 from torch import nn
 
+from fxpipe._torch.data_parallel import is_in_data_parallel_forward
 from fxpipe._torch.module_internals import STORE_NAMES
 from fxpipe.config.micro_batches import parse_micro_batches
 from fxpipe.config.parse import parse_compile, parse_switch
 from fxpipe.config.pipeline_options import Settings
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
-from fxpipe.pipeline_class import NOT_COMPILED, SLOTS, class_of_model, pipeline_class, set_up
+from fxpipe.pipeline_class import NOT_COMPILED, SLOTS, class_of_model, pipeline_class, replaced_forward, set_up
 from fxpipe.pipeline_state import PipelineState
 from fxpipe.plans import Plan
 from fxpipe.plans.display import plan_html
@@ -23,6 +24,7 @@ from fxpipe.runtime import Executor, StepRecord, executor_for
 from fxpipe.runtime.losses import check_loss_function, check_reduction, check_scaler
 from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.tracing.record.module_hooks import run_with_user_hooks, user_hooks_of
+from fxpipe.tracing.source_lines import line_of_function, warn_user
 from fxpipe.tracing.tensors import has_values
 from fxpipe.train_stream import TrainStream, parse_batches, stream_policy
 from fxpipe.utils.units import count_text, human_bytes, human_seconds
@@ -72,6 +74,16 @@ def schedule_name(settings: Settings) -> str:
     return str(getattr(schedule, "name", None) or getattr(schedule, "__name__", "custom"))
 
 
+def passed_by_text(forward: Callable[..., Any]) -> str:
+    """Says that what stands in the place of a pipe's `forward` has not run the pipeline, and what to do."""
+    name = getattr(forward, "__qualname__", type(forward).__qualname__)
+    return (
+        f"{name} ({line_of_function(forward)}), which was put in the place of the pipe's forward, has not run the "
+        "pipeline: what it calls of the model runs as without one. Replace forward of the model first, and give that "
+        "to fxpipe.pipeline; or let the new forward call the old one"
+    )
+
+
 def _stage_content(plan: Plan, stage: int) -> str:
     """Names the first and the last module of a stage."""
     groups = node_groups_of(plan.stages[stage], 1, 0.0)
@@ -116,7 +128,20 @@ class Pipeline(nn.Module):
 
     @torch.compiler.disable(reason=NOT_COMPILED)  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return nn.Module.__call__(self, *args, **kwargs)  # that of the model's class, if it has one, is in the graph
+        forward, engine = replaced_forward(self), self._fxpipe.engine
+        if forward is None:
+            return nn.Module.__call__(self, *args, **kwargs)  # that of the model's class, if any, is in the graph
+        starts = engine.starts
+        try:
+            result = nn.Module.__call__(self, *args, **kwargs)
+        except RuntimeError as error:  # as of tensors of two stages, which are on two devices
+            if engine.starts == starts:
+                error.add_note(f"fxpipe: {passed_by_text(forward)}")
+            raise
+        if engine.starts == starts and not self._fxpipe.was_passed_by:
+            self._fxpipe.was_passed_by = True
+            warn_user(passed_by_text(forward))
+        return result
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a mini-batch, which runs through the stages in micro-batches.
@@ -546,6 +571,12 @@ def check_can_train(model: nn.Module, what: str = "forward_backward") -> None:
     """Raises where forward and backward in one cannot run now."""
     if not torch.is_grad_enabled():
         raise StateError(f"{what} needs gradients, but is called under no_grad; call the pipe itself to evaluate")
+    if is_in_data_parallel_forward():
+        raise StateError(
+            f"{what} runs backward inside forward of a DistributedDataParallel, which sums gradients of a backward "
+            "behind it only: those of the replicas would not be summed. Call the pipe there and its loss.backward() "
+            "outside, or make the replicas by data_parallel= (fxpipe.pipeline)"
+        )
     if hooks := user_hooks_of(model):
         raise StateError(
             f"the model has the hook {hooks[0]!r}, which sees the output of mini-batches, and {what} "

@@ -71,6 +71,7 @@ class PipelineState:
         self.first: PreparedGraph | None = None
         self.graphs = GraphCache()
         self.closed = False
+        self.was_passed_by = False  # has a forward in the place of the pipe's been warned of
         self.checks_evaluation = plan is None  # whether evaluation will be refused is asked with the first plan
         self._chosen_for = (False, 0)  # of which mini-batches the number of micro-batches is: do they train? samples
         self._answers: dict[str, list[dict[str, str]]] = {}  # of graphs that differ in nothing else: read -> answer

@@ -73,6 +73,7 @@ class Engine:
         self._runner: int | None = None  # the thread that runs a step
         self._transport: Transport | None = None  # of the step that runs
         self._is_streaming = False
+        self.starts = 0  # of steps, those that were refused too
         _engines.add(self)
 
     @contextmanager
@@ -94,6 +95,7 @@ class Engine:
     @contextmanager
     def _occupied(self) -> Iterator[CallerContext]:
         acquired = False
+        self.starts += 1
         try:
             acquired = self._busy.acquire(blocking=False)
             if not acquired and self._is_streaming:

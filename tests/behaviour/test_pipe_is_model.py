@@ -8,6 +8,7 @@ import functools
 import gc
 import inspect
 import pickle
+import types
 import weakref
 from typing import Any, ClassVar
 
@@ -425,3 +426,50 @@ def test_compile_of_a_pipe_compiles_its_stages():
         with pytest.raises(fxpipe.errors.ArgumentError, match=r"torch\.compile has no keyword 'backends'"):
             pipe.compile(backends=1)
     torch._dynamo.reset()
+
+
+def test_a_forward_in_the_place_of_the_pipes_that_runs_no_pipeline_is_warned_of_once():
+    """SFTTrainer of trl puts one there that calls the backbone and the head."""
+    model = Model()
+    want = model.layers[0](x())
+    with pipe_of(model) as pipe:
+
+        def past_it(self: Any, h: torch.Tensor) -> torch.Tensor:
+            return self.layers[0](h)
+
+        pipe.forward = types.MethodType(past_it, pipe)
+        with pytest.warns(UserWarning, match=r"past_it \(.*test_pipe_is_model.py:\d+\), which .* has not run the pipe"):
+            torch.testing.assert_close(pipe(x()), want)
+        pipe(x())
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+            pipe(x()[:, 1:])
+        assert "has not run the pipeline" in caught.value.__notes__[-1]
+        pipe.forward = lambda h: pipe.forward_backward(h, loss_fn=lambda y: y.square().mean())
+        pipe(x())
+
+
+def test_what_stands_in_the_place_of_the_models_forward_is_what_runs_as_a_pipeline():
+    model = Model()
+    model.forward = types.MethodType(lambda self, h: self.layers[1](torch.relu(self.layers[0](h))), model)
+    want = model(x())
+    with pipe_of(model) as pipe:
+        torch.testing.assert_close(runs_as_pipe(pipe)(x()), want)
+        assert CALLS == ["pipe"]
+
+
+def test_forward_backward_inside_forward_of_distributed_data_parallel_is_refused(tmp_path):
+    """Its gradients would not be summed: the reducer waits for a backward behind forward."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    try:
+        with pipe_of(Model()) as pipe:
+            run = pipe.forward
+            pipe.forward = lambda h: pipe.forward_backward(h, loss_fn=lambda y: y.square().mean())
+            replica = nn.parallel.DistributedDataParallel(pipe)
+            with pytest.raises(StateError, match=r"forward_backward runs backward inside forward of a Distributed"):
+                replica(x())
+            pipe.forward = run
+            replica(x()).sum().backward()
+            assert all(p.grad is not None for p in pipe.layers.parameters())
+            pipe.forward_backward(x(), loss_fn=lambda y: y.square().mean())
+    finally:
+        torch.distributed.destroy_process_group()
