@@ -6,7 +6,7 @@ BIN := .venv/bin
 # Processes that run tests.
 JOBS ?= 2
 
-.PHONY: help demo test slow simulated gpu lint format package bench overhead lengths balance planning inspecting coverage stress mutants docs clean
+.PHONY: help demo test slow simulated gpu lint format package bench overhead lengths balance planning inspecting coverage stress mutants docs notebook clean
 
 help:
 	@echo 'make demo        train two small models as pipelines and print the plan of one'
@@ -27,6 +27,7 @@ help:
 	@echo 'make stress      run random models and compare, as long as one likes; make stress ARGS="--minutes 60 --jobs 2"'
 	@echo 'make mutants     put faults into a copy, one at a time, and see which the tests catch; make mutants ARGS="--only runtime"'
 	@echo 'make docs        build the documentation in build/site; links are checked, warnings are errors'
+	@echo 'make notebook    run examples/tour.ipynb, and store what it shows in it'
 	@echo 'make clean       remove caches and build outputs; the environment in .venv stays'
 
 demo: .venv/.installed
@@ -60,7 +61,7 @@ format: .venv/.installed
 
 # As whoever installs it has it: from the wheel, and with what the index has for it. Needs the network.
 package: .venv/.installed
-	rm -rf build dist
+	rm -rf build/lib build/empty dist
 	$(BIN)/python -c 'import setuptools.build_meta as b; b.build_sdist("dist"); b.build_wheel("dist")'
 	$(PYTHON) -m venv --clear build/empty
 	build/empty/bin/python -m pip install dist/*.whl
@@ -95,6 +96,9 @@ mutants: .venv/.installed
 
 docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+notebook: .venv/.trainers
+	$(BIN)/python tools/run_notebook.py examples/tour.ipynb
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -12,6 +12,7 @@ from fxpipe.plans.data import PlanData
 from fxpipe.scheduling import CHECKPOINTS
 from fxpipe.simulation.costs import check_costs
 from fxpipe.utils.files import dataclass_from_json, dataclass_to_json, write_atomically
+from fxpipe.utils.ipython import show_as_printed
 from fxpipe.utils.units import parse_count
 
 
@@ -149,6 +150,8 @@ class Plan(PlanData):
         from fxpipe.plans.display import plan_table
 
         return plan_table(self)
+
+    _repr_pretty_ = show_as_printed
 
     def _repr_html_(self) -> str:
         from fxpipe.plans.display import plan_html

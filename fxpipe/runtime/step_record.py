@@ -23,6 +23,7 @@ from fxpipe.scheduling.actions import Action, ActionKind, Schedule
 from fxpipe.simulation.text_timeline import timeline_lines
 from fxpipe.simulation.timeline import Span, StepTimeline, TransferRecord
 from fxpipe.simulation.timeline_mixin import TimelineMixin
+from fxpipe.utils.ipython import show_as_printed
 from fxpipe.utils.text_table import text_table
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
 
@@ -173,6 +174,8 @@ class StepRecord(TimelineMixin):
         from fxpipe.viz.perfetto import write_perfetto
 
         write_perfetto(self, path)
+
+    _repr_pretty_ = show_as_printed
 
     def __str__(self) -> str:
         count = count_text(len(self.actions), "action")

@@ -32,6 +32,7 @@ from fxpipe.simulation.timeline import (
     memory_timeline_of,
 )
 from fxpipe.simulation.timeline_mixin import TimelineMixin
+from fxpipe.utils.ipython import show_as_printed
 from fxpipe.utils.text_table import text_table, wrap_text
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
 
@@ -518,6 +519,8 @@ class Simulation(TimelineMixin):
             self.schedule, stages, self.transfers, self.overlaps, self.one_interpreter, self.recomputes_late
         )
         return replace(again, devices=self.devices, samples=self.samples, limits=self.limits, cluster=self.cluster)
+
+    _repr_pretty_ = show_as_printed
 
     def __str__(self) -> str:
         head = str(self.schedule).partition("\n")[0]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fxpipe.tuning.candidates import CandidateResult
+from fxpipe.utils.ipython import show_as_printed
 from fxpipe.utils.text_table import text_table, wrap_text
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
 from fxpipe.viz.html import (
@@ -39,6 +40,8 @@ class Tuning:
 
     def __str__(self) -> str:
         return tuning_text(self)
+
+    _repr_pretty_ = show_as_printed
 
     def _repr_html_(self) -> str:
 

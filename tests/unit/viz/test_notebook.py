@@ -153,3 +153,17 @@ def test_a_pipe_names_a_schedule_of_ones_own():
 
     with fxpipe.pipeline(Layers(), devices=["cpu", "cpu"], schedule=mine) as made:
         assert "schedule mine" in repr(made)
+
+
+def test_ipython_shows_the_text_that_print_shows():
+    """Not the fields of all stages, which would be stored in each notebook beside the page."""
+
+    class Printer(list):
+        text = list.append
+
+    plan = drawn_plan(2)
+    for shown in (plan, fxpipe.simulate(plan)):
+        printer = Printer()
+        shown._repr_pretty_(printer, False)
+        assert printer == [str(shown)]
+        assert len(printer[0]) < len(repr(shown))

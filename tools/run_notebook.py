@@ -1,0 +1,41 @@
+"""Runs notebooks from their first cell to the last, and writes what they show into them.
+
+python tools/run_notebook.py examples/tour.ipynb
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient import NotebookClient
+
+
+def run_notebook(path: Path) -> Any:
+    """Returns the notebook with what its cells show, run by a kernel of its own in an empty folder.
+
+    Raises:
+        nbclient.exceptions.CellExecutionError: a cell has raised.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"metadata": {"path": folder}}
+        NotebookClient(notebook, timeout=300, kernel_name="python3", resources=settings, record_timing=False).execute()
+    return notebook
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("notebooks", nargs="+", type=Path)
+    for path in parser.parse_args().notebooks:
+        nbformat.write(run_notebook(path), path)
+
+
+if __name__ == "__main__":
+    main()
