@@ -1,7 +1,8 @@
 """README.md and docs/: code runs, links lead somewhere, and what is listed is all there is.
 
 Blocks of Python of a page run one after the other, in one namespace, in an empty folder. A block that a title names as
-another library's (`title="torchgpipe"`) is only parsed. Blocks of the pages of OVER_RANKS run on two processes.
+another library's (`title="torchgpipe"`) is only parsed; one that it names for a trainer of EXTRAS runs in `make slow`,
+which installs that. Blocks of the pages of OVER_RANKS run on two processes.
 """
 
 import ast
@@ -24,6 +25,7 @@ from fxpipe.scheduling import SCHEDULES, STREAM_POLICIES
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OVER_RANKS = {"processes.md"}
 OTHERS = ("torchgpipe", "torch.distributed.pipelining", "DeepSpeed", "torch.distributed.pipeline.sync", "before")
+EXTRAS = {"lightning": "lightning", "trl": "trl", "sentence-transformers": "sentence_transformers"}  # title: package
 FENCE = re.compile(r"^( *)```[ {.]*(\w+)([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
 
@@ -54,7 +56,7 @@ def python_of(path: Path) -> list[Block]:
 
 
 def runs_here(block: Block) -> bool:
-    return not block.title.startswith(OTHERS)
+    return not block.title.startswith(OTHERS) and block.title not in EXTRAS
 
 
 def name_of(path: Path) -> str:
@@ -76,6 +78,23 @@ def test_code_runs(page, tmp_path, monkeypatch, capsys):
                 exec(block.compiled(), namespace)
     finally:
         namespace.clear()  # as at the end of a script: classes of a page hold its names, and so its pipes
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # of libraries that nobody here writes
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_code_with_a_trainer_runs(extra, tmp_path, monkeypatch, capsys):
+    pytest.importorskip(EXTRAS[extra], reason=f"{extra} is not installed: pip install fxpipe[trainers]")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    blocks = [block for page in PAGES for block in python_of(page) if block.title == extra]
+    assert blocks
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    try:
+        for block in blocks:
+            exec(block.compiled(), namespace)
+    finally:
+        namespace.clear()
 
 
 def run_on_rank(mesh, folder, blocks):
