@@ -1,4 +1,4 @@
-"""Whether code runs inside `forward` of a `DistributedDataParallel`.
+"""The question whether code runs inside `forward` of a `DistributedDataParallel`.
 
 Optional: torch keeps the module whose forward runs for its compiler. Without that a step that takes gradients there,
 before the reducer expects any, is not seen.

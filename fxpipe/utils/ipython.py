@@ -1,4 +1,4 @@
-"""What IPython shows as text of a result: what `print` shows, instead of a line with all fields of all parts."""
+"""The text that IPython shows of a result: as `print` shows it, instead of all fields of all parts."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from typing import Any
 
 
 def show_as_printed(shown: object, printer: Any, cycle: bool) -> None:
-    """Is `_repr_pretty_` of classes that print as a table."""
+    """Shows a result in IPython, as `_repr_pretty_` of a class that prints as a table."""
     printer.text(str(shown))
