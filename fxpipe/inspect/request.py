@@ -146,12 +146,32 @@ def parse_request(argv: Sequence[str]) -> Request:
     return request
 
 
+OPTION_OF_ARGUMENT = {
+    "leaf_modules": "--leaf",
+    "batch_size": "--input",
+    **{name: f"--{name.replace('_', '-')}" for name in OPTION_ARGUMENTS},
+}
+_GIVEN_ARGUMENT = re.compile(rf"(?<![\w.-])({'|'.join(OPTION_OF_ARGUMENT)})=('[^']*'|\[[^\]]*\]|\w[\w.]*)")
+_NAMED_ARGUMENT = re.compile(rf"\(({'|'.join(OPTION_OF_ARGUMENT)})\)")
+
+
 def with_option_name(message: str) -> str:
-    """A message of planning, which begins with an argument of Python's, behind the option that gave it."""
+    """A message of planning with the options of the shell: that which it begins with, and those that it advises."""
     match = re.match(r"(\w+)['\w\[\].]*(=|: )", message)
-    name = match[1] if match is not None else ""
-    options = {"leaf_modules": "--leaf", **{name: f"--{name.replace('_', '-')}" for name in OPTION_ARGUMENTS}}
-    return f"{options[name]}: {message}" if name in options else message
+    if match is None or match[1] not in OPTION_OF_ARGUMENT:
+        return as_options(message)
+    return f"{OPTION_OF_ARGUMENT[match[1]]}: {match[0]}{as_options(message[match.end() :])}"
+
+
+def as_options(text: str) -> str:
+    """A text of planning with `--stages-per-device 2` for `stages_per_device=2`, as a shell takes it."""
+
+    def option(match: re.Match[str]) -> str:
+        value = match[2].strip("[]").replace("'", "").replace(", ", ",")
+        return f"{OPTION_OF_ARGUMENT[match[1]]} {value}"
+
+    text = _GIVEN_ARGUMENT.sub(option, text)
+    return _NAMED_ARGUMENT.sub(lambda match: f"({OPTION_OF_ARGUMENT[match[1]]})", text)
 
 
 def _dict_without_repeats(pairs: Sequence[tuple[str, Any]], option: str) -> dict[str, Any]:

@@ -164,6 +164,8 @@ def inputs_advice(model: nn.Module, arguments: ModelArguments) -> str:
         signature.bind(*arguments.args, **arguments.kwargs)
     except TypeError:
         names = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        if len(arguments.args) > len(names):  # the message of Python's says how many it takes
+            return f"{circumstance}; leave one of them out: forward takes {', '.join(names) or 'none'}"
         needed = [name for name in names if signature.parameters[name].default is inspect.Parameter.empty] or names[:1]
         inputs = " ".join(f"--input {name}=8x64" for name in needed)
         return f"{circumstance}; give each an --input of its own, as in {inputs}"
@@ -257,8 +259,7 @@ def _inspect_model(request: Request) -> Findings:
             raise _with_least_limit(error, settings) from None
         findings = Findings(str(request.subject))
     except TooManyStagesError as error:
-        remedy = error.remedy.replace("stages_per_device=", "--stages-per-device ")
-        remedy = remedy or f"--devices {error.most} or fewer"
+        remedy = error.remedy or f"--devices {error.most} or fewer"
         raise TooManyStagesError(f"--devices {len(devices)}: {error.problem}", error.most, remedy) from None
     else:
         findings = _inspect_plan(plan, request)

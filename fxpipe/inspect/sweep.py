@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from fxpipe.errors import FxpipeError, MemoryLimitError
+from fxpipe.inspect.request import as_options
 from fxpipe.inspect.step_summary import StepSummary, fits_cell, summarize_step
 from fxpipe.scheduling import SCHEDULES
 from fxpipe.utils.text_table import EMPTY_CELL, text_table, wrap_text
@@ -141,7 +142,10 @@ def _problem_lines(rows: Sequence[SweepRow]) -> list[str]:
     for row in rows:
         if row.problem:
             schedules.setdefault((row.devices, row.problem), []).append(row.schedule)
-    return [f"{count_text(n, 'device')}, {', '.join(names)}: {problem}" for (n, problem), names in schedules.items()]
+    return [
+        f"{count_text(n, 'device')}, {', '.join(names)}: {as_options(problem)}"
+        for (n, problem), names in schedules.items()
+    ]
 
 
 def _step_seconds(row: SweepRow) -> float:

@@ -175,9 +175,8 @@ def shortage_message(rows: Sequence[CandidateResult], limits: MemoryLimits) -> s
     ]
     return (
         f"none of the {len(tried)} ways to train that were tried fits into memory. The one that lacks least is "
-        f"{nearest}, which needs on {', '.join(over)}: a memory_limit of {_sufficient_limit(nearest, limits)} would "
-        f"do, or more "
-        "devices, smaller mini-batches (batch_size), an optimizer that keeps less (optimizer_state)"
+        f"{nearest}, which needs on {', '.join(over)}: memory_limit={_sufficient_limit(nearest, limits)} would do, "
+        "or more devices, smaller mini-batches (batch_size), an optimizer that keeps less (optimizer_state)"
     )
 
 

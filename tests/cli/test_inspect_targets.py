@@ -296,6 +296,10 @@ def test_refusals_of_planning_name_the_option(factories: str, capsys: pytest.Cap
     assert with_option_name("leaf_modules: no module") == "--leaf: leaf_modules: no module"
     assert with_option_name("a plan cannot be saved: it=2") == "a plan cannot be saved: it=2"
     assert with_option_name("--devices 3: stages=3") == "--devices 3: stages=3"
+    advice = "chunks=0 is none; use chunks=1, schedule='1f1b' or memory_limit=['1GiB', 2] (optimizer_state)"
+    assert with_option_name(advice) == (
+        "--chunks: chunks=0 is none; use --chunks 1, --schedule 1f1b or --memory-limit 1GiB,2 (--optimizer-state)"
+    )
     argv = [f"{factories}:make", "--kwargs", "width=2", "--input", "4x2", "--pin", "0=gpu"]
     assert "inspect: --pin: pin['0']: 'gpu' is no device of torch's" in refusal(argv, capsys)
     assert "--pin: '0' is given twice" in refusal([*argv, "--pin", "0=1"], capsys)

@@ -164,7 +164,7 @@ def test_nothing_fits_says_what_is_the_least_that_would(model: Net, x: torch.Ten
     tried: dict[str, Any] = {"example_args": (x,), "profile": profile, "schedules": ["1f1b"], "chunks": [2, 4]}
     with pytest.raises(MemoryLimitError, match="lacks least is schedule='1f1b'") as caught:
         fxpipe.tune(model, ["cpu", "cpu"], memory_limit="1KiB", **tried)
-    told = str(caught.value).split("a memory_limit of '")[1].split("'")[0]
+    told = str(caught.value).split("memory_limit='")[1].split("'")[0]
     assert fxpipe.tune(model, ["cpu", "cpu"], memory_limit=told, **tried).best.fits
 
 
