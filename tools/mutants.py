@@ -1566,6 +1566,18 @@ DISTRIBUTED = (
         "behaviour/test_over_ranks_streams.py::test_what_cannot_be_a_stream_over_ranks_is_refused_by_name",
     ),
     Mutant(
+        "planning/cut_problem.py",
+        "is_relayed=relays_values(placed)",
+        "is_relayed=False",
+        "unit/plans/test_plan_packets.py",
+    ),
+    Mutant(
+        "partitioning/chain.py",
+        "users=tuple(range(maker + 1, min(flow.users[-1], n) + 1))",
+        "users=tuple(range(maker + 1, min(flow.users[-1], n)))",
+        "unit/partitioning/test_optimal.py",
+    ),
+    Mutant(
         "distributed/packets.py",
         "parts[one.is_on_device], _next_start(ends[one.is_on_device])",
         "parts[one.is_on_device], ends[one.is_on_device]",

@@ -66,6 +66,17 @@ class Chain:
     required_cuts: tuple[int, ...] = ()  # places before which a cut must stand
     loss: tuple[float, ...] = ()  # by kind: seconds of the loss, which are in `backward` of the last place; none: none
     largest: Chain | None = None  # the same where sizes are largest, of which memory is asked; None: here
+    is_relayed: bool = False  # stages hand values to their neighbours alone, as over processes: see `transferred`
+
+    @property
+    def transferred(self) -> tuple[Flow, ...]:
+        """The flows as the links have them.
+
+        Where values are relayed, each stage up to the last user receives a value, whether it uses it or not, and its
+        gradient comes back through all of them: as if all nodes between used it. Inputs of the model are then sent from
+        the first stage, too.
+        """
+        return tuple(relayed(flow, len(self)) for flow in self.flows) if self.is_relayed else self.flows
 
     @property
     def of_memory(self) -> Chain:
@@ -107,6 +118,9 @@ class StageSite:
 #   it: a portal, too, is billed where it arrives. Inputs of the model come by themselves.
 # - a gradient for each returning flow that is made or used here and has a user in a later stage, over the link into the
 #   next stage, backwards: gradients go from a user to the next earlier user, and from the first one to the maker.
+#
+# Over processes values are relayed (`Chain.is_relayed`): they are billed at each cut between maker and last user, since
+# each stage on the way receives them and hands them on, and so are their gradients.
 #
 # What is received takes `latency + bytes / bytes_per_second`. The caller of the model is no stage: what goes to and
 # comes from there costs nothing. A stage's *seconds*, which the step waits for, are the sum of both:
@@ -167,6 +181,12 @@ def any_within(places: Sequence[int], start: int, end: int) -> bool:
     return first < len(places) and places[first] < end
 
 
+def relayed(flow: Flow, n: int) -> Flow:
+    """Returns a flow that all `n` places from its maker to its last user use."""
+    maker = max(flow.maker, 0)
+    return replace(flow, maker=maker, users=tuple(range(maker + 1, min(flow.users[-1], n) + 1)))
+
+
 def flow_arrives(flow: Flow, start: int, end: int) -> bool:
     """Returns whether a stage receives the flow from an earlier one."""
     return 0 <= flow.maker < start and any_within(flow.users, start, end)
@@ -213,9 +233,10 @@ def _stage_load(
     site = sites[stage]
     start, end = [*starts, len(chain)][stage : stage + 2]
     forward, backward = chain.forward[site.kind][start:end], chain.backward[site.kind][start:end]
-    transfers = [sending_seconds(flow, site.link) for flow in chain.flows if flow_arrives(flow, start, end)]
+    flows = chain.transferred
+    transfers = [sending_seconds(flow, site.link) for flow in flows if flow_arrives(flow, start, end)]
     if stage + 1 < len(sites):
-        returning = (flow for flow in chain.flows if gradient_arrives(flow, start, end, len(chain)))
+        returning = (flow for flow in flows if gradient_arrives(flow, start, end, len(chain)))
         transfers += [sending_seconds(flow, sites[stage + 1].link) for flow in returning]
     work = [*forward, *backward, *(forward if recompute else ())]
     memory = held.memory(site.in_flight, site.activations(recompute))

@@ -121,6 +121,7 @@ class StageClocks:
 
     def __init__(self, chain: Chain, sites: Sequence[StageSite], ends: Sequence[int]) -> None:
         self._chain, self._sites, self._ends = chain, sites, ends
+        self._flows = chain.transferred
         links = dict.fromkeys(site.link for site in sites if site.link is not None)
         rows = [*chain.forward, *chain.backward, *([sending_seconds(f, link) for f in chain.flows] for link in links)]
         *integers, self.unit = exact_integers([*(value for row in rows for value in row), 1])
@@ -154,7 +155,7 @@ class StageClocks:
         return self._arrivals[link]
 
     def _arrivals_of(self, link: Link | None) -> Iterator[CrossingEntry]:
-        for flow, value in zip(self._chain.flows, self._sending.get(link, ()), strict=link is not None):
+        for flow, value in zip(self._flows, self._sending.get(link, ()), strict=link is not None):
             if flow.maker >= 0:
                 yield from _crossings_between([flow.maker, *_users_in_chain(flow, self._chain)], value)
 
@@ -164,7 +165,7 @@ class StageClocks:
         return self._gradients[link]
 
     def _gradients_of(self, link: Link | None) -> Iterator[CrossingEntry]:
-        for flow, value in zip(self._chain.flows, self._sending.get(link, ()), strict=link is not None):
+        for flow, value in zip(self._flows, self._sending.get(link, ()), strict=link is not None):
             if flow.returns:
                 makers = [flow.maker] if flow.maker >= 0 else []
                 touched = [*makers, *_users_in_chain(flow, self._chain)]

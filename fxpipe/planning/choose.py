@@ -95,12 +95,14 @@ def _cut_transfers(chain: Chain, sites: Sequence[StageSite], starts: Sequence[in
         return min(bisect_right(starts, place), len(sites)) - 1
 
     parts_by_ends: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for flow in chain.flows:
-        if flow.maker < 0:
+    for flow in chain.transferred:
+        if flow.maker < 0 or not flow.users:
             continue
         maker = stage_of(flow.maker)
         users = {stage_of(place) for place in flow.users} - {maker}
-        for one in transfers_of(maker, users, flow.bytes, returns=flow.returns):
+        hops = [(j, {j + 1}) for j in range(maker, max(users, default=maker))] if chain.is_relayed else [(maker, users)]
+        ways = (way for j, ends in hops for way in transfers_of(j, ends, flow.bytes, returns=flow.returns))
+        for one in ways:
             seconds = sending_seconds(flow, sites[max(one.source, one.target)].link)
             parts_by_ends.setdefault((one.source, one.target), []).append((flow.bytes, seconds))
     for (source, target), parts in sorted(parts_by_ends.items()):
@@ -208,6 +210,7 @@ def _smaller_micro_batches(problem: CutProblem) -> Iterator[RemedyTrial]:
             first_stages=problem.chain.first_stages,
             last_stages=problem.chain.last_stages,
             required_cuts=problem.chain.required_cuts,
+            is_relayed=problem.chain.is_relayed,
         )
         words = f"use chunks={settings.chunks} (micro-batches of {samples})"
         yield RemedyTrial(words, _with_asked_balance(problem, bounded, settings), stage_devices_of(settings, batch))

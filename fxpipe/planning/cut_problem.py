@@ -19,6 +19,7 @@ from fxpipe.planning.cost_model import chain_of, remaining_kinds, stage_devices_
 from fxpipe.profiling import Profile
 from fxpipe.rewriting import forbidden_cuts
 from fxpipe.scheduling import make_schedule
+from fxpipe.scheduling.row_transforms import neighbour_groups
 from fxpipe.tracing import Traced
 from fxpipe.tracing.node_info import info
 from fxpipe.utils.units import count_text
@@ -136,8 +137,18 @@ def _cut_problem(
         first_stages=way.first_stages,
         last_stages=way.last_stages,
         required_cuts=required,
+        is_relayed=relays_values(placed),
     )
     return CutProblem(traced, bounded, nodes, placed, tuple(profiles[kind] for kind in kinds), batch)
+
+
+def relays_values(settings: Settings) -> bool:
+    """Returns whether stages hand values to their neighbours alone: over processes, of which none has two turns.
+
+    Where stages return to a process, it keeps what it had: how often a value is sent depends on all cuts at once.
+    """
+    is_over_processes = settings.processes or (settings.cluster is not None and settings.cluster.needs_processes)
+    return is_over_processes and len(neighbour_groups(settings.placement)) == len({*settings.placement})
 
 
 def _required_starts(traced: Traced, nodes: NodeSequence, settings: Settings, stages: int) -> tuple[int, ...]:

@@ -54,6 +54,7 @@ def chains(draw: st.DrawFn, stages: int, kinds: int = 1) -> Chain:
         tuple(draw(st.sampled_from([0, 0, 0, 0, 0, 1])) for _ in range(n)) if bounded else (),
         tuple(draw(st.sampled_from([stages - 1] * 5 + [0])) for _ in range(n)) if bounded else (),
         loss=tuple(seconds[-1] for seconds in backward) if has_loss else (),
+        is_relayed=draw(st.booleans()),
     )
 
 

@@ -50,8 +50,14 @@ def plain_load(
     work = sum(Fraction(chain.forward[site.kind][p]) for p in here) * (2 if recompute else 1)
     work += sum(Fraction(chain.backward[site.kind][p]) for p in here)
     come = [i for i, flow in enumerate(chain.flows) if flow.maker in range(start) and here & {*flow.users}]
-    wire = sum((sending(chain.flows[i], site.link) for i in come), Fraction(0))
-    for flow in chain.flows:
+    if chain.is_relayed:
+        before = [flow for flow in chain.flows if start > 0 and flow.maker < start <= flow.users[-1]]
+        behind = [flow for flow in chain.flows if flow.returns and flow.maker < end <= flow.users[-1] and later]
+        wire = sum((sending(flow, site.link) for flow in before), Fraction(0))
+        wire += sum(sending(flow, following) for flow in behind)
+    else:
+        wire = sum((sending(chain.flows[i], site.link) for i in come), Fraction(0))
+    for flow in () if chain.is_relayed else chain.flows:
         if flow.returns and here & {flow.maker, *flow.users} and later & {*flow.users}:
             wire += sending(flow, following)
 
@@ -220,6 +226,23 @@ def test_what_two_stages_use_is_sent_to_both_and_its_gradient_goes_from_one_to_t
         chain, [StageSite(), StageSite(link=Link(1.0)), StageSite(link=Link(1.0))], (0, 1, 2), [False] * 3
     )
     assert [load.receive_seconds for load in loads] == [1.0, 2.0, 1.0]
+
+
+def test_a_relayed_value_is_billed_to_each_stage_on_its_way() -> None:
+    flows = (Flow(6.0, 0, (3,), True), Flow(4.0, -1, (2,), False))
+    chain = row(1.0, 1.0, 1.0, 1.0, 1.0, flows=flows, is_relayed=True)
+    sites = [StageSite(), *[StageSite(link=Link(2.0))] * 4]
+    loads = stage_loads(chain, sites, (0, 1, 2, 3, 4), [False] * 5)
+    assert [load.receive_seconds for load in loads] == [3.0, 3.0 + 2 + 3, 3.0 + 2 + 3, 3.0, 0.0]
+
+
+def test_cuts_keep_off_values_that_would_be_relayed() -> None:
+    portals = row(*[1.0] * 7, flows=(Flow(6.0, 0, (5,), True),))
+    relays, sites = replace(portals, is_relayed=True), [StageSite(), *[StageSite(link=Link(2.0))] * 2]
+    of_portals, of_relays = optimal_partition(portals, sites), optimal_partition(relays, sites)
+    assert (of_portals.starts, of_portals.bottleneck) == ((0, 1, 5), 5.0)  # past a stage that has nothing to do with it
+    assert max(load.seconds for load in stage_loads(relays, sites, (0, 1, 5), [False] * 3)) == 10.0
+    assert (of_relays.starts, of_relays.bottleneck) == ((0, 3, 6), 6.0)
 
 
 def test_faster_devices_get_more() -> None:
