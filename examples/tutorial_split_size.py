@@ -29,6 +29,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -191,6 +192,65 @@ def split_sizes(batch: int) -> list[int]:
     return [size for size in (1, 2, 3, 4, 6, 8, 10, 12, 20, 24, 40, 60) if size < batch and batch % size == 0] + [batch]
 
 
+@dataclass(frozen=True)
+class Sweep:
+    """Seconds of a training step."""
+
+    table: list[tuple[int, float, float, float]]  # split size, by hand, fxpipe, simulated
+    lines: dict[str, float]  # of a single device, and of model parallel
+    chosen: int  # the split size that fxpipe.tune has chosen
+
+
+def run_sweep(
+    devices: Sequence[str], batch: int, image: int, sizes: Sequence[int], schedule: str, rounds: int
+) -> Sweep:
+    """Times all ways over the split sizes."""
+    chunks = {size: -(-batch // size) for size in sizes}
+    everything = torch.get_num_threads()
+    share = max(1, everything // 2)
+
+    torch.manual_seed(0)
+    model = ResNet50()
+    images = torch.randn(batch, 3, image, image)
+    classes = torch.randint(CLASSES, (batch,))
+    single, halves = copy.deepcopy(model).to(devices[0]), copy.deepcopy(model)
+
+    tuning = fxpipe.tune(
+        model,
+        devices,
+        example_args=(images,),
+        schedules=[schedule],
+        chunks=list(dict.fromkeys(chunks.values())),
+        stages_per_device=[2 if schedule in ("zbv", "interleaved_1f1b") else 1],
+        optimizer_state=0,
+    )
+    print(f"{tuning}\n")
+    chosen = next(size for size in sizes if chunks[size] == tuning.best.chunks)
+    of_plan = fxpipe.tune(tuning.best.plan, schedules=[schedule], chunks=list(chunks.values()))
+    simulated = {row.chunks: row.step_seconds for row in of_plan.rows}
+
+    with ExitStack() as stack:
+        steps: dict[str, tuple[int, Step]] = {
+            "a single device": (share, training_step(single, images.to(devices[0]), classes)),
+            "model parallel": (share, training_step(ModelParallel(halves, devices), images, classes)),
+        }
+        for size in tqdm(sizes, desc="pipelines", disable=None):
+            steps[f"by hand {size}"] = (share, training_step(ByHand(halves, devices, size), images, classes))
+            pipe = fxpipe.pipeline(
+                model,
+                plan=tuning.best.plan,
+                chunks=chunks[size],
+                schedule=schedule,
+                example_args=(images[:FEW],),
+                check=False,  # the tuner has compared this graph with the model
+            )
+            steps[f"fxpipe {size}"] = (everything, pipeline_step(stack.enter_context(pipe), images, classes))
+        seconds = median_seconds(steps, rounds, devices)
+
+    table = [(n, seconds[f"by hand {n}"], seconds[f"fxpipe {n}"], simulated[chunks[n]]) for n in sizes]
+    return Sweep(table, dict(itertools.islice(seconds.items(), 2)), chosen)
+
+
 def draw(path: str, table: Sequence[tuple[int, float, float, float]], lines: dict[str, float], chosen: int) -> None:
     """Seconds over split sizes. `table`: split size, by hand, fxpipe, simulated."""
     from matplotlib import pyplot
@@ -242,52 +302,10 @@ def main() -> None:
         parser.error(f"--splits: give sizes from 1 to --batch ({options.batch})")
     if not Path(options.output).parent.is_dir():
         parser.error(f"--output {options.output}: there is no such directory")
-    chunks = {size: -(-options.batch // size) for size in sizes}
-    everything = torch.get_num_threads()
-    share = max(1, everything // 2)
-
-    torch.manual_seed(0)
-    model = ResNet50()
-    images = torch.randn(options.batch, 3, options.image, options.image)
-    classes = torch.randint(CLASSES, (options.batch,))
-    single, halves = copy.deepcopy(model).to(devices[0]), copy.deepcopy(model)
-
-    tuning = fxpipe.tune(
-        model,
-        devices,
-        example_args=(images,),
-        schedules=[options.schedule],
-        chunks=list(dict.fromkeys(chunks.values())),
-        stages_per_device=[2 if options.schedule in ("zbv", "interleaved_1f1b") else 1],
-        optimizer_state=0,
-    )
-    print(f"{tuning}\n")
-    chosen = next(size for size in sizes if chunks[size] == tuning.best.chunks)
-    of_plan = fxpipe.tune(tuning.best.plan, schedules=[options.schedule], chunks=list(chunks.values()))
-    simulated = {row.chunks: row.step_seconds for row in of_plan.rows}
-
-    with ExitStack() as stack:
-        steps: dict[str, tuple[int, Step]] = {
-            "a single device": (share, training_step(single, images.to(devices[0]), classes)),
-            "model parallel": (share, training_step(ModelParallel(halves, devices), images, classes)),
-        }
-        for size in tqdm(sizes, desc="pipelines", disable=None):
-            steps[f"by hand {size}"] = (share, training_step(ByHand(halves, devices, size), images, classes))
-            pipe = fxpipe.pipeline(
-                model,
-                plan=tuning.best.plan,
-                chunks=chunks[size],
-                schedule=options.schedule,
-                example_args=(images[:FEW],),
-                check=False,  # the tuner has compared this graph with the model
-            )
-            steps[f"fxpipe {size}"] = (everything, pipeline_step(stack.enter_context(pipe), images, classes))
-        seconds = median_seconds(steps, options.rounds, devices)
-
-    table = [(n, seconds[f"by hand {n}"], seconds[f"fxpipe {n}"], simulated[chunks[n]]) for n in sizes]
-    lines = dict(itertools.islice(seconds.items(), 2))
+    sweep = run_sweep(devices, options.batch, options.image, sizes, options.schedule, options.rounds)
+    table, lines, chosen = sweep.table, sweep.lines, sweep.chosen
     print("\n".join(f"{name}: {taken:.3g} s" for name, taken in lines.items()))
-    rows = [("->" if row[0] == chosen else "", row[0], chunks[row[0]], *row[1:]) for row in table]
+    rows = [("->" if row[0] == chosen else "", row[0], -(-options.batch // row[0]), *row[1:]) for row in table]
     headers = ("", "split size", "micro-batches", "s by hand", "s fxpipe", "s simulated")
     print(tabulate(rows, headers=headers, floatfmt=".3f"))
     best = min(table, key=lambda row: row[2])
