@@ -9,7 +9,7 @@ from itertools import pairwise, product
 from random import Random
 
 import pytest
-from helpers.simulated_models import TABLE_5
+from helpers.simulated_models import SEARCHED, TABLE_5
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,24 +71,6 @@ def fits(rows: Rows, demands: Sequence[StageTimes]) -> bool:
 
 # -- published figures -------------------------------------------------------------------------------------------------
 
-# Of the same table 5 as in `test_simulate`, and from the same file: ZB-2p, and the sizes of the models (hidden units,
-# heads; 1024 tokens) from which that program takes its memory: F takes 34 h + 5 a s, W gives back 32 h of it. ZB-1p has
-# the rates of ZB-H1, with the memory of p micro-batches; ZB-2p has that of 2 p. In the last column: the least of ours,
-# in the paper's measure, where it differs.
-SEARCHED = [
-    (2304, 24, 0.0433, 0.0434),
-    (2304, 24, 0.0039, None),
-    (2304, 24, 0.0026, None),
-    (4096, 32, 0.0029, None),
-    (4096, 32, 0.0022, None),
-    (4096, 32, 0.0010, None),
-    (5120, 40, 0.0066, None),
-    (5120, 40, 0.0054, None),
-    (5120, 40, 0.0028, None),
-    (6144, 48, 0.0038, 0.0068),
-    (6144, 48, 0.0029, 0.0052),
-    (6144, 48, 0.0018, 0.0033),
-]
 COLUMNS = [both for both in zip(TABLE_5, SEARCHED, strict=True) if both[0][1] < 256]  # 256: as long as all others
 
 
