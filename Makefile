@@ -17,7 +17,7 @@ help:
 	@echo 'make lint        check style and types'
 	@echo 'make format      rewrite the sources in the one style'
 	@echo 'make package     build wheel and sdist in dist/, install the wheel into an empty environment with all it needs, and try it'
-	@echo 'make bench       measure throughput'
+	@echo 'make bench       throughput and the published experiments into tools/bench/RESULTS.md; make bench ARGS="--only unet_ablation" shows some'
 	@echo 'make overhead    measure what an action costs beside the operations of the model'
 	@echo 'make lengths     measure what batches of changing lengths cost'
 	@echo 'make balance     compare cuts with those of others, and predicted with measured steps'
@@ -68,7 +68,7 @@ package: .venv/.installed
 	cd build && empty/bin/python -m fxpipe && empty/bin/python ../examples/unet.py
 
 bench: .venv/.installed
-	$(BIN)/python tools/bench/throughput.py $(ARGS)
+	$(BIN)/python tools/bench/results.py $(ARGS)
 
 overhead: .venv/.installed
 	$(BIN)/python tools/bench/overhead.py $(ARGS)

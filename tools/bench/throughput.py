@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from distributed_rival import DistributedPipe
 from models import WORKLOADS, Workload
+from tables import Table
 from tabulate import tabulate
 from timing import Contestant, Summary, ratios, run_rounds, summarise, use_one_thread, use_threads
 from torch import Tensor, nn
@@ -240,7 +241,7 @@ def count_faults(contestants: dict[str, Contestant], runs: int = 3) -> dict[str,
     return found
 
 
-def report(seconds: dict[str, list[float]], faults: dict[str, float], chunks: int) -> str:
+def report(title: str, seconds: dict[str, list[float]], faults: dict[str, float], chunks: int) -> Table:
     capacity = [2 * one / two for one, two in zip(seconds[ONE_LOOP], seconds[TWO_LOOPS], strict=True)]
     bounds = [find_bound(c, chunks) for c in capacity]
     rivals = {}
@@ -266,15 +267,13 @@ def report(seconds: dict[str, list[float]], faults: dict[str, float], chunks: in
             }
             | {f"times {rival}": str(summarise(ratios(seconds[best], values))) for rival, best in rivals.items()}
         )
-    lines = [
-        tabulate(rows, headers="keys", disable_numparse=True),
-        "",
+    notes = (
         f"capacity of two threads: {summarise(capacity)}; bound with {chunks} micro-batches: {summarise(bounds)}",
-        f"speed-up is over '{REFERENCE}', efficiency is speed-up over bound,",
+        f"speed-up is over '{REFERENCE}', efficiency is speed-up over bound",
         *(f"times {rival} is over its fastest: {best}" for rival, best in rivals.items()),
-        "(medians of the ratios within a round, with 95 % intervals)",
-    ]
-    return "\n".join(lines)
+        "medians of the ratios within a round, with 95 % intervals",
+    )
+    return Table(title, tuple(rows), notes)
 
 
 def is_pipeline(name: str) -> bool:
@@ -331,20 +330,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="timed rounds (default: 15)")
     parser.add_argument("--chunks", default="8", help="micro-batches in a mini-batch; several with commas (default: 8)")
     parser.add_argument("--batch", type=int, default=16, help="samples in a mini-batch (default: 16)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all seconds to this file")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all seconds and the tables to this file")
     options = parser.parse_args()
 
     environment = find_environment()
     print(tabulate(environment.items()))
-    result: dict[str, Any] = {"environment": environment, "batch": options.batch, "seconds": {}}
+    result: dict[str, Any] = {"environment": environment, "batch": options.batch, "seconds": {}, "tables": []}
     for name in options.models.split(","):
         torch.manual_seed(0)
         workload = WORKLOADS[name](options.batch)
         for chunks in map(int, options.chunks.split(",")):
             seconds, faults = measure(workload, chunks, options.rounds)
-            print(f"\n{name}: forward and backward of {options.batch} samples in {chunks} micro-batches\n")
-            print(f"{report(seconds, faults, chunks)}\n")
+            title = f"{name}: forward and backward of {options.batch} samples in {chunks} micro-batches"
+            table = report(title, seconds, faults, chunks)
+            print(f"\n{table}")
             result["seconds"].setdefault(name, {})[chunks] = seconds
+            result["tables"].append(table.as_json())
             if options.json:
                 options.json.write_text(json.dumps(result, indent=1))
 
