@@ -112,6 +112,37 @@ def test_a_cache_that_has_tokens_is_refused_too():
         pipe(IDS[:, :1], past_key_values=cache)
 
 
+def static_cache(model: Any) -> Any:
+    return transformers.StaticCache(config=model.config, max_cache_len=16)
+
+
+def both_caches(model: Any) -> Any:
+    """What an encoder-decoder takes: a cache of its own tokens, and one of the encoder's."""
+    return transformers.EncoderDecoderCache(transformers.DynamicCache(), transformers.DynamicCache())
+
+
+@pytest.mark.parametrize(
+    ("make", "cache_of"), [(gpt2, static_cache), (gpt2, lambda model: transformers.DynamicCache()), (t5, both_caches)]
+)
+def test_each_kind_of_cache_is_refused_as_an_input(make, cache_of):
+    model = made(make)
+    decoded = {"decoder_input_ids": IDS[:, :1]} if make is t5 else {}
+    with (
+        fxpipe.pipeline(model, ["cpu", "cpu"], 2, progress=False) as pipe,
+        pytest.raises(fxpipe.errors.FxpipeError, match=r"past_key_values.*use_cache=False"),
+    ):
+        pipe(IDS, past_key_values=cache_of(model), use_cache=True, **decoded)
+
+
+@pytest.mark.parametrize("make", [gpt2, t5])
+def test_generating_with_a_static_cache_is_refused(make):
+    with (
+        fxpipe.pipeline(made(make), ["cpu", "cpu"], 2, progress=False) as pipe,
+        pytest.raises(fxpipe.errors.FxpipeError, match=r"past_key_values.*use_cache=False"),
+    ):
+        pipe.generate(IDS, max_new_tokens=4, do_sample=False, cache_implementation="static")
+
+
 def test_a_cache_that_forward_makes_comes_out():
     plain, model = made(gpt2), made(gpt2)
     with fxpipe.pipeline(model, ["cpu", "cpu"], 2, progress=False) as pipe, torch.no_grad():

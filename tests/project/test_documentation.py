@@ -141,6 +141,10 @@ def test_links_of_the_readme_lead_to_files():
     assert len(targets) > 30
     missing = [target for target in targets if not (ROOT / target.partition("#")[0]).exists()]
     assert not missing
+    for path, _, anchor in (target.partition("#") for target in targets):
+        headings = re.findall(r"^#+ (.*)$", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE) if anchor else []
+        slugs = [re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings]
+        assert not anchor or anchor in slugs, f"{path}#{anchor}"
 
 
 PATHS = re.compile(r"`((?:tests|tools|examples|fxpipe|docs)/[\w./]*)(?:::(\w+))?`")
