@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -132,6 +133,10 @@ class ScheduleEngine:
             stage.stage_index_to_group_rank = rank_of
         self._engine.pipeline_order_with_comms = _add_send_recv(actions, rank_of.__getitem__, len(rank_of))
         self._engine._simulate()  # raises where a row would wait for ever
+        check_order_of_messages(
+            {rank: [str(action) for action in row] for rank, row in self._engine.pipeline_order_with_comms.items()},
+            rank_of,
+        )
 
     def run(self, actions: RowActions) -> None:
         """Performs the row. What an action raises comes out as it is."""
@@ -146,6 +151,32 @@ class ScheduleEngine:
             # Left behind by a failure: receives of which no forward has come.
             self._engine.fwd_recv_ops.clear()
             self._engine.bwd_recv_ops.clear()
+
+
+_MESSAGE = re.compile(r"(\d+)(SEND|RECV)_([FB])(\d+)")
+
+
+def check_order_of_messages(rows: Mapping[int, Sequence[str]], rank_of: Mapping[int, int]) -> None:
+    """Checks that each rank receives in the order in which another one sends to it, values and gradients together.
+
+    Communicators of devices match messages by nothing else.
+
+    Args:
+        rows: with sends and receives, in the engine's words: "0SEND_F1" is what stage 0 sends of micro-batch 1.
+
+    Raises:
+        ValueError: one does not.
+    """
+    orders: dict[tuple[int, int], tuple[list[str], list[str]]] = {}
+    for rank, row in rows.items():
+        for stage, way, kind, i in (match.groups() for match in map(_MESSAGE.fullmatch, row) if match is not None):
+            is_send, step = way == "SEND", 1 if kind == "F" else -1
+            sender = int(stage) if is_send else int(stage) - step
+            pair = (rank, rank_of[sender + step]) if is_send else (rank_of[sender], rank)
+            orders.setdefault(pair, ([], []))[not is_send].append(f"{sender}{kind}{i}")
+    for (source, target), (sent, received) in orders.items():
+        if sent != received:
+            raise ValueError(f"rank {source} sends {' '.join(sent)}, and rank {target} receives {' '.join(received)}")
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from helpers.torch_tables import V_SHAPED, torch_table
 
-from fxpipe._torch.pipelining import ScheduleEngine
+from fxpipe._torch.pipelining import ScheduleEngine, check_order_of_messages
 from fxpipe._torch.process_groups import PrefixStore, ProcessGroupGloo
 from fxpipe.distributed.rank_engine import engine_rows
 from fxpipe.scheduling import SCHEDULES, make_schedule
@@ -52,6 +52,23 @@ def test_rows_that_wait_for_each_other_are_refused(lonely_group):
         ScheduleEngine(
             {0: ["0F0", "0B0", "0F1", "0B1"], 1: ["1F1", "1F0", "1B1", "1B0"]}, lonely_group, torch.device("cpu")
         )
+
+
+def test_messages_that_are_received_in_another_order_than_they_are_sent_are_refused(lonely_group, monkeypatch):
+    rank_of = {0: 0, 1: 1, 2: 0}
+    first = ["0F0", "0SEND_F0", "0F1", "0SEND_F1", "2RECV_F0", "2F0", "2B0", "2SEND_B0", "0RECV_B0"]
+    other = ["1RECV_F0", "1F0", "1SEND_F0", "1RECV_F1", "1F1", "1RECV_B0", "1B0", "1SEND_B0"]
+    check_order_of_messages({0: first, 1: other}, {**rank_of})
+    late = [other[3], *other[:3], *other[4:]]
+    with pytest.raises(ValueError, match="rank 0 sends 0F0 0F1 2B0, and rank 1 receives 0F1 0F0 2B0"):
+        check_order_of_messages({0: first, 1: late}, rank_of)
+    gradients_first = [other[5], *other[:5], *other[6:]]
+    with pytest.raises(ValueError, match="rank 1 receives 2B0 0F0 0F1"):
+        check_order_of_messages({0: first, 1: gradients_first}, rank_of)
+    seen = []
+    monkeypatch.setattr("fxpipe._torch.pipelining.check_order_of_messages", lambda *rows: seen.append(rows))
+    ScheduleEngine(engine_rows(make_schedule("1f1b", 2, 2)), lonely_group, torch.device("cpu"))
+    assert seen[0][0][0] == ["0F0", "0SEND_F0", "0F1", "0SEND_F1", "0RECV_B0", "0B0", "0RECV_B1", "0B1"]
 
 
 def test_recomputation_is_left_to_backward_and_backward_is_split_where_w_is():
