@@ -53,13 +53,18 @@ class RankGraph:
     transfers: TensorTransfers
 
 
-def pairs_of_ranks(routes: RelayRoutes, transfers: TensorTransfers) -> Iterator[tuple[int, int]]:
-    """Yields the pairs of ranks of which the first sends to the second in a step; some more than once."""
+def pairs_of_ranks(routes: RelayRoutes, transfers: TensorTransfers | None = None) -> Iterator[tuple[int, int]]:
+    """Yields the pairs of ranks of which the first sends to the second in a step; some more than once.
+
+    Args:
+        transfers: of tensors of the model.
+    """
     for cut in range(len(routes.placement) - 1):
         if routes.crosses(cut):
             yield routes.rank(cut), routes.rank(cut + 1)
             yield routes.rank(cut + 1), routes.rank(cut)
-    yield from (*transfers.borrowed, *transfers.gradients, *transfers.changed)
+    if transfers is not None:
+        yield from (*transfers.borrowed, *transfers.gradients, *transfers.changed)
 
 
 @dataclass(frozen=True, slots=True)

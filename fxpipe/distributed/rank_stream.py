@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from fxpipe.distributed.packets import Layout, Mailbox, PacketValue
-from fxpipe.distributed.rank_engine import RankEngine, RankGraph, RankInputs
+from fxpipe.distributed.rank_engine import RankEngine, RankGraph, RankInputs, pairs_of_ranks
 from fxpipe.distributed.rank_exchange import RankExchange
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.errors import InternalError, LossError
@@ -111,7 +111,9 @@ class StreamPackets:
 
     def __init__(self, group: RankGroup, routes: RelayRoutes, stage: int, order: StreamSchedule):
         layouts: dict[Hashable, Layout] = {}
-        self._mailbox = StreamMailbox(group.connection, group.device, layouts)
+        if group.transfers is not None:
+            group.transfers.connect(pairs_of_ranks(routes))
+        self._mailbox = StreamMailbox(group.connection, group.device, layouts, group.transfers)
         self._group, self._routes, self._stage, self._order = group, routes, stage, order
         self._due: dict[ActionKind, deque[int]] = {kind: deque() for kind in _DIRECTIONS}  # packets still to come
         self._is_expected = dict.fromkeys(_DIRECTIONS, False)  # the next of them
@@ -188,6 +190,10 @@ class StreamPackets:
         down = kind is ActionKind.FORWARD
         cut, other = (self._stage, self._stage + 1) if down else (self._stage - 1, self._stage - 1)
         self._mailbox.send(*self._address(kind, cut, i), self._routes.rank(other), values, self._taken)
+
+    def settle(self) -> None:
+        """Returns when all packets have been taken, and all that have come are there."""
+        self._mailbox.settle()
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 
@@ -341,7 +347,7 @@ class RankStream(Stream):
         super().drain()
         due, self._waiting = self._waiting, ()
         self._run_row(due)
-        self.engine.group.connection.finish_all_sends()
+        self.packets.settle()
 
     # -- the loss ------------------------------------------------------------------------------------------------------
 

@@ -148,6 +148,37 @@ def test_two_replicas_on_devices_have_the_gradients_of_both_mini_batches(four_de
             torch.testing.assert_close(gradient, model.get_parameter(name).grad)
 
 
+def stream_on_rank(mesh):
+    return streamed(mesh, True)
+
+
+def streamed(placement, is_over_ranks):
+    """Losses and weights of a stream, how tensors went, and races."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    batches = [(torch.randn(6, 4), torch.randn(6, 4)) for _ in range(7)]
+    machine = devices.simulated_machine()
+    machine.begin(host_ahead=True)
+    before = sum(one.operations for one in Communicator.all_here)
+    options = QUICK | {"schedule": "pipedream_2bw", "balance": ["1"]}
+    with fxpipe.pipeline(model, placement, 3, example_args=batches[0][:1], **options) as pipe:
+        optimizer = fxpipe.optim.StageOptimizer(pipe, torch.optim.AdamW, lr=1e-2)
+        losses = [loss.cpu() for loss in pipe.train_stream(batches, loss_fn=F.mse_loss, optimizer=optimizer)]
+        state = {key: value.cpu() for key, value in pipe.state_dict().items()}
+        operations = sum(one.operations for one in Communicator.all_here) - before
+        return losses, state, operations, machine.races()
+
+
+def test_a_stream_over_two_ranks_on_devices_is_that_of_one_process(two_devices):
+    losses, state, *_ = streamed(["sim:0", "sim:1"], False)
+    for own_losses, own_state, operations, races in two_devices.run(stream_on_rank):
+        assert races == []
+        assert operations > 2 * 3 * 5
+        assert all(map(torch.equal, own_losses, losses))
+        for key, value in own_state.items():
+            assert torch.equal(value, state[key]), key
+
+
 # -- planted faults ----------------------------------------------------------------------------------------------------
 
 
