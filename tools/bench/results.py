@@ -40,13 +40,13 @@ class Script:
     @property
     def summary(self) -> str:
         """The first line of its docstring."""
-        return self.path.read_text(encoding="utf-8").splitlines()[0].strip('"')
+        return self.path.read_text(encoding="utf-8").splitlines()[0].strip('".')
 
 
 PUBLISHED = ("unet_ablation", "speed_over_devices", "gpipe_table_2", "memory_over_depth", "tutorial_resnet50")
 PUBLISHED += ("zero_bubble", "pipedream_flush")
-SCRIPTS = {"throughput": Script(HERE / "throughput.py", ("--rounds", "7"))}
-SCRIPTS |= {name: Script(HERE / "published" / f"{name}.py") for name in PUBLISHED}
+SCRIPTS = {name: Script(HERE / "published" / f"{name}.py") for name in PUBLISHED}
+SCRIPTS["throughput"] = Script(HERE / "throughput.py", ("--rounds", "5"))
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def section(name: str, result: Result, plots: Path) -> list[str]:
     for number, table in enumerate(result.tables):
         lines.append(table.markdown())
         if table.plot is not None:
-            plots.mkdir(exist_ok=True)
+            plots.mkdir(parents=True, exist_ok=True)
             picture = plots / f"{name}_{number}.svg"
             draw(table, picture)
             lines += [f"![{table.title}](plots/{picture.name})", ""]
@@ -113,19 +113,22 @@ def main() -> None:
     if unknown := [name for name in names if name not in SCRIPTS]:
         parser.error(f"--only {','.join(unknown)}: there are {', '.join(SCRIPTS)}")
     output = options.output or (None if options.only else RESULTS)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
 
     head = ["# Results of the benchmarks", "", "Written by `make bench`; what each one is, is in `README.md`.", ""]
     lines = [*head, *environment_lines(os.getloadavg()[0]), ""]
-    results = {}
+    failed = []
     for name in tqdm(names, desc="benchmarks", disable=None):
-        results[name] = run(SCRIPTS[name])
-        print(f"\n{SCRIPTS[name].summary}\n", *results[name].tables, results[name].failure, sep="\n", flush=True)
-    if output is not None:
-        for name, result in results.items():
+        result = run(SCRIPTS[name])
+        failed += [name] if result.failure else []
+        print(f"\n{SCRIPTS[name].summary}\n", *result.tables, result.failure, sep="\n", flush=True)
+        if output is not None:  # after each, so that what has run is there if it is stopped
             lines += section(name, result, output.parent / "plots")
-        output.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+            output.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    if output is not None:
         print(f"written: {output}")
-    sys.exit(any(result.failure for result in results.values()))
+    sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 
 
 if __name__ == "__main__":

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
-from experiment import Setting, TrainingStep, Workload, main, measure
+from experiment import Setting, TrainingStep, Workload, main
 from models import GPT, sequence_loss
 from tables import Plot, Table
 from timing import Contestant, run_rounds, use_threads
-from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.partitioning.block import block_partition
@@ -28,6 +28,7 @@ from fxpipe.scheduling import make_schedule
 from fxpipe.simulation import StageCost, Transfer, simulate_schedule
 
 STAGES = 16
+STEPS = 16  # that are measured at a time
 STEADY = 8 * STAGES  # mini-batches of a stream from which its rate is taken
 
 
@@ -91,41 +92,47 @@ def simulated(server: Server, batches: int) -> float:
 # ---- measured ----
 
 
-def stream_rate(model: nn.Module, batch: Tensor, target: Tensor, devices: list[str], rounds: int) -> float:
-    """Samples in a second of a stream of mini-batches without a flush."""
+def measured_rates(workload: Workload, devices: list[str], rounds: int) -> tuple[float, float]:
+    """Samples in a second of a stream of mini-batches and, in turns with it, of as many with a flush every n.
+
+    The mini-batch of the workload is that between two flushes: n of the stream's.
+    """
     n = len(devices)
-    count = 16 * n
+    flush = TrainingStep(workload, devices, {"chunks": n, "schedule": "gpipe", "checkpoint": "except_last"})
+    batches = list(zip(workload.inputs.chunk(n), workload.target.chunk(n), strict=True)) * STEPS
     with use_threads(n):
-        pipe = fxpipe.pipeline(model, devices=devices, example_args=(batch,), schedule="pipedream")
+        pipe = fxpipe.pipeline(workload.model, devices=devices, example_args=(batches[0][0],), schedule="pipedream")
     optimizer = fxpipe.optim.StageOptimizer(pipe, torch.optim.SGD, lr=1e-3)
 
     def run_stream() -> None:
-        for _ in pipe.train_stream([(batch, target)] * count, optimizer=optimizer, loss_fn=sequence_loss):
+        for _ in pipe.train_stream(batches, optimizer=optimizer, loss_fn=workload.loss_fn):
             pass
 
-    with pipe:
-        seconds = run_rounds({"stream": Contestant(run_stream, n)}, rounds, "pipedream", warm_up=1)["stream"]
-    return count * len(batch) / statistics.median(seconds)
+    def run_flushes() -> None:
+        for _ in range(STEPS):
+            flush()
+
+    ways = {"stream": Contestant(run_stream, n), "flush": Contestant(run_flushes, n)}
+    with pipe, closing(flush):
+        seconds = run_rounds(ways, rounds, "pipedream", warm_up=1)
+    samples = STEPS * len(workload.inputs)
+    return samples / statistics.median(seconds["stream"]), samples / statistics.median(seconds["flush"])
 
 
 def measured(setting: Setting) -> Table:
     """A GPT, as a stream of mini-batches and with a flush after as many of them as there are stages."""
     devices = list(setting.devices[:2] if setting.is_small else setting.devices[:STAGES])
     tokens, length, width, depth, samples = (256, 64, 64, 4, 4) if setting.is_small else (32_320, 128, 1024, 32, 64)
-    n, model = len(devices), GPT(tokens, length, width, depth, 8)
+    n = len(devices)
     text = torch.randint(tokens, (n * samples, length + 1))
-    workload = Workload(model, text[:, :-1], text[:, 1:], sequence_loss)
-    flush = TrainingStep(workload, devices, {"chunks": n, "schedule": "gpipe", "checkpoint": "except_last"})
-    figures = measure({"flush": flush}, setting, "gpipe")["flush"]
-    assert figures is not None
-    rate = n * samples / figures.seconds
-    stream = stream_rate(model, text[:samples, :-1], text[:samples, 1:], devices, setting.rounds)
+    workload = Workload(GPT(tokens, length, width, depth, 8), text[:, :-1], text[:, 1:], sequence_loss)
+    stream, flush = measured_rates(workload, devices, setting.rounds)
     rows = (
         {"way": "PipeDream, 1F1B without a flush", "samples/s": stream, "lost": 0.0, "published lost": None},
         {
             "way": f"GPipe, a flush after {n} mini-batches",
-            "samples/s": rate,
-            "lost": 1 - rate / stream,
+            "samples/s": flush,
+            "lost": 1 - flush / stream,
             "published lost": " or ".join(f"{server.lost} ({server.name})" for server in SERVERS),
         },
     )
