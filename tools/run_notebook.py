@@ -26,7 +26,8 @@ def run_notebook(path: Path) -> Any:
             cell.outputs, cell.execution_count = [], None
     with tempfile.TemporaryDirectory() as folder:
         settings = {"metadata": {"path": folder}}
-        NotebookClient(notebook, timeout=300, kernel_name="python3", resources=settings, record_timing=False).execute()
+        options = {"kernel_name": "python3", "coalesce_streams": True, "record_timing": False}
+        NotebookClient(notebook, timeout=300, resources=settings, **options).execute()
     return notebook
 
 
