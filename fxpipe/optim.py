@@ -150,6 +150,11 @@ class StageOptimizer(torch.optim.Optimizer, StagewiseOptimizer):
         self._take_written_options()
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's. In the middle of a stream it does nothing: stages take away their gradients themselves."""
+        if not self.pipe._fxpipe.engine.is_streaming:
+            super().zero_grad(set_to_none)
+
     def step_within(self, run: Callable[[], T]) -> T:
         if has_step_pre_hooks(self):
             raise StateError(

@@ -351,7 +351,9 @@ class Pipeline(nn.Module):
         stage has made. Buffers are then as forward has left them.
 
         There is no time at which the gradients of all stages are there: clipping by the norm of all, `GradScaler` and
-        hooks of the optimizer need `forward_backward`. Neither may several stages use one weight.
+        hooks of the optimizer need `forward_backward`. Who looks at `.grad` of a parameter in the loop, to clip or to
+        log, gets a StateError that says so; `optimizer.zero_grad()` there does nothing. Neither may several stages use
+        one weight.
 
         Args:
             batches: an iterable of mini-batches, each as a micro-batch of `forward_backward`: (inputs, target),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -185,7 +186,8 @@ class TrainStream(Iterator[torch.Tensor]):
             if stream is not None:
                 stream.drain()
                 stream.wait()
-            known = inside.bound_program_for(call.args, call.kwargs, in_one=True, seed=seed)
+            with nullcontext() if stream is None else stream.at_rest():
+                known = inside.bound_program_for(call.args, call.kwargs, in_one=True, seed=seed)
             bound = known[0]
             inside.check_stream_program(bound, {id(p) for p in self._optimizer.parameters()})
             if bound.program.is_random and not self._has_drawn:

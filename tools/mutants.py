@@ -80,6 +80,30 @@ RUNTIME = (
     ),
     Mutant(
         "runtime/stream.py",
+        "        self._counts = self._write_counts()\n        self.gradients.hide()\n\n\n",
+        "        self._counts = self._write_counts()\n\n\n",
+        "behaviour/test_pipedream.py::test_what_looks_for_gradients_in_the_middle_of_a_stream_is_told_that_there_are_none",
+    ),
+    Mutant(
+        "optim.py",
+        "        if not self.pipe._fxpipe.engine.is_streaming:\n",
+        "        if True:\n",
+        "behaviour/test_pipedream.py::test_zero_grad_in_the_middle_of_a_stream_loses_no_gradient",
+    ),
+    Mutant(
+        "train_stream.py",
+        "nullcontext() if stream is None else stream.at_rest()",
+        "nullcontext()",
+        "behaviour/test_pipedream.py::test_another_shape_waits_for_those_before_it_to_end",
+    ),
+    Mutant(
+        "partitioning/optimal.py",
+        "return 1 + int(spare // (older / (site.versions - 1)))",
+        "return int(spare // (older / (site.versions - 1)))",
+        "unit/plans/test_weight_versions.py",
+    ),
+    Mutant(
+        "runtime/stream.py",
         "            one.step.commit_buffers_of(j)\n",
         "            pass\n",
         "behaviour/test_pipedream.py::test_batch_norm_sees_the_mini_batches_in_order",

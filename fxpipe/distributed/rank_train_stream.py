@@ -8,6 +8,7 @@ needed, those in flight end, and all ranks settle it together, as for a step: so
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -129,7 +130,8 @@ class RankTrainStream(TrainStream):
             self._is_over = True
             return
         args, kwargs = ((), {}) if self._call is None else (self._call.args, self._call.kwargs)
-        graph, inputs = inside.agree(STREAM, args, kwargs, self._seed_of_next())
+        with nullcontext() if self._stream is None else self._stream.at_rest():
+            graph, inputs = inside.agree(STREAM, args, kwargs, self._seed_of_next())
         if graph.bound.program.is_random and not self._has_drawn:
             self._has_drawn = True
             draw_seed()  # so that the generators of all ranks stand where that of one process would

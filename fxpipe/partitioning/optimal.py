@@ -119,8 +119,12 @@ def memory_limit_error(
     sentences = [
         f"The problem: {_problem_message(chain, sites, names, loads[worst], worst, (starts[worst], ends[worst]))}."
     ]
+    versions = _versions_message(loads, sites)
+    sentences += [versions] if versions else []
     tried = [first_fitting_trial(trials) for trials in remedies]
     words = [trial.words for trial in tried if trial is not None]
+    if versions:
+        words.append(f"raise the memory limit of each stage by {human_bytes(max(over))}")
     if words:
         sentences.append(f"What would fit: {'; or '.join(words)}.")
     elif tried:
@@ -164,6 +168,27 @@ def _shortage_row(stage: int, places: tuple[int, int], load: StageLoad, site: St
         limit,
         over,
     )
+
+
+def _versions_message(loads: Sequence[StageLoad], sites: Sequence[StageSite]) -> str:
+    """Says how many versions of its weights fit into each stage, where mini-batches in flight need several; or ""."""
+    if max(site.versions for site in sites) == 1:
+        return ""
+    counts = ", ".join(
+        f"{_versions_that_fit(load, site)} of {site.versions} in stage {j}"
+        for j, (load, site) in enumerate(zip(loads, sites, strict=True))
+    )
+    return f"Versions of the weights, one for each mini-batch in flight, that would fit: {counts}."
+
+
+def _versions_that_fit(load: StageLoad, site: StageSite) -> int:
+    if site.memory is None or load.memory <= site.memory:
+        return site.versions
+    older = load.memory_cost.version_bytes
+    spare = site.memory - (load.memory - older)  # beside the newest
+    if spare < 0 or not older:
+        return 0
+    return 1 + int(spare // (older / (site.versions - 1)))
 
 
 def _overrun(load: StageLoad, limit: float) -> str:

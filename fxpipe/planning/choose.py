@@ -153,6 +153,8 @@ def memory_advice(problem: CutProblem) -> list[Iterable[RemedyTrial]]:
         trials.insert(0, [RemedyTrial("use balance='optimal'", problem.chain, problem.sites)])
     if not isinstance(settings.schedule, str):
         return trials  # it is for these sizes
+    if is_stream(settings.schedule) and not settings.replicas:
+        trials.append(_fewer_versions(problem))
     if not (
         settings.pins
         or settings.replicas
@@ -203,17 +205,33 @@ def _smaller_micro_batches(problem: CutProblem) -> Iterator[RemedyTrial]:
     settings, batch = problem.settings, problem.batch
     while settings.largest_micro_batch(batch) > 1:
         settings = replace(settings, chunks=2 * settings.chunks)
-        samples = settings.largest_micro_batch(batch)
-        smaller = chain_of(problem.traced, problem.profiles, samples, problem.chain.forbidden_cuts)
-        bounded = replace(
-            smaller,
-            first_stages=problem.chain.first_stages,
-            last_stages=problem.chain.last_stages,
-            required_cuts=problem.chain.required_cuts,
-            is_relayed=problem.chain.is_relayed,
-        )
-        words = f"use chunks={settings.chunks} (micro-batches of {samples})"
-        yield RemedyTrial(words, _with_asked_balance(problem, bounded, settings), stage_devices_of(settings, batch))
+        words = f"use chunks={settings.chunks} (micro-batches of {settings.largest_micro_batch(batch)})"
+        yield _with_settings(problem, settings, words)
+
+
+def _fewer_versions(problem: CutProblem) -> Iterator[RemedyTrial]:
+    """Schedules whose stages hold fewer versions of their weights, in as many micro-batches as there are stages."""
+    settings = problem.settings
+    chunks = max(settings.chunks, min(len(settings.placement), problem.batch))
+    for schedule, versions in (("pipedream_2bw", "at most 2 versions"), ("1f1b", "one version, with a flush")):
+        if schedule != settings.schedule:
+            words = f"use schedule={schedule!r}, chunks={chunks} ({versions})"
+            yield _with_settings(problem, replace(settings, schedule=schedule, chunks=chunks), words)
+
+
+def _with_settings(problem: CutProblem, settings: Settings, words: str) -> RemedyTrial:
+    """Returns the trial of other micro-batches, or of another schedule."""
+    samples = settings.largest_micro_batch(problem.batch)
+    smaller = chain_of(problem.traced, problem.profiles, samples, problem.chain.forbidden_cuts)
+    bounded = replace(
+        smaller,
+        first_stages=problem.chain.first_stages,
+        last_stages=problem.chain.last_stages,
+        required_cuts=problem.chain.required_cuts,
+        is_relayed=problem.chain.is_relayed,
+    )
+    sites = stage_devices_of(settings, problem.batch)
+    return RemedyTrial(words, _with_asked_balance(problem, bounded, settings), sites)
 
 
 # -- Memory shared by several stages: on one worker, or on workers that share a device -------------------------------

@@ -132,6 +132,11 @@ class Engine:
         if self._runner != threading.get_ident():
             self._busy, self._runner, self._caller_context = threading.Lock(), None, CallerContext()
 
+    @property
+    def is_streaming(self) -> bool:
+        """Tells whether a stream is open, whose stages have weights and gradients to themselves."""
+        return self._is_streaming
+
     def loss_history(
         self, loss_fn: Callable[..., Any], reduction: str, target: tuple[Any, ...], bound: BoundProgram
     ) -> LossHistory:
@@ -439,8 +444,11 @@ class Engine:
         own = {id(parameter) for parameter in updates.parameters.get(j, ())}
         named = {name: tensor for name, tensor in self._trained_parameters(step).items() if id(tensor) in own}
 
+        summed: set[str] = set()
+
         def finish(_: object) -> GradientList:
             sums: GradientList = [step.parameter_gradient(name, tensor.device) for name, tensor in named.items()]
+            summed.update(name for name, gradient in zip(named, sums, strict=True) if gradient is not None)
             divisor = step.divisor
             return sums if divisor is None else [g if g is None else divided(g, divisor) for g in sums]
 
@@ -448,6 +456,7 @@ class Engine:
             (root,) = attach_commit(finish, [torch.zeros((), device="cpu")], [*named.values()])
             with gradient_rollback([*named.values()]):
                 root.backward()
+            updates.check_gradients(tensor for name, tensor in named.items() if name in summed)
         updates.step(j)
 
 

@@ -14,7 +14,7 @@ gradients may have to be divided:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from fxpipe._torch.thread_state import ThreadState
+from fxpipe.errors import StateError
 from fxpipe.runtime.action_performer import ActionPerformer
 from fxpipe.runtime.caller_context import CallerContext, thread_defaults
 from fxpipe.runtime.transport import Transport, on_all_streams
@@ -100,8 +101,20 @@ class OverlappedUpdates:
         parameters = self.parameters.get(stage, ())
         self.begun.append(stage)
         if parameters:
+            gradients = [parameter.grad for parameter in parameters]
             self.optimizer.step_parameters(parameters, self.options)
+            pairs = zip(parameters, gradients, strict=True)
+            self.check_gradients(parameter for parameter, gradient in pairs if gradient is not None)
         self.take_gradients(stage)
+
+    def check_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Raises `StateError` where somebody has taken away the gradients of a stage while it updates."""
+        if any(parameter.grad is None for parameter in parameters):
+            raise StateError(
+                "the gradients of a stage were taken away while it updates (zero_grad, grad = None, in a loop over "
+                "train_stream or in another thread), so that an update may be missing: leave that out, each stage "
+                "takes away its gradients itself"
+            )
 
     def take_gradients(self, stage: int) -> None:
         """Takes away the gradients of a stage, as `zero_grad` does."""

@@ -9,7 +9,8 @@ the rows. So a worker goes from mini-batch to mini-batch and waits for nobody bu
 mini-batch in flight still needs what is there, the update takes other memory: the parameter gets a copy, and the older
 version stays where it is, in the views that forward ran on. It goes with the last of these. Views are of `.data`, which
 counts versions by itself: a plain `detach()` would share the parameter's count, and autograd refuse the backward.
-That anybody else has written to a parameter meanwhile is told by the count that an update has left.
+That anybody else has written to a parameter meanwhile is told by the count that an update has left. Gradients are not
+there to be seen (`stream_gradients`).
 
 *Buffers* are written into the model when a stage has ended the forward of a mini-batch, so the next one finds them.
 
@@ -21,8 +22,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +45,7 @@ from fxpipe.runtime.stage_updates import OverlappedUpdates, StagewiseOptimizer
 from fxpipe.runtime.step import OpenProgram, Step
 from fxpipe.runtime.step_inputs import StepInputs
 from fxpipe.runtime.step_record import StepLog
+from fxpipe.runtime.stream_gradients import HiddenGradients
 from fxpipe.runtime.transport import Transport, on_all_streams
 from fxpipe.scheduling.actions import Action, ActionKind, Rows, Schedule
 from fxpipe.scheduling.streams import StreamSchedule
@@ -62,6 +64,8 @@ class StageWeights:
         self._older: dict[int, dict[int, torch.Tensor]] = {}  # by version: views, by identity of the parameter
         self._views = self._new_views()
         self._counts = self._write_counts()
+        self.gradients = HiddenGradients(self._named.values())
+        self.gradients.hide()
         self.most_held = 1
 
     def _new_views(self) -> dict[int, torch.Tensor]:
@@ -88,6 +92,7 @@ class StageWeights:
     def begin_update(self, oldest: int) -> None:
         """Leaves the parameters for an optimizer to write to. `oldest`: the oldest version that is needed after it."""
         self.check_unchanged()
+        self.gradients.show()
         self._older = {version: views for version, views in self._older.items() if version >= oldest}
         if oldest <= self.newest and self._named:
             self._older[self.newest] = self._views
@@ -100,6 +105,7 @@ class StageWeights:
         self.newest += 1
         self._views = self._new_views()
         self._counts = self._write_counts()
+        self.gradients.hide()
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,6 +380,18 @@ class Stream:
             self.engine.executor.wait(one.ended)
         self._raise_failure()
 
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """A block behind a drain, in which the model is as between two steps: a graph may be recorded."""
+        every = [weights.gradients for weights in self._run.weights]
+        for gradients in every:
+            gradients.show()
+        try:
+            yield
+        finally:
+            for gradients in every:
+                gradients.hide()
+
     def collect(self) -> torch.Tensor:
         """Waits for the oldest mini-batch in flight to end on all stages; returns its loss.
 
@@ -452,6 +470,8 @@ class Stream:
             )
 
     def _close(self) -> None:
+        for weights in self._run.weights:
+            weights.gradients.show()
         self.optimizer.end_stream()
         if self._recent:
             self.engine.take_notes(_notes_of(self.name, self._order.stages, [*self._recent]))

@@ -409,6 +409,77 @@ def test_steps_with_a_flush_run_between_streams_and_evaluation_does_not_change_t
         assert "pipedream" in str(record)
 
 
+# -- Gradients, which nobody sees -------------------------------------------------------------------------------------
+
+
+READERS = {
+    "clip_grad_norm_": lambda pipe: nn.utils.clip_grad_norm_(pipe.parameters(), 1.0),
+    "clip_grad_norm_ of the model": lambda pipe: nn.utils.clip_grad_norm_(fxpipe.unwrap(pipe).parameters(), 1.0),
+    "get_total_norm": lambda pipe: nn.utils.get_total_norm([p.grad for p in pipe.parameters() if p.grad is not None]),
+    "another optimizer": lambda pipe: torch.optim.AdamW(pipe.parameters()).step(),
+    "a logger": lambda pipe: [p.grad.norm() for p in pipe.parameters() if p.grad is not None],
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_what_looks_for_gradients_in_the_middle_of_a_stream_is_told_that_there_are_none(shared, reader):
+    """It would find all of them None, and do nothing without a word. (At once, unless all stages just update.)"""
+    with shared(2) as pipe:
+        stream = pipe.train_stream(batches(60), loss_fn=F.mse_loss, optimizer=sgd(pipe))
+        with pytest.raises(StateError, match="in the middle of a stream"):  # noqa: PT012
+            for _ in stream:
+                READERS[reader](pipe)
+        stream.close()
+        pipe.zero_grad()
+        READERS[reader](pipe)
+
+
+def test_the_error_says_what_there_is_in_place_of_clipping(shared):
+    with shared(4) as pipe:
+        stream = pipe.train_stream(batches(60), loss_fn=F.mse_loss, optimizer=sgd(pipe))
+        with pytest.raises(StateError, match=r"no time at which .* all stages .* needs forward_backward"):  # noqa: PT012
+            for _ in stream:
+                nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)
+        stream.close()
+        assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
+def test_weights_and_state_can_be_looked_at_in_the_middle_of_a_stream(shared):
+    with shared(2) as pipe:
+        optimizer = sgd(pipe)
+        for _ in pipe.train_stream(batches(9), loss_fn=F.mse_loss, optimizer=optimizer):
+            assert sum(p.numel() for p in pipe.parameters()) == 2 * (WIDTH * WIDTH + 3 * WIDTH)
+            copies = copy.deepcopy(pipe.state_dict()), copy.deepcopy(fxpipe.unwrap(pipe))
+            assert all(p.grad is None for p in copies[1].parameters())
+
+
+def test_zero_grad_in_the_middle_of_a_stream_loses_no_gradient(shared):
+    """Stages are between their backward and their update while the loop runs."""
+    plain, data = blocks(3), batches(30)
+    with shared(3) as pipe:
+        optimizer = sgd(pipe)
+        for _ in pipe.train_stream(data, loss_fn=F.mse_loss, optimizer=optimizer):
+            for _ in range(20):
+                optimizer.zero_grad()
+        delayed(plain, data)
+        assert_same(pipe, plain)
+
+
+class Forgetting(torch.optim.SGD):
+    """Takes away gradients while it steps, as another thread may."""
+
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+
+def test_gradients_that_are_taken_away_in_the_middle_of_an_update_are_noticed(shared):
+    with shared(2) as pipe, pytest.raises(StateError, match="gradients of a stage were taken away while it updates"):
+        train(pipe, batches(3), StageOptimizer(pipe, Forgetting, lr=0.1))
+
+
 # -- Refused -----------------------------------------------------------------------------------------------------------
 
 

@@ -56,3 +56,38 @@ def test_versions_count_in_the_limit_of_memory_and_the_error_tells_how_many():
     assert int(plain.memory(0, b=6)) < limit - WEIGHTS
     with pytest.raises(PartitionError, match="3 versions"):
         planned("pipedream", memory_limit=limit - WEIGHTS)
+
+
+def shortage(schedule, chunks, lack, **options):
+    """The error where each stage lacks so many bytes of what the largest one takes."""
+    plan = planned(schedule, chunks, **options)
+    limit = int(max(plan.memory(j, b=plan.micro_batch) for j in range(STAGES))) - lack
+    with pytest.raises(PartitionError) as caught:
+        planned(schedule, chunks, memory_limit=limit, **options)
+    return " ".join(str(caught.value).split())
+
+
+@pytest.mark.parametrize(
+    ("lack", "fitting"),
+    [
+        (1, "2 of 3 in stage 0, 2 of 2 in stage 1, 1 of 1"),
+        (WEIGHTS + 1, "1 of 3 in stage 0, 1 of 2 in stage 1, 1 of 1"),
+    ],
+)
+def test_where_memory_is_too_little_for_the_versions_the_error_tells_how_many_fit(lack, fitting):
+    text = shortage("pipedream", "auto", lack)
+    assert f"Versions of the weights, one for each mini-batch in flight, that would fit: {fitting} in stage 2." in text
+    size = "1 B" if lack == 1 else f"{lack} B"
+    assert f"or raise the memory limit of each stage by {size}" in text
+
+
+def test_the_error_names_schedules_with_fewer_versions_that_fit():
+    text = shortage("pipedream", "auto", 1)
+    assert "use schedule='pipedream_2bw', chunks=3 (at most 2 versions)" in text
+    options = {"schedule": "pipedream_2bw", "chunks": 3}
+    limit = int(max(planned("pipedream").memory(j, b=6) for j in range(STAGES))) - 1
+    planned(memory_limit=limit, **options)
+    other = shortage("pipedream_2bw", 3, 1)
+    assert "1 of 2 in stage 0, 1 of 2 in stage 1, 2 of 2 in stage 2" in other
+    assert "use schedule='1f1b', chunks=3 (one version, with a flush)" in other
+    assert "Versions of the weights" not in shortage("1f1b", 3, 1)
