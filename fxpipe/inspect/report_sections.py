@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fxpipe.errors import FxpipeError
-from fxpipe.inspect.step_summary import StepSummary, summarize_step
+from fxpipe.inspect.step_summary import StepSummary, summarize_schedule, summarize_step
 from fxpipe.plans.display import limiting_node
 from fxpipe.plans.figures import size_figures
 from fxpipe.utils.batch_split import largest_micro_batch
@@ -56,7 +56,7 @@ class ScheduleVariant:
     """A step with this schedule, or why there is none."""
 
     schedule: str
-    simulation: Simulation | None
+    run: StepSummary | None
     why: str = ""
 
 
@@ -85,13 +85,12 @@ def chunks_to_compare(plan: Plan) -> Iterator[int]:
 
 def schedule_variants(plan: Plan) -> tuple[ScheduleVariant, ...]:
     """Every schedule there is, and one of the user's own; those that the plan's stages allow are simulated."""
-    import fxpipe
     from fxpipe.config.stage_placement import COMPARED_SCHEDULES
 
     variants = []
     for name in dict.fromkeys([*COMPARED_SCHEDULES, plan.schedule]):
         try:
-            variants.append(ScheduleVariant(name.partition(":")[0], fxpipe.simulate(plan, schedule=name)))
+            variants.append(ScheduleVariant(name.partition(":")[0], summarize_schedule(plan, name)))
         except FxpipeError as error:
             variants.append(ScheduleVariant(name.partition(":")[0], None, _short_reason(name, str(error))))
     return tuple(variants)
@@ -268,10 +267,10 @@ def least_step_seconds(runs: Iterable[StepSummary]) -> float:
 
 def schedules_section(plan: Plan, compared: Sequence[ScheduleVariant]) -> str:
     own = plan.schedule.partition(":")[0]
-    runs = [None if variant.simulation is None else summarize_step(variant.simulation, plan) for variant in compared]
-    least = least_step_seconds(filter(None, runs))
+    least = least_step_seconds(variant.run for variant in compared if variant.run is not None)
     rows = []
-    for variant, run in zip(compared, runs, strict=True):
+    for variant in compared:
+        run = variant.run
         name = HtmlCell(variant.schedule, note="the plan's" if variant.schedule == own else "", is_code=True)
         cells = (missing_cell(),) * 3 if run is None else outcome_cells(run, least)
         rows.append((name, *cells, HtmlCell(variant.why, is_prose=True)))

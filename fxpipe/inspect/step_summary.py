@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -110,15 +111,29 @@ def mode_text(plan: Plan) -> str:
     return modes.pop() if len(modes) == 1 else "some"
 
 
-def compare_schedules(plan: Plan, simulation: Simulation) -> tuple[StepSummary, ...]:
-    """The step of the plan, first, and other schedules that can have the stages where they are, by time.
+def summarize_schedule(plan: Plan, schedule: str) -> StepSummary:
+    """Summarizes the plan's stages in a schedule, to be compared with the plan's own.
 
-    Beside a stream they have their updates, as it does, and cut the mini-batch into as many micro-batches as it has in
-    flight: so each is as short as it can be for the same samples.
+    Beside a stream a step has its updates, as that does, and cuts the mini-batch into as many micro-batches as the
+    stream has in flight: so the same samples take as long as they need.
+
+    Raises:
+        ArgumentError, ScheduleError: it wants its stages elsewhere.
     """
     import fxpipe
+    from fxpipe.scheduling import is_stream, steady_micro_batches
+
+    if not is_stream(plan.schedule) or is_stream(schedule):
+        return summarize_step(fxpipe.simulate(plan, schedule=schedule), plan)
+    chunks = steady_micro_batches(plan.schedule, len(plan.stages), plan.chunks)
+    step = fxpipe.simulate(plan, schedule=schedule, chunks=chunks)
+    run = summarize_step(step, plan)
+    return replace(run, step_seconds=run.step_seconds + step.update_seconds)
+
+
+def compare_schedules(plan: Plan, simulation: Simulation) -> tuple[StepSummary, ...]:
+    """The step of the plan, first, and other schedules that can have the stages where they are, by time."""
     from fxpipe.config.stage_placement import COMPARED_SCHEDULES
-    from fxpipe.scheduling import steady_micro_batches
 
     own, others = summarize_step(simulation, plan), list[StepSummary]()
     if len(plan.workers) == 1:  # one after the other, whatever the schedule
@@ -126,16 +141,8 @@ def compare_schedules(plan: Plan, simulation: Simulation) -> tuple[StepSummary, 
     for name in COMPARED_SCHEDULES:
         if name == own.schedule:
             continue
-        try:
-            if simulation.steady is None:
-                others.append(summarize_step(fxpipe.simulate(plan, schedule=name), plan))
-                continue
-            chunks = steady_micro_batches(plan.schedule, len(plan.stages), plan.chunks)
-            step = fxpipe.simulate(plan, schedule=name, chunks=chunks)
-            run = summarize_step(step, plan)
-            others.append(replace(run, step_seconds=run.step_seconds + step.update_seconds))
-        except (ArgumentError, ScheduleError):  # it wants its stages elsewhere
-            continue
+        with contextlib.suppress(ArgumentError, ScheduleError):  # it wants its stages elsewhere
+            others.append(summarize_schedule(plan, name))
     return (own, *sorted(others, key=lambda run: run.step_seconds))
 
 
@@ -246,6 +253,8 @@ def summaries_text(runs: Sequence[StepSummary]) -> str:
         for run in runs
     ]
     head = f"these stages in other schedules, {count_text(runs[0].micro_batches, 'micro-batch', 'es')}"
+    if counts := {run.micro_batches for run in runs[1:]} - {runs[0].micro_batches}:
+        head += f"; beside the stream steps with their updates, {count_text(max(counts), 'micro-batch', 'es')}"
     return f"{head}\n\n{text_table(rows, SUMMARY_HEADERS, left=('schedule',))}"
 
 
