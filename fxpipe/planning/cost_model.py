@@ -13,6 +13,7 @@ from fxpipe import accelerator
 from fxpipe.cluster import Link
 from fxpipe.hardware import MEMORY_MARGIN, local_link, local_memory
 from fxpipe.partitioning.chain import Chain, Flow, HeldStorage, ParameterUse, StageSite
+from fxpipe.plans.host_time import LOOPBACK
 from fxpipe.profiling import Profile
 from fxpipe.scheduling import (
     activations_in_flight,
@@ -221,7 +222,7 @@ def stage_devices_of(settings: Settings, batch: int) -> tuple[StageSite, ...]:
             StageSite(
                 kind=workers[k].kind,
                 memory=None if memory is None else memory / placement.count(k),
-                link=worker_link(settings, placement[j - 1], k) if j else None,
+                link=_link_into_stage(settings, placement[j - 1], k) if j else None,
                 in_flight=flights[j],
                 may_recompute=modes[j] == "auto" and memory is not None,
                 must_recompute=modes[j] in ("always", "except_last"),
@@ -231,6 +232,12 @@ def stage_devices_of(settings: Settings, batch: int) -> tuple[StageSite, ...]:
             )
         )
     return tuple(sites)
+
+
+def _link_into_stage(settings: Settings, before: int, worker: int) -> Link | None:
+    """The way from one stage to the next. Between processes on CPUs nothing is handed over."""
+    is_between_processes = settings.processes and before != worker and settings.workers[worker].type == "cpu"
+    return worker_link(settings, before, worker) or (LOOPBACK if is_between_processes else None)
 
 
 def memory_pools(settings: Settings) -> tuple[int, ...]:

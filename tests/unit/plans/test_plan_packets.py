@@ -14,8 +14,10 @@ from torch import nn
 
 import fxpipe
 from fxpipe.cluster import Link
+from fxpipe.config.pipeline_options import PipelineOptions, make_settings
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.planning import choose
+from fxpipe.planning.cost_model import stage_devices_of
 from fxpipe.plans.host_time import LOOPBACK, MESSAGE_SECONDS
 from fxpipe.scheduling import Action, ActionKind, make_schedule
 from fxpipe.simulation import StageCost, Transfer, simulate_schedule
@@ -44,15 +46,27 @@ def test_packets_have_all_that_crosses_a_cut_and_what_of_it_is_relayed():
     }
 
 
-@pytest.mark.parametrize("model", [Skipping, Dense])
-def test_a_cut_is_judged_by_the_bytes_of_its_packets(model, monkeypatch):
-    cuts, choose_cut = [], choose.choose_cut
+@pytest.fixture
+def cuts(monkeypatch):
+    """The cuts that are chosen."""
+    chosen, choose_cut = [], choose.choose_cut
 
     def note_cut(*arguments: Any) -> Any:
-        cuts.append(choose_cut(*arguments))
-        return cuts[-1]
+        chosen.append(choose_cut(*arguments))
+        return chosen[-1]
 
     monkeypatch.setattr(choose, "choose_cut", note_cut)
+    return chosen
+
+
+@pytest.mark.parametrize(("processes", "link"), [(True, LOOPBACK), (False, None)])
+def test_a_cut_between_processes_on_cpus_is_judged_by_what_they_send(processes, link):
+    settings = make_settings(PipelineOptions(devices=["cpu"] * 4, chunks=2, processes=processes))
+    assert [site.link for site in stage_devices_of(settings, 8)] == [None, link, link, link]
+
+
+@pytest.mark.parametrize("model", [Skipping, Dense])
+def test_a_cut_is_judged_by_the_bytes_of_its_packets(model, cuts):
     names, x = (SKIPPING_CUTS, X) if model is Skipping else (DENSE_CUTS[4], torch.zeros(8, 4))
     options = {"hardware": hardware(Link(1e9)), "chunks": 2, "balance": names}
     plan = fxpipe.plan(model(), 4, example_args=(x,), processes=True, **options)
