@@ -10,6 +10,8 @@ numbers and their speed, fragmented memory, links.
     backend/            the backend, in C++: machine.cpp has the clocks, device.cpp and kernels.cpp what torch asks for
     device_module.py    `torch.sim`
     host_order.py       what threads of the host know of each other's waiting
+    communicator.py     a backend of torch.distributed for these devices, as strict as NCCL
+    ranks.py            processes with a device each
 
 A process that has loaded it has an accelerator, for good. So these tests run in a session of their own:
 `pytest --simulated`.

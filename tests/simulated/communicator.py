@@ -63,7 +63,7 @@ class Communicator:
         self._stream: torch.Stream | None = None
         self._turn: deque[Operation] = deque()
         self._changed = threading.Condition()  # which tells the simulated host nothing: hosts of real ones hear nothing
-        self._is_aborted = False
+        self.is_aborted = False
         self.operations = 0
         threading.Thread(target=self._work, daemon=True).start()
         Communicator.all_here.append(self)
@@ -86,7 +86,7 @@ class Communicator:
         if self._stream is not None:
             self._stream.synchronize()
         with self._changed:
-            self._is_aborted = True
+            self.is_aborted = True
             self._changed.notify_all()
 
     # -- the stream --------------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ class Communicator:
         assert self._stream is not None
         self.operations += 1
         with self._changed:
-            if self._is_aborted:
+            if self.is_aborted:
                 raise RuntimeError("the communicator was aborted")
             self._turn.append(operation)
             self._changed.notify_all()
@@ -112,8 +112,8 @@ class Communicator:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._turn or self._is_aborted)
-                if self._is_aborted:
+                self._changed.wait_for(lambda: self._turn or self.is_aborted)
+                if self.is_aborted:
                     self._group = None
                     return
                 operation = self._turn[0]
@@ -143,7 +143,7 @@ class Communicator:
 
     def finish(self, operation: Operation) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: operation.is_done or self._is_aborted)
+            self._changed.wait_for(lambda: operation.is_done or self.is_aborted)
         if not operation.is_done:
             raise RuntimeError("the communicator was aborted")
         if operation.error:

@@ -253,7 +253,7 @@ def fail_in_loss(mesh):
     machine.begin(host_ahead=True)
     with fxpipe.pipeline(Tied(), mesh, 4, example_args=(x,), balance=["a"], **QUICK) as pipe:
         losses = [pipe.forward_backward(x, target=x, loss_fn=F.mse_loss).item() for _ in range(2)]
-        calls = []
+        calls, before = [], Communicator.all_here[-2:]
 
         def loss_fn(out, target):
             calls.append(1)
@@ -263,7 +263,9 @@ def fail_in_loss(mesh):
 
         with pytest.raises((ValueError, DistributedError), match="boom"):
             pipe.forward_backward(x, target=x, loss_fn=loss_fn)
+        assert all(one.is_aborted for one in before)
         losses += [pipe.forward_backward(x, target=x, loss_fn=F.mse_loss).item() for _ in range(2)]
+        assert not any(one.is_aborted for one in Communicator.all_here[-2:])
         return losses, pipe.last_step.transport, machine.races()
 
 
