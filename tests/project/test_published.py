@@ -52,7 +52,7 @@ def test_small_models_run_and_the_papers_figures_stand_beside(load, monkeypatch,
     figures = experiment.StepFigures(1.0, (0.5,), (2.0**30,))
     stand_ins = {
         "TrainingStep": ModelOnly,
-        "measure": lambda steps, *_: {key: figures if step else None for key, step in steps.items()},
+        "measure": lambda steps, *_: {key: figures if make and make() else None for key, make in steps.items()},
         "plan_for": lambda *_, **__: None,
         "simulate": lambda *_, **__: figures,
         "without_portals": lambda plan: plan,

@@ -13,7 +13,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,23 +90,22 @@ class TrainingStep:
     """
 
     def __init__(self, workload: Workload, devices: Sequence[str], options: Mapping[str, Any] | None = None):
-        self.devices, self.pipe, self._workload = devices, None, workload
+        self.devices, self.pipe, self._loss_fn = devices, None, workload.loss_fn
+        self._inputs, self._target = workload.inputs.to(devices[0]), workload.target.to(devices[-1])
         self.model = copy.deepcopy(workload.model)
         if options is None:
             self.model.to(devices[0])
         else:
             with use_threads(len(devices)):
-                self.pipe = fxpipe.pipeline(self.model, devices=devices, example_args=(workload.inputs,), **options)
+                self.pipe = fxpipe.pipeline(self.model, devices=devices, example_args=(self._inputs,), **options)
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
-        self._batch = [one.to(devices[0]) for one in (workload.inputs, workload.target)] if self.pipe is None else []
 
     def __call__(self) -> float:
         self._optimizer.zero_grad(set_to_none=True)
-        loss_fn = self._workload.loss_fn
         if self.pipe is not None:
-            loss = self.pipe.forward_backward(self._workload.inputs, target=self._workload.target, loss_fn=loss_fn)
+            loss = self.pipe.forward_backward(self._inputs, target=self._target, loss_fn=self._loss_fn)
         else:
-            loss = loss_fn(self.model(self._batch[0]), self._batch[1])
+            loss = self._loss_fn(self.model(self._inputs), self._target)
             loss.backward()
         self._optimizer.step()
         synchronize(self.devices)
@@ -142,21 +141,27 @@ class TrainingStep:
 def synchronize(devices: Sequence[str]) -> None:
     for device in devices:
         if device != "cpu":
-            torch.cuda.synchronize(device)
+            torch.get_device_module(device).synchronize(device)
 
 
-def measure(steps: Mapping[str, TrainingStep | None], setting: Setting, title: str) -> dict[str, StepFigures | None]:
-    """Medians of training steps, which take turns; None for those that lack devices. Closes their pipes."""
-    with ExitStack() as stack:
-        for step in steps.values():
-            if step is not None:
-                stack.callback(step.close)
-        contestants = {name: step.contestant for name, step in steps.items() if step is not None}
-        seconds = run_rounds(contestants, setting.rounds, title, warm_up=1)
-        return {
-            name: None if step is None else step.figures(statistics.median(seconds[name]))
-            for name, step in steps.items()
-        }
+StepMaker = Callable[[], TrainingStep]
+
+
+def measure(steps: Mapping[str, StepMaker | None], setting: Setting, title: str) -> dict[str, StepFigures | None]:
+    """Medians of training steps; None for those that lack devices. Small ones are made together and take turns.
+
+    At the paper's size each has the devices to itself, whose memory it may fill.
+    """
+    makers = {name: make for name, make in steps.items() if make is not None}
+    groups = [[*makers]] if setting.is_small else [[name] for name in makers]
+    figures = dict.fromkeys(steps)
+    for names in groups:
+        with ExitStack() as stack:
+            group = {name: stack.enter_context(closing(makers[name]())) for name in names}
+            contestants = {name: step.contestant for name, step in group.items()}
+            seconds = run_rounds(contestants, setting.rounds, title, warm_up=1)
+            figures |= {name: step.figures(statistics.median(seconds[name])) for name, step in group.items()}
+    return figures
 
 
 # ---- simulated ----

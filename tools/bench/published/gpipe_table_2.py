@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from experiment import Setting, StepFigures, TrainingStep, Workload, main, measure, over, plan_for, simulate
+from experiment import Setting, TrainingStep, Workload, main, measure, over, plan_for, simulate
 from models import GPT, sequence_loss
 from paper_hardware import P40, TPU_V3
 from paper_models import AmoebaNetD
@@ -32,6 +32,7 @@ TORCHGPIPE = dict(
 )  # samples in a second
 TORCHGPIPE_BATCH = dict(zip(PLACES, (96, 256, 1280, 160, 360, 1152, 196, 480, 1280), strict=True))
 TRANSFORMER_BATCH = dict.fromkeys(PLACES, 32)
+SMALL_BATCH = 16
 
 make_transformer = partial(GPT, tokens=32_000, length=1024, width=2048, depth=48, heads=32)
 
@@ -44,24 +45,31 @@ def options(m: int) -> dict[str, object]:
 
 
 def amoebanet_workload(setting: Setting, batch: int) -> Workload:
-    model, size, batch = (AmoebaNetD(3, 32, 10), 64, 16) if setting.is_small else (AmoebaNetD(), 224, batch)
+    model, size, batch = (AmoebaNetD(3, 32, 10), 64, SMALL_BATCH) if setting.is_small else (AmoebaNetD(), 224, batch)
     return Workload(model, torch.rand(batch, 3, size, size), torch.randint(10, (batch,)), F.cross_entropy)
 
 
 def transformer_workload(setting: Setting, batch: int) -> Workload:
-    model, length, batch = (GPT(128, 32, 32, 4, 4), 32, 16) if setting.is_small else (make_transformer(), 1024, batch)
+    model, length, batch = (
+        (GPT(128, 32, 32, 4, 4), 32, SMALL_BATCH) if setting.is_small else (make_transformer(), 1024, batch)
+    )
     tokens = torch.randint(128, (batch, length + 1))
     return Workload(model, tokens[:, :-1], tokens[:, 1:], sequence_loss)
 
 
 def measured(
     make_workload: Callable[[Setting, int], Workload], batches: Mapping[Place, int], setting: Setting
-) -> dict[Place, StepFigures]:
-    workloads = {place: make_workload(setting, batches[place]) for place in PLACES if setting.first(place[0])}
-    places = [(k, m) for k, m in workloads if m <= len(workloads[k, m].inputs)]
-    steps = {f"{k} {m}": TrainingStep(workloads[k, m], setting.first(k) or [], options(m)) for k, m in places}
-    figures = measure(steps, setting, "GPipe, table 2") if steps else {}
-    samples = {place: len(workloads[place].inputs) for place in places}
+) -> dict[Place, float]:
+    """Samples in a second. A small mini-batch is cut into no more micro-batches than it has samples."""
+
+    def make(k: int, m: int) -> TrainingStep:
+        return TrainingStep(make_workload(setting, batches[k, m]), setting.first(k) or [], options(m))
+
+    samples = {
+        place: SMALL_BATCH if setting.is_small else batches[place] for place in PLACES if setting.first(place[0])
+    }
+    places = [(k, m) for (k, m), count in samples.items() if m <= count]
+    figures = measure({f"{k} {m}": partial(make, k, m) for k, m in places}, setting, "GPipe, table 2")
     return {(k, m): samples[k, m] / step.seconds for k, m in places if (step := figures[f"{k} {m}"])}
 
 

@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from experiment import Setting, StepFigures, TrainingStep, Workload, main, measure, over, plan_for, simulate
+from experiment import Setting, TrainingStep, Workload, main, measure, over, plan_for, simulate
 from models import GPT
 from paper_hardware import P40, TPU_V3
 from paper_models import AmoebaNetD, UNet
@@ -155,39 +155,40 @@ def row(series: Series, entry: Entry, gib: float | None) -> dict[str, Cell]:
 
 
 def measured(setting: Setting) -> Table:
-    """Of small U-Nets, what is planned; of the paper's on GPUs what torch's allocator has given at most."""
+    """Of U-Nets: on GPUs what torch's allocator has given at most."""
     series = SERIES[0]
     rows = []
-    if setting.is_small:
-        for blocks in (1, 2, 4):
-            model, images = UNet(blocks, 8, 3), torch.rand(8, 3, 32, 32)
-            workload = Workload(model, images, torch.ones(8, 1, 32, 32), F.binary_cross_entropy_with_logits)
-            for mode in ("never", "except_last"):
-                options = {"chunks": 4, "schedule": "gpipe", "checkpoint": mode}
-                step = TrainingStep(workload, list(setting.devices[:1]) * 2, options)
-                planned = step.planned_bytes / 2**20
-                figures = measure({"unet": step}, setting, f"U-Net ({blocks}, 8)")["unet"]
-                assert figures is not None
-                rows.append(
-                    {
-                        "model": f"({blocks}, 8), recomputing {mode}",
-                        "planned MiB": planned,
-                        "ms": 1e3 * figures.seconds,
-                        "published": "on GPUs only",
-                    }
-                )
-        note = "torch does not count memory of CPUs, so nothing is measured but that a step of each runs."
-        return Table(f"Memory of U-Nets over depth, {setting.where}", tuple(rows), (note,))
-    for entry in series.entries:
+    for entry in series.entries if not setting.is_small else ():
         devices = setting.first(entry.devices)
-        figures: StepFigures | None = None
-        if devices is not None:
-            images, mask = torch.rand(*series.shape), torch.rand(series.shape[0], 1, *series.shape[2:])
-            workload = Workload(entry.make_model(), images, mask, F.binary_cross_entropy_with_logits)
-            options = None if entry.options["checkpoint"] == "never" else entry.options
-            figures = measure({"unet": TrainingStep(workload, devices, options)}, setting, entry.name)["unet"]
+        options = None if entry.options["checkpoint"] == "never" else entry.options
+        make = partial(make_step, entry.make_model, series.shape, devices, options) if devices else None
+        figures = measure({"unet": make}, setting, entry.name)["unet"]
         rows.append(row(series, entry, figures.gib if figures else None))
-    return Table(f"Memory of {series.name}, {setting.where}", tuple(rows))
+    notes = () if rows else ("torch does not count memory of CPUs: nothing is measured but that a step of each runs.",)
+    return Table(f"Memory of {series.name}, {setting.where}", tuple(rows or small_rows(setting)), notes)
+
+
+def make_step(
+    make_model: Callable[[], nn.Module], shape: tuple[int, ...], devices: list[str], options: dict[str, object] | None
+) -> TrainingStep:
+    images, mask = torch.rand(*shape), torch.rand(shape[0], 1, *shape[2:])
+    return TrainingStep(Workload(make_model(), images, mask, F.binary_cross_entropy_with_logits), devices, options)
+
+
+def small_rows(setting: Setting) -> Iterator[dict[str, Cell]]:
+    """Of small U-Nets on two workers, what is planned."""
+    for blocks in (1, 2, 4):
+        for mode in ("never", "except_last"):
+            options = {"chunks": 4, "schedule": "gpipe", "checkpoint": mode}
+            step = make_step(partial(UNet, blocks, 8, 3), (8, 3, 32, 32), list(setting.devices[:1]) * 2, options)
+            planned = step.planned_bytes / 2**20
+            figures = measure({"unet": lambda step=step: step}, setting, f"U-Net ({blocks}, 8)")["unet"]
+            yield {
+                "model": f"({blocks}, 8), recomputing {mode}",
+                "planned MiB": planned,
+                "ms": 1e3 * figures.seconds if figures else None,
+                "published": "on GPUs only",
+            }
 
 
 # ---- simulated ----

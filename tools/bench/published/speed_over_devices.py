@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -112,14 +113,15 @@ BENCHMARKS = (
 
 
 def measured(benchmark: Benchmark, setting: Setting) -> dict[str, StepFigures | None]:
-    steps: dict[str, TrainingStep | None] = {}
-    for run in benchmark.runs:
-        devices = setting.first(run.devices)
-        workload = benchmark.workload(run, setting)
+    def make(run: Run, devices: list[str]) -> TrainingStep:
         options = run.options | ({"chunks": min(run.chunks, 8)} if setting.is_small else {})
-        steps[run.name] = (
-            None if devices is None else TrainingStep(workload, devices, None if run.is_plain else options)
-        )
+        return TrainingStep(benchmark.workload(run, setting), devices, None if run.is_plain else options)
+
+    steps = {
+        run.name: devices and partial(make, run, devices)
+        for run in benchmark.runs
+        for devices in [setting.first(run.devices)]
+    }
     return measure(steps, setting, benchmark.name)
 
 

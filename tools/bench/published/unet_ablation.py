@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -172,7 +173,7 @@ def measured(setting: Setting) -> dict[str, StepFigures | None]:
     devices = ["cpu"] * STAGES if setting.devices[0] == "cpu" else setting.first(STAGES)
     if devices is None:
         return {}
-    steps = {switches.name: SwitchedStep(switches, workload, devices, chunks) for switches in ROWS}
+    steps = {switches.name: partial(SwitchedStep, switches, workload, devices, chunks) for switches in ROWS}
     return measure(steps, setting, "unet ablation")
 
 

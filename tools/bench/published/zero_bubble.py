@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -146,7 +147,7 @@ def measured(setting: Setting) -> Table:
     text = torch.randint(tokens, (chunks * samples, length + 1))
     workload = Workload(model, text[:, :-1], text[:, 1:], sequence_loss)
     options = {"chunks": chunks, "checkpoint": "never"}
-    steps = {name: TrainingStep(workload, devices, options | {"schedule": name}) for name in MEASURED}
+    steps = {name: partial(TrainingStep, workload, devices, options | {"schedule": name}) for name in MEASURED}
     figures = measure(steps, setting, "zero bubble")
     published = dict(zip(MEASURED, ("1F1B", "ZB-1p", "ZB-2p"), strict=True))
     first = profiles()[0]
