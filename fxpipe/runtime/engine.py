@@ -456,8 +456,7 @@ class Engine:
             (root,) = attach_commit(finish, [torch.zeros((), device="cpu")], [*named.values()])
             with gradient_rollback([*named.values()]):
                 root.backward()
-            updates.check_gradients(tensor for name, tensor in named.items() if name in summed)
-        updates.step(j)
+        updates.step(j, [tensor for name, tensor in named.items() if name in summed])
 
 
 def _refuse_parameters_in_loss(stage: LossStage | None, updates: OverlappedUpdates | None) -> None:

@@ -96,18 +96,28 @@ class OverlappedUpdates:
     def identities(self) -> set[int]:
         return {id(parameter) for of_stage in self.parameters.values() for parameter in of_stage}
 
-    def step(self, stage: int) -> None:
-        """Steps the parameters of a stage, whose gradients are theirs, and takes these away."""
+    def step(self, stage: int, trained: Collection[torch.Tensor] = ()) -> None:
+        """Steps the parameters of a stage, whose gradients are theirs, and takes these away.
+
+        They go where it fails, too: the next mini-batch would add its own to them.
+
+        Args:
+            trained: those that have been given gradients.
+        """
         parameters = self.parameters.get(stage, ())
         self.begun.append(stage)
-        if parameters:
-            gradients = [parameter.grad for parameter in parameters]
-            self.optimizer.step_parameters(parameters, self.options)
-            pairs = zip(parameters, gradients, strict=True)
-            self.check_gradients(parameter for parameter, gradient in pairs if gradient is not None)
-        self.take_gradients(stage)
+        try:
+            self._check_gradients(trained)
+            if parameters:
+                gradients = [parameter.grad for parameter in parameters]
+                self.optimizer.step_parameters(parameters, self.options)
+                pairs = zip(parameters, gradients, strict=True)
+                self._check_gradients(parameter for parameter, gradient in pairs if gradient is not None)
+        finally:
+            self.take_gradients(stage)
 
-    def check_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+    @staticmethod
+    def _check_gradients(parameters: Iterable[torch.Tensor]) -> None:
         """Raises `StateError` where somebody has taken away the gradients of a stage while it updates."""
         if any(parameter.grad is None for parameter in parameters):
             raise StateError(

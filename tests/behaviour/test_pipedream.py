@@ -480,6 +480,30 @@ def test_gradients_that_are_taken_away_in_the_middle_of_an_update_are_noticed(sh
         train(pipe, batches(3), StageOptimizer(pipe, Forgetting, lr=0.1))
 
 
+class Stumbling(torch.optim.SGD):
+    """Raises in its fifth step, behind the gradients of the mini-batch."""
+
+    steps = 0
+
+    def step(self, closure=None):
+        Stumbling.steps += 1
+        if Stumbling.steps == 5:
+            raise OSError("stumbled")
+        super().step()
+
+
+def test_gradients_of_a_mini_batch_that_was_dropped_do_not_count_in_the_next_stream(shared, monkeypatch):
+    monkeypatch.setattr(Stumbling, "steps", 0)
+    with shared(2) as pipe:
+        optimizer = StageOptimizer(pipe, Stumbling, lr=0.1)
+        with pytest.raises(OSError, match="stumbled"):
+            train(pipe, batches(9), optimizer)
+        plain = copy.deepcopy(fxpipe.unwrap(pipe))
+        train(pipe, batches(3), optimizer)
+        train_delayed([*plain], batches(3), F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), RULES["stashing"])
+        assert_same(pipe, plain)
+
+
 # -- Refused -----------------------------------------------------------------------------------------------------------
 
 
