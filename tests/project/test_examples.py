@@ -32,8 +32,8 @@ def need(*modules):
     [
         ("gpt2", "cpu,cpu", "transformer.wte.weight = lm_head.weight"),
         ("t5", "cpu,cpu,cpu", "shared.weight = encoder"),
-        pytest.param("vit", "cpu,cpu", "model.safetensors", marks=pytest.mark.slow),
-        pytest.param("moe", "cpu,cpu", "loss, plain", marks=pytest.mark.slow),
+        ("vit", "cpu,cpu", "model.safetensors"),
+        ("moe", "cpu,cpu", "loss, plain"),
     ],
 )
 def test_models_of_transformers_train_as_they_do_alone(monkeypatch, capsys, model, devices, shown):
@@ -73,10 +73,10 @@ def test_a_script_of_torchgpipe_before_and_after(monkeypatch, capsys):
     assert "largest difference" in text
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_mixed_precision_in_compiled_stages(monkeypatch, capsys):
-    options = ["--amp", "bfloat16", "--compile", "aot_eager", "--steps", "2", "--chunks", "2"]
+@pytest.mark.parametrize("compiled", [[], pytest.param(["--compile", "aot_eager"], marks=pytest.mark.slow)])
+def test_mixed_precision_and_compiled_stages(compiled, monkeypatch, capsys):
+    options = ["--amp", "bfloat16", *compiled, "--steps", "2", "--chunks", "2"]
     text = run(monkeypatch, capsys, "precision_and_compile.py", *options)
     assert "loss, bfloat16" in text
 
