@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import nn
 
-from fxpipe.config.pipeline_options import PipelineOptions, check_replicas, make_settings
+from fxpipe.config.pipeline_options import PipelineOptions, make_settings
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import Hardware
 from fxpipe.pipeline_module import Pipeline
 from fxpipe.plans import Plan
+from fxpipe.plans.retarget import replicas_in_turn
 from fxpipe.profiling import Profile
 from fxpipe.scheduling import ScheduleLike
 from fxpipe.tracing.fake_tensors import names_without_values
@@ -100,8 +101,10 @@ def pipeline(
         balance: how the graph is cut. "block": least time of the slowest stage, and stages as even as can be.
             "optimal": the same with what stages send and hold, within memory. "auto" is "optimal" where anything but
             time matters (a limit of memory, links, unequal devices), else "block". "pipedream": PipeDream's (Narayanan
-            et al., 2019): least time of the slowest of all stages, boundaries, and reductions of gradients; each stage
-            has as many replicas here as `data_parallel` says, 1 in one process, and `fxpipe.plan` chooses how many.
+            et al., 2019): least time of the slowest of all stages, boundaries, and reductions of gradients. With
+            `hardware` it also chooses how many of the devices each stage has, as replicas that take micro-batches in
+            turn (`fxpipe.scheduling.replicas`), but for the schedules of a stream; without, each stage has one. Over
+            processes each has as many as `data_parallel` says.
             By hand: numbers of nodes; names of modules or nodes behind which a stage ends, as many as one likes; a
             dict from modules to devices. `fxpipe.cut()` in forward ends a stage, too.
         pin: modules or nodes, by name -> the device they must be on: a number in `devices`, or its name.
@@ -182,9 +185,11 @@ def pipeline(
         compile: whether stages are compiled by `torch.compile`: True, or a dict of its keywords. Not with CUDA graphs,
             which keep the values of one micro-batch only.
         plan: a plan made before, whose stages are used again; and its devices, chunks and checkpoint, where none are
-            given. The schedule is not taken from it, but `fxpipe.pipeline(model, **tuning.best.arguments)` is the plan
-            that `fxpipe.tune` found, with its schedule. What says how to plan (balance, pin, memory_limit,
-            optimizer_state, hardware, profile, profile_budget) is refused beside it.
+            given. One with replicas takes a device for each, those of a stage one after the other; in one process they
+            take the micro-batches of a mini-batch in turn, also those that `data_parallel` of `fxpipe.plan` means. The
+            schedule is not taken from it, but `fxpipe.pipeline(model, **tuning.best.arguments)` is the plan that
+            `fxpipe.tune` found, with its schedule. What says how to plan (balance, pin, memory_limit, optimizer_state,
+            hardware, profile, profile_budget) is refused beside it.
         outputs: over processes, who gets what a call returns: "last", the rank of the last stage, or "all".
         data_parallel: over processes, the ranks that have the same stages in other replicas of the pipe, as a
             `DeviceMesh` of one dimension or a process group: of a mesh ("data", "pipe"), `devices=mesh["pipe"],
@@ -201,7 +206,6 @@ def pipeline(
             plan, unless the plan was given.
     """
     options = PipelineOptions.among(locals(), but=("data_parallel",))  # which has ranks here
-    options = replace(options, data_parallel=1)
     if isinstance(model, Pipeline):
         raise ArgumentTypeError("model is a Pipeline already; give the model it was made from: fxpipe.unwrap(pipe)")
     if not isinstance(model, nn.Module):
@@ -219,7 +223,15 @@ def pipeline(
 
         seconds = 1800.0 if timeout is None else parse_number("timeout", timeout, "seconds")
         return pipeline_over_ranks(
-            model, devices, options, plan, outputs, seconds, data_parallel, example_args, example_kwargs or {}
+            model,
+            devices,
+            replace(options, data_parallel=1),
+            plan,
+            outputs,
+            seconds,
+            data_parallel,
+            example_args,
+            example_kwargs or {},
         )
     only_over_ranks = (("outputs", outputs, "last"), ("timeout", timeout, None), ("data_parallel", data_parallel, None))
     for name, value, default in only_over_ranks:
@@ -228,9 +240,9 @@ def pipeline(
                 f"{name}={value!r} is for a pipe over processes: give devices=<DeviceMesh or ProcessGroup>, or leave "
                 "it out"
             )
-    settings = make_settings(options, plan)
-    if plan is not None:
-        check_replicas(plan, 1)
+    if isinstance(plan, Plan):
+        plan = replicas_in_turn(plan)
+    settings = make_settings(options, plan, runs_here=True)
     if plan is not None and settings.left:
         settings = with_best_schedule(plan, settings)
     pipe = Pipeline(model, settings, plan)

@@ -24,8 +24,8 @@ The model of it is simple, and rather too slow than too fast:
   of them twice, along the devices of each node and in 2 log2(nodes) steps between nodes.
 - Reductions and transfers of the pipeline do not slow each other down, nor does a reduction slow computation. Where
   values are handed over within a node (CPUs), gradients are reduced as fast as between nodes.
-- Where PipeDream's planner gives the stages unequal numbers of replicas, they fill the nodes stage by stage, and each
-  has every r-th micro-batch; a boundary that crosses nodes for any of them does so for all.
+- Replicas that take micro-batches in turn (unequal ones, and any in one process) fill the nodes stage by stage, and
+  each has every r-th micro-batch; a boundary that crosses nodes for any of them does so for all.
 - Values and gradients take the links of the hardware; where a backend sends through the memory of the host instead, as
   gloo does, they take longer. Each replica has all of its optimizer's state, and buckets take no memory of a device.
 """
@@ -37,6 +37,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
@@ -95,7 +96,9 @@ class Cluster:
     pipe: int = 1  # devices of a replica
     data: int = 1  # replicas
     mesh: tuple[str, str] = MESHES[0]  # the dimensions, the outer one first
-    replicas: tuple[int, ...] = ()  # of each device of the pipe, where they are unequal, which is no mesh; `data` is 1
+    # Of each device of the pipe, where they take the micro-batches of one mini-batch in turn, which is no mesh: unequal
+    # ones, and any in one process. `data` is 1.
+    replicas: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.replicas and (len(self.replicas) != self.pipe or min(self.replicas) < 1 or self.data != 1):
@@ -139,21 +142,15 @@ class Cluster:
             return 1.0  # each replica has a mini-batch of its own
         return micro_batches / math.ceil(micro_batches / self.count(worker))
 
-    def in_flight(self, worker: int, usual: int, micro_batches: int) -> int:
-        """Computes the micro-batches in flight on a replica of a device, of those `usual` if each device is alone.
-
-        As many are under way as keep all replicas of the devices behind it at work, too.
-        """
-        if not self.replicas or not usual:
-            return usual
-        behind = sum(self.replicas[worker:])
-        own = self.count(worker)
-        return min(-(-usual * behind // ((self.pipe - worker) * own)), -(-micro_batches // own))
+    def worker(self, row: int) -> int:
+        """Returns the device of the pipe whose replica has a row of a schedule, or that has it itself."""
+        ends = accumulate(self.replicas)
+        return next(k for k, end in enumerate(ends) if row < end) if self.replicas else row
 
     @property
     def needs_processes(self) -> bool:
-        """Returns True if one process cannot have all devices of a replica, or there are several replicas."""
-        return self.nodes > 1 or self.data > 1 or bool(self.replicas)
+        """Returns True if one process cannot have all devices of a replica, or replicas have mini-batches each."""
+        return self.nodes > 1 or self.data > 1
 
     def rank(self, replica: int, worker: int) -> int:
         """Returns the place of a device of a replica among all devices."""

@@ -39,7 +39,7 @@ def pipeline_lines(model: str, settings: Settings, plan: Plan | None) -> list[st
     """Returns lines of `print`. `model` is the name of its class; without a plan they say when there will be one."""
     workers, stages = settings.workers, len(settings.placement)
     shared = f"in {stages} stages " if stages > len(workers) else ""
-    devices = ", ".join(map(str, workers))
+    devices = ", ".join(map(str, settings.row_devices))
     chunks = count_text(settings.chunks, "micro-batch", "es")
     head = f"{model} {shared}on [{devices}], {chunks}, schedule {schedule_name(settings)}"
     if plan is None:
@@ -121,7 +121,7 @@ class Pipeline(nn.Module):
         state: PipelineState | None = None,
     ):
         set_up(self, model)
-        state = state or PipelineState(model, settings, plan, executor or executor_for(settings.workers))
+        state = state or PipelineState(model, settings, plan, executor or executor_for(settings.row_devices))
         object.__setattr__(self, "_fxpipe", state)
 
     # -- Running -----------------------------------------------------------------------------------------------------
@@ -160,7 +160,9 @@ class Pipeline(nn.Module):
         with inside.engine.running():
             bound, leaves, batch = inside.bound_program_for(args, kwargs)
             settings = inside.settings
-            return inside.engine.call(bound, leaves, batch, settings.chunks, settings.checkpoint, settings.placement)
+            return inside.engine.call(
+                bound, leaves, batch, settings.chunks, settings.checkpoint, settings.placement, settings.replicas
+            )
 
     @overload
     def forward_backward(
@@ -377,6 +379,13 @@ class Pipeline(nn.Module):
         parse_switch("vertical_sync", vertical_sync)
         policy = stream_policy(self._fxpipe.settings.schedule, vertical_sync)
         self._check_stream_arguments(optimizer, loss_fn, grad_scaler)
+        if self._fxpipe.settings.replicas:
+            numbers = "-".join(map(str, self._fxpipe.settings.replicas))
+            raise ArgumentError(
+                f"train_stream over stages with {numbers} replicas, which take micro-batches in turn and add up their "
+                "gradients at the end of a step, and a stream has no such end: train with forward_backward, or plan "
+                "with each stage once (fxpipe.plan(..., data_parallel=1))"
+            )
         if self._fxpipe.closed:
             raise StateError("the pipe is closed; make a new one with fxpipe.pipeline(model, ...)")
         function, is_given = loss_fn or model_loss, loss_fn is not None

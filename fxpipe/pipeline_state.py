@@ -31,7 +31,7 @@ from fxpipe.planning.passes import holds_for_lengths, holds_for_sizes
 from fxpipe.plans import Plan
 from fxpipe.plans.retarget import resize_plan
 from fxpipe.runtime import BoundProgram, Engine, Executor, executor_for, wire_program
-from fxpipe.runtime.bound_program import ModelTensors
+from fxpipe.runtime.bound_program import ModelTensors, StageReplica
 from fxpipe.runtime.losses import ambiguous_output_message
 from fxpipe.runtime.stage_updates import OverlappedUpdates, StagewiseOptimizer, by_stage
 from fxpipe.runtime.step_inputs import MicroBatch
@@ -152,7 +152,7 @@ class PipelineState:
             j: functools.partial(optimizer.step_parameters, of_stage)
             for j, of_stage in by_stage(optimizer.parameters(), self.stage_of_parameter).items()
         }
-        self.engine.update(steps, self.settings.devices, self.settings.placement)
+        self.engine.update(steps, self.settings.devices, self.settings.placement, self.settings.replicas)
 
     def with_updates(self, optimizer: StagewiseOptimizer | None, run: Callable[[OverlappedUpdates | None], T]) -> T:
         """Runs a step, within which the stages are updated by an optimizer, if one is given.
@@ -400,7 +400,15 @@ class PipelineState:
             assert self.plan is not None
             demands = resize_plan(self.plan, samples, settings.checkpoint).demands()
         n = len(settings.placement)
-        return make_schedule(settings.schedule, n, micro_batches, settings.checkpoint, settings.placement, demands)
+        return make_schedule(
+            settings.schedule,
+            n,
+            micro_batches,
+            settings.checkpoint,
+            settings.placement,
+            demands,
+            settings.replicas,
+        )
 
     def _choose_chunks(self, traced: Traced, batch: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Chooses the number of micro-batches again where this mini-batch is larger than any before.
@@ -434,9 +442,9 @@ class PipelineState:
                     reason = self._refusal_of_evaluation(first, args, kwargs, seed)
                 self._take_plan_of(first)
                 assert self.first is not None
-                if self.settings.workers != self.asked.workers:  # a map of modules needs no more
+                if self.settings.row_devices != self.asked.row_devices:  # a map of modules needs no more
                     self.engine.executor.close()
-                    self.engine.executor = executor_for(self.settings.workers)
+                    self.engine.executor = executor_for(self.settings.row_devices)
                 self.settle()
                 kept = self._keep(self.first)
                 traced = self.first.traced
@@ -481,6 +489,7 @@ class PipelineState:
             combinations=traced.combinations,
             known_pieces=InputPieces.of(traced, self.settings.devices[-1]) if traced.combinations else None,
             untold=traced.untold,
+            replicas=self._replicas_of(prepared),
         )
         self.graphs.add(prepared, bound)
         if self.plan is not None and (new := [r for r in traced.reasons_of_fixed_sizes if r not in self.plan.why]):
@@ -491,6 +500,22 @@ class PipelineState:
             self._has_prints = True
             warn_of_prints(self.model, traced.print_lines)
         return prepared, bound
+
+    def _replicas_of(self, prepared: PreparedGraph) -> tuple[tuple[StageReplica, ...], ...]:
+        """The replicas of each stage, whose code names their own devices; none where each stage is alone."""
+        settings = self.settings
+        if not settings.replica_workers:
+            return ()
+        by_stage = settings.stage_devices
+        every = [tuple(own[turn % len(own)] for own in by_stage) for turn in range(max(map(len, by_stage)))]
+        programs = [prepared.program]
+        for turn, devices in enumerate(every[1:], 1):
+            is_known = settings.compile is None and devices in every[:turn]  # compiled code is of one worker
+            programs.append(programs[every.index(devices)] if is_known else prepared.on_devices(devices))
+        return tuple(
+            tuple(StageReplica(device, programs[turn].stages[j]) for turn, device in enumerate(own))
+            for j, own in enumerate(by_stage)
+        )
 
     def _warn_of_sizes(self, traced: Traced) -> None:
         """Warns once for a pipe, where sizes of inputs alone have made so many graphs."""

@@ -141,8 +141,8 @@ RUNTIME = (
     ),
     Mutant(
         "runtime/stage_updates.py",
-        "for j in sorted(stages) if placement[j] == d)",
-        "for j in sorted(stages) if d == 0)",
+        "for j in sorted(stages) if placement[j] == d and r == 0)",
+        "for j in sorted(stages) if d == 0 and r == 0)",
         "behaviour/test_stage_optimizers.py::test_stages_step_in_their_workers_and_hooks_see_the_optimizer_once",
     ),
     Mutant(
@@ -302,8 +302,8 @@ RUNTIME = (
     ),
     Mutant(
         "runtime/wiring.py",
-        "return [(*fence, i) for fence",
-        "return [(*fence, 0) for fence",
+        "keys = [(*fence, i) for fence",
+        "keys = [(*fence, 0) for fence",
         "unit/runtime/test_wiring.py::test_backward_of_a_stage_waits_for_the_loss_that_alone_uses_what_it_made",
     ),
     Mutant(
@@ -586,9 +586,42 @@ SCHEDULING = (
     ),
     Mutant(
         "scheduling/validation.py",
-        "            if user in device_of and device_of[user] != d:\n",
-        "            if user in device_of and device_of[user] > d:\n",
+        "            if user != d:\n",
+        "            if user > d:\n",
         "unit/scheduling/test_schedules.py unit/scheduling/test_registry.py",
+    ),
+    Mutant(
+        "scheduling/validation.py",
+        "                moving.append(row_of.get((action.stage, action.micro_batch + 1), d))",
+        "                pass",
+        "unit/scheduling/test_replica_rows.py::test_buffers_are_handed_on_in_every_schedule_by_name",
+    ),
+    Mutant(
+        "scheduling/replicas.py",
+        "        ahead[j] = 1 + -(-in_flight // count)",
+        "        ahead[j] = 1 + in_flight // count",
+        (
+            "unit/scheduling/test_replica_rows.py"
+            "::test_a_stage_that_takes_as_many_times_as_long_keeps_up_with_so_many_replicas"
+        ),
+    ),
+    Mutant(
+        "runtime/wiring.py",
+        "        if i and kind is ActionKind.FORWARD and stage in self._in_order:",
+        "        if i and kind is ActionKind.RECOMPUTE and stage in self._in_order:",
+        "behaviour/test_stage_replicas.py::test_whatever_order_the_fences_allow_the_bits_are_the_same",
+    ),
+    Mutant(
+        "runtime/step.py",
+        "every = (totals for of_stage in self.replica_totals for totals in of_stage)",
+        "every = (totals for of_stage in self.replica_totals for totals in of_stage[:1])",
+        "behaviour/test_stage_replicas.py::test_micro_batches_that_are_handed_over_go_round",
+    ),
+    Mutant(
+        "runtime/stage_updates.py",
+        "            sharing |= {j}",
+        "            sharing -= {j}",
+        "behaviour/test_stage_replicas.py::test_weights_are_updated_once_all_replicas_have_gone_back",
     ),
     Mutant(
         "scheduling/validation.py",
@@ -670,7 +703,7 @@ SIMULATION = (
     ),
     Mutant(
         "simulation/events.py",
-        "left = max(span.end, *(self._free[one] for one in way.links_taken))",
+        "left = max(span.end, *(self._free[one] for one in taken))",
         "left = span.end",
         "unit/simulation/test_simulate_schedule.py::test_a_link_carries_one_transfer_at_a_time",
     ),
@@ -709,8 +742,8 @@ SIMULATION = (
     ),
     Mutant(
         "simulation/events.py",
-        "is_sent = link[0] != link[1]",
-        "is_sent = transfer.source != transfer.target",
+        "if device_of[transfer.source] != device_of[transfer.target]\n",
+        "if transfer.source != transfer.target\n",
         "unit/simulation/test_simulate_schedule.py::test_nothing_is_sent_within_a_device",
     ),
     Mutant(
@@ -781,7 +814,7 @@ SIMULATION = (
     ),
     Mutant(
         "simulation/simulation_result.py",
-        "transfer.bytes * self.micro_batches",
+        "transfer.bytes * count",
         "transfer.bytes",
         "unit/simulation/test_simulate_schedule.py::test_bytes_of_each_link",
     ),

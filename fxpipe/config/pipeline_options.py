@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from fxpipe.hardware import Hardware, check_device_count, cluster_of
 from fxpipe.plans import Plan
 from fxpipe.profiling import Profile
 from fxpipe.profiling.loss_cost import PlannedLoss, parse_loss
-from fxpipe.scheduling import ScheduleLike
+from fxpipe.scheduling import ScheduleLike, is_stream
 from fxpipe.tracing.trace_request import TracerOption, check_tracer
 from fxpipe.utils.batch_split import largest_micro_batch
 from fxpipe.utils.units import parse_count, parse_number
@@ -125,7 +126,7 @@ def options_with_plan(options: PipelineOptions, plan: Plan) -> PipelineOptions:
         )
     return replace(
         options,
-        devices=plan.workers if options.devices is None else options.devices,
+        devices=plan.row_devices if options.devices is None else options.devices,
         chunks=plan.chunks if isinstance(options.chunks, str) and options.chunks == AUTO else options.chunks,
         checkpoint=plan.checkpoint if options.checkpoint == AUTO else options.checkpoint,
     )
@@ -141,17 +142,18 @@ def check_replicas(plan: Plan, ranks: int) -> None:
         return
     numbers = "-".join(map(str, plan.replicas))
     once = "fxpipe.plan(model, ..., balance='pipedream', data_parallel=1)"
-    if len(set(plan.replicas)) > 1 or plan.has_unequal_replicas:
+    if plan.turns:
         raise ArgumentError(
-            f"plan has stages with {numbers} replicas that take micro-batches in turn, which no pipe runs: only "
-            "replicas of all stages, which share mini-batches evenly. Plan with a number that is the same for all, as "
+            f"plan has stages with {numbers} replicas that take micro-batches in turn, and over processes only "
+            "replicas of all stages run, which share mini-batches evenly. Run it in one process "
+            f"(devices=[...] with {len(plan.row_devices)} entries), or plan with a number that is the same for all, as "
             f"in {once}, or data_parallel=2 for a mesh of two replicas"
         )
     count = plan.replicas[0]
     mesh = f"init_device_mesh(..., ({count}, {len(plan.workers)}), mesh_dim_names=('data', 'pipe'))"
     if count > 1:
         raise ArgumentError(
-            f"plan has {numbers} replicas of its stages, and here each has {ranks}: run it over processes, with "
+            f"plan has {numbers} replicas of its stages, and here each has {ranks}: run it with "
             f"mesh = {mesh}, devices=mesh['pipe'] and data_parallel=mesh['data'], or plan with {once}"
         )
     raise ArgumentError(
@@ -203,7 +205,9 @@ class Settings:
     data_parallel: int = 1  # replicas, each of which has such workers
     mesh: tuple[str, str] = MESHES[0]  # in which order they stand, if there are several
     chooses_replicas: bool = False  # is `balance="pipedream"` to say how many each stage has
-    replicas: tuple[int, ...] = ()  # of each worker, where it has said so, and they are unequal
+    # By worker the devices of its replicas, where these take micro-batches in turn; none: no worker has such.
+    replica_workers: tuple[tuple[torch.device, ...], ...] = ()
+    runs_here: bool = False  # in this process, where replicas that are chosen have to take turns
     ranks_per_stage: int = 1  # over processes: replicas that have mini-batches of their own
 
     @property
@@ -214,9 +218,24 @@ class Settings:
         return cluster_of(self.hardware, len(self.workers), self.data_parallel, self.mesh, self.replicas)
 
     @property
+    def replicas(self) -> tuple[int, ...]:
+        """By worker the replicas that take micro-batches in turn; empty if no worker has such."""
+        return tuple(map(len, self.replica_workers))
+
+    @property
+    def row_devices(self) -> tuple[torch.device, ...]:
+        """The device of each row of a schedule: of each worker or, where they take turns, of each replica."""
+        return tuple(device for of_worker in self.replica_workers for device in of_worker) or self.workers
+
+    @property
     def devices(self) -> tuple[torch.device, ...]:
-        """The device of each stage."""
+        """The device of each stage; of several replicas that of the first, where its parameters are."""
         return tuple(self.workers[k] for k in self.placement)
+
+    @property
+    def stage_devices(self) -> tuple[tuple[torch.device, ...], ...]:
+        """By stage the devices of all replicas that take turns."""
+        return tuple(self.replica_workers[k] if self.replica_workers else (self.workers[k],) for k in self.placement)
 
     def micro_batches(self, batch: int) -> int:
         """Returns the number of micro-batches of so many samples: fewer than `chunks` where there are fewer samples."""
@@ -227,10 +246,14 @@ class Settings:
         return largest_micro_batch(batch, self.chunks)
 
 
-def make_settings(options: PipelineOptions, plan: Plan | None = None, *, anywhere: bool = False) -> Settings:
+def make_settings(
+    options: PipelineOptions, plan: Plan | None = None, *, anywhere: bool = False, runs_here: bool = False
+) -> Settings:
     """Checks each option by itself. With a plan, what is left to it is the plan's.
 
-    `anywhere`: the devices need not be here, for nothing will run.
+    Args:
+        anywhere: the devices need not be here, for nothing will run.
+        runs_here: they are those of one process, which runs what is planned.
 
     Raises:
         ArgumentError, ArgumentTypeError: names the argument, what was given, what is accepted.
@@ -244,7 +267,9 @@ def make_settings(options: PipelineOptions, plan: Plan | None = None, *, anywher
         options = options_with_plan(options, plan)
     hardware = parse_hardware_option(options.hardware)
     data = 1 if options.data_parallel is None else parse_count("data_parallel", options.data_parallel)
-    workers = _workers_of_replica(parse_devices(options.devices, anywhere), data)
+    rows = parse_devices(options.devices, anywhere)
+    replica_workers = _workers_that_take_turns(rows, plan) if plan is not None and runs_here else ()
+    workers = tuple(own[0] for own in replica_workers) or _workers_of_replica(rows, data)
     check_device_count(hardware, len(workers), data)
     count = parse_chunks(options.chunks, len(workers))
     placement = place_stages(len(workers), per_device, order, count, plan)
@@ -252,6 +277,7 @@ def make_settings(options: PipelineOptions, plan: Plan | None = None, *, anywher
         placement = plan.placement  # its stages stay where they are, and the schedule is chosen for them
     pins, balance = _merge_pins(options.pin, options.balance, workers)
     is_free = options.data_parallel is None and plan is None and hardware is not None and len(workers) > 1
+    is_free = is_free and not (runs_here and is_stream(order))  # `train_stream` has each stage once
     modes = parse_checkpoint(options.checkpoint, None if pins else len(placement))  # pins may take other stages
     return Settings(
         workers=workers,
@@ -281,6 +307,8 @@ def make_settings(options: PipelineOptions, plan: Plan | None = None, *, anywher
         mesh=parse_mesh(options.mesh),
         processes=parse_switch("processes", options.processes),
         chooses_replicas=is_free and isinstance(balance, str) and balance == "pipedream",
+        replica_workers=replica_workers,
+        runs_here=runs_here,
     )
 
 
@@ -291,6 +319,21 @@ def _workers_of_replica(devices: tuple[torch.device, ...], data: int) -> tuple[t
             f"data_parallel={data}: {len(devices)} devices cannot be shared out evenly; give a multiple of {data}"
         )
     return devices[: len(devices) // data]
+
+
+def _workers_that_take_turns(devices: tuple[torch.device, ...], plan: Plan) -> tuple[tuple[torch.device, ...], ...]:
+    """Returns by worker the devices of its replicas, for a plan with such; they follow each other among all devices."""
+    if not plan.turns:
+        return ()
+    if len(devices) != sum(plan.turns):
+        numbers = "-".join(map(str, plan.turns))
+        raise ArgumentError(
+            f"plan has devices with {numbers} replicas, which take micro-batches in turn, but devices has "
+            f"{len(devices)} entries: give {sum(plan.turns)}, those of each one's replicas one after the other; or "
+            "plan without replicas (data_parallel=1)"
+        )
+    ends = [0, *accumulate(plan.turns)]
+    return tuple(devices[first:end] for first, end in pairwise(ends))
 
 
 def _options_for_tuner(

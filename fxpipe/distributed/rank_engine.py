@@ -363,7 +363,7 @@ class RankEngine(Engine):
             targets = targets_on_device(target, device)
         else:
             rows = rows_of_inputs(inputs.bounds[0].in_dims)
-            targets = scatter_target(target, inputs.batch, len(shares), device, rows)
+            targets = scatter_target(target, inputs.batch, len(shares), (device,), rows)
         losses = MicroBatchLosses(call.loss_fn, call.reduction, shares, targets, call.scaler, whole)
         losses.is_handed_over = inputs.is_handed_over
         losses.portion, losses.unit = part.portion, self.replicas.unit(part)

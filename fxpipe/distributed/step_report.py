@@ -78,8 +78,8 @@ class LossVerdict:
         for first, of_last, of_replica in zip(self.part.firsts, self.of_last, self.reports, strict=True):
             shares |= {first + i: share for i, share in enumerate(of_last.shares)}
             for report in of_replica:
-                for key, notes in report.weights_of_elements.items():
-                    check.gradients[key] |= {first + i: note for i, note in notes.items()}
+                for (place, i), note in report.weights_of_elements.items():
+                    check.gradients[place, first + i] = note
         return check.difference(shares.__getitem__, means_only=True)
 
 

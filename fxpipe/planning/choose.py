@@ -120,12 +120,14 @@ def _simulate_cut(
     costs = [
         replace(load.cost, weight=min(weight, load.cost.backward)) for load, weight in zip(loads, weights, strict=True)
     ]
-    if is_stream(settings.schedule):
+    if is_stream(settings.schedule) and not settings.replicas:
         return simulate_stream(
             str(settings.schedule), costs, transfers, micro_batches=m, modes=checkpoint, overlaps=False
         )
     demands = stage_times_of(costs, transfers, checkpoint) if is_searched(settings.schedule) else None
-    schedule = make_schedule(settings.schedule, len(loads), m, checkpoint, settings.placement, demands)
+    schedule = make_schedule(
+        settings.schedule, len(loads), m, checkpoint, settings.placement, demands, settings.replicas
+    )
     return simulate_schedule(schedule, costs, transfers, overlaps=False)
 
 

@@ -207,14 +207,9 @@ def stage_devices_of(settings: Settings, batch: int) -> tuple[StageSite, ...]:
     modes = (settings.checkpoint,) * len(placement) if isinstance(settings.checkpoint, str) else settings.checkpoint
     again = [mode if mode == "except_last" else "always" for mode in modes]  # where a stage recomputes
     n, m = len(placement), settings.micro_batches(batch)
-    schedule = make_schedule(settings.schedule, n, steady_micro_batches(settings.schedule, n, m), again, placement)
+    count = steady_micro_batches(settings.schedule, n, m)
+    schedule = make_schedule(settings.schedule, n, count, again, placement, replicas=settings.replicas)
     flights, recomputed = micro_batches_in_flight(schedule), activations_in_flight(schedule)
-    if settings.replicas and settings.cluster is not None:
-        here, m = settings.cluster.in_flight, settings.micro_batches(batch)
-        flights, recomputed = (
-            tuple(here(k, count, m) for k, count in zip(placement, counts, strict=True))
-            for counts in (flights, recomputed)
-        )
     sites = []
     for j, k in enumerate(placement):
         memory, versions = workers[k].memory, weight_versions(settings.schedule, n, j, m)
@@ -260,7 +255,7 @@ def _worker_memory(settings: Settings, device: torch.device) -> int | None:
     if settings.hardware is not None:
         return settings.hardware.usable_memory
     memory = settings.memory_at_hand[device] if device in settings.memory_at_hand else local_memory(device)
-    return None if memory is None else int(memory * (1 - MEMORY_MARGIN)) // settings.workers.count(device)
+    return None if memory is None else int(memory * (1 - MEMORY_MARGIN)) // settings.row_devices.count(device)
 
 
 def with_memory_at_hand(settings: Settings, model: nn.Module) -> Settings:

@@ -328,6 +328,7 @@ def plan_of_cut(
         guards=tuple(map(str, traced.guards.guards)) if traced.guards else (),
         estimated_for=cut.profiles[0].estimated_for,
         placement=settings.placement,
+        replica_devices=tuple(tuple(map(str, own)) for own in settings.replica_workers),
         bottlenecks=cut.bottlenecks,
         sendings=planned_transfers(traced, program, formulas, settings, here),
         packets=planned_packets(traced, program, settings, samples, cut.profiles[0].lengths),

@@ -86,8 +86,8 @@ def plan(
             gradients once for a step. The plan is that of one of them. `fxpipe.tune` finds a good number. None: 1 or,
             with balance="pipedream" and `hardware`, what PipeDream's planner chooses: stages, and how many replicas
             each of them has. Where these are equal, the plan is as with so many here, and `mesh` is the better one
-            unless it is said; where they are not (15-1), it is to be looked at and simulated, but no pipe runs it.
-            With `stages`, each has one.
+            unless it is said; where they are not (15-1), they take micro-batches in turn, and run in one process. With
+            `stages`, each has one.
         mesh: how replicas stand in the nodes of the hardware, as the names of the dimensions of a `DeviceMesh`, the
             outer one first: ("data", "pipe") keeps each pipeline in as few nodes as can be, ("pipe", "data") the
             devices that reduce gradients together. See `fxpipe.cluster` for what is assumed of links.

@@ -297,6 +297,14 @@ class PreparedGraph:
     settings: Settings  # with all that was left to planning
     is_reordered: bool
     starts: tuple[int, ...]  # the place of the first node of each stage
+    copies: tuple[Collection[str], ...] = ()  # by stage the earlier nodes that it computes itself; none: no stage does
+
+    def on_devices(self, devices: Sequence[torch.device]) -> Program:
+        """The same stages for other devices, as replicas have them."""
+        from fxpipe.rewriting import split_into_stages
+
+        deferred, compiled = self.settings.deferred_batch_norm, self.settings.compile
+        return split_into_stages(self.traced, self.starts, devices, self.copies, deferred, compiled)
 
 
 def prepare_profiled(profiled: ProfiledModel, settings: Settings) -> PreparedGraph:
@@ -323,7 +331,8 @@ def prepare_cut(cut: Cut, fingerprint: str, batch: int, settings: Settings) -> P
         program = split_into_stages(traced, cut.starts, settings.devices, copies, deferred, compiled)
     plan = plan_of_cut(cut, program, copies, batch, settings)
     plan = replace(plan, fingerprint=fingerprint)
-    return PreparedGraph(plan, traced, program, settings, traced.fingerprint() != fingerprint, cut.starts)
+    is_reordered = traced.fingerprint() != fingerprint
+    return PreparedGraph(plan, traced, program, settings, is_reordered, cut.starts, tuple(copies))
 
 
 def _decided_checkpoint(asked: str | tuple[str, ...], recompute: Sequence[bool]) -> str | tuple[str, ...]:
@@ -364,9 +373,10 @@ def prepare_given_plan(traced: Traced, asked: Plan, batch: int, settings: Settin
         batch=batch,
         processes=settings.processes,
         cluster=asked.cluster if settings.processes or not asked.is_over_processes else None,
+        replica_devices=tuple(tuple(map(str, own)) for own in settings.replica_workers),
     )
     is_reordered = names != [node.name for node in traced.nodes]
-    return PreparedGraph(plan, reordered, program, settings, is_reordered, starts)
+    return PreparedGraph(plan, reordered, program, settings, is_reordered, starts, tuple(copies))
 
 
 # -- Another graph of a planned model, for evaluation say, cut so that nodes stay with their parameters --------------
@@ -399,7 +409,7 @@ def prepare_additional_graph(
     starts = cut_least_misplaced(_misplacement_costs(first, traced), forbidden_cuts(traced))
     deferred, compiled = settings.deferred_batch_norm, settings.compile
     program = split_into_stages(traced, starts, settings.devices, (), deferred, compiled)
-    return replace(first, traced=traced, program=program, starts=tuple(starts))
+    return replace(first, traced=traced, program=program, starts=tuple(starts), copies=())
 
 
 def _misplacement_costs(first: PreparedGraph, traced: Traced) -> list[list[float]]:

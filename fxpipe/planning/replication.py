@@ -5,8 +5,8 @@ paper's levels, nodes of devices, and as if all devices were on one level, as sl
 can be had. The better one, on the links that its devices have, is planned:
 
 - each stage once: a pipeline as any other;
-- equally many for each: `data_parallel` replicas of a pipeline, over a mesh;
-- else, 15-1 say: stages whose replicas take micro-batches in turn (`Cluster.replicas`), to be looked at.
+- equally many for each, where it is planned for processes: `data_parallel` replicas of a pipeline, over a mesh;
+- else, 15-1 say: stages whose replicas take micro-batches in turn (`Cluster.replicas`), in one process.
 
 Then it says where stages begin (`pipedream_starts`), node by node, for whatever replicas there are. Seconds and bytes
 are those of a mini-batch of all replicas, whose gradients are reduced once.
@@ -247,11 +247,14 @@ def _with_replicas(settings: Settings, replicas: tuple[int, ...], traced: Traced
         chunks=CHUNKS_PER_WORKER * n if "chunks" in settings.left else settings.chunks,
     )
     share, rest = divmod(batch, most)
-    if min(replicas) == most and not rest and (most == 1 or traced.holds_at(share)):
+    if most == 1 or (min(replicas) == most and not rest and not settings.runs_here and traced.holds_at(share)):
         pipe = replace(staged, workers=settings.workers[:n], data_parallel=most)
         is_free = settings.mesh == MESHES[0] and most > 1 and n > 1
         for mesh in MESHES if is_free else (settings.mesh,):
             yield replace(pipe, mesh=mesh)
     else:
-        firsts = accumulate(replicas[:-1], initial=0)
-        yield replace(staged, workers=tuple(settings.workers[first] for first in firsts), replicas=replicas)
+        ends = [0, *accumulate(replicas)]
+        devices = tuple(settings.workers[first:end] for first, end in pairwise(ends))
+        chunks = CHUNKS_PER_WORKER * sum(replicas) if "chunks" in settings.left else settings.chunks
+        workers = tuple(own[0] for own in devices)
+        yield replace(staged, workers=workers, replica_workers=devices, chunks=chunks)

@@ -238,7 +238,10 @@ class PlanData:
     sizes: tuple[PlannedSize, ...] = ()  # dynamic ones, for which seconds and bytes are given; none: all are fixed
     contention: float = 1.0  # times as long as measured that stages on CPUs take while all of these are at work
     processes: bool = False  # each device has a process of its own; else one interpreter queues for all
-    cluster: Cluster | None = None  # its devices and those of its replicas; None: those at hand, and no replicas
+    cluster: Cluster | None = None  # its devices and those of its replicas; None: those at hand
+    # By worker the devices of its replicas, where they take micro-batches in turn (`Cluster.replicas`); none: no worker
+    # has such.
+    replica_devices: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.placement:
@@ -277,8 +280,7 @@ class PlanData:
         """Micro-batches that have gone forward in a stage and not yet back, at most."""
         from fxpipe.scheduling import micro_batches_in_flight
 
-        count = micro_batches_in_flight(self._steady_schedule())[self._stage(stage).index]
-        return self._on_replica(stage, count)
+        return micro_batches_in_flight(self._steady_schedule())[self._stage(stage).index]
 
     def weight_versions(self, stage: int) -> int:
         """Versions of its weights that a stage holds, at most: one, unless mini-batches stream through the stages."""
@@ -289,18 +291,20 @@ class PlanData:
     @property
     def replicas(self) -> tuple[int, ...]:
         """The number of devices that have each stage: by replicas of the pipeline, or of the stage alone."""
-        return tuple(1 if self.cluster is None else self.cluster.count(k) for k in self.placement)
+        of_workers = self.turns or (self.data_parallel,) * len(self.workers)
+        return tuple(of_workers[k] for k in self.placement)
 
     @property
-    def has_unequal_replicas(self) -> bool:
-        """Returns True if stages have replicas of their own, which take micro-batches in turn."""
-        return self.cluster is not None and bool(self.cluster.replicas)
+    def turns(self) -> tuple[int, ...]:
+        """By worker the replicas that take micro-batches in turn; empty if no worker has such."""
+        return tuple(map(len, self.replica_devices)) or (() if self.cluster is None else self.cluster.replicas)
 
-    def _on_replica(self, stage: int, in_flight: int) -> int:
-        """Computes the micro-batches in flight on one device of a stage, of those of a stage with one."""
-        if self.cluster is None:
-            return in_flight
-        return self.cluster.in_flight(self.placement[stage], in_flight, self.micro_batches)
+    @property
+    def row_devices(self) -> tuple[str, ...]:
+        """The device of each row of its schedule: of each worker or, where they take turns, of each replica."""
+        if not self.replica_devices and self.turns:  # read from a file that knows the first ones only
+            return tuple(name for name, count in zip(self.workers, self.turns, strict=True) for _ in range(count))
+        return tuple(name for names in self.replica_devices for name in names) or self.workers
 
     def costs(self) -> tuple[list[StageCost], list[Transfer]]:
         """Returns the input of the simulator: the costs of each stage, and all transfers between stages.
@@ -322,7 +326,7 @@ class PlanData:
         here, sizes, recomputes = self.here, stage.bytes, self.recomputes(stage.index)
         reduction, buckets = self._reduction(stage)
         portals = sizes.through_portals(recomputes).at(here)
-        cost = StageCost(
+        return StageCost(
             stage.forward_seconds,
             stage.backward_seconds,
             weight=stage.weight_seconds,
@@ -341,35 +345,6 @@ class PlanData:
             host=self._host(stage),
             reduction=reduction,
             reduction_buckets=buckets,
-        )
-        return self._cost_of_replicas(stage.index, cost) if self.has_unequal_replicas else cost
-
-    def _cost_of_replicas(self, stage: int, cost: StageCost) -> StageCost:
-        """Returns what a stage costs whose replicas take micro-batches in turn, as if it were one faster device.
-
-        What is kept for each micro-batch counts as often as one of them has it.
-        """
-        from fxpipe.scheduling import is_searched, make_schedule, micro_batches_in_flight
-
-        assert self.cluster is not None
-        rate = self.cluster.rate(self.placement[stage], self.micro_batches)
-        if is_searched(self.schedule):  # for what stages cost, which is not known yet
-            schedule = make_schedule("1f1b", len(self.stages), self.micro_batches, "never", self.placement)
-        else:
-            schedule = self.as_schedule()
-        count = micro_batches_in_flight(schedule)[stage]
-        share = self._on_replica(stage, count) / count if count else 1.0
-        return replace(
-            cost,
-            forward=cost.forward / rate,
-            backward=cost.backward / rate,
-            weight=None if cost.weight is None else cost.weight / rate,
-            loss=cost.loss / rate,
-            action=cost.action / rate,
-            host=None if cost.host is None else cost.host.shared_by(rate),
-            saved_bytes=cost.saved_bytes * share,
-            input_bytes=cost.input_bytes * share,
-            portal_bytes=cost.portal_bytes * share,
         )
 
     def _version_bytes(self, stage: StagePlan) -> int:
@@ -396,7 +371,7 @@ class PlanData:
         from fxpipe.scheduling import is_searched, make_schedule
 
         n, demands = len(self.stages), self.demands() if is_searched(self.schedule) else None
-        return make_schedule(self.schedule, n, micro_batches, self.checkpoint, self.placement, demands)
+        return make_schedule(self.schedule, n, micro_batches, self.checkpoint, self.placement, demands, self.turns)
 
     def _steady_schedule(self) -> Schedule:
         """Its schedule with as many micro-batches as are in flight at any time: of a stream, those of several steps."""
@@ -482,8 +457,7 @@ class PlanData:
 
         schedule, j, sizes = self._steady_schedule(), stage.index, stage.bytes
         static = Polynomial.in_b(stage.parameter_bytes + stage.state_bytes + self._version_bytes(stage))
-        of_schedule = micro_batches_in_flight(schedule)[j], activations_in_flight(schedule)[j]
-        counts = tuple(self._on_replica(j, count) for count in of_schedule)
+        counts = micro_batches_in_flight(schedule)[j], activations_in_flight(schedule)[j]
         return stage_memory(static, sizes.kept(self.recomputes(j)), sizes.held, ZERO, *counts)
 
     def _stage(self, stage: int) -> StagePlan:

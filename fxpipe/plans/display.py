@@ -150,20 +150,24 @@ def _contention(plan: PlanData) -> str:
 
 
 def _replicas(plan: PlanData) -> str:
-    """Says how many replicas PipeDream's planner has given to each stage."""
-    if plan.balance != "pipedream":
+    """Says how many replicas each stage has, where PipeDream's planner was to say so, or they take turns."""
+    if plan.balance != "pipedream" and not plan.turns:
         return ""
-    if plan.has_unequal_replicas:
+    from fxpipe.scheduling import is_stream
+
+    if plan.turns:
+        flush = "; a step ends with a flush, as no stream runs over replicas" if is_stream(plan.schedule) else ""
         return wrap_text(
             f"replicas {'-'.join(map(str, plan.replicas))}: the devices of a stage take micro-batches in turn, and "
-            "reduce its gradients; seconds and memory of stages are those of one of them"
+            f"add up its gradients; seconds and memory of stages are those of one of them{flush}"
         )
     if plan.data_parallel > 1 and plan.cluster is not None:
         return wrap_text(
             f"replicas {'-'.join(map(str, plan.replicas))}: data_parallel={plan.data_parallel}, mesh "
             f"{plan.cluster.mesh}; figures are those of one pipeline and its part of the mini-batch"
         )
-    return f"replicas {'-'.join(map(str, plan.replicas))}"
+    each = ": in a stream each stage is there once" if is_stream(plan.schedule) else ""
+    return f"replicas {'-'.join(map(str, plan.replicas))}{each}"
 
 
 def _heaviest(plan: PlanData) -> str:

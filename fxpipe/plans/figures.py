@@ -54,7 +54,7 @@ def simulate_step(plan: PlanData, overlaps: bool | None = None, updates: bool | 
     """
     is_over, (costs, transfers) = plan.is_over_processes, plan.costs()
     overlaps, shares = is_over if overlaps is None else overlaps, shares_interpreter(plan)
-    if is_stream(plan.schedule):
+    if is_stream(plan.schedule) and not plan.turns:  # which have a flush
         return simulate_stream(
             plan.schedule,
             [replace(cost, update=0.0) for cost in costs] if updates is False else costs,
@@ -122,6 +122,6 @@ def size_figures(plan: PlanData) -> SizeFigures:
 
 def slowest_to_mean(plan: PlanData) -> float:
     """1 where all stages take the same time, n where one of n stages takes it all."""
-    shares = plan.replicas if plan.has_unequal_replicas else (1,) * len(plan.stages)  # that take turns
+    shares = plan.replicas if plan.turns else (1,) * len(plan.stages)
     seconds = [stage.seconds / share for stage, share in zip(plan.stages, shares, strict=True)]
     return max(seconds) / fmean(seconds) if any(seconds) else 1.0

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TypeVar
 
-from fxpipe.cluster import Cluster, Link
+from fxpipe.cluster import MESHES, Cluster, Link
 from fxpipe.errors import ArgumentError
 from fxpipe.hardware import Hardware, cluster_of, device_names
 from fxpipe.plans.data import HeaviestNode, PlanData, PlannedSize, PlannedTransfer, StageGrowth, StagePlan, StageSeconds
@@ -222,6 +222,19 @@ def place_plan(plan: PlanT, cluster: Cluster) -> PlanT:
         sendings=tuple(_place_transfer(plan, way, cluster) for way in plan.sendings),
         packets=None if packets is None else tuple(_place_transfer(plan, way, cluster, LOOPBACK) for way in packets),
     )
+
+
+def replicas_in_turn(plan: PlanT) -> PlanT:
+    """The plan as one process runs it: replicas with a part of the mini-batch each take its micro-batches in turn.
+
+    So each has as many as before.
+    """
+    cluster, count = plan.cluster, plan.data_parallel
+    if cluster is None or count == 1:
+        return plan
+    in_turn = replace(cluster, data=1, mesh=MESHES[0], replicas=(count,) * cluster.pipe)
+    batch = None if plan.batch is None else plan.batch * count
+    return place_plan(replace(plan, chunks=plan.micro_batches * count, batch=batch), in_turn)
 
 
 def _place_transfer(

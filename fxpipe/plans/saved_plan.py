@@ -123,6 +123,12 @@ class Plan(PlanData):
             "heaviest": self.heaviest is not None and not 0 <= self.heaviest.stage < n,
             "sizes": not self._has_usable_sizes(),
             "cluster": self.cluster is not None and self.cluster.pipe != len({*self.placement}),
+            "replica_devices": bool(self.replica_devices)
+            and (
+                len(self.replica_devices) != len({*self.placement})
+                or not all(self.replica_devices)
+                or (self.cluster is not None and self.cluster.replicas != self.turns)
+            ),
         }
         for name in (name for name, is_wrong in wrong.items() if is_wrong):
             raise ArgumentError(f"the plan's {name} cannot be: they do not go with its {n} stages, or are unknown")

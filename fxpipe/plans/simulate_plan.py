@@ -111,11 +111,19 @@ def simulate(
     )
     if loss_seconds is not None:
         variant = _with_loss(variant, loss_seconds)
+    turns = variant.turns or (1,) * len(variant.workers)
     limits = [
-        [s.memory_limit for s in variant.stages if variant.placement[s.index] == k] for k in range(len(variant.workers))
+        [s.memory_limit for s in variant.stages if variant.placement[s.index] == k]
+        for k, count in enumerate(turns)
+        for _ in range(count)
     ]
     if updates is not None and not isinstance(updates, bool):
         raise ArgumentTypeError(f"updates={updates!r}: expected True or False")
+    if updates and variant.turns:
+        raise ArgumentError(
+            "updates=True with replicas that take turns: the gradients of all of them are added up when the step has "
+            "ended, and updates come after it, as `update_seconds` tells; leave updates out"
+        )
     if updates and variant.is_over_processes and not is_stream(variant.schedule):
         raise ArgumentError(
             "updates=True over processes: there a step is settled by all ranks when it has ended, and updates come "
@@ -123,7 +131,7 @@ def simulate(
         )
     return replace(
         simulate_step(variant, overlaps, updates),
-        devices=variant.workers,
+        devices=variant.row_devices,
         samples=None if variant.batch is None else variant.batch * variant.data_parallel,
         cluster=variant.cluster,
         limits=tuple(None if None in of_device else sum(filter(None, of_device)) for of_device in limits),
@@ -206,7 +214,7 @@ def _on_devices(plan: Plan, hardware: Hardware | None, data: int, mesh: Sequence
     """The plan with its devices, and those of so many replicas, on this hardware; None: where they are."""
     from fxpipe.plans.retarget import place_plan, retarget_plan
 
-    if plan.has_unequal_replicas:
+    if plan.turns:
         if hardware is not None or mesh is not None or data != 1:
             raise ArgumentError(
                 f"the plan's stages have {'-'.join(map(str, plan.replicas))} replicas, which were chosen for its "

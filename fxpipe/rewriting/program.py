@@ -74,6 +74,11 @@ class Stage:
     host_values: frozenset[str] = frozenset()  # of the values that it receives: those that it wants on the CPU
     _callables: dict[bool, StageCallable] = field(default_factory=dict, init=False, repr=False, compare=False)
 
+    @property
+    def changes_in_order(self) -> bool:
+        """Returns True if F leaves in the model's tensors what F of the next micro-batch is to find there."""
+        return bool({*self.changed_buffers, *self.assigns} - {*self.tracked_statistics, *self.counters})
+
     def callable(self, is_split: bool) -> StageCallable:
         """Returns the callable that runs the stage; made when it is first asked for.
 

@@ -21,6 +21,7 @@ from fxpipe.runtime.profiler_ranges import profiler_range
 from fxpipe.runtime.step_record import StepLog, mark_time
 from fxpipe.runtime.transport import Transport
 from fxpipe.scheduling.actions import Action, ActionKind
+from fxpipe.scheduling.replicas import replica_of
 
 
 def action_note(action: Action, stages: int, device: str) -> str:
@@ -36,11 +37,26 @@ class ActionPerformer(ABC):
     # What each kind of action does: a method of the class that derives from this one, of (stage, micro-batch).
     action_methods: ClassVar[Mapping[ActionKind, Callable[[Any, int, int], None]]] = {}
 
-    def __init__(self, devices: Sequence[torch.device], transport: Transport, context: CallerContext):
-        """`devices`: by stage; `context`: of the caller."""
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        transport: Transport,
+        context: CallerContext,
+        stage_devices: Sequence[Sequence[torch.device]] = (),
+    ):
+        """Makes it.
+
+        Args:
+            devices: by stage.
+            context: of the caller.
+            stage_devices: by stage those of its replicas; none: each stage has one.
+        """
         self.devices, self.transport = tuple(devices), transport
+        self.stage_devices = tuple(map(tuple, stage_devices)) or tuple((device,) for device in devices)
+        self.has_replicas = any(len(own) > 1 for own in self.stage_devices)
+        # By stage and replica, the device and its stream: looked up here once, and not for each action.
+        self._places = [[(device, transport.compute_stream(device)) for device in own] for own in self.stage_devices]
         self.caller_context = context  # of the caller; the drop-in's backward brings its own
-        self._streams = [transport.compute_stream(device) for device in devices]  # by stage
         self.failure: BaseException | None = None
         self.log = StepLog()
         self._failing = threading.Lock()
@@ -66,7 +82,17 @@ class ActionPerformer(ABC):
 
     def note_of_failure(self, action: Action, error: BaseException) -> str:
         """Returns the note that says where an exception was raised."""
-        return action_note(action, len(self.devices), str(self.devices[action.stage]))
+        return action_note(action, len(self.devices), str(self.device_of(action)))
+
+    def device_of(self, action: Action) -> torch.device:
+        """Returns the device of an action."""
+        return self._place(action)[0]
+
+    def _place(self, action: Action) -> tuple[torch.device, Any]:
+        """Returns device and stream of an action. U is where the parameters are, with the first of several replicas."""
+        own = self._places[action.stage]
+        turn = 0 if action.kind is ActionKind.UPDATE else replica_of(action.micro_batch, len(own))
+        return own[turn]
 
     def fail(self, error: BaseException) -> None:
         """Notes the first failure and opens all fences, so that every row comes to its end."""
@@ -77,27 +103,25 @@ class ActionPerformer(ABC):
 
     def perform(self, action: Action) -> None:
         """Performs an action. An exception makes the step fail."""
-        j = action.stage
+        device, stream = self._place(action) if self.has_replicas else self._places[action.stage][0]
         try:
-            if self._streams[j] is None and self.caller_context.is_empty and not is_profiler_on():
-                self._timed(action)
+            if stream is None and self.caller_context.is_empty and not is_profiler_on():
+                self._timed(action, stream)
             else:
-                device = self.devices[j]
                 with (
                     self.caller_context.for_action(action.kind, device),
                     profiler_range(action),
                     self.transport.at(device),
                 ):
-                    self._timed(action)
+                    self._timed(action, stream)
         except BaseException as error:
             error.add_note(self.note_of_failure(action, error))
             self.fail(error)
             return
         self.pass_on(action)
 
-    def _timed(self, action: Action) -> None:
+    def _timed(self, action: Action, stream: Any) -> None:
         kind, j, i = action
-        stream = self._streams[j]
         start, on_core = mark_time(stream), time.thread_time()
         self.action_methods[kind](self, j, i)
         self.log.times[action] = (start, mark_time(stream))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,9 +12,16 @@ from torch import nn
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.module_internals import tensor_stores
 from fxpipe._torch.thread_state import ThreadState
-from fxpipe.rewriting.program import ConstantOutput, Program, ReceivedValue
+from fxpipe.rewriting.program import ConstantOutput, Program, ReceivedValue, Stage
 from fxpipe.runtime.wiring import Wiring
 from fxpipe.utils.output_combination import OutputCombination, UndeterminedOutput
+
+
+class StageReplica(NamedTuple):
+    """A device that has a stage, and the stage as it runs there."""
+
+    device: torch.device
+    stage: Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +30,7 @@ class BoundProgram:
 
     program: Program
     wiring: Wiring
-    devices: tuple[torch.device, ...]  # by stage
+    devices: tuple[torch.device, ...]  # by stage; of several replicas the first one's, where the parameters are
     in_dims: tuple[int | None, ...]  # by input leaf: which dimension holds the batch
     out_dims: tuple[int | str | None, ...]  # of what micro-batches hand out: output leaves, then pieces of others
     out_spec: Any  # tree of the output
@@ -36,6 +43,18 @@ class BoundProgram:
     untold: tuple[
         UndeterminedOutput, ...
     ] = ()  # why outputs are taken for means over samples, though nobody has said so
+    replicas: tuple[tuple[StageReplica, ...], ...] = ()  # by stage, those that take turns; none: each stage is alone
+
+    def replicas_of(self, stage: int) -> tuple[StageReplica, ...]:
+        """The replicas of a stage, in the order of their turns."""
+        if self.replicas:
+            return self.replicas[stage]
+        return (StageReplica(self.devices[stage], self.program.stages[stage]),)
+
+    @property
+    def stage_devices(self) -> tuple[tuple[torch.device, ...], ...]:
+        """By stage the devices of all of its replicas."""
+        return tuple(tuple(one.device for one in self.replicas_of(j)) for j in range(len(self.devices)))
 
     @property
     def results(self) -> list[tuple[ReceivedValue | ConstantOutput, int | str | None]]:

@@ -22,7 +22,7 @@ from torch import nn
 from fxpipe import accelerator
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.autograd import leaves_below
-from fxpipe.errors import LossError, StateError, UnequalOutputsError
+from fxpipe.errors import ArgumentError, LossError, StateError, UnequalOutputsError
 from fxpipe.rewriting.program import ConstantOutput, Program
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
 from fxpipe.runtime.caller_context import CallerContext
@@ -40,6 +40,8 @@ from fxpipe.runtime.step_record import StepLog, StepRecord, step_record_of
 from fxpipe.runtime.transport import Transport, leaves_on_device
 from fxpipe.scheduling import backward_part, forward_part, make_schedule, with_updates
 from fxpipe.scheduling.actions import ActionKind, Rows, Schedule
+from fxpipe.scheduling.replicas import replica_of
+from fxpipe.scheduling.validation import check_order
 from fxpipe.utils.batch_split import rows_of_inputs, samples_per_micro_batch
 from fxpipe.utils.locks import call_in_forked_child, stop_planning_threads
 from fxpipe.utils.pytree import flatten, map_tensor_leaves, refuse_hidden_tensors, refuse_layout
@@ -151,13 +153,18 @@ class Engine:
             seed = draw_seed() if is_random else 0
         recomputed = frozenset(a for row in schedule.rows for a in row if a.kind is ActionKind.RECOMPUTE)
         split = schedule.split_backwards
-        return Step(inputs, self.model, seed, recomputed, self._caller_context, split=split, **more)
+        step = Step(inputs, self.model, seed, recomputed, self._caller_context, split=split, **more)
+        if step.in_order:
+            check_order(schedule, step.in_order)
+        return step
 
     def _run_rows(self, step: Step, schedule: Schedule, rows: Rows) -> None:
         """Runs rows, all of the schedule's or a part, and keeps the notes of what they did."""
         step.log.begun.append(time.perf_counter())
         self._transport = step.transport
         self.executor.run(step, rows)
+        if step.loss is not None:
+            step.loss.add_up_replicas()
         self._note_step(step, schedule)
 
     def _note_step(self, step: Step, schedule: Schedule) -> None:
@@ -183,6 +190,7 @@ class Engine:
         updates: Mapping[int, Callable[[], None]],
         devices: Sequence[torch.device],
         placement: Sequence[int],
+        replicas: Sequence[int] = (),
     ) -> None:
         """Runs the update of each stage in its worker, behind a step.
 
@@ -190,12 +198,13 @@ class Engine:
             updates: what U does, by stage.
             devices: by stage.
             placement: the worker of each stage.
+            replicas: of each worker, of which the first updates the weights; none: each is alone.
         """
         notes = self._last_notes
         step = UpdateStep(updates, devices, self._caller_context)
         step.log.begun.append(time.perf_counter())
         last = 0 if notes is None else notes.schedule.micro_batches - 1
-        self.executor.run(step, update_rows(updates, placement, last))
+        self.executor.run(step, update_rows(updates, placement, last, replicas))
         if notes is not None:
             notes.log.updates.append(step.log)
             self._last_step = None
@@ -210,13 +219,14 @@ class Engine:
         chunks: int,
         checkpoint: str | Sequence[str],
         placement: Sequence[int] | None = None,
+        replicas: Sequence[int] = (),
     ) -> Any:
         """Runs all forwards and returns the output; its backward runs all backwards, once."""
         n, m = len(bound.devices), min(chunks, batch)
         if m > 1 and bound.untold:
             raise LossError(ambiguous_output_message(bound.untold[0]))
         name = "gpipe" if bound.state.grad else "inference"
-        schedule = make_schedule(name, n, m, checkpoint, placement)
+        schedule = make_schedule(name, n, m, checkpoint, placement, replicas=replicas)
         kind = self._loss_histories.for_drop_in(bound)
         shares = shares_of(samples_per_micro_batch(batch, m))
         step = self._step(
@@ -316,6 +326,7 @@ class Engine:
         m = schedule.micro_batches
         shares = shares_of(samples_per_micro_batch(batch, m))
         device = bound.devices[-1]
+        _check_scaler_device(scaler, bound)
         kind = self.loss_history(loss_fn, reduction, target, bound)
 
         def run(is_verified: bool, seed: int | None = None) -> tuple[Step, LossStage]:
@@ -387,8 +398,8 @@ class Engine:
     ) -> tuple[torch.Tensor, list[Any] | None]:
         """Runs a step over micro-batches that are handed over; returns the loss, and the outputs of each or None."""
         shares = shares_of([one.samples for one in micro_batches])
-        device = micro_batches[0].bound.devices[-1]
-        targets = targets_on_device([one.target for one in micro_batches], device)
+        _check_scaler_device(scaler, micro_batches[0].bound)
+        targets = targets_of_replicas([one.target for one in micro_batches], micro_batches[0].bound.stage_devices[-1])
         losses = MicroBatchLosses(loss_fn, reduction, shares, targets, scaler, is_handed_over=True)
         step = self._step(
             StepInputs.of_micro_batches(micro_batches, shares), schedule, losses=losses, keep_outputs=return_outputs
@@ -461,11 +472,21 @@ class Engine:
 
 def _refuse_parameters_in_loss(stage: LossStage | None, updates: OverlappedUpdates | None) -> None:
     """Refuses a loss that reads weights which are updated before its gradients for them are there."""
-    if stage is not None and updates is not None and not updates.identities.isdisjoint(stage.own):
+    if stage is not None and updates is not None and not updates.identities.isdisjoint(stage.uses):
         raise LossError(
             "loss_fn reads parameters of the model themselves, which an optimizer with overlap=True updates while the "
             "loss may still be taken; let forward return what the loss needs of them (a penalty, say), or leave "
             "overlap=True out"
+        )
+
+
+def _check_scaler_device(scaler: torch.amp.GradScaler | None, bound: BoundProgram) -> None:
+    """Raises `ArgumentError` where losses are scaled on several devices, and the scaler has its scale on one."""
+    devices = dict.fromkeys(bound.stage_devices[-1])
+    if scaler is not None and len(devices) > 1:
+        raise ArgumentError(
+            f"grad_scaler with replicas of the last stage on {', '.join(map(str, devices))}: it has its scale on one "
+            "device; train in bfloat16, or plan with one replica of the last stage"
         )
 
 
@@ -494,7 +515,7 @@ def losses_of_mini_batch(
         known: pieces of the mini-batch, by place, where its leaves are not here.
     """
     shares = shares_of(samples_per_micro_batch(batch, count))
-    targets = scatter_target(target, batch, count, bound.devices[-1], rows_of_inputs(bound.in_dims))
+    targets = scatter_target(target, batch, count, bound.stage_devices[-1], rows_of_inputs(bound.in_dims))
     losses = MicroBatchLosses(loss_fn, reduction, shares, targets, scaler, whole)
     if known is None:
         known = bound.known_pieces(leaves, batch) if bound.known_pieces is not None else {}
@@ -525,19 +546,31 @@ def divided(gradient: torch.Tensor, divisor: Any) -> torch.Tensor:
 
 
 def scatter_target(
-    target: tuple[Any, ...], batch: int, count: int, device: torch.device, rows: Collection[int] = (1,)
+    target: tuple[Any, ...], batch: int, count: int, devices: Sequence[torch.device], rows: Collection[int] = (1,)
 ) -> list[tuple[Any, ...]]:
     """The target of each micro-batch, where the loss is taken: `()` or `(target,)`.
 
-    `rows`: how many rows a sample may have in it.
+    Args:
+        devices: of the replicas of the last stage.
+        rows: how many rows a sample may have in it.
     """
     leaves, spec = flatten(target)
     for leaf in leaves:
         refuse_hidden_tensors("target", leaf)
         refuse_layout("target", leaf)
     dims = target_dims(leaves, batch, rows)
-    moved = leaves_on_device(leaves, device)
-    return [pytree.tree_unflatten(part, spec) for part in scatter(moved, dims, count)] if leaves else [target] * count
+    if not leaves:
+        return [target] * count
+    moved = leaves_on_device(leaves, devices[0]) if len({*devices}) == 1 else leaves
+    parts = [pytree.tree_unflatten(part, spec) for part in scatter(moved, dims, count)]
+    return parts if moved is not leaves else targets_of_replicas(parts, devices)
+
+
+def targets_of_replicas(targets: list[tuple[Any, ...]], devices: Sequence[torch.device]) -> list[tuple[Any, ...]]:
+    """The targets of micro-batches, each on the device of the replica of the last stage that takes its loss."""
+    if len({*devices}) == 1:
+        return targets_on_device(targets, devices[0])
+    return [targets_on_device([one], devices[replica_of(i, len(devices))])[0] for i, one in enumerate(targets)]
 
 
 def targets_on_device(targets: list[tuple[Any, ...]], device: torch.device) -> list[tuple[Any, ...]]:

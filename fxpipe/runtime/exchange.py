@@ -20,6 +20,7 @@ from fxpipe.runtime.bound_program import BoundProgram
 from fxpipe.runtime.step_inputs import StepInputs, TrainedInput
 from fxpipe.runtime.transport import PendingCopy, Transport
 from fxpipe.runtime.wiring import ValueLink
+from fxpipe.scheduling.replicas import replica_of
 
 _CPU = torch.device("cpu")
 
@@ -40,16 +41,29 @@ TransferNote: TypeAlias = tuple[str, int | None, int, int, int]
 class Exchange:
     """The values and gradients of one step that are on their way."""
 
-    def __init__(self, inputs: StepInputs, transport: Transport, grad: bool):
-        """Enters the inputs. `grad`: of the caller; without it no input gets a gradient."""
+    def __init__(self, inputs: StepInputs, transport: Transport, grad: bool, has_loss: bool = True):
+        """Enters the inputs.
+
+        Args:
+            grad: of the caller; without it no input gets a gradient.
+            has_loss: is the loss taken by the last stage; else outputs go to where its parameters are.
+        """
         self.bounds, self.transport = inputs.bounds, transport
-        devices = inputs.devices
-        self._devices = (*devices, devices[-1])  # by user: the loss is where the last stage is
-        readers = {
-            id(bound): {value: self._by_device(bound, value[1], users) for value, users in bound.wiring.users.items()}
-            for bound in inputs.programs
-        }
-        self._readers = [readers[id(bound)] for bound in inputs.bounds]  # by micro-batch
+        stages = inputs.stage_devices
+        # By micro-batch and user: the loss is where the last stage is.
+        self._devices = [
+            tuple(own[replica_of(i, len(own))] for own in (*stages, stages[-1] if has_loss else stages[-1][:1]))
+            for i in range(len(inputs.bounds))
+        ]
+        self._readers = []  # by micro-batch
+        readers: dict[tuple[int, tuple[torch.device, ...]], Any] = {}
+        for bound, devices in zip(inputs.bounds, self._devices, strict=True):
+            if (id(bound), devices) not in readers:
+                readers[id(bound), devices] = {
+                    value: self._by_device(bound, devices, value[1], users)
+                    for value, users in bound.wiring.users.items()
+                }
+            self._readers.append(readers[id(bound), devices])
         self._may_move = transport.may_copy
         self._values: dict[tuple[int, int, str, int], BoundaryValue] = {}
         self._gradients: dict[tuple[int, str, int], Any] = {}
@@ -62,18 +76,17 @@ class Exchange:
                 if name is not None:
                     self._enter(name, i, leaves[place], (place, i) in trained)
 
-    def _device(self, bound: BoundProgram, name: str, user: int) -> torch.device:
+    def _device(self, i: int, name: str, user: int) -> torch.device:
         """Returns the device on which a user wants a value: its own, unless the value is for the host."""
-        stages = bound.program.stages
-        return _CPU if user < len(stages) and name in stages[user].host_values else self._devices[user]
+        return _device_of_user(self.bounds[i], self._devices[i], name, user)
 
     def _by_device(
-        self, bound: BoundProgram, name: str, users: Sequence[int]
+        self, bound: BoundProgram, devices: Sequence[torch.device], name: str, users: Sequence[int]
     ) -> tuple[tuple[torch.device, tuple[int, ...]], ...]:
         """Groups users by device: a value is sent to each device once."""
         groups: dict[torch.device, list[int]] = {}
         for user in users:
-            groups.setdefault(self._device(bound, name, user), []).append(user)
+            groups.setdefault(_device_of_user(bound, devices, name, user), []).append(user)
         return tuple((device, tuple(those)) for device, those in groups.items())
 
     def _enter(self, name: str, i: int, part: Any, wants: bool) -> None:
@@ -100,7 +113,7 @@ class Exchange:
         source, name = link.value.source, link.value.name
         value = self._values.pop((user, source, name, i))
         if self._may_move and (source == PIPE_INPUT or isinstance(value.value, PendingCopy)):
-            value.value = self.transport.open(value.value, self._device(self.bounds[i], name, user))
+            value.value = self.transport.open(value.value, self._device(i, name, user))
         if source != PIPE_INPUT:
             self.moved.append((name, source, user, i, boundary_value_bytes(value.value)))
         return value
@@ -115,7 +128,7 @@ class Exchange:
             raise InternalError(f"two gradients for {link.value.name} at stage {link.gradient_target}, micro-batch {i}")
         if self._may_move:
             is_input = link.gradient_target == PIPE_INPUT
-            target = self._parts[link.value.name, i].device if is_input else self._devices[link.gradient_target]
+            target = self._parts[link.value.name, i].device if is_input else self._devices[i][link.gradient_target]
             gradient = self.transport.start_copy(gradient, target)
         self._gradients[key] = gradient
 
@@ -124,7 +137,7 @@ class Exchange:
         gradient = self._gradients.pop((user, name, i), None)
         if gradient is None:
             return None
-        opened: torch.Tensor = self.transport.open(gradient, self._devices[user]) if self._may_move else gradient
+        opened: torch.Tensor = self.transport.open(gradient, self._devices[i][user]) if self._may_move else gradient
         self.moved.append((name, None, user, i, boundary_value_bytes(opened)))
         return opened
 
@@ -153,6 +166,11 @@ class Exchange:
             total: Any = sum(g for g in gradients if g is not None)
             return total  # type: ignore[no-any-return]
         return torch.cat([torch.zeros_like(p) if g is None else g for g, p in zip(gradients, parts, strict=True)], dim)
+
+
+def _device_of_user(bound: BoundProgram, devices: Sequence[torch.device], name: str, user: int) -> torch.device:
+    stages = bound.program.stages
+    return _CPU if user < len(stages) and name in stages[user].host_values else devices[user]
 
 
 _WITH_VALUES = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc, torch.jagged)

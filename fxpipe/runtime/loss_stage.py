@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,9 @@ from fxpipe.runtime.exchange import Exchange
 from fxpipe.runtime.loss_verification import GatheredOutput, verify_loss
 from fxpipe.runtime.loss_weighting_check import LossWeightingCheck
 from fxpipe.runtime.losses import MicroBatchLosses, ambiguous_output_message, hold_generators, restore_generators
+from fxpipe.scheduling.replicas import replica_of
 from fxpipe.utils.output_combination import OutputCombination
+from fxpipe.utils.pytree import map_tensor_leaves
 
 GatherFunction = Callable[[Sequence[Any], int | str | None, str], Any]
 
@@ -43,8 +46,12 @@ class LossStage:
     outputs: dict[int, list[Any]] = field(default_factory=dict)  # by micro-batch, where they are kept
     gradients: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)  # of outputs, where they are verified
     others: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # by micro-batch: results besides outputs
-    own: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=dict)
     # Of what else the loss depends on, by id: the tensor, the sum of its gradients, and how many these are.
+    own: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=dict)
+    own_of_others: tuple[dict[int, tuple[torch.Tensor, torch.Tensor, int]], ...] = field(init=False)  # of replicas
+    is_spread: bool = field(init=False)  # are replicas of the last stage on several devices
+    own_lock: threading.Lock = field(default_factory=threading.Lock)
+    devices: tuple[torch.device, ...] = field(init=False)  # of the replicas of the last stage
     run_as_caller: CallerStateRunner = field(init=False)
     trees: Sequence[OutputTree] = field(init=False)  # by micro-batch
 
@@ -52,6 +59,29 @@ class LossStage:
         self.run_as_caller = CallerStateRunner(self.bound.state)
         trees = {id(bound): OutputTree.of(bound) for bound in different_programs(self.bounds)}
         self.trees = [trees[id(bound)] for bound in self.bounds]
+        self.devices = self.bound.stage_devices[-1]
+        self.own_of_others = tuple({} for _ in self.devices[1:])
+        self.is_spread = len({*self.devices}) > 1
+        if self.is_spread:
+            self.losses.bring = self._brought
+
+    def _brought(self, value: Any, device: torch.device | None = None) -> Any:
+        """A value on a device, that of the first replica by default, if it is a tensor."""
+        home = self.devices[0] if device is None else device
+        return self.exchange.transport.bring(value, home) if isinstance(value, torch.Tensor) else value
+
+    @property
+    def uses(self) -> set[int]:
+        """The identities of what else the loss depends on."""
+        return {key for sums in (self.own, *self.own_of_others) for key in sums}
+
+    def add_up_replicas(self) -> None:
+        """Adds the gradients that other replicas have summed to those of the first, in order, behind all rows."""
+        for sums in self.own_of_others:
+            for key, (leaf, gradient, count) in sums.items():
+                _, total, before = self.own.get(key, (leaf, None, 0))
+                self.own[key] = (leaf, gradient if total is None else total + gradient, before + count)
+            sums.clear()
 
     @property
     def bound(self) -> BoundProgram:
@@ -81,7 +111,8 @@ class LossStage:
         if program.written_inputs or program.left:
             values = {link.value: output for link, output in zip(links, outputs, strict=True)}
             self.others[i] = [values[v].detach() for v in (*program.written_inputs.values(), *program.left.values())]
-        with hold_generators(bound.devices[-1]):
+        device = self.devices[replica_of(i, len(self.devices))] if self.own_of_others else self.devices[0]
+        with hold_generators(device):  # one loss at a time
             loss, begin = self.run_as_caller(self._loss, outputs, i)
         output_gradients: Sequence[torch.Tensor | None] = [None] * len(trained)
         if loss.requires_grad:  # else it is a number, a micro-batch of padding say, and adds nothing
@@ -99,7 +130,13 @@ class LossStage:
         if losses.is_handed_over or not tree.is_weighed:
             return losses(tree(outputs), i)
         weight = losses.shares[i] * losses.portion
-        return losses(tree.share(outputs, losses.known, weight, losses.reduction), i, lambda: tree(outputs))
+        known = losses.known
+        if self.is_spread:
+            here = self.devices[replica_of(i, len(self.devices))]
+            known = {
+                place: map_tensor_leaves(lambda t: self._brought(t, here), value) for place, value in known.items()
+            }
+        return losses(tree.share(outputs, known, weight, losses.reduction), i, lambda: tree(outputs))
 
     def _go_back(
         self, loss: torch.Tensor, begin: torch.Tensor, outputs: Sequence[torch.Tensor], i: int
@@ -110,38 +147,44 @@ class LossStage:
         reductions = self.loss_weighting.reductions_of(loss.grad_fn, loss.output_nr)
         wanted = [*outputs, *[r.edge for r in reductions], *own]
         if own:
-            with suspend_hooks(own):
-                # What was made of them before this step belongs to all micro-batches: keep the graph.
+            # One replica at a time: all share the hooks, and the graph of what was made of them before this step. This
+            # graph is kept, since it belongs to all micro-batches.
+            with self.own_lock, suspend_hooks(own):
                 gradients = gradients_of(wanted, [loss], [begin], keep_graph=True)
-            self._sum(own, gradients[-len(own) :])
+            self._sum(own, gradients[-len(own) :], i)
         else:
             gradients = gradients_of(wanted, [loss], [begin])
         if reductions:
             self.loss_weighting.note("loss", i, reductions, gradients[len(outputs) : len(outputs) + len(reductions)])
         return gradients[: len(outputs)]
 
-    def _sum(self, own: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+    def _sum(self, own: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], i: int) -> None:
+        sums = (self.own, *self.own_of_others)[replica_of(i, len(self.devices))]
         for leaf, gradient in zip(own, gradients, strict=True):
             if gradient is not None:
-                _, total, count = self.own.get(id(leaf), (leaf, None, 0))
-                self.own[id(leaf)] = (leaf, add_gradient(total, gradient, count), count + 1)
+                _, total, count = sums.get(id(leaf), (leaf, None, 0))
+                sums[id(leaf)] = (leaf, add_gradient(total, gradient, count), count + 1)
+
+    def _at_home(self, values: list[Any]) -> list[Any]:
+        """Values of a micro-batch where those of the first replica of the last stage are."""
+        return [self._brought(value) for value in values] if self.is_spread else values
 
     def gather_outputs(self, gather: GatherFunction) -> list[Any]:
         """The outputs of the mini-batch, which were kept: one for each link."""
-        rows = [self.outputs.pop(i) for i in sorted(self.outputs)]
+        rows = [self._at_home(self.outputs.pop(i)) for i in sorted(self.outputs)]
         return [gather(list(parts), *way) for parts, way in zip(zip(*rows, strict=True), self._ways(), strict=True)]
 
     def outputs_of_micro_batches(self) -> list[Any]:
         """The outputs, which were kept, as each micro-batch by itself gives them."""
-        return [tree(self.outputs.pop(i)) for i, tree in enumerate(self.trees)]
+        return [tree(self._at_home(self.outputs.pop(i))) for i, tree in enumerate(self.trees)]
 
     def other_results(self, i: int) -> list[torch.Tensor]:
         """Returns what forward has left in inputs and attributes of a micro-batch that was handed over."""
-        return self.others.pop(i, [])
+        return self._at_home(self.others.pop(i, []))
 
     def gather_other_results(self, gather: GatherFunction) -> list[torch.Tensor]:
         """Gathers what forward has left in inputs and attributes, of the mini-batch."""
-        rows = [self.others.pop(i) for i in sorted(self.others)]
+        rows = [self._at_home(self.others.pop(i)) for i in sorted(self.others)]
         ways = [(how, what) for (_, how), what in zip(self.bound.results, self.bound.result_names, strict=True)][
             len(self.bound.program.outputs) :
         ]
@@ -156,7 +199,7 @@ class LossStage:
         Raises:
             LossError: it is not.
         """
-        rows = [self.gradients.pop(i) for i in sorted(self.gradients)]
+        rows = [self._at_home(self.gradients.pop(i)) for i in sorted(self.gradients)]
         columns = zip(*rows, strict=True)
         with set_thread_state(self.bound.state), restore_generators(self.bound.devices[-1]):
             return verify_loss(

@@ -15,7 +15,6 @@ A term that depends on no sample, a penalty on parameters, counts its share in e
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -44,9 +43,9 @@ class LossWeightingCheck:
 
     is_on: bool
     reduced: frozenset[tuple[int, str]]  # the outputs (maker, name) without the batch, which the model has reduced
-    gradients: dict[tuple[Any, ...], dict[int, tuple[torch.Tensor, Any]]] = field(
-        default_factory=lambda: defaultdict(dict)
-    )  # by micro-batch the gradient that has arrived, and what the mean divides by
+    # By place and micro-batch, flat for workers that come at once: the gradient that has arrived, and what the mean
+    # divides by.
+    gradients: dict[tuple[tuple[Any, ...], int], tuple[torch.Tensor, Any]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, bound: BoundProgram, is_on: bool) -> LossWeightingCheck:
@@ -69,10 +68,8 @@ class LossWeightingCheck:
         """Notes the gradients that have arrived at `reductions` in micro-batch i; `place`: of the graph."""
         for ordinal, (reduction, gradient) in enumerate(zip(reductions, gradients, strict=True)):
             if gradient is not None:
-                self.gradients[place, len(reductions), ordinal, reduction.edge.node.name()][i] = (
-                    gradient,
-                    reduction.count,
-                )
+                key = place, len(reductions), ordinal, reduction.edge.node.name()
+                self.gradients[key, i] = (gradient, reduction.count)
 
     def note_roots(
         self,
@@ -102,7 +99,10 @@ class LossWeightingCheck:
             share: what a micro-batch counts.
             means_only: sums are not looked at: what is summed may well be divided by numbers of its own beyond.
         """
-        for (*_, name), by_micro_batch in self.gradients.items():
+        by_place: dict[tuple[Any, ...], dict[int, tuple[torch.Tensor, Any]]] = {}
+        for (key, i), noted in self.gradients.items():
+            by_place.setdefault(key, {})[i] = noted
+        for (*_, name), by_micro_batch in by_place.items():
             if means_only and all(isinstance(count, int) and count == 1 for _, count in by_micro_batch.values()):
                 continue
             gradients, counts = zip(*by_micro_batch.values(), strict=True)
@@ -171,8 +171,8 @@ def _count_of(node: Any) -> Any:
 
 
 def _floats(values: Sequence[Any]) -> list[float]:
-    """Reads numbers; 0-dim tensors of one device at once, since on a GPU each reading waits for it."""
-    if all(isinstance(value, torch.Tensor) for value in values):
+    """Reads numbers; 0-dim tensors at once where they are on one device, since on a GPU each reading waits for it."""
+    if all(isinstance(value, torch.Tensor) for value in values) and len({value.device for value in values}) == 1:
         return list(torch.stack(tuple(values)).tolist())
     return [float(value) for value in values]
 

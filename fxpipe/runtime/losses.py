@@ -62,6 +62,8 @@ class MicroBatchLosses:
     # Micro-batches are no parts of a mini-batch: the loss is a weighted mean, or the sum, of what each by itself gives.
     is_handed_over: bool = False
     portion: float = 1.0  # of the mini-batch in one of which it is a part, and whose gradients are made
+    # Of what is on the device of one replica of the last stage a copy for another; the first one's is where sums are.
+    bring: Callable[[Any, torch.device | None], Any] = lambda value, device: value
 
     def __post_init__(self) -> None:
         self.values = [None] * len(self.shares)
@@ -90,7 +92,8 @@ class MicroBatchLosses:
         if self.returns_weights and self.unit is None:
             self.unit = _unit_near(weight, len(self.shares))
         if self.returns_weights or self.scaler is not None:
-            loss = self._for_backward(loss, self.unit if self.returns_weights else self.share(i) * self.scale)
+            unit = self.bring(self.unit, loss.device) if self.returns_weights else None
+            loss = self._for_backward(loss, unit if self.returns_weights else self.share(i) * self.scale)
             return loss, torch.ones_like(loss)
         return loss, torch.full_like(loss, self.share(i) * self.scale)
 
@@ -130,18 +133,19 @@ class MicroBatchLosses:
         """
         if not self.returns_weights:
             return None
-        weight = self.weight
-        return self.unit * (torch.where(weight == 0, 1, weight) if isinstance(weight, torch.Tensor) else weight or 1)
+        weight, unit = self.weight, self.bring(self.unit, None)
+        return unit * (torch.where(weight == 0, 1, weight) if isinstance(weight, torch.Tensor) else weight or 1)
 
     @property
     def weight(self) -> Any:
         """The weight of the mini-batch, where losses are pairs."""
-        return sum(self.weights[1:], self.weights[0])
+        weights = [self.bring(weight, None) for weight in self.weights]
+        return sum(weights[1:], weights[0])
 
     @property
     def sum_of_totals(self) -> Any:
         """The total of the mini-batch, where losses are pairs."""
-        values = [v for v in self.values if v is not None]
+        values = [self.bring(v, None) for v in self.values if v is not None]
         return sum(values[1:], values[0])
 
     def total(self) -> torch.Tensor:
@@ -157,7 +161,7 @@ class MicroBatchLosses:
             )
         if self.returns_weights:
             return torch.as_tensor(self.sum_of_totals / self.weight)
-        values = [v for v in self.values if v is not None]
+        values = [self.bring(v, None) for v in self.values if v is not None]
         scaled: list[torch.Tensor] = [v * self.share(i) for i, v in enumerate(values)]
         return sum(scaled[1:], scaled[0])
 

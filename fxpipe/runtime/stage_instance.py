@@ -127,11 +127,30 @@ class StageTotals:
         if first or ran.statistics:
             check_same_norm_calls(first, ran.statistics)
 
-    def final_buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers that change, after all micro-batches."""
-        return updated_running_statistics(
-            self.buffers | self._counters, [self._statistics[i] for i in sorted(self._statistics)]
-        )
+    def final_buffers(
+        self, others: Sequence[StageTotals] = (), bring: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The buffers that change, after all micro-batches.
+
+        Args:
+            others: of other replicas of the stage, which have other micro-batches; the last one is here.
+            bring: to the device of the first replica, where they are to be.
+        """
+        statistics = {i: calls for one in (self, *others) for i, calls in one._statistics.items()}
+        ordered = [statistics[i] for i in sorted(statistics)]
+        buffers = self.buffers | self._counters
+        if bring is not None:
+            for calls in ordered[1:]:
+                check_same_norm_calls(ordered[0], calls)
+            ordered = [
+                [
+                    (mean_name, var_name, n, bring(mean), bring(var), momentum)
+                    for mean_name, var_name, n, mean, var, momentum in calls
+                ]
+                for calls in ordered
+            ]
+            buffers = {name: bring(value) for name, value in buffers.items()}
+        return updated_running_statistics(buffers, ordered)
 
     def add(self, gradients: Iterable[tuple[str, torch.Tensor | None]]) -> None:
         """Adds gradients of parameters, by name, to their sums."""

@@ -160,9 +160,14 @@ def actions_before_updates(
     for action in (action for row in schedule.rows for action in row if action.kind in kinds):
         back[action.stage].append(action)
     losses = [Action(ActionKind.FORWARD, schedule.stages - 1, i) for i in range(schedule.micro_batches)]
+    row_of = schedule.row_of
     before = {}
     for j in back:
-        sharing = {k for parameter in parameters.get(j, ()) for k in users.get(id(parameter), ())} - {j}
+        sharing = {k for parameter in parameters.get(j, ()) for k in users.get(id(parameter), ())}
+        if len({row_of[j, i] for i in range(schedule.micro_batches)}) == 1:
+            sharing -= {j}  # else its own replicas, too
+        else:
+            sharing |= {j}
         before[j] = (*losses, *(action for k in sorted(sharing) for action in back[k]))
     return before
 
@@ -177,11 +182,18 @@ def by_stage(
     return dict(sorted(groups.items()))
 
 
-def update_rows(stages: Collection[int], placement: Sequence[int], micro_batch: int) -> Rows:
-    """Returns rows of U alone: for each device those of its stages, in order."""
+def update_rows(
+    stages: Collection[int], placement: Sequence[int], micro_batch: int, replicas: Sequence[int] = ()
+) -> Rows:
+    """Returns rows of U alone: for each device those of its stages, in order; of several replicas the first has them.
+
+    >>> [*map(str, update_rows([1], (0, 1), 3, replicas=(1, 2))[1])]
+    ['1U3']
+    """
     return tuple(
-        tuple(Action(ActionKind.UPDATE, j, micro_batch) for j in sorted(stages) if placement[j] == d)
+        tuple(Action(ActionKind.UPDATE, j, micro_batch) for j in sorted(stages) if placement[j] == d and r == 0)
         for d in range(max(placement) + 1)
+        for r in range(replicas[d] if replicas else 1)
     )
 
 

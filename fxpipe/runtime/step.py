@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -43,6 +43,7 @@ from fxpipe.runtime.step_record import mark_time
 from fxpipe.runtime.transport import Transport, on_all_streams
 from fxpipe.runtime.wiring import Fences, fences_of
 from fxpipe.scheduling.actions import Action, ActionKind
+from fxpipe.scheduling.replicas import replica_of
 from fxpipe.utils.random_generators import mix_seed
 
 # -- The place in the pipeline where an exception was raised, in the user's words ------------------------------------
@@ -73,7 +74,14 @@ class OpenProgram:
 
     bound: BoundProgram
     tensors: ModelTensors
-    stages: dict[int, StageInstance]  # by number
+    stages: dict[int, StageInstance]  # by number; of several replicas the first
+    replicas: dict[int, tuple[StageInstance, ...]] = field(default_factory=dict)  # all, of stages that have several
+
+    def stages_of_turn(self, i: int) -> dict[int, StageInstance]:
+        """Returns what runs each stage for a micro-batch."""
+        if not self.replicas:
+            return self.stages
+        return self.stages | {j: own[replica_of(i, len(own))] for j, own in self.replicas.items()}
 
 
 class Step(ActionPerformer):
@@ -98,9 +106,13 @@ class Step(ActionPerformer):
         # Not the inputs themselves: their parts are gone with the stages that use them.
         self.bounds, self.trained, self.weights = inputs.bounds, inputs.trained, inputs.weights
         self.seed, self.recomputed, self.split = seed, recomputed, split
-        super().__init__(inputs.devices, Transport.of(inputs.devices, inputs.values), ambient)
+        every_device = [device for of_stage in inputs.stage_devices for device in of_stage]
+        super().__init__(
+            inputs.devices, Transport.of(every_device, inputs.values), ambient, stage_devices=inputs.stage_devices
+        )
         self.state = inputs.bounds[0].state
         self.grad = self.state.grad
+        self.has_loss = losses is not None
         self.exchange = self._open_exchange(inputs)
         self.loss_weighting = LossWeightingCheck.of(inputs.bounds[0], look_at_elements)
         self.loss = (
@@ -108,7 +120,8 @@ class Step(ActionPerformer):
             if losses is None
             else LossStage(inputs.bounds, self.exchange, losses, self.loss_weighting, keep_outputs)
         )
-        self.totals = [StageTotals() for _ in self.devices]
+        self.replica_totals = [tuple(StageTotals() for _ in own) for own in self.stage_devices]  # by stage
+        self.totals = [own[0] for own in self.replica_totals]
         split_stages = {j for j, _ in split}
         self.open_programs = [
             self._open(bound, known_tensors or ModelTensors(model, bound.constants), split_stages)
@@ -118,30 +131,52 @@ class Step(ActionPerformer):
             check_programs_fit(inputs.programs, [one.tensors for one in self.open_programs])
         by_id = {id(one.bound): one for one in self.open_programs}
         self._programs = [by_id[id(bound)] for bound in inputs.bounds]  # by micro-batch
+        self._stages = [one.stages_of_turn(i) for i, one in enumerate(self._programs)]  # by micro-batch
         self.saved: dict[tuple[int, int], RecomputeInputs] = {}
         self.pending: dict[tuple[int, int], BackwardHandle] = {}
         self.tapes: dict[tuple[int, int], WeightGradientTape] = {}
         self._updates: Mapping[int, Callable[[], None]] = {}
-        self._fences = Fences(fences_of([bound.wiring for bound in inputs.programs], losses is not None))
+        # Stages with replicas whose forward changes buffers: each micro-batch finds what the one before has left.
+        self.in_order = frozenset(
+            j
+            for j, own in enumerate(self.stage_devices)
+            if len(own) > 1 and any(one.program.stages[j].changes_in_order for one in inputs.programs)
+        )
+        fences = fences_of([bound.wiring for bound in inputs.programs], losses is not None)
+        self._fences = Fences(fences, self.in_order)
 
     def _open_exchange(self, inputs: StepInputs) -> Exchange:
         """Makes the exchange, with the inputs in it."""
-        return Exchange(inputs, self.transport, self.grad)
+        return Exchange(inputs, self.transport, self.grad, self.has_loss)
 
     def _open(self, bound: BoundProgram, tensors: ModelTensors, split_stages: set[int]) -> OpenProgram:
         stages = range(len(bound.program.stages))
-        return OpenProgram(bound, tensors, {j: self._open_stage(bound, j, tensors, j in split_stages) for j in stages})
+        first = {j: self._open_stage(bound, j, tensors, j in split_stages) for j in stages}
+        replicas = {
+            j: (
+                first[j],
+                *(self._open_replica(bound, j, r, tensors, j in split_stages) for r in range(1, len(totals))),
+            )
+            for j, totals in enumerate(self.replica_totals)
+            if len(totals) > 1
+        }
+        return OpenProgram(bound, tensors, first, replicas)
 
     def _open_stage(self, bound: BoundProgram, j: int, tensors: ModelTensors, is_split: bool) -> StageInstance:
-        stage = bound.program.stages[j]
+        return self._open_replica(bound, j, 0, tensors, is_split)
+
+    def _open_replica(
+        self, bound: BoundProgram, j: int, replica: int, tensors: ModelTensors, is_split: bool
+    ) -> StageInstance:
+        device, stage = bound.replicas_of(j)[replica]
         return StageInstance(
             stage,
             stage.callable(is_split),
             bound.wiring.links[j],
-            partial(self.transport.bring, target=self.devices[j]),
+            partial(self.transport.bring, target=device),
             tensors,
             self.state,
-            self.totals[j],
+            self.replica_totals[j][replica],
         )
 
     @property
@@ -167,17 +202,17 @@ class Step(ActionPerformer):
         self._fences.open_all()
 
     def note_of_failure(self, action: Action, error: BaseException) -> str:
-        opened = self._programs[action.micro_batch].stages[action.stage]
+        opened = self._stages[action.micro_batch][action.stage]
         node = opened.function.failing_node(error)
         location = opened.stage.locations.get(node)
-        return failure_note(action, len(self.devices), str(self.devices[action.stage]), node, location)
+        return failure_note(action, len(self.devices), str(self.device_of(action)), node, location)
 
     # -- actions -----------------------------------------------------------------------------------------------------
 
     def forward(self, j: int, i: int) -> None:
-        opened = self._programs[i].stages[j]
+        opened = self._stages[i][j]
         received = [self.exchange.take(j, link, i) for link in opened.links]
-        buffers = dict(opened.totals.buffers)
+        buffers = self._buffers_before(j, i) if i and j in self.in_order else dict(opened.totals.buffers)
         if (ActionKind.RECOMPUTE, j, i) in self.recomputed:
             # Not under no_grad, where torch takes other kernels (LSTM): R must come to the same bits.
             with NoSavedTensors():
@@ -191,10 +226,16 @@ class Step(ActionPerformer):
         self._send(j, i, ran.sent)
         if j == len(self.devices) - 1 and self.loss is not None:
             del received, ran  # what nobody saved need not live while the loss runs
-            stream = self._streams[j]
+            _, stream = self._place(Action(ActionKind.FORWARD, j, i)) if self.has_replicas else self._places[j][0]
             start = mark_time(stream)
             self.loss.run(i)
             self.log.losses[i] = (start, mark_time(stream))
+
+    def _buffers_before(self, j: int, i: int) -> dict[str, torch.Tensor]:
+        """The buffers that F changes, as the micro-batch before has left them with another replica."""
+        before = self.replica_totals[j][replica_of(i - 1, len(self.replica_totals[j]))]
+        device = self.device_of(Action(ActionKind.FORWARD, j, i))
+        return {name: self.transport.bring(buffer, device) for name, buffer in before.buffers.items()}
 
     def recompute(self, j: int, i: int) -> None:
         inputs = self.saved.pop((j, i))
@@ -207,10 +248,10 @@ class Step(ActionPerformer):
         program = self._programs[i]
         if program.bound.program.is_random:
             stage_context.seed = mix_seed(self.seed, self.first_micro_batch + i)
-        return program.stages[j].run(received, buffers, is_kept)
+        return self._stages[i][j].run(received, buffers, is_kept)
 
     def _send(self, j: int, i: int, sent: Sequence[Any]) -> None:
-        for name, value in zip(self._programs[i].stages[j].stage.sends, sent, strict=True):
+        for name, value in zip(self._stages[i][j].stage.sends, sent, strict=True):
             self.exchange.send(j, name, i, value)
 
     def backward(self, j: int, i: int) -> None:
@@ -218,7 +259,7 @@ class Step(ActionPerformer):
         arrived = [self.exchange.take_gradient(j, name, i) for name in pending.names]
         if self.loss_weighting.reduced:
             self.loss_weighting.note_roots(j, i, pending.names, pending.roots, arrived)
-        gradients = self._programs[i].stages[j].backward(pending, arrived)
+        gradients = self._stages[i][j].backward(pending, arrived)
         for link, gradient in zip(pending.links, gradients, strict=True):
             self.exchange.send_gradient(link, i, gradient)
         if pending.tape is None:
@@ -226,12 +267,12 @@ class Step(ActionPerformer):
         if (j, i) in self.split:
             self.tapes[j, i] = pending.tape
         else:  # another micro-batch of the stage has W
-            self._programs[i].stages[j].weight_gradients(pending.tape)
+            self._stages[i][j].weight_gradients(pending.tape)
 
     def weight_gradients(self, j: int, i: int) -> None:
         tape = self.tapes.pop((j, i), None)
         if tape is not None:  # else B has done all
-            self._programs[i].stages[j].weight_gradients(tape)
+            self._stages[i][j].weight_gradients(tape)
 
     def set_updates(self, updates: Mapping[int, Callable[[], None]], before: Mapping[int, Sequence[Action]]) -> None:
         """Says what U of each stage does, and for which actions of other stages it waits."""
@@ -239,7 +280,8 @@ class Step(ActionPerformer):
         self._fences.add_updates(before)
 
     def update(self, j: int, i: int) -> None:
-        with on_all_streams(self.transport, self.devices, self.devices[j]):
+        devices = [device for of_stage in self.stage_devices for device in of_stage]
+        with on_all_streams(self.transport, devices, self.devices[j]):
             self._updates[j]()
 
     # -- the end of the step -----------------------------------------------------------------------------------------
@@ -272,12 +314,16 @@ class Step(ActionPerformer):
         """Writes the buffers that forward has changed into the model."""
         for j in range(len(self.totals)):
             self.commit_buffers_of(j)
+        self.transport.settle()  # those of replicas are copied
 
     @torch.no_grad()
     def commit_buffers_of(self, j: int) -> None:
         """Writes those that a stage has changed."""
-        totals = self.totals[j]
-        for name, value in totals.final_buffers().items():
+        replicas = self.replica_totals[j]
+        totals = replicas[replica_of(self.micro_batches - 1, len(replicas))]  # of the last micro-batch
+        others = [one for one in replicas if one is not totals]
+        bring = partial(self.transport.bring, target=self.devices[j]) if others else None
+        for name, value in totals.final_buffers(others, bring).items():
             tensors = next(one.tensors for one in self.open_programs if one.stages[j].uses(name))
             if name in totals.assigned:
                 tensors.set(name, value)
@@ -285,8 +331,9 @@ class Step(ActionPerformer):
                 tensors.get(name).copy_(value)
 
     def parameter_gradient(self, name: str, home: torch.device) -> torch.Tensor | None:
-        """Sums the gradient of a parameter over micro-batches, and over stages in order; where the parameter is."""
-        sums = [totals.sums.pop(name) for totals in self.totals if name in totals.sums]
+        """Sums the gradient of a parameter where it is: over micro-batches, and over replicas and stages in order."""
+        every = (totals for of_stage in self.replica_totals for totals in of_stage)
+        sums = [totals.sums.pop(name) for totals in every if name in totals.sums]
         if not sums:
             return None
         total, *more = [self.transport.bring(gradient, home) for gradient in sums]

@@ -85,6 +85,11 @@ class StepInputs:
         """The devices of the stages, which are the same in all programs."""
         return self.bounds[0].devices
 
+    @property
+    def stage_devices(self) -> tuple[tuple[torch.device, ...], ...]:
+        """By stage the devices of all of its replicas."""
+        return self.bounds[0].stage_devices
+
 
 def _own_inputs(bound: BoundProgram, leaves: Sequence[Any]) -> list[Any]:
     """Copies what will be written to after forward: it has to stay what it was for those who read it in R."""

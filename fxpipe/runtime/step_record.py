@@ -20,6 +20,7 @@ import torch
 from fxpipe import accelerator
 from fxpipe.runtime.bound_program import BoundProgram, different_programs
 from fxpipe.scheduling.actions import Action, ActionKind, Schedule
+from fxpipe.scheduling.replicas import replica_of
 from fxpipe.simulation.text_timeline import timeline_lines
 from fxpipe.simulation.timeline import Span, StepTimeline, TransferRecord
 from fxpipe.simulation.timeline_mixin import TimelineMixin
@@ -211,8 +212,8 @@ def step_record_of(
     schedule: Schedule, bounds: Sequence[BoundProgram], log: StepLog, moved: Sequence[TransferNote]
 ) -> StepRecord:
     """Makes the record of a step from its schedule and notes. `bounds`: by micro-batch, the program that ran."""
-    device_of = {action.stage: d for d, row in enumerate(schedule.rows) for action in row}
-    names = {device_of[j]: str(device) for j, device in enumerate(bounds[0].devices) if j in device_of}
+    row_of = schedule.row_of
+    names = {d: _device_name(bounds[0], j, i) for (j, i), d in row_of.items()}
     clock = HostClock()
     parts, away = _step_parts(log, clock)
     has_loss = len(parts) == 1 and any(action.kind is ActionKind.BACKWARD for action in log.times)
@@ -229,7 +230,8 @@ def step_record_of(
     for begin, times in [*parts, *_update_parts(log, parts, clock)]:
         free = {d: max(begin, since) for d, since in free.items()}
         for action, (start, end) in sorted(times.items(), key=lambda one: one[1]):
-            d = device_of[action.stage]
+            # U of all micro-batches is with the first of several replicas.
+            d = row_of[action.stage, 0 if action.kind is ActionKind.UPDATE else action.micro_batch]
             waited = max(0.0, start - free.get(d, begin))
             free[d] = end
             moved_bytes = received[action], sent[action]
@@ -240,6 +242,11 @@ def step_record_of(
     )
     losses = tuple(clock.seconds(end) - clock.seconds(start) for _, (start, end) in sorted(log.losses.items()))
     return StepRecord(schedule.name, tuple(actions), transfers, devices, away, losses, sum(log.verifications))
+
+
+def _device_name(bound: BoundProgram, stage: int, micro_batch: int) -> str:
+    devices = bound.stage_devices[stage]
+    return str(devices[replica_of(micro_batch, len(devices))])
 
 
 ActionTimes = dict[Action, tuple[float, float]]

@@ -15,7 +15,7 @@ autograd itself, in the order in which the plain model makes it:
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from fxpipe.rewriting.program import PIPE_INPUT, Program, ReceivedValue, ValueKey, received_results, value_users
@@ -101,8 +101,9 @@ _ActionKey = tuple[ActionKind, int, int]  # of an action, which is such a tuple
 class Fences:
     """The fences of one step, one for each action that others wait for. They open for good."""
 
-    def __init__(self, before: Mapping[Fence, tuple[Fence, ...]]):
-        self._before = before
+    def __init__(self, before: Mapping[Fence, tuple[Fence, ...]], in_order: Collection[int] = ()):
+        """`in_order`: stages of which F waits for that of the micro-batch before, on another device."""
+        self._before, self._in_order = before, in_order
         self._before_updates: Mapping[int, Sequence[Action]] = {}
         self._passed: set[_ActionKey] = set()
         self._events: dict[_ActionKey, threading.Event] = {}
@@ -116,7 +117,10 @@ class Fences:
         kind, stage, i = action
         if kind is ActionKind.UPDATE:
             return self._before_updates.get(stage, ())
-        return [(*fence, i) for fence in self._before.get((kind, stage), ())]
+        keys = [(*fence, i) for fence in self._before.get((kind, stage), ())]
+        if i and kind is ActionKind.FORWARD and stage in self._in_order:
+            keys.append((kind, stage, i - 1))
+        return keys
 
     def are_open(self, action: Action) -> bool:
         """Returns whether the action may start."""

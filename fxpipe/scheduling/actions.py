@@ -82,11 +82,27 @@ class Schedule:
     micro_batches: int
     rows: Rows
     is_validated: bool = field(default=False, compare=False, repr=False)  # by `make_schedule`: it would run
+    replicas: tuple[int, ...] = ()  # of each device, whose rows follow each other; none: each has one row, and is alone
+    _row_of: dict[tuple[int, int], int] | None = field(default=None, init=False, compare=False, repr=False)
 
     @property
     def split_backwards(self) -> frozenset[tuple[int, int]]:
         """The (stage, micro-batch) pairs whose backward is split."""
         return split_backwards(action for row in self.rows for action in row)
+
+    @property
+    def row_of(self) -> dict[tuple[int, int], int]:
+        """The row of each stage and micro-batch: that of the stage or, of its replicas, of the one whose turn it is."""
+        known = self._row_of
+        if known is None:
+            known = {
+                (a.stage, a.micro_batch): d
+                for d, row in enumerate(self.rows)
+                for a in row
+                if a.kind is not ActionKind.UPDATE  # of all micro-batches
+            }
+            object.__setattr__(self, "_row_of", known)  # a simulation asks often
+        return known
 
     def __str__(self) -> str:
         rows = "\n".join(f"device {d}: {' '.join(map(str, row))}".rstrip() for d, row in enumerate(self.rows))

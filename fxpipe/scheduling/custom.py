@@ -111,6 +111,7 @@ def custom_schedule(schedule: Schedule | ScheduleFunction, n: int, m: int) -> Sc
     """The table for n stages and m micro-batches; not validated."""
     if not isinstance(schedule, Schedule):
         return _call_function(schedule, n, m)
+    _refuse_replicas(schedule)
     if schedule.stages != n:
         raise ArgumentError(f"schedule {schedule.name!r} is a table for {schedule.stages} stages, but there are {n}")
     if schedule.micro_batches < m:
@@ -133,6 +134,7 @@ def _call_function(function: ScheduleFunction, n: int, m: int) -> Schedule:
     if isinstance(result, str):
         result = read_schedule(result, name)
     if isinstance(result, Schedule):
+        _refuse_replicas(result)
         return Schedule(result.name, n, m, result.rows)
     try:
         rows: Rows = tuple(_parse_actions(row) for row in result)
@@ -142,6 +144,14 @@ def _call_function(function: ScheduleFunction, n: int, m: int) -> Schedule:
             "Schedule, or a row of actions for each device"
         ) from None
     return Schedule(name, n, m, rows)
+
+
+def _refuse_replicas(schedule: Schedule) -> None:
+    if schedule.replicas:
+        raise ArgumentError(
+            f"schedule {schedule.name!r} is a table with replicas, which a plan has, not a table: give the rows of "
+            "devices without, one for each"
+        )
 
 
 def _parse_actions(row: str | Iterable[Action | str]) -> tuple[Action, ...]:

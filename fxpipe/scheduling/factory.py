@@ -15,8 +15,15 @@ from typing import cast
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.scheduling.actions import Schedule
 from fxpipe.scheduling.custom import ScheduleFunction, ScheduleLike, as_schedule_like, custom_schedule, placement_of
-from fxpipe.scheduling.registry import SCHEDULES, Placement
-from fxpipe.scheduling.row_transforms import CHECKPOINTS, Checkpoint, with_recompute
+from fxpipe.scheduling.registry import ONE_F_ONE_B, SCHEDULES, Placement
+from fxpipe.scheduling.replicas import one_f_one_b_of_replicas, rows_of_replicas
+from fxpipe.scheduling.row_transforms import (
+    CHECKPOINTS,
+    Checkpoint,
+    expand_groups,
+    neighbour_groups,
+    with_recompute,
+)
 from fxpipe.scheduling.validation import validate
 from fxpipe.scheduling.zero_bubble_search import StageTimes
 from fxpipe.utils.units import parse_count
@@ -29,6 +36,7 @@ def make_schedule(
     checkpoint: str | Sequence[str] = "never",
     placement: Sequence[int] | None = None,
     demands: Sequence[StageTimes] | None = None,
+    replicas: Sequence[int] = (),
 ) -> Schedule:
     """The schedule of that name, validated. Made once for the same arguments, so that every step may ask for it.
 
@@ -43,10 +51,12 @@ def make_schedule(
             (2 stages on each device in the interleaved and the V-shaped ones), else each stage its own.
         demands: for each stage what its actions take, for a schedule that is searched (`zero_bubble_auto`); if not
             given, all take the same. Any other schedule is the same for all.
+        replicas: of each device, which take micro-batches in turn and have a row each (`fxpipe.scheduling.replicas`);
+            if not given, every device is alone.
 
     Raises:
         ArgumentError: an unknown name or mode, a number below 1, a device without a stage, stages where the schedule
-            cannot have them, or demands of other stages, or that nothing can meet.
+            cannot have them, or demands of other stages, or that nothing can meet, or replicas of other devices.
         ArgumentTypeError: a number that is no integer.
         ScheduleError: one of your own would not run.
 
@@ -66,7 +76,7 @@ def make_schedule(
     n, m = parse_count("stages", stages), parse_count("micro_batches", micro_batches)
     placed = _default_placement(known_schedule, n) if placement is None else _check_device_numbers(placement, n)
     known = _check_times(demands, n) if is_searched(known_schedule) else ()
-    return _make_schedule(known_schedule, n, m, _check_modes(checkpoint, n), placed, known)
+    return _make_schedule(known_schedule, n, m, _check_modes(checkpoint, n), placed, known, _check_replicas(replicas))
 
 
 def is_searched(schedule: ScheduleLike) -> bool:
@@ -89,6 +99,7 @@ def _make_schedule(
     modes: tuple[Checkpoint, ...],
     placement: Placement | None,
     demands: tuple[StageTimes, ...],
+    replicas: tuple[int, ...],
 ) -> Schedule:
     if isinstance(schedule_like, str):
         assert placement is not None
@@ -98,7 +109,9 @@ def _make_schedule(
         plain = Schedule(schedule_like, n, m, rows)
     else:
         plain = _checked_custom(schedule_like, n, m, placement)
-    schedule = Schedule(plain.name, n, m, with_recompute(plain.rows, m, modes))
+    if replicas:
+        plain = _with_replicas(plain, replicas, schedule_like in ONE_F_ONE_B)
+    schedule = replace(plain, rows=with_recompute(plain.rows, m, modes))
     validate(schedule)
     return replace(schedule, is_validated=True)
 
@@ -134,6 +147,18 @@ def check_placement(name: str, placement: Placement) -> None:
         )
 
 
+def _with_replicas(plain: Schedule, replicas: tuple[int, ...], is_one_f_one_b: bool) -> Schedule:
+    """The schedule with a row for each replica of its devices."""
+    if len(replicas) != len(plain.rows):
+        raise ArgumentError(f"replicas={replicas} has {len(replicas)} entries for {len(plain.rows)} devices")
+    placement = placement_of(plain)
+    rows, groups = rows_of_replicas(plain.rows, replicas), neighbour_groups(placement)
+    devices = [placement[group[0]] for group in groups]
+    if is_one_f_one_b and devices == [*range(len(replicas))]:
+        rows = expand_groups(one_f_one_b_of_replicas(plain.micro_batches, replicas), groups)
+    return replace(plain, rows=rows, replicas=replicas)
+
+
 def _checked_custom(custom: Schedule | ScheduleFunction, n: int, m: int, placement: Placement | None) -> Schedule:
     schedule = custom_schedule(custom, n, m)
     validate(schedule)
@@ -159,6 +184,12 @@ def _check_times(demands: Sequence[StageTimes] | None, n: int) -> tuple[StageTim
     if demands and len(demands) != n:
         raise ArgumentError(f"demands has {len(demands)} entries for {n} stages: give one for each")
     return tuple(demands or ())
+
+
+def _check_replicas(replicas: Sequence[int]) -> tuple[int, ...]:
+    """The replicas of each device; none where each is alone."""
+    counts = tuple(parse_count("replicas", count, "a whole number of devices for each") for count in replicas)
+    return counts if any(count > 1 for count in counts) else ()
 
 
 def _check_device_numbers(placement: Sequence[int], n: int) -> Placement:

@@ -30,7 +30,7 @@ round down; their bubble is a little less for some p. Where p does not divide m,
 
 All of it for as many micro-batches as fill the pipeline; of fewer, less is kept and devices idle more. Kept is what W
 still needs, too, though that is less than what B needs. Chimera and DualPipe are bidirectional: each stage would be in
-two places, so they are not here.
+two places, so they are not here. (Rows of replicas have one in several places: `fxpipe.scheduling.replicas`.)
 
 Where a placement gives devices v stages each, round and round, those made for one stage on each keep more, since each
 stage does as it would on a device of its own: `1f1b` up to (v + 1) p / 2, as stage j of v p keeps v p - j of its own
@@ -190,3 +190,5 @@ SCHEDULES: Mapping[str, ScheduleRecipe] = MappingProxyType(
         "inference": _any_placement(inference),
     }
 )
+
+ONE_F_ONE_B = ("1f1b", "pipedream", "pipedream_2bw")  # whose rows, of a step, are those of 1F1B

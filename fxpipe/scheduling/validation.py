@@ -20,13 +20,15 @@ next together. Where a device has several stages, or W or more forwards stand in
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import TypeAlias
 
-from fxpipe.errors import ScheduleError
+from fxpipe.errors import ScheduleError, StateError
 from fxpipe.scheduling.actions import Action, ActionKind, Rows, Schedule
+from fxpipe.scheduling.replicas import replica_of
 
 RowCell: TypeAlias = tuple[int, int]  # (device, place in its row)
 
@@ -75,11 +77,31 @@ def dependencies(action: Action, stages: int) -> tuple[Action, ...]:
             return tuple(Action(kind, j, h) for kind in (ActionKind.BACKWARD, ActionKind.WEIGHT) for h in range(i + 1))
 
 
-def validate(schedule: Schedule) -> None:
-    """Raises `ScheduleError` if the schedule would not run; its message shows the rows, what is wrong `>marked<`."""
-    problems = _find_wrong_actions(schedule) or _find_wrong_order(schedule) or _find_deadlock(schedule)
+def validate(schedule: Schedule, in_order: Collection[int] = ()) -> None:
+    """Raises `ScheduleError` if the schedule would not run; its message shows the rows, what is wrong `>marked<`.
+
+    `in_order`: stages of which F of a micro-batch also needs that of the one before, which a replica may have.
+    """
+    problems = _find_wrong_actions(schedule) or _find_wrong_order(schedule) or _find_deadlock(schedule, in_order)
     if problems:
         raise ScheduleError(_problems_message(schedule, problems))
+
+
+@lru_cache(maxsize=16)
+def check_order(schedule: Schedule, stages: frozenset[int]) -> None:
+    """Checks that replicas of these stages can hand on what F of each micro-batch leaves to that of the next one.
+
+    Raises:
+        StateError: in this schedule rows would then wait for each other.
+    """
+    try:
+        validate(schedule, stages)
+    except ScheduleError as error:
+        raise StateError(
+            f"forward changes buffers in stage {min(stages)}, which has replicas, and each micro-batch is to find what "
+            "the one before has left; so F has to go in the order of micro-batches, and in this schedule it does not: "
+            f"take one by name, or plan without replicas (data_parallel=1). {error}"
+        ) from None
 
 
 def _problems_message(schedule: Schedule, problems: list[ScheduleProblem]) -> str:
@@ -132,6 +154,9 @@ def _doubled(schedule: Schedule) -> Iterator[ScheduleProblem]:
 
 def _scattered(schedule: Schedule) -> Iterator[ScheduleProblem]:
     """Stages in several rows. The row with most of a stage's actions is taken for its own, the others are marked."""
+    if schedule.replicas:
+        yield from _out_of_turn(schedule)
+        return
     counts: defaultdict[int, Counter[int]] = defaultdict(Counter)
     for (d, _), action in _cells(schedule.rows):
         counts[action.stage][d] += 1
@@ -142,6 +167,24 @@ def _scattered(schedule: Schedule) -> Iterator[ScheduleProblem]:
             yield ScheduleProblem(
                 f"{action} stands with device {d}: a stage lives in one row, move it to {row}", ((d, place),)
             )
+
+
+def _out_of_turn(schedule: Schedule) -> Iterator[ScheduleProblem]:
+    """Actions in another row than that of the replica whose turn it is, of the device with most of the stage's."""
+    if sum(schedule.replicas) != len(schedule.rows) or min(schedule.replicas) < 1:
+        yield ScheduleProblem(f"there are {len(schedule.rows)} rows for devices with {schedule.replicas} replicas")
+        return
+    firsts = [*accumulate(schedule.replicas[:-1], initial=0)]
+    device_of_row = [k for k, count in enumerate(schedule.replicas) for _ in range(count)]
+    counts: defaultdict[int, Counter[int]] = defaultdict(Counter)
+    for (d, _), action in _cells(schedule.rows):
+        counts[action.stage][device_of_row[d]] += 1
+    own = {stage: devices.most_common(1)[0][0] for stage, devices in counts.items()}
+    for (d, place), action in _cells(schedule.rows):
+        k = own[action.stage]
+        turn = 0 if action.kind is ActionKind.UPDATE else replica_of(action.micro_batch, schedule.replicas[k])
+        if d != firsts[k] + turn:
+            yield ScheduleProblem(f"{action} stands in row {d}: its replica has row {firsts[k] + turn}", ((d, place),))
 
 
 def _missing(schedule: Schedule) -> Iterator[ScheduleProblem]:
@@ -190,27 +233,29 @@ def _find_wrong_order(schedule: Schedule) -> list[ScheduleProblem]:
 # 3. No row waits for ever
 
 
-def _find_deadlock(schedule: Schedule) -> list[ScheduleProblem]:
+def _find_deadlock(schedule: Schedule, in_order: Collection[int]) -> list[ScheduleProblem]:
     """Runs the rows in thought, as the head of this file says, until all have ended or none can go on."""
-    rows, device_of = schedule.rows, {action.stage: d for (d, _), action in _cells(schedule.rows)}
+    rows, row_of = schedule.rows, schedule.row_of
     ended: set[Action] = set()
     place = [0] * len(rows)  # of each device: its next action
     moving = list(range(len(rows)))
     while moving:
         d = moving.pop()
-        while place[d] < len(rows[d]) and _awaited(schedule, rows[d][place[d]], ended) is None:
+        while place[d] < len(rows[d]) and _awaited(schedule, rows[d][place[d]], ended, in_order) is None:
             action = rows[d][place[d]]
             ended.add(action)
             place[d] += 1
-            user = action.stage - NEIGHBOUR_STEP.get(action.kind, 0)
-            if user in device_of and device_of[user] != d:
-                moving.append(device_of[user])
+            user = row_of.get((action.stage - NEIGHBOUR_STEP.get(action.kind, 0), action.micro_batch), d)
+            if user != d:
+                moving.append(user)
+            if action.kind is ActionKind.FORWARD and action.stage in in_order:
+                moving.append(row_of.get((action.stage, action.micro_batch + 1), d))
     waits: dict[int, tuple[Action, int]] = {}  # device -> what it waits for, and whom
     for d, row in enumerate(rows):
         if place[d] < len(row):
-            awaited = _awaited(schedule, row[place[d]], ended)
+            awaited = _awaited(schedule, row[place[d]], ended, in_order)
             assert awaited is not None
-            waits[d] = awaited, device_of[awaited.stage]
+            waits[d] = awaited, row_of[awaited.stage, awaited.micro_batch]
     return [
         ScheduleProblem(
             f"device {d} waits before {rows[d][place[d]]} for the result of {waits[d][0]}, for ever", ((d, place[d]),)
@@ -219,8 +264,12 @@ def _find_deadlock(schedule: Schedule) -> list[ScheduleProblem]:
     ]
 
 
-def _awaited(schedule: Schedule, action: Action, ended: set[Action]) -> Action | None:
+def _awaited(schedule: Schedule, action: Action, ended: set[Action], in_order: Collection[int]) -> Action | None:
     """The result of a neighbour that an action needs, if it is not there yet; the order of its own row is right."""
+    if action.kind is ActionKind.FORWARD and action.stage in in_order and action.micro_batch:
+        before = action._replace(micro_batch=action.micro_batch - 1)
+        if before not in ended:
+            return before
     step = NEIGHBOUR_STEP.get(action.kind)
     if step is None or action.stage + step not in range(schedule.stages):
         return None

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TypeVar
 
 from fxpipe.errors import ArgumentError
@@ -59,11 +59,6 @@ class HostCost:
     weight: float = 0.0  # the part of `backward` that W takes and B then does not
     action: float = 0.0  # of each F, R, B and W beside that, under the lock
     runs_ahead: bool = False  # does the device compute behind what the host has queued; else the host computes
-
-    def shared_by(self, hosts: float) -> HostCost:
-        """Returns what is left of it for each of so many hosts that take micro-batches in turn."""
-        shared = {name: getattr(self, name) / hosts for name in ("forward", "backward", "weight", "action")}
-        return replace(self, **shared)
 
 
 @dataclass(frozen=True, slots=True)

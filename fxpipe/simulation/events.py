@@ -37,13 +37,8 @@ class DependencyEdge:
 
     user: int  # stage
     seconds: float = 0.0
-    link: tuple[int, int] | None = None  # (from device, to device); None: nothing is sent
+    is_sent: bool = False  # from device to device, over a link of theirs
     over: tuple[str, ...] = ()  # what the link shares with others
-
-    @property
-    def links_taken(self) -> tuple[Hashable, ...]:
-        """The links and shared ways that it takes, each of which carries one transfer at a time."""
-        return () if self.link is None else (self.link, *self.over)
 
 
 DependencyEdges = dict[ActionKind, list[list[DependencyEdge]]]  # for F and B, for each stage: to those who need it
@@ -59,19 +54,17 @@ class ReceiveCopies:
 
 def dependency_edges(schedule: Schedule, transfers: Sequence[Transfer]) -> DependencyEdges:
     """Collects the ways between stages; between neighbours there is one also where nothing is sent."""
-    device_of = device_by_stage(schedule)
+    device_of = device_by_stage(schedule)  # of the first micro-batch: of others it is the same or another for the same
     ways: DependencyEdges = {kind: [[] for _ in device_of] for kind in NEIGHBOUR_STEP}
     for kind, step in NEIGHBOUR_STEP.items():
         for user in range(schedule.stages):
             if user + step in range(schedule.stages):
                 ways[kind][user + step].append(DependencyEdge(user))
     for transfer in transfers:
-        link = device_of[transfer.source], device_of[transfer.target]
         kind = ActionKind.BACKWARD if transfer.is_gradient else ActionKind.FORWARD
-        is_sent = link[0] != link[1]
         way = (
-            DependencyEdge(transfer.target, float(transfer.seconds), link, transfer.over)
-            if is_sent
+            DependencyEdge(transfer.target, float(transfer.seconds), True, transfer.over)
+            if device_of[transfer.source] != device_of[transfer.target]
             else DependencyEdge(transfer.target)
         )
         ways[kind][transfer.source].append(way)
@@ -143,9 +136,9 @@ def host_seconds(cost: HostCost | None, kind: ActionKind, is_split: bool) -> tup
 
 
 def device_by_stage(schedule: Schedule) -> list[int]:
-    """Returns the device of each stage."""
-    device_of = {action.stage: d for d, row in enumerate(schedule.rows) for action in row}
-    return [device_of[j] for j in range(schedule.stages)]
+    """Returns the device of each stage; where it has replicas, the first one's, which has the first micro-batch."""
+    row_of = schedule.row_of
+    return [row_of[j, 0] for j in range(schedule.stages)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +194,7 @@ class EventSimulation:
     recomputes_late: bool = False  # does R wait for what its B waits for
     handling: Mapping[tuple[ActionKind, int], float] = field(default_factory=dict)  # seconds at the end of such actions
     begun: list[list[StartedAction]] = field(init=False)  # by device
-    _device_of: list[int] = field(init=False)
+    _device_of: dict[tuple[int, int], int] = field(init=False)  # by stage and micro-batch
     _receiving: dict[ActionKind, list[ReceiveCopies]] = field(init=False)
     _missing: dict[ActionKind, list[list[int]]] = field(init=False)  # by stage and micro-batch: needs not met yet
     _last: dict[ActionKind, list[list[Arrival | None]]] = field(init=False)  # of those met, what arrived last
@@ -221,7 +214,7 @@ class EventSimulation:
         """Runs the simulation, and returns the actions of each device in order."""
         schedule = self.schedule
         m, d = schedule.micro_batches, len(schedule.rows)
-        self._device_of = device_by_stage(schedule)
+        self._device_of = schedule.row_of
         self._receiving = {} if self.overlaps else receive_copies(self.ways)
         self._missing = {kind: dependency_counts(by_stage, m) for kind, by_stage in self.ways.items()}
         self._last = {kind: [[None] * m for _ in by_stage] for kind, by_stage in self.ways.items()}
@@ -299,17 +292,19 @@ class EventSimulation:
         kind, i = span.action.kind, span.action.micro_batch
         for way in self.ways[kind][span.action.stage] if kind in self.ways else ():
             left = arrived = span.end
-            if self.overlaps and way.link is not None:
-                left = max(span.end, *(self._free[one] for one in way.links_taken))
+            user = self._device_of[way.user, i]
+            if self.overlaps and way.is_sent:
+                taken = ((device, user), *way.over)  # each of which carries one transfer at a time
+                left = max(span.end, *(self._free[one] for one in taken))
                 arrived = left + way.seconds
-                for one in way.links_taken:
+                for one in taken:
                     self._free[one] = arrived
             last = self._last[kind][way.user][i]
             if last is None or last.arrived < arrived:
                 self._last[kind][way.user][i] = Arrival(device, place, left, arrived)
             self._missing[kind][way.user][i] -= 1
             if not self._missing[kind][way.user][i]:
-                self._next(self._device_of[way.user])
+                self._next(user)
         if not self._runs_ahead[device]:
             self._pass_on(span.action, span.end, (device, place))
 
@@ -319,7 +314,8 @@ class EventSimulation:
         d = len(self.schedule.rows)
         self.hosts = self.hosts or (None,) * self.schedule.stages
         self._runs_ahead = [False] * d
-        for host, device in zip(self.hosts, self._device_of, strict=True):
+        for (j, _), device in self._device_of.items():
+            host = self.hosts[j]
             self._runs_ahead[device] |= host is not None and host.runs_ahead
         self._jobs, self._is_asking = [[] for _ in range(d)], [False] * d
         self._holder = [_IDLE_HOST] * d
@@ -369,7 +365,7 @@ class EventSimulation:
             self._unqueued[kind][way.user][i] -= 1
             if self._last_queued.get((kind, way.user, i), (0.0, None))[0] <= time:
                 self._last_queued[kind, way.user, i] = time, source
-            self._ask(self._device_of[way.user])
+            self._ask(self._device_of[way.user, i])
 
     def _job(self, device: int, place: int, time: float) -> HostJob | None:
         """Returns the job of an action that begins: queued before, or asked for now."""

@@ -13,7 +13,7 @@ least.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fxpipe.scheduling import ActionKind
@@ -37,15 +37,31 @@ class ReductionSpan:
 
 
 def reductions_of(begun: Sequence[Sequence[StartedAction]], stages: Sequence[StageCost]) -> tuple[ReductionSpan, ...]:
-    """Computes the reductions of a step, device by device, each in order. Where nothing goes back there is none."""
-    return tuple(one for device, row in enumerate(begun) for one in _reductions_of_row(device, row, stages))
+    """Computes the reductions of a step, device by device, each in order. Where nothing goes back there is none.
+
+    A stage whose replicas have rows of their own is reduced once the last of them has its gradients.
+    """
+    last: list[dict[int, int]] = [{} for _ in begun]  # by device and stage, the place of its last such action
+    slowest: dict[int, tuple[float, int]] = {}  # by stage: when and on which device its last gradients are made
+    for device, row in enumerate(begun):
+        for place, one in enumerate(row):
+            if one.span.action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT):
+                stage = one.span.action.stage
+                last[device][stage] = place
+                slowest[stage] = max(slowest.get(stage, (0.0, 0)), (one.span.end, device))
+    return tuple(
+        one
+        for device, row in enumerate(begun)
+        for one in _reductions_of_row(
+            device, row, {j: place for j, place in last[device].items() if slowest[j][1] == device}, stages
+        )
+    )
 
 
-def _reductions_of_row(device: int, row: Sequence[StartedAction], stages: Sequence[StageCost]) -> list[ReductionSpan]:
-    last: dict[int, int] = {}  # by stage, the place of its last action that makes gradients of parameters
-    for place, one in enumerate(row):
-        if one.span.action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT):
-            last[one.span.action.stage] = place
+def _reductions_of_row(
+    device: int, row: Sequence[StartedAction], last: Mapping[int, int], stages: Sequence[StageCost]
+) -> list[ReductionSpan]:
+    """`last`: by stage, the place of its last action that makes gradients of parameters."""
     reductions, free = list[ReductionSpan](), 0.0
     for stage, place in sorted(last.items(), key=lambda item: item[1]):
         cost, span = stages[stage], row[place].span

@@ -397,15 +397,17 @@ class Simulation(TimelineMixin):
             return None
         values = [0.0, 0.0]
         for (source, target), size in self.sent.items():
+            if cluster.replicas:  # devices are all there are, of which some take micro-batches in turn
+                values[source // cluster.devices_per_node != target // cluster.devices_per_node] += size
+                continue
             crossings = cluster.crossings(source, target)
-            count = max(cluster.count(source), cluster.count(target))
-            each = size * cluster.data / count  # replicas of single stages take micro-batches in turn
-            values[0] += (count - crossings) * each
-            values[1] += crossings * each
+            values[0] += (cluster.data - crossings) * size
+            values[1] += crossings * size
         reduced = [0.0, 0.0]
         for one in self.reductions:
             # In a ring each way to the next device carries this much.
-            count, crossings = cluster.count(one.device), cluster.group_crossings(one.device)
+            worker = cluster.worker(one.device)
+            count, crossings = cluster.count(worker), cluster.group_crossings(worker)
             each = 2 * (count - 1) / count * one.bytes
             reduced[0] += (count - crossings) * each
             reduced[1] += crossings * each
@@ -454,13 +456,20 @@ class Simulation(TimelineMixin):
     @property
     def sent(self) -> dict[tuple[int, int], float]:
         """The bytes of a step for each link, (from device, to device), that carries any."""
-        device_of = device_by_stage(self.schedule)
-        trains = any(action.kind is ActionKind.BACKWARD for action in self.schedule.rows[device_of[0]])
+        device_of = self.schedule.row_of
+        trains = any(action.kind is ActionKind.BACKWARD for action in self.schedule.rows[device_of[0, 0]])
         sent: defaultdict[tuple[int, int], float] = defaultdict(int)
         for transfer in self.transfers:
-            link = device_of[transfer.source], device_of[transfer.target]
-            if link[0] != link[1] and (trains or not transfer.is_gradient):
-                sent[link] += transfer.bytes * self.micro_batches
+            ends = transfer.source, transfer.target
+            if self.schedule.replicas:
+                links = Counter(
+                    (device_of[ends[0], i], device_of[ends[1], i]) for i in range(self.schedule.micro_batches)
+                )
+            else:
+                links = Counter({(device_of[ends[0], 0], device_of[ends[1], 0]): self.micro_batches})
+            for link, count in links.items():
+                if link[0] != link[1] and (trains or not transfer.is_gradient):
+                    sent[link] += transfer.bytes * count
         return dict(sorted(sent.items()))
 
     def as_step(self, *, has_memory: bool = True) -> StepTimeline:

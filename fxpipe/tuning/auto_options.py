@@ -75,7 +75,7 @@ def _free_candidates(profiled: ProfiledModel, settings: Settings) -> Iterable[Ca
 def _chunks_to_try(batch: int, settings: Settings) -> tuple[int, ...]:
     """The numbers of micro-batches to try, those that the schedule can have."""
     workers = len(settings.workers)
-    counts = chunks_for_batch(batch, MAX_CHUNKS_PER_WORKER * workers)
+    counts = chunks_for_batch(batch, MAX_CHUNKS_PER_WORKER * len(settings.row_devices))
     if not callable(settings.schedule):
         return counts
     each = len(settings.placement) // workers

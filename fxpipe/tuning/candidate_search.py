@@ -125,7 +125,8 @@ def _simulate_candidate(
     simulation = simulate(plan, updates=False)  # of no schedule: a step has its update behind it
     largest = resize_plan(plan, plan.micro_batch, sizes=plan.largest_sizes)  # of this memory limits are asked
     memory = tuple(held.peak for held in (simulation if largest is plan else simulate(largest)).memory)
-    own = limits[: len(memory)]  # of a replica
+    turns = plan.turns or (1,) * len(memory)
+    own = [limit for limit, count in zip(limits, turns, strict=False) for _ in range(count)]  # of a replica
     lacks = max(
         (peak - limit for peak, limit in zip(memory, own, strict=True) if limit is not None), default=-float("inf")
     )

@@ -129,5 +129,5 @@ def test_what_a_plan_with_replicas_needs_is_said():
     model = model_of()
     plan = fxpipe.plan(model, devices=["cpu"] * 4, **QUICK, **REPLICATED)
     assert plan.replicas == (2, 2)
-    with pytest.raises(ArgumentError, match=r"run it over processes.*devices=mesh\['pipe'\]"):
+    with pytest.raises(ArgumentError, match=r"devices with 2-2 replicas.* but devices has 2 entries: give 4"):
         fxpipe.pipeline(copy.deepcopy(model), ["cpu", "cpu"], plan=plan)

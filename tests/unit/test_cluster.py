@@ -199,11 +199,12 @@ def test_a_plan_for_several_nodes_does_not_run_on_the_devices_of_one():
             HARDWARE["cpu"], nodes=2, devices_per_node=2)))  # fmt: skip
 
 
-def test_in_one_process_a_plan_of_replicas_is_that_of_one():
+def test_in_one_process_replicas_of_a_plan_take_turns():
     plan = planned(data_parallel=2, hardware=replace(HARDWARE["cpu"], devices_per_node=4), stages=2)
-    with fxpipe.pipeline(deep(), plan=plan, example_args=(torch.zeros(32, 64),)) as pipe:
-        assert (pipe.plan.data_parallel, pipe.plan.batch) == (1, 32)
-        assert fxpipe.simulate(pipe.plan).reductions == ()
+    with fxpipe.pipeline(deep(), plan=plan, example_args=(torch.zeros(64, 64),)) as pipe:
+        assert (pipe.plan.data_parallel, pipe.plan.batch, pipe.plan.replicas) == (1, 64, (2, 2))
+        assert pipe.plan.micro_batches == 2 * plan.micro_batches
+        assert [one.stage for one in fxpipe.simulate(pipe.plan).reductions] == [0, 1]
 
 
 @pytest.mark.parametrize(

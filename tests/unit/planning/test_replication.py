@@ -14,7 +14,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.cluster import Cluster, Link
-from fxpipe.config.pipeline_options import PipelineOptions, make_settings
+from fxpipe.config.pipeline_options import PipelineOptions, check_replicas, make_settings
 from fxpipe.errors import ArgumentError, PartitionError
 from fxpipe.inspect.cli import main
 from fxpipe.planning import prepare_profiled, trace_and_profile
@@ -52,18 +52,25 @@ def test_what_takes_time_is_replicated_and_what_has_weights_is_not(unequal):
 
 def test_replicas_take_micro_batches_in_turn_and_reduce_gradients(unequal):
     costs, _ = unequal.costs()
-    assert costs[0].forward == pytest.approx(unequal.stages[0].forward_seconds / 3)  # six micro-batches: two each
-    assert costs[0].backward == pytest.approx(unequal.stages[0].backward_seconds / 3)
-    assert costs[1].forward == unequal.stages[1].forward_seconds
+    assert costs[0].forward == unequal.stages[0].forward_seconds
+    step = fxpipe.simulate(unequal)  # of six micro-batches
+    rows = [[span.action.micro_batch for span in step.spans if span.device == d] for d in range(4)]
+    assert [{*row} for row in rows] == [{0, 3}, {1, 4}, {2, 5}, {*range(6)}]
+    assert step.devices == ("cuda:0", "cuda:1", "cuda:2", "cuda:3")
+    assert [len(held.steps) > 1 for held in step.memory] == [True] * 4
     four = fxpipe.simulate(unequal, chunks=4)
-    (first, *_), _ = replace(unequal, chunks=4).costs()
-    assert first.forward == pytest.approx(unequal.stages[0].forward_seconds / 2)  # four: one device has two of them
-    assert four.schedule.micro_batches == 4
+    assert [sum(span.device == d for span in four.spans) for d in range(4)] == [4, 2, 2, 8]
     size = unequal.stages[0].gradient_bytes
     reduction, _ = Cluster(8, 8, Link(1e9), Link(1e9), pipe=2, replicas=(3, 1)).reduction(0, size)
     assert costs[0].reduction == reduction > 0
     assert costs[1].reduction == 0
-    assert [one.stage for one in fxpipe.simulate(unequal).reductions] == [0]
+    (reduced,) = step.reductions
+    assert reduced.stage == 0
+    assert reduced.end >= max(span.end for span in step.spans if span.action.stage == 0)
+    within, between = step.traffic
+    sent = sum(step.sent.values())
+    assert {*step.sent} == {(d, 3) for d in range(3)} | {(3, d) for d in range(3)}
+    assert (within.pipeline, within.reduction, between.pipeline) == (sent, pytest.approx(4 * size), 0)
 
 
 def test_a_step_is_shorter_than_that_of_the_same_stages_with_one_device_each(unequal):
@@ -80,15 +87,6 @@ def test_a_step_is_shorter_than_that_of_the_same_stages_with_one_device_each(une
         for plan in (once, unequal)
     )
     assert replicated.step_seconds < 0.7 * alone.step_seconds
-
-
-def test_micro_batches_in_flight_keep_all_replicas_behind_at_work():
-    cluster = Cluster(16, 16, Link(1.0), None, pipe=2, replicas=(15, 1))
-    assert [cluster.in_flight(k, usual, 64) for k, usual in enumerate((2, 1))] == [2, 1]  # of 16 devices, on 15
-    cluster = Cluster(16, 16, Link(1.0), None, pipe=2, replicas=(1, 15))
-    assert [cluster.in_flight(k, usual, 64) for k, usual in enumerate((2, 1))] == [16, 1]
-    assert cluster.in_flight(0, 2, 8) == 8  # there are no more
-    assert cluster.in_flight(1, 64, 64) == 5  # gpipe keeps all: of 15 replicas each its part
 
 
 def test_memory_counts_what_is_in_flight_on_one_replica():
@@ -236,7 +234,7 @@ def test_replicas_that_do_not_share_the_mini_batch_evenly_take_micro_batches_in_
     plan = planned(model, x=torch.zeros(6, 4), hardware=hardware(Link(1e12)))
     assert plan.replicas == (4,)
     assert plan.data_parallel == 1
-    assert plan.has_unequal_replicas
+    assert plan.turns == (4,)
 
 
 @pytest.mark.parametrize(
@@ -264,22 +262,29 @@ def test_without_a_choice_other_options_are_refused_as_they_are_by_the_cut():
 
 
 def test_replicas_are_not_chosen_without_hardware_or_where_they_are_said():
-    def chooses(**options: Any) -> bool:
-        return make_settings(PipelineOptions(devices=["cpu"] * 4, **options), anywhere=True).chooses_replicas
+    def chooses(runs_here: bool = False, **options: Any) -> bool:
+        given = PipelineOptions(devices=["cpu"] * 4, **options)
+        return make_settings(given, anywhere=True, runs_here=runs_here).chooses_replicas
 
     assert chooses(balance="pipedream", hardware="h100")
     assert not chooses(balance="pipedream")
     assert not chooses(balance="pipedream", hardware="h100", data_parallel=2)
     assert not chooses(hardware="h100")
+    assert chooses(balance="pipedream", hardware="h100", runs_here=True)
+    assert not chooses(balance="pipedream", hardware="h100", schedule="pipedream", runs_here=True)  # a stream
 
 
 def test_a_plan_with_replicas_does_not_run_as_something_else(unequal):
     model = narrow_then_wide()
-    with pytest.raises(ArgumentError, match="stages with 3-1 replicas that take micro-batches in turn, which no pipe"):
+    with pytest.raises(ArgumentError, match=r"devices with 3-1 replicas.* but devices has 2 entries: give 4"):
         fxpipe.pipeline(model, ["cpu", "cpu"], plan=unequal)
+    with pytest.raises(ArgumentError, match="3-1 replicas that take micro-batches in turn, and over processes only"):
+        check_replicas(unequal, 1)
     equal = planned(model, hardware=hardware(Link(1e12)), data_parallel=2)
-    with pytest.raises(ArgumentError, match=r"2-2 replicas of its stages, and here each has 1: .*\(2, 2\)"):
+    with pytest.raises(ArgumentError, match=r"devices with 2-2 replicas.* but devices has 2 entries: give 4"):
         fxpipe.pipeline(model, ["cpu", "cpu"], plan=equal)
+    with pytest.raises(ArgumentError, match=r"2-2 replicas of its stages, and here each has 1: .*\(2, 2\)"):
+        check_replicas(equal, 1)
 
 
 def test_unequal_replicas_stay_where_they_are(unequal):

@@ -33,6 +33,8 @@ def full() -> fxpipe.Plan:
     plan = estimated(Causal(), 3, ids(), hardware=hardware(link), memory_limit=limit)
     return dataclasses.replace(
         plan,
+        cluster=dataclasses.replace(plan.cluster, replicas=(2, 1, 1)),
+        replica_devices=(("cuda:0", "cuda:1"), ("cuda:2",), ("cuda:3",)),
         why=("it was so",),
         guards=("x > 0",),
         evaluating=("layers.0",),

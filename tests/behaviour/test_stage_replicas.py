@@ -1,0 +1,373 @@
+"""Stages whose replicas take micro-batches in turn, in one process, train as the plain model does."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.oracle import closing
+from helpers.plan_hardware import hardware
+from torch import nn
+
+import fxpipe
+from fxpipe.cluster import Link
+from fxpipe.errors import ArgumentError, StateError
+from fxpipe.optim import StageOptimizer
+from fxpipe.runtime.executors import InterleavedExecutor
+
+QUICK = {"progress": False}
+REPLICAS = [(2, 1), (1, 2), (3, 1), (2, 2), (3,)]
+
+
+class Net(nn.Module):
+    """The last layer has the weight of the first, and a value goes past the middle."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.c.weight = self.a.weight
+
+    def forward(self, x):
+        first = torch.tanh(self.a(x))
+        return self.c(torch.tanh(self.b(first)) + first)
+
+
+class Tracking(nn.Module):
+    """Batch norm in each stage, and a buffer whose value depends on the order of the micro-batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.norm, self.last_norm = nn.BatchNorm1d(6), nn.BatchNorm1d(3)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        x = self.norm(self.a(x))
+        with torch.no_grad():
+            self.mean.mul_(0.5).add_(x.mean(0))
+        return self.last_norm(self.b(torch.tanh(x)))
+
+
+def plan_with(model, replicas, **options):
+    """A plan of as many stages, the devices of which are replicated."""
+    plan = fxpipe.plan(model, len(replicas), example_args=(torch.randn(6, 6),), **QUICK, **options)
+    return replace(plan, replica_devices=tuple(("cpu",) * count for count in replicas))
+
+
+def replicated(model, replicas, chunks=4, executor=None, **options):
+    planning = {name: options.pop(name) for name in ("balance",) if name in options}
+    plan = plan_with(model, replicas, chunks=chunks, **planning)
+    pipe = fxpipe.pipeline(model, ["cpu"] * sum(replicas), chunks, plan=plan, **QUICK, **options)
+    if executor is not None:
+        pipe._fxpipe.engine.executor.close()
+        pipe._fxpipe.engine.executor = executor
+    return pipe
+
+
+def plain_step(model, x, t, chunks, loss_fn=F.mse_loss):
+    """The plain model on the micro-batches, one after the other; returns outputs and loss."""
+    outputs, total = [], 0.0
+    for part, wanted in zip(x.tensor_split(chunks), t.tensor_split(chunks), strict=True):
+        outputs.append(model(part))
+        loss = loss_fn(outputs[-1], wanted) * (len(part) / len(x))
+        loss.backward()
+        total += loss.detach()
+    return torch.cat(outputs).detach(), total
+
+
+def assert_same(model, plain, **tolerance):
+    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, msg=name, **tolerance)
+        torch.testing.assert_close(one.detach(), other.detach(), msg=name, **tolerance)
+    for (name, one), other in zip(model.named_buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(one, other, msg=name, **tolerance)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+@pytest.mark.parametrize("replicas", REPLICAS)
+def test_steps_come_to_the_gradients_of_the_plain_model(replicas, schedule):
+    torch.manual_seed(3)
+    plain = Net()
+    model = copy.deepcopy(plain)
+    with closing(replicated(model, replicas, schedule=schedule)) as pipe:
+        optimizers = [torch.optim.SGD(one.parameters(), 0.1, momentum=0.9) for one in (pipe, plain)]
+        for batch in (6, 9, 5, 2):  # other batches than it was planned with, and fewer samples than replicas
+            x, t = torch.randn(batch, 6), torch.randn(batch, 6)
+            loss, outputs = pipe.forward_backward(x, target=t, loss_fn=F.mse_loss, return_outputs=True)
+            wanted, plain_loss = plain_step(plain, x, t, min(4, batch))
+            torch.testing.assert_close(loss, plain_loss)
+            torch.testing.assert_close(outputs, wanted)
+            assert_same(model, plain)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert len(pipe.last_step.devices) == sum(replicas)
+        used = {one.device for one in pipe.last_step.actions}
+        assert len(used) == sum(min(count, 2) for count in replicas)  # the last mini-batch has two samples
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("replicas", [(2, 1), (1, 3)])
+def test_the_drop_in_runs_on_replicas(replicas, checkpoint):
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 3))
+    model = copy.deepcopy(plain)
+    alone = copy.deepcopy(plain)
+    with (
+        closing(replicated(model, replicas, balance=["1"], checkpoint=checkpoint)) as pipe,
+        closing(fxpipe.pipeline(alone, ["cpu", "cpu"], 4, balance=["1"], **QUICK)) as other,
+    ):
+        x, t = torch.randn(6, 6, requires_grad=True), torch.randn(6, 3)
+        again = x.detach().clone().requires_grad_()
+        for one, leaf in ((pipe, x), (other, again)):  # random numbers depend on the micro-batch, not on its device
+            torch.manual_seed(5)
+            F.mse_loss(one(leaf), t).backward()
+        torch.testing.assert_close(x.grad, again.grad)
+        assert_same(model, alone)
+        model.eval()
+        torch.testing.assert_close(pipe(x).detach(), model(x).detach())
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("replicas", [(2, 1), (1, 2), (2, 3)])
+def test_buffers_change_in_the_order_of_micro_batches(replicas, schedule):
+    torch.manual_seed(3)
+    plain = Tracking()
+    model = copy.deepcopy(plain)
+    with closing(replicated(model, replicas, schedule=schedule, checkpoint="except_last")) as pipe:
+        for _ in range(3):
+            x, t = torch.randn(12, 6), torch.randn(12, 3)
+            pipe.forward_backward(x, target=t, loss_fn=F.mse_loss)
+            plain_step(plain, x, t, 4)
+        assert_same(model, plain)
+
+
+def test_deferred_batch_norm_has_the_statistics_of_the_mini_batch():
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3), nn.BatchNorm1d(3))
+    alone = copy.deepcopy(model)
+    with (
+        closing(replicated(model, (3, 2), balance=["2"], deferred_batch_norm=True)) as pipe,
+        closing(fxpipe.pipeline(alone, ["cpu"] * 2, 4, balance=["2"], deferred_batch_norm=True, **QUICK)) as other,
+    ):
+        for _ in range(2):
+            x, t = torch.randn(12, 6), torch.randn(12, 3)
+            for one in (pipe, other):
+                one.forward_backward(x, target=t, loss_fn=F.mse_loss)
+        assert_same(model, alone)
+        assert {name: int(b) for name, b in model.named_buffers() if "num" in name} == {
+            "1.num_batches_tracked": 2,
+            "4.num_batches_tracked": 2,
+        }
+
+
+class Head(nn.Module):
+    """A loss with parameters, and a mean over what counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, y, t):
+        weights = (t > 0).float()
+        return ((y * self.scale - t) ** 2 * weights).sum(), weights.sum()
+
+
+def test_a_loss_with_parameters_and_weights_is_that_of_the_mini_batch():
+    torch.manual_seed(3)
+    plain, head = Net(), Head()
+    model, own_head = copy.deepcopy(plain), copy.deepcopy(head)
+    with closing(replicated(model, (1, 3), 6)) as pipe:
+        for _ in range(3):
+            x, t = torch.randn(6, 6), torch.randn(6, 6)
+            pipe.forward_backward(x, target=t, loss_fn=own_head)
+            total, weight = head(plain(x), t)
+            (total / weight).backward()
+        assert_same(model, plain)
+        torch.testing.assert_close(own_head.scale.grad, head.scale.grad)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_order_the_fences_allow_the_bits_are_the_same(seed):
+    def step(executor):
+        torch.manual_seed(3)
+        model, head = Tracking(), nn.Linear(3, 3)
+        # The cut is said: one by measured seconds may be another, and sum in another order.
+        with closing(replicated(model, (2, 3), 5, executor, balance=["norm"])) as pipe:
+            x, t = torch.randn(10, 6), torch.randn(10, 3)
+            pipe.forward_backward(x, target=t, loss_fn=lambda y, t: F.mse_loss(head(y), t))
+        own = {f"head.{name}": p for name, p in head.named_parameters()} | dict(model.named_parameters())
+        return {name: p.grad for name, p in own.items()} | dict(model.named_buffers())
+
+    first, other = step(None), step(InterleavedExecutor(seed))
+    for name, value in first.items():
+        assert torch.equal(value, other[name]), name
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("replicas", [(2, 1), (1, 2)])
+def test_a_stage_optimizer_steps_the_weights_of_all_replicas_once(replicas, overlap):
+    torch.manual_seed(3)
+    plain = Net()
+    model = copy.deepcopy(plain)
+    want = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    with closing(replicated(model, replicas)) as pipe:
+        have = StageOptimizer(pipe, torch.optim.AdamW, overlap=overlap, lr=1e-2)
+        for _ in range(4):
+            x, t = torch.randn(8, 6), torch.randn(8, 6)
+            pipe.forward_backward(x, target=t, loss_fn=F.mse_loss, optimizer=have)
+            plain_step(plain, x, t, 4)
+            want.step()
+            want.zero_grad()
+        for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.detach(), other.detach(), msg=name, rtol=1e-4, atol=1e-5)
+        assert sorted(str(s.action) for s in pipe.last_step.spans if str(s.action.kind) == "U") == ["0U3", "1U3"]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_weights_are_updated_once_all_replicas_have_gone_back(seed):
+    torch.manual_seed(3)
+    plain = Net()
+    model = copy.deepcopy(plain)
+    want = torch.optim.SGD(plain.parameters(), lr=0.1)
+    with closing(replicated(model, (3, 2), executor=InterleavedExecutor(seed))) as pipe:
+        have = StageOptimizer(pipe, torch.optim.SGD, overlap=True, lr=0.1)
+        for _ in range(2):  # the first one verifies the loss, and is updated behind it
+            x, t = torch.randn(8, 6), torch.randn(8, 6)
+            pipe.forward_backward(x, target=t, loss_fn=F.mse_loss, optimizer=have)
+            plain_step(plain, x, t, 4)
+            want.step()
+            want.zero_grad()
+        for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.detach(), other.detach(), msg=name)
+
+
+class Failing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.b(refuse_large(self.norm(self.a(x)), x))
+
+
+@fxpipe.leaf
+def refuse_large(y, x):
+    if bool((x > 100).any()):
+        raise ArithmeticError("too large")
+    return y * 1
+
+
+@pytest.mark.parametrize("bad", range(4))
+def test_a_failure_in_a_replica_leaves_all_as_it_was(bad):
+    torch.manual_seed(3)
+    plain = Failing()
+    model = copy.deepcopy(plain)
+    with closing(replicated(model, (1, 3), balance=["a"])) as pipe:
+        x, t = torch.randn(8, 6), torch.randn(8, 6)
+        pipe.forward_backward(x, target=t, loss_fn=F.mse_loss)
+        plain_step(plain, x, t, 4)
+        wrong = x.clone()
+        wrong[2 * bad] = 1e3
+        with pytest.raises(ArithmeticError, match="too large") as caught:
+            pipe.forward_backward(wrong, target=t, loss_fn=F.mse_loss)
+        assert f"stage 1 of 2 on cpu, micro-batch {bad}, forward" in caught.value.__notes__[0]
+        assert_same(model, plain)
+        pipe.forward_backward(x, target=t, loss_fn=F.mse_loss)
+        plain_step(plain, x, t, 4)
+        assert_same(model, plain)
+
+
+def test_micro_batches_that_are_handed_over_go_round():
+    torch.manual_seed(3)
+    plain = Net()
+    model = copy.deepcopy(plain)
+    with closing(replicated(model, (2, 1))) as pipe:
+        parts = [(torch.randn(size, 6), torch.randn(size, 6)) for size in (2, 3, 1, 4, 2)]
+        pipe.forward_backward(micro_batches=parts, loss_fn=F.mse_loss)
+        for x, t in parts:
+            (F.mse_loss(plain(x), t) * (len(x) / 12)).backward()
+        assert_same(model, plain)
+
+
+# -- Plans -------------------------------------------------------------------------------------------------------------
+
+
+def narrow_then_wide():
+    """All but the last two layers take time; these have nearly all of the weights."""
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(15)), nn.Linear(4, 512), nn.Linear(512, 4))
+
+
+def test_what_pipedreams_planner_chooses_for_devices_of_one_process_runs():
+    torch.manual_seed(3)
+    plain = narrow_then_wide()
+    model = copy.deepcopy(plain)
+    x, t = torch.randn(24, 4), torch.randn(24, 4)
+    options = {"balance": "pipedream", "hardware": hardware(Link(1e8)), "example_args": (x,), **QUICK}
+    with closing(fxpipe.pipeline(model, ["cpu"] * 4, 6, **options)) as pipe:
+        assert pipe.plan.replicas == (3, 1)
+        assert pipe.plan.row_devices == ("cpu",) * 4
+        for _ in range(2):
+            pipe.forward_backward(x, target=t, loss_fn=F.mse_loss)
+            plain_step(plain, x, t, 6)
+        assert_same(model, plain)
+        simulated = fxpipe.simulate(pipe.plan)
+        assert [
+            [str(s.action) for s in sorted(simulated.spans, key=lambda s: s.start) if s.device == d] for d in range(4)
+        ] == [[str(a) for a in row] for row in pipe.plan.as_schedule().rows]
+        assert "micro-batches in turn" in str(pipe.plan)
+        print(simulated.compared(pipe.last_step))
+        saved = pipe.plan
+    again = copy.deepcopy(model)
+    with closing(fxpipe.pipeline(again, plan=saved, **QUICK)) as pipe:  # the plan has all of the devices
+        pipe.forward_backward(x, target=t, loss_fn=F.mse_loss)
+        assert len(pipe.last_step.devices) == 4
+
+
+def test_a_plan_of_data_parallelism_runs_as_replicas_that_take_turns():
+    torch.manual_seed(3)
+    plain = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+    x, t = torch.randn(24, 4), torch.randn(24, 4)
+    fast = {"hardware": hardware(Link(1e12)), "example_args": (x,), "chunks": 2, "balance": "pipedream", **QUICK}
+    for devices, data in ((4, None), (4, 2)):
+        model = copy.deepcopy(plain)
+        plan = fxpipe.plan(model, devices=["cuda:0"] * devices, data_parallel=data, **fast)
+        assert plan.data_parallel == (data or 4)
+        wanted = copy.deepcopy(plain)
+        with closing(fxpipe.pipeline(model, ["cpu"] * devices, plan=plan, **QUICK)) as pipe:
+            pipe.forward_backward(x, target=t, loss_fn=F.mse_loss)
+            plain_step(wanted, x, t, 2 * (data or 4))
+            assert_same(model, wanted)
+            assert pipe.plan.replicas == ((4,) if data is None else (2, 2))
+            assert pipe.plan.batch == 24
+            assert len({one.device for one in pipe.last_step.actions}) == devices
+
+
+def test_a_replicated_plan_needs_a_device_for_each_replica():
+    model = Net()
+    plan = plan_with(model, (2, 1))
+    with pytest.raises(ArgumentError, match=r"2-1 replicas.* devices has 2 entries: give 3"):
+        fxpipe.pipeline(model, ["cpu", "cpu"], plan=plan)
+
+
+def test_a_stream_over_replicas_is_refused():
+    model = Net()
+    with closing(replicated(model, (2, 1), 1, schedule="pipedream")) as pipe:
+        optimizer = StageOptimizer(pipe, torch.optim.SGD, lr=0.1)
+        with pytest.raises(ArgumentError, match="train_stream over stages with 2-1 replicas"):
+            pipe.train_stream([], loss_fn=F.mse_loss, optimizer=optimizer)
+
+
+def test_a_table_that_does_not_go_in_the_order_of_buffers_is_refused():
+    table = "0F0 0F2 0B2 0F1 0B0 0B1\n1F0 1F2 1B2 1B0 1F1 1B1"
+    x, t = torch.randn(12, 6), torch.randn(12, 3)
+    with (
+        closing(replicated(Tracking(), (1, 2), 3, schedule=table)) as pipe,
+        pytest.raises(
+            StateError, match=r"(?s)forward changes buffers in stage 1.*waits before 1F2 for the result of 1F1"
+        ),
+    ):
+        pipe.forward_backward(x, target=t, loss_fn=F.mse_loss)
