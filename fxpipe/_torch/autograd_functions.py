@@ -15,12 +15,13 @@ To replace the attribute `apply` would miss that one. So what all routes pass th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
 from typing import Any, Protocol
 
 import torch
-from torch.autograd.function import FunctionMeta
+from torch.autograd.function import BackwardCFunction, FunctionMeta
 
 from fxpipe._torch.thread_state import ThreadState
 
@@ -146,3 +147,27 @@ def _observe_applications(inside: ApplicationObserver) -> Iterator[None]:
         yield
     finally:
         del FunctionMeta.__getattribute__
+
+
+@contextlib.contextmanager
+def watch_saved_tensors(note: Callable[[Iterable[torch.Tensor]], object]) -> Iterator[None]:
+    """A block in which `note` is given what an `autograd.Function` has saved, before its backward gets it.
+
+    In all threads; blocks may be nested, and are left in the reverse order.
+    """
+    own: Any = inspect.getattr_static(BackwardCFunction, "saved_tensors")
+    is_replaced = "saved_tensors" in vars(BackwardCFunction)
+
+    def saved_tensors(context: Any) -> Any:
+        tensors = own.__get__(context, type(context))
+        note(tensor for tensor in tensors if tensor is not None)
+        return tensors
+
+    BackwardCFunction.saved_tensors = property(saved_tensors)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if is_replaced:
+            BackwardCFunction.saved_tensors = own
+        else:
+            del BackwardCFunction.saved_tensors

@@ -46,6 +46,7 @@ from fxpipe.profiling.profile_data import ZERO_FORMULA, NodeCost, Profile, Secon
 from fxpipe.profiling.roofline import estimate
 from fxpipe.tracing.fake_tensors import is_faked, mute_fake_tensor_logs, names_without_values, with_fake_tensors
 from fxpipe.tracing.model_state import preserve_state
+from fxpipe.tracing.parameter_offload import parameters_at_home
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import Effects
 from fxpipe.utils.locks import DISPATCH_MODE_LOCK
@@ -144,7 +145,7 @@ def profile(
             first = (*itertools.islice(others, 1),)
             timings = _estimates(traced, effects, leaves, here, first, counts.points, chosen, loss)
         else:
-            with _torch_threads(threads):
+            with _torch_threads(threads), parameters_at_home():
                 measured = measure(
                     traced,
                     effects,

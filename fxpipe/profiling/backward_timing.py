@@ -1,7 +1,8 @@
 """Takes samples of how long nodes take to go back, many nodes in a row, as in a real backward.
 
 What is measured must be as warm, and lie in memory in the same way, as what runs. So nodes wait until those that have
-gone forward have made `WINDOW_BYTES` bytes; then all go back, the last first. (Samples that each went forward and back
+gone forward have made `WINDOW_BYTES` bytes, or have had parameters brought to the device that take too much of it; then
+all go back, the last first. (Samples that each went forward and back
 at once were up to twice as long as in a real step for small nodes, whose code was cold each time, and too short for
 large ones, whose values were still warm.)
 
@@ -16,6 +17,7 @@ way follows at once, over the same graph:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
@@ -24,6 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe import accelerator
 from fxpipe.profiling.clock import Clock
 from fxpipe.profiling.node_kinds import NodeValue, TensorSignature
 from fxpipe.tracing.interpreter import naming_node
@@ -32,6 +35,8 @@ from fxpipe.tracing.tensors import bytes_in, storage_of
 from fxpipe.tracing.traced import CALL_OPS, Traced
 
 WINDOW_BYTES = 32 << 20  # bytes made by nodes that have still to go back
+# Of what is free of a device's memory, the most that parameters of such nodes may take which were brought there.
+_PARAMETER_SHARE = 1 / 8
 _SUM_SAMPLES = 5  # samples of how long it takes to add gradients of one kind
 
 
@@ -54,12 +59,19 @@ class BackwardQueue:
     """The nodes that wait to go back."""
 
     clock: Clock
+    room: float = math.inf  # bytes for parameters that were brought to the device
     first: list[PendingBackward] = field(default_factory=list)
     again: list[tuple[PendingBackward, list[torch.Tensor]]] = field(
         default_factory=list
     )  # with the ends of the first way
     _bytes: int = 0
+    _parameter_bytes: int = 0
     _strides: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)  # of gradients, by the tensor
+
+    @classmethod
+    def on(cls, clock: Clock, device: torch.device | None) -> BackwardQueue:
+        figures = None if device is None else accelerator.memory_figures(device)
+        return cls(clock) if figures is None else cls(clock, _PARAMETER_SHARE * figures.available)
 
     def __bool__(self) -> bool:
         return bool(self.first)
@@ -76,9 +88,13 @@ class BackwardQueue:
     def _count(self, waiting: PendingBackward) -> None:
         self._bytes += bytes_in(waiting.ends)
 
+    def hold_parameters(self, size: int) -> None:
+        """Counts the bytes of parameters that were brought to the device for nodes that wait."""
+        self._parameter_bytes += size
+
     @property
     def is_full(self) -> bool:
-        return self._bytes > WINDOW_BYTES
+        return self._bytes > WINDOW_BYTES or self._parameter_bytes > self.room
 
     def go(self) -> None:
         """Times the backward of all nodes that wait for it.
@@ -102,7 +118,7 @@ class BackwardQueue:
         self.first.clear()
         self.again.clear()
         self._strides.clear()
-        self._bytes = 0
+        self._bytes = self._parameter_bytes = 0
 
     def _one(self, waiting: PendingBackward, like: list[torch.Tensor]) -> None:
         ones = [_ones_with_stride(t, self._strides.get(_memory_location(t))) for t in like]

@@ -144,7 +144,7 @@ class TimingRounds:
 
     def __post_init__(self) -> None:
         self._calls = calls_on(self.traced, self.device)
-        self._back, self._sums = BackwardQueue(self.clock), GradientSumTimes(self.clock)
+        self._back, self._sums = BackwardQueue.on(self.clock, self.device), GradientSumTimes(self.clock)
         self._written = set().union(*self.effects.written_classes)
         self._of_inputs = dependents_of(self.traced, self.traced.placeholders.values())
         self._reuse = ValueReuse(self.traced, self.effects)
@@ -336,6 +336,11 @@ class TimingRounds:
             held = held.clone()
         return held.requires_grad_(needs_grad)
 
+    def _brought_bytes(self, node: fx.Node, held: torch.Tensor) -> int:
+        """Returns the bytes of a parameter that came to the device for a node, and of the gradients it is added to."""
+        is_brought = node.op == "get_attr" and attribute_tensor(self.traced, node).device != held.device
+        return 2 * bytes_in(held) if is_brought else 0
+
     def _output(self, node: fx.Node) -> NodeValue:
         return self.values[node] if node in self.values else self._held(node)
 
@@ -362,6 +367,7 @@ class TimingRounds:
             samples.forward.append(seconds)
             samples.forward_host.append(self.clock.host)
         totals = [t.detach().clone() if n.op == "get_attr" else None for n, t in starts.values()]
+        self._back.hold_parameters(sum(self._brought_bytes(n, t) for n, t in starts.values()))
         times, host_times = (samples.backward, samples.backward_host) if is_kept else ([], [])
         waiting = PendingBackward(node, ends, every, totals, times, host_times)
         if not (samples.has_both and is_kept and self.times_input_gradient):

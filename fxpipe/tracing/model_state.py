@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,10 +25,11 @@ from fxpipe._torch.error_messages import allocator_error
 from fxpipe._torch.fake_tensor_mode import FakeTensor
 from fxpipe._torch.module_internals import MODULE_DICT_KEYS, own_buffers, own_children, tensor_stores
 from fxpipe._torch.tensor_data import replace_data
+from fxpipe.tracing.parameter_offload import can_be_offloaded, offload_parameters
 from fxpipe.tracing.record.host_arguments import HostArgumentConversion
 from fxpipe.tracing.record.module_hooks import COMPUTATION_ATTRIBUTES, is_computation_hook
 from fxpipe.tracing.record.unrecordable import CannotRecord, MakesState
-from fxpipe.tracing.tensors import has_values, storage_of
+from fxpipe.tracing.tensors import has_values, storage_of, tensor_bytes
 from fxpipe.utils.pytree import map_tensor_leaves
 
 _KINDS = ("parameter", "buffer", "attribute")  # of tensors of a module, in the order of `tensor_stores`
@@ -398,14 +400,16 @@ def preserve_state(model: nn.Module) -> Iterator[Snapshot]:
 
 
 RECORDING_SHARE = 0.5  # of a device's memory that a model may take to be recorded there: its activations come on top
+# The same where that was too much.
+SMALL_RECORDING_SHARE = 1 / 16
 
 
 def recording_device(model: nn.Module, workers: Iterable[torch.device] = ()) -> torch.device | None:
-    """Chooses the device on which a model is recorded: where its stages will run, if it fits there.
+    """Chooses the device on which a model is recorded: where its stages will run.
 
     What forward does may depend on the kind of device: autocast, functions that one kind lacks (`x.is_cuda`, kernels
-    without a CPU version), and so do the bytes of what it makes. A model that is larger than half of what is free on
-    the first accelerator among the workers is recorded where it is; one that is on several devices, on the CPU.
+    without a CPU version), and so do the bytes of what it makes. Without an accelerator among the workers a model is
+    recorded where it is; one that is on several devices, on the CPU.
 
     Returns:
         The device; None for a model without tensors, or without values, for which fake ones stand.
@@ -413,15 +417,10 @@ def recording_device(model: nn.Module, workers: Iterable[torch.device] = ()) -> 
     tensors = _model_tensors(model)
     if not all(map(has_values, tensors)):
         return None
-    devices = {tensor.device for tensor in tensors}
     for worker in workers:
-        if worker.type == "cpu" or worker not in accelerator.local_devices():
-            continue
-        elsewhere = {storage_of(t): t.untyped_storage().nbytes() for t in tensors if t.device != worker}
-        free = accelerator.memory_figures(worker)
-        if not elsewhere or free is None or sum(elsewhere.values()) <= RECORDING_SHARE * free.available:
+        if worker.type != "cpu" and worker in accelerator.local_devices():
             return worker
-        break
+    devices = {tensor.device for tensor in tensors}
     return next(iter(devices), None) if len(devices) < 2 else torch.device("cpu")
 
 
@@ -431,25 +430,43 @@ def _model_tensors(model: nn.Module) -> list[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def model_on(model: nn.Module, device: torch.device | None) -> Iterator[None]:
+def model_on(model: nn.Module, device: torch.device | None, share: float = RECORDING_SHARE) -> Iterator[None]:
     """The data of the model's tensors is on this device in this block; None: it stays.
 
     The tensors stay the same objects, and those that share memory share it there. They have no gradients: torch
     refuses to assign one that is on another type of device. After the block each has the data and the gradient that it
     had, the same objects. What a function takes from the CPU only is brought there for it (`host_arguments`).
+
+    Args:
+        share: of what is free of the device's memory. Where the model takes more, parameters come when they are used,
+            and leave for others (`parameter_offload`).
     """
     tensors = [] if device is None else [t for t in _model_tensors(model) if t.device != device]
+    room = None if device is None else _room_on(device, tensors, share)
+    offloaded = [] if room is None else _offloadable(tensors)
+    kinds = {id(t) for t in offloaded}
     away = [(tensor, tensor.data, tensor.grad if tensor.is_leaf else None) for tensor in tensors]
-    copies = _copies_on([data for _, data, _ in away], device)
+    whole = [tensor for tensor in tensors if id(tensor) not in kinds]
     if away:
         torch.clear_autocast_cache()  # of casts that were made of the data until now
     try:
-        for (tensor, _, gradient), copy in zip(away, copies, strict=True):
+        for tensor, _, gradient in away:
             if gradient is not None:
                 tensor.grad = None
+        for tensor, copy in zip(whole, _copies_on([t.data for t in whole], device), strict=True):
             replace_data(tensor, copy)
-        with contextlib.nullcontext() if device is None or device.type == "cpu" else HostArgumentConversion():
-            yield
+        with contextlib.ExitStack() as stack:
+            if device is not None and device.type != "cpu":
+                stack.enter_context(HostArgumentConversion())
+            if device is not None and room is not None and offloaded:
+                left = max(0, room - _storage_bytes(whole))
+                parameters = stack.enter_context(offload_parameters(offloaded, device, left))
+                yield
+                parameters.keep(
+                    t for t in _model_tensors(model) if id(t) not in kinds
+                )  # which forward has made of them
+            else:
+                yield
     finally:
         if away:
             torch.clear_autocast_cache()  # of casts that were made of the other data
@@ -457,6 +474,28 @@ def model_on(model: nn.Module, device: torch.device | None) -> Iterator[None]:
             replace_data(tensor, data)
             if tensor.is_leaf:
                 tensor.grad = gradient
+
+
+def _room_on(device: torch.device, tensors: Sequence[torch.Tensor], share: float) -> int | None:
+    """Returns the bytes that tensors from elsewhere may take on a device; None where they all may come there."""
+    figures = accelerator.memory_figures(device)
+    if figures is None:
+        return None
+    room = int(share * figures.available)
+    return room if _storage_bytes(tensors) > room else None
+
+
+def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    storages = {
+        storage_of(t): t.untyped_storage().nbytes() if t.layout == torch.strided else tensor_bytes(t) for t in tensors
+    }
+    return sum(storages.values())
+
+
+def _offloadable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the parameters that nothing else shares its memory with: buffers may change, and have to stay."""
+    others = {storage_of(tensor) for tensor in tensors if not can_be_offloaded(tensor)}
+    return [tensor for tensor in tensors if can_be_offloaded(tensor) and storage_of(tensor) not in others]
 
 
 def _copies_on(tensors: Sequence[torch.Tensor], device: torch.device | None) -> list[torch.Tensor]:
@@ -490,8 +529,9 @@ def look_on_recording_device(
 ) -> tuple[torch.device | None, T]:
     """Moves model and inputs to where the model is recorded (`recording_device`), and looks at it there.
 
-    Where that fails on an accelerator, it looks once more on the CPU: the memory may not suffice for what runs there,
-    and a forward that makes tensors without a device, or keeps some in a list, makes them on the CPU.
+    Where memory runs out, it looks once more with fewer parameters there at a time; where it fails on an accelerator
+    all the same, on the CPU: what runs there may need more memory than there is, and a forward that makes tensors
+    without a device, or keeps some in a list, makes them on the CPU.
 
     Args:
         look: is given the inputs, on the device.
@@ -501,22 +541,40 @@ def look_on_recording_device(
     """
     device = recording_device(model, workers)
     is_there = all(tensor.device == device for tensor in _model_tensors(model))
+    first: Exception | None = None
+    for share in (RECORDING_SHARE, SMALL_RECORDING_SHARE):
+        try:
+            with model_on(model, device, share):
+                return device, look(*move_inputs((args, kwargs), device))
+        except Exception as error:
+            if device is None or device.type == "cpu":
+                raise
+            first = first or error
+            if allocator_error(error) is None or is_there:
+                break
+            _free_frames(error)
+    host = torch.device("cpu")
     try:
-        with model_on(model, device):
-            return device, look(*move_inputs((args, kwargs), device))
-    except Exception as error:
-        if device is None or device.type == "cpu":
-            raise
-        first = error
-    device = torch.device("cpu")
-    try:
-        with model_on(model, device):
-            return device, look(*move_inputs((args, kwargs), device))
+        with model_on(model, host):
+            return host, look(*move_inputs((args, kwargs), host))
     except Exception as error:
         # One of a model that is on the accelerator is about the accelerator.
-        raise (first if is_there and allocator_error(first) is None else error) from None
+        if first is not None and is_there and allocator_error(first) is None:
+            raise first from None
+        if first is not None:
+            error.add_note(
+                f"fxpipe: on {device}, where that was tried first, it raised {type(first).__name__}: {first}"
+            )
+        raise error from None
     finally:
         del first  # it holds the frames in which it was raised, and they hold it
+
+
+def _free_frames(error: BaseException | None) -> None:
+    """Frees what the frames hold through which an error has come, and those that it came of."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def move_inputs(inputs: Any, device: torch.device | None) -> Any:

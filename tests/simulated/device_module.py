@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class SimulatedMachine:
         self._library = library
         library.sim_host_tells.argtypes = library.sim_host_hears.argtypes = [ctypes.c_uint64]
         library.sim_device_bytes.restype = library.sim_count.restype = ctypes.c_int64
+        library.sim_set_device_bytes.argtypes = [ctypes.c_int64, ctypes.c_int]
         library.sim_take_races.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
 
     def races(self) -> list[str]:
@@ -40,7 +41,8 @@ class SimulatedMachine:
     def count(self, what: str) -> int:
         """Returns how often something has happened since `begin`.
 
-        Counted are "waits" of streams, "host waits", "host blocks", "copies between devices" and "record_stream".
+        Counted are "waits" of streams, "host waits", "host blocks", "copies between devices", "record_stream", and
+        "bytes from the host", "bytes to the host" and "bytes between devices".
         """
         count: int = self._library.sim_count(what.encode())
         return count
@@ -68,6 +70,12 @@ class SimulatedMachine:
     def device_bytes(self) -> int:
         total: int = self._library.sim_device_bytes()
         return total
+
+    def set_device_bytes(self, total: int, devices: Iterable[int] = range(DEVICES)) -> None:
+        """Lets these devices have so much memory each, until `begin`, of which the allocator keeps none unused."""
+        torch.accelerator.empty_cache()
+        for index in devices:
+            self._library.sim_set_device_bytes(total, index)
 
 
 _machine: SimulatedMachine | None = None

@@ -26,6 +26,7 @@ import torch
 from torch import fx
 
 from fxpipe._torch import torch_pytree as pytree
+from fxpipe._torch.error_messages import allocator_error
 from fxpipe.errors import StateError, TraceError
 from fxpipe.tracing.dynamic_sizes import InputDim
 from fxpipe.tracing.interpreter import NodeValues, copy_of_input, run_node, run_nodes
@@ -104,7 +105,7 @@ def observe_shapes(
     Raises:
         TraceError: there is no way to vary the number of samples, or what `node` makes is no such formula.
     """
-    why = "no input that it depends on has samples that could be varied"
+    why, out_of_memory = "no input that it depends on has samples that could be varied", None
     if any(isinstance(v, torch.Tensor) and v.is_meta for v in values):
         raise TraceError("it can only be seen in a real run, and the inputs hold no values")
     if not groups:
@@ -117,6 +118,7 @@ def observe_shapes(
                 runs = [_observe_graph(traced, _resized(values, dims, varied, n), node) for n in numbers]
             except Exception as error:
                 why = f"in real runs with {_listed(numbers)} samples: {type(error).__name__}: {error}"
+                out_of_memory = out_of_memory or allocator_error(error)
                 if isinstance(error, StateError) and _is_of_values(traced, values, dims, varied, node):
                     raise TraceError(why) from error
                 continue
@@ -129,7 +131,7 @@ def observe_shapes(
                 break  # at multiples it may look as if there were one
             fixed = frozenset(p for group in groups for p in group) - {*varied}
             return Observation(varied, fixed, formulas, runs, min(numbers))
-    raise TraceError(why)
+    raise TraceError(why) from out_of_memory
 
 
 def observe_lengths(

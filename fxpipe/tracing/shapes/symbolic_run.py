@@ -26,6 +26,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from fxpipe._torch import torch_pytree as pytree
+from fxpipe._torch.error_messages import allocator_error
 from fxpipe._torch.fake_tensor_mode import FakeTensorMode
 from fxpipe._torch.shape_env import LocalSource, QuietShapeEnv, enable_python_dispatcher
 from fxpipe._torch.thread_state import set_thread_state
@@ -177,7 +178,7 @@ def _observe_node(
             f"the shape of {node.name} ({info(node).module or 'the model'}, made at {info(node).source}) cannot be "
             f"told for other batch sizes: {told}{error}. Let it take sizes from its inputs (x.shape[0]) and make the "
             "same for each sample, or take it out of forward"
-        ) from why
+        ) from (allocator_error(error) or why)  # with more memory it may be seen
 
 
 def _first_line(error: Exception) -> str:

@@ -9,6 +9,12 @@ extern "C" {
 
 int sim_device_count() { return kDevices; }
 int64_t sim_device_bytes() { return kDeviceBytes; }
+
+void sim_set_device_bytes(int64_t bytes, int device) {
+  Lock lock(machine().mutex);
+  machine().of(device).bytes = bytes;
+}
+
 void sim_set_sync_debug_mode(int mode) { sync_debug_mode = mode; }
 void sim_host_tells(uint64_t channel) { machine().host_tells(channel); }
 void sim_host_hears(uint64_t channel) { machine().host_hears(channel); }

@@ -1,6 +1,7 @@
 // What torch asks of a backend apart from kernels: an allocator, device guards with streams and events, hooks.
 #include "device.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -45,9 +46,10 @@ void release(void* context) {
 void check_room(size_t size, int device) {
   Lock lock(machine().mutex);
   const auto used = machine().of(device).allocated;
-  if (static_cast<int64_t>(size) > kDeviceBytes - used)
+  const auto total = machine().of(device).bytes;
+  if (static_cast<int64_t>(size) > total - used)
     C10_THROW_ERROR(OutOfMemoryError, "sim:" + std::to_string(device) + " out of memory: tried to allocate " +
-        std::to_string(size) + " bytes, " + std::to_string(used) + " of " + std::to_string(kDeviceBytes) + " are taken");
+        std::to_string(size) + " bytes, " + std::to_string(used) + " of " + std::to_string(total) + " are taken");
 }
 
 void fill(c10::CachingAllocator::StatArray& statistic, int64_t current, int64_t peak) {
@@ -91,7 +93,8 @@ struct Allocator final : c10::DeviceAllocator {
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
     Lock lock(machine().mutex);
-    return {kDeviceBytes - machine().of(device).reserved, kDeviceBytes};
+    const auto total = machine().of(device).bytes;
+    return {std::max<int64_t>(0, total - machine().of(device).reserved), total};
   }
 };
 

@@ -309,6 +309,7 @@ void copy_within(const Tensor& from, const Tensor& to) {
   // Torch copies on the stream of the source; either stream waits for the other.
   if (source != target) {
     machine().count("copies between devices");
+    machine().count("bytes between devices", from.nbytes());
     machine().wait(source, machine().clock_of(target));
   }
   const auto by = machine().begin(source, source == target ? "copy" : "copy between devices");
@@ -322,6 +323,7 @@ void copy_to_device(const Tensor& from, const Tensor& to, bool non_blocking) {
   Lock lock(machine().mutex);
   const auto queue = current_queue(to.device().index());
   const auto by = machine().begin(queue, "copy from the host");
+  machine().count("bytes from the host", from.nbytes());
   const auto held = machine().pinned(memory_of(from));
   if (held) {
     read(from, by);
@@ -345,6 +347,7 @@ void copy_to_host(const Tensor& from, const Tensor& to, bool non_blocking) {
   Lock lock(machine().mutex);
   const auto queue = current_queue(from.device().index());
   const auto by = machine().begin(queue, "copy to the host");
+  machine().count("bytes to the host", from.nbytes());
   read(from, by);
   const auto held = machine().pinned(memory_of(to));
   auto view = on_cpu(to);

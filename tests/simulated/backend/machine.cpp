@@ -333,6 +333,7 @@ void Machine::forget_all_orders() {
   channels_.clear();
   counts_.clear();
   races_.clear();
+  for (auto& device : devices_) device.bytes = kDeviceBytes;
 }
 
 }  // namespace simulated

@@ -27,7 +27,7 @@ inline constexpr auto kType = c10::DeviceType::PrivateUse1;
 inline constexpr int kDevices = 4;
 inline constexpr int kStreams = 33;  // of a device: the default one, and a pool from which new ones are dealt, as CUDA's
 inline constexpr int kQueues = kDevices * kStreams;
-inline constexpr int64_t kDeviceBytes = int64_t{1} << 34;
+inline constexpr int64_t kDeviceBytes = int64_t{1} << 34;  // of each device, unless a test says otherwise
 
 // A stream of any of the devices.
 using Queue = int;
@@ -107,6 +107,7 @@ struct Delayed {
 };
 
 struct DeviceMemory {
+  int64_t bytes = kDeviceBytes;
   int64_t allocated = 0, allocated_peak = 0;
   int64_t reserved = 0, reserved_peak = 0;
   std::array<int64_t, kStreams> cached{};  // reserved and free, by stream
@@ -162,8 +163,9 @@ class Machine {
   // What has happened.
   void report(const char* kind, const std::string& text);
   std::vector<std::string> take_races();
-  void count(const std::string& what) { counts_[what]++; }
+  void count(const std::string& what, int64_t by = 1) { counts_[what] += by; }
   std::map<std::string, int64_t>& counts() { return counts_; }
+
   void forget_all_orders();
 
  private:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import copy
 
 import pytest
 import torch
@@ -110,15 +110,51 @@ def test_a_model_is_recorded_on_the_first_accelerator_of_its_stages(simulated):
 
 
 @pytest.mark.simulated
-def test_a_model_that_an_accelerator_does_not_hold_is_recorded_where_it_is(simulated, monkeypatch):
-    figures = accelerator.memory_figures(torch.device("sim:0"))
-    monkeypatch.setattr(
-        accelerator, "memory_figures", lambda device: replace(figures, free=100, reserved=0, allocated=0)
-    )
-    workers = [torch.device("sim:0"), torch.device("sim:1")]
-    assert recording_device(nn.Linear(4, 4), workers) == torch.device("cpu")
-    assert recording_device(nn.Linear(2, 2), workers) == torch.device("sim:0")
-    assert recording_device(nn.Linear(4, 4, device="sim:0"), workers) == torch.device("sim:0")
+def test_parameters_of_a_model_that_an_accelerator_does_not_hold_come_when_they_are_used(simulated):
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(2, 64)
+    model.register_buffer("row", torch.ones(64))
+    device, want, model_at_home = torch.device("sim:0"), model(x), copy.deepcopy(model)
+    there = torch.sim.memory_allocated(0)
+    simulated.set_device_bytes(there + 45_000)
+    data = [p.data_ptr() for p in model.parameters()]
+    with model_on(model, device):
+        assert all(t.device == device for t in (*model.parameters(), *model.buffers()))
+        assert [p.shape for p in model.parameters()] == [q.shape for q in model.parameters()]
+        assert torch.sim.memory_allocated(0) < there + 1000  # the buffer alone
+        here = x.to(device).requires_grad_()
+        out = model(here)
+        torch.testing.assert_close(out.cpu(), want)
+        (gradient,) = torch.autograd.grad(out.sum(), here)
+        torch.testing.assert_close(gradient.cpu(), torch.autograd.grad(model_at_home(x.requires_grad_()).sum(), x)[0])
+        assert torch.sim.memory_allocated(0) > there + 16_000
+    assert [p.data_ptr() for p in model.parameters()] == data
+    assert model.row.device.type == "cpu"
+
+
+@pytest.mark.simulated
+def test_parameters_that_share_memory_share_it_while_they_are_offloaded(simulated):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].weight = nn.Parameter(model[0].weight.detach().t())
+    simulated.set_device_bytes(torch.sim.memory_allocated(0) + 20_000)
+    x = torch.randn(2, 64)
+    want = model(x)
+    with model_on(model, torch.device("sim:0")):
+        weights = [layer.weight.untyped_storage().data_ptr() for layer in model]
+        assert weights[0] == weights[1] != 0
+        torch.testing.assert_close(model(x.to("sim:0")).cpu(), want)
+
+
+@pytest.mark.simulated
+def test_an_offloaded_parameter_may_be_used_on_another_stream(simulated):
+    model, device = nn.Linear(64, 64), torch.device("sim:0")
+    simulated.set_device_bytes(torch.sim.memory_allocated(0) + 20_000)
+    with model_on(model, device), torch.no_grad():
+        weight, x = model.weight, torch.ones(2, 64, device=device)
+        torch.sim.synchronize(0)
+        with accelerator.current_streams(accelerator.new_stream(device)):
+            out = x @ weight.t()
+        torch.sim.synchronize(0)
+        assert out.isfinite().all()
 
 
 @pytest.mark.simulated
@@ -133,4 +169,31 @@ def test_where_memory_runs_out_it_is_recorded_on_the_cpu(simulated):
 
     device, result = look_on_recording_device(model, [torch.device("sim:0")], (torch.ones(1, 2),), {}, look)
     assert (device, result) == (torch.device("cpu"), "graph")
-    assert seen == [("sim", "sim"), ("cpu", "cpu")]
+    assert seen == [("sim", "sim"), ("sim", "sim"), ("cpu", "cpu")]
+
+
+@pytest.mark.simulated
+def test_where_memory_runs_out_fewer_parameters_are_there_at_a_time(simulated):
+    model, device = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), torch.device("sim:0")
+    simulated.set_device_bytes(1 << 20)
+    seen = []
+
+    def look(args, kwargs):
+        model(args[0])
+        seen.append(torch.sim.memory_allocated(0))
+        if len(seen) == 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return "graph"
+
+    assert look_on_recording_device(model, [device], (torch.ones(1, 64),), {}, look) == (device, "graph")
+    assert seen[1] < seen[0]
+
+
+@pytest.mark.simulated
+def test_what_failed_on_the_device_is_told_where_the_cpu_fails_too(simulated):
+    def look(args, kwargs):
+        raise ValueError(args[0].device.type)
+
+    with pytest.raises(ValueError, match="cpu") as raised:
+        look_on_recording_device(nn.Linear(2, 2), [torch.device("sim:0")], (torch.ones(1, 2),), {}, look)
+    assert raised.value.__notes__ == ["fxpipe: on sim:0, where that was tried first, it raised ValueError: sim"]
