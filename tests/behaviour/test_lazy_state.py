@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.devices import workers
 from torch import nn
 
 import fxpipe
@@ -79,12 +80,13 @@ MAKES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.anywhere
 @pytest.mark.parametrize("name", MAKES)
 def test_it_is_made_without_a_call_by_hand(name: str) -> None:
     forward, held = MAKES[name]
     model = Model(forward, **copy.deepcopy(held))
     twin = copy.deepcopy(model)
-    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(torch.randn(4, 4),)) as pipe:
+    with fxpipe.pipeline(model, workers(2), 2, example_args=(torch.randn(4, 4),)) as pipe:
         optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, twin)]
         for samples in (4, 7, 5):
             x = torch.randn(samples, 4)
@@ -93,14 +95,14 @@ def test_it_is_made_without_a_call_by_hand(name: str) -> None:
                 run(x).square().mean().backward()
                 optimizer.step()
         for (key, have), want in zip(model.named_parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(have, want, msg=lambda text, key=key: f"{key}: {text}")
+            torch.testing.assert_close(have.cpu(), want, msg=lambda text, key=key: f"{key}: {text}")
         assert len(pipe._fxpipe.graphs) == 1
         for run in (pipe.eval(), twin.eval()):
             run.training = False
         with torch.no_grad():
             x = torch.randn(6, 4)
-            torch.testing.assert_close(pipe(x), twin(x))
-            torch.testing.assert_close(pipe(x), twin(x))
+            torch.testing.assert_close(pipe(x).cpu(), twin(x))
+            torch.testing.assert_close(pipe(x).cpu(), twin(x))
         for key, value in twin.__dict__.items():
             if isinstance(value, (int, float, tuple)):
                 assert model.__dict__[key] == value

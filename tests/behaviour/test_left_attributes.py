@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.devices import workers
 from torch import nn
 
 import fxpipe
@@ -96,17 +97,18 @@ def _with_a_loss(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.second(h)
 
 
+@pytest.mark.anywhere
 @pytest.mark.parametrize("forward", [_the_output, _with_a_loss])
 def test_what_requires_grad_goes_back_through_the_pipe(forward: Any) -> None:
     model = Model(forward)
     twin = copy.deepcopy(model)
-    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(torch.randn(4, 3),)) as pipe:
+    with fxpipe.pipeline(model, workers(2), 2, example_args=(torch.randn(4, 3),)) as pipe:
         for _ in range(2):
             x = torch.randn(6, 3)
             for run, owner in ((pipe, model), (twin, twin)):
-                (run(x).sum() + owner.kept.square().sum()).backward()
+                (run(x).sum().cpu() + owner.kept.square().sum().cpu()).backward()
         for (name, have), want in zip(model.named_parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(have.grad, want.grad, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(have.grad.cpu(), want.grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_what_requires_grad_and_has_no_samples_is_refused_with_its_line() -> None:

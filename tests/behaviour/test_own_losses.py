@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.devices import workers
 from torch import nn
 
 import fxpipe
@@ -134,13 +135,14 @@ def pair(loss, **options):
     model = OwnLoss(loss).double()
     plain = copy.deepcopy(model)
     example = torch.randint(0, CLASSES, (6, LENGTH)), labels(6, 0)
-    return plain, fxpipe.pipeline(model, ["cpu", "cpu"], 3, example_args=example, **options)
+    return plain, fxpipe.pipeline(model, workers(2), 3, example_args=example, **options)
 
 
 def assert_trained(pipe, plain, have, want, exact=1e-8):
-    torch.testing.assert_close(have.detach(), want.detach(), rtol=exact, atol=exact)
+    torch.testing.assert_close(have.detach().cpu(), want.detach(), rtol=exact, atol=exact)
     for (name, p), q in zip(pipe.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=exact, atol=exact, msg=lambda m, name=name: f"{name}: {m}")
+        have = p.grad.cpu()
+        torch.testing.assert_close(have, q.grad, rtol=exact, atol=exact, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def assert_step(pipe, plain, ids, target, interleaved: bool):
@@ -156,7 +158,13 @@ def assert_step(pipe, plain, ids, target, interleaved: bool):
     assert_trained(pipe, plain, have, want)
 
 
-@pytest.mark.parametrize("name", [*AFFINE, *OTHER])
+# Each way in which a loss is put together, once.
+ON_DEVICES = ("a mean over tokens that count", "with weights of classes", "two counts", next(iter(OTHER)))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.anywhere if name in ON_DEVICES else ()) for name in (*AFFINE, *OTHER)]
+)
 def test_a_models_loss_is_that_of_the_mini_batch(name):
     """In evaluation, in the drop-in, and where micro-batches go back before others have come: there, if it can be."""
     plain, pipe = pair((AFFINE | OTHER)[name])
@@ -164,7 +172,7 @@ def test_a_models_loss_is_that_of_the_mini_batch(name):
         for ids, target in batches():
             with torch.no_grad():
                 have, want = pipe(ids, target), plain(ids, target)
-                torch.testing.assert_close(have["loss"], want["loss"], rtol=1e-10, atol=1e-12)
+                torch.testing.assert_close(have["loss"].cpu(), want["loss"], rtol=1e-10, atol=1e-12)
             assert_step(pipe, plain, ids, target, interleaved=False)
             if name in AFFINE:
                 assert_step(pipe, plain, ids, target, interleaved=True)

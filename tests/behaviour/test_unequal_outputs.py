@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.devices import workers
 from helpers.oracle import assert_same_gradients, assert_same_state, closing
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -44,9 +45,10 @@ def loss_of(outputs: tuple[torch.Tensor, torch.Tensor], target: torch.Tensor) ->
 
 
 def pipe_of(model: nn.Module) -> Any:
-    return closing(fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2, example_args=(torch.randn(4, 7, D), EVEN)))
+    return closing(fxpipe.pipeline(model, workers(2), chunks=2, example_args=(torch.randn(4, 7, D), EVEN)))
 
 
+@pytest.mark.anywhere
 def test_equal_sizes_are_put_together_as_the_model_gives_them() -> None:
     model = Packed()
     plain = copy.deepcopy(model)
@@ -54,7 +56,8 @@ def test_equal_sizes_are_put_together_as_the_model_gives_them() -> None:
         for lengths in (EVEN, torch.tensor([2, 6, 6, 1]), torch.tensor([3, 1, 3, 3])):
             for length in (7, 9):
                 x = torch.randn(4, length, D)
-                torch.testing.assert_close(pipe(x, lengths), plain(x, lengths))
+                outputs = [output.cpu() for output in pipe(x, lengths)]
+                torch.testing.assert_close(outputs, [*plain(x, lengths)])
 
 
 @pytest.mark.parametrize("is_training", [True, False])
@@ -78,6 +81,7 @@ def test_forward_backward_refuses_to_return_unequal_outputs_and_changes_nothing(
         assert_same_state(pipe, before)
 
 
+@pytest.mark.anywhere
 def test_a_step_needs_no_output_of_the_mini_batch() -> None:
     model = Packed()
     plain = copy.deepcopy(model)
@@ -87,7 +91,7 @@ def test_a_step_needs_no_output_of_the_mini_batch() -> None:
     parts = zip(x.split(2), UNEVEN.split(2), target.split(2), strict=True)
     want = sum(loss_of(plain(part, lengths), wanted)[0] for part, lengths, wanted in parts) / 4
     want.backward()
-    torch.testing.assert_close(have, want.detach())
+    torch.testing.assert_close(have.cpu(), want.detach())
     assert_same_gradients(model, plain, loose=[name for name, _ in plain.named_parameters()])
 
 
