@@ -609,19 +609,19 @@ SCHEDULING = (
         "runtime/wiring.py",
         "        if i and kind is ActionKind.FORWARD and stage in self._in_order:",
         "        if i and kind is ActionKind.RECOMPUTE and stage in self._in_order:",
-        "behaviour/test_stage_replicas.py::test_whatever_order_the_fences_allow_the_bits_are_the_same",
+        "unit/runtime/test_stage_replicas.py::test_whatever_order_the_fences_allow_the_bits_are_the_same",
     ),
     Mutant(
         "runtime/step.py",
         "every = (totals for of_stage in self.replica_totals for totals in of_stage)",
         "every = (totals for of_stage in self.replica_totals for totals in of_stage[:1])",
-        "behaviour/test_stage_replicas.py::test_micro_batches_that_are_handed_over_go_round",
+        "unit/runtime/test_stage_replicas.py::test_micro_batches_that_are_handed_over_go_round",
     ),
     Mutant(
         "runtime/stage_updates.py",
         "            sharing |= {j}",
         "            sharing -= {j}",
-        "behaviour/test_stage_replicas.py::test_weights_are_updated_once_all_replicas_have_gone_back",
+        "unit/runtime/test_stage_replicas.py::test_weights_are_updated_once_all_replicas_have_gone_back",
     ),
     Mutant(
         "scheduling/validation.py",
