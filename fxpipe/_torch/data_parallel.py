@@ -1,7 +1,7 @@
 """The question whether code runs inside `forward` of a `DistributedDataParallel`.
 
-Optional: torch keeps the module whose forward runs for its compiler. Without that a step that takes gradients there,
-before the reducer expects any, is not seen.
+Optional, with torch 2.11 to 2.14: torch keeps the module whose forward runs for its compiler. Without that a step that
+takes gradients there, before the reducer expects any, is not seen.
 """
 
 from __future__ import annotations

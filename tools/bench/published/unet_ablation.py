@@ -89,18 +89,18 @@ class RelayingExchange(Exchange):
         value = value.detach() if isinstance(value, torch.Tensor) else value
         users = self.bounds[i].wiring.users[maker, name]
         for stage in range(maker + 1, max(users) + 1):
-            sent = self.transport.start_copy(value, self._devices[stage])
+            sent = self.transport.start_copy(value, self._devices[i][stage])
             if stage in users:
                 self._values[stage, maker, name, i] = BoundaryValue(sent, wants)
             if stage < max(users):
-                value = self.transport.open(sent, self._devices[stage])
+                value = self.transport.open(sent, self._devices[i][stage])
 
     def send_gradient(self, link: ValueLink, i: int, gradient: torch.Tensor | None) -> None:
         if gradient is not None and link.gradient_target != PIPE_INPUT:
             users = self.bounds[i].wiring.users[link.value.source, link.value.name]
             user = min(user for user in users if user > link.gradient_target)
             for stage in range(user - 1, link.gradient_target, -1):
-                device = self._devices[stage]
+                device = self._devices[i][stage]
                 gradient = self.transport.open(self.transport.start_copy(gradient, device), device)
         super().send_gradient(link, i, gradient)
 
