@@ -213,3 +213,30 @@ def test_nothing_keeps_the_memory_of_a_pipe_that_is_gone(simulated):
     del model, pipe
     gc.collect()
     assert all(torch.sim.memory_allocated(index) <= size for index, size in enumerate(before))
+
+
+class MakesTable(nn.Module):
+    """Makes something in its first call, for which it is called a few times before it is recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2 * WIDTH, 2 * WIDTH) for _ in range(10))
+        self.table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.device.type == "sim"
+        if self.table is None:
+            self.table = torch.linspace(0, 1, x.shape[1], device=x.device)
+        for layer in self.layers:
+            x = x + layer(x).relu()
+        return x * self.table
+
+
+def test_what_the_first_call_makes_takes_no_copy_of_all_parameters(simulated):
+    torch.manual_seed(0)
+    model, x = MakesTable(), torch.randn(4, 2 * WIDTH)
+    plain, size = copy.deepcopy(model), _bytes(model)
+    simulated.set_device_bytes(int(1.25 * size))
+    with closing(fxpipe.pipeline(model, DEVICES, 2, example_args=(x,), optimizer_state=0)) as pipe:
+        simulated.set_device_bytes(1 << 30)
+        torch.testing.assert_close(pipe(x).cpu(), plain.to("sim:3")(x.to("sim:3")).cpu())

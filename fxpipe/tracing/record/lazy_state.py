@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from fxpipe._torch import torch_pytree as pytree
+from fxpipe._torch.autograd import version_of
 from fxpipe._torch.module_internals import MODULE_DICT_KEYS, own_buffers
 from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.interpreter import copy_of_input
@@ -33,6 +34,7 @@ from fxpipe.tracing.record.module_hooks import run_model
 from fxpipe.tracing.record.record_model import input_leaves
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.shapes.symbolic_shapes import candidate_dims
+from fxpipe.tracing.tensors import storage_of
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.equivalence import is_close
 from fxpipe.utils.pytree import preserve_objects
@@ -56,7 +58,7 @@ class _LazyItem:
 @dataclass(frozen=True, slots=True)
 class _LazyCall:
     outputs: list[Any]
-    tensors: dict[str, torch.Tensor]  # of the model, after it
+    tensors: dict[str, torch.Tensor]  # of the model, after it; of parameters those that it has written to
     items: list[_LazyItem] | None  # None: it has done what cannot be kept
 
 
@@ -151,13 +153,21 @@ def _other_samples(values: Sequence[Any], dims: Sequence[int | None]) -> list[An
 
 
 def _call_once(model: nn.Module, values: Sequence[Any], spec: pytree.TreeSpec) -> _LazyCall:
+    before = {slot: _memory_of(tensor) for slot, tensor in slots_of(model).items() if slot.kind == "parameter"}
     with preserve_state(model) as snapshot, without_gradients(model), preserve_objects(spec):
         torch.manual_seed(0)
         args, kwargs = pytree.tree_unflatten(list(map(copy_of_input, values)), spec)
         result = run_model(model, args, kwargs)
         outputs = [x.detach() if isinstance(x, torch.Tensor) else x for x in pytree.tree_leaves(result)]
-        tensors = {slot.name: tensor.detach().clone() for slot, tensor in slots_of(model).items()}
+        # Not of parameters as they were: copies of all of them take as much memory as the model.
+        written = {s: t for s, t in slots_of(model).items() if s not in before or _memory_of(t) != before[s]}
+        tensors = {slot.name: tensor.detach().clone() for slot, tensor in written.items()}
         return _LazyCall(outputs, tensors, _new_items(snapshot))
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Names the memory of a tensor and how often it was written to."""
+    return storage_of(tensor), -1 if tensor.is_inference() else version_of(tensor)
 
 
 def _new_items(snapshot: Snapshot) -> list[_LazyItem] | None:
