@@ -31,6 +31,11 @@ class Table:
     notes: tuple[str, ...] = ()  # sentences
     plot: Plot | None = None
 
+    def __post_init__(self) -> None:
+        for name, cell in (pair for row in self.rows for pair in row.items()):
+            if not isinstance(cell, str | int | float | None):
+                raise TypeError(f"{self.title}: {name} is of type {type(cell).__name__}, which is no cell")
+
     def __str__(self) -> str:
         return "\n".join([self.title, "", self._grid("simple"), *self.notes, ""])
 

@@ -261,7 +261,7 @@ def report(title: str, seconds: dict[str, list[float]], faults: dict[str, float]
                 "contestant": name,
                 "ms, median": f"{1000 * summary.median:.0f}",
                 "quartiles": f"{1000 * summary.first_quartile:.0f}–{1000 * summary.third_quartile:.0f}",
-                "speed-up": summarise(speed_up),
+                "speed-up": str(summarise(speed_up)),
                 "efficiency": format_if(is_pipeline(name), lambda s=speed_up: summarise(ratios(s, bounds))),
                 "page faults": "" if name.startswith("distributed") else f"{faults[name]:,.0f}",
             }
