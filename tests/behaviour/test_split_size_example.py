@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -13,12 +14,13 @@ from torch import nn
 
 
 @pytest.fixture
-def sweep() -> ModuleType:
+def sweep(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     path = ROOT / "examples" / "tutorial_split_size.py"
     spec = importlib.util.spec_from_file_location("tutorial_split_size", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # its dataclasses ask there
     spec.loader.exec_module(module)
     return module
 

@@ -564,7 +564,7 @@ MISTAKES = {
     "device": ("zoo_of_models:make_mlp --devices cpu,gpu", "--devices: 'gpu' is no device"),
     "chunks": ("zoo_of_models:make_mlp --chunks 0", "argument --chunks: '0': expected the number of micro-batches"),
     "schedule": ("zoo_of_models:make_mlp --schedule 1b1f", "--schedule: invalid choice: '1b1f'", "gpipe", "1f1b"),
-    "chimera": ("zoo_of_models:make_mlp --schedule chimera", "'chimera' is bidirectional", "Use 'dualpipev'"),
+    "chimera": ("zoo_of_models:make_mlp --schedule chimera", "--schedule chimera is bidirectional", "Use 'dualpipev'"),
     "option": ("zoo_of_models:make_mlp --chunk 2", "unrecognized arguments: --chunk 2 (see --help)"),
     "stages": (
         "zoo_of_models:make_mlp --stages-per-device 0",
