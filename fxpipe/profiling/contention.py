@@ -74,9 +74,14 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def heavy_nodes(
-    effects: Effects, seconds: Mapping[fx.Node, float], kinds: Mapping[fx.Node, Any], workers: int
+    effects: Effects, seconds: Mapping[fx.Node, float], kinds: Mapping[fx.Node, Any], workers: int, longest: float
 ) -> list[dict[fx.Node, int]]:
-    """Chooses the nodes of each part that run: node -> how many of its kind the part has."""
+    """Chooses the nodes of each part that run: node -> how many of its kind the part has.
+
+    Args:
+        seconds: of a node, forward and back.
+        longest: seconds. One that takes longer (the head over a vocabulary) runs only in a part that has no others.
+    """
     nodes = effects.nodes
     if sum(seconds.values()) < LEAST_SECONDS or not 1 < workers <= len(nodes):
         return []
@@ -89,7 +94,8 @@ def heavy_nodes(
         for node in part:
             if is_plain(node, effects):
                 by_kind.setdefault(kinds[node], []).append(node)
-        ordered = sorted(by_kind.values(), key=lambda own: -sum(map(seconds.__getitem__, own)))
+        short = [own for own in by_kind.values() if seconds[own[0]] <= longest]
+        ordered = sorted(short or by_kind.values(), key=lambda own: -sum(map(seconds.__getitem__, own)))
         total, covered, chosen = sum(map(seconds.__getitem__, part)), 0.0, dict[fx.Node, int]()
         for own in ordered[:MOST_NODES]:
             if covered >= MOST_SHARE * total:

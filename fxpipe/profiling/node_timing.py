@@ -206,7 +206,7 @@ class TimingRounds:
     def contention(self, workers: int, budget: float) -> float:
         """Measures how many times as long nodes take while all workers are at work; 1 where that cannot be seen."""
         seconds = {node: self.samples[self.kind[node]].seconds for node in self.effects.nodes}
-        parts = heavy_nodes(self.effects, seconds, self.kind, workers)
+        parts = heavy_nodes(self.effects, seconds, self.kind, workers, budget)
         if not parts:
             return 1.0
         try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentError
 from fxpipe.profiling import contention, profile
 from fxpipe.profiling.backward_timing import NodeCall
-from fxpipe.profiling.contention import ConcurrentCall, measure_contention
+from fxpipe.profiling.contention import ConcurrentCall, heavy_nodes, measure_contention
 from fxpipe.profiling.profile_data import Profile
 from fxpipe.tracing import trace
 
@@ -61,6 +62,18 @@ def test_what_fails_in_a_thread_is_raised_and_none_hangs() -> None:
     with pytest.raises(RuntimeError, match="not at once"):
         measure_contention([[one] for one in calls], 0.0)
     assert not [thread for thread in threading.enumerate() if thread.name == AT_ONCE]
+
+
+def test_nodes_that_alone_take_longer_than_there_is_time_run_only_where_there_are_no_others() -> None:
+    traced = trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Tanh(), nn.Linear(4, 9)), (torch.randn(2, 4),))
+    nodes = [node for node in traced.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+    first, relu, tanh, head = nodes
+    effects: Any = SimpleNamespace(nodes=nodes, place={n: i for i, n in enumerate(nodes)}, written_classes=[()] * 4)
+    seconds = dict(zip(nodes, (0.5, 0.2, 0.3, 0.6), strict=True))
+    kinds = {node: node.name for node in nodes}
+    assert heavy_nodes(effects, seconds, kinds, 2, longest=1.0) == [{first: 1, relu: 1}, {head: 1, tanh: 1}]
+    assert heavy_nodes(effects, seconds, kinds, 2, longest=0.4) == [{relu: 1}, {tanh: 1}]
+    assert heavy_nodes(effects, seconds, kinds, 2, longest=0.1) == [{first: 1, relu: 1}, {head: 1, tanh: 1}]
 
 
 class Whole(nn.Module):
