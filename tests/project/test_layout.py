@@ -23,14 +23,14 @@ def imported(path: Path) -> set[str]:
 
 def test_there_are_tests_of_each_kind():
     kinds = Counter(path.relative_to(TESTS).parts[0] for path in FILES)
-    folders = "behaviour cli gpu helpers project random_models simulated unit zoo"
+    folders = "attacks behaviour cli gpu helpers project random_models simulated unit zoo"
     assert {*kinds} == {"conftest.py", *folders.split()}
     assert kinds["behaviour"] > 20
     assert kinds["unit"] > 80
 
 
 def test_tests_of_the_behaviour_import_what_users_import():
-    for path in (TESTS / "behaviour").glob("*.py"):
+    for path in [*(TESTS / "behaviour").glob("*.py"), *(TESTS / "attacks").glob("*.py")]:
         inner = {name for name in imported(path) if name.startswith("fxpipe.")} - PUBLIC
         assert not inner, path.name
 
