@@ -20,13 +20,22 @@ from typing import Any
 
 Exchange = Mapping[str, Callable[..., Any]]  # name of a builtin -> what is called instead
 
+_originals: dict[CodeType, CodeType] = {}  # by code with other calls: what it was made of
 _LARGEST_ARGUMENT = 255  # of an instruction of one unit
 _UNIT = 2  # bytes
 
 
 def exchange_calls(code: CodeType, exchange: Exchange) -> CodeType:
     """Returns code that calls others than these builtins; the same object where it calls none of them."""
-    return _exchange(code, exchange) if _is_supported() else code
+    exchanged = _exchange(code, exchange) if _is_supported() else code
+    if exchanged is not code:
+        _originals[exchanged] = code
+    return exchanged
+
+
+def original_code(code: CodeType) -> CodeType:
+    """Returns the code that `exchange_calls` made this of; other code as it is."""
+    return _originals.get(code, code)
 
 
 def functions_of(codes: Collection[CodeType]) -> list[FunctionType]:

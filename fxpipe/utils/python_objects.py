@@ -21,7 +21,7 @@ from torch import nn
 from fxpipe._torch import torch_pytree as pytree
 
 _BASES = (object, SimpleNamespace, dict, OrderedDict, defaultdict, list, tuple)  # of objects that can be put together
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a `class` statement (a few in C have it too)
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _ATOMIC = (nn.Module, torch.Tensor, type, ModuleType, enum.Enum, str, bytes, int, float, complex, type(None))
 
 
@@ -39,7 +39,7 @@ def builtin_base_of(kind: type[Any]) -> type[Any] | None:
     """The built-in class under a Python class; None where its objects cannot be taken apart."""
     if issubclass(kind, _ATOMIC):
         return None
-    base: type[Any] = next(cls for cls in kind.__mro__ if not cls.__flags__ & _HEAP_TYPE)
+    base: type[Any] = next(cls for cls in kind.__mro__ if not is_python_class(cls))
     if base not in _BASES or (base is kind and base is not SimpleNamespace):
         return None
     make: Any = base.__new__
@@ -85,7 +85,7 @@ def put_together(children: Any, parts: ObjectParts) -> Any:
     elif issubclass(parts.base, dict):
         for key, item in zip(parts.keys, items, strict=True):
             parts.base.__setitem__(new, key, item)
-    slots = _slots(parts.kind)
+    slots = slots_of_class(parts.kind)
     for name, value in zip(parts.names, values, strict=True):
         if name in slots:
             slots[name].__set__(new, value)  # also where the class is frozen
@@ -94,11 +94,17 @@ def put_together(children: Any, parts: ObjectParts) -> Any:
     return new
 
 
-def _slots(kind: type[Any]) -> dict[str, MemberDescriptorType]:
+def is_python_class(kind: type[Any]) -> bool:
+    """Returns whether a class was made by a `class` statement; a few classes made in C look the same."""
+    return bool(kind.__flags__ & _HEAP_TYPE)
+
+
+def slots_of_class(kind: type[Any]) -> dict[str, MemberDescriptorType]:
+    """The slots of objects of a class, by name."""
     return {
         name: member
         for cls in reversed(kind.__mro__)
-        if cls.__flags__ & _HEAP_TYPE or cls is defaultdict
+        if is_python_class(cls) or cls is defaultdict
         for name, member in vars(cls).items()
         if isinstance(member, MemberDescriptorType)
     }
@@ -106,7 +112,7 @@ def _slots(kind: type[Any]) -> dict[str, MemberDescriptorType]:
 
 def _attributes(value: Any) -> dict[str, Any]:
     attributes = dict(getattr(value, "__dict__", {}))
-    for name, slot in _slots(type(value)).items():
+    for name, slot in slots_of_class(type(value)).items():
         try:
             attributes[name] = slot.__get__(value)
         except AttributeError:  # not set
