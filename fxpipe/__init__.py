@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fxpipe.tracing.record.opaque_call import leaf
     from fxpipe.tuning.tuner import tune
     from fxpipe.tuning.tuning_result import Tuning
+    from fxpipe.verification import Verification, verify
 
 __version__ = "0.1.0"
 
@@ -47,7 +48,9 @@ _HOMES = {
     "simulate": "fxpipe.plans.simulate_plan",
     "trace": "fxpipe.tracing",
     "tune": "fxpipe.tuning.tuner",
+    "Verification": "fxpipe.verification",
     "unwrap": "fxpipe.pipeline_module",
+    "verify": "fxpipe.verification",
 }
 
 __all__ = [
@@ -56,6 +59,7 @@ __all__ = [
     "Plan",
     "Profile",
     "Tuning",
+    "Verification",
     "cut",
     "errors",
     "is_recomputing",
@@ -69,6 +73,7 @@ __all__ = [
     "trace",
     "tune",
     "unwrap",
+    "verify",
 ]
 
 

@@ -1,0 +1,509 @@
+"""`fxpipe.verify`: a pipe next to the plain model, on a batch of the user's.
+
+    report = fxpipe.verify(pipe, tokens, target=target, loss_fn=F.cross_entropy)
+    print(report)
+    assert report
+
+The plain model runs twice, the second time with each parameter and each floating point input moved by one unit of
+rounding. How far its numbers move says what rounding makes of them, for this model and these values; a pipe sums in
+another order and may differ by that much, and no more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from fxpipe import accelerator
+from fxpipe._torch import torch_pytree as pytree
+from fxpipe._torch.autograd import leaves_below
+from fxpipe._torch.error_messages import allocator_error
+from fxpipe._torch.tensor_data import replace_data
+from fxpipe.errors import ArgumentTypeError, StateError
+from fxpipe.pipeline_module import Pipeline, unwrap
+from fxpipe.rewriting.rng import seeded_python_rng
+from fxpipe.runtime.bound_program import BoundProgram
+from fxpipe.runtime.engine import scatter_target
+from fxpipe.runtime.losses import check_reduction, checked_loss
+from fxpipe.runtime.microbatches import scatter
+from fxpipe.tracing.model_state import model_on, preserve_state, without_gradients
+from fxpipe.tracing.node_arguments import named_arguments
+from fxpipe.tracing.node_info import info
+from fxpipe.tracing.traced import Traced
+from fxpipe.tracing.verify.effects import NORM_FUNCTIONS
+from fxpipe.utils.batch_split import rows_of_inputs, samples_per_micro_batch
+from fxpipe.utils.pytree import flatten, map_tensor_leaves
+from fxpipe.utils.random_generators import draw_seed, mix_seed
+from fxpipe.utils.text_table import shorten_name, text_table
+from fxpipe.utils.units import count_text, with_article
+
+ROUNDINGS = 32  # a difference may be this many times what one unit of rounding in the weights and inputs makes
+MAX_SHOWN = 10  # names that a report shows
+
+
+class Name(NamedTuple):
+    """The name of a value of a step: an output, the loss, a gradient, a buffer or an input."""
+
+    kind: str
+    name: str
+
+
+Values = dict[Name, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The largest difference between a tensor of the pipe's step and the plain model's."""
+
+    kind: str  # "output", "loss", "gradient", "buffer", "input"
+    name: str
+    size: float  # the largest absolute difference; inf if shapes, types or values without a distance differ
+    allowed: float  # what rounding explains
+    where: str = ""  # the index of the largest difference, or what differs
+
+    @property
+    def is_rounding(self) -> bool:
+        return self.size <= self.allowed
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """The result of `fxpipe.verify`: true if all differences are rounding. `print` shows a table."""
+
+    differences: tuple[Difference, ...]
+    reference: str  # what the pipe was compared with
+
+    def __bool__(self) -> bool:
+        return all(difference.is_rounding for difference in self.differences)
+
+    @property
+    def wrong(self) -> tuple[Difference, ...]:
+        """The differences that rounding does not explain, the largest first."""
+        wrong = [difference for difference in self.differences if not difference.is_rounding]
+        return tuple(sorted(wrong, key=lambda d: -d.size / (d.allowed or 1e-300)))
+
+    def __str__(self) -> str:
+        kinds = dict.fromkeys(difference.kind for difference in self.differences)
+        rows = [_kind_row(kind, [d for d in self.differences if d.kind == kind]) for kind in kinds]
+        differs = "differs" if len(self.wrong) == 1 else "differ"
+        verdict = "equal within rounding" if self else f"{count_text(len(self.wrong), 'tensor')} {differs}"
+        texts = [
+            f"the pipe and {self.reference}: {verdict}",
+            text_table(rows, ["", "compared", "largest difference", "allowed", "where"], ["", "where"]),
+        ]
+        if self.wrong:
+            cells = [
+                [d.kind, shorten_name(d.name), f"{d.size:.1e}", f"{d.allowed:.1e}", d.where]
+                for d in self.wrong[:MAX_SHOWN]
+            ]
+            texts.append(text_table(cells, ["", "name", "difference", "allowed", "where"], ["", "name", "where"]))
+            if len(self.wrong) > MAX_SHOWN:
+                texts.append(f"and {len(self.wrong) - MAX_SHOWN} more: report.wrong has them all")
+        return "\n\n".join(texts)
+
+
+def _kind_row(kind: str, differences: Sequence[Difference]) -> list[str]:
+    worst = max(differences, key=lambda d: d.size / (d.allowed or 1e-300))
+    where = f"{shorten_name(worst.name)}{worst.where}" if worst.size else ""
+    return [kind, str(len(differences)), f"{worst.size:.1e}", f"{worst.allowed:.1e}", where]
+
+
+def verify(
+    pipe: Any,
+    *args: Any,
+    target: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+    reduction: str = "mean",
+    **kwargs: Any,
+) -> Verification:
+    """Compares a pipe with the plain model on a batch: outputs, loss, every gradient and every buffer by name.
+
+        report = fxpipe.verify(pipe, tokens, target=target, loss_fn=F.cross_entropy)
+        print(report)
+        assert report
+
+    Run it before a long training, on a batch of your own data. With `loss_fn` the pipe runs `forward_backward`; without
+    it the pipe is called, and goes back from a sum that gives each number of the outputs its own weight. Under
+    `torch.no_grad()` outputs and buffers alone are compared. Parameters, gradients, buffers and random generators are
+    put back.
+
+    The reference is the plain model on the whole mini-batch, on the first device of the pipe, or on the CPU where its
+    memory does not do. If forward draws random numbers, changes buffers, or normalizes over the batch, micro-batches
+    are what is documented to differ: then the reference is the plain model over the same micro-batches with the same
+    draws, and `pipe.eval()` compares the whole mini-batch.
+
+    Args:
+        pipe: a pipe of one process.
+        args, kwargs: the model's inputs, as `pipe` takes them. They are not written to.
+        target, loss_fn, reduction: as `forward_backward` takes them.
+
+    Returns:
+        A report that is true if all differences are rounding, and prints as a table.
+
+    Raises:
+        ArgumentTypeError: `pipe` is not a pipe of one process.
+        StateError: forward draws random numbers that cannot be drawn again.
+        FxpipeError: the pipe refuses the batch, as it would in training.
+    """
+    if not isinstance(pipe, Pipeline):
+        raise ArgumentTypeError(
+            f"pipe is {with_article(pipe)}; expected what fxpipe.pipeline(model, devices) returns for one process"
+        )
+    check_reduction(reduction)
+    inside, model = pipe._fxpipe, unwrap(pipe)
+    loss_fn = loss_fn if torch.is_grad_enabled() else None
+    with inside.engine.running():
+        bound, leaves, batch = inside.bound_program_for(args, kwargs, in_one=loss_fn is not None)
+    traced = next(prepared.traced for prepared, program in inside.graphs if program is bound)
+    calls = [_Call(args, kwargs, () if target is None else (target,), 1.0)]
+    count = inside.settings.micro_batches(batch)
+    reference = f"the plain model on the mini-batch of {count_text(batch, 'sample')}"
+    if count > 1 and (reason := _why_micro_batches_differ(traced, bound)):
+        reference = f"the plain model over the same {count} micro-batches, since {reason}"
+        if not torch.is_grad_enabled():
+            raise StateError(f"{reason}: under no_grad nothing is compared over micro-batches; verify with gradients")
+        calls = _micro_batches(traced, leaves, batch, count, calls[0])
+    dtypes = {shape.dtype for node in traced.graph.nodes for shape in info(node).shapes}
+    step = _Step(
+        model,
+        loss_fn,
+        reduction,
+        unit=max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0),
+        input_names=tuple(leaf.path for leaf in traced.leaves),
+        opaque=tuple(traced.whole),
+    )
+    try:
+        want, moved = step.of_plain_model(calls, bound.devices[0])
+        have = step.of_pipe(pipe, calls)
+    finally:
+        step.put_back()
+    return Verification(compare(want, have, moved), reference)
+
+
+def _why_micro_batches_differ(traced: Traced, bound: BoundProgram) -> str:
+    """Says why a step is documented to be the one over micro-batches, and not the mini-batch's; empty if it is."""
+    for node in traced.nodes:
+        if info(node).is_random and info(node).is_graph_break:
+            raise StateError(
+                f"forward goes on as Python from {info(node).source} and draws random numbers there, which cannot be "
+                "drawn again; verify the pipe in evaluation: pipe.eval()"
+            )
+        if info(node).is_random:
+            return f"forward draws random numbers at {info(node).source}"
+        if node.target in NORM_FUNCTIONS and named_arguments(node).get("training"):
+            return f"batch norm normalizes each micro-batch at {info(node).source}"
+    changed = [name for stage in bound.program.stages for name in (*stage.changed_buffers, *stage.assigns)]
+    return f"forward changes {changed[0]!r}" if changed else ""
+
+
+# -- a step ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A micro-batch, or the mini-batch."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: tuple[Any, ...]  # () or (target,)
+    share: float  # of the samples
+
+    def copied(self, device: torch.device | None) -> _Call:
+        """A copy that a step may write to and has the gradients of."""
+
+        def copy(tensor: torch.Tensor) -> torch.Tensor:
+            copied = tensor.detach().clone() if device is None else tensor.detach().to(device, copy=True)
+            return copied.requires_grad_(tensor.requires_grad)
+
+        (args, kwargs), target = map_tensor_leaves(copy, ((self.args, self.kwargs), self.target))
+        return _Call(args, kwargs, target, self.share)
+
+
+def _micro_batches(traced: Traced, leaves: Sequence[Any], batch: int, count: int, whole: _Call) -> list[_Call]:
+    rows = rows_of_inputs(traced.in_dims)
+    targets = scatter_target(whole.target, batch, count, [torch.device("cpu")], rows) if whole.target else [()] * count
+    sizes = samples_per_micro_batch(batch, count)
+    parts = scatter(leaves, traced.in_dims, count)
+    calls = []
+    for part, target, size in zip(parts, targets, sizes, strict=True):
+        args, kwargs = pytree.tree_unflatten(part, traced.in_spec)
+        calls.append(_Call(args, kwargs, target, size / batch))
+    return calls
+
+
+@dataclass(slots=True)
+class _Step:
+    """Forward, loss and backward, by the pipe or by the plain model, and what of it has to be put back."""
+
+    model: nn.Module
+    loss_fn: Callable[..., Any] | None
+    reduction: str
+    unit: float  # of rounding: the largest of the dtypes in the graph
+    input_names: tuple[str, ...]
+    opaque: tuple[str, ...]  # paths of modules each call of which is one random node
+    loss_leaves: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)  # what loss_fn uses; its gradients
+
+    def _begin(self, calls: Sequence[_Call], device: torch.device | None) -> list[_Call]:
+        """Copies the inputs of a step, for which nothing has a gradient yet."""
+        for leaf, _ in self.loss_leaves.values():
+            leaf.grad = None
+        return [call.copied(device) for call in calls]
+
+    def of_pipe(self, pipe: Pipeline, calls: Sequence[_Call]) -> Values:
+        """The values of a step of the pipe."""
+        with preserve_state(self.model), without_gradients(self.model):
+            calls = self._begin(calls, None)
+            first = calls[0]
+            if len(calls) > 1:
+                function, reduction = (self.loss_fn, self.reduction) if self.loss_fn else (weighted_sum, "sum")
+                parts = [(call.args, call.kwargs, next(iter(call.target), None)) for call in calls]
+                loss, outputs = pipe.forward_backward(
+                    micro_batches=parts, loss_fn=function, reduction=reduction, return_outputs=True
+                )
+            elif self.loss_fn is not None:
+                loss, output = pipe.forward_backward(
+                    *first.args, target=next(iter(first.target), None), loss_fn=self.loss_fn, reduction=self.reduction,
+                    return_outputs=True, **first.kwargs,
+                )  # fmt: skip
+                outputs = [output]
+            else:
+                outputs = [pipe(*first.args, **first.kwargs)]
+                loss = weighted_sum(outputs[0])
+                if loss.requires_grad:
+                    loss.backward()
+            return self._values(outputs, loss, calls)
+
+    def of_plain_model(self, calls: Sequence[_Call], device: torch.device) -> tuple[Values, Values]:
+        """The values of a step of the plain model, and of one with weights and inputs moved by a unit of rounding."""
+        try:
+            return self._of_plain_model(calls, device, 0.0), self._of_plain_model(calls, device, self.unit)
+        except RuntimeError as error:
+            if device.type == "cpu" or allocator_error(error) is None:
+                raise
+        return self.of_plain_model(calls, torch.device("cpu"))
+
+    def _of_plain_model(self, calls: Sequence[_Call], device: torch.device, unit: float) -> Values:
+        model = self.model
+        with preserve_state(model), without_gradients(model), model_on(model, device):
+            calls = self._begin(calls, device)
+            inputs = self._inputs(calls)
+            seed, outputs, losses, divisor = draw_seed(), [], [], None
+            with _moved_by_rounding([*model.parameters(), *inputs.values()], unit):
+                for i, call in enumerate(calls):
+                    with _SeededDraws(mix_seed(seed, i), device) as draws, draws.as_one_node(model, self.opaque):
+                        output = model(*call.args, **call.kwargs)
+                    loss, weight = weighted_sum(output), None
+                    if self.loss_fn is not None:
+                        loss, weight = checked_loss(self.loss_fn(output, *call.target), "the plain model")
+                        divisor = weight if divisor is None else divisor + weight
+                        loss = loss * (call.share if self.reduction == "mean" and weight is None else 1.0)
+                    if loss.requires_grad:
+                        self._note_loss_leaves(loss, output)
+                        loss.backward()
+                    outputs.append(output)
+                    losses.append(loss.detach())
+                values = self._values(outputs, torch.stack(losses).sum(), calls)
+        if divisor is None:
+            return values
+        return {
+            n: v / float(divisor) if n.kind in ("loss", "gradient") and v is not None else v for n, v in values.items()
+        }
+
+    def _note_loss_leaves(self, loss: torch.Tensor, output: Any) -> None:
+        tensors = [leaf for _, leaf in named_leaves(output) if isinstance(leaf, torch.Tensor)]
+        of_model = {id(leaf) for tensor in tensors for leaf in leaves_below(tensor)}
+        for leaf in leaves_below(loss) if self.loss_fn is not None else ():
+            if id(leaf) not in of_model and id(leaf) not in self.loss_leaves:
+                self.loss_leaves[id(leaf)] = leaf, leaf.grad
+                leaf.grad = None
+
+    def _values(self, outputs: Sequence[Any], loss: torch.Tensor, calls: Sequence[_Call]) -> Values:
+        values: Values = {}
+        for i, output in enumerate(outputs):
+            part = f"micro-batch {i}" if len(outputs) > 1 else ""
+            values |= {Name("output", f"{part}{path}"): leaf for path, leaf in named_leaves(output)}
+        if self.loss_fn is not None:
+            values[Name("loss", "")] = loss
+        inputs = self._inputs(calls)
+        leaves: dict[str, torch.Tensor] = dict(self.model.named_parameters())
+        leaves |= {f"input {name}": value for name, value in inputs.items() if value.requires_grad}
+        leaves |= {f"parameter {k} of loss_fn": leaf for k, (leaf, _) in enumerate(self.loss_leaves.values())}
+        if torch.is_grad_enabled():
+            values |= {Name("gradient", name): leaf.grad for name, leaf in leaves.items()}
+        values |= {Name("buffer", name): buffer for name, buffer in self.model.named_buffers()}
+        values |= {Name("input", name): value for name, value in inputs.items()}
+        return {n: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v for n, v in values.items()}
+
+    def put_back(self) -> None:
+        """Puts back the gradients of what the loss function uses."""
+        for leaf, gradient in self.loss_leaves.values():
+            leaf.grad = gradient
+
+    def _inputs(self, calls: Sequence[_Call]) -> dict[str, torch.Tensor]:
+        inputs: dict[str, torch.Tensor] = {}
+        for i, call in enumerate(calls):
+            part = f" of micro-batch {i}" if len(calls) > 1 else ""
+            leaves = zip(self.input_names, flatten((call.args, call.kwargs))[0], strict=True)
+            inputs |= {f"{name}{part}": leaf for name, leaf in leaves if isinstance(leaf, torch.Tensor)}
+        return inputs
+
+
+def named_leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of any object, each with its path; also in dataclasses and caches that torch does not know."""
+    if isinstance(value, Mapping):
+        items: list[tuple[str, Any]] = [(f"[{key!r}]", item) for key, item in value.items()]
+    elif isinstance(value, (list, tuple)):
+        items = [(f"[{k}]", item) for k, item in enumerate(value)]
+    elif hasattr(value, "__dict__") and not isinstance(value, (torch.Tensor, nn.Module, type)) and not callable(value):
+        items = [(f".{key}", item) for key, item in vars(value).items()]
+    else:
+        yield path, value
+        return
+    for key, item in items:
+        yield from named_leaves(item, path + key)
+
+
+def weighted_sum(output: Any) -> torch.Tensor:
+    """A loss that depends on every number of the outputs, each with its own weight."""
+    total = torch.zeros((), requires_grad=False)
+    for _, leaf in named_leaves(output):
+        if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()) and leaf.requires_grad:
+            numbers = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
+            dense = numbers.to_dense() if numbers.layout != torch.strided else numbers
+            weights = torch.cos(torch.arange(dense.numel(), device=dense.device, dtype=torch.float32))
+            total = total.to(dense.device) + (dense.float() * weights.view(dense.shape)).sum()
+    return total
+
+
+class _SeededDraws(TorchFunctionMode):
+    """Gives each random function of the plain model the numbers that a pipe draws for it in a micro-batch."""
+
+    def __init__(self, seed: int, device: torch.device):
+        super().__init__()
+        self.seed, self.ordinal, self.is_inside = seed, 0, False
+        devices = dict.fromkeys((torch.device("cpu"), device))
+        self.generators = [accelerator.default_generator(device) for device in devices]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.is_inside:
+            return func(*args, **(kwargs or {}))
+        with self.one_node():
+            return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def one_node(self, python_rng: bool = False) -> Iterator[None]:
+        """A block that is one random node."""
+        seed = mix_seed(self.seed, self.ordinal)
+        with ExitStack() as stack:
+            stack.enter_context(accelerator.restore_generators(self.generators))
+            if python_rng:
+                stack.enter_context(seeded_python_rng(seed))
+            torch.manual_seed(seed)
+            seeded, self.is_inside = [g.get_state() for g in self.generators], True
+            try:
+                yield
+            finally:
+                self.is_inside = False
+                states = [g.get_state() for g in self.generators]
+                self.ordinal += not all(map(torch.equal, seeded, states))
+
+    @contextmanager
+    def as_one_node(self, model: nn.Module, paths: Sequence[str]) -> Iterator[None]:
+        """A block in which each call of these modules is one random node."""
+
+        def call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with self.one_node(python_rng=True):
+                return forward(*args, **kwargs)
+
+        modules = [model.get_submodule(path) for path in paths]
+        before = [vars(module).get("forward") for module in modules]
+        for module in modules:
+            module.forward = partial(call, module.forward)
+        try:
+            yield
+        finally:
+            for module, forward in zip(modules, before, strict=True):
+                if forward is None:
+                    del module.forward
+                else:
+                    module.forward = forward
+
+
+@contextmanager
+def _moved_by_rounding(tensors: Sequence[torch.Tensor], unit: float) -> Iterator[None]:
+    """A block in which each number of these tensors is moved by at most one unit of rounding."""
+    generator = torch.Generator().manual_seed(0)
+    before = [(t, t.data) for t in tensors if t.is_floating_point() or t.is_complex()]
+    try:
+        for tensor, data in before:
+            noise = torch.rand(data.shape, generator=generator).to(data.device) * 2 - 1
+            replace_data(tensor, (data * (1 + unit * noise)).to(data.dtype))
+        yield
+    finally:
+        for tensor, data in before:
+            replace_data(tensor, data)
+
+
+# -- comparing -------------------------------------------------------------------------------------------------------
+
+
+def compare(want: Values, have: Values, moved: Values) -> tuple[Difference, ...]:
+    """Compares the values of two steps by name.
+
+    Args:
+        want: the plain model's.
+        have: the pipe's.
+        moved: the plain model's, with weights and inputs moved by one unit of rounding.
+    """
+    names = [*want, *(name for name in have if name not in want)]
+    return tuple(
+        _difference(name, want.get(name, _MISSING), have.get(name, _MISSING), moved.get(name)) for name in names
+    )
+
+
+_MISSING = "nothing"
+
+
+def _difference(name: Name, want: Any, have: Any, moved: Any) -> Difference:
+    distance, place = _distance(want, have)
+    if not isinstance(want, torch.Tensor) or math.isinf(distance):
+        return Difference(*name, distance, 0.0, place)
+    rounding = _distance(want, moved)[0]
+    finite = want.double().abs()[want.isfinite()] if want.layout == torch.strided else want.abs().values()
+    scale = float(finite.max()) if finite.numel() else 0.0
+    unit = torch.finfo(want.dtype).eps if want.is_floating_point() or want.is_complex() else 0.0
+    allowed = ROUNDINGS * ((rounding if math.isfinite(rounding) else 0.0) + unit * scale)
+    return Difference(*name, distance, allowed, place if distance else "")
+
+
+def _distance(want: Any, have: Any) -> tuple[float, str]:
+    """The largest absolute difference and its index; inf and what differs where there is no distance."""
+    if not (isinstance(want, torch.Tensor) and isinstance(have, torch.Tensor)):
+        is_same = want is have or (type(want) is type(have) and (want == have) is True)
+        return (0.0, "") if is_same else (math.inf, f": {_text(have)} instead of {_text(want)}")
+    if (want.shape, want.dtype, want.layout) != (have.shape, have.dtype, have.layout):
+        return math.inf, f": {_text(have)} instead of {_text(want)}"
+    if not want.numel():
+        return 0.0, ""
+    pair = [t.to_dense() if t.layout != torch.strided else t for t in (want, have)]
+    wide = torch.complex128 if want.is_complex() else torch.float64
+    left, right = (t.as_subclass(torch.Tensor).to(wide) for t in pair)
+    same = (left == right) | (left.isnan() & right.isnan())
+    distances = torch.where(same, 0.0, (left - right).abs().nan_to_num(math.inf, math.inf, math.inf))
+    place = int(distances.argmax())
+    index = [int(k) for k in torch.unravel_index(torch.tensor(place), distances.shape)]
+    return float(distances.flatten()[place]), str(index) if index else ""
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return "None" if value is None else value if value is _MISSING else repr(value)[:40]

@@ -1,0 +1,220 @@
+"""`fxpipe.verify`: what it compares with, what it finds, and that it leaves no trace."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.oracle import closing
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import ArgumentTypeError, LossError, StateError
+
+
+class Blocks(nn.Module):
+    """Two layers with whatever stands between them."""
+
+    def __init__(self, between=None):
+        super().__init__()
+        self.a, self.between, self.b = nn.Linear(4, 6), between or nn.Tanh(), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return {"logits": self.b(self.between(self.a(x)))}
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, h):
+        self.seen += 1
+        return h / self.seen
+
+
+class DrawsInPython(nn.Module):
+    def forward(self, h):
+        return h * random.random() + torch.rand_like(h).numpy().mean().item()
+
+
+def piped(model, chunks=4, **options):
+    return closing(fxpipe.pipeline(model, ["cpu", "cpu"], chunks, example_args=(torch.randn(8, 4),), **options))
+
+
+def cross_entropy(out, target):
+    return F.cross_entropy(out["logits"], target)
+
+
+def batch(samples=9):
+    return torch.randn(samples, 4), torch.randint(3, (samples,))
+
+
+def kinds(report):
+    return {difference.kind for difference in report.differences}
+
+
+def test_a_right_pipe_is_equal_within_rounding():
+    x, target = batch()
+    with piped(Blocks()) as pipe:
+        report = fxpipe.verify(pipe, x.requires_grad_(), target=target, loss_fn=cross_entropy)
+        assert report
+        assert not report.wrong
+        assert kinds(report) == {"output", "loss", "gradient", "input"}
+        names = {d.name for d in report.differences if d.kind == "gradient"}
+        assert names == {*dict(pipe.named_parameters()), "input x"}
+        assert "and the plain model on the mini-batch of 9 samples: equal within rounding" in str(report)
+        assert fxpipe.verify(pipe, x)  # without a loss: every number of the outputs counts
+        with torch.no_grad():
+            assert kinds(fxpipe.verify(pipe, x, target=target, loss_fn=cross_entropy)) == {"output", "input"}
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "reduction"),
+    [
+        (lambda out, t: F.cross_entropy(out["logits"], t, reduction="sum"), "sum"),
+        (lambda out, t: (F.cross_entropy(out["logits"], t, reduction="sum", ignore_index=0), (t != 0).sum()), "mean"),
+    ],
+)
+def test_losses_are_taken_as_forward_backward_takes_them(loss_fn, reduction):
+    x, target = batch()
+    for between in (nn.Tanh(), nn.Dropout(0.4)):
+        with piped(Blocks(between)) as pipe:
+            assert fxpipe.verify(pipe, x, target=target, loss_fn=loss_fn, reduction=reduction)
+
+
+def test_what_the_loss_uses_is_compared_and_put_back():
+    criterion, (x, _) = nn.Linear(3, 3), batch()
+    criterion.weight.grad = torch.ones(3, 3)
+    with piped(Blocks()) as pipe:
+        report = fxpipe.verify(pipe, x, target=x[:, :3], loss_fn=lambda out, t: F.mse_loss(criterion(out["logits"]), t))
+    assert report
+    assert {"parameter 0 of loss_fn", "parameter 1 of loss_fn"} <= {d.name for d in report.differences}
+    assert torch.equal(criterion.weight.grad, torch.ones(3, 3))
+    assert criterion.bias.grad is None
+
+
+@pytest.mark.parametrize(
+    ("between", "reason"),
+    [
+        (nn.Dropout(0.4), "draws random numbers"),
+        (DrawsInPython(), "draws random numbers"),
+        (nn.BatchNorm1d(6), "batch norm"),
+        (Counts(), "changes 'between.seen'"),
+    ],
+)
+@pytest.mark.parametrize("has_loss", [True, False])
+@pytest.mark.filterwarnings("ignore:.*kept whole.*")
+def test_what_differs_over_micro_batches_is_compared_over_micro_batches(between, reason, has_loss):
+    x, target = batch()
+    more = {"target": target, "loss_fn": cross_entropy} if has_loss else {}
+    with piped(Blocks(between)) as pipe:
+        report = fxpipe.verify(pipe, x, **more)
+        assert report, report
+        assert reason in report.reference
+        assert "over the same 4 micro-batches" in report.reference
+        with torch.no_grad(), pytest.raises(StateError, match="verify with gradients"):
+            fxpipe.verify(pipe, x)
+
+
+def test_evaluation_is_compared_with_the_mini_batch():
+    with piped(Blocks(nn.BatchNorm1d(6))) as pipe:
+        pipe.eval()
+        report = fxpipe.verify(pipe, batch()[0])
+        assert report
+        assert "on the mini-batch" in report.reference
+
+
+def test_it_leaves_no_trace():
+    model = Blocks(nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(0.2)))
+    x, target = batch()
+    with piped(model) as pipe:
+        pipe.forward_backward(x, target=target, loss_fn=cross_entropy)
+        state = {name: value.clone() for name, value in pipe.state_dict().items()}
+        gradients = {name: (p.grad, p.grad.clone()) for name, p in pipe.named_parameters()}
+        rng, values = torch.get_rng_state(), x.clone()
+        fxpipe.verify(pipe, x, target=target, loss_fn=cross_entropy)
+        assert all(torch.equal(value, state[name]) for name, value in pipe.state_dict().items())
+        for name, parameter in pipe.named_parameters():
+            assert parameter.grad is gradients[name][0]
+            assert torch.equal(parameter.grad, gradients[name][1])
+        assert torch.equal(torch.get_rng_state(), rng)
+        assert torch.equal(x, values)
+
+
+@pytest.fixture
+def spoiled(monkeypatch):
+    """Changes what `forward_backward` of a pipe leaves behind."""
+
+    def spoil(pipe, change):
+        run = type(pipe).forward_backward
+
+        def wrong(self, *args, **kwargs):
+            return change(*run(self, *args, **kwargs))
+
+        monkeypatch.setattr(type(pipe), "forward_backward", wrong)
+
+    return spoil
+
+
+def test_a_wrong_element_is_found_and_named(spoiled):
+    x, target = batch(8)
+    with piped(Blocks()) as pipe:
+
+        def change(loss, output):
+            pipe.b.bias.grad[1] *= 1.001
+            return loss, output
+
+        spoiled(pipe, change)
+        report = fxpipe.verify(pipe, x, target=target, loss_fn=cross_entropy)
+        assert not report
+        (one,) = report.wrong
+        assert (one.kind, one.name, one.where) == ("gradient", "b.bias", "[1]")
+        assert "1 tensor differs" in str(report)
+        assert "b.bias" in str(report)
+
+
+CHANGES = {
+    "output": ("micro-batch 1['logits']", "[0, 2]"),
+    "shape": ("micro-batch 1['logits']", "float32[1, 3] instead of float32[2, 3]"),
+    "missing": ("a.weight", "None instead of float32[6, 4]"),
+    "loss": ("", ""),
+    "buffer": ("between.running_mean", ""),
+}
+
+
+@pytest.mark.parametrize("part", CHANGES)
+def test_each_part_of_a_step_is_compared(part, spoiled):
+    x, target = batch(8)
+    with piped(Blocks(nn.BatchNorm1d(6))) as pipe:
+
+        def change(loss, outputs):
+            if part == "output":
+                outputs[1]["logits"][0, 2] += 1e-3
+            elif part == "shape":
+                outputs[1]["logits"] = outputs[1]["logits"][:1]
+            elif part == "missing":
+                pipe.a.weight.grad = None
+            elif part == "buffer":
+                pipe.between.running_mean += 1e-3
+            return loss * (1.001 if part == "loss" else 1), outputs
+
+        spoiled(pipe, change)
+        report = fxpipe.verify(pipe, x, target=target, loss_fn=cross_entropy)
+        (one,) = report.wrong
+        name, text = CHANGES[part]
+        assert one.name == name
+        assert text in str(report)
+
+
+def test_what_the_pipe_refuses_is_refused():
+    x, target = batch(8)
+    with piped(Blocks()) as pipe, pytest.raises(LossError, match="no mean over samples"):
+        fxpipe.verify(pipe, x, target=target, loss_fn=lambda out, t: cross_entropy(out, t).sqrt())
+
+
+def test_something_else_than_a_pipe_is_refused():
+    with pytest.raises(ArgumentTypeError, match="pipe is a Blocks; expected what fxpipe"):
+        fxpipe.verify(Blocks(), torch.randn(8, 4))
