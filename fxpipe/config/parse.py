@@ -267,6 +267,6 @@ def _parse_bytes(value: Any) -> int:
         number, unit = float(value), 1
     else:
         raise ArgumentTypeError(f"memory_limit={value!r} is {with_article(value)}; expected {_ACCEPTED_LIMITS}")
-    if not math.isfinite(number) or number <= 0:
-        raise ArgumentError(f"memory_limit={value!r}: expected more than 0 bytes: {_ACCEPTED_LIMITS}")
+    if not 1 <= number * unit < math.inf:  # nan, too
+        raise ArgumentError(f"memory_limit={value!r}: expected at least 1 byte: {_ACCEPTED_LIMITS}")
     return int(number * unit)

@@ -36,7 +36,7 @@ from fxpipe.config.parse import (
 )
 from fxpipe.config.stage_placement import chunks_of_schedule, parse_training_schedule, place_stages
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.hardware import Hardware, check_device_count, cluster_of
+from fxpipe.hardware import Hardware, check_device_count, cluster_of, device_names
 from fxpipe.plans import Plan
 from fxpipe.profiling import Profile
 from fxpipe.profiling.loss_cost import PlannedLoss, parse_loss
@@ -239,6 +239,12 @@ class Settings:
     def stage_devices(self) -> tuple[tuple[torch.device, ...], ...]:
         """By stage the devices of all replicas that take turns."""
         return tuple(self.replica_workers[k] if self.replica_workers else (self.workers[k],) for k in self.placement)
+
+    @property
+    def figure_devices(self) -> tuple[str, ...]:
+        """By worker the device that figures are for: a device of `hardware`, if given, else the worker's own."""
+        names = None if self.hardware is None else device_names(self.hardware, len(self.workers))
+        return tuple(names or map(str, self.workers))
 
     def micro_batches(self, batch: int) -> int:
         """Returns the number of micro-batches of so many samples: fewer than `chunks` where there are fewer samples."""

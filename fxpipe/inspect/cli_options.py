@@ -457,7 +457,7 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
     add(
         "--sweep",
         action="store_true",
-        help="compare 1, 2, 4, 8 ... devices, as many as --devices says, and schedules: step, speed-up, bubble, memory",
+        help="compare 1, 2, 4 ... devices, up to --devices (8), and schedules: step, speed-up, bubble, memory",
     )
     add("--tune", action="store_true", help="search schedule, micro-batches and checkpointing; print what was compared")
     add("--all", action="store_true", help="with --tune: print every row, not the first ones alone")

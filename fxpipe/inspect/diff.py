@@ -97,7 +97,7 @@ def _choice_changes(before: Plan, after: Plan) -> Iterator[Change]:
     yield Change("sizes", *(",".join(f"{one.name}={one.size}" for one in plan.sizes) for plan in (before, after)))
     yield Change("checkpoint", ",".join(_checkpoint_modes(before)), ",".join(_checkpoint_modes(after)))
     yield Change("stages", len(before.stages), len(after.stages))
-    yield Change("devices", ",".join(before.workers), ",".join(after.workers))
+    yield Change("devices", ",".join(before.row_devices), ",".join(after.row_devices))
     yield Change("placement", ",".join(map(str, before.placement)), ",".join(map(str, after.placement)))
 
 

@@ -84,7 +84,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
             fullest          that stage
             over_bytes       over its limit, of the stage that is furthest; null if no limit is known
         devices              list of names, one for each entry of `devices`: its place is the number of the device
-        placement            list: for each stage the number of its device
+        placement            list: for each stage the number of its device, of several replicas in turn of the first
         replicas             list: for each stage the devices that have it. Equal numbers are replicas of the pipeline;
                              those of unequal ones take micro-batches in turn
         stages               list, in order, of
@@ -116,7 +116,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         heaviest             {name, stage, seconds, line}: the node that no cut can divide; null if not known
         bottlenecks          list of {balance, seconds, fits}: of the slowest stage, by each way of cutting compared
         totals
-            slowest_to_mean  forward and backward seconds of the slowest stage over those of the mean stage
+            slowest_to_mean  forward and backward seconds of the slowest device over those of the mean device
             bubble           share of the device time of a step that is idle
             device_bubbles   the same for each device
             step_seconds     as simulated: all micro-batches forward and backward, and what is sent
@@ -140,8 +140,8 @@ def plan_document(plan: Plan) -> dict[str, Any]:
             asdict(row) | {"shares": list(row.shares)}
             for row in map(size_figures, plan.at_sizes() if plan.sizes else ())
         ],
-        "devices": list(plan.workers),
-        "placement": list(plan.placement),
+        "devices": list(plan.row_devices),
+        "placement": [rows[0] for rows in plan.stage_rows],
         "replicas": list(plan.replicas),
         "stages": [_stage_document(plan, stage, own) for stage, own in zip(plan.stages, figures.stages, strict=True)],
         "portals": list(map(_portal_document, plan.portals)),

@@ -119,6 +119,7 @@ def _chunks_part(plan: Plan, variant: ChunksVariant, is_own: bool) -> str:
         step_figures(plan, simulation, memory),
         f'<div class="wide">\n{timeline_figure(step, draw_gantt(step))}\n</div>',
         note_paragraph(_critical_path_line(simulation)),
+        note_paragraph(f"The step is {simulation.host_note}.") if simulation.host_note else "",
         "<h3>Memory at its peak</h3>",
         f'<figure class="wide" tabindex="0" aria-label="memory">\n{svg_of(bars)}</figure>',
         "<h3>Devices</h3>",
@@ -154,7 +155,7 @@ def _devices_table(plan: Plan, simulation: Simulation, memory: Sequence[MemoryPa
     rows = []
     busy, bubble = simulation.busy, simulation.bubble
     for d, (parts, limit) in enumerate(zip(memory, simulation.limits, strict=True)):
-        stages = ", ".join(str(stage.index) for stage in plan.stages if plan.placement[stage.index] == d)
+        stages = ", ".join(str(j) for j, rows in enumerate(plan.stage_rows) if d in rows)
         limits = [missing_cell() if limit is None else bytes_cell(limit)] * has_limits
         rows.append(
             (
@@ -229,7 +230,7 @@ def report_page(plan: Plan, *, title: str = "", sweep: Sequence[Plan] = ()) -> s
 
     chunked = chunks_variants(plan)
     own = next(k for k, variant in enumerate(chunked) if variant.chunks == plan.micro_batches)
-    compared = [(one, fxpipe.simulate(one)) for one in sorted(sweep, key=lambda one: len(one.workers))]
+    compared = [(one, fxpipe.simulate(one)) for one in sorted(sweep, key=lambda one: len(one.row_devices))]
     parts = (
         ("step", "A step", steps_section(plan, chunked, own)),
         ("stages", "Stages", sections.stages_section(plan)),
@@ -268,7 +269,7 @@ def report_page(plan: Plan, *, title: str = "", sweep: Sequence[Plan] = ()) -> s
 def _lead_line(plan: Plan) -> str:
     modes = "/".join(sorted(set(plan.modes)))
     return (
-        f"{count_text(len(plan.stages), 'stage')} on {count_text(len(plan.workers), 'device')}, "
+        f"{count_text(len(plan.stages), 'stage')} on {count_text(len(plan.row_devices), 'device')}, "
         f"{count_text(plan.micro_batches, 'micro-batch', 'es')} of {'' if plan.micro_batches == 1 else 'at most '}"
         f"{count_text(plan.micro_batch, 'sample')}, schedule {plan.schedule.partition(':')[0]}, checkpoint {modes}, "
         f"balance {plan.balance}"

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from fxpipe.errors import FxpipeError
 from fxpipe.inspect.step_summary import StepSummary, summarize_schedule, summarize_step
 from fxpipe.plans.display import limiting_node
-from fxpipe.plans.figures import size_figures
+from fxpipe.plans.figures import StageFigures, plan_figures, size_figures, slowest_to_mean
 from fxpipe.utils.batch_split import largest_micro_batch
-from fxpipe.utils.text_table import shorten_source_line
+from fxpipe.utils.text_table import number_ranges, shorten_source_line
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, three_digits
 from fxpipe.viz.html import (
     HtmlCell,
@@ -30,8 +30,6 @@ from fxpipe.viz.stage_graph import draw_stage_graph
 from fxpipe.viz.svg import escape_markup, svg_of
 
 if TYPE_CHECKING:
-    import sympy
-
     from fxpipe.plans import Plan, StagePlan
     from fxpipe.simulation import Simulation
 
@@ -131,11 +129,10 @@ def stages_section(plan: Plan) -> str:
         "stage", "device", "nodes", "parameters", "forward", "backward", "both", "GFLOP", "checkpoint", "in flight",
         "memory", "sends", *(["portals in", "portals out"] if plan.portals else ()),
     )  # fmt: skip
-    memory = [plan.memory(stage.index) for stage in plan.stages]
-    rows = tuple(_stage_row(plan, stage, memory[stage.index], slowest) for stage in plan.stages)
-    table = table_markup(
-        HtmlTable(("stage", "bytes"), tuple((number_cell(j), code_cell(str(memory[j]))) for j in range(len(memory))))
-    )
+    figures = plan_figures(plan).stages
+    rows = tuple(_stage_row(plan, stage, figures[stage.index], slowest) for stage in plan.stages)
+    formulas = tuple((number_cell(stage.index), code_cell(str(plan.memory(stage.index)))) for stage in plan.stages)
+    table = table_markup(HtmlTable(("stage", "bytes"), formulas))
     return (
         sortable_table(HtmlTable(headers, rows), "stages")
         + note_paragraph(
@@ -146,13 +143,14 @@ def stages_section(plan: Plan) -> str:
     )
 
 
-def _stage_row(plan: Plan, stage: StagePlan, memory: sympy.Expr, slowest: float) -> tuple[HtmlCell, ...]:
-    j, both = stage.index, stage.seconds
-    worker, flops = plan.placement[j], float(plan.flops(j, plan.micro_batch)) / 1e9
+def _stage_row(plan: Plan, stage: StagePlan, figures: StageFigures, slowest: float) -> tuple[HtmlCell, ...]:
+    j, both, devices = stage.index, stage.seconds, plan.stage_rows[stage.index]
+    flops = float(plan.flops(j, plan.micro_batch)) / 1e9
+    names = " ".join(dict.fromkeys(plan.row_devices[device] for device in devices))
     limit = "" if stage.memory_limit is None else f"of {human_bytes(stage.memory_limit)}"
     return (
         number_cell(j),
-        HtmlCell(f"{worker}: {stage.device}", worker),
+        HtmlCell(f"{number_ranges(devices)}: {names}", devices[0]),
         number_cell(len(stage.nodes), f"+ {len(stage.copies)} again" if stage.copies else ""),
         bytes_cell(stage.parameter_bytes),
         seconds_cell(stage.forward_seconds),
@@ -161,7 +159,7 @@ def _stage_row(plan: Plan, stage: StagePlan, memory: sympy.Expr, slowest: float)
         HtmlCell(three_digits(flops), flops),
         text_cell(plan.modes[j]),
         number_cell(plan.in_flight(j)),
-        bytes_cell(float(memory.subs({symbol: plan.micro_batch for symbol in memory.free_symbols})), limit),
+        bytes_cell(figures.memory_bytes, limit),
         bytes_cell(stage.sent_bytes) if stage.sent_bytes else missing_cell(),
         *([_portals_cell(plan, target=j), _portals_cell(plan, source=j)] if plan.portals else ()),
     )
@@ -181,7 +179,7 @@ def sizes_section(plan: Plan) -> str:
     """The same stages at other sizes, where some are dynamic."""
     if not plan.sizes:
         return ""
-    headers = ("step", "slowest / mean", "slowest stage", "most memory", "in stage", "over its limit by")
+    headers = ("step", "balance", "slowest stage", "most memory", "in stage", "over its limit by")
     rows = tuple(
         (
             *map(number_cell, figures.sizes.values()),
@@ -226,12 +224,10 @@ def _source_line_cell(line: str) -> HtmlCell:
 
 
 def balance_section(plan: Plan) -> str:
-    both = [stage.seconds for stage in plan.stages]
-    slowest = max(range(len(both)), key=both.__getitem__)
-    mean = sum(both) / len(both)
+    slowest = max(plan.stages, key=lambda stage: stage.seconds)
     said = [
-        f"Stage {slowest} is the slowest: {human_seconds(both[slowest])} for each micro-batch, "
-        f"{both[slowest] / mean if mean else 1.0:.2f} times the mean stage."
+        f"Stage {slowest.index} is the slowest: {human_seconds(slowest.seconds)} for each micro-batch. "
+        f"The slowest device takes {slowest_to_mean(plan):.2f} times the mean device."
     ]
     if (heaviest := limiting_node(plan)) is not None:
         at = f" ({shorten_source_line(heaviest.line)})" if heaviest.line else ""
@@ -286,7 +282,7 @@ def sweep_section(plans: Sequence[tuple[Plan, Simulation]]) -> str:
     for (plan, _), run in zip(plans, runs, strict=True):
         times = first / run.step_seconds if run.step_seconds else 1.0
         schedule = code_cell(plan.schedule.partition(":")[0])
-        numbers = number_cell(len(plan.workers)), number_cell(len(plan.stages)), schedule
+        numbers = number_cell(len(plan.row_devices)), number_cell(len(plan.stages)), schedule
         rows.append((*numbers, *outcome_cells(run, least), HtmlCell(f"{times:.2f}", times)))
     headers = ("devices", "stages", "schedule", *OUTCOME_HEADERS, "times as fast as the first")
     return sortable_table(HtmlTable(headers, tuple(rows)), "numbers of devices")

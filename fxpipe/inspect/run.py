@@ -383,5 +383,6 @@ def _sweep_rows(
 
     own = request.options.get("schedule", "1f1b")
     schedules = (own, *(name for name in COMPARED_SCHEDULES if name != own))
-    counts = counts_up_to(most_devices(devices, USUAL_DEVICES, hardware), len(devices))
+    most = most_devices(devices, USUAL_DEVICES, hardware) if request.devices is None else len(devices)
+    counts = counts_up_to(most, len(devices))
     return tuple(sweep_devices(counts, schedules, request.stages_per_device, plan_for))

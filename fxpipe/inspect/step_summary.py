@@ -75,7 +75,7 @@ def one_device_text(tuning: Tuning) -> str:
     from fxpipe.plans.retarget import resize_plan
 
     plan, batch = tuning.best.plan, tuning.batch
-    if plan is None or tuning.best.data_parallel > 1 or len(plan.workers) == 1:
+    if plan is None or tuning.best.data_parallel > 1 or len(plan.row_devices) == 1:
         return ""
     limits = [stage.memory_limit for stage in plan.stages if plan.placement[stage.index] == 0]
     limit = math.inf if None in limits else sum(filter(None, limits))
@@ -89,12 +89,17 @@ def one_device_text(tuning: Tuning) -> str:
             "one device alone has no room for the model, not even with a micro-batch at a time: it takes "
             f"{bytes_of_limit(needed, limit)}"
         )
+    if not plan.estimated_for and any(device.partition(":")[0] == "cpu" for device in plan.row_devices):
+        return wrap_text(
+            "one device alone is not compared: a worker's share of the CPU's threads was measured, and the model alone "
+            "has them all; time a step of the model itself"
+        )
     count = math.ceil(batch / samples)
     seconds = count * sum(stage.seconds for stage in alone.stages)
     how = "the mini-batch at once" if count == 1 else f"{count} micro-batches, one after the other"
-    devices, speedup = count_text(len(plan.workers), "device"), seconds / tuning.best.step_seconds
+    devices, speedup = count_text(len(plan.row_devices), "device"), seconds / tuning.best.step_seconds
     text = f"one device alone would take {human_seconds(seconds)} for {how}: "
-    if speedup < 1 + LEAST_GAIN * (len(plan.workers) - 1):
+    if speedup < 1 + LEAST_GAIN * (len(plan.row_devices) - 1):
         text += (
             f"{speedup:.2f} times the chosen step, so that a pipeline is not worth it here. One device holds the model "
             f"({human_bytes(needed)}); for more speed, let {devices} share the mini-batch, each with a copy of the "

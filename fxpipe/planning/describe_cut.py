@@ -268,7 +268,7 @@ def plan_of_cut(
     stages = []
     for j, (start, end) in enumerate(zip(cut.starts, ends, strict=True)):
         cost, memory, costs = cut.loads[j].cost, cut.sites[j].memory, by_kind[cut.sites[j].kind]
-        own = [costs[name] for name in names[start:end]]
+        own, device = [costs[name] for name in names[start:end]], settings.figure_devices[settings.placement[j]]
         sent = sent_bytes(program, j, formulas)
         copied = [costs[name] for name in copies[j]]
         loss = losses[cut.sites[j].kind] if end == len(names) else None
@@ -286,7 +286,7 @@ def plan_of_cut(
                 sent_bytes=sent.at(here),
                 # Both are sums, rounded.
                 weight_seconds=min(cost.backward, math.fsum(one.weight.at(samples) for one in own)),
-                action_seconds=action_seconds(str(settings.devices[j])),
+                action_seconds=action_seconds(device),
                 copies=tuple(copies[j]),
                 state_bytes=int(cost.gradient_bytes + cost.optimizer_bytes),
                 gradient_bytes=int(cost.gradient_bytes),
@@ -308,7 +308,7 @@ def plan_of_cut(
                 loss_seconds=cost.loss,
             )
         )
-        stages[-1] = replace(stages[-1], host=_stage_host(stages[-1], own, copied))
+        stages[-1] = replace(stages[-1], host=_stage_host(stages[-1], device, own, copied))
     lines = {node.name: user_line_of(node) for node in traced.graph.nodes}
     return Plan(
         stages=tuple(stages),
@@ -345,12 +345,12 @@ def plan_of_cut(
     )
 
 
-def _stage_host(stage: StagePlan, own: Sequence[NodeCost], copied: Sequence[NodeCost]) -> HostCost:
+def _stage_host(stage: StagePlan, device: str, own: Sequence[NodeCost], copied: Sequence[NodeCost]) -> HostCost:
     """Returns what the actions of a stage take of the host: as measured on an accelerator, else as reckoned."""
     measured = measured_host((cost.host for cost in own), (cost.host for cost in copied))
     if measured is not None and own:
         return measured
-    return reckon_host(stage.device, len(own) + len(copied), stage.work, stage.forward_seconds)
+    return reckon_host(device, len(own) + len(copied), stage.work, stage.forward_seconds)
 
 
 def value_sizes(traced: Traced, samples: int, lengths: Lengths) -> dict[str, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from fxpipe.cluster import Cluster
@@ -312,6 +313,12 @@ class PlanData:
             return tuple(name for name, count in zip(self.workers, self.turns, strict=True) for _ in range(count))
         return tuple(name for names in self.replica_devices for name in names) or self.workers
 
+    @property
+    def stage_rows(self) -> tuple[tuple[int, ...], ...]:
+        """By stage the rows of the schedule, and so the devices, that have it: one or, if they take turns, several."""
+        ends = [0, *accumulate(self.turns or (1,) * len(self.workers))]
+        return tuple(tuple(range(ends[k], ends[k + 1])) for k in self.placement)
+
     def costs(self) -> tuple[list[StageCost], list[Transfer]]:
         """Returns the input of the simulator: the costs of each stage, and all transfers between stages.
 
@@ -453,6 +460,7 @@ class PlanData:
         sizes = self.check_sizes(sizes)
         sums = [polynomial + part for part in parts]
         if b is not None:
+            b = parse_count("b", b, "a whole number of samples")
             return sympy.Integer(max(one.at({**self.here, **sizes, "b": b}) for one in sums))
         several = polynomial.formula + sympy.Max(*(part.formula for part in parts))
         formula = sums[0].formula if len(sums) == 1 else several

@@ -41,7 +41,7 @@ PLAN_STAGE_HEADERS = (
     "stage", "device", "nodes", "parameters", "forward", "backward", "in\nflight", "memory", "sends",
     "portals\nin/out",
 )  # fmt: skip
-SIZE_HEADERS = ("step", "slowest /\nmean", "slowest\nstage", "share of each stage", "most memory", "in\nstage", "fits")
+SIZE_HEADERS = ("step", "balance", "slowest\nstage", "share of each stage", "most memory", "in\nstage", "fits")
 PLAN_PORTAL_HEADERS = ("portal", "from", "to", "bytes", "of b samples", "line")
 
 
@@ -57,7 +57,8 @@ def plan_table(plan: PlanData) -> str:
 def _head(plan: PlanData) -> str:
     samples = f"{plan.micro_batch} sample{'' if plan.micro_batch == 1 else 's'}"
     most = "" if plan.micro_batches == 1 else "at most "
-    devices = f" on {count_text(len(plan.workers), 'device')}" if len(plan.workers) < len(plan.stages) else ""
+    rows = len(plan.row_devices)
+    devices = f" on {count_text(rows, 'device')}" if rows != len(plan.stages) else ""
     name = plan.schedule.partition(":")[0]  # in front of a table of the user's own
     micro_batches = f"{count_text(plan.micro_batches, 'micro-batch', 'es')} of {most}{samples}{sizes_suffix(plan)}"
     choices = (
@@ -298,7 +299,7 @@ def _list_items(lines: Sequence[str]) -> list[str]:
 def _totals(plan: PlanData, figures: PlanFigures) -> str:
     parameters = human_bytes(sum(stage.parameter_bytes for stage in plan.stages))
     totals = (
-        f"balance {figures.slowest_to_mean:.2f} (slowest stage / mean), bubble {percent(figures.mean_bubble)} "
+        f"balance {figures.slowest_to_mean:.2f} (slowest device / mean), bubble {percent(figures.mean_bubble)} "
         f"of device time, step {human_seconds(figures.step_seconds)}, parameters {parameters}"
     )
     return wrap_text(totals) + (f"\n{wrap_text(figures.host_note)}" if figures.host_note else "")
@@ -331,13 +332,13 @@ def plan_html(plan: PlanData) -> str:
         )
     most = "" if plan.micro_batches == 1 else "at most "
     title = (
-        f"{count_text(len(plan.stages), 'stage')} on {count_text(len(plan.workers), 'device')}, "
+        f"{count_text(len(plan.stages), 'stage')} on {count_text(len(plan.row_devices), 'device')}, "
         f"{count_text(plan.micro_batches, 'micro-batch', 'es')} of {most}{count_text(plan.micro_batch, 'sample')}"
         f"{sizes_suffix(plan)}"
     )
     facts = (
         f"schedule {plan.schedule.partition(':')[0]}; step {human_seconds(figures.step_seconds)}, "
-        f"bubble {units.percent(figures.mean_bubble)}, slowest stage {figures.slowest_to_mean:.2f} times the mean one"
+        f"bubble {units.percent(figures.mean_bubble)}, slowest device {figures.slowest_to_mean:.2f} times the mean one"
     )
     parts = [notebook_heading(title, facts), notebook_table(headers, rows)]
     if len(plan.stages) > MAX_HTML_STAGES:

@@ -30,7 +30,7 @@ class PlanFigures:
     """The figures of a plan."""
 
     stages: tuple[StageFigures, ...]
-    slowest_to_mean: float  # forward and backward seconds of the slowest stage over those of the mean stage
+    slowest_to_mean: float  # forward and backward seconds of the slowest device over those of the mean device
     bubble: tuple[float, ...]  # for each device, the share of the step in which it idles
     # As simulated: all micro-batches forward and backward, and what is sent. Of a stream: of a mini-batch in the steady
     # state, with its update.
@@ -122,7 +122,9 @@ def size_figures(plan: PlanData) -> SizeFigures:
 
 
 def slowest_to_mean(plan: PlanData) -> float:
-    """1 where all stages take the same time, n where one of n stages takes it all."""
-    shares = plan.replicas if plan.turns else (1,) * len(plan.stages)
-    seconds = [stage.seconds / share for stage, share in zip(plan.stages, shares, strict=True)]
+    """1 if all devices take the same time, n if one of n devices takes it all; replicas in turn share a stage."""
+    seconds = [0.0] * len(plan.row_devices)
+    for stage, rows in zip(plan.stages, plan.stage_rows, strict=True):
+        for device in rows:
+            seconds[device] += stage.seconds / len(rows)
     return max(seconds) / fmean(seconds) if any(seconds) else 1.0

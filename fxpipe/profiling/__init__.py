@@ -53,7 +53,7 @@ from fxpipe.utils.locks import DISPATCH_MODE_LOCK
 from fxpipe.utils.polynomial import SizePoint, fit_counts, polynomial_sum
 from fxpipe.utils.progress import show_progress
 from fxpipe.utils.pytree import flatten
-from fxpipe.utils.units import parse_count, with_article
+from fxpipe.utils.units import parse_count, parse_number, with_article
 
 __all__ = ["NodeCost", "Profile", "Seconds", "profile"]
 
@@ -116,6 +116,7 @@ def profile(
     for name, number in numbers.items():
         if number is not None:
             parse_count(name, number)
+    budget = parse_number("budget", budget, "seconds")
     effects = traced.effects
     if effects is None:
         raise ArgumentError("the graph has not been run yet; give the Traced that fxpipe.trace(model, args) returns")

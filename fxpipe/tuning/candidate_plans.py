@@ -114,7 +114,7 @@ class ModelPlans:
         nodes = self._fastest(largest_micro_batch(self.profiled.batch, m))
         lengths = block_partition([cost.forward + cost.backward for cost in nodes], len(placement))
         ends = accumulate(lengths)
-        starting = min(action_seconds(str(device)) for device in self.settings.workers)
+        starting = min(map(action_seconds, self.settings.figure_devices))
         stages = [
             _stage_of_nodes(nodes[end - length : end], starting) for end, length in zip(ends, lengths, strict=True)
         ]

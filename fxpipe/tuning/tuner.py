@@ -346,7 +346,11 @@ def _check_best(
             "there than on whole mini-batches: give other chunks, or a larger batch_size"
         )
     why = "the model does not take micro-batches of this size, or does something else there"
-    return tuple(row if runs.get(count(row), True) else replace(row, plan=None, why=why) for row in rows)
+    refused = [not runs.get(count(row), True) for row in rows]
+    return tuple(
+        replace(row, plan=None, step_seconds=0.0, memory=(), why=why) if is_refused else row
+        for row, is_refused in zip(rows, refused, strict=True)
+    )
 
 
 def _parse_counts(argument: str, value: Any) -> tuple[int, ...]:

@@ -81,8 +81,11 @@ def tuning_text(tuning: Tuning, is_whole: bool = False, remaining: str = ".rows 
     )]  # fmt: skip
     if len(tuning.rows) > len(shown):
         lines.append(f"{remaining} {len(tuning.rows) - len(shown)} more")
-    if any(row.plan is None for row in shown):
-        lines.append("≥: at least so long, and so not looked at closer")
+    skipped = [row.step_seconds for row in shown if row.plan is None and row.step_seconds]
+    if skipped:
+        least = min(skipped) / tuning.best.step_seconds if tuning.best.step_seconds else 1.0
+        gain = f", at most {percent(1 - least)} shorter than the chosen step" if least < 1 else ""
+        lines.append(f"≥: at least this long even with perfectly even stages{gain}, and so not cut")
     if tuning.best.plan is not None and tuning.best.simulation.host_note:
         lines.append(wrap_text(f"the chosen way is {tuning.best.simulation.host_note}"))
     return "\n".join(lines)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from fxpipe.plans.node_groups import NodeGroup, node_groups_of, short_group_name
 from fxpipe.utils.files import check_output_path, write_atomically
+from fxpipe.utils.text_table import number_ranges
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
 from fxpipe.viz.html import html_page
 from fxpipe.viz.scene import Curve, Item, Rect, Scene, Text
@@ -304,7 +305,7 @@ def _title_items(plan: Plan, title: str) -> Iterator[Item]:
 
 
 def _plan_summary(plan: Plan) -> str:
-    stages, devices = len(plan.stages), len(plan.workers)
+    stages, devices = len(plan.stages), len(plan.row_devices)
     on = f" on {count_text(devices, 'device')}" if devices != stages else ""
     most = "" if plan.micro_batches == 1 else "at most "
     return (
@@ -359,15 +360,13 @@ def _device_colours(plan: Plan, stage: StagePlan) -> tuple[str, str, str]:
 
 def _lane_head(plan: Plan, stage: StagePlan, frame: GraphLayout) -> Iterator[Item]:
     x, room = GRAPH_MARGIN + 13, LANE_HEAD - 20
-    device = plan.placement[stage.index]
-    name = f"stage {stage.index}"
-    where = f"device {device}, {stage.device}"
+    name, where = f"stage {stage.index}", _devices_text(plan, stage)
     time = f"{human_seconds(stage.forward_seconds)} + {human_seconds(stage.backward_seconds)}"
     base = 3.5  # from the middle of a line to its base line
     yield Text(x, frame.row(stage.index, 0) + base, name, USUAL_LETTERS, INK, is_bold=True)
     if frame.is_low:
         beside = text_width(name, USUAL_LETTERS, is_bold=True) + 6
-        short = f"device {device}" if len(plan.workers) < len(plan.stages) else stage.device
+        short = where.partition(",")[0] if len(plan.row_devices) != len(plan.stages) else stage.device
         yield Text(
             x + beside,
             frame.row(stage.index, 0) + base,
@@ -388,10 +387,15 @@ def _stage_title(plan: Plan, stage: StagePlan) -> str:
         f"{human_bytes(stage.parameter_bytes)} of parameters",
         *([f"{count_text(len(stage.copies), 'node')} of other stages computed here, too"] if stage.copies else ()),
     ]
-    device = plan.placement[stage.index]
-    return hover_title(
-        f"stage {stage.index}, device {device}, {stage.device}: {count_text(len(stage.nodes), 'node')}", lines
-    )
+    head = f"stage {stage.index}, {_devices_text(plan, stage)}: {count_text(len(stage.nodes), 'node')}"
+    return hover_title(head, lines)
+
+
+def _devices_text(plan: Plan, stage: StagePlan) -> str:
+    """`device 3, cuda:3`; `devices 0-2, cuda:0 cuda:1 cuda:2` if replicas take turns."""
+    rows = plan.stage_rows[stage.index]
+    names = dict.fromkeys(plan.row_devices[device] for device in rows)
+    return f"device{'s' if len(rows) > 1 else ''} {number_ranges(rows)}, {' '.join(names)}"
 
 
 def _box_text(group: NodeGroup, stage: StagePlan, x: float, width: float, frame: GraphLayout) -> Iterator[Item]:

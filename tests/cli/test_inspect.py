@@ -265,7 +265,7 @@ memory in bytes, with micro-batches of b samples
 - stage 0: 4194304*b + 20971520
 - stage 1: 2097152*b + 22020096
 
-balance 1.33 (slowest stage / mean), bubble 33.3 % of device time, step 27.0 ms, parameters 20.0 MiB"""
+balance 1.33 (slowest device / mean), bubble 33.3 % of device time, step 27.0 ms, parameters 20.0 MiB"""
     )
 
 

@@ -100,7 +100,7 @@ def test_the_rest_of_a_search_is_shown_by_an_option(saved: str, capsys: pytest.C
 
 
 def test_a_search_is_compared_with_one_device() -> None:
-    plan = make_plan(2)
+    plan = replace(make_plan(2), estimated_for="NVIDIA H100 SXM")
     worse = fxpipe.tune(plan, schedules=["gpipe"], chunks=[1])  # one stage after the other
     text = _words(one_device_text(worse))
     assert "for the mini-batch at once: 1.00 times the chosen step, so that a pipeline is not worth it here" in text
@@ -117,7 +117,8 @@ def test_a_search_is_compared_with_one_device() -> None:
 )
 def test_one_device_holds_what_it_can(limit: int, message: str) -> None:
     stages = tuple(replace(stage, memory_limit=limit * 2**20) for stage in make_plan(2).stages)
-    tuning = fxpipe.tune(replace(make_plan(2), stages=stages), schedules=["1f1b"], chunks=[4])
+    plan = replace(make_plan(2), stages=stages, estimated_for="NVIDIA H100 SXM")
+    tuning = fxpipe.tune(plan, schedules=["1f1b"], chunks=[4])
     assert message in _words(one_device_text(tuning))
 
 

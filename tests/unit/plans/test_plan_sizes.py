@@ -183,6 +183,15 @@ def test_a_size_that_cannot_be_is_refused(sizes: dict[str, Any], error: type[Exc
             ask()
 
 
+@pytest.mark.parametrize(
+    ("samples", "error"), [(-8, ArgumentError), (0, ArgumentError), (2.5, ArgumentTypeError), (True, ArgumentTypeError)]
+)
+def test_a_number_of_samples_that_cannot_be_is_refused(samples: Any, error: type[Exception]) -> None:
+    for ask in (lambda: gpt().memory(0, b=samples), lambda: gpt().flops(0, b=samples), lambda: gpt().at(b=samples)):
+        with pytest.raises(error, match=f"b={samples}: expected a whole number of samples, at least 1"):
+            ask()
+
+
 def test_a_plan_without_dynamic_sizes_takes_none() -> None:
     plan = fxpipe.plan(model(), 2, example_args=(IDS,), chunks=4, **OPTIONS)
     assert plan.sizes == ()

@@ -794,6 +794,9 @@ def test_more_samples_than_given_are_refused() -> None:
         profile(traced, (torch.randn(4, 4),), micro_batch=0)
     with pytest.raises(ArgumentError, match="second=0: expected a whole number, at least 1"):
         profile(traced, (torch.randn(4, 4),), second=0)
+    for budget in (float("nan"), float("inf"), -1):
+        with pytest.raises(ArgumentError, match=f"budget={budget}: expected seconds, 0 or more and finite"):
+            profile(traced, (torch.randn(4, 4),), budget=budget)
     with pytest.raises(ArgumentError, match="threads=0: expected a whole number, at least 1"):
         profile(traced, (torch.randn(4, 4),), threads=0)
 
