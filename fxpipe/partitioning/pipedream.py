@@ -23,7 +23,9 @@ Memory is not weighed here.
 
 from __future__ import annotations
 
+import bisect
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -114,12 +116,14 @@ def pipedream_partition(
     for level in levels:
         below = tables[-1] if tables else None
         figures = _LayerSums.of(times, activation_bytes, weight_bytes, required)
-        tables.append(_LevelTable(figures, level, below, is_last=len(tables) == len(levels) - 1))
-    seconds = tables[-1].best[0, len(times) - 1, levels[-1].workers]
-    if math.isinf(seconds):
+        tables.append(_LevelTable(figures, level, below))
+        if len(tables) < len(levels):
+            tables[-1].solve()
+    answer = tables[-1].fewest_stages()
+    if answer is None:
         total = math.prod(level.workers for level in levels)
         raise PartitionError(f"stages have to begin with the layers {sorted(required)}, and cannot on {total} workers")
-    return ReplicatedPartition(tuple(tables[-1].fewest_stages(seconds)), seconds)
+    return ReplicatedPartition(*answer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +158,22 @@ class _LayerSums:
 
 
 class _LevelTable:
-    """The best pipelines of a level: of each run of layers, on each number of its components."""
+    """The best pipelines of a level: of each run of layers, on each number of its components.
 
-    def __init__(self, sums: _LayerSums, level: BandwidthLevel, below: _LevelTable | None, is_last: bool):
+    The last level needs only the pipeline of all layers on all components. It is searched by its seconds: within a
+    limit, the components that a stage may have are a range, and the numbers that suffice for the first layers are kept
+    as the bits of an integer. So hundreds of workers take no longer than a few.
+    """
+
+    def __init__(self, sums: _LayerSums, level: BandwidthLevel, below: _LevelTable | None):
         self.sums, self.level, self.below = sums, level, below
         self.best: dict[tuple[int, int, int], float] = {}  # (first layer, last layer, components) -> seconds
         self.split: dict[tuple[int, int, int], tuple[int, int]] = {}  # -> (last layer before, components of the last)
-        for i in range(1 if is_last else sums.count):
-            for j in range(i, sums.count):
-                for m in range(1, level.workers + 1):
+
+    def solve(self) -> None:
+        for i in range(self.sums.count):
+            for j in range(i, self.sums.count):
+                for m in range(1, self.level.workers + 1):
                     self._solve(i, j, m)
 
     def _solve(self, i: int, j: int, m: int) -> None:
@@ -186,9 +197,14 @@ class _LevelTable:
 
     def stage_seconds(self, i: int, j: int, m: int) -> float:
         """Computes the seconds of one stage on `m` components."""
+        return max(self._inner_seconds(i, j), self._reduction_seconds(i, j, m)) / m
+
+    def _inner_seconds(self, i: int, j: int) -> float:
         below = self.below
-        inner = self.sums.stage_seconds(i, j) if below is None else below.best[i, j, below.level.workers]
-        return max(inner, 2 * (m - 1) * self.sums.weight_bytes(i, j) / self.level.bytes_per_second) / m
+        return self.sums.stage_seconds(i, j) if below is None else below.best[i, j, below.level.workers]
+
+    def _reduction_seconds(self, i: int, j: int, m: int) -> float:
+        return 2 * (m - 1) * self.sums.weight_bytes(i, j) / self.level.bytes_per_second
 
     def stages(self, i: int, j: int, m: int) -> list[ReplicatedStage]:
         """Lists the stages of the best pipeline, with the replicas that all levels below make of them."""
@@ -198,32 +214,79 @@ class _LevelTable:
             return [*self.stages(i, s, m - own), *self._stages_within(s + 1, j, own)]
         return self._stages_within(i, j, m)
 
-    def fewest_stages(self, limit: float) -> list[ReplicatedStage]:
-        """Lists the stages of a pipeline of all layers on all components in which nothing takes longer.
+    def fewest_stages(self) -> tuple[tuple[ReplicatedStage, ...], float] | None:
+        """Returns the best pipeline of all layers on all components, and its seconds; None if there is none.
 
         Where one boundary is what is slowest, many pipelines are the best. This has the fewest stages of this level.
         """
-        workers, rate = self.level.workers, self.level.bytes_per_second
-        fewest: dict[tuple[int, int], tuple[int, int, int]] = {}  # (last layer, components) -> (stages, *split)
-        for j in range(self.sums.count):
-            for m in range(1, workers + 1):
-                options = [(1, -1, m)] if self.stage_seconds(0, j, m) <= limit else []
-                for own in range(1, m):
-                    for s in range(j - 1, -1, -1):
-                        if self.stage_seconds(s + 1, j, own) > limit:
-                            if self.is_lowest:
-                                break
-                            continue
-                        if (s, m - own) in fewest and 2 * self.sums.activations[s] / rate <= limit:
-                            options.append((fewest[s, m - own][0] + 1, s, own))
-                if options:
-                    fewest[j, m] = min(options)
-        stages, j, m = list[ReplicatedStage](), self.sums.count - 1, workers
-        while j >= 0:
-            _, s, own = fewest[j, m]
-            stages[:0] = self._stages_within(s + 1, j, own)
-            j, m = s, m - own
-        return stages
+        runs, least = self._fewest_runs(sys.float_info.max), 0.0
+        if runs is None:
+            return None
+        most = self._seconds(runs)
+        while most > 0 and (better := self._fewest_runs(math.nextafter(most, 0.0))):
+            runs, most = better, self._seconds(better)
+            middle = (least + most) / 2
+            if better := self._fewest_runs(middle):
+                runs, most = better, self._seconds(better)
+            else:
+                least = middle
+        return tuple(one for start, stop, own in runs for one in self._stages_within(start, stop - 1, own)), most
+
+    def _fewest_runs(self, limit: float) -> list[tuple[int, int, int]] | None:
+        """Lists the fewest stages in which nothing takes longer, each as (start, stop, components); None: none do."""
+        count, workers = self.sums.count, self.level.workers
+        seen = [0] * (count + 1)
+        reached = [{0: 1}]  # by stages, by layers: on how many components, as bits, that need as many stages
+        while not reached[-1].get(count, 0) >> workers & 1:
+            new = dict[int, int]()
+            for start, before in reached[-1].items():
+                for stop in range(start + 1, count + 1):
+                    if bits := self._extended(before, start, stop, limit) & ~seen[stop]:
+                        new[stop] = new.get(stop, 0) | bits
+            if not new:
+                return None
+            for stop, bits in new.items():
+                seen[stop] |= bits
+            reached.append(new)
+        runs, stop, m = list[tuple[int, int, int]](), count, workers
+        for starts in reversed(reached[:-1]):
+            for start in sorted(start for start in starts if start < stop):
+                counts = self._counts(start, stop, limit)
+                counts = range(counts.start, min(counts.stop, m + 1))
+                if bits := starts[start] & ((1 << len(counts)) - 1 << m + 1 - counts.stop):
+                    runs.insert(0, (start, stop, m - bits.bit_length() + 1))
+                    stop, m = start, bits.bit_length() - 1
+                    break
+        return runs
+
+    def _extended(self, bits: int, start: int, stop: int, limit: float) -> int:
+        """Adds a stage to what is reached before it; 0 if no number of components does."""
+        counts = self._counts(start, stop, limit)
+        if not counts:
+            return 0
+        width = 1  # of the numbers that bits are spread over
+        while width < len(counts):
+            step = min(width, len(counts) - width)
+            bits |= bits << step
+            width += step
+        return bits << counts[0] & (2 << self.level.workers) - 1
+
+    def _counts(self, start: int, stop: int, limit: float) -> range:
+        """Returns the numbers of components on which a stage and the boundary before it take no longer."""
+        counts, i, j = range(1, self.level.workers + 1), start, stop - 1
+        if start and self._boundary_seconds(start) > limit:
+            return counts[:0]
+        inner = self._inner_seconds(i, j)
+        first = bisect.bisect_left(counts, True, key=lambda m: inner / m <= limit)
+        end = bisect.bisect_left(counts, True, key=lambda m: self._reduction_seconds(i, j, m) / m > limit)
+        return counts[first:end]
+
+    def _boundary_seconds(self, start: int) -> float:
+        return 2 * self.sums.activations[start - 1] / self.level.bytes_per_second
+
+    def _seconds(self, runs: Sequence[tuple[int, int, int]]) -> float:
+        stages = (self.stage_seconds(start, stop - 1, own) for start, stop, own in runs)
+        return max(*stages, *(self._boundary_seconds(start) for start, _, _ in runs if start), 0.0)
 
     def _stages_within(self, i: int, j: int, m: int) -> list[ReplicatedStage]:
         """Lists those of one stage of this level, which may be a pipeline on the level below."""

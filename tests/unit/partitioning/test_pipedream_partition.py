@@ -80,6 +80,27 @@ def test_stages_have_all_layers_once_and_all_workers(profile, figures_of_levels)
     assert sum(partition.replicas) == math.prod(level.workers for level in levels)
 
 
+def test_hundreds_of_workers_take_no_longer_than_a_few(monkeypatch):
+    """The stages that are looked at are counted: for each number of workers about as many."""
+    looked_at = 0
+    counts = fxpipe.partitioning.pipedream._LevelTable._counts
+
+    def counted(*args):
+        nonlocal looked_at
+        looked_at += 1
+        return counts(*args)
+
+    monkeypatch.setattr(fxpipe.partitioning.pipedream._LevelTable, "_counts", counted)
+    numbers = {}
+    for workers in (32, 512):
+        looked_at = 0
+        partition = pipedream_partition(*VGG_16, [BandwidthLevel(workers, 1e9)])
+        assert sum(partition.replicas) == workers
+        assert partition.seconds >= sum(VGG_16.times) / workers
+        numbers[workers] = looked_at
+    assert numbers[512] < 4 * numbers[32]
+
+
 def test_one_level_reckons_the_stages_that_it_names():
     partition = pipedream_partition([6.0, 2.0, 1.0], [4.0, 1.0, 0.0], [0.0, 1.0, 9.0], [BandwidthLevel(4, 4.0)])
     assert [(one.start, one.stop, one.replicas) for one in partition.stages] == [(0, 2, 3), (2, 3, 1)]
