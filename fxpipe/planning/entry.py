@@ -18,6 +18,7 @@ from fxpipe.planning.passes import (
 )
 from fxpipe.plans import Plan
 from fxpipe.utils.locks import planning_block
+from fxpipe.utils.progress import phase, show_phases
 from fxpipe.utils.units import parse_count
 
 if TYPE_CHECKING:
@@ -141,6 +142,7 @@ def _planned_devices(stages: int | None, options: PipelineOptions) -> list[str] 
 
 
 @planning_block()
+@show_phases("planning")
 def prepare(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -177,6 +179,7 @@ def prepare(
         if len(settings.workers) > 1:
             for limit in imbalance_warnings(profiled.traced):
                 warn_user(limit)
+        phase("cutting")
         profiled, settings = with_replicas(profiled, settings)
         if settings.left:
             from fxpipe.tuning.auto_options import prepare_best

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from fxpipe.errors import FxpipeError
 from fxpipe.planning.passes import PreparedGraph, prepare_additional_graph
 from fxpipe.utils.locks import planning_block
+from fxpipe.utils.progress import show_phases, show_progress
 
 if TYPE_CHECKING:
     from fxpipe.utils.output_combination import UndeterminedOutput
@@ -26,6 +27,7 @@ EVALUATION_SAMPLES = 2  # samples
 
 
 @planning_block()
+@show_phases("checking evaluation")
 def refusal_of_evaluation(
     first: PreparedGraph, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int = 0
 ) -> tuple[FxpipeError | None, tuple[UndeterminedOutput, ...]]:
@@ -39,7 +41,6 @@ def refusal_of_evaluation(
     from fxpipe.tracing.cache_key import in_mode
     from fxpipe.tracing.model_state import preserve_state
     from fxpipe.tracing.print_calls import mute_repeated_prints
-    from fxpipe.utils.progress import show_progress
 
     model, settings = first.traced.model, first.settings
     if not model.training or first.traced.recording_options is None:

@@ -17,6 +17,7 @@ from fxpipe.errors import ArgumentError
 from fxpipe.plans import Plan
 from fxpipe.utils.batch_split import micro_batch_sizes
 from fxpipe.utils.locks import planning_block
+from fxpipe.utils.progress import phase, show_phases
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -95,6 +96,7 @@ def trace_and_profile(
             model, settings.workers, args, kwargs, look
         )
     traced = replace(traced, device=device)
+    phase("ordering nodes")
     in_order = reorder_nodes(traced)
     orders = (traced,) if in_order is traced else (traced, in_order)
     return ProfiledModel(traced, orders, profiles, kinds, threads, settings.hardware, batch, traced.fingerprint())
@@ -211,6 +213,7 @@ def trace_batch(
             dynamic=dynamic or NO_DYNAMIC_DIMS,
         )
 
+    phase("tracing")
     try:
         traced = traced_for(settings.chunks)
     except OtherMicroBatchesError:
@@ -322,6 +325,7 @@ def prepare_cut(cut: Cut, fingerprint: str, batch: int, settings: Settings) -> P
     from fxpipe.planning.describe_cut import plan_of_cut, rematerialized_nodes
     from fxpipe.rewriting import split_into_stages
 
+    phase("making stages")
     traced = cut.traced
     settings = replace(cut.settings, checkpoint=_decided_checkpoint(settings.checkpoint, cut.recompute))
     deferred, compiled = settings.deferred_batch_norm, settings.compile
@@ -383,6 +387,7 @@ def prepare_given_plan(traced: Traced, asked: Plan, batch: int, settings: Settin
 
 
 @planning_block()
+@show_phases("planning another graph")
 def prepare_additional_graph(
     first: PreparedGraph,
     args: tuple[Any, ...],

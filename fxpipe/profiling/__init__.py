@@ -51,7 +51,7 @@ from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import Effects
 from fxpipe.utils.locks import DISPATCH_MODE_LOCK
 from fxpipe.utils.polynomial import SizePoint, fit_counts, polynomial_sum
-from fxpipe.utils.progress import show_progress
+from fxpipe.utils.progress import phase, show_progress
 from fxpipe.utils.pytree import flatten
 from fxpipe.utils.units import parse_count, parse_number, with_article
 
@@ -138,10 +138,12 @@ def profile(
     ):
         loss = None if planned is None else ExampleLoss(traced, planned, traced.batch_of(leaves))
         place = _device_of_model(traced, leaves) if device is None else accelerator.parse_device("device", device)
+        phase("counting operations")
         counts = _counts(traced, effects, leaves, micro_batch, anywhere=chosen is not None)
         if is_faked() and chosen is None:
             chosen = HARDWARE["a100-80gb"]
         contention = 1.0
+        phase("profiling")
         if chosen is not None:
             first = (*itertools.islice(others, 1),)
             timings = _estimates(traced, effects, leaves, here, first, counts.points, chosen, loss)
@@ -161,6 +163,7 @@ def profile(
                     workers=workers,
                 )
             timings, contention = measured.timings, measured.contention
+        phase("counting operations at other sizes")
         ran = _operations_by_size(traced, effects, leaves, here, counts.points, timings, loss, operations)
     end = traced.graph.output_node()
     parameters = parameter_bytes(traced)

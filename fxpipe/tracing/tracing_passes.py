@@ -25,6 +25,7 @@ from fxpipe.tracing.verify.micro_batch_sizes import (
 from fxpipe.tracing.verify.training_equivalence import FirstCalls, check_training_equivalence
 from fxpipe.tracing.verify.written_inputs import refuse_differing_writes, refuse_unwritable_inputs
 from fxpipe.utils.batch_split import micro_batch_sizes, rows_per_sample
+from fxpipe.utils.progress import phase
 
 
 def run_passes(traced: Traced, request: TraceRequest) -> Traced:
@@ -97,6 +98,7 @@ def _why_sizes_are_fixed(traced: Traced, request: TraceRequest) -> str:
 def _compare(traced: Traced, request: TraceRequest) -> tuple[Traced, bool]:
     """Compares graph and model, and returns whether samples were seen to be independent of each other as well."""
     leaves = request.leaves
+    phase("comparing the graph with the model")
     calls = FirstCalls(traced, leaves)
     traced = check_against_model(traced, leaves, request.chunks, calls)
     check_training_equivalence(traced, leaves, request.chunks, calls.begun)

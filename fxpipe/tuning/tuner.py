@@ -53,7 +53,7 @@ from fxpipe.tuning.replicated_plans import (
 from fxpipe.tuning.tuning_result import Tuning
 from fxpipe.utils.locks import planning_block
 from fxpipe.utils.progress import progress as bar
-from fxpipe.utils.progress import show_progress
+from fxpipe.utils.progress import show_phases, show_progress
 from fxpipe.utils.units import parse_count, with_article
 
 TUNED_OPTIONS = (
@@ -156,7 +156,7 @@ def tune(
         FxpipeError: an argument cannot be used, or the model cannot be traced or cut; see `fxpipe.errors`.
     """
     options = locals()
-    with planning_block(), show_progress(parse_switch("progress", progress)):
+    with planning_block(), show_progress(parse_switch("progress", progress)), show_phases("planning"):
         parse_switch("measure", measure)
         names = TUNED_SCHEDULES if schedules is None else parse_choices("schedules", schedules, TRAINING_SCHEDULES)
         modes = None if checkpoint is None else parse_choices("checkpoint", checkpoint, CHECKPOINTS)

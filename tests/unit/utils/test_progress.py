@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import pty
+import re
 import subprocess
 import sys
 import termios
@@ -19,7 +21,7 @@ from torch import nn
 import fxpipe
 from fxpipe.errors import ArgumentTypeError
 from fxpipe.utils import progress as progress_module
-from fxpipe.utils.progress import progress, show_progress
+from fxpipe.utils.progress import phase, progress, show_phases, show_progress
 
 
 class Terminal(io.StringIO):
@@ -180,6 +182,41 @@ def test_planning_shows_its_long_steps(monkeypatch):
     for step in ("recording", "shapes", "checking", "profiling"):
         assert f"{step}:" in terminal.getvalue()
     assert not any(lines_of(terminal.getvalue()))
+
+
+@pytest.mark.parametrize(
+    ("module", "slow_pass", "shown"),
+    [
+        ("fxpipe.profiling", "_counts", "counting operations"),
+        ("fxpipe.tracing.tracing_passes", "check_against_model", "comparing the graph with the model"),
+        ("fxpipe.planning.choose", "choose_cut", "cutting"),
+    ],
+)
+def test_a_pass_that_takes_long_is_named_while_it_runs(monkeypatch, module, slow_pass, shown):
+    """The pass says nothing of itself, and waits until it is shown."""
+    terminal = looked_at(monkeypatch)
+    own = getattr(importlib.import_module(module), slow_pass)
+    seen = []
+
+    def slow(*args, **kwargs):
+        until = time.monotonic() + 20.0
+        while time.monotonic() < until and not re.search(rf"planning: \[\d\d:\d\d, {shown}\]", terminal.getvalue()):
+            time.sleep(0.01)
+        seen.append(lines_of(terminal.getvalue()))
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(f"{module}.{slow_pass}", slow)
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.ReLU()), torch.randn(4, 6)
+    fxpipe.plan(model, 2, example_args=(x,), hardware="cpu", chunks=2)
+    assert any(shown in line for line in seen[0])
+    assert not any(lines_of(terminal.getvalue()))
+
+
+def test_no_thread_where_nobody_looks():
+    before = threading.active_count()
+    with show_phases("planning"):
+        phase("cutting")
+        assert threading.active_count() == before
 
 
 def test_entry_points_take_the_wish(monkeypatch):
