@@ -849,6 +849,36 @@ SIMULATION = (
         "unit/simulation/test_stream_simulation.py",
     ),
     Mutant(
+        "plans/figures.py",
+        "seconds[device] += stage.seconds / len(rows)",
+        "seconds[device] += stage.seconds",
+        "cli/test_shown_figures.py::test_balance_is_that_of_devices",
+    ),
+    Mutant(
+        "plans/data.py",
+        "tuple(range(ends[k], ends[k + 1]))",
+        "(ends[k],)",
+        "cli/test_shown_figures.py::test_the_report_has_the_stages_of_devices_whose_replicas_take_turns",
+    ),
+    Mutant(
+        "config/pipeline_options.py",
+        "names = None if self.hardware is None else",
+        "names = None if True else",
+        "cli/test_shown_figures.py::test_estimates_are_of_that_hardware_alone",
+    ),
+    Mutant(
+        "partitioning/pipedream.py",
+        "while most > 0 and (better := self._fewest_runs(math.nextafter(most, 0.0))):",
+        "while most > 0 and (better := self._fewest_runs(most / 2)):",
+        "unit/partitioning/test_pipedream_partition.py",
+    ),
+    Mutant(
+        "utils/progress.py",
+        "bar.refresh()",
+        "pass",
+        "unit/utils/test_progress.py::test_a_pass_that_takes_long_is_named_while_it_runs",
+    ),
+    Mutant(
         "tuning/candidate_search.py",
         "simulate(plan, updates=False)",
         "simulate(plan)",

@@ -41,7 +41,6 @@ def chain_of(
     profiles: Sequence[Profile],
     samples: int,
     forbidden: Mapping[int, str],
-    copied: Iterable[fx.Node] = (),
 ) -> Chain:
     """The graph for micro-batches of so many samples, and the dynamic sizes of the profiles.
 
@@ -52,14 +51,13 @@ def chain_of(
         profiles: one for each kind of device, of the same nodes in any order.
         samples: of the largest micro-batch.
         forbidden: place -> why no cut may stand before it.
-        copied: nodes that a stage makes for itself rather than receive.
     """
     planned = profiles[0].lengths
     largest = largest_lengths(traced, profiles[0])
-    chain = _chain_at(traced, profiles, samples, planned, forbidden, frozenset(copied))
+    chain = _chain_at(traced, profiles, samples, planned, forbidden)
     if largest == planned:
         return chain
-    return replace(chain, largest=_chain_at(traced, profiles, samples, largest, forbidden, frozenset(copied)))
+    return replace(chain, largest=_chain_at(traced, profiles, samples, largest, forbidden))
 
 
 def largest_lengths(traced: Traced, profile: Profile) -> Lengths:
@@ -74,7 +72,6 @@ def _chain_at(
     samples: int,
     lengths: Lengths,
     forbidden: Mapping[int, str],
-    copied: frozenset[fx.Node],
 ) -> Chain:
     effects = traced.effects
     assert effects is not None
@@ -101,7 +98,7 @@ def _chain_at(
         backward=tuple(map(tuple, backward)),
         flows=tuple(
             Flow(bytes_at(flow.formula, traced.batch, samples, lengths), flow.maker, flow.users, flow.returns)
-            for flow in value_flows(traced, copied)
+            for flow in value_flows(traced)
         ),
         held=tuple(
             HeldStorage(
@@ -128,7 +125,7 @@ class ValueFlow:
     returns: bool
 
 
-def value_flows(traced: Traced, copied: frozenset[fx.Node] = frozenset()) -> Iterable[ValueFlow]:
+def value_flows(traced: Traced) -> Iterable[ValueFlow]:
     """Yields the flows of a graph, in the order of a chain."""
     effects = traced.effects
     assert effects is not None
@@ -144,7 +141,7 @@ def value_flows(traced: Traced, copied: frozenset[fx.Node] = frozenset()) -> Ite
         if maker < 0 and (writer := _first_writer(effects, node)) is not None:
             # An input that forward writes to is a value of the stage that does so, which writes to a clone.
             maker, returns, users = writer, effects.alias[node] in with_gradient, [u for u in users if u > writer]
-        if users and node not in copied:
+        if users:
             yield ValueFlow(bytes_formula(info(node).full_shapes), maker, tuple(users), returns)
 
 
