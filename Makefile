@@ -6,12 +6,12 @@ BIN := .venv/bin
 # Processes that run tests.
 JOBS ?= 2
 
-.PHONY: help demo test slow simulated gpu lint format package bench overhead lengths balance planning inspecting coverage stress mutants docs notebook clean
+.PHONY: help demo test test-all simulated gpu lint format package bench overhead lengths balance planning inspecting coverage stress mutants docs notebook clean
 
 help:
 	@echo 'make demo        train two small models as pipelines and print the plan of one'
-	@echo 'make test        run the tests; make test ARGS="-k partition" runs some of them'
-	@echo 'make slow        run the tests that take long, which make test leaves out'
+	@echo 'make test        run the tests that every change is tried with, in 5 minutes; make test ARGS="-k partition" runs some of them'
+	@echo 'make test-all    run all other tests, in 40 minutes'
 	@echo 'make simulated   run the tests that run on simulated accelerators'
 	@echo 'make gpu         all that needs a GPU: its tests, then time and memory of steps on one'
 	@echo 'make lint        check style and types'
@@ -35,14 +35,15 @@ demo: .venv/.installed
 	$(BIN)/python examples/gpt.py
 	$(BIN)/python -m fxpipe.inspect examples/unet.py:make_model --input 8x3x64x64 --devices 2 --chunks 4
 
-# Simulated accelerators stay in a process that has them: a session of its own, where ARGS may leave no test.
+# Functions of tests that take long are marked slow, unless tools/mutants.py names them.
 test: .venv/.installed
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow' $(ARGS)
+
+test-all: .venv/.zoo .venv/.docs .venv/.trainers
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow $(ARGS)
 	$(MAKE) simulated
 
-slow: .venv/.zoo .venv/.docs .venv/.trainers
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow $(ARGS)
-
+# Simulated accelerators stay in a process that has them: a session of its own, where ARGS may leave no test.
 simulated: .venv/.installed
 	$(BIN)/python -m pytest --simulated -n $(JOBS) --dist worksteal $(ARGS) || test $$? = 5
 

@@ -7,8 +7,9 @@
     python tools/stress.py --case '{"program": ...  # one that was printed
 
 A case is a model made of operations (`tests/random_models`: reads of values, memory banks, routed experts, writes to
-inputs, lazily made state, autograd Functions, losses taken by the model ...), stages, micro-batches, a schedule and
-recomputing; planned on one mini-batch and run on others, of other sizes and values, in training and evaluation.
+inputs, lazily made state, autograd Functions, losses taken by the model ...), most with kinds of hidden state (gates at
+zero, Python values that change between steps, hooks, seeds, subclasses, criteria that change, tensors filled again);
+stages, micro-batches, a schedule and recomputing; planned on one mini-batch and run on others, of other sizes and values, in training and evaluation.
 Outputs, gradients, buffers, parameters, inputs and attributes are those of the plain model, or the case is refused: all
 else is a fault, which is made as small as it can be and printed as a program. The exit status is 1 if there is any.
 """
@@ -30,7 +31,8 @@ from tabulate import tabulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from random_models.case import Case, draw, source
+from random_models.case import Case, draw_with_kinds, source
+from random_models.kinds import KINDS, TWISTS
 from random_models.shrinking import manner, shrunk
 from random_models.worker import Worker
 
@@ -41,7 +43,7 @@ Verdict = Mapping[str, object]
 def main() -> int:
     options = _options()
     if options.one is not None or options.case is not None:
-        case = Case.from_json(options.case) if options.case is not None else draw(options.one)
+        case = Case.from_json(options.case) if options.case is not None else draw_with_kinds(options.one)
         return _one(case, options.limit)
     tally = Tally(options.shrink)
     start = time.monotonic()
@@ -51,7 +53,7 @@ def main() -> int:
         worker = Worker(options.limit)
         try:
             for seed in seeds:
-                case = draw(seed)
+                case = draw_with_kinds(seed)
                 tally.add(case, worker.judge(case), worker)
         finally:
             worker.close()
@@ -112,6 +114,7 @@ class Tally:
         self.refused: collections.Counter[str] = collections.Counter()
         self.refused_steps: collections.Counter[str] = collections.Counter()
         self.told: collections.Counter[tuple[str, ...]] = collections.Counter()
+        self.drawn = {kind: collections.Counter[str]() for kind in (*KINDS, *TWISTS)}  # verdicts of each kind
 
     @property
     def faults(self) -> int:
@@ -121,6 +124,8 @@ class Tally:
         kind = str(verdict["kind"])
         with self.lock:
             self.kinds[kind] += 1
+            for name in case.kinds:
+                self.drawn[name][kind] += 1
             if kind == "refused":
                 self.refused[_reason(str(verdict["detail"]))] += 1
             self.refused_steps.update(_reason(text) for text in verdict["refused_steps"])  # type: ignore[attr-defined]
@@ -143,6 +148,9 @@ class Tally:
         total = sum(self.kinds.values())
         rows = [[kind, number] for kind, number in self.kinds.most_common()]
         texts = [f"{total} cases in {seconds:.0f} s", tabulate(rows, ["verdict", "cases"])]
+        verdicts = [*self.kinds]
+        kinds = [[name, counts.total(), *(counts[one] for one in verdicts)] for name, counts in self.drawn.items()]
+        texts.append(tabulate(kinds, ["kind of hidden state", "cases", *verdicts]))
         for title, counts in (("refused", self.refused), ("refused in a step", self.refused_steps)):
             if counts:
                 texts.append(tabulate([[n, reason] for reason, n in counts.most_common()], ["", title]))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from string import Template
 from typing import Any
 
+from random_models.kinds import KINDS, TWISTS
 from random_models.operations import FUNCTIONS, LOSSES, MODULES, PLAIN, ROUTING, STATE, WRITES, Operation
 from random_models.reads import READS
 
@@ -23,7 +24,9 @@ GROUPS = {
     "losses": LOSSES,
     "reads": READS,
 }
-TABLE: dict[str, Operation] = {name: row for group in GROUPS.values() for name, row in group.items()}
+TABLE: dict[str, Operation] = {
+    name: row for group in (*GROUPS.values(), *KINDS.values()) for name, row in group.items()
+}
 OFTEN = {"plain": 8, "modules": 3, "functions": 1, "state": 2, "routing": 1, "writes": 1, "losses": 1, "reads": 2}
 ALWAYS = ("x", "ids")  # inputs that every model has
 DOUBLED = ("interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev", "v_min")  # two stages on each device
@@ -66,6 +69,7 @@ class Case:
     deferred: bool = False
     input_gradient: bool = False
     seed: int = 0
+    twists: tuple[str, ...] = ()  # of TWISTS
 
     # -- what it is --------------------------------------------------------------------------------------------------
 
@@ -96,6 +100,20 @@ class Case:
         return any(operation.is_random for operation in self.operations)
 
     @property
+    def kinds(self) -> list[str]:
+        """The kinds of hidden state that the case has."""
+        names = {line.name for line in self.program}
+        return [*(kind for kind, operations in KINDS.items() if not names.isdisjoint(operations)), *self.twists]
+
+    def changes(self, seed: int) -> str:
+        """What the user does before a step, as source code about `model`."""
+        texts = [
+            Template(line.operation.change).substitute(k=k, self=f"model.part_{k}" if line.is_part else "model")
+            for k, line in enumerate(self.program)
+        ]
+        return "\n".join([f"seed = {seed}", *texts])
+
+    @property
     def tolerance(self) -> float:
         return max((operation.tolerance for operation in self.operations), default=1e-4)
 
@@ -110,6 +128,7 @@ class Case:
         fields["program"] = tuple(Line(**line) for line in fields["program"])
         fields["batches"] = tuple(Batch(**batch) for batch in fields["batches"])
         fields["by_hand"] = tuple(fields["by_hand"])
+        fields["twists"] = tuple(fields["twists"])
         return cls(**fields)
 
 
@@ -146,6 +165,19 @@ def draw(seed: int) -> Case:
     )
 
 
+def draw_with_kinds(seed: int) -> Case:
+    """The case of a seed, most of them with one or two kinds of hidden state besides."""
+    case, dice = draw(seed), random.Random(f"kinds {seed}")
+    kinds = dice.sample([*KINDS, *TWISTS], dice.choice((0, 1, 1, 2)))
+    lines = [
+        Line(dice.choice([*KINDS[kind]]), dice.randint(0, 3), dice.randint(0, 3), dice.random() < 0.4)
+        for kind in kinds
+        if kind in KINDS
+    ]
+    twists = tuple(kind for kind in kinds if kind in TWISTS)
+    return dataclasses.replace(case, program=(*case.program, *lines), twists=twists)
+
+
 def _name(dice: random.Random, groups: list[str]) -> str:
     group = GROUPS[dice.choices(groups, [OFTEN[name] for name in groups])[0]]
     if group is READS:
@@ -170,6 +202,7 @@ def _batches(dice: random.Random, least: int) -> tuple[Batch, ...]:
 HEAD = """import functools
 import math
 import operator
+import types
 
 import torch
 import torch.nn.functional as F

@@ -117,6 +117,19 @@ def _module(text: str, path: Path) -> ModuleType:
 # -- inputs and losses -----------------------------------------------------------------------------------------------
 
 
+class Tagged(Tensor):
+    """A subclass of Tensor, as loaders of images make them."""
+
+
+class Criterion:
+    """A loss function whose reduction may change between steps."""
+
+    is_sum = False
+
+    def __call__(self, output: dict[str, Any]) -> Tensor:
+        return loss_of(output) * (len(output["value"]) if self.is_sum else 1)
+
+
 def make_inputs(case: Case, batch: Batch) -> Inputs:
     """The inputs of a mini-batch, of other sizes and magnitudes in each."""
     generator = torch.Generator().manual_seed(batch.seed)
@@ -129,7 +142,7 @@ def make_inputs(case: Case, batch: Batch) -> Inputs:
     labels[torch.rand(b, t, generator=generator) < 0.3 * (batch.seed % 2)] = -100
     labels[:, 0] = 1
     made = {
-        "x": normal(b, t, 4).requires_grad_(case.input_gradient),
+        "x": normal(b, t, 4).as_subclass(Tagged if "subclass" in case.twists else Tensor),
         "ids": torch.randint(0, 1 + batch.seed % 3, (b, t), generator=generator),
         "state": normal(b, 4),
         "cache": normal(b, 9, 4),
@@ -137,6 +150,7 @@ def make_inputs(case: Case, batch: Batch) -> Inputs:
         "scale": torch.tensor(float(batch.seed % 4)),
         "total": (labels != -100).sum().float(),
     }
+    made["x"].requires_grad_(case.input_gradient)
     return {name: made[name] for name in case.inputs}
 
 
@@ -156,7 +170,7 @@ class _Whole:
     name = "the mini-batch"
 
     def __init__(self, case: Case, module: ModuleType):
-        self.case, self.model = case, _built(case, module)
+        self.case, self.module, self.model = case, module, _built(case, module)
 
     def step(self, inputs: Inputs, batch: Batch, python: Python) -> Any:
         with _mode(self.model, batch):
@@ -401,6 +415,8 @@ class Trial:
         self.parts = [_Parts(case, oracle, own) for own in ((False, True) if case.reads_size else (False,))]
         if case.is_per_part or case.is_random:
             self.alive += self.parts
+        self.criterion = Criterion()
+        self.inputs: Inputs = {}  # of the step before, which a loader may fill again
         self.refusals: list[str] = []
         self.assemblies: list[Any] = []
 
@@ -487,9 +503,14 @@ class Trial:
 
     def _batch(self, pipe: fxpipe.Pipeline, ours: nn.Module, batch: Batch) -> Verdict | None:
         """What is wrong with a step, if so."""
+        models = {id(ours): (ours, self.plain)} | {id(c): (c.model, c.module) for c in self.alive}
+        for model, module in models.values():
+            with torch.no_grad():
+                exec(self.case.changes(batch.seed), module.__dict__, {"model": model})
         before, random_state = state_of(ours), torch.get_rng_state()
         torch.manual_seed(batch.seed)
-        have = _run(lambda inputs: self._pipe_step(pipe, inputs, batch), self.case, batch, pipe)
+        self.inputs = self._filled_again(make_inputs(self.case, batch))
+        have = _run(lambda inputs: self._pipe_step(pipe, inputs, batch), self.case, batch, pipe, self.inputs)
         if self.spoil is not None:
             self.spoil(ours)
         torch.set_rng_state(random_state)
@@ -516,10 +537,24 @@ class Trial:
     def _pipe_step(self, pipe: fxpipe.Pipeline, inputs: Inputs, batch: Batch) -> Any:
         pipe.train(batch.mode != "eval")
         if batch.mode == "step":
-            _, outputs = pipe.forward_backward(**inputs, loss_fn=loss_of, return_outputs=True)
+            if batch.seed % 3:  # another object; else the same, changed
+                self.criterion = Criterion()
+            self.criterion.is_sum = _is_sum(self.case, batch)
+            loss_fn = (lambda output: self.criterion(output)) if "criterion" in self.case.twists else loss_of
+            _, outputs = pipe.forward_backward(**inputs, loss_fn=loss_fn, return_outputs=True)
             return outputs
         with torch.set_grad_enabled(batch.mode == "call"):
             return pipe(**inputs)
+
+    def _filled_again(self, inputs: Inputs) -> Inputs:
+        """The tensors of the step before with other values, where they fit."""
+        if "reused" not in self.case.twists:
+            return inputs
+        for name, value in inputs.items():
+            last = self.inputs.get(name)
+            if last is not None and last.shape == value.shape and not value.requires_grad:
+                inputs[name] = last.copy_(value)
+        return inputs
 
     def _failed(self, have: Left, ours: nn.Module, before: dict[str, Any], batch: Batch) -> Verdict | None:
         error = have.error
@@ -605,14 +640,25 @@ def _python(case: Case, pipe: fxpipe.Pipeline, assembly: Any = None) -> Python:
     return Python(tuple(path for path in traced.whole if path not in rest), rest, lines)
 
 
-def _run(step: Callable[[Inputs], Any], case: Case, batch: Batch, pipe: fxpipe.Pipeline | None = None) -> Left:
+def _is_sum(case: Case, batch: Batch) -> bool:
+    """Is the loss of this step a sum over samples, and no mean?"""
+    return "criterion" in case.twists and batch.mode == "step" and batch.seed % 2 == 1
+
+
+def _run(
+    step: Callable[[Inputs], Any],
+    case: Case,
+    batch: Batch,
+    pipe: fxpipe.Pipeline | None = None,
+    inputs: Inputs | None = None,
+) -> Left:
     """A step, with backward where the batch wants one; `forward_backward` of a pipe has run it."""
-    inputs = make_inputs(case, batch)
+    inputs = make_inputs(case, batch) if inputs is None else inputs
     left = Left(inputs=inputs)
     try:
         left.outputs = step(inputs)
         if batch.mode == "call" or (batch.mode == "step" and pipe is None):
-            loss_of(left.outputs).backward()
+            (loss_of(left.outputs) * (batch.samples if _is_sum(case, batch) else 1)).backward()
     except Exception as error:
         left.error = error
     return left

@@ -30,6 +30,7 @@ class Operation:
     needs_root: bool = False  # makes no sense in a submodule
     tolerance: float = 1e-4
     weight: int = 2  # how often it is drawn
+    change: str = ""  # what the user does before each step, of whose batch `seed` is; `$self` is the module
 
     @property
     def reads_inputs(self) -> bool:
@@ -84,17 +85,17 @@ class Turn_$k(torch.autograd.Function):
         (value,) = ctx.saved_tensors
         return -ctx.strength * gradient * value.cos(), None
 """
-_LAYER = "self.layer_$k = nn.Linear(4, 4)"
+LAYER = "self.layer_$k = nn.Linear(4, 4)"
 _HEAD = "self.head_$k = nn.Linear(4, 3)"
 
 
-def _table(*rows: Operation) -> dict[str, Operation]:
+def table(*rows: Operation) -> dict[str, Operation]:
     return {row.name: row for row in rows}
 
 
 # What the operations of `tests/test_random_models.py` have always been: tensors, views, writes, buffers.
-PLAIN = _table(
-    Operation("linear", "$o = self.layer_$k($v * 1)", _LAYER, weight=6),
+PLAIN = table(
+    Operation("linear", "$o = self.layer_$k($v * 1)", LAYER, weight=6),
     Operation("frozen", "$o = self.layer_$k($v * 1)", "self.layer_$k = nn.Linear(4, 4).requires_grad_(False)"),
     Operation("tied", "$o = self.tied($v * 1)", needs_root=True),
     Operation("relu", "$o = torch.relu($v) * 1"),
@@ -109,7 +110,7 @@ PLAIN = _table(
     Operation("chunk", "first, second = $v.chunk(2, -1)\n$o = torch.cat([second, first * 2], -1)"),
     Operation("norm", "$o = self.norm_$k($v * 1)", "self.norm_$k = nn.LayerNorm(4)"),
     Operation("embedding", "$o = $v + self.embedding_$k(ids)", "self.embedding_$k = nn.Embedding(3, 4)"),
-    Operation("unused", "self.layer_$k($v * 1)\n$o = $v", _LAYER),
+    Operation("unused", "self.layer_$k($v * 1)\n$o = $v", LAYER),
     Operation("detach", "$o = $v.detach()"),
     Operation(
         "count",
@@ -140,7 +141,7 @@ PLAIN = _table(
     Operation("out", "outputs.append($v * 2)\n$o = $v", needs_root=True),
 )
 
-MODULES = _table(
+MODULES = table(
     Operation("lstm", "$o = self.lstm_$k($v)[0]", "self.lstm_$k = nn.LSTM(4, 4, batch_first=True)"),
     Operation("gru_state", "$o = $v + self.gru_$k($v)[1][0][:, None]", "self.gru_$k = nn.GRU(4, 4, batch_first=True)"),
     Operation(
@@ -151,7 +152,7 @@ MODULES = _table(
     ),
     Operation("drop", "$o = self.drop_$k($v)", "self.drop_$k = nn.Dropout(0.3)", is_random=True),
     Operation("noise", "$o = $v + 0.1 * torch.randn_like($v)", is_random=True, weight=1),
-    Operation("attention", "$o = F.scaled_dot_product_attention(self.layer_$k($v), $w, $v)", _LAYER),
+    Operation("attention", "$o = F.scaled_dot_product_attention(self.layer_$k($v), $w, $v)", LAYER),
     Operation(
         "encoder",
         "$o = self.encoder_$k($v, src_key_padding_mask=ids == 7)",
@@ -159,19 +160,19 @@ MODULES = _table(
         weight=1,
     ),
     Operation("conv", "$o = self.conv_$k($v.mT).mT", "self.conv_$k = nn.Conv1d(4, 4, 3, padding=1)"),
-    Operation("shared_twice", "$o = self.layer_$k(torch.tanh(self.layer_$k($v)))", _LAYER),
-    Operation("checkpoint", "$o = checkpoint(self.layer_$k, $v, use_reentrant=False)", _LAYER),
+    Operation("shared_twice", "$o = self.layer_$k(torch.tanh(self.layer_$k($v)))", LAYER),
+    Operation("checkpoint", "$o = checkpoint(self.layer_$k, $v, use_reentrant=False)", LAYER),
     Operation(
         "checkpoint_function",
         "def block_$k(value):\n    return torch.tanh(self.layer_$k(value)) * 2\n"
         "$o = checkpoint(block_$k, $v, use_reentrant=False)",
-        _LAYER,
+        LAYER,
         weight=1,
     ),
     Operation(
         "autocast",
         'with torch.autocast("cpu", torch.bfloat16):\n    $o = self.layer_$k($v)\n$o = $o.float()',
-        _LAYER,
+        LAYER,
         tolerance=5e-2,
         weight=1,
     ),
@@ -190,17 +191,17 @@ MODULES = _table(
         "    hidden = torch.tanh(self.layer_$k(hidden) + $v[:, step])\n"
         "    states.append(hidden)\n"
         "$o = torch.stack(states, 1)",
-        _LAYER,
+        LAYER,
         weight=1,
     ),
     Operation("even_length", "$o = $v * 2 if $v.shape[1] % 2 == 0 else $v - 1"),
-    Operation("by_length", "$o = self.layer_$k($v) if $v.shape[1] > 3 else $v", _LAYER),
+    Operation("by_length", "$o = self.layer_$k($v) if $v.shape[1] > 3 else $v", LAYER),
     Operation("largest_size", "$o = $v * max(x.shape[1], x.shape[2])"),
     Operation("einsum", '$o = torch.einsum("btd,bsd,bse->bte", $v, $w, $v) * 0.1'),
     Operation("cumulative", "$o = $v.cumsum(1) / torch.arange(1, $v.shape[1] + 1)[:, None]"),
 )
 
-FUNCTIONS = _table(
+FUNCTIONS = table(
     Operation("function", "$o = Turn_$k.apply($v, 0.5)", top=_FUNCTION),
     Operation("function_alias", "$o = turn_$k($v, 0.5)", top=_FUNCTION + "\n\nturn_$k = Turn_$k.apply\n"),
     Operation("function_attribute", "$o = self.turn_$k($v, 0.5)", "self.turn_$k = Turn_$k.apply", _FUNCTION),
@@ -236,7 +237,7 @@ class Pair_$k(torch.autograd.Function):
     ),
 )
 
-STATE = _table(
+STATE = table(
     Operation(
         "bank",
         "place = int(self.place_$k)\n"
@@ -359,7 +360,7 @@ STATE = _table(
     ),
 )
 
-ROUTING = _table(
+ROUTING = table(
     Operation(
         "experts_where",
         _ROUTE + "for number, expert in enumerate(self.experts_$k):\n"
@@ -412,23 +413,23 @@ ROUTING = _table(
         "    $o[where[:, 0], where[:, 1]] = self.special_$k",
         "self.special_$k = nn.Parameter(torch.randn(4))",
     ),
-    Operation("chosen_only", "$o = $v.masked_scatter((ids > 0)[..., None], self.layer_$k($v[ids > 0]))", _LAYER),
+    Operation("chosen_only", "$o = $v.masked_scatter((ids > 0)[..., None], self.layer_$k($v[ids > 0]))", LAYER),
     Operation(
         "clamp_when_large",
         "$o = self.layer_$k($v)\nif ($o.abs() > 1.5).sum().item() > 0:\n    $o = $o.clamp(-1, 1)",
-        _LAYER,
+        LAYER,
         per_part=True,
         weight=4,
     ),
     Operation(
         "until_small",
         "$o = self.layer_$k($v)\nwhile $o.abs().max() > 1:\n    $o = $o / 2",
-        _LAYER,
+        LAYER,
         per_part=True,
     ),
 )
 
-WRITES = _table(
+WRITES = table(
     Operation("state_copy", "state.copy_($v.detach().mean(1))\n$o = $v + 1", inputs=("state",)),
     Operation("state_add", "state += 1\n$o = $v + state[:, None]", inputs=("state",)),
     Operation("state_read", "$o = $v + state[:, None]\nstate.mul_(0.5).add_($w.detach()[:, 0])", inputs=("state",)),
@@ -445,7 +446,7 @@ WRITES = _table(
     Operation("scale_write", "$o = $v * scale.clone()\nscale.mul_(0.5)", inputs=("scale",), weight=1),
 )
 
-LOSSES = _table(
+LOSSES = table(
     Operation(
         "loss_mean",
         "losses.append(F.mse_loss(self.head_$k($v), F.one_hot(ids, 3).float()))\n#: x.shape[0]\n$o = $v",
