@@ -9,7 +9,8 @@
 A case is a model made of operations (`tests/random_models`: reads of values, memory banks, routed experts, writes to
 inputs, lazily made state, autograd Functions, losses taken by the model ...), most with kinds of hidden state (gates at
 zero, Python values that change between steps, hooks, seeds, subclasses, criteria that change, tensors filled again);
-stages, micro-batches, a schedule and recomputing; planned on one mini-batch and run on others, of other sizes and values, in training and evaluation.
+stages, micro-batches, a schedule and recomputing; planned on one mini-batch and run on others, of other sizes and
+values, in training and evaluation.
 Outputs, gradients, buffers, parameters, inputs and attributes are those of the plain model, or the case is refused: all
 else is a fault, which is made as small as it can be and printed as a program. The exit status is 1 if there is any.
 """

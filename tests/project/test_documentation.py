@@ -1,8 +1,8 @@
 """README.md and docs/: code runs, links lead somewhere, and what is listed is all there is.
 
 Blocks of Python of a page run one after the other, in one namespace, in an empty folder. A block that a title names as
-another library's (`title="torchgpipe"`) is only parsed; one that it names for a trainer of EXTRAS runs in `make test-all`,
-which installs that. Blocks of the pages of OVER_RANKS run on two processes.
+another library's (`title="torchgpipe"`) is only parsed; one that it names for a trainer of EXTRAS runs in
+`make test-all`, which installs that. Blocks of the pages of OVER_RANKS run on two processes.
 """
 
 import ast
