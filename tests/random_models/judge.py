@@ -507,6 +507,7 @@ class Trial:
         for model, module in models.values():
             with torch.no_grad():
                 exec(self.case.changes(batch.seed), module.__dict__, {"model": model})
+        report = self._verified(pipe, batch)
         before, random_state = state_of(ours), torch.get_rng_state()
         torch.manual_seed(batch.seed)
         self.inputs = self._filled_again(make_inputs(self.case, batch))
@@ -529,10 +530,22 @@ class Trial:
             if all(error is not None for *_, error in messages):
                 return Verdict("invalid", messages[0][1])
             return Verdict("wrong", "; ".join(f"{text} (as of {name})" for name, text, _ in messages))
+        if report is not None and not report and isinstance(self.alive[0], _Whole):
+            return Verdict("wrong", f"verify: a right step is wrong: {report}")
         if batch.updates and batch.mode in ("call", "step"):
             for model in (ours, *(candidate.model for candidate in self.alive)):
                 _update(model)
         return None
+
+    def _verified(self, pipe: fxpipe.Pipeline, batch: Batch) -> fxpipe.Verification | None:
+        """What `fxpipe.verify` says of the drop-in on a mini-batch, of which it must leave no trace."""
+        if batch.mode != "call" or self.case.is_per_part or self.case.is_random:
+            return None
+        pipe.train()
+        try:
+            return fxpipe.verify(pipe, **make_inputs(self.case, batch))
+        except FxpipeError:
+            return None
 
     def _pipe_step(self, pipe: fxpipe.Pipeline, inputs: Inputs, batch: Batch) -> Any:
         pipe.train(batch.mode != "eval")

@@ -62,11 +62,8 @@ class Comparison:
 # -- steps -----------------------------------------------------------------------------------------------------------
 
 
-def plain_step(entry: Entry, *, training: bool, gradients: bool = True, kept_whole: Sequence[str] = ()) -> Step:
-    """The reference for a pipeline: the plain model over micro-batches, or on the mini-batch where that is right.
-
-    `kept_whole`: paths of modules each call of which is one random node.
-    """
+def plain_step(entry: Entry, *, training: bool, gradients: bool = True) -> Step:
+    """The reference: the plain model over micro-batches, or on the mini-batch where that is right."""
     count = 1 if entry.is_whole else CHUNKS
     whole = _whole_output(entry, training, gradients)
     model, inputs = entry.build()
@@ -76,7 +73,7 @@ def plain_step(entry: Entry, *, training: bool, gradients: bool = True, kept_who
     parts = []
     with torch.set_grad_enabled(gradients):
         for i, (args, kwargs) in enumerate(micro_batches(entry, inputs, count)):
-            with Seeded(mix_seed(seed, i)) as mode, as_one_node(model, kept_whole, mode):
+            with Seeded(mix_seed(seed, i)):
                 parts.append(flat(model(*args, **kwargs)))
         outputs = _together(whole, parts)
         if gradients:

@@ -6,10 +6,8 @@ picture in patches of eight). Inputs are cut to their last positions, where padd
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -111,14 +109,3 @@ def _runs(model: nn.Module, inputs: Call, sizes: Sizes) -> bool:
             return len(flat(model(*args, **kwargs))) > 0
     except Exception:
         return False
-
-
-@contextlib.contextmanager
-def restored_buffers(model: Any) -> Iterator[None]:
-    """A block after which the buffers are as before."""
-    before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    yield
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            if name in before and before[name].shape == buffer.shape:
-                buffer.copy_(before[name])
