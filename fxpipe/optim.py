@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fxpipe import accelerator
 from fxpipe._torch.optimizers import (
     has_step_post_hooks,
     has_step_pre_hooks,
@@ -34,6 +35,7 @@ from fxpipe.config.parse import parse_switch
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
 from fxpipe.parameter_groups import NamedParameters, ParameterGroups, make_parameter_groups, resolve_group
 from fxpipe.pipeline_module import Pipeline
+from fxpipe.runtime.losses import are_bitwise_equal
 from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.utils.equality import equal_values
 from fxpipe.utils.units import with_article
@@ -113,6 +115,7 @@ class StageOptimizer(torch.optim.Optimizer, StagewiseOptimizer):
                 "may update before that; leave overlap=True out, each rank steps its own parameters"
             )
         self._begin()
+        self._arguments = options
         groups = make_parameter_groups(param_groups, _named_parameters(pipe))
         super().__init__(groups, **options)  # of the class that was given
 
@@ -121,6 +124,7 @@ class StageOptimizer(torch.optim.Optimizer, StagewiseOptimizer):
         self._writing = threading.Lock()
         self._rival: str | None = None  # who else steps the same parameters
         self._has_stepped = self._has_warned = False
+        self._tried: set[Any] = set()  # sizes of stages and kinds of options that a trial has passed with
         _watch_rivals(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -200,6 +204,13 @@ class StageOptimizer(torch.optim.Optimizer, StagewiseOptimizer):
         with self._writing:
             self._written.append(written)
 
+    def check_parts(self, parts: Sequence[Collection[torch.Tensor]]) -> None:
+        options = ((name, value) for group in self.param_groups for name, value in group.items())
+        key = (*map(len, parts), *((name, _kind_of_option(value)) for name, value in options))
+        if len(parts) > 1 and key not in self._tried:
+            _try_parts(self, parts)
+            self._tried.add(key)
+
     # -- Streams -----------------------------------------------------------------------------------------------------
 
     def begin_stream(self) -> None:
@@ -275,7 +286,7 @@ class StageOptimizer(torch.optim.Optimizer, StagewiseOptimizer):
     # -- Copies ------------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "pipe": self.pipe, "overlap": self.overlap}
+        return {**super().__getstate__(), "pipe": self.pipe, "overlap": self.overlap, "_arguments": self._arguments}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_written" not in self.__dict__:  # else a state is loaded
@@ -335,6 +346,73 @@ def _watch_rivals(optimizer: StageOptimizer) -> None:
                 ours._rival = type(other).__name__
 
     weakref.finalize(optimizer, register_optimizer_step_pre_hook(before_step).remove)
+
+
+# -- Trial of an update in parts -------------------------------------------------------------------------------------
+
+
+def _kind_of_option(value: Any) -> Any:
+    """Returns what has to stay as it is of an option, so that no other trial is needed."""
+    if value is None or isinstance(value, (str, bool)):
+        return value
+    return type(value), isinstance(value, (int, float)) and value != 0
+
+
+def _try_parts(optimizer: StageOptimizer, parts: Sequence[Collection[torch.Tensor]]) -> None:
+    """Steps small copies of the parameters, all together and stage by stage, and compares them bit for bit.
+
+    Raises:
+        StateError: they differ, or cannot be stepped.
+    """
+    name, cause = optimizer.optimizer_class.__name__, None
+    why = "takes another update where each stage steps its own parameters than where all are stepped together"
+    for is_sparse in (False, True):
+        try:
+            together = _step_copies(optimizer, [[p for part in parts for p in part]], is_sparse)
+            in_parts = _step_copies(optimizer, parts[::-1], is_sparse)
+        except Exception as error:
+            cause = cause or error
+            continue
+        if are_bitwise_equal([*map(together.get, in_parts)], [*in_parts.values()]):
+            return
+        cause = None
+        break
+    if cause is not None:
+        why = f"could not be tried with small copies of the parameters ({type(cause).__name__}: {cause})"
+    raise StateError(
+        f"{name} {why}. A StageOptimizer steps each stage by itself, which is right only if nothing is computed of all "
+        "parameters (their norm, to clip by, or a common step size) or drawn at random: switch that off "
+        f"(max_grad_norm=None, say), or use it by itself, in one process: {name}(pipe.parameters(), ...)"
+    ) from cause
+
+
+def _step_copies(
+    optimizer: StageOptimizer, parts: Sequence[Collection[torch.Tensor]], is_sparse: bool
+) -> dict[tuple[int, int], torch.Tensor]:
+    """Takes three steps with an optimizer for each part; returns the copies after each, by step and parameter."""
+    result, trials = {}, []
+    with accelerator.restore_generators([]), torch.no_grad():
+        torch.default_generator.manual_seed(0)
+        drawn = {
+            id(p): torch.randn(4, *(min(size, 2) for size in p.shape), device="cpu").to(p.device, p.dtype)
+            for p in optimizer.parameters()
+        }
+        for part in parts:
+            small = {id(p): drawn[id(p)][0].clone().requires_grad_(p.requires_grad) for p in part}
+            groups = [
+                {**options, "params": [small[id(p)] for p in group["params"] if id(p) in small]}
+                for group, options in zip(optimizer.param_groups, optimizer.options_now(), strict=True)
+            ]
+            used = [group for group in groups if group["params"]]
+            trials.append((small, optimizer.optimizer_class(used, **optimizer._arguments)))
+        for step in range(3):
+            for small, trial in trials:
+                for key, p in ((key, p) for key, p in small.items() if p.requires_grad):
+                    gradient = drawn[key][step + 1] * (1e-3, 1.0, torch.finfo(p.dtype).max ** 0.25)[step]
+                    p.grad = gradient.to_sparse(1) if is_sparse else gradient
+                step_without_hooks(trial)
+                result.update({(step, key): p.detach().clone() for key, p in small.items()})
+    return result
 
 
 # -- Arguments -------------------------------------------------------------------------------------------------------

@@ -218,11 +218,11 @@ class Pipeline(nn.Module):
 
         The loss is taken of each micro-batch. In the first step with a loss, the tenth, the hundredth and so on, it is
         taken of all gathered outputs as well, and compared by value and by gradient; such a step holds the outputs of
-        the whole mini-batch. On the CPU every step, on GPUs these, checks besides that each element of the sums and
-        means that the loss ends in counts the same in all micro-batches: so padding is noticed when it comes. What
-        escapes: a loss that is a mean over samples in those steps and is none in others. A loss that draws random
-        numbers takes them from torch's generator, micro-batch by micro-batch, and is not compared where they make a
-        difference.
+        the whole mini-batch. A loss that depends on another value than before, or takes a mini-batch of another size,
+        counts as another loss. On the CPU every step, on GPUs these, checks besides that each element of the sums and
+        means that the loss ends in counts the same in all micro-batches, and that none of these has a loss of 0 or NaN
+        alone: so padding is noticed when it comes. A loss that draws random numbers takes them from torch's generator,
+        micro-batch by micro-batch, and is not compared where they make a difference.
 
         Instead of a mini-batch it takes micro-batches, whose number and sizes may be others in each step, as
         iterators over data give them:
@@ -476,11 +476,13 @@ class Pipeline(nn.Module):
     def close(self) -> None:
         """Ends the workers. The model stays as it is; calling the pipe again is an error.
 
-        A step that another thread runs meanwhile fails.
+        A step that another thread runs meanwhile fails. What the mini-batches of a stream have raised whose loop was
+        left before (`break`) is raised now, unless an earlier call has raised it.
         """
         self._fxpipe.engine.executor.close()
         self._fxpipe.closed = True
         self._fxpipe.optimizer_states.close()
+        self._fxpipe.engine.raise_kept_failure()
 
     def __enter__(self) -> Pipeline:
         return self

@@ -150,7 +150,7 @@ class PipelineState:
     def _update_in_workers(self, optimizer: StagewiseOptimizer) -> None:
         steps = {
             j: functools.partial(optimizer.step_parameters, of_stage)
-            for j, of_stage in by_stage(optimizer.parameters(), self.stage_of_parameter).items()
+            for j, of_stage in self.parameters_by_stage(optimizer).items()
         }
         self.engine.update(steps, self.settings.devices, self.settings.placement, self.settings.replicas)
 
@@ -161,7 +161,7 @@ class PipelineState:
         """
         if optimizer is None:
             return run(None)
-        updates = OverlappedUpdates(optimizer, by_stage(optimizer.parameters(), self.stage_of_parameter))
+        updates = OverlappedUpdates(optimizer, self.parameters_by_stage(optimizer))
 
         def run_and_update() -> T:
             with updates.noting_failures():
@@ -173,6 +173,12 @@ class PipelineState:
             return result
 
         return optimizer.step_within(run_and_update)
+
+    def parameters_by_stage(self, optimizer: StagewiseOptimizer) -> dict[int, list[torch.Tensor]]:
+        """Groups an optimizer's parameters by the stage that updates them, if it may be stepped so."""
+        parameters = by_stage(optimizer.parameters(), self.stage_of_parameter)
+        optimizer.check_parts([*parameters.values()])
+        return parameters
 
     def stage_of_parameter(self, parameter: torch.Tensor) -> int:
         """Returns the stage that updates a parameter: the first that uses it in the first graph.

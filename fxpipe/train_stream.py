@@ -18,7 +18,7 @@ from fxpipe.runtime.bound_program import BoundProgram
 from fxpipe.runtime.caller_context import CallerContext
 from fxpipe.runtime.executors import close_all_executors
 from fxpipe.runtime.losses import check_loss_function
-from fxpipe.runtime.stage_updates import StagewiseOptimizer, by_stage
+from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.runtime.stream import Stream, StreamLoss
 from fxpipe.scheduling.streams import STREAM_POLICIES, StreamSchedule, WeightPolicy
 from fxpipe.utils.random_generators import draw_seed
@@ -38,7 +38,7 @@ class TrainStream(Iterator[torch.Tensor]):
     """
 
     def __init__(self, loop: StreamLoop):
-        self._loop, self._losses = loop, loop.losses()
+        self._loop, self._losses = loop, _losses_of(loop, weakref.ref(self))
         _streams.add(self)
 
     @property
@@ -76,6 +76,16 @@ class TrainStream(Iterator[torch.Tensor]):
         self.close()
 
 
+def _losses_of(loop: StreamLoop, stream: Callable[[], TrainStream | None]) -> Generator[torch.Tensor]:
+    """Yields the losses; the pipe keeps the exception of a stream that nobody holds any more."""
+    try:
+        yield from loop.losses()
+    except BaseException as error:
+        if stream() is not None or isinstance(error, GeneratorExit):
+            raise
+        loop.engine.keep_failure(error)
+
+
 class StreamLoop:
     """The loop behind a `TrainStream`: reads mini-batches, admits them, and collects their losses."""
 
@@ -90,6 +100,7 @@ class StreamLoop:
         is_loss_given: bool,
     ):
         self._inside, self._batches, self._optimizer, self._policy = inside, iter(batches), optimizer, policy
+        self.engine = inside.engine
         self._loss, self._is_loss_given = StreamLoss(loss_fn, reduction), is_loss_given
         self.stream: Stream | None = None
         self._bound: BoundProgram | None = None  # the program that runs
@@ -177,7 +188,7 @@ class StreamLoop:
         inside = self._inside
         settings, order = inside.settings, self._order()  # as planned by now
         self._most = order.mini_batches_to_end + READ_AHEAD
-        parameters = by_stage(self._optimizer.parameters(), inside.stage_of_parameter)
+        parameters = inside.parameters_by_stage(self._optimizer)
         name = str(settings.schedule)
         return Stream(
             name,

@@ -386,6 +386,30 @@ RUNTIME = (
         "unit/rewriting/test_deferred_batch_norm.py::test_the_running_statistics_are_those_of_the_mini_batch",
     ),
     Mutant(
+        "runtime/loss_verification.py",
+        "not known[1].holds()",
+        "False",
+        "attacks/test_changing_losses.py::test_a_loss_that_changes_is_right_or_refused",
+    ),
+    Mutant(
+        "runtime/loss_weighting_check.py",
+        "loss.isfinite() & (loss != 0)",
+        "loss.isfinite()",
+        "attacks/test_changing_losses.py::test_a_loss_that_changes_is_right_or_refused",
+    ),
+    Mutant(
+        "optim.py",
+        "_step_copies(optimizer, parts[::-1], is_sparse)",
+        "together",
+        "attacks/test_coupled_optimizers.py::test_an_optimizer_that_couples_parameters_is_right_or_refused",
+    ),
+    Mutant(
+        "runtime/commit.py",
+        "torch.no_grad(), ctx.running():\n            finish, ctx.finish = ctx.finish, None",
+        "torch.no_grad():\n            finish, ctx.finish = ctx.finish, None\n            ctx.running().__enter__()",
+        "attacks/test_kept_failures.py::test_a_backward_that_was_refused_can_be_called_again",
+    ),
+    Mutant(
         "runtime/loss_weighting_check.py",
         "    if math.inf in values:\n        return False\n",
         "",

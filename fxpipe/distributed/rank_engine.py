@@ -250,7 +250,7 @@ class RankEngine(Engine):
         tensors = ModelTensors(self.model, inputs.constants)
         kind = None  # micro-batches that are handed over are compared with no mini-batch
         if is_last and not inputs.is_handed_over:
-            kind = self._loss_histories.of(call.loss_fn, call.reduction, call.target, bound)
+            kind = self.loss_histories.of(call.loss_fn, call.reduction, call.target, bound, (inputs.batch, m))
         mailbox = self._mailbox(graph)
         exchange = self._tensor_exchange(graph, schedule, mailbox, tensors)
         exchange.borrow(graph.transfers)
@@ -388,7 +388,6 @@ class RankEngine(Engine):
         """Fills in the report of the rank of the last stage, and returns the outputs, where they were kept."""
         losses = stage.losses
         report.wrong = step.loss_weighting.difference(losses.share)
-        report.wrong_means = step.loss_weighting.difference(losses.share, means_only=True) if report.wrong else None
         report.shares = [losses.share(i) * losses.scale for i in range(step.micro_batches)]
         outputs, is_verified = self.gathered_outputs(stage, step.weights, is_verified, is_asked)
         if self.replicas.count > 1 and stage.tree.is_weighed:
@@ -399,6 +398,9 @@ class RankEngine(Engine):
             kind.can_verify = stage.verify(outputs)
             step.log.verifications.append(time.perf_counter() - start)
         report.can_verify = kind.can_verify
+        if report.wrong:
+            means_only = kind.can_verify is False
+            report.wrong_means = step.loss_weighting.difference(losses.share, means_only)
         return outputs
 
     def refuse_strange_leaves(self, stage: LossStage) -> None:

@@ -152,6 +152,8 @@ class RankState(PipelineState):
     def update(self, optimizer: StagewiseOptimizer) -> None:
         """Steps the parameters of this rank, in this thread, which is its worker."""
         with self.engine.running():
+            if self.first is not None:
+                self.parameters_by_stage(optimizer)
             optimizer.step_parameters(optimizer.parameters())
 
     def check_open(self) -> None:

@@ -388,7 +388,8 @@ class RankStream(Stream):
         shares = shares_of(inputs.samples)
         history, losses, is_verified = LossHistory(is_cheap=True), None, False
         if self.packets.is_last:
-            history = self.engine.loss_history(self.loss.function, self.loss.reduction, target, bound)
+            sizes = inputs.batch, count
+            history = self.engine.loss_histories.of(*self._loss_arguments, target, bound, sizes)
             is_verified = history.is_due and count > 1
         looks_at_elements = part.micro_batches > 1 and (history.look_at_elements or not self.packets.is_last)
         self._run.state = bound.state
@@ -545,7 +546,7 @@ class RankStream(Stream):
             raise InternalError("a mini-batch has ended without a report of its loss")
         step.rank_exchange.check_empty()
         if not self.packets.is_last and not report.is_verified:
-            wrong = step.loss_weighting.difference(report.shares.__getitem__)
+            wrong = step.loss_weighting.difference(report.shares.__getitem__, means_only=True)
             if wrong is not None:
                 raise LossError(f"{wrong} {LOSS_REMEDIES}. {MODEL_LOSS_REMEDIES}")
         return report.loss.to(self.engine.group.device)

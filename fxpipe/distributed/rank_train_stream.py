@@ -26,7 +26,7 @@ from fxpipe.distributed.replicas import ReplicaPart
 from fxpipe.errors import ArgumentError, DistributedError
 from fxpipe.pipeline_state import peek_seed
 from fxpipe.runtime.caller_context import CallerContext
-from fxpipe.runtime.stage_updates import StagewiseOptimizer, by_stage
+from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.scheduling.streams import WeightPolicy
 from fxpipe.train_stream import READ_AHEAD, StreamLoop, TrainStream, check_can_stream_now
 from fxpipe.utils.random_generators import draw_seed, mix_seed
@@ -190,7 +190,7 @@ class RankStreamLoop(StreamLoop):
             self._order(),
             inside.settings.stage_devices,
             self._optimizer,
-            by_stage(self._optimizer.parameters(), inside.stage_of_parameter),
+            inside.parameters_by_stage(self._optimizer),
             self._loss,
             graph.routes,
         )

@@ -23,7 +23,7 @@ class StepReport:
     shares: Sequence[Any] = ()  # of micro-batches, where other ranks have to ask
     wrong: str | None = None
     wrong_means: str | None = None
-    can_verify: bool = False
+    can_verify: bool | None = False  # None: the loss draws random numbers
     is_verified: bool = False
     weights_of_elements: dict[Any, Any] = field(default_factory=dict)  # that the loss weighting check has noted here
     # Of gradients that are to be summed over replicas:

@@ -20,7 +20,7 @@ and not for their own (torch warns that AccumulateGrad has another stream).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -34,30 +34,34 @@ _CPU = torch.device("cpu")
 
 
 class Commit(torch.autograd.Function):
-    """`finish(gradients of outputs)` returns the gradients of `inputs` in a list, which is emptied."""
+    """`finish(gradients of outputs)` returns the gradients of `inputs` in a list, which is emptied.
+
+    It runs once, in a block of `running`. If that block refuses to begin, backward may be called again.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         finish: Callable[[Sequence[torch.Tensor | None]], GradientList],
+        running: Callable[[], AbstractContextManager[None]],
         outputs: Sequence[torch.Tensor],
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.finish = finish
+        ctx.finish, ctx.running = finish, running
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        finish, ctx.finish = ctx.finish, None
-        if finish is None:
+        if ctx.finish is None:
             raise StateError(
                 "the backward of this forward has already run, and what it needed is gone; add the losses and call "
                 "backward once: (loss1 + loss2).backward()"
             )
-        with torch.no_grad():
+        with torch.no_grad(), ctx.running():
+            finish, ctx.finish = ctx.finish, None
             input_gradients = finish(gradients)
-        return (None, None, *_take_gradients(input_gradients))
+        return (None, None, None, *_take_gradients(input_gradients))
 
 
 class _GradientCatcher(torch.autograd.Function):
@@ -94,11 +98,12 @@ def attach_commit(
     finish: Callable[[Sequence[torch.Tensor | None]], GradientList],
     outputs: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
+    running: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[torch.Tensor, ...]:
     """`outputs`, all on one device, in a graph whose backward calls `finish` and gives the result to
     `inputs`."""
     if all(tensor.device == _CPU for tensor in (*outputs, *inputs)):
-        attached: tuple[torch.Tensor, ...] = Commit.apply(finish, outputs, *inputs)
+        attached: tuple[torch.Tensor, ...] = Commit.apply(finish, running, outputs, *inputs)
         return attached
     caught: GradientList = []
     handed: dict[torch.device, GradientList] = {tensor.device: [] for tensor in inputs}
@@ -113,7 +118,7 @@ def attach_commit(
         return [_empty_tensor_on(device) for device in handed]
 
     ways = [_GradientHandout.apply(handed[device], *(t for t in inputs if t.device == device)) for device in handed]
-    (root,) = Commit.apply(finish_from_afar, [_empty_tensor_on(_CPU)], *ways)
+    (root,) = Commit.apply(finish_from_afar, running, [_empty_tensor_on(_CPU)], *ways)
     attached = _GradientCatcher.apply(caught, outputs, root)
     return attached
 

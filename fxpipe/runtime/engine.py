@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import atexit
 import functools
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +37,7 @@ from fxpipe.runtime.commit import (
 from fxpipe.runtime.exchange import TransferNote
 from fxpipe.runtime.executors import Executor, close_all_executors
 from fxpipe.runtime.loss_stage import LossStage
-from fxpipe.runtime.loss_verification import LossHistories, LossHistory
+from fxpipe.runtime.loss_verification import LossHistories
 from fxpipe.runtime.losses import LOSS_REMEDIES, MODEL_LOSS_REMEDIES, MicroBatchLosses, ambiguous_output_message
 from fxpipe.runtime.microbatches import gather, scatter, scatter_gradient, target_dims
 from fxpipe.runtime.stage_updates import OverlappedUpdates, UpdateStep, actions_before_updates, update_rows
@@ -79,11 +80,12 @@ class Engine:
         self._last_notes: StepNotes | None = None
         self._last_step: StepRecord | None = None  # made of the notes, once it was asked for
         self._caller_context = CallerContext()  # of who calls, while a step runs
-        self._loss_histories = LossHistories()
+        self.loss_histories = LossHistories()
         self._busy = threading.Lock()
         self._runner: int | None = None  # the thread that runs a step
         self._transport: Transport | None = None  # of the step that runs
         self._is_streaming = False
+        self._kept_failure: weakref.finalize[Any, Any] | None = None
         self.starts = 0  # of steps, those that were refused too
         _engines.add(self)
 
@@ -107,17 +109,19 @@ class Engine:
     def _occupied(self) -> Iterator[CallerContext]:
         acquired = False
         self.starts += 1
+        self.raise_kept_failure()
         try:
             acquired = self._busy.acquire(blocking=False)
             if not acquired and self._is_streaming:
                 raise StateError(
                     "the pipe is in the middle of a stream (train_stream), whose mini-batches are in its stages: let "
-                    "it end, or close it (stream.close(), `with pipe.train_stream(...) as stream:`), then call the pipe"
+                    "it end, or close it (stream.close(), `with pipe.train_stream(...) as stream:`), then call the "
+                    "pipe (before a backward take the loss of the outputs again)"
                 )
             if not acquired:
                 raise StateError(
                     "the pipe is already running a step, in another thread or around this call (a hook, loss_fn); "
-                    "call it when that has ended"
+                    "call it when that has ended (before a backward take the loss of the outputs again)"
                 )
             accelerator.refuse_capture()
             self._runner = threading.get_ident()
@@ -133,6 +137,16 @@ class Engine:
                 self._runner, self._caller_context = None, CallerContext()
                 self._busy.release()
 
+    def keep_failure(self, error: BaseException) -> None:
+        """Keeps an exception that nobody can be given now; printed if the engine is not asked for it any more."""
+        error.add_note("fxpipe: raised in the end of a stream whose loop was left before, and kept for the next call")
+        self._kept_failure = weakref.finalize(self, sys.excepthook, type(error), error, error.__traceback__)
+
+    def raise_kept_failure(self) -> None:
+        """Raises the exception that was kept, once."""
+        if self._kept_failure is not None and (kept := self._kept_failure.detach()) is not None:
+            raise kept[2][1]
+
     def _end(self) -> None:
         """Lets no step begin any more, and waits for one that another thread runs to end, as far as that is soon."""
         if self._runner != threading.get_ident():
@@ -147,12 +161,6 @@ class Engine:
     def is_streaming(self) -> bool:
         """Tells whether a stream is open, whose stages have weights and gradients to themselves."""
         return self._is_streaming
-
-    def loss_history(
-        self, loss_fn: Callable[..., Any], reduction: str, target: tuple[Any, ...], bound: BoundProgram
-    ) -> LossHistory:
-        """Returns the state of verification of such losses."""
-        return self._loss_histories.of(loss_fn, reduction, target, bound)
 
     def _step(self, inputs: StepInputs, schedule: Schedule, seed: int | None = None, **more: Any) -> Step:
         # Only where something draws: a model without random nodes leaves the generator alone, as it does without a
@@ -238,7 +246,7 @@ class Engine:
             raise LossError(ambiguous_output_message(bound.untold[0]))
         name = "gpipe" if bound.state.grad else "inference"
         schedule = make_schedule(name, n, m, checkpoint, placement, replicas=replicas)
-        kind = self._loss_histories.for_drop_in(bound)
+        kind = self.loss_histories.for_drop_in(bound)
         shares = shares_of(samples_per_micro_batch(batch, m))
         step = self._step(
             StepInputs.of_mini_batch(bound, leaves, shares), schedule, look_at_elements=kind.look_at_elements and m > 1
@@ -264,14 +272,14 @@ class Engine:
                 for (_, o, how), gradient, part_shapes in zip(differentiable, gradients, shapes, strict=True):
                     if gradient is not None:
                         step.exchange.enter_gradients(o, scatter_gradient(gradient, part_shapes, how, step.weights))
-                with self.running():
-                    step.caller_context = self._caller_context.for_backward(step.caller_context)
-                    self._run_rows(step, schedule, backward_part(schedule))
+                step.caller_context = self._caller_context.for_backward(step.caller_context)
+                self._run_rows(step, schedule, backward_part(schedule))
                 if wrong := step.loss_weighting.difference(lambda i: step.weights[i], means_only=True):
                     raise LossError(f"{wrong} {MODEL_LOSS_REMEDIES}")
                 kind.count_pass()
 
-            attached = self._commit(step, backward, [outputs[place] for place, *_ in differentiable])
+            parts_of_graph = [outputs[place] for place, *_ in differentiable]
+            attached = self._commit(step, backward, parts_of_graph, running=self.running)
             for (place, *_), output in zip(differentiable, attached, strict=True):
                 outputs[place] = output
         count = len(bound.program.outputs)
@@ -285,10 +293,11 @@ class Engine:
         outputs: Sequence[torch.Tensor],
         extra: Sequence[torch.Tensor] = (),
         without: Collection[int] = (),
+        running: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> tuple[torch.Tensor, ...]:
         """`outputs` in the caller's graph: their backward runs `backward`, then hands out what the step has summed.
 
-        `without`: identities of parameters that get nothing.
+        `without`: identities of parameters that get nothing. `running`: a block around `backward`.
         """
         named = {name: t for name, t in self._trained_parameters(step).items() if id(t) not in without}
         trained, parameters = step.trained, [*named.values()]
@@ -307,7 +316,7 @@ class Engine:
             return sums if divisor is None else [g if g is None else divided(g, divisor) for g in sums]
 
         followed = step.transport.on_step_streams(finish)
-        return attach_commit(followed, outputs, [*parameters, *inputs, *extra])
+        return attach_commit(followed, outputs, [*parameters, *inputs, *extra], running)
 
     @staticmethod
     def _trained_parameters(step: Step) -> dict[str, torch.Tensor]:
@@ -338,7 +347,7 @@ class Engine:
         shares = shares_of(samples_per_micro_batch(batch, m))
         device = bound.devices[-1]
         _check_scaler_device(scaler, bound)
-        kind = self.loss_history(loss_fn, reduction, target, bound)
+        kind = self.loss_histories.of(loss_fn, reduction, target, bound, (batch, m))
 
         def run(is_verified: bool, seed: int | None = None) -> tuple[Step, LossStage]:
             whole = copied_target(target, device) if is_verified else None
@@ -372,7 +381,7 @@ class Engine:
             step.log.verifications.append(time.perf_counter() - start)
             self._note_step(step, schedule)
         if wrong and not (is_verified and kind.can_verify):
-            wrong = step.loss_weighting.difference(stage.losses.share, means_only=True)
+            wrong = step.loss_weighting.difference(stage.losses.share, means_only=kind.can_verify is False)
             if wrong:
                 raise LossError(f"{wrong} {LOSS_REMEDIES}. {MODEL_LOSS_REMEDIES}")
         if m > 1:

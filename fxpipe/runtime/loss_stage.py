@@ -115,6 +115,9 @@ class LossStage:
         device = self.devices[replica_of(i, len(self.devices))] if self.own_of_others else self.devices[0]
         with hold_generators(device):  # one loss at a time
             loss, begin = self.run_as_caller(self._loss, outputs, i)
+        value = self.losses.values[i]
+        if value is not None and (self.losses.returns_weights or self.losses.reduction == "mean"):
+            self.loss_weighting.note_value(i, value, self.losses.share(i))
         output_gradients: Sequence[torch.Tensor | None] = [None] * len(trained)
         if loss.requires_grad:  # else it is a number, a micro-batch of padding say, and adds nothing
             output_gradients = self._go_back(loss, begin, [outputs[place] for place in trained], i)
@@ -191,11 +194,11 @@ class LossStage:
         ]
         return [gather(list(parts), *way) for parts, way in zip(zip(*rows, strict=True), ways, strict=False)]
 
-    def verify(self, outputs: Sequence[Any]) -> bool:
+    def verify(self, outputs: Sequence[Any]) -> bool | None:
         """Verifies that the loss of all `outputs`, gathered, is what the losses of micro-batches add up to.
 
         Returns:
-            Whether that could be seen.
+            Whether that could be seen; None if the loss draws random numbers.
 
         Raises:
             LossError: it is not.

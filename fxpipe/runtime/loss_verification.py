@@ -12,19 +12,19 @@ A loss that draws random numbers draws others for the whole mini-batch: see `los
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from fxpipe.errors import LossError
 from fxpipe.runtime.bound_program import BoundProgram
 from fxpipe.runtime.losses import MicroBatchLosses, are_bitwise_equal
+from fxpipe.utils.python_state import PythonState, parts_of_function
 from fxpipe.utils.pytree import flatten
 
+MOST_VALUES = 16  # of numbers and tensors in a loss function with which it is verified
 EXACT_DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
@@ -37,7 +37,9 @@ class GatheredOutput:
     gradients: Sequence[torch.Tensor | None]  # of the micro-batches
 
 
-def verify_loss(losses: MicroBatchLosses, outputs: Sequence[GatheredOutput], tree: Callable[[list[Any]], Any]) -> bool:
+def verify_loss(
+    losses: MicroBatchLosses, outputs: Sequence[GatheredOutput], tree: Callable[[list[Any]], Any]
+) -> bool | None:
     """Compares with the loss of all outputs at once.
 
     Args:
@@ -46,7 +48,7 @@ def verify_loss(losses: MicroBatchLosses, outputs: Sequence[GatheredOutput], tre
         tree: the model's output from their values.
 
     Returns:
-        Whether there was anything to compare.
+        Whether there was anything to compare; None if random numbers make a difference.
 
     Raises:
         LossError: the loss of the mini-batch is not what the losses of micro-batches add up to.
@@ -69,7 +71,7 @@ def verify_loss(losses: MicroBatchLosses, outputs: Sequence[GatheredOutput], tre
         again, gradients_again = _loss_of_whole(losses, outputs, trained, tree)
         if are_bitwise_equal([whole, *gradients], [again, *gradients_again]):
             raise
-        return False  # it is random: nothing says what it would have been
+        return None  # nothing says what it would have been
     return is_seen
 
 
@@ -153,8 +155,10 @@ def _expected_kind(losses: MicroBatchLosses) -> str:
 # count in sums and means (see `loss_weighting_check`), which is where padding shows. On a GPU that would wait for it,
 # so it is done in the same steps only.
 #
-# Losses are of one kind if the same code makes them, with the same switches (`reduction="sum"`), from a target of the
-# same make-up: a loop may well make its loss function anew in each step.
+# Losses are of one kind if the same code makes them, with the same values of all that it depends on (see
+# `utils.python_state`), from a target of the same make-up, of mini-batches of one size: a loop may well make its loss
+# function anew in each step. Numbers and tensors may differ in every step. So a step is verified with each of the first
+# MOST_VALUES of them, and later ones are of the kind of the last; but 0 always differs from other numbers.
 
 
 @dataclass(slots=True)
@@ -163,7 +167,7 @@ class LossHistory:
 
     is_cheap: bool  # to look at numbers, since nobody has to wait for them
     passes: int = 0  # steps so far
-    can_verify: bool = False  # has its value been compared
+    can_verify: bool | None = False  # has its value been compared; None: it draws random numbers
     is_mistaken: bool = False  # do its elements rightly count what they do, whatever it looks like
 
     @property
@@ -183,38 +187,45 @@ class LossHistory:
 
 @dataclass(slots=True)
 class LossHistories:
-    """Histories of losses, by what makes them."""
+    """Histories of losses, by what makes them, and by the values of numbers in that."""
 
-    kinds: dict[Any, LossHistory] = field(default_factory=dict)
+    kinds: dict[Any, dict[Any, LossHistory]] = field(default_factory=dict)
+    # By code, the function that was the last with it: its parts, its state, and the facts of that.
+    _functions: dict[Any, tuple[tuple[Any, ...], PythonState, frozenset[Any], tuple[Any, ...]]] = field(
+        default_factory=dict
+    )
 
     def of(
-        self, loss_fn: Callable[..., Any], reduction: str, target: tuple[Any, ...], bound: BoundProgram
+        self,
+        loss_fn: Callable[..., Any],
+        reduction: str,
+        target: tuple[Any, ...],
+        bound: BoundProgram,
+        sizes: tuple[int, int],
     ) -> LossHistory:
-        """Returns the kind of a loss of `forward_backward`."""
+        """Returns the kind of a loss of `forward_backward`. `sizes`: of the mini-batch and the number of its parts."""
         leaves = [(x.dtype, x.dim()) if isinstance(x, torch.Tensor) else type(x) for x in flatten(target)[0]]
-        return self._kind((_loss_identity(loss_fn), reduction, tuple(leaves), bound.out_dims), bound)
+        structure, facts = self._facts_of(loss_fn)
+        return self._kind((structure, reduction, tuple(leaves), bound.out_dims, sizes), facts, bound)
 
     def for_drop_in(self, bound: BoundProgram) -> LossHistory:
         """Returns the kind of a drop-in's loss, of which nothing is known but what the model itself takes."""
-        return self._kind(bound.out_dims, bound)
+        return self._kind(bound.out_dims, (), bound)
 
-    def _kind(self, key: Any, bound: BoundProgram) -> LossHistory:
-        if key not in self.kinds:
-            self.kinds[key] = LossHistory(all(device.type == "cpu" for device in bound.devices))
-        return self.kinds[key]
+    def _kind(self, key: Any, facts: tuple[Any, ...], bound: BoundProgram) -> LossHistory:
+        known = self.kinds.setdefault(key, {})
+        if facts not in known:
+            if len(known) == MOST_VALUES:
+                return known[next(reversed(known))]
+            known[facts] = LossHistory(all(device.type == "cpu" for device in bound.devices))
+        return known[facts]
 
-
-def _loss_identity(loss_fn: Any) -> Any:
-    """Returns a key that stays the same where a loop makes its loss function anew in each step."""
-    if isinstance(loss_fn, functools.partial):
-        return _loss_identity(loss_fn.func), _switches_of(loss_fn.args), _switches_of(loss_fn.keywords.items())
-    if hasattr(loss_fn, "__code__"):
-        cells = [cell.cell_contents for cell in loss_fn.__closure__ or ()]
-        return loss_fn.__code__, _switches_of(cells), *(_loss_identity(c) for c in cells if isinstance(c, nn.Module))
-    return type(loss_fn), _switches_of(getattr(loss_fn, "__dict__", {}).items())
-
-
-def _switches_of(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Names and switches, such as `reduction`; not numbers, which a schedule may change in every step."""
-    kinds = (str, bool, type(None))
-    return tuple(v for v in values if isinstance(v[-1] if isinstance(v, tuple) and v else v, kinds))
+    def _facts_of(self, loss_fn: Any) -> tuple[frozenset[Any], tuple[Any, ...]]:
+        """Returns what a loss function depends on, without and with numbers and tensors."""
+        code = getattr(loss_fn, "__code__", type(loss_fn))
+        parts = parts_of_function(loss_fn)
+        known = self._functions.get(code)
+        if known is None or [*map(id, known[0])] != [*map(id, parts)] or not known[1].holds():
+            state = PythonState(values=(loss_fn,), skips_logs=True)
+            known = self._functions[code] = parts, state, state.structure(), tuple(state.facts)
+        return known[2:]

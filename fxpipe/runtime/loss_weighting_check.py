@@ -27,6 +27,7 @@ from fxpipe.rewriting.program import ReceivedValue
 from fxpipe.runtime.bound_program import BoundProgram
 
 TORCH_MEAN, TORCH_SUM = 1, 2  # `reduction` of a loss of torch, as its node in the graph keeps it
+VALUE = "none in some micro-batch, with loss 0 or NaN"  # stands for the loss of a micro-batch among sums and means
 MOST_HEAD_NODES = 64  # of a head; a loss with more is not looked at
 
 
@@ -71,6 +72,12 @@ class LossWeightingCheck:
                 key = place, len(reductions), ordinal, reduction.edge.node.name()
                 self.gradients[key, i] = (gradient, reduction.count)
 
+    def note_value(self, i: int, loss: torch.Tensor, share: Any) -> None:
+        """Notes the loss of micro-batch i: where it is 0, or 0 / 0, there were no elements, it seems, that count."""
+        if self.is_on:
+            has_some = (loss.isfinite() & (loss != 0)).double()
+            self.gradients[(VALUE,), i] = torch.as_tensor(share, dtype=torch.double, device=loss.device), has_some
+
     def note_roots(
         self,
         j: int,
@@ -103,7 +110,8 @@ class LossWeightingCheck:
         for (key, i), noted in self.gradients.items():
             by_place.setdefault(key, {})[i] = noted
         for (*_, name), by_micro_batch in by_place.items():
-            if means_only and all(isinstance(count, int) and count == 1 for _, count in by_micro_batch.values()):
+            are_sums = all(isinstance(count, int) and count == 1 for _, count in by_micro_batch.values())
+            if means_only and (are_sums or name == VALUE):
                 continue
             gradients, counts = zip(*by_micro_batch.values(), strict=True)
             ones = map(_weight_of_one, _floats(gradients), _floats(counts))
@@ -157,7 +165,7 @@ def _count_of(node: Any) -> Any:
     name, reduction = node.name(), saved_reduction(node)
     if reduction == TORCH_MEAN and name.startswith("NllLoss"):
         return saved_total_weight(node).detach()
-    if reduction == TORCH_SUM or name.startswith("SumBackward"):
+    if reduction == TORCH_SUM or name.startswith(("SumBackward", "NansumBackward")):
         return 1
     if reduction != TORCH_MEAN and not name.startswith("MeanBackward"):
         return None

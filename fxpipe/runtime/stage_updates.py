@@ -58,6 +58,10 @@ class StagewiseOptimizer(ABC):
         """
 
     @abstractmethod
+    def check_parts(self, parts: Sequence[Collection[torch.Tensor]]) -> None:
+        """Raises `StateError` unless steps of these parts, each by itself, are a step of all parameters."""
+
+    @abstractmethod
     def step_within(self, run: Callable[[], T]) -> T:
         """Calls `run`, a step of the pipe in which the stages are updated, as the optimizer's own step.
 

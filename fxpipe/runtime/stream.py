@@ -428,7 +428,7 @@ class Stream:
         """Queues a mini-batch, in so many micro-batches, behind those in flight."""
         t = self._order.admitted
         shares = shares_of(samples_per_micro_batch(batch, count))
-        history = self.engine.loss_history(self.loss.function, self.loss.reduction, target, bound)
+        history = self.engine.loss_histories.of(self.loss.function, self.loss.reduction, target, bound, (batch, count))
         is_verified = history.is_due and count > 1
         whole = copied_target(target, bound.devices[-1]) if is_verified else None
         self._run.state = bound.state
@@ -529,7 +529,9 @@ class Stream:
         outputs, is_verified = self.engine.gathered_outputs(stage, step.weights, one.is_verified, False)
         if is_verified:
             one.history.can_verify = stage.verify(outputs)
-        one.is_verified = is_verified and one.history.can_verify
+        one.is_verified = is_verified and bool(one.history.can_verify)
+        if wrong and not one.is_verified:
+            wrong = step.loss_weighting.difference(stage.losses.share, means_only=one.history.can_verify is False)
         if wrong and not one.is_verified:
             raise LossError(f"{wrong} {LOSS_REMEDIES}. {MODEL_LOSS_REMEDIES}")
         one.history.count_pass(is_mistaken=wrong is not None)

@@ -35,9 +35,11 @@ from fxpipe.utils.python_objects import is_python_class, slots_of_class
 MAX_DEPTH = 6
 MAX_ITEMS = 10_000  # of a container that is looked into
 _MISSING = object()
+_NUMBERS, _LOGS = frozenset((int, float, complex)), frozenset((list, dict, set, deque))
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device))
 _IMMUTABLE = (tuple, frozenset, MethodType, functools.partial, property, staticmethod, classmethod)
 _CALLED = ("forward", "__call__")  # without being named
+_MODULE_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _HOLDERS = (SimpleNamespace, argparse.Namespace, type(os.environ))  # objects of the standard library to look into
 _TORCH = torch.__path__[0]
 _LIBRARY_DIRS = (sysconfig.get_path("stdlib"), _TORCH, __file__.removesuffix("utils/python_state.py"), "<frozen ")
@@ -59,6 +61,7 @@ class PythonState:
     places: Iterable[Place] = ()
     ran: Collection[tuple[CodeType, dict[str, Any]]] | None = None  # code that ran, with its globals; None: any may run
     reads_of: Callable[[Any], Collection[str] | None] = lambda value: None  # attributes read of an object; None: any
+    skips_logs: bool = False  # lists of numbers and tensors, that functions may write to
     names: frozenset[str] = frozenset()  # of attributes that were read of objects, besides those that code names
     facts: list[Any] = field(init=False)
     _walk: _Walk = field(init=False)
@@ -81,6 +84,11 @@ class PythonState:
         if walk.facts == self.facts:
             self._walk = walk  # the objects to be compared from now on
         return self._walk is walk
+
+    def structure(self) -> frozenset[Any]:
+        """Returns the kinds of facts: of a number whether it is zero, of a container and a tensor the class."""
+        kinds = {id(value): type(value) for value in self._walk._held if isinstance(value, torch.Tensor)}
+        return frozenset(_kind_of_fact(kinds.get(fact, fact) if type(fact) is int else fact) for fact in self.facts)
 
     def _new_walk(self) -> _Walk:
         names = self.names.union(*(names_in(code) for code, _ in self.ran or ()))
@@ -147,6 +155,9 @@ class _Walk:
             return
         self._seen[id(value)] = len(self._seen)
         self._held.append(value)
+        if self._state.skips_logs and _is_log(value):
+            self._add_fact(_is_log, value)
+            return
         parts = _parts_of(value) if depth < MAX_DEPTH else None
         if isinstance(value, FunctionType):
             if self._follows(value):
@@ -206,8 +217,10 @@ class _Walk:
             self._add_fact(_array_key, value)
         elif isinstance(value, nn.Module):
             if self._codes is None:  # else all reads of modules are known
-                for store in (*tensor_stores(value), own_children(value)):
-                    self._add_named(store, sorted(self.names & store.keys()), depth)
+                children = own_children(value)
+                followed = self.names.union(_CALLED, children if isinstance(value, _MODULE_CONTAINERS) else ())
+                for store in (*tensor_stores(value), children):
+                    self._add_named(store, sorted(followed & store.keys()), depth)
                 self._todo.append((kind, depth))
         elif isinstance(value, _HOLDERS) or _is_followed_class(kind):
             attributes = getattr(value, "__dict__", {})
@@ -241,12 +254,31 @@ def _plain_fact(value: Any) -> Any:
     return type(value), repr(value) if isinstance(value, (float, complex)) else value  # NaN, -0.0
 
 
+def _kind_of_fact(fact: Any) -> Any:
+    if type(fact) is int:
+        return None if fact < 1 << 20 else fact  # a number of objects, or an identity
+    if type(fact) is not tuple or not isinstance(fact[0], type):
+        return fact
+    return (fact[0], fact[1] in (0, "0.0", "-0.0")) if fact[0] in _NUMBERS else fact[0] if fact[0] in _LOGS else fact
+
+
+def _is_log(value: Any) -> bool:
+    ends = (value[0], value[-1]) if type(value) in (list, deque) and value else ()
+    return bool(ends) and all(type(end) in _NUMBERS or isinstance(end, torch.Tensor) for end in ends)
+
+
 def _parts_of(value: Any) -> Parts | None:
     """Returns the function that lists the parts of a value like this one; None if it has no parts."""
     for kind, parts in _PARTS.items():
         if isinstance(value, kind):
             return parts if not hasattr(value, "__len__") or len(value) <= MAX_ITEMS else None
     return None
+
+
+def parts_of_function(function: Any) -> tuple[Any, ...]:
+    """Returns the parts of a function, its code, defaults and closure say; another object alone."""
+    parts = _parts_of(function)
+    return (function,) if parts is None else parts(function)
 
 
 def _parts_of_function(function: FunctionType) -> tuple[Any, ...]:

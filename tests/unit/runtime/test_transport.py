@@ -271,7 +271,7 @@ def pretend(unet, monkeypatch):
             machine.place(given, CPU)
         pipe._fxpipe.graphs.entries[:] = [(p, dataclasses.replace(a, devices=tuple(devices))) for p, a in graphs]
         pipe._fxpipe.engine.executor = InterleavedExecutor(seed)
-        for kind in pipe._fxpipe.engine._loss_histories.kinds.values():
+        for kind in (one for of_kind in pipe._fxpipe.engine.loss_histories.kinds.values() for one in of_kind.values()):
             kind.passes = 1  # not verified in the 10th step, which would ask a real GPU for its random numbers
         monkeypatch.setattr(Transport, "of", lambda stages, given: Transport([*stages, ONE, TWO], machine))
         unpack, enter = PackedTensor.unpack, Exchange.enter_gradients
