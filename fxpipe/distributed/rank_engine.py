@@ -126,6 +126,11 @@ class RankEngine(Engine):
         self._generation = -1
         self.replicas = Replicas(group)
 
+    def _end(self) -> None:
+        """Closes the connections as well: a thread of gloo that frees a tensor after the interpreter's end aborts."""
+        super()._end()
+        self.group.close()
+
     @property
     def last_step(self) -> StepRecord | None:
         record = super().last_step

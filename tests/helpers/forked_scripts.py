@@ -3,6 +3,7 @@
     with ForkServer() as server:
         ran = server.run("import fxpipe; sys.exit(3)")
         assert (ran.returncode, ran.stderr) == (3, "")
+        first, second = server.run_ranks(script, 2)
 
 A script is what runs as `__main__`, and its process ends as any other, by the end of the interpreter. Nothing but
 imports, and a plan, was done before: no pipe and no thread has been there.
@@ -10,8 +11,10 @@ imports, and a plan, was done before: no pipe and no thread has been there.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -39,33 +42,55 @@ class ForkServer:
 
     def run(self, script: str) -> subprocess.CompletedProcess[str]:
         """Runs a script to its end; one that takes too long is killed."""
-        files = {name: str(Path(self._folder.name, name)) for name in ("script", "stdout", "stderr")}
-        Path(files["script"]).write_text(script)
+        return self._run([{}], script)[0]
+
+    def run_ranks(self, script: str, size: int) -> list[subprocess.CompletedProcess[str]]:
+        """Runs a script in several processes side by side, with the environment that torchrun gives its ranks."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        same = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        return self._run([{"RANK": str(rank), **same} for rank in range(size)], script)
+
+    def _run(self, environments: list[dict[str, str]], script: str) -> list[subprocess.CompletedProcess[str]]:
+        requests = []
+        for number, environment in enumerate(environments):
+            files = {name: str(Path(self._folder.name, f"{name}{number}")) for name in ("script", "stdout", "stderr")}
+            Path(files["script"]).write_text(script)
+            requests.append(files | {"environment": environment})
         assert self._server.stdin is not None
         assert self._server.stdout is not None
-        print(json.dumps(files), file=self._server.stdin, flush=True)
-        code = int(self._server.stdout.readline())
-        output, errors = (Path(files[name]).read_text() for name in ("stdout", "stderr"))
-        return subprocess.CompletedProcess(["forked"], code, output, errors)
+        print(json.dumps(requests), file=self._server.stdin, flush=True)
+        codes = json.loads(self._server.stdout.readline())
+        return [
+            subprocess.CompletedProcess(
+                ["forked"], code, *(Path(request[name]).read_text() for name in ("stdout", "stderr"))
+            )
+            for code, request in zip(codes, requests, strict=True)
+        ]
 
 
-def _serve() -> dict[str, str] | None:
-    """Forks a process for each request; returns the request in it, and None in the server, at the end."""
+def _serve() -> dict[str, Any] | None:
+    """Forks the processes of each request; returns the request in one of them, and None in the server, at the end."""
     for line in sys.stdin:
-        request: dict[str, str] = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            return request
-        watch = subprocess.Popen(["sh", "-c", f"sleep {SECONDS:g}; kill -9 {child}"], stdin=subprocess.DEVNULL)
-        _, status = os.waitpid(child, 0)
+        children = []
+        for request in json.loads(line):
+            child = os.fork()
+            if child == 0:
+                return dict(request)
+            children.append(child)
+        names = " ".join(map(str, children))
+        watch = subprocess.Popen(["sh", "-c", f"sleep {SECONDS:g}; kill -9 {names}"], stdin=subprocess.DEVNULL)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         watch.kill()
         watch.wait()
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        print(json.dumps(codes), flush=True)
     return None
 
 
-def _become(request: dict[str, str]) -> dict[str, Any]:
+def _become(request: dict[str, Any]) -> dict[str, Any]:
     """Takes the files of a request for output; returns the names of a new `__main__`."""
+    os.environ.update(request["environment"])
     for number, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, number)
@@ -76,11 +101,16 @@ def _become(request: dict[str, str]) -> dict[str, Any]:
 
 def _import_all() -> None:
     import torch
+    import torch._dynamo
+    import torch.distributed.tensor
 
     import fxpipe
+    import fxpipe.distributed
 
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     fxpipe.plan(model, 2, chunks=2, example_args=(torch.ones(4, 2),), hardware="cpu", progress=False)
+    gc.collect()
+    gc.freeze()  # the ends of forks need not look at what was imported
 
 
 if __name__ == "__main__":
