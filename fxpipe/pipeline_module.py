@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NoReturn, overload
 
@@ -13,10 +14,10 @@ from fxpipe._torch.data_parallel import is_in_data_parallel_forward
 from fxpipe._torch.module_internals import STORE_NAMES
 from fxpipe.config.micro_batches import parse_micro_batches
 from fxpipe.config.parse import parse_compile, parse_switch
-from fxpipe.config.pipeline_options import Settings
+from fxpipe.config.pipeline_options import OPTION_DEFAULTS, Settings
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
 from fxpipe.pipeline_class import NOT_COMPILED, SLOTS, class_of_model, pipeline_class, replaced_forward, set_up
-from fxpipe.pipeline_state import PipelineState
+from fxpipe.pipeline_state import DROP_IN_SCHEDULE, PipelineState
 from fxpipe.plans import Plan
 from fxpipe.plans.display import plan_html
 from fxpipe.plans.node_groups import node_groups_of
@@ -24,7 +25,7 @@ from fxpipe.runtime import Executor, StepRecord, executor_for
 from fxpipe.runtime.losses import check_loss_function, check_reduction, check_scaler
 from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.tracing.record.module_hooks import run_with_user_hooks, user_hooks_of
-from fxpipe.tracing.source_lines import line_of_function, warn_user
+from fxpipe.tracing.source_lines import code_of_function, line_of_function, warn_user
 from fxpipe.tracing.tensors import has_values
 from fxpipe.train_stream import StreamLoop, TrainStream, parse_batches, stream_policy
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, with_article
@@ -33,6 +34,7 @@ from fxpipe.viz.html import notebook_fragment, notebook_heading, notebook_note
 # A pipe in a few lines, in front of the model that it prints: where it runs, in what order, what each stage is.
 
 MAX_PRINTED_STAGES = 8
+DROP_IN_LINE = "the schedule is that of forward_backward; pipe(x) and its backward, as in trainers, run as gpipe"
 
 
 def pipeline_lines(model: str, settings: Settings, plan: Plan | None) -> list[str]:
@@ -42,8 +44,9 @@ def pipeline_lines(model: str, settings: Settings, plan: Plan | None) -> list[st
     devices = ", ".join(map(str, settings.row_devices))
     chunks = count_text(settings.chunks, "micro-batch", "es")
     head = f"{model} {shared}on [{devices}], {chunks}, schedule {schedule_name(settings)}"
+    heads = [head] if settings.processes or settings.schedule == DROP_IN_SCHEDULE else [head, DROP_IN_LINE]
     if plan is None:
-        return [head, "no plan yet: it plans at the first call"]
+        return [*heads, "no plan yet: it plans at the first call"]
     stage_lines = [
         f"stage {stage.index} on {stage.device}: {_stage_content(plan, stage.index)}, "
         f"{count_text(len(stage.nodes), 'node')}, {human_bytes(stage.parameter_bytes)}, "
@@ -55,7 +58,7 @@ def pipeline_lines(model: str, settings: Settings, plan: Plan | None) -> list[st
         stage_lines[MAX_PRINTED_STAGES - 1 : -1] = [
             f"... {count_text(left_out, 'more stage')}, as print(pipe.plan) shows"
         ]
-    return [head, *stage_lines]
+    return [*heads, *stage_lines]
 
 
 def pipeline_html(model: str, settings: Settings, plan: Plan | None) -> str:
@@ -76,11 +79,13 @@ def schedule_name(settings: Settings) -> str:
 
 def passed_by_text(forward: Callable[..., Any]) -> str:
     """Says that what stands in the place of a pipe's `forward` has not run the pipeline, and what to do."""
-    name = getattr(forward, "__qualname__", type(forward).__qualname__)
+    code = code_of_function(forward)
+    name = type(forward).__qualname__ if code is None else code.co_qualname
     return (
         f"{name} ({line_of_function(forward)}), which was put in the place of the pipe's forward, has not run the "
         "pipeline: what it calls of the model runs as without one. Replace forward of the model first, and give that "
-        "to fxpipe.pipeline; or let the new forward call the old one"
+        "to fxpipe.pipeline; or let the new forward call the old one. A trainer that replaces it, as those of TRL do, "
+        "gets the model, and then the pipe: trainer.model = trainer.model_wrapped = fxpipe.pipeline(trainer.model, ...)"
     )
 
 
@@ -160,8 +165,11 @@ class Pipeline(nn.Module):
         with inside.engine.running():
             bound, leaves, batch = inside.bound_program_for(args, kwargs)
             settings = inside.settings
+            count = settings.micro_batches(batch)
+            if bound.state.grad:
+                inside.warn_of_drop_in_memory(count, batch)
             return inside.engine.call(
-                bound, leaves, batch, settings.chunks, settings.checkpoint, settings.placement, settings.replicas
+                bound, leaves, batch, count, settings.checkpoint, settings.placement, settings.replicas
             )
 
     @overload
@@ -514,6 +522,7 @@ class Pipeline(nn.Module):
             raise
 
     def __setattr__(self, name: str, value: Any) -> None:
+        refuse_option_as_attribute(self._fxpipe_model, name, value)
         if hasattr(type(self._fxpipe_model), name) and not hasattr(type(self), name):
             setattr(self._fxpipe_model, name, value)
         else:
@@ -552,6 +561,25 @@ def unwrap(model: nn.Module) -> Any:
     The two share all they have. `pipe.model` is the same where the model has no child or attribute of that name.
     """
     return model._fxpipe_model if isinstance(model, Pipeline) else model
+
+
+def refuse_option_as_attribute(model: nn.Module, name: str, value: Any) -> None:
+    """Raises `StateError` if somebody sets an option of a pipe as if it were an attribute, which would do nothing."""
+    is_of_model = name != "compile" and hasattr(model, name)
+    if name not in OPTION_DEFAULTS or is_of_model or isinstance(value, (nn.Module, torch.Tensor)):
+        return
+    shown = reprlib.repr(value)
+    beside = "plan=pipe.plan" if name in ("chunks", "devices", "checkpoint") else "devices"
+    remedy = f"pipe = fxpipe.pipeline(fxpipe.unwrap(pipe), {beside}, {name}={shown})"
+    if name in ("loss_fn", "target"):
+        remedy = f"pipe.forward_backward(x, target=target, loss_fn=loss_fn), or, to plan with it, {remedy}"
+    if name == "compile":
+        remedy = f"pipe.compile(), or {remedy}"
+    raise StateError(
+        f"pipe.{name} = {shown}: {name} is an option of fxpipe.pipeline, and a pipe that is made keeps its "
+        f"options. Write {remedy}. An attribute of the model of that name is set on the model: "
+        f"fxpipe.unwrap(pipe).{name} = ..."
+    )
 
 
 def _one_tensor_per_device(model: nn.Module) -> Iterator[torch.Tensor]:

@@ -30,6 +30,7 @@ from fxpipe.planning.evaluation_check import refusal_of_evaluation
 from fxpipe.planning.passes import holds_for_lengths, holds_for_sizes
 from fxpipe.plans import Plan
 from fxpipe.plans.retarget import resize_plan
+from fxpipe.plans.simulate_plan import simulate
 from fxpipe.runtime import BoundProgram, Engine, Executor, executor_for, wire_program
 from fxpipe.runtime.bound_program import ModelTensors, StageReplica
 from fxpipe.runtime.losses import ambiguous_output_message
@@ -44,6 +45,7 @@ from fxpipe.tracing.shapes.input_pieces import InputPieces
 from fxpipe.tracing.source_lines import warn_user
 from fxpipe.tracing.tensors import has_values
 from fxpipe.tracing.traced import Traced
+from fxpipe.tracing.verify.effects import least_samples
 from fxpipe.tracing.verify.written_inputs import refuse_unwritable_inputs
 from fxpipe.tuning.auto_options import with_best_chunks
 from fxpipe.utils.batch_split import micro_batch_sizes, samples_per_micro_batch
@@ -51,9 +53,11 @@ from fxpipe.utils.locks import planning_block
 from fxpipe.utils.progress import show_progress
 from fxpipe.utils.pytree import flatten
 from fxpipe.utils.random_generators import draw_seed
+from fxpipe.utils.units import human_bytes
 
 T = TypeVar("T")
 
+DROP_IN_SCHEDULE = "gpipe"  # all forwards, then all backwards: that is all that a call and its backward can be
 MANY_VALUE_GRAPHS = 8  # graphs that differ in what forward read only: one is warned that each step may need another
 
 
@@ -75,7 +79,7 @@ class PipelineState:
         self.checks_evaluation = plan is None  # whether evaluation will be refused is asked with the first plan
         self._chosen_for = (False, 0)  # of which mini-batches the number of micro-batches is: do they train? samples
         self._answers: dict[str, list[dict[str, str]]] = {}  # of graphs that differ in nothing else: read -> answer
-        self._warned = self._has_prints = False
+        self._warned = self._has_prints = self._has_drop_in = False
         self._stages_of_parameters: dict[int, tuple[torch.Tensor, int]] = {}  # by identity: the stage that updates it
         self._sized: tuple[Plan, PreparedGraph, Plan] | None = None  # of this plan and graph: the plan of all sizes
 
@@ -110,6 +114,25 @@ class PipelineState:
         settings = replace(prepared.settings, loss=None)
         self.first, self.plan = replace(prepared, settings=settings), prepared.plan
         self.settings, self.asked = settings, replace(self.asked, loss=None)
+
+    def warn_of_drop_in_memory(self, micro_batches: int, batch: int) -> None:
+        """Warns once if a call and its backward take more memory than the plan was to, for another schedule."""
+        plan = self.plan
+        if self._has_drop_in or plan is None or self.settings.schedule == DROP_IN_SCHEDULE:
+            return
+        self._has_drop_in = True
+        if all(stage.memory_limit is None for stage in plan.stages):
+            return
+        simulation = simulate(plan, schedule=DROP_IN_SCHEDULE, chunks=micro_batches, batch=batch)
+        for device, memory, limit in zip(simulation.devices, simulation.memory, simulation.limits, strict=True):
+            if limit is not None and memory.peak > limit:
+                warn_user(
+                    f"pipe(x) and its backward, as trainers call it, run as {DROP_IN_SCHEDULE}, which keeps all "
+                    f"micro-batches: {human_bytes(memory.peak)} on {device}, where the limit is {human_bytes(limit)}. "
+                    f"The plan is for the schedule {plan.schedule!r} of pipe.forward_backward: train by that, or plan "
+                    f"for the call: fxpipe.pipeline(..., schedule={DROP_IN_SCHEDULE!r})"
+                )
+                return
 
     def compile_stages(self, options: Mapping[str, Any] | None) -> None:
         """Makes stages be compiled; graphs are recorded again, each when it is needed next."""
@@ -345,7 +368,7 @@ class PipelineState:
 
     def _sizes(self, batch: int) -> frozenset[int]:
         """Samples in the micro-batches of a mini-batch."""
-        return micro_batch_sizes(batch, self.settings.chunks)
+        return micro_batch_sizes(batch, self.settings.micro_batches(batch))
 
     def _known(self, inputs: GraphInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedGraph | None:
         """The graph of these inputs, in micro-batches as they will run, if there is one."""
@@ -498,6 +521,8 @@ class PipelineState:
             replicas=self._replicas_of(prepared),
         )
         self.graphs.add(prepared, bound)
+        least = max(self.settings.least_samples, least_samples(traced))
+        self.settings = replace(self.settings, least_samples=least)
         if self.plan is not None and (new := [r for r in traced.reasons_of_fixed_sizes if r not in self.plan.why]):
             self.plan = replace(self.plan, why=(*self.plan.why, *new))
         self._warn_of_values(traced)

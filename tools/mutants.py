@@ -1845,6 +1845,24 @@ DISTRIBUTED = (
     ),
     Mutant(
         "distributed/rank_engine.py",
+        "super()._end()\n        self.group.close()",
+        "super()._end()",
+        "behaviour/test_ends.py::test_no_thread_of_a_connection_is_left_to_the_end_of_the_interpreter",
+    ),
+    Mutant(
+        "config/pipeline_options.py",
+        "return min(self.chunks, max(1, batch // self.least_samples))",
+        "return min(self.chunks, batch)",
+        "attacks/test_ignored_arguments.py::test_batch_norm_trains_on_a_small_last_batch",
+    ),
+    Mutant(
+        "pipeline_state.py",
+        "if limit is not None and memory.peak > limit:",
+        "if limit is not None and memory.peak < limit:",
+        "attacks/test_ignored_arguments.py::test_a_memory_limit_holds_or_a_warning_says_what_to_do",
+    ),
+    Mutant(
+        "distributed/rank_engine.py",
         "if self.group.replica == 0:\n            step.commit_buffers()",
         "if True:\n            step.commit_buffers()",
         "behaviour/test_over_ranks_data_parallel.py",

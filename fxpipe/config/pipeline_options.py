@@ -206,6 +206,7 @@ class Settings:
     # By worker the devices of its replicas, where these take micro-batches in turn; none: no worker has such.
     replica_workers: tuple[tuple[torch.device, ...], ...] = ()
     runs_here: bool = False  # in this process, where replicas that are chosen have to take turns
+    least_samples: int = 1  # each micro-batch has at least: batch norm needs 2 values
     ranks_per_stage: int = 1  # over processes: replicas that have mini-batches of their own
 
     @property
@@ -247,12 +248,12 @@ class Settings:
         return tuple(names or map(str, self.workers))
 
     def micro_batches(self, batch: int) -> int:
-        """Returns the number of micro-batches of so many samples: fewer than `chunks` where there are fewer samples."""
-        return min(self.chunks, batch)
+        """Returns the number of micro-batches of a mini-batch: fewer than `chunks` if there are too few samples."""
+        return min(self.chunks, max(1, batch // self.least_samples))
 
     def largest_micro_batch(self, batch: int) -> int:
         """Samples in the largest micro-batch of a mini-batch."""
-        return largest_micro_batch(batch, self.chunks)
+        return largest_micro_batch(batch, self.micro_batches(batch))
 
 
 def make_settings(

@@ -164,6 +164,7 @@ def prepare(
     from fxpipe.tracing.model_state import look_on_recording_device
     from fxpipe.tracing.source_lines import warn_user
     from fxpipe.tracing.strategies import imbalance_warnings
+    from fxpipe.tracing.verify.effects import least_samples
 
     accelerator.refuse_capture()
     if plan is None:
@@ -180,6 +181,7 @@ def prepare(
             for limit in imbalance_warnings(profiled.traced):
                 warn_user(limit)
         phase("cutting")
+        settings = replace(settings, least_samples=least_samples(profiled.traced))
         profiled, settings = with_replicas(profiled, settings)
         if settings.left:
             from fxpipe.tuning.auto_options import prepare_best

@@ -237,7 +237,9 @@ def _profile_kinds(
     from fxpipe.planning.cost_model import device_kind, device_kinds
     from fxpipe.profiling import profile
     from fxpipe.tracing.model_state import preserve_state
+    from fxpipe.tracing.verify.effects import least_samples
 
+    settings = replace(settings, least_samples=least_samples(traced))
     kinds = device_kinds(settings.workers) if settings.hardware is None else list(settings.workers[:1])
     names = tuple(map(device_kind, kinds))
     if settings.profile is not None:

@@ -9,7 +9,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -53,8 +53,24 @@ def is_argument_validation() -> bool:
 
 def line_of_function(function: Callable[..., Any]) -> str:
     """Returns the line at which a function of Python begins."""
-    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    code = code_of_function(function)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else UNKNOWN_LINE
+
+
+def code_of_function(function: Callable[..., Any]) -> CodeType | None:
+    """Returns the code of a function of Python; if that wraps another function of the user, the code of that one.
+
+    A function that wraps one of torch or fxpipe counts itself: `functools.wraps(type(pipe).forward)`.
+    """
+
+    def wraps_library(wrapper: Any) -> bool:
+        code = getattr(wrapper.__wrapped__, "__code__", None)
+        return code is not None and not is_user_file(code.co_filename)
+
+    result: CodeType | None = getattr(
+        inspect.unwrap(getattr(function, "__func__", function), stop=wraps_library), "__code__", None
+    )
+    return result
 
 
 def warn_user(message: str) -> None:

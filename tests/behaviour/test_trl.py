@@ -116,9 +116,24 @@ def test_adapters_are_trained(tmp_path):
     torch.testing.assert_close(histories["pipe"], histories["plain"], **CLOSE)
 
 
-def test_a_pipe_that_the_trainer_reaches_past_is_warned_of(tmp_path):
+def dpo_trainer_of(model: Any, folder: Path) -> Any:
+    texts = letter_sentences(1)
+    columns = {"prompt": [t[:5] for t in texts], "chosen": [t[5:] for t in texts], "rejected": [t[6:] for t in texts]}
+    settings = trl.DPOConfig(
+        str(folder), per_device_train_batch_size=8, max_steps=1, report_to=[], use_cpu=True, disable_tqdm=True,
+        save_strategy="no", bf16=False,
+    )  # fmt: skip
+    data = datasets.Dataset.from_dict(columns)
+    return trl.DPOTrainer(
+        model=model, ref_model=gpt2(), args=settings, train_dataset=data, processing_class=tokenizer()
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("make_trainer", [trainer_of, dpo_trainer_of])
+def test_a_pipe_that_the_trainer_reaches_past_is_warned_of(make_trainer, tmp_path):
     """It replaces the forward of the model that it is given by one that calls backbone and head."""
+    line = r"_fused_forward \(.*trl.trainer.utils\.py:\d+\), which was put in the place of the pipe's forward"
     with fxpipe.pipeline(gpt2(), ["cpu", "cpu"], chunks=4, progress=False) as pipe:
-        trainer = trainer_of(pipe, tmp_path)
-        with pytest.warns(UserWarning, match="has not run the pipeline"):
+        trainer = make_trainer(pipe, tmp_path)
+        with pytest.warns(UserWarning, match=rf"{line}.*trainer\.model = trainer\.model_wrapped = "):
             trainer.train()

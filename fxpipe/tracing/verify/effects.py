@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 import torch.nn.functional as F
 from torch import fx
@@ -229,6 +230,17 @@ def run_with_draws(node: fx.Node, values: NodeValues, draws: DrawStream) -> Any:
     """Runs a working node, where draws come from their stream."""
     value = run_node(node, values)
     return draws.take(lambda: run_node(node, values)) if info(node).is_scalar_draw else value
+
+
+def least_samples(traced: Traced) -> int:
+    """Returns the samples that a micro-batch needs: 2 if batch norm in training has one value for each sample."""
+    for node in traced.graph.nodes:
+        if node.target in (F.batch_norm, torch.batch_norm) and named_arguments(node).get("training"):
+            source = named_arguments(node)["input"]
+            for batch, *sizes in (shape.shape[:1] + shape.shape[2:] for shape in info(source).shapes):
+                if sympy.Mul(batch, *sizes).subs(traced.batch, 1) == 1:
+                    return 2
+    return 1
 
 
 def running_statistics(node: fx.Node) -> list[fx.Node]:
