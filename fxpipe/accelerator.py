@@ -150,22 +150,13 @@ def set_current_device(device: torch.device) -> None:
     torch.accelerator.set_device_index(device.index)
 
 
-class current_device:
-    """A block in which a device is the current one; the CPU changes nothing."""
+def current_device(device: torch.device) -> torch.accelerator.device_index:
+    """A block in which a device is the current one; the CPU changes nothing.
 
-    __slots__ = ("_before", "_device")
-
-    def __init__(self, device: torch.device):
-        self._device = device
-
-    def __enter__(self) -> None:
-        if self._device.type != "cpu":
-            self._before = torch.accelerator.current_device_index()
-            torch.accelerator.set_device_index(self._device.index)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._device.type != "cpu":
-            torch.accelerator.set_device_index(self._before)
+    Afterwards the device of before is current again. This gives the process no context there if it has none yet, as
+    `set_device_index` would.
+    """
+    return torch.accelerator.device_index(None if device.type == "cpu" else device.index)
 
 
 def synchronize(*devices: torch.device) -> None:
@@ -198,9 +189,10 @@ class current_streams:
 
     def __init__(self, *streams: torch.Stream):
         self._streams = streams
+        self._device = torch.accelerator.device_index(streams[-1].device_index if streams else None)
 
     def __enter__(self) -> None:
-        self._device = torch.accelerator.current_device_index()
+        self._device.__enter__()
         self._before = [torch.accelerator.current_stream(stream.device_index) for stream in self._streams]
         for stream in self._streams:
             torch.accelerator.set_stream(stream)
@@ -208,7 +200,7 @@ class current_streams:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for stream in reversed(self._before):
             torch.accelerator.set_stream(stream)
-        torch.accelerator.set_device_index(self._device)
+        self._device.__exit__(kind, error, at)
 
 
 def record_event(stream: torch.Stream, timing: bool = False) -> torch.Event:
@@ -264,8 +256,12 @@ def pinned(memory: torch.Tensor) -> torch.Tensor:
 # -- Captures of graphs ------------------------------------------------------------------------------------------------
 
 
-def refuse_capture() -> None:
+def refuse_capture(devices: Iterable[torch.device]) -> None:
     """Refuses to plan or to run a step while this thread captures a graph of what is queued (`torch.cuda.graph`).
+
+    Args:
+        devices: of the pipe. These and the current device are asked. To ask another one would make it current, which
+            takes memory there for a context of this process.
 
     Raises:
         StateError: a current stream is being captured.
@@ -276,10 +272,11 @@ def refuse_capture() -> None:
     is_capturing = getattr(torch.get_device_module(kind), "is_current_stream_capturing", None)
     if is_capturing is None or not _is_initialized(kind):
         return
-    for index in range(device_count()):
-        device = torch.device(kind, index)
-        with current_device(device):
+    here = (device.index for device in devices if device.type == kind and device.index < device_count())
+    for index in dict.fromkeys((None, *here)):
+        with torch.accelerator.device_index(index):
             if is_capturing():
+                device = torch.device(kind, torch.accelerator.current_device_index())
                 raise StateError(
                     f"a graph is being captured on the current stream of {device} (torch.cuda.graph), and no step of a "
                     "pipe can be part of it: stages run in threads and on streams of their own, and the host waits for "

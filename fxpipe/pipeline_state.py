@@ -69,7 +69,7 @@ class PipelineState:
     def __init__(self, model: nn.Module, settings: Settings, plan: Plan | None, executor: Executor):
         self.model, self.asked, self.given_plan = model, settings, plan
         self.settings = settings  # with what planning has decided, once it has
-        self.engine = Engine(model, executor)
+        self.engine = Engine(model, executor, settings.row_devices)
         self.optimizer_states = OptimizerStateMover(model)
         self.plan: Plan | None = None
         self.first: PreparedGraph | None = None
@@ -474,6 +474,7 @@ class PipelineState:
                 if self.settings.row_devices != self.asked.row_devices:  # a map of modules needs no more
                     self.engine.executor.close()
                     self.engine.executor = executor_for(self.settings.row_devices)
+                    self.engine.devices = self.settings.row_devices
                 self.settle()
                 kept = self._keep(self.first)
                 traced = self.first.traced

@@ -119,7 +119,7 @@ class RankEngine(Engine):
     """Runs this rank's part of the steps of one model."""
 
     def __init__(self, model: nn.Module, group: RankGroup):
-        super().__init__(model, InlineExecutor())
+        super().__init__(model, InlineExecutor(), (group.device,))
         self.group = group
         self._engines: dict[Schedule, ScheduleEngine] = {}
         self._layouts: dict[Any, Layout] = {}

@@ -166,7 +166,7 @@ def prepare(
     from fxpipe.tracing.strategies import imbalance_warnings
     from fxpipe.tracing.verify.effects import least_samples
 
-    accelerator.refuse_capture()
+    accelerator.refuse_capture(settings.row_devices if settings.hardware is None else ())
     if plan is None:
         settings = with_memory_at_hand(settings, model)
     as_inputs, count = settings, 1  # the settings under which the inputs are a mini-batch

@@ -75,8 +75,8 @@ _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 class Engine:
     """Runs steps of one model on one set of workers."""
 
-    def __init__(self, model: nn.Module, executor: Executor):
-        self.model, self.executor = model, executor
+    def __init__(self, model: nn.Module, executor: Executor, devices: Sequence[torch.device] = ()):
+        self.model, self.executor, self.devices = model, executor, devices
         self._last_notes: StepNotes | None = None
         self._last_step: StepRecord | None = None  # made of the notes, once it was asked for
         self._caller_context = CallerContext()  # of who calls, while a step runs
@@ -123,7 +123,7 @@ class Engine:
                     "the pipe is already running a step, in another thread or around this call (a hook, loss_fn); "
                     "call it when that has ended (before a backward take the loss of the outputs again)"
                 )
-            accelerator.refuse_capture()
+            accelerator.refuse_capture(self.devices)
             self._runner = threading.get_ident()
             self._caller_context = CallerContext.now()
             yield self._caller_context

@@ -24,15 +24,20 @@ RULES: dict[str, VersionRule] = {
 }
 
 
-def rule_of_replicas(replicas: Sequence[int]) -> VersionRule:
-    """Weight stashing with one micro-batch for each mini-batch, by rounds: those that are over when one comes."""
-    flights = [0]  # of the stage behind
+def rounds_of_replicas(replicas: Sequence[int], chunks: int = 1) -> tuple[int, ...]:
+    """For each stage the mini-batches of an update: with them each replica has had a micro-batch."""
+    return tuple(-(-count // chunks) for count in replicas)
+
+
+def rule_of_replicas(replicas: Sequence[int], chunks: int = 1) -> VersionRule:
+    """Weight stashing by rounds: a mini-batch has the updates of those rounds that are over when it comes."""
+    flights, rounds = [0], rounds_of_replicas(replicas, chunks)  # micro-batches in flight; at first of the stage behind
     for count in reversed(replicas):
         flights.insert(0, count * (1 + -(-flights[0] // count)))
 
     def version(n: int, j: int, t: int) -> int:
-        first = t - t % replicas[j]  # of its round
-        return max(0, first + 1 - flights[j]) // replicas[j]
+        first = t - t % rounds[j]  # of its round
+        return max(0, first * chunks + 1 - flights[j]) // chunks // rounds[j]
 
     return version
 

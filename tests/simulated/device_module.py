@@ -192,6 +192,7 @@ def _module(loaded: SimulatedMachine) -> types.ModuleType:
         "set_rng_state": set_rng_state,
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
         "is_bf16_supported": lambda: True,
+        "is_current_stream_capturing": lambda: False,
         "set_sync_debug_mode": loaded.set_sync_debug_mode,
         "_sleep": lambda cycles: None,  # what a device is late for is never there in time here
     }

@@ -16,6 +16,7 @@ from fxpipe._torch.thread_state import ThreadState, autocast_devices
 from fxpipe.config.parse import parse_devices
 from fxpipe.errors import ArgumentError
 from fxpipe.hardware import local_link, local_memory
+from fxpipe.optim import StageOptimizer
 
 pytestmark = [pytest.mark.simulated, pytest.mark.usefixtures("simulated")]
 CPU = torch.device("cpu")
@@ -51,6 +52,30 @@ def test_streams_are_current_in_a_block_and_those_of_before_behind_it(one, two):
         with accelerator.current_device(two):
             assert torch.accelerator.current_device_index() == 1
     assert [accelerator.current_stream(device) for device in (one, two)] == before
+    assert torch.accelerator.current_device_index() == 0
+
+
+def test_a_pipe_makes_no_device_current_but_its_own(simulated, monkeypatch):
+    """Nor the one of the caller's thread, behind its own: a device that never was current has no context."""
+    chosen = set()
+    set_index, set_stream = torch.accelerator.set_device_index, torch.accelerator.set_stream
+
+    class Noting(torch.accelerator.device_index):
+        def __enter__(self):
+            chosen.add(self.idx)
+            super().__enter__()
+
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda i: (chosen.add(i), set_index(i)))
+    monkeypatch.setattr(torch.accelerator, "set_stream", lambda s: (chosen.add(s.device_index), set_stream(s)))
+    monkeypatch.setattr(torch.accelerator, "device_index", Noting)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.randn(4, 4)
+    with closing(fxpipe.pipeline(model, ["sim:1", "sim:2"], 2, example_args=(x,))) as pipe:
+        optimizer = StageOptimizer(pipe, torch.optim.AdamW)
+        for _ in range(2):
+            pipe(x).sum().backward()
+            pipe.forward_backward(x, loss_fn=torch.sum, reduction="sum", optimizer=optimizer)
+        assert pipe.last_step.seconds > 0
+    assert {1, 2} <= chosen <= {None, 1, 2}
     assert torch.accelerator.current_device_index() == 0
 
 

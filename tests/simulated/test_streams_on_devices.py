@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.delayed_updates import RULES, rule_of_replicas, train_delayed
+from helpers.delayed_updates import RULES, rounds_of_replicas, rule_of_replicas, train_delayed
 from helpers.oracle import closing
 from torch import nn
 
@@ -93,22 +93,25 @@ def replicated(model, places, schedule, chunks="auto", **options):
     return closing(fxpipe.pipeline(model, devices, chunks, plan=plan, **options))
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.LayerNorm])
+# Forwards go one after the other where there is batch norm, and side by side where there is none.
+@pytest.mark.parametrize(
+    ("norm", "chunks"), [(nn.BatchNorm1d, "auto"), (nn.LayerNorm, "auto"), (nn.LayerNorm, 2), (nn.LayerNorm, 3)]
+)
 @pytest.mark.parametrize("places", PLACES)
-def test_replicas_come_to_the_weights_of_delayed_updates_by_rounds(places, norm):
-    """Forwards go one after the other where there is batch norm, and side by side where there is none."""
+def test_replicas_come_to_the_weights_of_delayed_updates_by_rounds(places, norm, chunks):
+    """The number of micro-batches decides how many mini-batches make an update; without one each runs as a whole."""
     torch.manual_seed(7)
     own, counts = PLACES[places], tuple(map(len, PLACES[places]))
     plain = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), norm(6)) for _ in own))
     model, batches = copy.deepcopy(plain), [(torch.randn(6, 6), torch.randn(6, 6)) for _ in range(14)]
-    with replicated(model, own, "pipedream", checkpoint="always") as pipe:
+    with replicated(model, own, "pipedream", chunks, checkpoint="always") as pipe:
         optimizer = StageOptimizer(pipe, torch.optim.AdamW, lr=1e-2)
-        losses = []
+        losses, parts = [], 1 if chunks == "auto" else chunks
         for loss in pipe.train_stream(batches, loss_fn=F.mse_loss, optimizer=optimizer):
             assert loss.device == torch.device(own[-1][0])
             losses.append(loss.cpu())
-        rule = rule_of_replicas(counts)
-        want, _ = train_delayed([*plain], batches, F.mse_loss, adamw, rule, replicas=counts, rounds=counts)
+        rule, rounds = rule_of_replicas(counts, parts), rounds_of_replicas(counts, parts)
+        want, _ = train_delayed([*plain], batches, F.mse_loss, adamw, rule, parts, counts, rounds)
         torch.testing.assert_close(torch.stack(losses), torch.stack(want), rtol=1e-3, atol=1e-4)
         for (name, one), other in zip(plain.state_dict().items(), model.state_dict().values(), strict=True):
             torch.testing.assert_close(other.cpu(), one, msg=name, rtol=1e-3, atol=1e-4)

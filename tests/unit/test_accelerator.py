@@ -13,11 +13,31 @@ from fxpipe import accelerator
 from fxpipe.config.parse import parse_devices
 from fxpipe.config.pipeline_options import PipelineOptions, make_settings
 from fxpipe.errors import ArgumentError, StateError
+from fxpipe.pipeline_state import PipelineState
 from fxpipe.planning import cost_model
 from fxpipe.profiling import clock as clock_module
 from fxpipe.profiling.clock import Clock, HeadStart
+from fxpipe.runtime import InlineExecutor
 
 CPU = torch.device("cpu")
+
+
+class CurrentDevice:
+    """Stands for `torch.accelerator.device_index`: the current device of a backend, and which ever were."""
+
+    index, were_current = 0, list[int]()
+
+    def __init__(self, index):
+        self._index = index
+
+    def __enter__(self):
+        self._before = CurrentDevice.index
+        if self._index is not None:
+            CurrentDevice.index = self._index
+            CurrentDevice.were_current.append(self._index)
+
+    def __exit__(self, *exception):
+        CurrentDevice.index = self._before
 
 
 @pytest.fixture
@@ -29,7 +49,9 @@ def backend(monkeypatch):
     monkeypatch.setattr(accelerator, "accelerator_type", lambda: "xpu")
     monkeypatch.setattr(accelerator, "device_count", lambda kind=None: 2 if kind in (None, "xpu") else 0)
     monkeypatch.setattr(accelerator, "missing_support", lambda device: None)
-    monkeypatch.setattr(accelerator, "current_device", lambda device: torch.no_grad())
+    monkeypatch.setattr(torch.accelerator, "device_index", CurrentDevice)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: CurrentDevice.index)
+    CurrentDevice.index, CurrentDevice.were_current = 0, []
     monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
     for cached in (accelerator._memory_function, accelerator._has_generators):
         cached.cache_clear()
@@ -100,6 +122,31 @@ def test_a_step_inside_a_capture_of_a_graph_is_refused(backend):
                 step()
         backend.is_current_stream_capturing = lambda: False
         pipe(x).sum().backward()
+
+
+def test_no_device_but_the_pipes_is_made_current(backend, monkeypatch):
+    """Of eight that are visible: there a process that makes it current takes memory for a context."""
+    monkeypatch.setattr(accelerator, "device_count", lambda kind=None: 8)
+    backend.is_current_stream_capturing = lambda: False
+    backend.default_generators = tuple(torch.Generator() for _ in range(8))
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.ones(4, 4)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,)) as pipe:
+        pipe(x).sum().backward()
+        assert CurrentDevice.were_current == []
+        pipe._fxpipe.engine.devices = [torch.device("xpu", index) for index in (2, 5, 2)]
+        pipe.forward_backward(x, loss_fn=torch.sum, reduction="sum")
+        assert CurrentDevice.were_current == [2, 5]
+        backend.is_current_stream_capturing = lambda: CurrentDevice.index == 5
+        with pytest.raises(StateError, match="captured on the current stream of xpu:5"):
+            pipe(x)
+    fxpipe.plan(model, devices=["xpu:6", "xpu:9"], example_args=(x,), hardware="cpu")
+    assert {*CurrentDevice.were_current} == {2, 5}
+
+
+def test_a_pipe_asks_the_devices_of_its_workers(backend):
+    settings = make_settings(PipelineOptions(devices=["xpu:1", "cpu", "xpu:0"]))
+    state = PipelineState(nn.Linear(2, 2), settings, None, InlineExecutor())
+    assert state.engine.devices == (torch.device("xpu:1"), CPU, torch.device("xpu:0"))
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

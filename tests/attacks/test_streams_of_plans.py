@@ -1,0 +1,118 @@
+"""A stream of PipeDream over a plan made for steps: measured times must not decide which weights a mini-batch has.
+
+The number of micro-batches decides how many mini-batches make an update, and which updates a mini-batch has. A plan for
+another schedule may have chosen that number by measured times, which differ from run to run.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.delayed_updates import RULES, rounds_of_replicas, rule_of_replicas, train_delayed
+from helpers.oracle import closing
+from helpers.plan_hardware import SLOW, hardware
+from helpers.residual_blocks import WIDTH, batches, blocks
+from torch import nn
+
+import fxpipe
+from fxpipe.optim import StageOptimizer
+
+STAGES = 3
+QUICK = {"progress": False, "check": False}
+BY_BLOCKS = {"balance": [str(j) for j in range(STAGES - 1)]}
+
+
+def _planned(model, devices=STAGES, size=6, **options):
+    slow = {"hardware": replace(hardware(), flops_per_second={"float32": 1e6}), **BY_BLOCKS}  # more samples take longer
+    return fxpipe.plan(
+        model, devices=["cuda:0"] * devices, example_args=(torch.ones(size, WIDTH),), **slow | options | QUICK
+    )
+
+
+# By name: options of the plan, of which each has several micro-batches, and options of the stream.
+WAYS = {
+    "1f1b": ({"chunks": 3}, {}),
+    "gpipe": ({"chunks": 2, "schedule": "gpipe"}, {}),
+    "zero bubble": ({"chunks": 4, "schedule": "zero_bubble"}, {}),
+    "double buffering": ({"chunks": 6, "schedule": "pipedream_2bw"}, {}),
+    "chosen by times": ({"chunks": "auto"}, {}),
+    "schedule chosen by times": ({"chunks": 2, "schedule": "auto", "stages_per_device": 1}, {}),
+    "vertical sync": ({"chunks": 3}, {"vertical_sync": True}),
+    "replicas of the pipe": ({"chunks": 3, "data_parallel": 2, "devices": 2 * STAGES, "size": 12}, {}),
+    "vertical sync of replicas": (
+        {"chunks": 2, "data_parallel": 2, "devices": 2 * STAGES, "size": 12},
+        {"vertical_sync": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_mini_batch_runs_as_a_whole_over_a_plan_for_another_schedule(name, tmp_path):
+    options, of_stream = WAYS[name]
+    plain = blocks(STAGES)
+    plan = _planned(plain, **options)
+    assert plan.micro_batches > 1
+    plan.save(tmp_path / "plan.json")
+    losses, model = _streamed(plain, fxpipe.Plan.load(tmp_path / "plan.json"), **of_stream)
+    counts = (options.get("data_parallel", 1),) * STAGES
+    rule = rule_of_replicas(counts)
+    if of_stream:  # all stages have the versions of the first one
+        rule = lambda n, j, t, first=rule: first(n, 0, t)  # noqa: E731
+    _assert_trained(losses, model, plain, rule, counts)
+
+
+def test_a_mini_batch_runs_as_a_whole_over_replicas_that_the_planner_has_chosen():
+    """Stages that send little and have few weights get more devices than the last one, with many weights."""
+    torch.manual_seed(0)
+    wide = nn.Linear(WIDTH, 512), nn.Linear(512, WIDTH)
+    plain = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(15)), *wide)
+    plan = _planned(plain, 4, 24, chunks=4, balance="pipedream", hardware=hardware(replace(SLOW, bytes_per_second=1e8)))
+    assert len(plan.replicas) == 2
+    assert plan.replicas[0] > 1
+    losses, model = _streamed(plain, plan)
+    cut = len(plan.stages[0].nodes)
+    _assert_trained(losses, model, plain, rule_of_replicas(plan.replicas), plan.replicas, cuts=[plain[:cut], plain[cut:]])
+
+
+@pytest.mark.parametrize("asked", ["with the plan", "with the pipe"])
+def test_a_number_that_was_given_is_followed(asked):
+    plain, given = blocks(STAGES), {"chunks": 3}
+    plan = _planned(plain, schedule="pipedream", **given if asked == "with the plan" else {})
+    losses, model = _streamed(plain, plan, **{} if asked == "with the plan" else given)
+    counts = (1,) * STAGES
+    _assert_trained(losses, model, plain, rule_of_replicas(counts, 3), counts, 3)
+
+
+def _streamed(plain, plan, chunks="auto", **options):
+    model = copy.deepcopy(plain)
+    devices = ["cpu"] * (plan.data_parallel * len(plan.row_devices))
+    pipe = fxpipe.pipeline(model, devices, chunks, plan=plan, schedule="pipedream", **QUICK)
+    with closing(pipe):
+        optimizer = StageOptimizer(pipe, torch.optim.SGD, lr=0.1, momentum=0.9)
+        return [*pipe.train_stream(batches(9), loss_fn=F.mse_loss, optimizer=optimizer, **options)], model
+
+
+def _assert_trained(losses, model, plain, rule, counts, chunks=1, cuts=None):
+    """Compares with a plain loop of delayed updates, bit for bit; afterwards `plain` is trained."""
+    want, _ = train_delayed(
+        cuts or [*plain],
+        batches(9),
+        F.mse_loss,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        rule,
+        chunks,
+        counts,
+        rounds_of_replicas(counts, chunks),
+    )
+    assert torch.equal(torch.stack(losses), torch.stack(want))
+    for (name, have), one in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+        assert torch.equal(have, one), name
+
+
+def test_the_rules_of_the_tests_are_those_of_the_docs():
+    rule = rule_of_replicas((1,) * STAGES)
+    assert all(rule(STAGES, j, t) == RULES["stashing"](STAGES, j, t) for j in range(STAGES) for t in range(20))
