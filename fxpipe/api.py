@@ -96,7 +96,7 @@ def pipeline(
             each that has more samples than any before, for the stages as they are then; mini-batches without gradients
             count only until one comes with them. It depends on the profile: seconds that are measured anew may lead to
             another number, and other numbers round in other ways. Say a number, or give a `profile`, where runs must
-            be equal to the last bit.
+            be equal to the last bit. With "pipedream" it is 1, or the number of a plan for it.
         example_args, example_kwargs: inputs to plan with. Without them planning waits for the first call.
         balance: how the graph is cut. "block": least time of the slowest stage, and stages as even as can be.
             "optimal": the same with what stages send and hold, within memory. "auto" is "optimal" where anything but

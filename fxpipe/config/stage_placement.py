@@ -75,10 +75,10 @@ def worker_count_for(stages: int, schedule: ScheduleLike, per_device: int | None
 
 
 def chunks_of_schedule(schedule: ScheduleLike, chunks: int | str, plan: Plan | None = None) -> int | str:
-    """The number of micro-batches if none is given: that of a table, or of the plan; PipeDream cuts nothing.
+    """The number of micro-batches if none is given: a table's or the plan's; PipeDream cuts nothing.
 
-    A plan for another schedule may have chosen its number by measured times. A stream must not take that one: weights
-    of a mini-batch, and mini-batches of an update, depend on it, and so the result of training would depend on them.
+    A plan for another schedule may have chosen its number by measured times, and the result of a stream depends on the
+    number: on it depend the weights that a mini-batch has, and the mini-batches that make an update.
     """
     if schedule == "pipedream" and chunks == "auto":
         return plan.chunks if plan is not None and plan.schedule == schedule else 1

@@ -74,8 +74,8 @@ def test_a_mini_batch_runs_as_a_whole_over_replicas_that_the_planner_has_chosen(
     assert len(plan.replicas) == 2
     assert plan.replicas[0] > 1
     losses, model = _streamed(plain, plan)
-    cut = len(plan.stages[0].nodes)
-    _assert_trained(losses, model, plain, rule_of_replicas(plan.replicas), plan.replicas, cuts=[plain[:cut], plain[cut:]])
+    cut, counts = len(plan.stages[0].nodes), plan.replicas
+    _assert_trained(losses, model, plain, rule_of_replicas(counts), counts, cuts=[plain[:cut], plain[cut:]])
 
 
 @pytest.mark.parametrize("asked", ["with the plan", "with the pipe"])

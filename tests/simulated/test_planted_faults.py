@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.delayed_updates import rounds_of_replicas, rule_of_replicas, train_delayed
 from helpers.planted import with_fault
 from torch import nn
 
 import fxpipe
 from fxpipe import accelerator
+from fxpipe.optim import StageOptimizer
 from fxpipe.runtime import engine, transport
 from fxpipe.runtime.exchange import Exchange
 from fxpipe.runtime.step import Step
+from fxpipe.runtime.stream import StageWeights
 from fxpipe.runtime.transport import AcceleratorBackend, Transport, forced_copies
 
 pytestmark = pytest.mark.simulated
@@ -152,6 +156,91 @@ def _evidence(way, devices, pipes, plain, simulated):
 def test_a_runtime_without_faults_shows_nothing(way, pipes, plain, simulated):
     assert _evidence(*way, pipes, plain, simulated) == []
 
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+STREAM_DEVICES = (("sim:0", "sim:1"), ("sim:2",))
+
+
+@pytest.fixture(scope="module")
+def streaming():
+    """A pipe with replicas of its first stage, planned once."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH)))
+    example, options = (torch.randn(6, WIDTH),), {"balance": ["0"], "checkpoint": "never", "progress": False}
+    plan = fxpipe.plan(model, devices=["sim:0", "sim:2"], chunks=1, example_args=example, **options)
+    devices = [device for own in STREAM_DEVICES for device in own]
+    plan = replace(plan, replica_devices=STREAM_DEVICES)
+    with fxpipe.pipeline(model, devices, plan=plan, schedule="pipedream", progress=False) as pipe:
+        list(_stream(pipe, [(torch.randn(6, WIDTH), torch.randn(6, WIDTH))]))  # starts its threads
+        yield pipe
+
+
+def _stream(pipe, data):
+    return pipe.train_stream(data, loss_fn=F.mse_loss, optimizer=StageOptimizer(pipe, torch.optim.SGD, lr=0.1))
+
+
+def _evidence_of_stream(pipe, simulated):
+    """What is wrong with a stream that the caller begins on streams of its own; empty for a right one."""
+    torch.manual_seed(1)
+    state = {name: torch.randn_like(value, device="cpu") for name, value in pipe.state_dict().items()}
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH)))
+    plain.load_state_dict(state)
+    for name, parameter in pipe.named_parameters():  # in memory of the default streams
+        parameter.data = state[name].to(parameter.device)
+    data = [(torch.randn(6, WIDTH), torch.randn(6, WIDTH)) for _ in range(8)]
+    devices = [torch.device(device) for own in STREAM_DEVICES for device in own]
+    simulated.begin(host_ahead=True)
+    try:
+        with accelerator.current_streams(*map(accelerator.new_stream, devices)):
+            losses = torch.stack([*_stream(pipe, data)]).cpu()
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}"]
+    counts = tuple(map(len, STREAM_DEVICES))
+    rule, rounds = rule_of_replicas(counts), rounds_of_replicas(counts)
+    want, _ = train_delayed([*plain], data, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), rule, 1, counts, rounds)
+    wrong = [] if torch.allclose(losses, torch.stack(want), atol=1e-4) else ["a loss is wrong"]
+    return simulated.races() + wrong
+
+
+FAULTS_OF_STREAMS = {
+    "weights go to a replica before they are made": (
+        (Transport, "_copied", "streams[0].wait_event(machine.record(self._stream(source)))", "pass"),
+        "read too early",
+    ),
+    "a replica does not wait for its weights": (
+        (Transport, "open", "self._stream(target).wait_event(value.arrived)", "pass"),
+        "read too early",
+    ),
+    "the first version is given back while stages read it": (
+        (StageWeights, "keep_first_version", "if stream is not None:", "if False:"),
+        "given back too early",
+    ),
+    "an update overwrites a version that is needed": (
+        (StageWeights, "begin_update", "if self.newest in self._views:", "if False:"),
+        "a loss is wrong",
+    ),
+    "an update divides by one mini-batch of its round": (
+        (engine, "_mean_gradient", "total / len(steps)", "total"),
+        "a loss is wrong",
+    ),
+}
+
+
+def test_a_stream_without_faults_shows_nothing(streaming, simulated):
+    assert _evidence_of_stream(streaming, simulated) == []
+    simulated.begin()
+
+
+@pytest.mark.parametrize("name", FAULTS_OF_STREAMS)
+def test_a_planted_fault_in_a_stream_is_seen(name, streaming, simulated, monkeypatch):
+    (owner, function, *lines), kind = FAULTS_OF_STREAMS[name]
+    monkeypatch.setattr(owner, function, with_fault(getattr(owner, function), *lines))
+    seen = _evidence_of_stream(streaming, simulated)
+    assert any(text.startswith(kind) for text in seen), seen
+    simulated.begin()
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
 
 FAULTS = {
     "a stage does not wait for what it receives": (
