@@ -73,6 +73,18 @@ class Mutant:
 
 RUNTIME = (
     Mutant(
+        "config/stage_placement.py",
+        "plan is not None and plan.schedule == schedule else 1",
+        "plan is not None else 1",
+        "attacks/test_streams_of_plans.py::test_a_mini_batch_runs_as_a_whole_over_a_plan_for_another_schedule",
+    ),
+    Mutant(
+        "accelerator.py",
+        "dict.fromkeys((None, *here))",
+        "(None, *range(device_count()))",
+        "unit/test_accelerator.py::test_no_device_but_the_pipes_is_made_current",
+    ),
+    Mutant(
         "runtime/stream.py",
         "        if self.newest in self._views:\n",
         "        if False:\n",
