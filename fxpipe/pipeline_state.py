@@ -483,7 +483,8 @@ class PipelineState:
                         f"{type(self.model).__name__} can be trained as a pipe, but its evaluation (model.eval(), "
                         f"torch.no_grad(), inputs such as these) will be refused: {reason}"
                     )
-                if (traced.flags, traced.state) == (module_flags(self.model), ThreadState.now()):
+                now = module_flags(self.model), ThreadState.now()
+                if (traced.flags, traced.state) == now and traced.holds_for_model():
                     return kept
             with show_progress(self.settings.progress):
                 dynamic = self.graphs.dynamic_dims(self._inputs(args, kwargs, seed))

@@ -1226,13 +1226,13 @@ TRACING = (
         "utils/equality.py",
         " or ((left != left) is True and (right != right) is True):",
         ":",
-        "unit/tracing/test_module_attributes.py::test_answers_are_of_one_kind_and_nan_is_itself",
+        "unit/utils/test_equality.py::test_answers_are_of_one_kind_and_nan_is_itself",
     ),
     Mutant(
         "utils/equality.py",
         "type(left) is not type(right) or ",
         "",
-        "unit/tracing/test_module_attributes.py::test_answers_are_of_one_kind_and_nan_is_itself",
+        "unit/utils/test_equality.py::test_answers_are_of_one_kind_and_nan_is_itself",
     ),
     Mutant(
         "tracing/record/graph_break.py",
@@ -1538,22 +1538,34 @@ TRACING = (
         "unit/tracing/test_guards.py::test_layer_drop_decides_once_for_a_step_and_by_chance",
     ),
     Mutant(
-        "tracing/module_attributes.py",
-        "return list(now) == list(before.items) and all(",
-        "return all(",
-        "unit/tracing/test_module_attributes.py::test_attributes_that_forward_reads",
+        "utils/python_state.py",
+        "        if walk.facts == self.facts:\n",
+        "        if True:\n",
+        "unit/utils/test_state_of_functions.py::test_attributes_that_forward_reads",
     ),
     Mutant(
-        "tracing/module_attributes.py",
-        "return equal_values(now, before) if type(now) in _PLAIN else now is before",
-        "return now is before",
-        "unit/tracing/test_module_attributes.py::test_attributes_that_forward_reads",
-    ),
-    Mutant(
-        "tracing/module_attributes.py",
+        "utils/python_state.py",
         "array.shape, array.dtype, array.tobytes()",
         "array.shape, array.dtype",
-        "unit/tracing/test_module_attributes.py::test_attributes_that_forward_reads",
+        "unit/utils/test_state_of_functions.py::test_attributes_that_forward_reads",
+    ),
+    Mutant(
+        "tracing/traced.py",
+        "            and self.switches == torch_switches()\n",
+        "",
+        "attacks/test_python_state.py::test_changes_between_steps_are_followed",
+    ),
+    Mutant(
+        "tracing/record/python_reads.py",
+        "                self._reached[id(value)][1].add(name)\n",
+        "                pass\n",
+        "attacks/test_python_state.py::test_changes_between_steps_are_followed",
+    ),
+    Mutant(
+        "_torch/module_internals.py",
+        "[number for store in _GLOBAL_HOOK_STORES for number in store]",
+        "[]",
+        "attacks/test_python_state.py::test_global_hooks_put_on_after_planning_are_refused",
     ),
 )
 

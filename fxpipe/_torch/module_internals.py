@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from fxpipe._torch.versions import require_attributes
 
@@ -33,6 +34,8 @@ require_attributes(
     *STORE_NAMES,
     *CALL_NAMES,
 )
+require_attributes(torch_module, *(f"_global{name}" for name in HOOK_STORE_NAMES))
+_GLOBAL_HOOK_STORES = [getattr(torch_module, f"_global{name}") for name in HOOK_STORE_NAMES]
 
 
 def own_buffers(module: nn.Module) -> dict[str, Any]:
@@ -111,7 +114,7 @@ def module_flags(model: nn.Module) -> tuple[Any, ...]:
 
     And its attributes, parameters and buffers: forward may ask for them, and one set later hides that of the class.
     """
-    flags: list[Any] = []
+    flags: list[Any] = [number for store in _GLOBAL_HOOK_STORES for number in store]  # hooks on all modules
     for m in all_modules(model):
         # Most modules have few tensors of their own, and no hooks.
         parameters = _tensor_names(m._parameters) if m._parameters else ()

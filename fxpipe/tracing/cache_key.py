@@ -88,6 +88,22 @@ def requires_grad_flags(model: nn.Module) -> tuple[bool, ...]:
     return tuple(p.requires_grad for p in model.parameters())
 
 
+_SWITCHES = (
+    torch.get_default_dtype,
+    torch.are_deterministic_algorithms_enabled,
+    torch.get_float32_matmul_precision,
+    torch.backends.cuda.flash_sdp_enabled,
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+    torch.backends.cuda.math_sdp_enabled,
+    torch.backends.cuda.cudnn_sdp_enabled,
+)
+
+
+def torch_switches() -> tuple[Any, ...]:
+    """Returns the settings of torch for the whole process that forward may ask for."""
+    return tuple([switch() for switch in _SWITCHES])
+
+
 def tensor_guards_of(model: nn.Module, names: Iterable[str]) -> tuple[TensorGuard, ...]:
     """Returns a guard for each of these names that the model holds."""
     wanted = set(names)

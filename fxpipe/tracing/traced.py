@@ -36,6 +36,7 @@ from fxpipe.tracing.cache_key import (
     TensorKind,
     requires_grad_flags,
     tensors_match,
+    torch_switches,
 )
 from fxpipe.tracing.dynamic_sizes import FIXED_SIZES, DynamicSizes, Lengths, SizeComparisons, SizeCondition
 from fxpipe.tracing.node_info import info, opaque_call_of
@@ -44,11 +45,11 @@ from fxpipe.utils.batch_split import rows_per_sample, samples_along
 from fxpipe.utils.equality import equal_values
 from fxpipe.utils.locks import cancellation_point
 from fxpipe.utils.output_combination import OutputCombination, UndeterminedOutput
+from fxpipe.utils.python_state import PythonState
 from fxpipe.utils.pytree import is_plain_layout
 
 if TYPE_CHECKING:
     from fxpipe.tracing.guards import Guards
-    from fxpipe.tracing.module_attributes import AttributeGuard
     from fxpipe.tracing.record.recorder import GraphBreak
     from fxpipe.tracing.verify.effects import Effects
 
@@ -105,9 +106,11 @@ class Traced:
     state: ThreadState  # of the caller
     constants: dict[str, torch.Tensor]
     size_reads: tuple[SizeRead, ...]
-    attributes_read: tuple[AttributeGuard, ...]  # attributes of modules that are no tensors, as forward saw them
+    python_state: PythonState  # what forward has read besides tensors: other values are another graph
     layout_reads: tuple[LayoutRead, ...] = ()
     attributes: tuple[TensorGuard, ...] = ()  # the model's tensors as they were
+    switches: tuple[Any, ...] = field(default_factory=torch_switches)  # of torch, as forward saw them
+    asks_for_inference_mode: bool = False  # does forward ask whether it is on?
     requires_grad: tuple[bool, ...] | None = None  # of all parameters, where forward has asked a tensor for it
     tracer: str = "record"
     in_dims: tuple[int | None, ...] = ()  # by leaf: the dimension that holds the batch
@@ -332,7 +335,9 @@ class Traced:
     def holds_for_model(self) -> bool:
         """Returns whether this is the graph of the model as it is now, whose flags are its own."""
         return (
-            all(kept.holds() for kept in self.attributes_read)
+            self.python_state.holds()
+            and self.switches == torch_switches()
+            and not (self.asks_for_inference_mode and torch.is_inference_mode_enabled())
             and tensors_match(self.attributes)
             and self.requires_grad in (None, requires_grad_flags(self.model))
         )

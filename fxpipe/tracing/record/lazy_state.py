@@ -29,7 +29,6 @@ from fxpipe._torch.module_internals import MODULE_DICT_KEYS, own_buffers
 from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.interpreter import copy_of_input
 from fxpipe.tracing.model_state import Snapshot, preserve_state, slots_of, without_gradients
-from fxpipe.tracing.module_attributes import AttributeGuard
 from fxpipe.tracing.record.module_hooks import run_model
 from fxpipe.tracing.record.record_model import input_leaves
 from fxpipe.tracing.record.unrecordable import CannotRecord
@@ -37,6 +36,7 @@ from fxpipe.tracing.shapes.input_dims import candidate_dims
 from fxpipe.tracing.tensors import storage_of
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.equivalence import is_close
+from fxpipe.utils.python_state import Place
 from fxpipe.utils.pytree import preserve_objects
 
 
@@ -70,11 +70,9 @@ class LazyState:
     before: tuple[tuple[Any, bool | None], ...]
 
     @property
-    def attributes(self) -> tuple[AttributeGuard, ...]:
+    def attributes(self) -> list[Place]:
         """The items that are attributes and no tensors: other ones, made for other inputs, are another graph's."""
-        return tuple(
-            AttributeGuard.now(m.owner, m.key) for m in self.items if m.owner is not None and not _is_tensor(m.value)
-        )
+        return [(m.owner, m.key) for m in self.items if m.owner is not None and not _is_tensor(m.value)]
 
     def remove(self) -> None:
         _remove_items(self.items, self.before)
@@ -82,7 +80,7 @@ class LazyState:
 
 def new_attributes(traced: Traced) -> list[str]:
     """Returns the attributes that forward sets and the model does not have, or has as a None that forward asks for."""
-    asked = {(id(kept.owner), kept.name) for kept in traced.attributes_read if kept.value is None}
+    asked = {(id(store), name) for store, name in traced.python_state.places if store.get(name, 0) is None}
     names = []
     for name in traced.assigned:
         path, _, key = name.rpartition(".")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -46,6 +47,7 @@ from fxpipe.utils.pytree import (
     refuse_layout,
 )
 
+_UnknownTensor = tuple[torch.Tensor, CannotRecord]  # and the error to raise should it not be a constant
 _ERASABLE = (  # nodes that may be there for nobody
     torch.empty,  # of a checkpoint (torch 2.11; not 2.13)
     "size",  # of `x.shape`, which leaves a node for each dimension
@@ -107,7 +109,7 @@ def record(
     refuse_model(model)
     with progress("recording", None) as step:
 
-        def attempt(hashable: bool, forgets: bool = True) -> tuple[Traced, list[tuple[torch.Tensor, CannotRecord]]]:
+        def attempt(hashable: bool, forgets: bool = True) -> tuple[Traced, list[_UnknownTensor]]:
             recorder = Recorder(model, held, whole, continued, seed, hashable, step, forgets, disguised, follows_casts)
             try:
                 recording = _record_once(recorder, args, kwargs, run, uncomputed)
@@ -142,7 +144,7 @@ class _HashedSizeError(Exception):
 
 def _record_once(
     recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any] | None, uncomputed: bool
-) -> tuple[Traced, list[tuple[torch.Tensor, CannotRecord]]]:
+) -> tuple[Traced, list[_UnknownTensor]]:
     """The graph, and the tensors of unknown origin in it, with the errors to raise should they be made by forward."""
     model = recorder.model
     model_flags = module_flags(model)
@@ -166,8 +168,12 @@ def _record_once(
             for name in [name for name in tied if not _depends_on_inputs(assigned[name])]:
                 del assigned[name]  # made anew by each forward, as weight_norm does: nobody would see what is put there
         if changed is not None:  # the objects are as they were: it can be seen where it happens
-            line = UNKNOWN_LINE if run else line_of_change(model, leaves, list(map(copy_of_input, values)), spec)
-            raise changed_container_error(changed, line)
+            again = list(map(copy_of_input, values))
+            tree = pytree.tree_unflatten(again, spec)
+            is_changed = functools.partial(changed_input_item, model, tree, leaves, again, spec)
+            raise changed_container_error(
+                changed, UNKNOWN_LINE if run else line_of_change(model, tree, spec, is_changed)
+            )
         own_generators.refuse_drawn()
         if recorder.refusal is not None:  # forward has swallowed it
             raise recorder.refusal
@@ -202,10 +208,10 @@ def _record_once(
         ThreadState.now(),
         recorder.constants,
         tuple(recorder.size_reads),
-        # Without those of modules that forward makes, and sets up after it has read them.
-        tuple(kept for kept in recorder.attributes_read.values() if kept.holds()),
+        recorder.python_reads.state(),
         layout_reads=tuple(recorder.layout_reads.values()),
         attributes=tensor_guards_of(model, recorder.read_names() | recorder.sized_names),
+        asks_for_inference_mode=recorder.asks_for_inference_mode,
         requires_grad=requires_grad_flags(model) if recorder.asks_for_gradients else None,
         seed=recorder.seed,
         draws_from_stream=tuple(recorder.draws_from_stream),

@@ -20,6 +20,7 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any, NamedTuple
@@ -55,9 +56,9 @@ from fxpipe._torch.thread_state import ThreadState
 from fxpipe.tracing.fake_tensors import NEEDS_VALUES_ERRORS, is_faked
 from fxpipe.tracing.forward_rng import DrawStream, generator_states, is_scalar_draw, might_draw, same_generator_states
 from fxpipe.tracing.model_state import python_rng_state, same_python_rng_state
-from fxpipe.tracing.module_attributes import AttributeGuard
 from fxpipe.tracing.node_info import NodeInfo, RandomDraws, RecordingPlace, ValueRead, info, set_info, update_info
 from fxpipe.tracing.record.grad_fn import NODE_HOOK_PROBLEM, NODE_HOOK_REMEDY, GradFnProxy
+from fxpipe.tracing.record.python_reads import PythonReads
 from fxpipe.tracing.record.recorded_sizes import (
     RECORDED,
     LayoutRead,
@@ -88,6 +89,7 @@ from fxpipe.tracing.traced import TracedGraph
 from fxpipe.utils.builtin_calls import calling_codes
 from fxpipe.utils.progress import ProgressStep, ignore_progress
 
+is_called_in_inference_mode = ContextVar("is_called_in_inference_mode", default=False)  # recordings are out of it
 GUISES = range(11)  # of a text
 
 
@@ -192,7 +194,8 @@ class Recorder(TorchFunctionMode):
         self.casting_codes = set[CodeType]()  # of functions that have made plain numbers of sizes
         self.follows_casts, self.has_followed_casts = follows_casts, False
         self.sized_names = set[str]()  # of the model's tensors of which forward has asked the sizes
-        self.attributes_read: dict[tuple[int, str], AttributeGuard] = {}  # forward went by them: others, another graph
+        self.python_reads = PythonReads(model)
+        self.asks_for_inference_mode = False
         self.asks_for_gradients = False  # has forward gone by which tensors require grad?
         self.constants: dict[str, torch.Tensor] = {}  # by name: tensors that no module holds by itself
         self.unknown_tensors: list[
@@ -269,11 +272,21 @@ class Recorder(TorchFunctionMode):
 
     # -- values to nodes ---------------------------------------------------------------------------------------------
 
-    def note_attribute(self, owner: dict[str, Any], name: str) -> None:
-        """Notes that forward reads an attribute of a module, whose `__dict__` is `owner`."""
-        key = (id(owner), name)
-        if key not in self.attributes_read and not isinstance(owner[name], torch.Tensor):
-            self.attributes_read[key] = AttributeGuard.now(owner, name)
+    def read_inference_mode(self) -> bool:
+        """Returns the answer for forward, which asks whether inference mode is on.
+
+        Raises:
+            CannotRecord: it is.
+        """
+        self.asks_for_inference_mode = True
+        if is_called_in_inference_mode.get():
+            self.refusal = CannotRecord(
+                f"forward asks at {self.source} whether inference mode is on, and a pipeline runs its stages without; "
+                "call the pipe under torch.no_grad() instead",
+                is_final=True,
+            )
+            raise self.refusal
+        return False
 
     def placeholder(self, name: str, tensor: torch.Tensor) -> None:
         node = self.graph.placeholder(name)
@@ -512,6 +525,8 @@ class Recorder(TorchFunctionMode):
             )
         if name == "is_same_size" and len(args) == 2:
             return self._sizes(args[0], "size") == self._sizes(args[1], "size")
+        if name == "is_inference":
+            return self.read_inference_mode()
         if leaves_no_node(name):
             return self._plainly(func, args, kwargs)
         if name in ("__get__", "__set__"):

@@ -318,7 +318,7 @@ def _graph_holds(traced: Traced, sample: Sequence[Any]) -> bool:
     return (
         module_flags(traced.model) == traced.flags
         and tensors_match(traced.attributes)
-        and all(kept.holds() for kept in traced.attributes_read)
+        and traced.python_state.holds()
         and (traced.guards is None or traced.guards.hold(traced, sample, traced.seed))
     )
 
