@@ -422,6 +422,36 @@ RUNTIME = (
         "attacks/test_kept_failures.py::test_a_backward_that_was_refused_can_be_called_again",
     ),
     Mutant(
+        "runtime/stage_instance.py",
+        "            if version != expected:\n",
+        "            if False:\n",
+        "attacks/test_changed_weights.py",
+    ),
+    Mutant(
+        "_torch/autograd.py",
+        'if node is None and getattr(edge.node, "variable", None) is not tensor:',
+        "if False:",
+        "unit/_torch/test_autograd.py",
+    ),
+    Mutant(
+        "tracing/record/opaque_call.py",
+        "    recorder.unhookable = [*own, *shared] if hookable else None\n",
+        "    recorder.unhookable = own if hookable else None\n",
+        "attacks/test_tensor_hooks.py",
+    ),
+    Mutant(
+        "tracing/record/opaque_call.py",
+        "    recorder.unhookable = [*own, *shared] if hookable else None\n",
+        "    recorder.unhookable = [*own, *shared]\n",
+        "attacks/test_tensor_hooks.py",
+    ),
+    Mutant(
+        "pipeline_module.py",
+        "count = 1 if bound.moving_buffers else settings.micro_batches(batch)",
+        "count = settings.micro_batches(batch)",
+        "attacks/test_moving_buffers.py",
+    ),
+    Mutant(
         "runtime/loss_weighting_check.py",
         "    if math.inf in values:\n        return False\n",
         "",

@@ -44,6 +44,7 @@ class BoundProgram:
     untold: tuple[
         UndeterminedOutput, ...
     ] = ()  # why outputs are taken for means over samples, though nobody has said so
+    moving_buffers: tuple[str, ...] = ()  # of a graph of evaluation, which then runs in one micro-batch
     replicas: tuple[tuple[StageReplica, ...], ...] = ()  # by stage, those that take turns; none: each stage is alone
 
     def replicas_of(self, stage: int) -> tuple[StageReplica, ...]:

@@ -219,7 +219,7 @@ class _Segment:
         tensors = [slot.get(self.module) for slot in slots]
         before, recorder.origin = recorder.origin, (path, line_of_function(forward_of(self.module)))
         try:
-            result, node = call_opaque(recorder, run_apart, name, tensors, arguments, {}, final=False)
+            result, node = call_opaque(recorder, run_apart, name, tensors, arguments, {}, final=False, hookable=False)
         finally:
             recorder.origin = before
         if self.end is not None and info(node).is_random:

@@ -42,9 +42,11 @@ from fxpipe.utils.python_objects import contains_any
 from fxpipe.utils.pytree import (
     flatten_output,
     flatten_with_paths,
+    is_plain_layout,
     preserve_objects,
     refuse_hidden_tensors,
     refuse_layout,
+    refuse_own_attributes,
 )
 
 _UnknownTensor = tuple[torch.Tensor, CannotRecord]  # and the error to raise should it not be a constant
@@ -67,6 +69,7 @@ def input_leaves(
         head, text = argument_name(model, path), leaf_name(model, path)
         if isinstance(value, torch.Tensor):
             refuse_layout(f"input {text}", value)
+            refuse_own_attributes(f"input {text}", value)
             leaves.append(InputLeaf(True, head, text, None, value.dtype, tuple(value.shape), value.requires_grad))
         else:
             refuse_hidden_tensors(f"input {text}", value)
@@ -275,7 +278,14 @@ def _flat_output(recorder: Recorder, result: Any) -> tuple[list[Any], pytree.Tre
 
 def _output_argument(recorder: Recorder, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return recorder.node_of(value)
+        node = recorder.node_of(value)
+        if not is_plain_layout(value):
+            raise CannotRecord(
+                f"the model returns a tensor of the layout {value.layout}, made at {info(node).source}; outputs of "
+                "micro-batches are put together as strided tensors: return to_dense() of it",
+                is_final=True,
+            )
+        return node
     if isinstance(value, RECORDED):
         return recorder.node_argument(value)
     if contains_any(value, lambda item: _is_recorded(recorder, item)):

@@ -19,7 +19,7 @@ import math
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import CodeType
@@ -57,7 +57,7 @@ from fxpipe.tracing.fake_tensors import NEEDS_VALUES_ERRORS, is_faked
 from fxpipe.tracing.forward_rng import DrawStream, generator_states, is_scalar_draw, might_draw, same_generator_states
 from fxpipe.tracing.model_state import python_rng_state, same_python_rng_state
 from fxpipe.tracing.node_info import NodeInfo, RandomDraws, RecordingPlace, ValueRead, info, set_info, update_info
-from fxpipe.tracing.record.grad_fn import NODE_HOOK_PROBLEM, NODE_HOOK_REMEDY, GradFnProxy
+from fxpipe.tracing.record.grad_fn import NODE_HOOK_PROBLEM, NODE_HOOK_REMEDY, GradFnProxy, is_grad_fn_access
 from fxpipe.tracing.record.python_reads import PythonReads
 from fxpipe.tracing.record.recorded_sizes import (
     RECORDED,
@@ -78,6 +78,8 @@ from fxpipe.tracing.record.recorded_sizes import (
 from fxpipe.tracing.record.tensor_registry import TensorNames, TensorRegistry
 from fxpipe.tracing.record.uncomputed_tensors import refuse_uncomputed
 from fxpipe.tracing.record.unrecordable import (
+    OPAQUE_REMEDY,
+    TENSOR_HOOKS,
     CannotRecord,
     calls_before_effects,
     refusal_of_call,
@@ -88,6 +90,12 @@ from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import TracedGraph
 from fxpipe.utils.builtin_calls import calling_codes
 from fxpipe.utils.progress import ProgressStep, ignore_progress
+
+PARTIAL_HOOK = (
+    "puts a hook on a tensor that is given to what is kept whole and used before: the hook would see a part of the "
+    "gradient",
+    "put it on a tensor of its own (x = x.view_as(x); x.register_hook(...)), or do so in the module that makes x",
+)
 
 is_called_in_inference_mode = ContextVar("is_called_in_inference_mode", default=False)  # recordings are out of it
 GUISES = range(11)  # of a text
@@ -211,6 +219,8 @@ class Recorder(TorchFunctionMode):
         self.paths = {id(m): path for path, m in reversed(list(model.named_modules()))}
         self.paused = 0
         self.runs_opaque = False  # does what is one node run, which keeps the sizes of this recording in its closures?
+        # Of what is given to what is one node: tensors on which it may put no hook. None: nor on any other tensor.
+        self.unhookable: Sequence[torch.Tensor] | None = ()
         self.applied_inside = 0  # how many autograd.Functions have been applied while nothing is recorded
         self.external_tensors: list[
             torch.Tensor
@@ -612,6 +622,12 @@ class Recorder(TorchFunctionMode):
             for leaf in pytree.tree_leaves((args, kwargs)):
                 if isinstance(leaf, RECORDED) and leaf.recorder is self:
                     self.read_size(plain_number, (leaf,), leaf.value)
+            name = opname(func)
+            if name in TENSOR_HOOKS and self._is_unhookable(args[0]):
+                raise self._refuse_hook(*PARTIAL_HOOK)
+            if is_grad_fn_access(func, name) and self._is_unhookable(args[0]):
+                node = self._plainly(func, args, kwargs)
+                return node and GradFnProxy(node, self._refuse_node_hook)
         tensors = list(tensors_in((args, kwargs)))
         if tensors:
             self.external_tensors += [t for t in tensors if self.knows(t) or self.name_of(t)]
@@ -696,7 +712,7 @@ class Recorder(TorchFunctionMode):
         if attribute == "grad" and value is not None:
             raise self.refuse("reads a gradient", "read gradients outside forward", whole=False)
         if attribute == "grad_fn" and value is not None:
-            return GradFnProxy(value, self._refuse_hook)
+            return GradFnProxy(value, self._refuse_node_hook)
         if attribute in TENSOR_ATTRIBUTES and value is not None:
             self.keep(value, self.add("call_function", getattr, (self.node_of(args[0]), attribute)))
         return value
@@ -716,10 +732,17 @@ class Recorder(TorchFunctionMode):
         self.refusal = self.refusal or error
         return error
 
-    def _refuse_hook(self) -> None:
-        error = self.refuse(NODE_HOOK_PROBLEM, NODE_HOOK_REMEDY)
-        error.calls.clear()  # the node may be of what came before, which runs elsewhere if forward is continued
-        raise error
+    def _is_unhookable(self, tensor: torch.Tensor) -> bool:
+        return self.unhookable is None or any(tensor is one for one in self.unhookable)
+
+    def _refuse_hook(self, what: str, remedy: str) -> CannotRecord:
+        error = self.refuse(what, remedy)
+        error.calls.clear()  # forward is not continued: its lines run in several nodes, each with a part of a gradient
+        error.is_final = error.modules <= self.whole.keys()
+        return error
+
+    def _refuse_node_hook(self) -> None:
+        raise self._refuse_hook(NODE_HOOK_PROBLEM, NODE_HOOK_REMEDY)
 
     def _refuse_unexplained(self, tensor: torch.Tensor, node: fx.Node) -> None:
         name = self.registry.unexpected_backward(tensor)
@@ -748,4 +771,6 @@ class Recorder(TorchFunctionMode):
             func, args, kwargs, self._parameters
         )
         if refusal is not None:
+            if name in TENSOR_HOOKS:
+                raise self._refuse_hook(refusal[0], refusal[1] + OPAQUE_REMEDY)
             raise self.refuse(*refusal)
