@@ -5,16 +5,18 @@ Dropout drops nothing, batch norm takes its running statistics.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch.overrides import TorchFunctionMode
 
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.tracing.interpreter import NodeValues, run_nodes
-from fxpipe.tracing.node_arguments import named_arguments
+from fxpipe.tracing.node_arguments import named_arguments, parameter_names
 from fxpipe.tracing.node_info import info, state_of
 from fxpipe.tracing.traced import Traced, attribute_tensor, call_node
 from fxpipe.tracing.verify.effects import Effects, running_statistics
@@ -49,8 +51,6 @@ def can_run_deterministically(traced: Traced) -> bool:
 
 def run_deterministically(traced: Traced, asked: ComparedOutputs, sample: Sequence[Any]) -> dict[int, torch.Tensor]:
     """Runs the graph deterministically and returns what is asked, by place."""
-    left_out = {traced.results[place][0] for place in asked} - {*asked.values()}
-    nodes = [node for node in traced.graph.nodes if node not in left_out]
     # Python that runs as it is may ask for gradients inside; nothing else does.
     grad = any(info(node).opaque is not None for node in traced.nodes)
 
@@ -67,28 +67,37 @@ def run_deterministically(traced: Traced, asked: ComparedOutputs, sample: Sequen
             return run_deterministic_node(node, values.__getitem__)
 
     values: NodeValues = {}
-    for _ in run_nodes(nodes, values, placeholder, attribute, work, keep=asked.values()):
+    for _ in run_nodes([*traced.graph.nodes], values, placeholder, attribute, work, keep=asked.values()):
         pass
     return {place: values[node] for place, node in asked.items()}
 
 
 def run_deterministic_node(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
-    """Runs a node so that no dropout drops and batch norm looks at no batch."""
+    """Runs a node so that no dropout drops and batch norm looks at no batch, also within what is kept whole."""
+    with _Calm() if info(node).opaque is not None else contextlib.nullcontext():
+        if node.op == "call_function" and node.target in (*_DROPOUTS, *_WITH_DROPOUT, F.batch_norm):
+            return _call_calmly(node.target, *fx.map_arg((node.args, node.kwargs), value_of))
+        return call_node(node, value_of)
 
-    def arguments() -> dict[str, Any]:
-        bound: dict[str, Any] = fx.map_arg(named_arguments(node), value_of)
-        return bound
 
-    if node.target in _DROPOUTS:
-        return arguments()["input"].clone()
-    if node.target in _WITH_DROPOUT:
-        return node.target(**arguments() | {_WITH_DROPOUT[node.target]: 0.0})
-    if node.target is F.batch_norm and (bound := arguments()).get("training"):
-        if bound.get("running_mean") is not None:
-            return F.batch_norm(**bound | {"training": False})
-        if bound.get("weight") is not None:  # without, it is a function of a loss, in which samples meet
-            weight = bound["weight"].detach()
-            return F.batch_norm(
-                **bound | {"training": False, "running_mean": weight * 0, "running_var": weight * 0 + 1}
-            )
-    return call_node(node, value_of)
+class _Calm(TorchFunctionMode):
+    """A block in which dropouts drop nothing and batch norm looks at no batch."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _call_calmly(func, args, kwargs or {})
+
+
+def _call_calmly(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    if function not in (*_DROPOUTS, *_WITH_DROPOUT, F.batch_norm):
+        return function(*args, **kwargs)
+    bound = dict(zip(parameter_names(function), args, strict=False)) | dict(kwargs)
+    if function in _DROPOUTS:
+        return bound["input"].clone()
+    if function in _WITH_DROPOUT:
+        return function(**bound | {_WITH_DROPOUT[function]: 0.0})
+    if bound.get("training") and bound.get("running_mean") is not None:
+        bound["training"] = False
+    elif bound.get("training") and bound.get("weight") is not None:  # without, it is one of a loss: there samples meet
+        zeros = torch.zeros_like(bound["weight"])
+        bound |= {"training": False, "running_mean": zeros, "running_var": zeros + 1}
+    return F.batch_norm(**bound)

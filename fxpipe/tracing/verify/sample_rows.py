@@ -21,7 +21,7 @@ other samples change. State that forward updates is the whole's in the parts, as
 
 from __future__ import annotations
 
-import copy
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +45,7 @@ from fxpipe.utils.batch_split import rows_per_sample, samples_per_micro_batch
 
 SAMPLES = 4  # that run; the example's again where it has fewer
 EVIDENCE = 5  # times the tolerance: the change of a value that shows on what it depends
+WEAK = 0.05  # of the largest element: what samples may have in common unseen behind the next nodes
 
 Joins = frozenset[int | str]  # dimensions that hold rows, "sum", "mean", "same"; "parts" of a tuple
 _NO_JOIN: Joins = frozenset()
@@ -79,10 +80,15 @@ class _Found:
         """Takes from all samples what may hide something, and what is made of it; returns the values that may."""
         reduced = {n for n in self.depends if self.joins[n] and not self.rows(n) and info(n).shapes}
         hiding = {n for n in self.blocks - self.opened if self.joins[n]}
-        hiding |= {n for n in self.joins if self.rows(n) and not reduced.isdisjoint(self.sources[n])}
-        tainted = {*hiding}
-        while new := {n for n in self.joins if n not in tainted and not tainted.isdisjoint(self.sources[n])}:
-            tainted |= new
+        for node, sources in self.sources.items():  # `h + gate * h.mean(0)`, a loss with weights of the batch
+            if self.joins[node] and not reduced.isdisjoint(sources) and any(map(self.rows, (node, *sources))):
+                hiding.add(node)
+        tainted, before = {*hiding}, 0
+        while len(tainted) > before:  # a second time where a value was written to
+            before = len(tainted)
+            for node, sources in self.sources.items():
+                if not tainted.isdisjoint(sources):
+                    tainted.add(node)
         self.joins |= dict.fromkeys(tainted, _NO_JOIN)
         return hiding
 
@@ -116,7 +122,7 @@ def check_sample_rows(traced: Traced, leaves: Sequence[Any], chunks: int) -> boo
     batch = traced.batch_of(leaves)
     excuse_sizes(traced, leaves, range(1, SAMPLES + 1))
     few = [[1, SAMPLES - 1], [SAMPLES // 2] * 2]
-    splits = [parts for parts in few if _holds_at(traced, parts)]
+    splits = [parts for parts in few if _holds_at(traced, parts) and _grows_evenly(traced)]
     splits = splits or [parts for parts in [samples_per_micro_batch(batch, min(chunks, batch))] if len(parts) > 1]
     if not splits or not _holds_at(traced, splits[0]):
         return False  # a graph of this batch alone: micro-batches of others are compared when they come
@@ -124,8 +130,8 @@ def check_sample_rows(traced: Traced, leaves: Sequence[Any], chunks: int) -> boo
         refusal = _refusal(traced, leaves, parts, splits[-1], claims)
         if refusal is None:
             return parts == few[0]
-        if not can_run_deterministically(traced):  # nor could micro-batches be compared in each step
-            break
+        if refusal.__cause__ is None and not can_run_deterministically(traced):
+            break  # micro-batches could not be compared in each step
     assert refusal is not None
     raise refusal
 
@@ -155,6 +161,13 @@ def _refusal(
 
 def _holds_at(traced: Traced, parts: Sequence[int]) -> bool:
     return all(traced.holds_at(size) for size in {sum(parts), *parts})
+
+
+def _grows_evenly(traced: Traced) -> bool:
+    """Returns whether all sizes are polynomials in the batch size. Of `b // 8 * 8` few samples show nothing."""
+    numbers = {number for node in traced.graph.nodes if (number := info(node).number) is not None}
+    numbers |= {size for node in traced.graph.nodes for shape in info(node).shapes for size in shape.shape}
+    return all(number.is_polynomial(traced.batch) for number in numbers if not number.is_number)
 
 
 def _claims(traced: Traced) -> Iterator[tuple[str, fx.Node, int | str]]:
@@ -206,8 +219,10 @@ class _SideBySide:
         self.values: NodeValues = {}
         self.written = frozenset[int]().union(*(info(n).written_storages for n in traced.graph.nodes))
         self.has_python = any(info(n).opaque is not None for n in traced.nodes)  # it may ask for gradients inside
-        assigned = traced.assigned
-        self.updates = {node for name, node in assigned.items() if _is_update(name, node)}
+        self.buffers = {n for n in traced.graph.nodes if n.op == "get_attr" and not _is_parameter(traced, n)}
+        self.state = frozenset[int]().union(*(info(n).storages for n in self.buffers))  # memory
+        self.assigned = set[fx.Node]().union(*map(dependencies_of, traced.assigned.values()))
+        self.of_buffers = {*self.buffers}  # what is made of buffers, and not of samples
         self.noise: dict[torch.device, torch.Tensor] = {}
 
     def run(self, leaves: Sequence[Any], is_reversed: bool) -> None:
@@ -223,9 +238,6 @@ class _SideBySide:
         keep = [node for _, node, _ in _claims(self.traced)]
         with preserve_state(self.traced.model):
             torch.manual_seed(0)
-            for module in self.traced.model.modules():  # within modules that are kept whole
-                if isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)):
-                    module.training = False
             nodes = [*self.traced.graph.nodes]
             for node in run_nodes(nodes, self.values, self._input, self._attribute, self._work, keep):
                 self._look_at(node)
@@ -245,13 +257,12 @@ class _SideBySide:
 
     def _attribute(self, node: fx.Node) -> list[torch.Tensor]:
         tensor = attribute_tensor(self.traced, node)
-        is_parameter = isinstance(tensor, nn.Parameter)
+        is_parameter = node not in self.buffers
         if is_parameter and _is_float(tensor):
             self.features.add(node)
         opened = _opened(tensor.detach()) if is_parameter and self.mode != "plain" else tensor.detach()
-        copies = [opened if is_parameter else tensor.detach().clone() for _ in self.samples]
-        grad = self.has_python and tensor.requires_grad
-        return [copy.detach().requires_grad_(True) if grad else copy for copy in copies]
+        held = [opened if is_parameter else tensor.detach().clone() for _ in self.samples]
+        return [one.detach().requires_grad_(self.has_python and tensor.requires_grad) for one in held]
 
     def _work(self, node: fx.Node, values: NodeValues) -> list[Any]:
         if node.target is expect:  # of the example's values; here are others
@@ -262,8 +273,10 @@ class _SideBySide:
         for k in reversed(range(len(self.samples))):
             with preserve_rng():
                 made.append(self._call(node, k))
-        if info(node).is_scalar_draw or not self._is_alone_at_random(node, made[-1]):
-            return [copy.copy(made[-1])] * len(made) if info(node).is_scalar_draw else made[::-1]
+        if info(node).is_scalar_draw:
+            return [_copied(made[-1]) for _ in made]
+        if not self._leaves_alone(node):
+            return made[::-1]
         torch.rand(())  # the next one draws others
         return self._with_rows_of_whole(made[::-1])
 
@@ -272,19 +285,20 @@ class _SideBySide:
         with set_thread_state(state_of(node)), torch.set_grad_enabled(self.has_python and state_of(node).grad):
             return run_deterministic_node(node, changed or (lambda source: self.values[source][k]))
 
-    def _is_alone_at_random(self, node: fx.Node, value: Any) -> bool:
-        """Returns whether a random node leaves samples of the whole alone when the others change."""
+    def _leaves_alone(self, node: fx.Node) -> bool:
+        """Returns whether a node gives a sample of the whole the same, with the same draws, if other samples change."""
         sources = _value_sources(node)
         if base_opname(node) == "randperm" or not all(self.joins[n] for n in sources):
             return False
-        for part in (0, len(self.parts) - 1):
-            given = {n: _copied(self.values[n][0]) for n in node.all_input_nodes}
-            moved = {n: self._moved_rows(n, part) for n in sources if n in self.depends}
-            if not moved:
-                continue
-            with preserve_rng():
-                other = self._call(node, 0, (given | moved).__getitem__)
-            for left, right in zip(_tensors(value), _tensors(other), strict=True):
+        moving = [n for n in sources if n in self.depends]
+        for part in (0, len(self.parts) - 1) if moving else ():
+            results = []
+            for is_moved in (False, True):
+                given = {n: _copied(self.values[n][0]) for n in node.all_input_nodes}
+                given |= {n: self._moved_rows(n, part) for n in moving if is_moved}
+                with preserve_rng():
+                    results.append([*_tensors(self._call(node, 0, given.__getitem__))])
+            for left, right in zip(*results, strict=True):
                 dims = [d for d, size in enumerate(left.shape) if size % sum(self.parts) == 0]
                 if not any(_same_rows(left, right, d, self.parts, part) for d in dims):
                     return False
@@ -315,10 +329,12 @@ class _SideBySide:
     def _look_at(self, node: fx.Node) -> None:
         known, sources, values = info(node), _value_sources(node), self.values[node]
         self.sources[node] = sources
-        if base_opname(node) in _UNSET or node in self.updates:
+        if base_opname(node) in _UNSET or self._is_update(node, sources):
             self._with_rows_of_whole(values)
         elif not self.depends.isdisjoint(sources):
             self.depends.add(node)
+        if node not in self.depends and not self.of_buffers.isdisjoint(sources):
+            self.of_buffers.add(node)
         if node.op in CALL_OPS and not self.features.isdisjoint(sources):
             self.features.add(node)
         self.joins[node] = self._joins_of(values)
@@ -330,6 +346,7 @@ class _SideBySide:
             self._look_at_written(node)
         if known.number is None and known.read is None:
             self._look_for_block(node, sources)
+            self._look_at_counts(node, sources)
         self._spread(node)
 
     def _joins_of(self, values: list[Any]) -> Joins:
@@ -344,35 +361,61 @@ class _SideBySide:
         all_join = all(_joins_of_tensors(one[0], one[1:], self.parts) for one in zip(*tensors, strict=True))
         return frozenset(("parts",)) if all_join else _NO_JOIN
 
+    def _is_update(self, node: fx.Node, sources: list[fx.Node]) -> bool:
+        """Returns whether a node makes the new state of the old one and of samples; gives parts that of the whole.
+
+        Not if nothing of the old state is left: then it is what samples of this batch have in common.
+        """
+        if node in self.assigned and not any(size.free_symbols for shape in info(node).shapes for size in shape.shape):
+            return not self.of_buffers.isdisjoint(sources)
+        held = [n for n in sources if not self.state.isdisjoint(info(n).storages & info(node).written_storages)]
+        if not held or not all(self._changes_with(node, n) for n in held):
+            return False
+        for other in held:
+            self._with_rows_of_whole(self.values[other])
+        return True
+
     def _look_at_written(self, node: fx.Node) -> None:
         """Looks once more at values in the memory that a node has written to."""
         written = info(node).written_storages
         for other in [n for n in self.values if n is not node and not written.isdisjoint(info(n).storages)]:
-            if other.op == "get_attr":
-                if self._changes_with(node, other):  # an update of the state, and not what a batch has put there
-                    self._with_rows_of_whole(self.values[other])
-                    self.depends.discard(node)
-            elif node in self.depends:
+            if node in self.depends and other not in self.buffers:
                 self.depends.add(other)
                 self.sources[other] = [*self.sources[other], *(n for n in self.sources[node] if n is not other)]
             self.joins[other] = self._joins_of(self.values[other])
-        if isinstance(self.values[node][0], torch.Tensor):
-            self.joins[node] = self._joins_of(self.values[node])
 
     def _look_for_block(self, node: fx.Node, sources: list[fx.Node]) -> None:
         """Notes a value that joins although an argument does not, and whether it was seen to depend on that."""
         target = node.args[0] if self.values[node][0] is None and node.args else node  # `h[places] = rows`
         if not isinstance(target, fx.Node) or not self.joins.get(target):
             return
-        met = [n for n in sources if not self.joins[n] and n is not target and _has_elements(self.values[n][0])]
-        floats = [n for n in met if _is_float(self.values[n][0])]
-        result = self.values[target][0]
+        is_of_samples = not self.depends.isdisjoint(sources)  # else of their places, as `arange(b)` is
+        met = [n for n in sources if not self.joins[n] and n is not target and _may_move(self.values[n][0])]
+        met = [n for n in met if n in self.depends or not is_of_samples]
         if met:
             self.blocks.add(target)
-            is_verdict = isinstance(result, torch.Tensor) and result.dtype == torch.bool  # `count <= capacity`
-            is_moved_on = not is_verdict or any(self.values[n][0].dtype == torch.bool for n in met)
-            if is_moved_on and all(self._changes_with(node, n) for n in floats or met):
-                self.opened.add(target)
+            floats = [n for n in met if _is_float(self.values[n][0])]
+            tensors = [value for n in (target, *sources) if isinstance(value := self.values[n][0], torch.Tensor)]
+            is_verdict = [t.dtype == torch.bool for t in tensors] == [True, *[False] * (len(tensors) - 1)]
+            is_weak = any(self._differs_weakly(self.values[n]) for n in floats)
+            if not (is_verdict or is_weak) and all(self._changes_with(node, n) for n in floats or met):
+                self.opened.add(target)  # but not by `count <= capacity`, nor if `h + 1e-3 * mean` is within tolerance
+
+    def _differs_weakly(self, values: list[torch.Tensor]) -> bool:
+        """Returns whether rows that do not join nearly do, so that what is made of them may join by tolerance."""
+        whole, *parts = values
+        dim = _dim_of_rows(whole, parts)
+        weak = max(WEAK, EVIDENCE * _tolerance(whole))
+        return dim is not None and is_close(whole, torch.cat(parts, dim), weak)
+
+    def _look_at_counts(self, node: fx.Node, sources: list[fx.Node]) -> None:
+        """Asks a function of floats that get no noise, since they may be a mask, with others of them."""
+        counts = [n for n in sources if n in self.depends and n not in self.features and _is_float(self.values[n][0])]
+        rows = [how for how in self.joins[node] if isinstance(how, int)]
+        if self.mode == "loud" and counts and rows and not info(node).is_random:
+            with contextlib.suppress(Exception):  # it takes no others
+                if not self._leaves_alone(node):
+                    self.joins[node] = _NO_JOIN
 
     def _changes_with(self, node: fx.Node, source: fx.Node) -> bool:
         """Returns whether the value of a node is another one if a source has other values, as unlike as samples are."""
@@ -436,14 +479,15 @@ def _value_sources(node: fx.Node) -> list[fx.Node]:
     return [n for n in sources if info(n).number is None]
 
 
-def _is_update(name: str, node: Any) -> bool:
-    """Returns whether forward makes the new value of an attribute of the old one."""
-    return isinstance(node, fx.Node) and any(n.op == "get_attr" and n.target == name for n in dependencies_of(node))
+def _is_parameter(traced: Traced, node: fx.Node) -> bool:
+    return isinstance(attribute_tensor(traced, node), nn.Parameter)
 
 
 def _joins_of_tensors(whole: torch.Tensor, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> Joins:
     if whole.layout != torch.strided or any(part.dim() != whole.dim() for part in parts):
         return _NO_JOIN
+    if whole.numel() == 0 == sum(part.numel() for part in parts):  # the tokens of an expert without any
+        return frozenset((*range(whole.dim()), "sum", "mean", "same", "parts"))
     if any(part.shape != whole.shape for part in parts):
         dim = _dim_of_rows(whole, parts)
         return frozenset((dim,)) if dim is not None and _is_close(whole, torch.cat([*parts], dim)) else _NO_JOIN
@@ -490,8 +534,11 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.layout == torch.strided
 
 
-def _has_elements(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() > 0 and value.layout == torch.strided
+def _may_move(value: Any) -> bool:
+    """Returns whether `_moved` makes another value of it."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.numel() == 0:
+        return False
+    return value.is_floating_point() or value.dtype == torch.bool or bool((value != value.flatten()[0]).any())
 
 
 def _copied(value: Any) -> Any:
@@ -504,8 +551,10 @@ def _laid_out_as(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
 
 def _moved(value: Any, seed: int) -> Any:
     """Another value, as unlike as samples are: places of integers are exchanged, since they may be indices."""
-    if not isinstance(value, torch.Tensor) or value.dtype == torch.bool:
-        return ~value if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor) or value.numel() == 0:
+        return value
+    if value.dtype == torch.bool:
+        return ~value
     noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(seed)).to(value.device)
     if not value.is_floating_point():
         return value.flatten()[noise.flatten().argsort()].view(value.shape)
