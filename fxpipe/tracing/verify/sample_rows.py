@@ -81,7 +81,9 @@ class _Found:
         reduced = {n for n in self.depends if self.joins[n] and not self.rows(n) and info(n).shapes}
         hiding = {n for n in self.blocks - self.opened if self.joins[n]}
         for node, sources in self.sources.items():  # `h + gate * h.mean(0)`, a loss with weights of the batch
-            if self.joins[node] and not reduced.isdisjoint(sources) and any(map(self.rows, (node, *sources))):
+            own = _value_sources(node)  # without what is written to it later
+            is_weighed = not reduced.isdisjoint(own) and any(map(self.rows, own))
+            if self.joins[node] and (is_weighed or (self.rows(node) and not reduced.isdisjoint(sources))):
                 hiding.add(node)
         tainted, before = {*hiding}, 0
         while len(tainted) > before:  # a second time where a value was written to
@@ -411,11 +413,11 @@ class _SideBySide:
     def _look_at_counts(self, node: fx.Node, sources: list[fx.Node]) -> None:
         """Asks a function of floats that get no noise, since they may be a mask, with others of them."""
         counts = [n for n in sources if n in self.depends and n not in self.features and _is_float(self.values[n][0])]
-        rows = [how for how in self.joins[node] if isinstance(how, int)]
-        if self.mode == "loud" and counts and rows and not info(node).is_random:
+        has_rows = any(isinstance(how, int) or how == "parts" for how in self.joins[node])
+        if self.mode == "loud" and counts and has_rows and not info(node).is_random:
             with contextlib.suppress(Exception):  # it takes no others
                 if not self._leaves_alone(node):
-                    self.joins[node] = _NO_JOIN
+                    self.blocks.add(node)
 
     def _changes_with(self, node: fx.Node, source: fx.Node) -> bool:
         """Returns whether the value of a node is another one if a source has other values, as unlike as samples are."""
