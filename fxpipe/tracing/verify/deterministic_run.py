@@ -74,20 +74,20 @@ def run_deterministically(traced: Traced, asked: ComparedOutputs, sample: Sequen
 
 def run_deterministic_node(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
     """Runs a node so that no dropout drops and batch norm looks at no batch, also within what is kept whole."""
-    with _Calm() if info(node).opaque is not None else contextlib.nullcontext():
+    with _Deterministic() if info(node).opaque is not None else contextlib.nullcontext():
         if node.op == "call_function" and node.target in (*_DROPOUTS, *_WITH_DROPOUT, F.batch_norm):
-            return _call_calmly(node.target, *fx.map_arg((node.args, node.kwargs), value_of))
+            return _call_deterministically(node.target, *fx.map_arg((node.args, node.kwargs), value_of))
         return call_node(node, value_of)
 
 
-class _Calm(TorchFunctionMode):
+class _Deterministic(TorchFunctionMode):
     """A block in which dropouts drop nothing and batch norm looks at no batch."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _call_calmly(func, args, kwargs or {})
+        return _call_deterministically(func, args, kwargs or {})
 
 
-def _call_calmly(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _call_deterministically(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if function not in (*_DROPOUTS, *_WITH_DROPOUT, F.batch_norm):
         return function(*args, **kwargs)
     bound = dict(zip(parameter_names(function), args, strict=False)) | dict(kwargs)

@@ -57,7 +57,7 @@ _LIKE_SECOND = frozenset("view_as expand_as reshape_as type_as to".split())  # t
 
 
 @dataclass(slots=True)
-class _Found:
+class _Findings:
     """The findings of all runs."""
 
     joins: dict[fx.Node, Joins] = field(default_factory=dict)
@@ -142,10 +142,10 @@ def _refusal(
     traced: Traced, leaves: Sequence[Any], parts: list[int], even: list[int], claims: Sequence[tuple[str, fx.Node, Any]]
 ) -> ArgumentError | None:
     """Returns the error if a claim does not hold; None if all do."""
-    found = _Found()
+    findings = _Findings()
     try:
         for mode, split in (("plain", parts), ("loud", even), ("equal", even)):
-            found.add(_run(traced, leaves, split, mode))
+            findings.add(_run(traced, leaves, split, mode))
     except Exception as error:
         refusal = ArgumentError(
             f"whether samples act on each other cannot be told, since parts of the batch do not run: {error}; "
@@ -153,11 +153,11 @@ def _refusal(
         )
         refusal.__cause__ = error
         return refusal
-    hiding = found.distrust()
+    hiding = findings.distrust()
     for name, node, how in claims:
-        if how not in found.joins[node]:
+        if how not in findings.joins[node]:
             is_hidden = bool(hiding & {*dependencies_of(node)})
-            return _mixing_error(traced, name, node, found.meeting(node), is_hidden)
+            return _mixing_error(traced, name, node, findings.meeting(node), is_hidden)
     return None
 
 
@@ -271,16 +271,16 @@ class _SideBySide:
             return [None] * len(self.samples)
         if not info(node).is_random:
             return [self._call(node, k) for k in range(len(self.samples))]
-        made = []
+        results = []
         for k in reversed(range(len(self.samples))):
             with preserve_rng():
-                made.append(self._call(node, k))
+                results.append(self._call(node, k))
         if info(node).is_scalar_draw:
-            return [_copied(made[-1]) for _ in made]
+            return [_copied(results[-1]) for _ in results]
         if not self._leaves_alone(node):
-            return made[::-1]
+            return results[::-1]
         torch.rand(())  # the next one draws others
-        return self._with_rows_of_whole(made[::-1])
+        return self._with_rows_of_whole(results[::-1])
 
     def _call(self, node: fx.Node, k: int, changed: Callable[[fx.Node], Any] | None = None) -> Any:
         """Runs a node on the whole (k = 0) or a part."""
@@ -296,10 +296,10 @@ class _SideBySide:
         for part in (0, len(self.parts) - 1) if moving else ():
             results = []
             for is_moved in (False, True):
-                given = {n: _copied(self.values[n][0]) for n in node.all_input_nodes}
-                given |= {n: self._moved_rows(n, part) for n in moving if is_moved}
+                arguments = {n: _copied(self.values[n][0]) for n in node.all_input_nodes}
+                arguments |= {n: self._moved_rows(n, part) for n in moving if is_moved}
                 with preserve_rng():
-                    results.append([*_tensors(self._call(node, 0, given.__getitem__))])
+                    results.append([*_tensors(self._call(node, 0, arguments.__getitem__))])
             for left, right in zip(*results, strict=True):
                 dims = [d for d, size in enumerate(left.shape) if size % sum(self.parts) == 0]
                 if not any(_same_rows(left, right, d, self.parts, part) for d in dims):
@@ -423,15 +423,15 @@ class _SideBySide:
         """Returns whether the value of a node is another one if a source has other values, as unlike as samples are."""
         results = []
         for is_moved in (False, True):
-            given = {n: _copied(self.values[n][0]) for n in node.all_input_nodes}
+            arguments = {n: _copied(self.values[n][0]) for n in node.all_input_nodes}
             if is_moved:
-                given[source] = _moved(given[source], 0)
+                arguments[source] = _moved(arguments[source], 0)
             try:
                 with preserve_rng():
-                    value = self._call(node, 0, given.__getitem__)
+                    value = self._call(node, 0, arguments.__getitem__)
             except Exception:
                 return False
-            results.append([*_tensors(given[node.args[0]] if value is None else value)])
+            results.append([*_tensors(arguments[node.args[0]] if value is None else value)])
         return any(
             not is_close(left, right, EVIDENCE * _tolerance(left)) for left, right in zip(*results, strict=False)
         )
@@ -519,7 +519,7 @@ def _same_rows(left: torch.Tensor, right: torch.Tensor, dim: int, parts: Sequenc
 
 
 def _tolerance(value: torch.Tensor) -> float:
-    """What kernels for other sizes may differ by, relative to the largest element."""
+    """The rounding of kernels for other sizes, relative to the largest element."""
     is_exact = not (value.is_floating_point() or value.is_complex())
     return 0.0 if is_exact else max(2e-4, 4 * torch.finfo(value.dtype).eps)
 
