@@ -431,7 +431,8 @@ class _SideBySide:
                     value = self._call(node, 0, arguments.__getitem__)
             except Exception:
                 return False
-            results.append([*_tensors(arguments[node.args[0]] if value is None else value)])
+            target: Any = node.args[0] if value is None else None  # of a write
+            results.append([*_tensors(arguments[target] if value is None else value)])
         return any(
             not is_close(left, right, EVIDENCE * _tolerance(left)) for left, right in zip(*results, strict=False)
         )
