@@ -124,16 +124,19 @@ def check_sample_rows(traced: Traced, leaves: Sequence[Any], chunks: int) -> boo
     batch = traced.batch_of(leaves)
     excuse_sizes(traced, leaves, range(1, SAMPLES + 1))
     few = [[1, SAMPLES - 1], [SAMPLES // 2] * 2]
+    if 1 < batch < SAMPLES:  # samples that must come in an order cannot be given twice
+        few.append([1, batch - 1])
     splits = [parts for parts in few if _holds_at(traced, parts) and _grows_evenly(traced)]
     splits = splits or [parts for parts in [samples_per_micro_batch(batch, min(chunks, batch))] if len(parts) > 1]
     if not splits or not _holds_at(traced, splits[0]):
         return False  # a graph of this batch alone: micro-batches of others are compared when they come
     for parts in splits:
-        refusal = _refusal(traced, leaves, parts, splits[-1], claims)
+        even = max((split for split in splits if sum(split) == sum(parts)), key=min)
+        refusal = _refusal(traced, leaves, parts, even, claims)
         if refusal is None:
             return parts == few[0]
-        if refusal.__cause__ is None and not can_run_deterministically(traced):
-            break  # micro-batches could not be compared in each step
+        if refusal.__cause__ is None and (parts[0] > 1 or not can_run_deterministically(traced)):
+            break  # micro-batches of even sizes would have to be compared in each step
     assert refusal is not None
     raise refusal
 
