@@ -1383,7 +1383,7 @@ TRACING = (
     ),
     Mutant(
         "tracing/verify/sample_rows.py",
-        "        hiding = {n for n in self.blocks - self.opened if self.joins[n]}",
+        "        hiding = {n for n in self.blocks - self.opened if self.joins[n] or len(info(n).shapes) > 1}",
         "        hiding = set()",
         "attacks/test_samples_meet.py::test_samples_that_meet_are_refused_with_the_line",
     ),

@@ -79,7 +79,7 @@ class _Findings:
     def distrust(self) -> set[fx.Node]:
         """Takes from all samples what may hide something, and what is made of it; returns the values that may."""
         reduced = {n for n in self.depends if self.joins[n] and not self.rows(n) and info(n).shapes}
-        hiding = {n for n in self.blocks - self.opened if self.joins[n]}
+        hiding = {n for n in self.blocks - self.opened if self.joins[n] or len(info(n).shapes) > 1}
         for node, sources in self.sources.items():  # `h + gate * h.mean(0)`, a loss with weights of the batch
             own = _value_sources(node)  # without what is written to it later
             is_weighed = not reduced.isdisjoint(own) and any(map(self.rows, own))
@@ -222,6 +222,7 @@ class _SideBySide:
         self.sources: dict[fx.Node, list[fx.Node]] = {}
         self.features = set[fx.Node]()  # floats that are made of parameters, or of floats among the inputs
         self.values: NodeValues = {}
+        self.eps: dict[fx.Node, float] = {}  # digits of values; of what is reduced, also of what it is made of
         self.written = frozenset[int]().union(*(info(n).written_storages for n in traced.graph.nodes))
         self.has_python = any(info(n).opaque is not None for n in traced.nodes)  # it may ask for gradients inside
         self.buffers = {n for n in traced.graph.nodes if n.op == "get_attr" and not _is_parameter(traced, n)}
@@ -342,7 +343,9 @@ class _SideBySide:
             self.of_buffers.add(node)
         if node.op in CALL_OPS and not self.features.isdisjoint(sources):
             self.features.add(node)
-        self.joins[node] = self._joins_of(values)
+        reduced = (self.eps[n] for n in sources if not any(isinstance(how, int) for how in self.joins[n]))
+        self.eps[node] = max((_eps(values[0]), *reduced))
+        self.joins[node] = self._joins_of(node)
         if node.op not in CALL_OPS:
             if node.op == "placeholder":
                 self._spread(node)
@@ -354,16 +357,18 @@ class _SideBySide:
             self._look_at_counts(node, sources)
         self._spread(node)
 
-    def _joins_of(self, values: list[Any]) -> Joins:
-        whole, *parts = values
+    def _joins_of(self, node: fx.Node) -> Joins:
+        whole, *parts = self.values[node]
+        tolerance = max(2e-4, 4 * self.eps[node])
         if isinstance(whole, torch.Tensor):
-            return _joins_of_tensors(whole, parts, self.parts)
-        tensors = [[*_tensors(value)] for value in values]
+            return _joins_of_tensors(whole, parts, self.parts, tolerance)
+        tensors = [[*_tensors(value)] for value in (whole, *parts)]
         if not tensors[0]:
             return frozenset(("same",))
         if any(len(t) != len(tensors[0]) for t in tensors):
             return _NO_JOIN
-        all_join = all(_joins_of_tensors(one[0], one[1:], self.parts) for one in zip(*tensors, strict=True))
+        leaves = zip(*tensors, strict=True)
+        all_join = all(_joins_of_tensors(one[0], one[1:], self.parts, tolerance) for one in leaves)
         return frozenset(("parts",)) if all_join else _NO_JOIN
 
     def _is_update(self, node: fx.Node, sources: list[fx.Node]) -> bool:
@@ -387,7 +392,7 @@ class _SideBySide:
             if node in self.depends and other not in self.buffers:
                 self.depends.add(other)
                 self.sources[other] = [*self.sources[other], *(n for n in self.sources[node] if n is not other)]
-            self.joins[other] = self._joins_of(self.values[other])
+            self.joins[other] = self._joins_of(other)
 
     def _look_for_block(self, node: fx.Node, sources: list[fx.Node]) -> None:
         """Notes a value that joins although an argument does not, and whether it was seen to depend on that."""
@@ -417,6 +422,7 @@ class _SideBySide:
         """Asks a function of floats that get no noise, since they may be a mask, with others of them."""
         counts = [n for n in sources if n in self.depends and n not in self.features and _is_float(self.values[n][0])]
         has_rows = any(isinstance(how, int) or how == "parts" for how in self.joins[node])
+        has_rows = has_rows or not isinstance(self.values[node][0], torch.Tensor)  # parts of it may have
         if self.mode == "loud" and counts and has_rows and not info(node).is_random:
             with contextlib.suppress(Exception):  # it takes no others
                 if not self._leaves_alone(node):
@@ -489,20 +495,26 @@ def _is_parameter(traced: Traced, node: fx.Node) -> bool:
     return isinstance(attribute_tensor(traced, node), nn.Parameter)
 
 
-def _joins_of_tensors(whole: torch.Tensor, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> Joins:
+def _joins_of_tensors(
+    whole: torch.Tensor, parts: Sequence[torch.Tensor], sizes: Sequence[int], tolerance: float
+) -> Joins:
+    def is_whole(value: Any) -> bool:
+        is_exact = not (whole.is_floating_point() or whole.is_complex())
+        return is_close(whole, value, 0.0 if is_exact else tolerance)
+
     if whole.layout != torch.strided or any(part.dim() != whole.dim() for part in parts):
         return _NO_JOIN
     if whole.numel() == 0 == sum(part.numel() for part in parts):  # the tokens of an expert without any
         return frozenset((*range(whole.dim()), "sum", "mean", "same", "parts"))
     if any(part.shape != whole.shape for part in parts):
         dim = _dim_of_rows(whole, parts)
-        return frozenset((dim,)) if dim is not None and _is_close(whole, torch.cat([*parts], dim)) else _NO_JOIN
-    joins: set[int | str] = {"same"} if all(_is_close(whole, part) for part in parts) else set()
-    if whole.dtype != torch.bool and _is_close(whole, sum(parts[1:], parts[0])):
+        return frozenset((dim,)) if dim is not None and is_whole(torch.cat([*parts], dim)) else _NO_JOIN
+    joins: set[int | str] = {"same"} if all(is_whole(part) for part in parts) else set()
+    if whole.dtype != torch.bool and is_whole(sum(parts[1:], parts[0])):
         joins.add("sum")
     if whole.is_floating_point():
         weighted = [part * (size / sum(sizes)) for part, size in zip(parts, sizes, strict=True)]
-        if _is_close(whole, sum(weighted[1:], weighted[0])):
+        if is_whole(sum(weighted[1:], weighted[0])):
             joins.add("mean")
     return frozenset(joins)
 
@@ -522,14 +534,15 @@ def _same_rows(left: torch.Tensor, right: torch.Tensor, dim: int, parts: Sequenc
     return all(is_close(one, other) for place, (one, other) in enumerate(pairs) if place != part)
 
 
+def _eps(value: Any) -> float:
+    return max(
+        (torch.finfo(t.dtype).eps for t in _tensors(value) if t.is_floating_point() or t.is_complex()), default=0.0
+    )
+
+
 def _tolerance(value: torch.Tensor) -> float:
     """The rounding of kernels for other sizes, relative to the largest element."""
-    is_exact = not (value.is_floating_point() or value.is_complex())
-    return 0.0 if is_exact else max(2e-4, 4 * torch.finfo(value.dtype).eps)
-
-
-def _is_close(left: torch.Tensor, right: Any) -> bool:
-    return is_close(left, right, _tolerance(left))
+    return max(2e-4, 4 * _eps(value))
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
