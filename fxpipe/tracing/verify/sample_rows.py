@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 
 from fxpipe._torch import torch_pytree as pytree
@@ -221,9 +222,10 @@ class _SideBySide:
         self.depends, self.blocks, self.opened = set[fx.Node](), set[fx.Node](), set[fx.Node]()
         self.sources: dict[fx.Node, list[fx.Node]] = {}
         self.features = set[fx.Node]()  # floats that are made of parameters, or of floats among the inputs
+        self.written = frozenset[int]().union(*(info(n).written_storages for n in traced.graph.nodes))
+        self.last_maps = {n for n in traced.nodes if _is_last_map(n, self.written)}
         self.values: NodeValues = {}
         self.eps: dict[fx.Node, float] = {}  # digits of values; of what is reduced, also of what it is made of
-        self.written = frozenset[int]().union(*(info(n).written_storages for n in traced.graph.nodes))
         self.has_python = any(info(n).opaque is not None for n in traced.nodes)  # it may ask for gradients inside
         self.buffers = {n for n in traced.graph.nodes if n.op == "get_attr" and not _is_parameter(traced, n)}
         self.state = frozenset[int]().union(*(info(n).storages for n in self.buffers))  # memory
@@ -272,6 +274,8 @@ class _SideBySide:
 
     def _work(self, node: fx.Node, values: NodeValues) -> list[Any]:
         if node.target is expect:  # of the example's values; here are others
+            return [None] * len(self.samples)
+        if node in self.last_maps:
             return [None] * len(self.samples)
         if not info(node).is_random:
             return [self._call(node, k) for k in range(len(self.samples))]
@@ -345,7 +349,9 @@ class _SideBySide:
             self.features.add(node)
         reduced = (self.eps[n] for n in sources if not any(isinstance(how, int) for how in self.joins[n]))
         self.eps[node] = max((_eps(values[0]), *reduced))
-        self.joins[node] = self._joins_of(node)
+        self.joins[node] = self._joins_of(node) if node.op != "get_attr" else frozenset(("same",))
+        if node in self.last_maps:
+            self.joins[node] = self.joins[sources[0]]
         if node.op not in CALL_OPS:
             if node.op == "placeholder":
                 self._spread(node)
@@ -491,6 +497,17 @@ def _value_sources(node: fx.Node) -> list[fx.Node]:
     return [n for n in sources if info(n).number is None]
 
 
+def _is_last_map(node: fx.Node, written: frozenset[int]) -> bool:
+    """Returns whether an output is a linear map of rows: to multiply with a vocabulary takes as long as the rest."""
+    weights = [n for n in node.all_input_nodes[1:] if n.op != "get_attr"]
+    if node.target is not F.linear or weights or not node.args or [n.op for n in node.users] != ["output"]:
+        return False
+    source = node.all_input_nodes[0]
+    is_bare = source is node.args[0] and source.op in CALL_OPS and written.isdisjoint(info(source).storages)
+    last = info(node).shapes[0].shape[-1]
+    return is_bare and not last.free_symbols and not info(source).shapes[0].shape[-1].free_symbols
+
+
 def _is_parameter(traced: Traced, node: fx.Node) -> bool:
     return isinstance(attribute_tensor(traced, node), nn.Parameter)
 
@@ -586,9 +603,11 @@ def _opened(tensor: torch.Tensor) -> torch.Tensor:
     """A parameter with what is zero, or all that is tiny (a layer scale), made something."""
     if not _is_float(tensor) or tensor.numel() == 0:
         return tensor
-    closed = tensor == 0 if tensor.abs().max() > 1e-2 else torch.ones_like(tensor, dtype=torch.bool)
-    other = 0.3 + torch.arange(tensor.numel(), device=tensor.device).remainder(7).view_as(tensor) / 10
-    return torch.where(closed, other.to(tensor.dtype), tensor)
+    closed = tensor == 0 if max(map(abs, torch.aminmax(tensor))) > 1e-2 else torch.ones_like(tensor, dtype=torch.bool)
+    if not bool(closed.any()):
+        return tensor
+    other = 0.3 + torch.arange(int(closed.sum()), device=tensor.device).remainder(7) / 10
+    return tensor.masked_scatter(closed, other.to(tensor.dtype))
 
 
 def _holds_integers(leaf: torch.Tensor) -> bool:
