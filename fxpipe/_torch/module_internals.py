@@ -18,6 +18,12 @@ from fxpipe._torch.versions import require_attributes
 MODULE_DICT_KEYS = frozenset(nn.Module().__dict__)  # what every module keeps in its `__dict__`
 STORE_NAMES = ("_parameters", "_buffers", "_modules")  # its tensors and its children
 HOOK_STORE_NAMES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+GLOBAL_HOOK_STORE_NAMES = (  # of hooks on all modules, in the module of nn.Module
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+)
 COMPILED_CALL = "_compiled_call_impl"  # in its `__dict__`: what runs in place of it where `module.compile()` was called
 CALL_NAMES = (  # attributes that belong to a call of the module itself
     *HOOK_STORE_NAMES,
@@ -34,8 +40,8 @@ require_attributes(
     *STORE_NAMES,
     *CALL_NAMES,
 )
-require_attributes(torch_module, *(f"_global{name}" for name in HOOK_STORE_NAMES))
-_GLOBAL_HOOK_STORES = [getattr(torch_module, f"_global{name}") for name in HOOK_STORE_NAMES]
+require_attributes(torch_module, *GLOBAL_HOOK_STORE_NAMES)
+_GLOBAL_HOOK_STORES = [getattr(torch_module, name) for name in GLOBAL_HOOK_STORE_NAMES]
 
 
 def own_buffers(module: nn.Module) -> dict[str, Any]:

@@ -230,6 +230,11 @@ class _SideBySide:
         self.buffers = {n for n in traced.graph.nodes if n.op == "get_attr" and not _is_parameter(traced, n)}
         self.state = frozenset[int]().union(*(info(n).storages for n in self.buffers))  # memory
         self.assigned = set[fx.Node]().union(*map(dependencies_of, traced.assigned.values()))
+        self.updates: dict[fx.Node, frozenset[int]] = {}  # what is written to buffers, and what that is made of
+        for writer in traced.graph.nodes:
+            if memory := info(writer).written_storages & self.state:
+                for node in dependencies_of(writer):
+                    self.updates[node] = self.updates.get(node, frozenset()) | memory
         self.of_buffers = {*self.buffers}  # what is made of buffers, and not of samples
         self.noise: dict[torch.device, torch.Tensor] = {}
 
@@ -382,10 +387,17 @@ class _SideBySide:
 
         Not if nothing of the old state is left: then it is what samples of this batch have in common.
         """
-        if node in self.assigned and not any(size.free_symbols for shape in info(node).shapes for size in shape.shape):
-            return not self.of_buffers.isdisjoint(sources)
+        memory = self.updates.get(node, frozenset())
+        is_whole = not any(size.free_symbols for shape in info(node).shapes for size in shape.shape)
+        if is_whole and not info(node).written_storages and (node in self.assigned or memory):
+            old = [n for n in sources if n in self.of_buffers]
+            states = (info(n).storages for one in old for n in dependencies_of(one))
+            if old and (node in self.assigned or not all(map(memory.isdisjoint, states))):
+                return True
+            if node in self.assigned:
+                return False
         held = [n for n in sources if not self.state.isdisjoint(info(n).storages & info(node).written_storages)]
-        if not held or not all(self._changes_with(node, n) for n in held):
+        if not any(self._changes_with(node, n) for n in held):  # of several, some may be made again: a scale
             return False
         for other in held:
             self._with_rows_of_whole(self.values[other])
@@ -596,7 +608,7 @@ def _moved(value: Any, seed: int) -> Any:
         return value.flatten()[noise.flatten().argsort()].view(value.shape)
     finite = value.double().nan_to_num(0.0, 0.0, 0.0)
     scale = float(finite.std(correction=0)) or float(finite.abs().mean()) or 1.0
-    return value + (scale * noise).to(value.dtype)
+    return value.nan_to_num(0.0, 0.0, 0.0) + (scale * noise).to(value.dtype)  # an observer begins with infinity
 
 
 def _opened(tensor: torch.Tensor) -> torch.Tensor:
