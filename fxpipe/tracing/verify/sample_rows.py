@@ -123,12 +123,18 @@ def check_sample_rows(traced: Traced, leaves: Sequence[Any], chunks: int) -> boo
     if not claims:
         return True
     batch = traced.batch_of(leaves)
+    own = samples_per_micro_batch(batch, min(chunks, batch))
+    is_own_excused = not _holds_at(traced, own)
     excuse_sizes(traced, leaves, range(1, SAMPLES + 1))
+    if is_own_excused and len(own) > 1 and _holds_at(traced, own):  # `min(len(x), 4)` says nothing of few samples
+        refusal = _refusal(traced, leaves, own, own, claims)
+        if refusal is not None:
+            raise refusal
     few = [[1, SAMPLES - 1], [SAMPLES // 2] * 2]
     if 1 < batch < SAMPLES:  # samples that must come in an order cannot be given twice
         few.append([1, batch - 1])
     splits = [parts for parts in few if _holds_at(traced, parts) and _grows_evenly(traced)]
-    splits = splits or [parts for parts in [samples_per_micro_batch(batch, min(chunks, batch))] if len(parts) > 1]
+    splits = splits or [parts for parts in [own] if len(parts) > 1]
     if not splits or not _holds_at(traced, splits[0]):
         return False  # a graph of this batch alone: micro-batches of others are compared when they come
     for parts in splits:
