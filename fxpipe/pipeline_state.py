@@ -41,6 +41,7 @@ from fxpipe.tracing.cache_key import GraphKey, InputsKey
 from fxpipe.tracing.fake_tensors import names_without_values
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.print_calls import warn_of_prints
+from fxpipe.tracing.record.input_reads import refuse_other_answers
 from fxpipe.tracing.record.record_model import input_leaves
 from fxpipe.tracing.shapes.input_pieces import InputPieces
 from fxpipe.tracing.source_lines import warn_user
@@ -495,11 +496,14 @@ class PipelineState:
                     )
                 now = module_flags(self.model), ThreadState.now()
                 if (traced.flags, traced.state) == now and traced.holds_for_model():
+                    refuse_other_answers(traced.input_reads, flatten((args, kwargs))[0])
                     return kept
             with show_progress(self.settings.progress):
                 dynamic = self.graphs.dynamic_dims(self._inputs(args, kwargs, seed))
                 settings = self.settings if micro_batches is None else replace(self.settings, chunks=1)
-                return self._keep(prepare_additional_graph(self.first, args, kwargs, settings, seed, dynamic))
+                kept = self._keep(prepare_additional_graph(self.first, args, kwargs, settings, seed, dynamic))
+            refuse_other_answers(kept[0].traced.input_reads, flatten((args, kwargs))[0])
+            return kept
         except Exception as error:
             _add_batch_size_note(error, self.model, args, kwargs)
             raise

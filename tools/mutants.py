@@ -1260,6 +1260,30 @@ TRACING = (
     ),
     Mutant(
         "utils/equality.py",
+        " and repr(left) == repr(right)",
+        "",
+        "attacks/test_inputs.py::test_minus_zero_is_another_number",
+    ),
+    Mutant(
+        "tracing/record/input_reads.py",
+        "return bool(self.question(leaves) == self.answer)",
+        "return True",
+        "attacks/test_inputs.py::test_each_layout_has_its_graph",
+    ),
+    Mutant(
+        "config/micro_batches.py",
+        "if version_of(tensor) != version:",
+        "if version_of(tensor) < version:",
+        "attacks/test_reused_tensors.py::test_micro_batches_that_are_filled_again_are_refused",
+    ),
+    Mutant(
+        "tracing/record/recorder.py",
+        "if seed != self._seed_of_generator or start in self._draw_starts:",
+        "if start in self._draw_starts:",
+        "attacks/test_seeded_forward.py::test_a_forward_that_seeds_is_refused_with_its_line",
+    ),
+    Mutant(
+        "utils/equality.py",
         "type(left) is not type(right) or ",
         "",
         "unit/utils/test_equality.py::test_answers_are_of_one_kind_and_nan_is_itself",

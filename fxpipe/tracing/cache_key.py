@@ -32,10 +32,19 @@ class InputsKey:
 
     spec: pytree.TreeSpec
     kinds: tuple[TensorKind | None, ...]
+    same_as: tuple[int | None, ...]
 
     @classmethod
     def of(cls, spec: pytree.TreeSpec, leaves: Sequence[Any]) -> InputsKey:
-        return cls(spec, tuple(_kind_of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves))
+        kinds = tuple(_kind_of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+        return cls(spec, kinds, same_tensors(leaves))
+
+
+def same_tensors(leaves: Sequence[Any]) -> tuple[int | None, ...]:
+    """Returns by place of a leaf the first place of the same tensor; None if it is the first, or no tensor."""
+    first: dict[int, int] = {}
+    places = (first.setdefault(id(leaf), i) if isinstance(leaf, torch.Tensor) else i for i, leaf in enumerate(leaves))
+    return tuple(None if place == i else place for i, place in enumerate(places))
 
 
 def _kind_of(tensor: torch.Tensor) -> TensorKind:

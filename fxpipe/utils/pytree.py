@@ -226,9 +226,10 @@ def flatten_dataclasses(tree: Any, is_recorded: Callable[[Any], bool]) -> tuple[
 
 
 def map_tensor_leaves(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    """The tree with `function(tensor)` for each tensor."""
+    """The tree with `function(tensor)` for each tensor; for one in two places it is one."""
     leaves, spec = flatten(tree)
-    return pytree.tree_unflatten([function(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+    results = {id(x): function(x) for x in leaves if isinstance(x, torch.Tensor)}
+    return pytree.tree_unflatten([results.get(id(x), x) for x in leaves], spec)
 
 
 def _flatten(

@@ -247,9 +247,9 @@ class _Segment:
         copied = map_tensor_leaves(torch.clone, arguments)
         drawn = len(recorder.draws_from_stream)
         with without_gradients(recorder.model), preserve_state(recorder.model):
-            recorder.external_tensors.clear()
+            recorder.external_tensors = []
             run((), copied, {})
-            used = set(map(id, recorder.external_tensors))
+            used, recorder.external_tensors = set(map(id, recorder.external_tensors)), None
         del recorder.draws_from_stream[drawn:]
         if self.end is not None:
             outside = [slot for slot in outside if slot.kind == "parameter"]

@@ -34,7 +34,7 @@ from fxpipe.tracing.record.record_model import input_leaves
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.shapes.input_dims import candidate_dims
 from fxpipe.tracing.tensors import storage_of
-from fxpipe.tracing.traced import Traced
+from fxpipe.tracing.traced import Traced, as_given
 from fxpipe.tracing.verify.equivalence import is_close
 from fxpipe.utils.python_state import Place
 from fxpipe.utils.pytree import preserve_objects
@@ -104,7 +104,7 @@ def make_lazy_state(
     if is_faked():
         return None
     leaves, spec, values = input_leaves(model, args, kwargs)
-    others = _other_samples(values, candidate_dims(leaves, in_dims))
+    others = as_given(leaves, _other_samples(values, candidate_dims(leaves, in_dims)))
     try:
         first, first_of_others = _call_once(model, values, spec), _call_once(model, others, spec)
         items = first.items
@@ -154,7 +154,8 @@ def _call_once(model: nn.Module, values: Sequence[Any], spec: pytree.TreeSpec) -
     before = {slot: _memory_of(tensor) for slot, tensor in slots_of(model).items() if slot.kind == "parameter"}
     with preserve_state(model) as snapshot, without_gradients(model), preserve_objects(spec):
         torch.manual_seed(0)
-        args, kwargs = pytree.tree_unflatten(list(map(copy_of_input, values)), spec)
+        copies = {id(value): copy_of_input(value) for value in values}
+        args, kwargs = pytree.tree_unflatten([copies[id(value)] for value in values], spec)
         result = run_model(model, args, kwargs)
         outputs = [x.detach() if isinstance(x, torch.Tensor) else x for x in pytree.tree_leaves(result)]
         # Not of parameters as they were: copies of all of them take as much memory as the model.

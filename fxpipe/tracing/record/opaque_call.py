@@ -195,16 +195,19 @@ def call_opaque(
         buffers = [(t, t.detach().clone()) for t in tensors if not isinstance(t, nn.Parameter)]
     recorder.note_python_rng()
     before, applied = python_rng_state(), recorder.applied_inside
-    recorder.external_tensors.clear()
     shared = [x for x, node in zip(plain, nodes, strict=True) if isinstance(x, torch.Tensor) and _is_used(node)]
     recorder.unhookable = [*own, *shared] if hookable else None
+    recorder.has_drawn_inside = False
+    outside: list[torch.Tensor] = []
+    recorder.external_tensors = outside
     try:
         outputs, random = recorder.run_opaque(whole, (own, plain), {})
     except OpaqueStateError as error:
         raise refuse(str(error), error.remedy) from error
     finally:
         recorder.unhookable = ()
-    outside = list(recorder.external_tensors)
+        recorder.external_tensors = None
+    seeds = recorder.has_drawn_inside and not random
     rolled = not same_python_rng_state(before, python_rng_state())
     recorder.skip_python_rng()
     if recorder.applied_inside != applied:
@@ -261,7 +264,7 @@ def call_opaque(
     node = recorder.add("call_function", whole, node_args)
     update_info(
         node,
-        opaque=OpaqueCall(fixed, spec, host_places=host.places),
+        opaque=OpaqueCall(fixed, spec, host_places=host.places, seeds_generator=seeds),
         rng=RandomDraws(from_python=rolled) if random or rolled else None,
         written_storages=info(node).written_storages.union(map(recorder.registry.storages.name, changed_buffers)),
     )

@@ -116,6 +116,7 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
         (torch, "is_inference_mode_enabled", is_inference_mode_enabled),
         (storage, "nbytes", told_of(storage.nbytes)),
         (storage, "__len__", told_of(storage.__len__)),
+        (storage, "data_ptr", told_of(storage.data_ptr)),
         (nn.Module, "__getattribute__", getattribute),
         (nn.Module, "__call__", call),
     ]

@@ -15,7 +15,7 @@ from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.module_internals import module_flags
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentError, TraceError
-from fxpipe.tracing.cache_key import requires_grad_flags, tensor_guards_of
+from fxpipe.tracing.cache_key import requires_grad_flags, same_tensors, tensor_guards_of
 from fxpipe.tracing.fake_tensors import in_fake_mode
 from fxpipe.tracing.forward_rng import OwnGenerators
 from fxpipe.tracing.interpreter import copy_as_leaf, copy_of_input
@@ -29,16 +29,19 @@ from fxpipe.tracing.record.input_containers import (
     leaf_name,
     line_of_change,
 )
+from fxpipe.tracing.record.input_reads import layouts_of
+from fxpipe.tracing.record.module_hooks import forward_of
 from fxpipe.tracing.record.number_casts import CASTING_FUNCTIONS
 from fxpipe.tracing.record.patches import patch_for_recording
 from fxpipe.tracing.record.recorded_sizes import RECORDED, SIZE_FUNCTIONS
 from fxpipe.tracing.record.recorder import GraphBreak, Recorder
 from fxpipe.tracing.record.uncomputed_tensors import UncomputedMode
 from fxpipe.tracing.record.unrecordable import CannotRecord, python_rng_error, refuse_model
-from fxpipe.tracing.source_lines import UNKNOWN_LINE
-from fxpipe.tracing.traced import InputLeaf, Traced, signature_of
+from fxpipe.tracing.source_lines import UNKNOWN_LINE, line_of_function
+from fxpipe.tracing.traced import InputLeaf, Traced, as_given, signature_of
 from fxpipe.utils.progress import progress
 from fxpipe.utils.python_objects import contains_any
+from fxpipe.utils.python_state import PythonState
 from fxpipe.utils.pytree import (
     flatten_output,
     flatten_with_paths,
@@ -48,6 +51,7 @@ from fxpipe.utils.pytree import (
     refuse_layout,
     refuse_own_attributes,
 )
+from fxpipe.utils.random_generators import comparison_seed
 
 _UnknownTensor = tuple[torch.Tensor, CannotRecord]  # and the error to raise should it not be a constant
 _ERASABLE = (  # nodes that may be there for nobody
@@ -65,15 +69,17 @@ def input_leaves(
     """The flattened inputs: what they are, their tree, and their values."""
     paths, spec = flatten_with_paths((args, kwargs))
     leaves = []
-    for path, value in paths:
+    for (path, value), same_as in zip(paths, same_tensors([value for _, value in paths]), strict=True):
         head, text = argument_name(model, path), leaf_name(model, path)
         if isinstance(value, torch.Tensor):
             refuse_layout(f"input {text}", value)
             refuse_own_attributes(f"input {text}", value)
-            leaves.append(InputLeaf(True, head, text, None, value.dtype, tuple(value.shape), value.requires_grad))
+            shape = tuple(value.shape)
+            leaves.append(InputLeaf(True, head, text, None, value.dtype, shape, value.requires_grad, same_as))
         else:
             refuse_hidden_tensors(f"input {text}", value)
-            leaves.append(InputLeaf(False, head, text, copy_as_leaf(value)))
+            state = PythonState((value,)) if callable(value) else None
+            leaves.append(InputLeaf(False, head, text, copy_as_leaf(value), state=state))
     return tuple(leaves), spec, [value for _, value in paths]
 
 
@@ -152,7 +158,10 @@ def _record_once(
     model = recorder.model
     model_flags = module_flags(model)
     leaves, spec, values = input_leaves(model, args, kwargs)
-    copies = list(map(copy_of_input, values))
+    copies = as_given(leaves, map(copy_of_input, values))
+    recorder.input_reads.leaves, recorder.input_reads.paths = copies, [leaf.path for leaf in leaves]
+    if run:  # nobody has seen what forward asks
+        recorder.input_reads.ask_all(layouts_of, "the memory layout of its inputs", UNKNOWN_LINE)
     for place, (leaf, copy) in enumerate(zip(leaves, copies, strict=True)):
         if leaf.is_tensor:
             recorder.placeholder(f"in_{place}", copy)
@@ -161,8 +170,11 @@ def _record_once(
     own_generators = OwnGenerators(model)
     try:
         with preserve_state(model) as snapshot, preserve_objects(spec):
+            recorder.seed_generator(comparison_seed())
             with UncomputedMode(model) if uncomputed else in_fake_mode(), patch_for_recording(recorder), recorder:
                 result = run(recorder, *run_args, **run_kwargs) if run else model(*run_args, **run_kwargs)
+            recorder.origin = "", line_of_function(forward_of(model))
+            recorder.check_generator()
             changed = changed_input_item(model, (run_args, run_kwargs), leaves, copies, spec)
             _refuse_reshaped(recorder, leaves, layouts, copies)
             named = snapshot.assigned(recorder.read_names())
@@ -171,7 +183,7 @@ def _record_once(
             for name in [name for name in tied if not _depends_on_inputs(assigned[name])]:
                 del assigned[name]  # made anew by each forward, as weight_norm does: nobody would see what is put there
         if changed is not None:  # the objects are as they were: it can be seen where it happens
-            again = list(map(copy_of_input, values))
+            again = as_given(leaves, map(copy_of_input, values))
             tree = pytree.tree_unflatten(again, spec)
             is_changed = functools.partial(changed_input_item, model, tree, leaves, again, spec)
             raise changed_container_error(
@@ -213,6 +225,7 @@ def _record_once(
         tuple(recorder.size_reads),
         recorder.python_reads.state(),
         layout_reads=tuple(recorder.layout_reads.values()),
+        input_reads=tuple(recorder.input_reads.reads.values()),
         attributes=tensor_guards_of(model, recorder.read_names() | recorder.sized_names),
         asks_for_inference_mode=recorder.asks_for_inference_mode,
         requires_grad=requires_grad_flags(model) if recorder.asks_for_gradients else None,

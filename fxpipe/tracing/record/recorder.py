@@ -58,6 +58,14 @@ from fxpipe.tracing.forward_rng import DrawStream, generator_states, is_scalar_d
 from fxpipe.tracing.model_state import python_rng_state, same_python_rng_state
 from fxpipe.tracing.node_info import NodeInfo, RandomDraws, RecordingPlace, ValueRead, info, set_info, update_info
 from fxpipe.tracing.record.grad_fn import NODE_HOOK_PROBLEM, NODE_HOOK_REMEDY, GradFnProxy, is_grad_fn_access
+from fxpipe.tracing.record.input_reads import (
+    INPUT_ATTRIBUTES,
+    INPUT_METHODS,
+    MEMORY_QUESTIONS,
+    InputReads,
+    layouts_of,
+    memory_of,
+)
 from fxpipe.tracing.record.python_reads import PythonReads
 from fxpipe.tracing.record.recorded_sizes import (
     RECORDED,
@@ -196,6 +204,7 @@ class Recorder(TorchFunctionMode):
         self._calls = Counter[str]()  # of other modules, by the path of the one that has made them
         self.size_reads: list[SizeRead] = []
         self.layout_reads: dict[tuple[fx.Node, str], LayoutRead] = {}
+        self.input_reads = InputReads()
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}  # by id: those that forward has
         self.disguised = disguised or {}
         self.texts: list[SourcePlace] = []  # where a tensor was made a text
@@ -222,9 +231,8 @@ class Recorder(TorchFunctionMode):
         # Of what is given to what is one node: tensors on which it may put no hook. None: nor on any other tensor.
         self.unhookable: Sequence[torch.Tensor] | None = ()
         self.applied_inside = 0  # how many autograd.Functions have been applied while nothing is recorded
-        self.external_tensors: list[
-            torch.Tensor
-        ] = []  # tensors of the model, or recorded, used while nothing is recorded
+        self.external_tensors: list[torch.Tensor] | None = None  # if wanted: the model's, or recorded, used in pauses
+        self.has_drawn_inside = False  # has what is one node drawn random numbers?
         self.marks: list[str] = []  # source lines of `fxpipe.cut()`
         self.ended_modules: list[str] = []  # paths of modules, as they end
         self.seed, self.draws = seed, DrawStream(seed)
@@ -238,6 +246,8 @@ class Recorder(TorchFunctionMode):
             storage_address(p): name for name, p in model.named_parameters() if p.layout == torch.strided
         }
         self._default_dtype = torch.get_default_dtype()
+        self._seed_of_generator = torch.default_generator.initial_seed()
+        self._draw_starts = set[tuple[bytes, str]]()  # states of torch's generators in which a draw has begun
 
     def end(self) -> None:
         """Lets go of all values: sizes live on, in caches of libraries."""
@@ -301,7 +311,8 @@ class Recorder(TorchFunctionMode):
     def placeholder(self, name: str, tensor: torch.Tensor) -> None:
         node = self.graph.placeholder(name)
         update_info(node, recorded_rank=tensor.dim())
-        self.keep(tensor, node)
+        if not self.knows(tensor):  # the same tensor stands for an input before this one
+            self.keep(tensor, node)
 
     def knows(self, tensor: torch.Tensor) -> bool:
         return self.registry.node(tensor) is not None
@@ -428,6 +439,8 @@ class Recorder(TorchFunctionMode):
         if not self.knows(tensor):
             self._note_sizes(tensor)
             return numbers  # a tensor of the model: of other sizes, it is another graph
+        if method == "stride":
+            self.input_reads.ask_all(layouts_of, "the memory layout of its inputs", self.source)
         node = self.node_of(tensor)
         return RecordedShape(
             RecordedSize(
@@ -500,6 +513,7 @@ class Recorder(TorchFunctionMode):
 
     def _read_layout(self, tensor: torch.Tensor, question: Callable[[torch.Tensor], Any], name: str) -> Any:
         with self.pause():
+            self.input_reads.ask_all(layouts_of, "the memory layout of its inputs", self.source)
             answer = question(tensor)
         if self.knows(tensor):
             node = self.node_of(tensor)
@@ -511,6 +525,8 @@ class Recorder(TorchFunctionMode):
     def read_storage_bytes(self, storage: torch.UntypedStorage) -> None:
         """Notes that forward has asked a storage for its bytes; not one of others than forward, who ask as well."""
         if id(storage) in self._storages:
+            with self.pause():
+                self.input_reads.ask_all(memory_of, "the memory of its inputs", self.source)
             self._read_layout(self._storages[id(storage)][1], _storage_bytes, "storage")
 
     # -- torch functions ---------------------------------------------------------------------------------------------
@@ -524,6 +540,12 @@ class Recorder(TorchFunctionMode):
             return self._unrecorded(func, args, kwargs)
         if name in TEXT_METHODS:
             return self._text(func, args, kwargs)
+        if name in MEMORY_QUESTIONS:
+            with self.pause():
+                self.input_reads.ask_all(memory_of, "the memory of its inputs", self.source)
+        if name in INPUT_METHODS:
+            self.input_reads.ask(args[0], lambda tensor: func(tensor, *args[1:], **kwargs), name, self.source)
+            return self._plainly(func, args, kwargs)
         if name in STORAGE_METHODS and args[0].layout == torch.strided:
             with self.pause():
                 storage = args[0].untyped_storage()
@@ -589,7 +611,7 @@ class Recorder(TorchFunctionMode):
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
         """The result of a function, and whether it drew random numbers. Nothing is recorded meanwhile."""
         with self.pause():  # a custom op applies autograd.Functions of its own
-            before = generator_states()
+            seed, before = torch.default_generator.initial_seed(), generator_states()
             versions = [(t, version_of(t)) for t in tensors_in((args, kwargs)) if not t.is_inference()]
             with contextlib.nullcontext() if self._forgetting is None else saving_block_for(func, self._forgetting):
                 result = self._plainly(func, args, kwargs)
@@ -597,7 +619,31 @@ class Recorder(TorchFunctionMode):
             for tensor in filter(self.knows, changed):
                 self.registry.expect_backward(tensor)
             self._changed = frozenset(map(self.registry.storages.name, changed))
-            return result, not same_generator_states(before, generator_states())
+            random = not same_generator_states(before, generator_states())
+            if random:
+                self._refuse_seeding(seed, before)
+            return result, random
+
+    def seed_generator(self, seed: int) -> None:
+        """Seeds torch's generator before forward runs, so that it shows when forward does so."""
+        torch.default_generator.manual_seed(seed)
+        self._seed_of_generator = seed
+
+    def check_generator(self) -> None:
+        """Raises `CannotRecord` if forward has left torch's generator where it does not come to by drawing."""
+        self._refuse_seeding(torch.default_generator.initial_seed(), generator_states())
+
+    def _refuse_seeding(self, seed: int, states: list[Any]) -> None:
+        start = None if is_faked() else (bytes(states[0].tolist()), repr(states[1:]))  # fake ones do not move it
+        if seed != self._seed_of_generator or start in self._draw_starts:
+            raise self.refuse(
+                "seeds torch's random generator, or resets it (manual_seed, fork_rng, set_rng_state),",
+                "draw these numbers in __init__ and keep them (register_buffer), or in a module of their own that is "
+                "kept whole (leaf_modules=)",
+                whole=False,
+            )
+        if start is not None:
+            self._draw_starts.add(start)
 
     def read_captured_sizes(self, *functions: Any) -> None:
         """Notes the sizes that functions keep, which run as they are in every step: plain numbers to them."""
@@ -629,13 +675,16 @@ class Recorder(TorchFunctionMode):
                 node = self._plainly(func, args, kwargs)
                 return node and GradFnProxy(node, self._refuse_node_hook)
         tensors = list(tensors_in((args, kwargs)))
-        if tensors:
+        if self.external_tensors is not None:
             self.external_tensors += [t for t in tensors if self.knows(t) or self.name_of(t)]
+        if tensors and not self.runs_opaque:
             return self._plainly(func, args, kwargs)
         before = generator_states()
         result = self._plainly(func, args, kwargs)
-        if is_scalar_draw(args, kwargs, result) and not same_generator_states(before, generator_states()):
-            self.draws_from_stream.append(False)
+        if not same_generator_states(before, generator_states()):
+            self.has_drawn_inside = True
+            if is_scalar_draw(args, kwargs, result):
+                self.draws_from_stream.append(False)
         return result
 
     def _plainly(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -708,6 +757,8 @@ class Recorder(TorchFunctionMode):
         if attribute == "nbytes" and args[0].layout == torch.strided:
             return math.prod(self._sizes(args[0], "size")) * args[0].element_size()
         value = func(*args)
+        if attribute in INPUT_ATTRIBUTES:
+            self.input_reads.ask(args[0], func, attribute, self.source)
         self.asks_for_gradients |= attribute in GRADIENT_ATTRIBUTES
         if attribute == "grad" and value is not None:
             raise self.refuse("reads a gradient", "read gradients outside forward", whole=False)
