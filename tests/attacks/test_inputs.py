@@ -428,20 +428,6 @@ def test_a_function_in_a_dict_in_other_ways(way):
     assert refusal_of(lambda: Asking(lambda module, x, given: given["act"](module.first(x))), inputs, way) == ""
 
 
-def test_equal_functions_take_one_graph():
-    calls = []
-
-    def ask(module, x, function):
-        calls.append(1)
-        return function(module.first(x))
-
-    with closing(fxpipe.pipeline(Asking(ask), ["cpu", "cpu"], chunks=2)) as pipe:
-        pipe(values(0), factor(2))
-        calls.clear()
-        pipe(values(1), factor(2))
-    assert not calls
-
-
 # -- outputs that are inputs ------------------------------------------------------------------------------------------
 
 
