@@ -10,8 +10,8 @@ JOBS ?= 2
 
 help:
 	@echo 'make demo        train two small models as pipelines and print the plan of one'
-	@echo 'make test        run the tests that every change is tried with, in 5 minutes; make test ARGS="-k partition" runs some of them'
-	@echo 'make test-all    run all other tests, in 40 minutes'
+	@echo 'make test        run the tests; make test ARGS="-k partition" runs some of them'
+	@echo 'make test-all    run the tests that make test leaves out: those that take long, and those on simulated accelerators'
 	@echo 'make simulated   run the tests that run on simulated accelerators'
 	@echo 'make gpu         all that needs a GPU: its tests, then time and memory of steps on one'
 	@echo 'make lint        check style and types'
@@ -35,7 +35,6 @@ demo: .venv/.installed
 	$(BIN)/python examples/gpt.py
 	$(BIN)/python -m fxpipe.inspect examples/unet.py:make_model --input 8x3x64x64 --devices 2 --chunks 4
 
-# Functions of tests that take long are marked slow, unless tools/mutants.py names them.
 test: .venv/.installed
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow' $(ARGS)
 
