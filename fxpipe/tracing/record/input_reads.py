@@ -17,7 +17,7 @@ from fxpipe.tracing.tensors import storage_of
 
 MEMORY_QUESTIONS = frozenset("data_ptr is_set_to storage_offset".split())
 # Methods and attributes that tell something about one tensor.
-INPUT_METHODS = frozenset("is_conj is_neg is_inference is_pinned is_shared _is_view".split())
+INPUT_METHODS = frozenset("is_conj is_neg is_pinned is_shared _is_view".split())
 INPUT_ATTRIBUTES = frozenset("_base _version is_leaf grad grad_fn retains_grad".split())
 
 
