@@ -87,10 +87,15 @@ def pipe_backward(pipe, x, t):
     return pipe.forward_backward(x, target=t, loss_fn=F.mse_loss)
 
 
+def is_close(ours, value):
+    """Sums in another order: rounding is relative to the largest element, whatever cancels in others."""
+    return torch.allclose(ours, value, atol=1e-5 * float(value.abs().max()))
+
+
 def assert_same_training(plain, want, model, have, loose=False):
     """Every weight by name, and every entry of the state of the optimizers."""
     for (name, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
-        assert torch.allclose(other, one) if loose else torch.equal(other, one), name
+        assert is_close(other, one) if loose else torch.equal(other, one), name
     one, other = want.state_dict(), have.state_dict()
     assert repr(other["param_groups"]) == repr(one["param_groups"])
     assert [*other["state"]] == [*one["state"]], "in the order of the parameters"
@@ -98,7 +103,7 @@ def assert_same_training(plain, want, model, have, loose=False):
         assert [*other["state"][key]] == [*state]
         for name, value in state.items():
             value, ours = torch.as_tensor(value), torch.as_tensor(other["state"][key][name])
-            assert torch.allclose(ours, value) if loose else torch.equal(ours, value), (key, name)
+            assert is_close(ours, value) if loose else torch.equal(ours, value), (key, name)
 
 
 def train(pipe, have, plain, want, data, between=lambda model, optimizer: None):
