@@ -89,7 +89,7 @@ def pipe_backward(pipe, x, t):
 
 def is_close(ours, value):
     """Sums in another order: rounding is relative to the largest element, whatever cancels in others."""
-    return torch.allclose(ours, value, atol=1e-5 * float(value.abs().max()))
+    return torch.allclose(ours, value, atol=1e-5 * float(value.detach().abs().max()))
 
 
 def assert_same_training(plain, want, model, have, loose=False):
