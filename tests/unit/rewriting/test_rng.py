@@ -316,7 +316,13 @@ def test_so_it_does_without_gradients_and_under_autocast(name, grad):
     stage_context.seed = 11
     for (function, args, kwargs), enabled in itertools.product(CASES[name], (False, True)):
         with getattr(torch, grad)(), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            want, have = (_run(f, args, kwargs)[0] for f in (function, seeded_function(3, function, CPU)))
+            try:
+                want = _run(function, args, kwargs)[0]
+            except RuntimeError as error:  # torch itself has no LSTM in bfloat16 on processors without such numbers
+                if (name, enabled) == ("lstm", True) and "could not create a primitive" in str(error):
+                    continue
+                raise
+            have = _run(seeded_function(3, function, CPU), args, kwargs)[0]
         assert all(torch.equal(w, h) and w.dtype == h.dtype for w, h in zip(want, have, strict=True))
 
 
