@@ -66,7 +66,7 @@ class Difference:
     kind: str  # "output", "loss", "gradient", "buffer", "input"
     name: str
     size: float  # the largest absolute difference; inf if shapes, types or values without a distance differ
-    allowed: float  # what rounding explains
+    allowed: float  # the largest difference that rounding explains
     where: str = ""  # the index of the largest difference, or what differs
 
     @property
@@ -79,7 +79,7 @@ class Verification:
     """The result of `fxpipe.verify`: true if all differences are rounding. `print` shows a table."""
 
     differences: tuple[Difference, ...]
-    reference: str  # what the pipe was compared with
+    reference: str  # the step that the pipe was compared with, in words
 
     def __bool__(self) -> bool:
         return all(difference.is_rounding for difference in self.differences)
@@ -214,7 +214,7 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     target: tuple[Any, ...]  # () or (target,)
-    share: float  # of the samples
+    share: float  # its share of the samples
 
     def copied(self, device: torch.device | None) -> _Call:
         """A copy that a step may write to and has the gradients of."""
@@ -246,10 +246,10 @@ class _Step:
     model: nn.Module
     loss_fn: Callable[..., Any] | None
     reduction: str
-    unit: float  # of rounding: the largest of the dtypes in the graph
+    unit: float  # unit of rounding: the largest eps of the dtypes in the graph
     input_names: tuple[str, ...]
     opaque: tuple[str, ...]  # paths of modules each call of which is one random node
-    loss_leaves: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)  # what loss_fn uses; its gradients
+    loss_leaves: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)  # leaves that loss_fn uses, and their gradients before
 
     def _begin(self, calls: Sequence[_Call], device: torch.device | None) -> list[_Call]:
         """Copies the inputs of a step, for which nothing has a gradient yet."""
@@ -485,7 +485,7 @@ def _difference(name: Name, want: Any, have: Any, moved: Any) -> Difference:
 
 
 def _distance(want: Any, have: Any) -> tuple[float, str]:
-    """The largest absolute difference and its index; inf and what differs where there is no distance."""
+    """Returns the largest absolute difference and its index, or inf and the difference in words if it has no size."""
     if not (isinstance(want, torch.Tensor) and isinstance(have, torch.Tensor)):
         is_same = want is have or (type(want) is type(have) and (want == have) is True)
         return (0.0, "") if is_same else (math.inf, f": {_text(have)} instead of {_text(want)}")

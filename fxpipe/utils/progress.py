@@ -93,7 +93,7 @@ def _keep_counting(bar: Any, ended: threading.Event) -> None:
 
 @contextlib.contextmanager
 def show_phases(what: str) -> Iterator[None]:
-    """A block of passes, of which each names itself by `phase`."""
+    """A block of passes. Each pass names itself by `phase`."""
     with progress(what, None, unit="") as step:
         before = _step.set(step)
         try:

@@ -1,4 +1,4 @@
-"""The Python values that functions depend on: whether they are the same as they were.
+"""The Python values that functions depend on, and whether they have changed.
 
 A function depends on its code, its defaults and its closure, on the object that it is bound to, and on the globals, the
 classes and the modules that its code names. Values are followed into lists, tuples, dicts, sets, arrays, attributes of
@@ -100,7 +100,7 @@ class PythonState:
 class _Walk:
     """All values that are reached from the roots of a state, breadth first.
 
-    What a step compares is flat: the identity of the value under each key, and of the parts of each container. `facts`
+    A step compares flat lists: the identity of the value under each key, and of the parts of each container. `facts`
     describe the same so that containers and functions with equal parts have equal facts.
     """
 
@@ -336,7 +336,7 @@ def _array_key(array: Any) -> tuple[Any, ...]:
 
 @functools.cache
 def is_followed_file(file: str) -> bool:
-    """Returns whether code of a file is followed: the user's, that of libraries, and that of the modules of torch."""
+    """Returns whether code of a file is followed: the user's code, libraries, and the modules of torch."""
     is_library = file.startswith(_LIBRARY_DIRS) and "site-packages" not in file.removeprefix(_TORCH)
     return not is_library or (file.startswith(_MODULES_OF_TORCH) and not file.endswith("/modules/module.py"))
 
