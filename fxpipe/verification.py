@@ -249,7 +249,9 @@ class _Step:
     unit: float  # unit of rounding: the largest eps of the dtypes in the graph
     input_names: tuple[str, ...]
     opaque: tuple[str, ...]  # paths of modules each call of which is one random node
-    loss_leaves: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)  # leaves that loss_fn uses, and their gradients before
+    loss_leaves: dict[int, tuple[torch.Tensor, Any]] = field(
+        default_factory=dict
+    )  # leaves that loss_fn uses, and their gradients before
 
     def _begin(self, calls: Sequence[_Call], device: torch.device | None) -> list[_Call]:
         """Copies the inputs of a step, for which nothing has a gradient yet."""
