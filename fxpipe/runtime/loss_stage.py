@@ -115,9 +115,9 @@ class LossStage:
         device = self.devices[replica_of(i, len(self.devices))] if self.own_of_others else self.devices[0]
         with hold_generators(device):  # one loss at a time
             loss, begin = self.run_as_caller(self._loss, outputs, i)
-        value = self.losses.values[i]
-        if value is not None and (self.losses.returns_weights or self.losses.reduction == "mean"):
-            self.loss_weighting.note_value(i, value, self.losses.share(i))
+        value, is_mean = self.losses.values[i], self.losses.returns_weights or self.losses.reduction == "mean"
+        if value is not None and is_mean and self.loss_weighting.is_on:
+            self.loss_weighting.values[i] = value
         output_gradients: Sequence[torch.Tensor | None] = [None] * len(trained)
         if loss.requires_grad:  # else it is a number, a micro-batch of padding say, and adds nothing
             output_gradients = self._go_back(loss, begin, [outputs[place] for place in trained], i)

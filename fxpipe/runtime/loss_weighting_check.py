@@ -47,6 +47,7 @@ class LossWeightingCheck:
     # By place and micro-batch, flat for workers that come at once: the gradient that has arrived, and what the mean
     # divides by.
     gradients: dict[tuple[tuple[Any, ...], int], tuple[torch.Tensor, Any]] = field(default_factory=dict)
+    values: dict[int, torch.Tensor] = field(default_factory=dict)  # the losses of micro-batches, if they make a mean
 
     @classmethod
     def of(cls, bound: BoundProgram, is_on: bool) -> LossWeightingCheck:
@@ -71,12 +72,6 @@ class LossWeightingCheck:
             if gradient is not None:
                 key = place, len(reductions), ordinal, reduction.edge.node.name()
                 self.gradients[key, i] = (gradient, reduction.count)
-
-    def note_value(self, i: int, loss: torch.Tensor, share: Any) -> None:
-        """Notes the loss of micro-batch i: where it is 0, or 0 / 0, there were no elements, it seems, that count."""
-        if self.is_on:
-            has_some = (loss.isfinite() & (loss != 0)).double()
-            self.gradients[(VALUE,), i] = torch.as_tensor(share, dtype=torch.double, device=loss.device), has_some
 
     def note_roots(
         self,
@@ -109,6 +104,9 @@ class LossWeightingCheck:
         by_place: dict[tuple[Any, ...], dict[int, tuple[torch.Tensor, Any]]] = {}
         for (key, i), noted in self.gradients.items():
             by_place.setdefault(key, {})[i] = noted
+        for i, loss in self.values.items():  # if it is 0, or 0 / 0, no elements counted, it seems
+            has_some = ((loss - loss == 0) & (loss != 0)).double()
+            by_place.setdefault((VALUE,), {})[i] = has_some.new_tensor(float(share(i))), has_some
         for (*_, name), by_micro_batch in by_place.items():
             are_sums = all(isinstance(count, int) and count == 1 for _, count in by_micro_batch.values())
             if means_only and (are_sums or name == VALUE):

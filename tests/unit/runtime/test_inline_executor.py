@@ -99,6 +99,7 @@ def test_what_a_stage_sets_stays_in_its_row():
         return F.cross_entropy(y, t)
 
     x, t = _data()
+    variable.set(4)  # another value would be another loss, which is verified
     with _pipe() as pipe:
         pipe.forward_backward(x, target=t, loss_fn=loss_fn)  # verifies the loss, in the caller's context
         found.clear()
