@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import time
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,20 @@ from fxpipe.scheduling.actions import ActionKind
 from fxpipe.tracing import trace
 
 CLASSES, WIDTH, BATCH = 64, 8, 8
+
+
+class Waits(torch.autograd.Function):
+    """The same, after some milliseconds forward and back."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
+        time.sleep(5e-3)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        time.sleep(5e-3)
+        return gradient
 
 
 def layers(count: int = 4) -> nn.Sequential:
@@ -52,7 +67,7 @@ def with_known_seconds(loss: float, count: int = 8) -> tuple[nn.Module, torch.Te
 
 
 def test_a_profile_knows_what_the_loss_takes():
-    costs = profiled()
+    costs = profiled(lambda out, t: Waits.apply(F.cross_entropy(out, t)))  # longer than a call of autograd by itself
     assert costs.loss is not None
     assert costs.loss.forward.at(4) > 0
     assert costs.loss.backward.at(4) > 0
