@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import time
 import weakref
 from dataclasses import replace
@@ -103,16 +102,6 @@ def test_a_profile_with_a_loss_is_the_same_when_it_is_read(tmp_path):
     costs = profiled()
     costs.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == costs
-
-
-def test_a_profile_of_before_there_were_losses_is_read(tmp_path):
-    path = tmp_path / "profile.json"
-    profiled().save(path)
-    document = json.loads(path.read_text())
-    del document["loss"]
-    document["version"] = 3
-    path.write_text(json.dumps(document))
-    assert Profile.load(path).loss is None
 
 
 # -- nothing is changed by it ------------------------------------------------------------------------------------------
