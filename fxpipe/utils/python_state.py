@@ -5,7 +5,8 @@ classes and the modules that its code names. Values are followed into lists, tup
 objects (`__dict__` and slots), `functools.partial`, context variables and other functions, `MAX_DEPTH` levels deep.
 
 Not followed: code and objects of the standard library, and of torch other than its modules; containers of more than
-`MAX_ITEMS` items; attributes of classes and Python modules whose names are computed (`getattr(settings, name)`).
+`MAX_ITEMS` items; attributes of classes and Python modules whose names are computed (`getattr(settings, name)`); values
+beyond the `MAX_VALUES` nearest ones.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from fxpipe.utils.python_objects import is_python_class, slots_of_class
 
 MAX_DEPTH = 6
 MAX_ITEMS = 10_000  # of a container that is looked into
+MAX_VALUES = 2_000  # of one state, the nearest ones: a function that calls a library may reach all of it
 _MISSING = object()
 _NUMBERS, _LOGS = frozenset((int, float, complex)), frozenset((list, dict, set, deque))
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device))
@@ -116,7 +118,7 @@ class _Walk:
         self._todo.extend((value, 0) for value in state.values)
         for code, values in state.ran or ():
             self._add_globals(code, values)
-        while self._todo:
+        while self._todo and len(self.facts) < MAX_VALUES:
             self._visit(*self._todo.popleft())
 
     def is_same(self) -> bool:
