@@ -242,8 +242,8 @@ examples:
     python -m fxpipe.inspect models:resnet --input 32x3x224x224 --devices 4 \\
         --balance optimal --diff plan.json
 
-exit status: 0, or 2 with one line on standard error where something has to be
-mended, or 130 if interrupted
+exit status: 0, or 2 with a one-line message on standard error if an argument or
+the model needs fixing, or 130 if interrupted
 """
 
 
