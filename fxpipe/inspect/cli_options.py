@@ -417,7 +417,7 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         metavar="HOW",
         help="block (by time), optimal (by time, transfers and memory) or auto, which takes what fits the case; "
         "pipedream, which with --hardware also chooses how many replicas each stage has, unless --data-parallel "
-        "says; or by hand: each stage's count of nodes (10,12,9), or the names of nodes or modules behind which a "
+        "says; or by hand: each stage's count of nodes (10,12,9), or the names of nodes or modules after which a "
         "stage ends (layer2,layer3)",
     )
     add(

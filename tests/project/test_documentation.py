@@ -147,6 +147,12 @@ def test_links_of_the_readme_lead_to_files():
         assert not anchor or anchor in slugs, f"{path}#{anchor}"
 
 
+def test_the_readme_is_short_and_says_first_what_is_proven():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.split()) <= 1200
+    assert "Not yet run on a real GPU" in text.partition("\n## ")[0]
+
+
 PATHS = re.compile(r"`((?:tests|tools|examples|fxpipe|docs)/[\w./]*)(?:::(\w+))?`")
 
 
