@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from fxpipe._torch.module_internals import module_flags
 from fxpipe._torch.tensor_data import replace_data
@@ -39,7 +39,9 @@ from fxpipe.runtime.step_inputs import MicroBatch
 from fxpipe.scheduling import Schedule, is_searched, make_schedule
 from fxpipe.tracing.cache_key import GraphKey, InputsKey
 from fxpipe.tracing.fake_tensors import names_without_values
+from fxpipe.tracing.node_info import info
 from fxpipe.tracing.print_calls import warn_of_prints
+from fxpipe.tracing.record.input_reads import refuse_other_answers
 from fxpipe.tracing.record.record_model import input_leaves
 from fxpipe.tracing.shapes.input_pieces import InputPieces
 from fxpipe.tracing.source_lines import warn_user
@@ -51,7 +53,7 @@ from fxpipe.tuning.auto_options import with_best_chunks
 from fxpipe.utils.batch_split import micro_batch_sizes, samples_per_micro_batch
 from fxpipe.utils.locks import planning_block
 from fxpipe.utils.progress import show_progress
-from fxpipe.utils.pytree import flatten
+from fxpipe.utils.pytree import flatten, has_own_attributes
 from fxpipe.utils.random_generators import draw_seed
 from fxpipe.utils.units import human_bytes
 
@@ -243,6 +245,13 @@ class PipelineState:
             lengths = prepared.traced.dynamic.lengths_of(leaves)
             if not prepared.traced.holds_for(batch, self._sizes(batch), lengths):
                 prepared, bound = self._known(inputs, args, kwargs) or self._make_graph(args, kwargs, seed)
+        lengths = prepared.traced.dynamic.lengths_of(leaves)
+        if bound.moving_buffers and not in_one and not prepared.traced.holds_for(batch, (batch,), lengths):
+            raise StateError(
+                f"forward changes the buffer {bound.moving_buffers[0]!r} in evaluation, so the mini-batch must run in "
+                "one micro-batch, and its graph is one of smaller ones: make another pipe with chunks=1, or keep the "
+                "buffer as it is in evaluation"
+            )
         refuse_unwritable_inputs(prepared.traced, leaves, in_one)
         prepared.traced.refuse_uneven_outputs(batch, samples_per_micro_batch(batch, self.settings.micro_batches(batch)))
         return bound, leaves, batch
@@ -396,6 +405,8 @@ class PipelineState:
         if self.closed:
             raise StateError("the pipe is closed; make a new one with fxpipe.pipeline(model, ...)")
         inputs = self._inputs(args, kwargs, seed, flags)
+        if any(map(has_own_attributes, inputs.leaves)):
+            input_leaves(self.model, args, kwargs)  # which refuses it by name
         if not all(map(has_values, inputs.leaves)):
             raise ArgumentError(
                 "the inputs have no values (meta or fake tensors); fxpipe.plan takes such, a step cannot"
@@ -483,12 +494,16 @@ class PipelineState:
                         f"{type(self.model).__name__} can be trained as a pipe, but its evaluation (model.eval(), "
                         f"torch.no_grad(), inputs such as these) will be refused: {reason}"
                     )
-                if (traced.flags, traced.state) == (module_flags(self.model), ThreadState.now()):
+                now = module_flags(self.model), ThreadState.now()
+                if (traced.flags, traced.state) == now and traced.holds_for_model():
+                    refuse_other_answers(traced.input_reads, flatten((args, kwargs))[0])
                     return kept
             with show_progress(self.settings.progress):
                 dynamic = self.graphs.dynamic_dims(self._inputs(args, kwargs, seed))
                 settings = self.settings if micro_batches is None else replace(self.settings, chunks=1)
-                return self._keep(prepare_additional_graph(self.first, args, kwargs, settings, seed, dynamic))
+                kept = self._keep(prepare_additional_graph(self.first, args, kwargs, settings, seed, dynamic))
+            refuse_other_answers(kept[0].traced.input_reads, flatten((args, kwargs))[0])
+            return kept
         except Exception as error:
             _add_batch_size_note(error, self.model, args, kwargs)
             raise
@@ -519,11 +534,19 @@ class PipelineState:
             combinations=traced.combinations,
             known_pieces=InputPieces.of(traced, self.settings.devices[-1]) if traced.combinations else None,
             untold=traced.untold,
+            moving_buffers=moving_buffers(prepared),
             replicas=self._replicas_of(prepared),
         )
         self.graphs.add(prepared, bound)
         least = max(self.settings.least_samples, least_samples(traced))
         self.settings = replace(self.settings, least_samples=least)
+        if bound.moving_buffers:
+            warn_user(
+                f"{type(self.model).__name__} changes the buffer {bound.moving_buffers[0]!r} in evaluation, and each "
+                "micro-batch would find what the one before has left: a call runs its mini-batch in one micro-batch, "
+                "one stage after another. Keep the buffer as it is in evaluation (of quantization: disable_observer) "
+                "for a pipeline"
+            )
         if self.plan is not None and (new := [r for r in traced.reasons_of_fixed_sizes if r not in self.plan.why]):
             self.plan = replace(self.plan, why=(*self.plan.why, *new))
         self._warn_of_values(traced)
@@ -586,6 +609,22 @@ class PipelineState:
                 "(leaf_modules=)",
                 stacklevel=2,
             )
+
+
+def moving_buffers(prepared: PreparedGraph) -> tuple[str, ...]:
+    """The buffers that forward changes in evaluation, by samples or by what is in them; not those of batch norm."""
+    traced, stages = prepared.traced, prepared.program.stages
+    carried, is_training = traced.carried_state, traced.flags[0][1]
+    if is_training:
+        return ()
+    moving: set[fx.Node] = set()
+    for node in traced.graph.nodes:
+        is_source = node.op == "placeholder" or (node.op == "get_attr" and node.target in carried)
+        if is_source or (info(node).recorded_size is None and not moving.isdisjoint(node.all_input_nodes)):
+            moving.add(node)
+    known = {name for stage in stages for name in (*stage.tracked_statistics, *stage.counters)}
+    written = (name for stage in stages for name in stage.changed_buffers if name not in {*carried, *known})
+    return (*written, *(name for name, node in carried.items() if node in moving and name not in known))
 
 
 def count_elements(leaves: Sequence[Any]) -> int:

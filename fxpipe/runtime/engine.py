@@ -284,6 +284,9 @@ class Engine:
                 outputs[place] = output
         count = len(bound.program.outputs)
         write_back_results(step.open_programs[0].tensors, leaves, bound.program, outputs[count:])
+        for place, source in bound.returned_inputs.items():
+            if leaves[source].device == outputs[place].device:
+                outputs[place] = leaves[source]
         return bound.output(outputs[:count])
 
     def _commit(

@@ -33,6 +33,7 @@ from fxpipe.tracing.importers.symbolic_trace import symbolic_graph
 from fxpipe.tracing.print_calls import lost_prints, mute_repeated_prints
 from fxpipe.tracing.record.lazy_state import make_lazy_state, new_attributes
 from fxpipe.tracing.record.record_model import input_leaves
+from fxpipe.tracing.record.recorder import is_called_in_inference_mode
 from fxpipe.tracing.record.unrecordable import CannotRecord, MakesState
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
 from fxpipe.tracing.strategies import find_graph, record_with_options
@@ -124,17 +125,12 @@ def trace(
             dynamic=dynamic,
         )
         traced = replace(_find_graph_with_dynamic_sizes(request), print_lines=lost_prints())
-        if is_faked():
-            traced = _with_original_tensors(traced)
+        if was_faked := is_faked():
+            traced.constants.update({name: original_of(tensor) for name, tensor in traced.constants.items()})
         check_invariants(traced)
-        return traced
-
-
-def _with_original_tensors(traced: Traced) -> Traced:
-    """The graph with the model's own tensors in place of the fake ones that stood for them in lists and dicts."""
-    traced.constants.update({name: original_of(tensor) for name, tensor in traced.constants.items()})
-    attributes = tuple(guard.with_tensors(original_of) for guard in traced.attributes_read)
-    return replace(traced, attributes_read=attributes)
+    if was_faked:
+        traced.python_state.take()  # with the model's own tensors in lists and dicts
+    return traced
 
 
 def trace_unverified(
@@ -165,7 +161,9 @@ def _ready_to_record(model: nn.Module) -> Iterator[None]:
     """A block in which the model runs to be recorded."""
     # Tensors made in inference mode have no versions, and nothing else is lost without it (but `grad`, which it sets).
     grad = ThreadState.now().grad
+    token = is_called_in_inference_mode.set(torch.is_inference_mode_enabled())
     with (
+        contextlib.ExitStack() as stack,
         DISPATCH_MODE_LOCK,
         _deeper_recursion(),
         torch.inference_mode(False),
@@ -174,6 +172,7 @@ def _ready_to_record(model: nn.Module) -> Iterator[None]:
         mute_fake_tensor_logs(),
         preserve_own_generators(model),
     ):
+        stack.callback(is_called_in_inference_mode.reset, token)
         yield
 
 
@@ -248,11 +247,10 @@ def _find_graph_with_lazy_state(request: TraceRequest) -> Traced:
         if lazy_state is not None:
             lazy_state.remove()
         raise
-    return (
-        traced
-        if lazy_state is None
-        else replace(traced, attributes_read=(*traced.attributes_read, *lazy_state.attributes))
-    )
+    if lazy_state is None:
+        return traced
+    state = replace(traced.python_state, places=(*traced.python_state.places, *lazy_state.attributes))
+    return replace(traced, python_state=state)
 
 
 def _needs_inputs(model: nn.Module) -> bool:

@@ -11,7 +11,9 @@ Not followed: code and objects of the standard library, and of torch other than 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dis
+import enum
 import functools
 import operator
 import os
@@ -19,7 +21,7 @@ import sys
 import sysconfig
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sized
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -36,14 +38,19 @@ MAX_DEPTH = 6
 MAX_ITEMS = 10_000  # of a container that is looked into
 _MISSING = object()
 _NUMBERS, _LOGS = frozenset((int, float, complex)), frozenset((list, dict, set, deque))
-_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device))
+PLAIN_TYPES = frozenset(
+    (bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device)
+)
 _IMMUTABLE = (tuple, frozenset, MethodType, functools.partial, property, staticmethod, classmethod)
-_CALLED = ("forward", "__call__")  # without being named
 _MODULE_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_HOLDERS = (SimpleNamespace, argparse.Namespace, type(os.environ))  # objects of the standard library to look into
+_CALLED = ("forward", "__call__")  # without being named
+HOLDERS = (SimpleNamespace, argparse.Namespace, type(os.environ))  # objects of the standard library to look into
 _TORCH = torch.__path__[0]
-_LIBRARY_DIRS = (sysconfig.get_path("stdlib"), _TORCH, __file__.removesuffix("utils/python_state.py"), "<frozen ")
-_MODULES_OF_TORCH = (f"{_TORCH}/nn/modules/", f"{_TORCH}/backends/")
+_NUMPY = os.path.join(os.path.dirname(_TORCH), "numpy", "")
+_STDLIB = sysconfig.get_path("stdlib")
+_LIBRARIES = (_TORCH, _NUMPY, __file__.removesuffix("utils/python_state.py"), "<frozen ")
+_OF_TORCH = tuple(f"{_TORCH}/{name}" for name in ("nn/modules/", "nn/functional", "nn/__init__", "backends/"))
+_FOLLOWED = (*_OF_TORCH, os.__file__, "<frozen os>")  # of libraries
 
 Place = tuple[Mapping[str, Any], str]  # a dict and a key in it
 Parts = Callable[[Any], tuple[Any, ...]]
@@ -57,8 +64,8 @@ class PythonState:
     functions that it may call. If `facts` of two functions are equal, the functions do the same.
     """
 
-    values: Iterable[Any] = ()
-    places: Iterable[Place] = ()
+    values: Collection[Any] = ()
+    places: Collection[Place] = ()
     ran: Collection[tuple[CodeType, dict[str, Any]]] | None = None  # code that ran, with its globals; None: any may run
     reads_of: Callable[[Any], Collection[str] | None] = lambda value: None  # attributes read of an object; None: any
     skips_logs: bool = False  # lists of numbers and tensors, that functions may write to
@@ -87,7 +94,7 @@ class PythonState:
 
     def structure(self) -> frozenset[Any]:
         """Returns the kinds of facts: of a number whether it is zero, of a container and a tensor the class."""
-        kinds = {id(value): type(value) for value in self._walk._held if isinstance(value, torch.Tensor)}
+        kinds = {id(value): type(value) for value in self._walk.held if isinstance(value, torch.Tensor)}
         return frozenset(_kind_of_fact(kinds.get(fact, fact) if type(fact) is int else fact) for fact in self.facts)
 
     def _new_walk(self) -> _Walk:
@@ -95,6 +102,22 @@ class PythonState:
         while (walk := _Walk(self, names)).names != names:
             names = walk.names
         return walk
+
+
+@dataclass(slots=True)
+class _Read:
+    """A value by its key in a dict or its name in an object."""
+
+    read: Callable[[Any, str], Any]  # operator.getitem or getattr
+    owner: Any
+    name: str
+    value: Any
+
+    def now(self) -> Any:
+        return self.read(self.owner, self.name)
+
+    def text(self, owner: str) -> str:
+        return f"{owner}.{self.name}" if self.read is getattr else f"{owner}[{self.name!r}]"
 
 
 class _Walk:
@@ -107,68 +130,138 @@ class _Walk:
     def __init__(self, state: PythonState, names: frozenset[str]):
         self._state, self.names, self.facts = state, names, list[Any]()
         self._codes = None if state.ran is None else {code for code, _ in state.ran}
-        self._stores, self._keys, self._values = list[Mapping[str, Any]](), list[str](), list[Any]()
-        self._containers = list[tuple[Parts, Any, tuple[Any, ...]]]()
-        self._seen, self._placed, self._held = dict[int, int](), set[tuple[int, str]](), list[Any]()
+        self._reads = list[_Read]()
+        self._check: FunctionType | None = None
+        self._sized, self._lengths = list[Any](), list[int]()
+        self._containers = list[tuple[Callable[[Any, Any], bool], Any, Any]]()
+        self._seen, self._added, self.held = dict[int, int](), set[tuple[int, str]](), list[Any]()
+        self._stores = dict[int, Mapping[str, Any]]()
+        self._named = set[tuple[int, CodeType]]()
         self._todo = deque[tuple[Any, int]]()
         for store, key in state.places:
-            self._add_named(store, (key,), 0)
-        self._todo.extend((value, 0) for value in state.values)
+            self._add_items(store, (key,), 0)
         for code, values in state.ran or ():
             self._add_globals(code, values)
+        self._todo.extend((value, 0) for value in state.values)
         while self._todo:
             self._visit(*self._todo.popleft())
 
     def is_same(self) -> bool:
         """Returns whether all objects are the same. Asked in every step, of some hundred objects."""
         try:
-            are_same = all(map(operator.is_, map(operator.getitem, self._stores, self._keys), self._values))
-        except KeyError:
+            self._check = self._check or self._compiled_check()
+            return self._check() and all(same(source, before) for same, source, before in self._containers)
+        except (KeyError, AttributeError, ValueError):
             return False
-        return are_same and all(
-            len(now := parts(source)) == len(before) and all(map(operator.is_, now, before))
-            for parts, source, before in self._containers
-        )
+
+    def _compiled_check(self) -> FunctionType:
+        """Returns a function that compares all values by identity: three times as fast as a loop."""
+        owners: dict[int, Any] = {id(owner): owner for owner in (*(read.owner for read in self._reads), *self._sized)}
+        numbers = {key: number for number, key in enumerate(owners)}
+        reads = (f"{read.text(f'o{numbers[id(read.owner)]}')} is v{i}" for i, read in enumerate(self._reads))
+        sizes = (f"len(o{numbers[id(one)]}) == {size}" for one, size in zip(self._sized, self._lengths, strict=True))
+        parameters = [*(f"o{i}" for i in range(len(owners))), *(f"v{i}" for i in range(len(self._reads)))]
+        source = f"lambda {', '.join(parameters)}: {' and '.join((*reads, *sizes)) or 'True'}"
+        check: FunctionType = eval(source, {"len": len})
+        check.__defaults__ = (*owners.values(), *(read.value for read in self._reads))
+        return check
 
     def is_other(self) -> bool:
         """Returns whether a value differs for certain. From now on equal numbers and texts are those compared."""
-        for i, (store, key, value) in enumerate(zip(self._stores, self._keys, self._values, strict=True)):
-            now = store.get(key, _MISSING)
-            if now is value:
+        for read in self._reads:
+            try:
+                now = read.now()
+            except (KeyError, AttributeError, ValueError):
+                return True
+            if now is read.value or isinstance(now, CodeType):
                 continue
-            is_plain = type(now) in _PLAIN
-            if type(now) is not type(value) or not (is_plain or _parts_of(now)):
+            is_plain = type(now) in PLAIN_TYPES
+            if type(now) is not type(read.value) or not (is_plain or _parts_of(now) or _is_array(now)):
                 return True
-            if is_plain and _plain_fact(now) != _plain_fact(value):
+            if is_plain and _plain_fact(now) != _plain_fact(read.value):
                 return True
-            self._values[i] = now if is_plain else value
+            if is_plain:
+                read.value = now
+        if self._check is not None:
+            owners = (self._check.__defaults__ or ())[: -len(self._reads) or None]
+            self._check.__defaults__ = (*owners, *(read.value for read in self._reads))
         return False
 
     # -- the walk ----------------------------------------------------------------------------------------------------
 
+    def _add_read(self, read: Any, owner: Any, name: str, value: Any, depth: int) -> None:
+        self._reads.append(_Read(read, owner, name, value))
+        self.facts.append(name)
+        self._todo.append((value, depth))
+
+    def _add_length(self, container: Sized) -> None:
+        self._sized.append(container)
+        self._lengths.append(len(container))
+
+    def _add_items(self, store: Mapping[str, Any], names: Iterable[str], depth: int) -> None:
+        for name in names:
+            if (id(store), name) not in self._added and name in store:
+                self._added.add((id(store), name))
+                self._add_read(operator.getitem, store, name, store[name], depth)
+
+    def _add_globals(self, code: CodeType, values: dict[str, Any]) -> None:
+        if self._codes is None:
+            self.names |= names_in(code)
+        self._add_items(values, named_globals(code), 0)
+        for holder in (*map(values.get, named_globals(code)), *map(sys.modules.get, names_in(code))):
+            self._add_named(holder, code)
+
+    def _add_named(self, holder: Any, code: CodeType) -> None:
+        """Adds the attributes of a class, a Python module or a function that code names."""
+        if isinstance(holder, FunctionType):
+            self._add_items(vars(holder), sorted(names_in(code) & vars(holder).keys()), 0)
+        if not isinstance(holder, (type, ModuleType)) or (id(holder), code) in self._named:
+            return
+        self._named.add((id(holder), code))
+        for one in holder.__mro__ if isinstance(holder, type) else (holder,):
+            if is_followed_class(one) if isinstance(one, type) else is_followed_module(one):
+                store = self._members(one)
+                names = sorted(names_in(code) & store.keys())
+                self._add_items(store, names, 0)
+                for name in names:
+                    self._add_named(store[name], code)
+
+    def _members(self, owner: Any) -> Mapping[str, Any]:
+        """Returns the dict of a class or a module, for each the same object."""
+        return self._stores.setdefault(id(owner), vars(owner))
+
     def _visit(self, value: Any, depth: int) -> None:
-        if type(value) in _PLAIN or isinstance(value, CodeType):
+        if type(value) in PLAIN_TYPES or isinstance(value, CodeType):
             self.facts.append(_plain_fact(value))
             return
         if id(value) in self._seen:
             self.facts.append(self._seen[id(value)])
             return
         self._seen[id(value)] = len(self._seen)
-        self._held.append(value)
+        self.held.append(value)
         if self._state.skips_logs and _is_log(value):
-            self._add_fact(_is_log, value)
+            self.facts.append(True)
+            self._containers.append((lambda value, _: _is_log(value), value, None))
+            return
+        if _is_array(value):
+            self.facts.append(key := _array_key(value))
+            self._containers.append((lambda array, key: bool(_array_key(array) == key), value, key))
             return
         parts = _parts_of(value) if depth < MAX_DEPTH else None
-        if isinstance(value, FunctionType):
-            if self._follows(value):
-                self._add_globals(original_code(value.__code__), value.__globals__)
-                depth -= 1  # functions may call each other however deep
-            else:
-                parts = None
-        if parts is None:
+        if isinstance(value, FunctionType) and self._follows(value):
+            self._add_function(value, depth)
+        elif parts is None:
             self.facts.append(id(value))
         else:
-            self._add_parts(parts, value, depth)
+            items = parts(value)
+            self.facts.append((type(value), len(items)))
+            if not items and isinstance(value, Sized):
+                self._add_length(value)
+            elif not isinstance(value, _IMMUTABLE):
+                same, before = _comparison(value, parts)
+                self._containers.append((same, value, before))
+            items = tuple(sorted(items, key=repr)) if isinstance(value, (set, frozenset)) else items
+            self._todo.extend((item, depth + 1) for item in items)
         if depth < MAX_DEPTH:
             self._add_attributes(value, depth)
 
@@ -176,73 +269,54 @@ class _Walk:
         code = original_code(function.__code__)
         return is_followed_file(code.co_filename) if self._codes is None else code in self._codes
 
-    def _add_parts(self, parts: Parts, value: Any, depth: int) -> None:
-        items = parts(value)
-        self.facts.append((type(value), len(items)))
-        if not isinstance(value, _IMMUTABLE):
-            self._containers.append((parts, value, items))
-        items = tuple(sorted(items, key=repr)) if isinstance(value, (set, frozenset)) else items
-        self._todo.extend((item, depth + 1) for item in items)
-
-    def _add_fact(self, question: Callable[[Any], Any], value: Any) -> None:
-        """Adds an answer that is another object each time."""
-        answer = question(value)
-        self.facts.append(answer)
-        self._containers.append((lambda value: (question(value) == answer,), value, (True,)))
-
-    def _add_named(self, store: Mapping[str, Any], names: Iterable[str], depth: int) -> None:
-        for name in names:
-            if (id(store), name) not in self._placed and name in store:
-                self._placed.add((id(store), name))
-                self._stores.append(store)
-                self._keys.append(name)
-                self._values.append(store[name])
-                self.facts.append(name)
-                self._todo.append((store[name], depth))
-
-    def _add_globals(self, code: CodeType, values: dict[str, Any]) -> None:
-        if self._codes is None:
-            self.names |= names_in(code)
-        self._add_named(values, named_globals(code), 0)
+    def _add_function(self, function: FunctionType, depth: int) -> None:
+        """Adds the parts of a function, at its own depth: functions may call each other however deep."""
+        for name in ("__code__", "__defaults__", "__kwdefaults__"):
+            if (value := getattr(function, name)) is not None:
+                self._add_read(getattr, function, name, value, depth)
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # empty
+                self._add_read(getattr, cell, "cell_contents", cell.cell_contents, depth)
+        self._add_globals(original_code(function.__code__), function.__globals__)
 
     def _add_attributes(self, value: Any, depth: int) -> None:
         kind = type(value)
-        if isinstance(value, ModuleType):
-            if value in (torch, os) or is_followed_file(getattr(value, "__file__", None) or "<frozen "):
-                self._add_named(vars(value), sorted(self.names & vars(value).keys()), depth)
-        elif isinstance(value, type):
-            for cls in value.__mro__:
-                self._add_class(cls, depth)
-        elif _is_array(value):
-            self._add_fact(_array_key, value)
+        if isinstance(value, type):
+            if any(value is one for one in self._state.values):
+                self._add_class(value, depth)
         elif isinstance(value, nn.Module):
             if self._codes is None:  # else all reads of modules are known
                 children = own_children(value)
                 followed = self.names.union(_CALLED, children if isinstance(value, _MODULE_CONTAINERS) else ())
                 for store in (*tensor_stores(value), children):
-                    self._add_named(store, sorted(followed & store.keys()), depth)
-                self._todo.append((kind, depth))
-        elif isinstance(value, _HOLDERS) or _is_followed_class(kind):
+                    self._add_items(store, sorted(followed & store.keys()), depth)
+                self._add_class(kind, depth)
+        elif isinstance(value, HOLDERS) or is_followed_class(kind):
             attributes = getattr(value, "__dict__", {})
-            names = self._state.reads_of(value) if self._codes is not None else self.names
-            self._add_fact(len, attributes)
-            self._add_named(
-                attributes, [*attributes] if names is None else sorted(attributes.keys() & names), depth + 1
-            )
-            if slots := slots_of_class(kind):
-                self._add_parts(functools.partial(_slot_values, [*slots.values()]), value, depth)
-            self._todo.append((kind, depth))
+            names = self.names if self._codes is None else self._state.reads_of(value)
+            self._add_length(attributes)
+            read = [*attributes] if names is None else sorted(attributes.keys() & names)
+            self._add_items(attributes, read, depth + 1)
+            for name in slots_of_class(kind):
+                if (names is None or name in names) and hasattr(value, name):
+                    self._add_read(getattr, value, name, getattr(value, name), depth + 1)
+            self._add_class(kind, depth)
 
-    def _add_class(self, cls: type, depth: int) -> None:
-        if not _is_followed_class(cls):
+    def _add_class(self, kind: type, depth: int) -> None:
+        """Adds what objects of a class have of it: methods that ran, and what is named and is not a method."""
+        if (id(kind), "") in self._added:
             return
-        store = vars(cls)
-        self._add_fact(len, store)
-        names = self.names.union(_CALLED)
-        if self._codes is not None:
-            functions = ((name, _function_in(member)) for name, member in store.items())
-            names |= {name for name, function in functions if function is not None and self._follows(function)}
-        self._add_named(store, sorted(store.keys() & names), depth)
+        self._added.add((id(kind), ""))
+        stores = [self._members(cls) for cls in kind.__mro__ if is_followed_class(cls)]
+        members = [(name, _function_in(member)) for store in stores for name, member in store.items()]
+        names = {name for name, function in members if function is None and name in self.names}
+        if self._codes is None:
+            names |= {name for name, function in members if function is not None and name in self.names.union(_CALLED)}
+        else:
+            names |= {name for name, function in members if function is not None and self._follows(function)}
+        for store in stores:
+            self._add_length(store)
+            self._add_items(store, sorted(store.keys() & names), depth)
 
 
 # -- What values are made of -----------------------------------------------------------------------------------------
@@ -267,23 +341,13 @@ def _is_log(value: Any) -> bool:
     return bool(ends) and all(type(end) in _NUMBERS or isinstance(end, torch.Tensor) for end in ends)
 
 
-def _parts_of(value: Any) -> Parts | None:
-    """Returns the function that lists the parts of a value like this one; None if it has no parts."""
-    for kind, parts in _PARTS.items():
-        if isinstance(value, kind):
-            return parts if not hasattr(value, "__len__") or len(value) <= MAX_ITEMS else None
-    return None
-
-
 def parts_of_function(function: Any) -> tuple[Any, ...]:
     """Returns the parts of a function, its code, defaults and closure say; another object alone."""
+    if isinstance(function, FunctionType):
+        values = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        return (function.__code__, *values, *map(_cell_contents, function.__closure__ or ()))
     parts = _parts_of(function)
     return (function,) if parts is None else parts(function)
-
-
-def _parts_of_function(function: FunctionType) -> tuple[Any, ...]:
-    values = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    return (function.__code__, *values, *map(_cell_contents, function.__closure__ or ()))
 
 
 def _cell_contents(cell: Any) -> Any:
@@ -293,18 +357,15 @@ def _cell_contents(cell: Any) -> Any:
         return _MISSING
 
 
-def _slot_values(slots: Sequence[Any], value: Any) -> tuple[Any, ...]:
-    def read(slot: Any) -> Any:
-        try:
-            return slot.__get__(value)
-        except AttributeError:  # not set
-            return _MISSING
-
-    return tuple(map(read, slots))
+def _parts_of(value: Any) -> Parts | None:
+    """Returns the function that lists the parts of a value like this one; None if it has no parts."""
+    for kind, parts in _PARTS.items():
+        if isinstance(value, kind):
+            return parts if not hasattr(value, "__len__") or len(value) <= MAX_ITEMS else None
+    return None
 
 
 _PARTS: dict[Any, Parts] = {
-    FunctionType: _parts_of_function,
     MethodType: lambda method: (method.__self__, method.__func__),
     functools.partial: lambda partial: (partial.func, *partial.args, *partial.keywords, *partial.keywords.values()),
     (list, tuple, deque, set, frozenset): tuple,
@@ -323,6 +384,23 @@ def _function_in(member: Any) -> FunctionType | None:
     return function if isinstance(function, FunctionType) else None
 
 
+def _comparison(value: Any, parts: Parts) -> tuple[Callable[[Any, Any], bool], Any]:
+    """Returns a function that compares a container with what it holds now, and that."""
+    if isinstance(value, dict):
+        return _same_dict, ([*value], [*value.values()])
+    if isinstance(value, set):
+        return operator.eq, set(value)
+
+    def same(value: Any, before: tuple[Any, ...]) -> bool:
+        return len(now := parts(value)) == len(before) and all(map(operator.is_, now, before))
+
+    return same, parts(value)
+
+
+def _same_dict(items: dict[Any, Any], before: tuple[list[Any], list[Any]]) -> bool:
+    return [*items] == before[0] and all(map(operator.is_, items.values(), before[1]))
+
+
 def _is_array(value: Any) -> bool:
     return type(value).__module__ == "numpy" and hasattr(value, "tobytes") and value.size <= MAX_ITEMS
 
@@ -337,17 +415,23 @@ def _array_key(array: Any) -> tuple[Any, ...]:
 @functools.cache
 def is_followed_file(file: str) -> bool:
     """Returns whether code of a file is followed: the user's code, libraries, and the modules of torch."""
-    is_library = file.startswith(_LIBRARY_DIRS) and "site-packages" not in file.removeprefix(_TORCH)
-    return not is_library or (file.startswith(_MODULES_OF_TORCH) and not file.endswith("/modules/module.py"))
+    is_library = file.startswith(_LIBRARIES) or (file.startswith(_STDLIB) and "site-packages" not in file)
+    return not is_library or (file.startswith(_FOLLOWED) and not file.endswith("/modules/module.py"))
 
 
-def _is_followed_class(kind: type) -> bool:
+def is_followed_module(module: ModuleType) -> bool:
+    """Returns whether attributes of a Python module are followed."""
+    return module is torch or is_followed_file(getattr(module, "__file__", None) or "<frozen ")
+
+
+def is_followed_class(kind: type) -> bool:
+    """Returns whether attributes of a class and of its objects are followed."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""  # none: a session's
     is_library = kind.__module__ in sys.stdlib_module_names or not is_followed_file(file)
-    return is_python_class(kind) and not is_library and not issubclass(kind, torch.Tensor)
+    return is_python_class(kind) and not is_library and not issubclass(kind, (torch.Tensor, enum.Enum))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def named_globals(code: CodeType) -> tuple[str, ...]:
     """Returns the names of globals that code reads, also in functions and comprehensions inside it."""
     own = {one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
@@ -355,7 +439,7 @@ def named_globals(code: CodeType) -> tuple[str, ...]:
     return tuple(sorted(own.union(*inner)))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def names_in(code: CodeType) -> frozenset[str]:
     """Returns all names in code, and its texts that may be names (`getattr(x, "scale")`)."""
     texts = (const for const in code.co_consts if isinstance(const, str) and const.isidentifier())

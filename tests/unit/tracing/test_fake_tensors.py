@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import resource
@@ -432,3 +433,34 @@ def test_costs_are_estimated_without_a_log(caplog):
     profile = fxpipe.profile(traced, (x,), hardware="h100")
     assert profile.nodes
     assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+# -- caches of the user's ---------------------------------------------------------------------------------------------
+
+
+def test_caches_keep_no_tensors_without_values():
+    @functools.lru_cache
+    def table(size):
+        return torch.linspace(0, 1, size)
+
+    @functools.cache
+    def tables(size):
+        return torch.ones(size), {"more": [torch.linspace(0, 1, size)]}
+
+    class ReadsCaches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            one, others = tables(6)
+            return self.last((self.first(x) + table(6) + one + others["more"][0]).relu())
+
+    other = functools.lru_cache(torch.ones)
+    kept = other(5)
+    with torch.device("meta"):
+        model = ReadsCaches()
+    fxpipe.plan(model, 2, example_args=(torch.empty(4, 6, device="meta"),), chunks=2)
+    assert other(5) is kept
+    assert type(table(6)) is torch.Tensor
+    assert type(ReadsCaches()(torch.zeros(4, 6))) is torch.Tensor
