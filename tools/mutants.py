@@ -1616,6 +1616,12 @@ TRACING = (
         "attacks/test_python_state.py::test_changes_between_steps_are_followed",
     ),
     Mutant(
+        "tracing/record/record_model.py",
+        "            if changed := again.changes():\n",
+        "            if False:\n",
+        "attacks/test_side_effects.py::test_what_each_forward_changes_is_refused_with_its_line",
+    ),
+    Mutant(
         "_torch/module_internals.py",
         "[number for store in _GLOBAL_HOOK_STORES for number in store]",
         "[]",
