@@ -32,7 +32,7 @@ from fxpipe.tracing.guards import refuse_unguardable
 from fxpipe.tracing.importers.symbolic_trace import symbolic_graph
 from fxpipe.tracing.print_calls import lost_prints, mute_repeated_prints
 from fxpipe.tracing.record.lazy_state import make_lazy_state, new_attributes
-from fxpipe.tracing.record.record_model import input_leaves
+from fxpipe.tracing.record.record_model import input_leaves, refuse_side_effects
 from fxpipe.tracing.record.recorder import is_called_in_inference_mode
 from fxpipe.tracing.record.unrecordable import CannotRecord, MakesState
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
@@ -128,6 +128,8 @@ def trace(
         if was_faked := is_faked():
             traced.constants.update({name: original_of(tensor) for name, tensor in traced.constants.items()})
         check_invariants(traced)
+        has_run = check and not was_faked and traced.tracer == "record"
+        refuse_side_effects(traced, args, kwargs or {}, has_run)
     if was_faked:
         traced.python_state.take()  # with the model's own tensors in lists and dicts
     return traced

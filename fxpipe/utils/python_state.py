@@ -21,7 +21,7 @@ import sys
 import sysconfig
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -38,13 +38,11 @@ MAX_DEPTH = 6
 MAX_ITEMS = 10_000  # of a container that is looked into
 _MISSING = object()
 _NUMBERS, _LOGS = frozenset((int, float, complex)), frozenset((list, dict, set, deque))
-PLAIN_TYPES = frozenset(
-    (bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device)
-)
+_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device))
 _IMMUTABLE = (tuple, frozenset, MethodType, functools.partial, property, staticmethod, classmethod)
 _MODULE_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _CALLED = ("forward", "__call__")  # without being named
-HOLDERS = (SimpleNamespace, argparse.Namespace, type(os.environ))  # objects of the standard library to look into
+_HOLDERS = (SimpleNamespace, argparse.Namespace, type(os.environ))  # objects of the standard library to look into
 _TORCH = torch.__path__[0]
 _NUMPY = os.path.join(os.path.dirname(_TORCH), "numpy", "")
 _STDLIB = sysconfig.get_path("stdlib")
@@ -81,16 +79,34 @@ class PythonState:
         self._walk = self._new_walk()
         self.facts = self._walk.facts
 
+    def is_same(self) -> bool:
+        """Returns whether all objects are the same."""
+        return self._walk.is_same()
+
     def holds(self) -> bool:
         """Returns whether all values are the same, or others that are as good."""
-        if self._walk.is_same():
-            return True
-        if self._walk.is_other():
-            return False
+        return self._walk.is_same() or self.changed() is None
+
+    def changed(self) -> str | None:
+        """Returns the name of the first value that is not as good as it was; None if all are, which are taken then."""
         walk = self._new_walk()
         if walk.facts == self.facts:
             self._walk = walk  # the objects to be compared from now on
-        return self._walk is walk
+            return None
+        longer = max(self._walk, walk, key=lambda one: len(one.facts))
+        pairs = zip(longer.names_of_facts, self.facts, walk.facts, strict=False)
+        return next((name for name, before, now in pairs if before != now), longer.names_of_facts[-1])
+
+    def line_of(self, name: str) -> str:
+        """Returns the line of the code that ran that reads a value of this name first; empty if it is not known."""
+        last = name.rpartition(".")[2]
+        for code, _ in self.ran or ():
+            line = code.co_firstlineno
+            for one in dis.get_instructions(code):
+                line = one.starts_line or line
+                if one.argval == last:
+                    return f"{code.co_filename}:{line}"
+        return ""
 
     def structure(self) -> frozenset[Any]:
         """Returns the kinds of facts: of a number whether it is zero, of a container and a tensor the class."""
@@ -104,219 +120,176 @@ class PythonState:
         return walk
 
 
-@dataclass(slots=True)
-class _Read:
-    """A value by its key in a dict or its name in an object."""
-
-    read: Callable[[Any, str], Any]  # operator.getitem or getattr
-    owner: Any
-    name: str
-    value: Any
-
-    def now(self) -> Any:
-        return self.read(self.owner, self.name)
-
-    def text(self, owner: str) -> str:
-        return f"{owner}.{self.name}" if self.read is getattr else f"{owner}[{self.name!r}]"
-
-
 class _Walk:
     """All values that are reached from the roots of a state, breadth first.
 
-    A step compares flat lists: the identity of the value under each key, and of the parts of each container. `facts`
-    describe the same so that containers and functions with equal parts have equal facts.
+    A step compares the identity of the value under each key, and of the parts of each container. `facts` describe the
+    same so that containers and functions with equal parts have equal facts.
     """
 
     def __init__(self, state: PythonState, names: frozenset[str]):
-        self._state, self.names, self.facts = state, names, list[Any]()
+        self._state, self.names = state, names
         self._codes = None if state.ran is None else {code for code, _ in state.ran}
-        self._reads = list[_Read]()
-        self._check: FunctionType | None = None
-        self._sized, self._lengths = list[Any](), list[int]()
-        self._containers = list[tuple[Callable[[Any, Any], bool], Any, Any]]()
-        self._seen, self._added, self.held = dict[int, int](), set[tuple[int, str]](), list[Any]()
-        self._stores = dict[int, Mapping[str, Any]]()
-        self._named = set[tuple[int, CodeType]]()
-        self._todo = deque[tuple[Any, int]]()
+        self.facts, self.names_of_facts = list[Any](), list[str]()
+        self._checks = list[tuple[Any, str, Any]]()  # what is compared, how, and with what
+        self._is_same: Callable[[], bool] | None = None
+        self._seen, self._added, self.held = dict[int, int](), set[tuple[int, Any]](), list[Any]()
+        self._members = dict[int, Mapping[str, Any]]()  # by id of a class or a Python module, for each the same object
+        self._todo = deque[tuple[Any, str, int]]()
         for store, key in state.places:
-            self._add_items(store, (key,), 0)
+            self._add_items(store, (key,), "", 0)
         for code, values in state.ran or ():
             self._add_globals(code, values)
-        self._todo.extend((value, 0) for value in state.values)
+        self._todo.extend((value, getattr(value, "__name__", type(value).__name__), 0) for value in state.values)
         while self._todo:
             self._visit(*self._todo.popleft())
 
     def is_same(self) -> bool:
         """Returns whether all objects are the same. Asked in every step, of some hundred objects."""
+        self._is_same = self._is_same or _compiled(self._checks)
         try:
-            self._check = self._check or self._compiled_check()
-            return self._check() and all(same(source, before) for same, source, before in self._containers)
+            return self._is_same()
         except (KeyError, AttributeError, ValueError):
             return False
 
-    def _compiled_check(self) -> FunctionType:
-        """Returns a function that compares all values by identity: three times as fast as a loop."""
-        owners: dict[int, Any] = {id(owner): owner for owner in (*(read.owner for read in self._reads), *self._sized)}
-        numbers = {key: number for number, key in enumerate(owners)}
-        reads = (f"{read.text(f'o{numbers[id(read.owner)]}')} is v{i}" for i, read in enumerate(self._reads))
-        sizes = (f"len(o{numbers[id(one)]}) == {size}" for one, size in zip(self._sized, self._lengths, strict=True))
-        parameters = [*(f"o{i}" for i in range(len(owners))), *(f"v{i}" for i in range(len(self._reads)))]
-        source = f"lambda {', '.join(parameters)}: {' and '.join((*reads, *sizes)) or 'True'}"
-        check: FunctionType = eval(source, {"len": len})
-        check.__defaults__ = (*owners.values(), *(read.value for read in self._reads))
-        return check
-
-    def is_other(self) -> bool:
-        """Returns whether a value differs for certain. From now on equal numbers and texts are those compared."""
-        for read in self._reads:
-            try:
-                now = read.now()
-            except (KeyError, AttributeError, ValueError):
-                return True
-            if now is read.value or isinstance(now, CodeType):
-                continue
-            is_plain = type(now) in PLAIN_TYPES
-            if type(now) is not type(read.value) or not (is_plain or _parts_of(now) or _is_array(now)):
-                return True
-            if is_plain and _plain_fact(now) != _plain_fact(read.value):
-                return True
-            if is_plain:
-                read.value = now
-        if self._check is not None:
-            owners = (self._check.__defaults__ or ())[: -len(self._reads) or None]
-            self._check.__defaults__ = (*owners, *(read.value for read in self._reads))
-        return False
-
     # -- the walk ----------------------------------------------------------------------------------------------------
 
-    def _add_read(self, read: Any, owner: Any, name: str, value: Any, depth: int) -> None:
-        self._reads.append(_Read(read, owner, name, value))
-        self.facts.append(name)
-        self._todo.append((value, depth))
+    def _note(self, fact: Any, name: str) -> None:
+        self.facts.append(fact)
+        self.names_of_facts.append(name)
 
-    def _add_length(self, container: Sized) -> None:
-        self._sized.append(container)
-        self._lengths.append(len(container))
+    def _add_read(self, owner: Any, how: str, value: Any, name: str, depth: int) -> None:
+        self._checks.append((owner, f"{how} is", value))
+        self._note(name, name)
+        self._todo.append((value, name, depth))
 
-    def _add_items(self, store: Mapping[str, Any], names: Iterable[str], depth: int) -> None:
-        for name in names:
-            if (id(store), name) not in self._added and name in store:
-                self._added.add((id(store), name))
-                self._add_read(operator.getitem, store, name, store[name], depth)
+    def _add_items(self, store: Mapping[str, Any], keys: Iterable[str], prefix: str, depth: int) -> None:
+        for key in keys:
+            if (id(store), key) not in self._added and key in store:
+                self._added.add((id(store), key))
+                self._add_read(store, f"[{key!r}]", store[key], prefix + key, depth)
 
     def _add_globals(self, code: CodeType, values: dict[str, Any]) -> None:
         if self._codes is None:
             self.names |= names_in(code)
-        self._add_items(values, named_globals(code), 0)
-        for holder in (*map(values.get, named_globals(code)), *map(sys.modules.get, names_in(code))):
-            self._add_named(holder, code)
+        self._add_items(values, named_globals(code), "", 0)
+        for name in named_globals(code):
+            self._add_named(values.get(name), name, code)
+        for name in names_in(code) & sys.modules.keys():
+            self._add_named(sys.modules[name], name, code)
 
-    def _add_named(self, holder: Any, code: CodeType) -> None:
+    def _add_named(self, holder: Any, name: str, code: CodeType) -> None:
         """Adds the attributes of a class, a Python module or a function that code names."""
         if isinstance(holder, FunctionType):
-            self._add_items(vars(holder), sorted(names_in(code) & vars(holder).keys()), 0)
-        if not isinstance(holder, (type, ModuleType)) or (id(holder), code) in self._named:
+            self._add_items(vars(holder), sorted(names_in(code) & vars(holder).keys()), f"{name}.", 0)
+        if not isinstance(holder, (type, ModuleType)) or (id(holder), code) in self._added:
             return
-        self._named.add((id(holder), code))
+        self._added.add((id(holder), code))
         for one in holder.__mro__ if isinstance(holder, type) else (holder,):
             if is_followed_class(one) if isinstance(one, type) else is_followed_module(one):
-                store = self._members(one)
-                names = sorted(names_in(code) & store.keys())
-                self._add_items(store, names, 0)
-                for name in names:
-                    self._add_named(store[name], code)
+                store = self._members.setdefault(id(one), vars(one))
+                keys = sorted(names_in(code) & store.keys())
+                self._add_items(store, keys, f"{name}.", 0)
+                for key in keys:
+                    self._add_named(store[key], key, code)
 
-    def _members(self, owner: Any) -> Mapping[str, Any]:
-        """Returns the dict of a class or a module, for each the same object."""
-        return self._stores.setdefault(id(owner), vars(owner))
-
-    def _visit(self, value: Any, depth: int) -> None:
-        if type(value) in PLAIN_TYPES or isinstance(value, CodeType):
-            self.facts.append(_plain_fact(value))
+    def _visit(self, value: Any, name: str, depth: int) -> None:
+        if type(value) in _PLAIN or isinstance(value, CodeType):
+            self._note(_plain_fact(value), name)
             return
         if id(value) in self._seen:
-            self.facts.append(self._seen[id(value)])
+            self._note(self._seen[id(value)], name)
             return
         self._seen[id(value)] = len(self._seen)
         self.held.append(value)
         if self._state.skips_logs and _is_log(value):
-            self.facts.append(True)
-            self._containers.append((lambda value, _: _is_log(value), value, None))
+            self._note(True, name)
+            self._checks.append((functools.partial(_is_log, value), "() is", True))
             return
         if _is_array(value):
-            self.facts.append(key := _array_key(value))
-            self._containers.append((lambda array, key: bool(_array_key(array) == key), value, key))
+            self._note(key := _array_key(value), name)
+            self._checks.append((functools.partial(_array_key, value), "() ==", key))
             return
-        parts = _parts_of(value) if depth < MAX_DEPTH else None
+        parts = parts_of(value) if depth < MAX_DEPTH else None
         if isinstance(value, FunctionType) and self._follows(value):
-            self._add_function(value, depth)
+            self._add_function(value, name, depth)
         elif parts is None:
-            self.facts.append(id(value))
+            self._note(id(value), name)
         else:
             items = parts(value)
-            self.facts.append((type(value), len(items)))
-            if not items and isinstance(value, Sized):
-                self._add_length(value)
-            elif not isinstance(value, _IMMUTABLE):
-                same, before = _comparison(value, parts)
-                self._containers.append((same, value, before))
+            self._note((type(value), len(items)), name)
+            if not isinstance(value, _IMMUTABLE):
+                self._checks.extend(_checks_of_parts(value, parts))
             items = tuple(sorted(items, key=repr)) if isinstance(value, (set, frozenset)) else items
-            self._todo.extend((item, depth + 1) for item in items)
+            self._todo.extend((item, name, depth + 1) for item in items)
         if depth < MAX_DEPTH:
-            self._add_attributes(value, depth)
+            self._add_attributes(value, name, depth)
 
     def _follows(self, function: FunctionType) -> bool:
         code = original_code(function.__code__)
         return is_followed_file(code.co_filename) if self._codes is None else code in self._codes
 
-    def _add_function(self, function: FunctionType, depth: int) -> None:
+    def _add_function(self, function: FunctionType, name: str, depth: int) -> None:
         """Adds the parts of a function, at its own depth: functions may call each other however deep."""
-        for name in ("__code__", "__defaults__", "__kwdefaults__"):
-            if (value := getattr(function, name)) is not None:
-                self._add_read(getattr, function, name, value, depth)
-        for cell in function.__closure__ or ():
+        for part in ("__code__", "__defaults__", "__kwdefaults__"):
+            if (value := getattr(function, part)) is not None:
+                self._add_read(function, f".{part}", value, name, depth)
+        for cell, variable in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
             with contextlib.suppress(ValueError):  # empty
-                self._add_read(getattr, cell, "cell_contents", cell.cell_contents, depth)
+                self._add_read(cell, ".cell_contents", cell.cell_contents, variable, depth)
         self._add_globals(original_code(function.__code__), function.__globals__)
 
-    def _add_attributes(self, value: Any, depth: int) -> None:
+    def _add_attributes(self, value: Any, name: str, depth: int) -> None:
         kind = type(value)
         if isinstance(value, type):
             if any(value is one for one in self._state.values):
-                self._add_class(value, depth)
+                self._add_class(value, name, depth)
         elif isinstance(value, nn.Module):
             if self._codes is None:  # else all reads of modules are known
                 children = own_children(value)
                 followed = self.names.union(_CALLED, children if isinstance(value, _MODULE_CONTAINERS) else ())
                 for store in (*tensor_stores(value), children):
-                    self._add_items(store, sorted(followed & store.keys()), depth)
-                self._add_class(kind, depth)
-        elif isinstance(value, HOLDERS) or is_followed_class(kind):
+                    self._add_items(store, sorted(followed & store.keys()), f"{name}.", depth)
+                self._add_class(kind, name, depth)
+        elif is_followed_object(value):
             attributes = getattr(value, "__dict__", {})
             names = self.names if self._codes is None else self._state.reads_of(value)
-            self._add_length(attributes)
+            self._checks.append((attributes, "len", len(attributes)))
             read = [*attributes] if names is None else sorted(attributes.keys() & names)
-            self._add_items(attributes, read, depth + 1)
-            for name in slots_of_class(kind):
-                if (names is None or name in names) and hasattr(value, name):
-                    self._add_read(getattr, value, name, getattr(value, name), depth + 1)
-            self._add_class(kind, depth)
+            self._add_items(attributes, read, f"{name}.", depth + 1)
+            for slot in slots_of_class(kind):
+                if (names is None or slot in names) and hasattr(value, slot):
+                    self._add_read(value, f".{slot}", getattr(value, slot), f"{name}.{slot}", depth + 1)
+            self._add_class(kind, name, depth)
 
-    def _add_class(self, kind: type, depth: int) -> None:
+    def _add_class(self, kind: type, name: str, depth: int) -> None:
         """Adds what objects of a class have of it: methods that ran, and what is named and is not a method."""
         if (id(kind), "") in self._added:
             return
         self._added.add((id(kind), ""))
-        stores = [self._members(cls) for cls in kind.__mro__ if is_followed_class(cls)]
-        members = [(name, _function_in(member)) for store in stores for name, member in store.items()]
-        names = {name for name, function in members if function is None and name in self.names}
-        if self._codes is None:
-            names |= {name for name, function in members if function is not None and name in self.names.union(_CALLED)}
-        else:
-            names |= {name for name, function in members if function is not None and self._follows(function)}
+        stores = [self._members.setdefault(id(cls), vars(cls)) for cls in kind.__mro__ if is_followed_class(cls)]
+        members = {key for store in stores for key, member in store.items() if self._is_read(key, member)}
         for store in stores:
-            self._add_length(store)
-            self._add_items(store, sorted(store.keys() & names), depth)
+            self._checks.append((store, "len", len(store)))
+            self._add_items(store, sorted(store.keys() & members), f"{name}.", depth)
+
+    def _is_read(self, name: str, member: Any) -> bool:
+        """Returns whether a member of a class is one that objects were or may be asked for."""
+        function = getattr(member, "fget", None) or getattr(member, "__func__", member)
+        if not isinstance(function, FunctionType):
+            return name in self.names and not name.startswith("__")
+        return name in self.names.union(_CALLED) if self._codes is None else self._follows(function)
+
+
+def _compiled(checks: list[tuple[Any, str, Any]]) -> Callable[[], bool]:
+    """Returns a function that makes all checks, as one expression: in half the time of a loop."""
+    objects = {id(one): one for owner, _, value in checks for one in (owner, value)}
+    names = {key: f"x{i}" for i, key in enumerate(objects)}
+    pairs = ((names[id(owner)], how, names[id(value)]) for owner, how, value in checks)
+    terms = (f"len({x}) == {y}" if how == "len" else f"{x}{how} {y}" for x, how, y in pairs)
+    function: Any = eval(f"lambda {', '.join(names.values())}: {' and '.join(terms) or True}")
+    function.__defaults__ = tuple(objects.values())
+    return function  # type: ignore[no-any-return]
 
 
 # -- What values are made of -----------------------------------------------------------------------------------------
@@ -346,7 +319,7 @@ def parts_of_function(function: Any) -> tuple[Any, ...]:
     if isinstance(function, FunctionType):
         values = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         return (function.__code__, *values, *map(_cell_contents, function.__closure__ or ()))
-    parts = _parts_of(function)
+    parts = parts_of(function)
     return (function,) if parts is None else parts(function)
 
 
@@ -357,7 +330,7 @@ def _cell_contents(cell: Any) -> Any:
         return _MISSING
 
 
-def _parts_of(value: Any) -> Parts | None:
+def parts_of(value: Any) -> Parts | None:
     """Returns the function that lists the parts of a value like this one; None if it has no parts."""
     for kind, parts in _PARTS.items():
         if isinstance(value, kind):
@@ -378,27 +351,20 @@ _PARTS: dict[Any, Parts] = {
 }
 
 
-def _function_in(member: Any) -> FunctionType | None:
-    """Returns the function of a member of a class: of a method or a property."""
-    function = getattr(member, "fget", None) or getattr(member, "__func__", member)
-    return function if isinstance(function, FunctionType) else None
+def _checks_of_parts(value: Any, parts: Parts) -> Iterator[tuple[Any, str, Any]]:
+    """Compares the parts of a container by identity: with `==`, which is faster, if no others are equal to them."""
+    views: Any = (dict.keys(value), dict.values(value)) if isinstance(value, dict) else (value,)
+    for view in views:
+        now = functools.partial(tuple if hasattr(view, "__len__") else parts, view)
+        before = now()
+        if all(type(item) is str or type(item).__eq__ is object.__eq__ for item in before):
+            yield now, "() ==", before
+        else:
+            yield functools.partial(_are_same, now, before), "() is", True
 
 
-def _comparison(value: Any, parts: Parts) -> tuple[Callable[[Any, Any], bool], Any]:
-    """Returns a function that compares a container with what it holds now, and that."""
-    if isinstance(value, dict):
-        return _same_dict, ([*value], [*value.values()])
-    if isinstance(value, set):
-        return operator.eq, set(value)
-
-    def same(value: Any, before: tuple[Any, ...]) -> bool:
-        return len(now := parts(value)) == len(before) and all(map(operator.is_, now, before))
-
-    return same, parts(value)
-
-
-def _same_dict(items: dict[Any, Any], before: tuple[list[Any], list[Any]]) -> bool:
-    return [*items] == before[0] and all(map(operator.is_, items.values(), before[1]))
+def _are_same(parts: Callable[[], tuple[Any, ...]], before: tuple[Any, ...]) -> bool:
+    return len(now := parts()) == len(before) and all(map(operator.is_, now, before))
 
 
 def _is_array(value: Any) -> bool:
@@ -431,12 +397,20 @@ def is_followed_class(kind: type) -> bool:
     return is_python_class(kind) and not is_library and not issubclass(kind, (torch.Tensor, enum.Enum))
 
 
+def is_followed_object(value: Any) -> bool:
+    """Returns whether attributes of an object, which is neither a class nor a module, are followed."""
+    return isinstance(value, _HOLDERS) or is_followed_class(type(value))
+
+
 @functools.lru_cache(maxsize=4096)
 def named_globals(code: CodeType) -> tuple[str, ...]:
-    """Returns the names of globals that code reads, also in functions and comprehensions inside it."""
-    own = {one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    """Returns the names of globals that code reads or sets, also in functions and comprehensions inside it."""
+    own = {one.argval for one in dis.get_instructions(code) if one.opname in _OF_GLOBALS}
     inner = (named_globals(const) for const in code.co_consts if isinstance(const, CodeType))
     return tuple(sorted(own.union(*inner)))
+
+
+_OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
 
 
 @functools.lru_cache(maxsize=4096)

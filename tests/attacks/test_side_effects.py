@@ -165,9 +165,6 @@ def test_what_each_forward_changes_is_refused_with_its_line(effect: Any) -> None
     line = int(str(error.value).partition(f"{__file__}:")[2].partition(",")[0])
     lines = {line for _, _, line in code.co_lines()}
     assert line in lines or effect is _count_by_method
-    assert (LOG, VALUES, COUNTS["calls"], ROWS, NUMBER, LAST, NAMESPACE.count, SEEN, STATISTICS.count, Block.calls) == (
-        [], {}, 0, {"rows": []}, 0, None, 0, set(), 0, 0
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("is_one_pass", [False, True])
@@ -183,7 +180,7 @@ def test_what_is_changed_later_is_refused_then(is_one_pass: bool) -> None:
     with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, progress=False)) as pipe:
         assert_step(pipe, model, x, one_pass=is_one_pass)
         statistics.is_on = True
-        with pytest.raises(TraceError, match="forward changes the global 'LOG'"):
+        with pytest.raises(TraceError, match="forward changes 'LOG'"):
             pipe.forward_backward(x, loss_fn=lambda y: y.mean()) if is_one_pass else pipe(x)
 
 

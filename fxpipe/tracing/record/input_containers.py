@@ -18,6 +18,7 @@ from torch import nn
 
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.module_internals import original_module
+from fxpipe.tracing.fake_tensors import in_fake_mode
 from fxpipe.tracing.model_state import preserve_state
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.source_lines import UNKNOWN_LINE, is_user_file
@@ -102,7 +103,13 @@ def line_of_change(model: nn.Module, tree: Any, spec: pytree.TreeSpec, has_chang
         return look if result == UNKNOWN_LINE and is_user_file(file) and is_followed_file(file) else None
 
     args, kwargs = tree
-    with preserve_state(model), preserve_objects(spec), _sys_trace(enter), contextlib.suppress(Exception):
+    with (
+        preserve_state(model),
+        preserve_objects(spec),
+        in_fake_mode(),
+        _sys_trace(enter),
+        contextlib.suppress(Exception),
+    ):
         model(*args, **kwargs)
     return result
 

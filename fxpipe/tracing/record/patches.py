@@ -88,7 +88,7 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
         ) and not is_elsewhere():
             own = object.__getattribute__(module, "__dict__")  # not what its class has: see `cache_key`
             if name in own:
-                recorder.python_reads.add_attribute(own, name, recorder.paths.get(id(module), "a module"))
+                recorder.python_reads.add_attribute(own, name)
         return value
 
     def vmap(map_batch: Any, function: Any, *settings_and_args: Any, **kwargs: Any) -> Any:

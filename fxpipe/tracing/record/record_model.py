@@ -33,7 +33,6 @@ from fxpipe.tracing.record.input_reads import layouts_of
 from fxpipe.tracing.record.module_hooks import forward_of
 from fxpipe.tracing.record.number_casts import CASTING_FUNCTIONS
 from fxpipe.tracing.record.patches import patch_for_recording
-from fxpipe.tracing.record.python_reads import PythonReads
 from fxpipe.tracing.record.recorded_sizes import RECORDED, SIZE_FUNCTIONS
 from fxpipe.tracing.record.recorder import GraphBreak, Recorder
 from fxpipe.tracing.record.uncomputed_tensors import UncomputedMode
@@ -119,12 +118,12 @@ def record(
     refuse_model(model)
     with progress("recording", None) as step:
 
-        def attempt(hashable: bool, forgets: bool = True) -> tuple[Traced, list[_UnknownTensor], PythonReads]:
+        def attempt(hashable: bool, forgets: bool = True) -> tuple[Traced, list[_UnknownTensor]]:
             recorder = Recorder(model, held, whole, continued, seed, hashable, step, forgets, disguised, follows_casts)
             try:
                 recording = _record_once(recorder, args, kwargs, run, uncomputed)
                 if not recorder.must_save and not _has_new_casts(recorder):
-                    return *recording, recorder.python_reads
+                    return recording
             except Exception:
                 if not recorder.must_save and not _has_new_casts(recorder):
                     raise
@@ -132,19 +131,10 @@ def record(
 
         hashable = False
         try:
-            traced, constants, reads = attempt(hashable)
+            traced, constants = attempt(hashable)
         except _HashedSizeError:
             hashable = True
-            traced, constants, reads = attempt(hashable)
-        for name, line in reads.outer_names.items():
-            raise _side_effect_error(name, line)
-        if reads.changes():  # maybe in the first call only, as of a cache that is filled
-            traced, constants, again = attempt(hashable)
-            if changed := again.changes():
-                reads.restore()
-                raise _side_effect_error(
-                    changed[0], UNKNOWN_LINE if run else _line_of_effect(model, args, kwargs, reads)
-                )
+            traced, constants = attempt(hashable)
         if constants:
             for (tensor, error), (other, _) in zip(constants, attempt(hashable)[1], strict=True):
                 if tensor is not other:
@@ -157,24 +147,30 @@ def _has_new_casts(recorder: Recorder) -> bool:
     return recorder.follows_casts and CASTING_FUNCTIONS.add(recorder.casting_codes)
 
 
-def _line_of_effect(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reads: PythonReads) -> str:
-    _, spec, values = input_leaves(model, args, kwargs)
-    tree = pytree.tree_unflatten(list(map(copy_of_input, values)), spec)
-    try:
-        return line_of_change(model, tree, spec, reads.changes)
-    finally:
-        reads.restore()
+def refuse_side_effects(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], has_run: bool) -> None:
+    """Refuses what forward changes of Python's each time it runs: in steps it would stay as it is.
 
+    Args:
+        has_run: whether the model has run since it was recorded.
 
-def _side_effect_error(name: str, line: str) -> CannotRecord:
-    """The error for what forward changes of Python's each time it runs."""
-    where = "" if line == UNKNOWN_LINE else f" at {line}"
-    return CannotRecord(
-        f"forward changes {name}{where}, and a graph cannot: it would stay as it was in every step. Return the value "
-        "as an output, keep a tensor in a buffer (register_buffer), or do it outside forward or in a forward hook on "
-        "a module, which runs in every step",
-        is_final=True,
-    )
+    Raises:
+        CannotRecord: final; names what is changed and the line.
+    """
+    state = traced.python_state
+    if has_run and state.holds():
+        return
+    state.take()  # maybe the first run alone has changed it, as a cache that it fills
+    leaves, spec, values = input_leaves(traced.model, args, kwargs)
+    tree = pytree.tree_unflatten(as_given(leaves, map(copy_of_input, values)), spec)
+    line = line_of_change(traced.model, tree, spec, lambda: not state.is_same())
+    if name := state.changed():
+        where = "" if line == UNKNOWN_LINE else f" at {line}"
+        raise CannotRecord(
+            f"forward changes {name!r}{where}, and a graph cannot: it would stay as it is in every step. Return the "
+            "value as an output, keep a tensor in a buffer (register_buffer), or do it outside forward or in a forward "
+            "hook on a module, which runs in every step",
+            is_final=True,
+        )
 
 
 class _HashedSizeError(Exception):
