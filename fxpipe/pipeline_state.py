@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -60,6 +61,7 @@ from fxpipe.utils.units import human_bytes
 T = TypeVar("T")
 
 DROP_IN_SCHEDULE = "gpipe"  # all forwards, then all backwards: that is all that a call and its backward can be
+MANY_PYTHON_VALUES = 4  # of one name: the same of what forward reads of Python
 MANY_VALUE_GRAPHS = 8  # graphs that differ in what forward read only: one is warned that each step may need another
 
 
@@ -550,6 +552,7 @@ class PipelineState:
         if self.plan is not None and (new := [r for r in traced.reasons_of_fixed_sizes if r not in self.plan.why]):
             self.plan = replace(self.plan, why=(*self.plan.why, *new))
         self._warn_of_values(traced)
+        self._warn_of_python_values(traced)
         self._warn_of_sizes(traced)
         if traced.print_lines and not self._has_prints:
             self._has_prints = True
@@ -590,6 +593,19 @@ class PipelineState:
             f"the time to record another: {why}. {remedy}",
             stacklevel=2,
         )
+
+    def _warn_of_python_values(self, traced: Traced) -> None:
+        """Warns once for a pipe, if a value of Python that forward reads has made so many graphs."""
+        states = [one.traced.python_state for one, _ in self.graphs if one.traced.key == traced.key]
+        changed = Counter(name for state in states if (name := state.changed()))
+        for name, count in changed.most_common(0 if self._warned else 1):
+            if count >= MANY_PYTHON_VALUES:
+                self._warned = True
+                warn_user(
+                    f"forward of {type(self.model).__name__} reads {name!r}{traced.python_state.line_of(name)}, which "
+                    f"had {count + 1} values so far, and each other value takes the time to record another graph: pass "
+                    "it to forward as a tensor, or keep it in a buffer (register_buffer) that you fill"
+                )
 
     def _warn_of_values(self, traced: Traced) -> None:
         """Once for a pipe, where values that forward reads have made so many graphs that each step may make another."""

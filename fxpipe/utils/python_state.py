@@ -98,14 +98,14 @@ class PythonState:
         return next((name for name, before, now in pairs if before != now), longer.names_of_facts[-1])
 
     def line_of(self, name: str) -> str:
-        """Returns the line of the code that ran that reads a value of this name first; empty if it is not known."""
+        """Returns " at " and the first line of code that ran with this name in it; empty if there is none."""
         last = name.rpartition(".")[2]
         for code, _ in self.ran or ():
             line = code.co_firstlineno
             for one in dis.get_instructions(code):
                 line = one.starts_line or line
                 if one.argval == last:
-                    return f"{code.co_filename}:{line}"
+                    return f" at {code.co_filename}:{line}"
         return ""
 
     def structure(self) -> frozenset[Any]:

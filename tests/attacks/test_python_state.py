@@ -375,3 +375,20 @@ def test_a_switch_while_a_forward_of_another_kind_has_run_is_followed() -> None:
             have, want = pipe(ids, use_cache=False), model(ids, use_cache=False)
             torch.testing.assert_close(have.logits, want.logits)
             assert (have.hidden_states is None) == (want.hidden_states is None) == (not hidden)
+
+
+@pytest.mark.parametrize("one_pass", [False, True], ids=["drop-in", "forward_backward"])
+def test_a_value_that_changes_in_each_step_is_reported_once(one_pass: bool) -> None:
+    model, block = _models(lambda b, h: h * b.config.scale)
+    line = block.act.__code__.co_firstlineno
+    x = torch.randn(4, 4)
+
+    def train(pipe: Any) -> None:
+        for step in range(7):
+            block.config.scale = 1.0 + step
+            assert_step(pipe, model, x, one_pass=one_pass)
+
+    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, progress=False)) as pipe:
+        with pytest.warns(UserWarning, match=f"reads 'config.scale' at {__file__}:{line}, which had 5 values") as seen:
+            train(pipe)
+        assert len(seen) == 1

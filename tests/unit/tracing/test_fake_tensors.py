@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.models import GPT, UNet
+from helpers.unseen_list import UnseenList
 from torch import fx, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 
@@ -151,7 +152,7 @@ def test_values_may_be_missing_in_model_or_inputs_whatever_the_user_has_active()
 
 
 def test_ties_stay_ties_and_classes_of_parameters_stay():
-    seen = []
+    seen = UnseenList()
 
     class Looks(nn.Module):
         def __init__(self):
