@@ -522,6 +522,7 @@ class PipelineState:
 
     def _keep(self, prepared: PreparedGraph) -> CachedGraph:
         traced = prepared.traced
+        traced.refuse_inference_mode()
         bound = BoundProgram(
             prepared.program,
             wire_program(prepared.program),
@@ -536,6 +537,7 @@ class PipelineState:
             combinations=traced.combinations,
             known_pieces=InputPieces.of(traced, self.settings.devices[-1]) if traced.combinations else None,
             untold=traced.untold,
+            used_outputs=used_outputs(traced),
             moving_buffers=moving_buffers(prepared),
             replicas=self._replicas_of(prepared),
         )
@@ -625,6 +627,13 @@ class PipelineState:
                 "(leaf_modules=)",
                 stacklevel=2,
             )
+
+
+def used_outputs(traced: Traced) -> frozenset[int]:
+    """The outputs from which the model itself makes something that requires grad."""
+    requires_grad = {} if traced.effects is None else traced.effects.requires_grad
+    nodes = ((place, node) for place, node in enumerate(traced.outputs) if isinstance(node, fx.Node))
+    return frozenset(place for place, node in nodes if any(requires_grad.get(user) for user in node.users))
 
 
 def moving_buffers(prepared: PreparedGraph) -> tuple[str, ...]:

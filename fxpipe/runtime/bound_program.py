@@ -44,6 +44,7 @@ class BoundProgram:
     untold: tuple[
         UndeterminedOutput, ...
     ] = ()  # why outputs are taken for means over samples, though nobody has said so
+    used_outputs: frozenset[int] = frozenset()  # those from which the model itself makes something that requires grad
     moving_buffers: tuple[str, ...] = ()  # of a graph of evaluation, which then runs in one micro-batch
     replicas: tuple[tuple[StageReplica, ...], ...] = ()  # by stage, those that take turns; none: each stage is alone
 

@@ -33,7 +33,6 @@ from fxpipe.tracing.importers.symbolic_trace import symbolic_graph
 from fxpipe.tracing.print_calls import lost_prints, mute_repeated_prints
 from fxpipe.tracing.record.lazy_state import make_lazy_state, new_attributes
 from fxpipe.tracing.record.record_model import input_leaves, refuse_side_effects
-from fxpipe.tracing.record.recorder import is_called_in_inference_mode
 from fxpipe.tracing.record.unrecordable import CannotRecord, MakesState
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
 from fxpipe.tracing.strategies import find_graph, record_with_options
@@ -163,9 +162,7 @@ def _ready_to_record(model: nn.Module) -> Iterator[None]:
     """A block in which the model runs to be recorded."""
     # Tensors made in inference mode have no versions, and nothing else is lost without it (but `grad`, which it sets).
     grad = ThreadState.now().grad
-    token = is_called_in_inference_mode.set(torch.is_inference_mode_enabled())
     with (
-        contextlib.ExitStack() as stack,
         DISPATCH_MODE_LOCK,
         _deeper_recursion(),
         torch.inference_mode(False),
@@ -174,7 +171,6 @@ def _ready_to_record(model: nn.Module) -> Iterator[None]:
         mute_fake_tensor_logs(),
         preserve_own_generators(model),
     ):
-        stack.callback(is_called_in_inference_mode.reset, token)
         yield
 
 
@@ -249,10 +245,7 @@ def _find_graph_with_lazy_state(request: TraceRequest) -> Traced:
         if lazy_state is not None:
             lazy_state.remove()
         raise
-    if lazy_state is None:
-        return traced
-    state = replace(traced.python_state, places=(*traced.python_state.places, *lazy_state.attributes))
-    return replace(traced, python_state=state)
+    return traced
 
 
 def _needs_inputs(model: nn.Module) -> bool:

@@ -28,7 +28,7 @@ from torch import fx, nn
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.module_internals import all_modules
 from fxpipe._torch.thread_state import ThreadState
-from fxpipe.errors import ArgumentError
+from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.cache_key import (
     GraphKey,
     InputsKey,
@@ -126,7 +126,6 @@ class Traced:
     input_reads: tuple[InputRead, ...] = ()
     attributes: tuple[TensorGuard, ...] = ()  # the model's tensors as they were
     switches: tuple[Any, ...] = field(default_factory=torch_switches)  # of torch, as forward saw them
-    asks_for_inference_mode: bool = False  # does forward ask whether it is on?
     requires_grad: tuple[bool, ...] | None = None  # of all parameters, where forward has asked a tensor for it
     tracer: str = "record"
     in_dims: tuple[int | None, ...] = ()  # by leaf: the dimension that holds the batch
@@ -349,12 +348,21 @@ class Traced:
         least, largest = self.batch_bounds
         return least <= batch and (largest is None or batch <= largest)
 
+    def refuse_inference_mode(self) -> None:
+        """Raises `TraceError` in inference mode, in which stages do not run, if forward asks for it."""
+        names = ("is_inference_mode_enabled", "is_inference") if torch.is_inference_mode_enabled() else ()
+        for line in filter(None, map(self.python_state.line_of, names)):
+            raise TraceError(
+                f"forward asks{line} whether inference mode is on, and a pipeline runs its stages without; call the "
+                "pipe under torch.no_grad() instead"
+            )
+
     def holds_for_model(self) -> bool:
         """Returns whether this is the graph of the model as it is now, whose flags are its own."""
+        self.refuse_inference_mode()
         return (
             self.python_state.holds()
             and self.switches == torch_switches()
-            and not (self.asks_for_inference_mode and torch.is_inference_mode_enabled())
             and tensors_match(self.attributes)
             and self.requires_grad in (None, requires_grad_flags(self.model))
         )

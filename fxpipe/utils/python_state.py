@@ -100,7 +100,7 @@ class PythonState:
     def line_of(self, name: str) -> str:
         """Returns " at " and the first line of code that ran with this name in it; empty if there is none."""
         last = name.rpartition(".")[2]
-        for code, _ in self.ran or ():
+        for code in (code for code, _ in self.ran or () if last in (*code.co_names, *code.co_freevars)):
             line = code.co_firstlineno
             for one in dis.get_instructions(code):
                 line = one.starts_line or line

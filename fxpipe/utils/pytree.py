@@ -165,7 +165,9 @@ def refuse_layout(what: str, leaf: Any) -> None:
 
 def has_own_attributes(value: Any) -> bool:
     """Returns True for a plain tensor on which somebody has set attributes; torch's own begin with an underscore."""
-    return type(value) is torch.Tensor and any(not name.startswith("_") for name in value.__dict__)
+    if type(value) is not torch.Tensor or not value.__dict__:
+        return False
+    return any(not (name.startswith("_") or callable(own)) for name, own in value.__dict__.items())
 
 
 def refuse_own_attributes(what: str, leaf: Any) -> None:

@@ -5,15 +5,18 @@ The hooks clamp, so that one that sees a part of a gradient, or sees it in parts
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from helpers.oracle import closing
 from helpers.right_or_refused import outcome
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 import fxpipe
+from fxpipe.errors import StateError
 
 LIMIT = 1e-3
 
@@ -209,3 +212,33 @@ def test_hooks_see_whole_gradients(name):
     make, want = CASES[name]
     message = outcome(make, inputs)
     assert want in message, message
+
+
+class Features(nn.Module):
+    """Returns what it makes the logits of, the logits, and a view that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = self.body(x)
+        return h, self.head(h.tanh()), h[:, :2]
+
+
+@pytest.mark.parametrize("put", [lambda x: x.register_hook(clamp), lambda x: x.retain_grad()])
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"]])
+def test_hooks_on_outputs_see_the_whole_gradient_or_are_refused(devices: list[str], put: Any) -> None:
+    model = Features()
+    plain = copy.deepcopy(model)
+    with closing(fxpipe.pipeline(model, devices, 2, example_args=(inputs(0),), progress=False)) as pipe:
+        outputs, expected = pipe(inputs(1)), plain(inputs(1))
+        with pytest.raises(StateError, match=r"uses the output 0 \(body\) further, and a hook on it"):
+            put(outputs[0])
+        for given in (outputs, expected):
+            put(given[1])
+            put(given[2])
+            sum(x.sum() for x in given).backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+        pipe(outputs[0].detach())

@@ -36,7 +36,6 @@ from fxpipe.tracing.shapes.input_dims import candidate_dims
 from fxpipe.tracing.tensors import storage_of
 from fxpipe.tracing.traced import Traced, as_given
 from fxpipe.tracing.verify.equivalence import is_close
-from fxpipe.utils.python_state import Place
 from fxpipe.utils.pytree import preserve_objects
 
 
@@ -68,11 +67,6 @@ class LazyState:
 
     items: tuple[_LazyItem, ...]
     before: tuple[tuple[Any, bool | None], ...]
-
-    @property
-    def attributes(self) -> list[Place]:
-        """The items that are attributes and no tensors: other ones, made for other inputs, are another graph's."""
-        return [(m.owner, m.key) for m in self.items if m.owner is not None and not _is_tensor(m.value)]
 
     def remove(self) -> None:
         _remove_items(self.items, self.before)

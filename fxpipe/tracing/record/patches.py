@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -105,15 +104,8 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
 
         return method
 
-    asks_inference_mode = torch.is_inference_mode_enabled
-
-    def is_inference_mode_enabled() -> bool:
-        is_own = str(sys._getframe(1).f_globals.get("__name__")).startswith("fxpipe.")
-        return asks_inference_mode() if is_elsewhere() or is_own else recorder.read_inference_mode()
-
     storage: Any = torch.UntypedStorage
-    patches: list[tuple[Any, str, Any]] = [
-        (torch, "is_inference_mode_enabled", is_inference_mode_enabled),
+    patches: list[tuple[type, str, Any]] = [
         (storage, "nbytes", told_of(storage.nbytes)),
         (storage, "__len__", told_of(storage.__len__)),
         (storage, "data_ptr", told_of(storage.data_ptr)),

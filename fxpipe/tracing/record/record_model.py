@@ -253,7 +253,6 @@ def _record_once(
         layout_reads=tuple(recorder.layout_reads.values()),
         input_reads=tuple(recorder.input_reads.reads.values()),
         attributes=tensor_guards_of(model, recorder.read_names() | recorder.sized_names),
-        asks_for_inference_mode=recorder.asks_for_inference_mode,
         requires_grad=requires_grad_flags(model) if recorder.asks_for_gradients else None,
         seed=recorder.seed,
         draws_from_stream=tuple(recorder.draws_from_stream),

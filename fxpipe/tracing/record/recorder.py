@@ -20,7 +20,6 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any, NamedTuple
@@ -105,7 +104,6 @@ PARTIAL_HOOK = (
     "put it on a tensor of its own (x = x.view_as(x); x.register_hook(...)), or do so in the module that makes x",
 )
 
-is_called_in_inference_mode = ContextVar("is_called_in_inference_mode", default=False)  # recordings are out of it
 GUISES = range(11)  # of a text
 
 
@@ -212,7 +210,6 @@ class Recorder(TorchFunctionMode):
         self.follows_casts, self.has_followed_casts = follows_casts, False
         self.sized_names = set[str]()  # of the model's tensors of which forward has asked the sizes
         self.python_reads = PythonReads(model)
-        self.asks_for_inference_mode = False
         self.asks_for_gradients = False  # has forward gone by which tensors require grad?
         self.constants: dict[str, torch.Tensor] = {}  # by name: tensors that no module holds by itself
         self.unknown_tensors: list[
@@ -291,22 +288,6 @@ class Recorder(TorchFunctionMode):
             self.prefixes[self.module].add(path, result)
 
     # -- values to nodes ---------------------------------------------------------------------------------------------
-
-    def read_inference_mode(self) -> bool:
-        """Returns the answer for forward, which asks whether inference mode is on.
-
-        Raises:
-            CannotRecord: it is.
-        """
-        self.asks_for_inference_mode = True
-        if is_called_in_inference_mode.get():
-            self.refusal = CannotRecord(
-                f"forward asks at {self.source} whether inference mode is on, and a pipeline runs its stages without; "
-                "call the pipe under torch.no_grad() instead",
-                is_final=True,
-            )
-            raise self.refusal
-        return False
 
     def placeholder(self, name: str, tensor: torch.Tensor) -> None:
         node = self.graph.placeholder(name)
@@ -557,8 +538,6 @@ class Recorder(TorchFunctionMode):
             )
         if name == "is_same_size" and len(args) == 2:
             return self._sizes(args[0], "size") == self._sizes(args[1], "size")
-        if name == "is_inference":
-            return self.read_inference_mode()
         if leaves_no_node(name):
             return self._plainly(func, args, kwargs)
         if name in ("__get__", "__set__"):
