@@ -18,6 +18,7 @@ from torch import nn
 
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.module_internals import original_module
+from fxpipe._torch.saved_tensor_hooks import NoSavedTensors
 from fxpipe.tracing.fake_tensors import in_fake_mode
 from fxpipe.tracing.model_state import preserve_state
 from fxpipe.tracing.record.unrecordable import CannotRecord
@@ -95,7 +96,10 @@ def line_of_change(model: nn.Module, tree: Any, spec: pytree.TreeSpec, has_chang
         nonlocal result
         if result == UNKNOWN_LINE and frame in lines and has_changed():
             result = f"{frame.f_code.co_filename}:{lines[frame]}"
-        lines[frame] = frame.f_lineno
+        if event == "return":
+            lines.pop(frame, None)  # it holds activations
+        else:
+            lines[frame] = frame.f_lineno
         return look if result == UNKNOWN_LINE else None
 
     def enter(frame: FrameType, event: str, _: Any) -> Any:
@@ -107,6 +111,7 @@ def line_of_change(model: nn.Module, tree: Any, spec: pytree.TreeSpec, has_chang
         preserve_state(model),
         preserve_objects(spec),
         in_fake_mode(),
+        NoSavedTensors(),
         _sys_trace(enter),
         contextlib.suppress(Exception),
     ):
