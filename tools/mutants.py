@@ -1611,14 +1611,14 @@ TRACING = (
     ),
     Mutant(
         "tracing/record/python_reads.py",
-        "                self._reached[id(value)][1].add(name)\n",
-        "                pass\n",
+        "            names.add(name)\n",
+        "            pass\n",
         "attacks/test_python_state.py::test_changes_between_steps_are_followed",
     ),
     Mutant(
         "tracing/record/record_model.py",
-        "            if changed := again.changes():\n",
-        "            if False:\n",
+        "    if name := state.changed():\n",
+        "    if (name := state.changed()) and False:\n",
         "attacks/test_side_effects.py::test_what_each_forward_changes_is_refused_with_its_line",
     ),
     Mutant(
