@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -599,15 +598,16 @@ class PipelineState:
     def _warn_of_python_values(self, traced: Traced) -> None:
         """Warns once for a pipe, if a value of Python that forward reads has made so many graphs."""
         states = [one.traced.python_state for one, _ in self.graphs if one.traced.key == traced.key]
-        changed = Counter(name for state in states if (name := state.changed()))
-        for name, count in changed.most_common(0 if self._warned else 1):
-            if count >= MANY_PYTHON_VALUES:
+        changed = () if self._warned else {name for state in states if (name := state.changed())}
+        for name in changed:
+            if (count := len({state.facts_of(name) for state in states})) > MANY_PYTHON_VALUES:
                 self._warned = True
                 warn_user(
                     f"forward of {type(self.model).__name__} reads {name!r}{traced.python_state.line_of(name)}, which "
-                    f"had {count + 1} values so far, and each other value takes the time to record another graph: pass "
+                    f"had {count} values so far, and each other value takes the time to record another graph: pass "
                     "it to forward as a tensor, or keep it in a buffer (register_buffer) that you fill"
                 )
+                break
 
     def _warn_of_values(self, traced: Traced) -> None:
         """Once for a pipe, where values that forward reads have made so many graphs that each step may make another."""

@@ -97,6 +97,11 @@ class PythonState:
         pairs = zip(longer.names_of_facts, self.facts, walk.facts, strict=False)
         return next((name for name, before, now in pairs if before != now), longer.names_of_facts[-1])
 
+    def facts_of(self, name: str) -> tuple[Any, ...]:
+        """Returns the facts of the values of this name."""
+        pairs = zip(self._walk.names_of_facts, self.facts, strict=True)
+        return tuple(fact for one, fact in pairs if one == name)
+
     def line_of(self, name: str) -> str:
         """Returns " at " and the first line of code that ran with this name in it; empty if there is none."""
         last = name.rpartition(".")[2]
@@ -357,7 +362,7 @@ def _checks_of_parts(value: Any, parts: Parts) -> Iterator[tuple[Any, str, Any]]
     for view in views:
         now = functools.partial(tuple if hasattr(view, "__len__") else parts, view)
         before = now()
-        if all(type(item) is str or type(item).__eq__ is object.__eq__ for item in before):
+        if all(type(item) is str or getattr(type(item), "__eq__", None) is object.__eq__ for item in before):
             yield now, "() ==", before
         else:
             yield functools.partial(_are_same, now, before), "() is", True
