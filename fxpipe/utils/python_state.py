@@ -358,6 +358,9 @@ _PARTS: dict[Any, Parts] = {
 
 def _checks_of_parts(value: Any, parts: Parts) -> Iterator[tuple[Any, str, Any]]:
     """Compares the parts of a container by identity: with `==`, which is faster, if no others are equal to them."""
+    if hasattr(value, "__len__") and not len(value):
+        yield value, "len", 0
+        return
     views: Any = (dict.keys(value), dict.values(value)) if isinstance(value, dict) else (value,)
     for view in views:
         now = functools.partial(tuple if hasattr(view, "__len__") else parts, view)
