@@ -174,7 +174,7 @@ class Pipeline(nn.Module):
         with inside.engine.running():
             bound, leaves, batch = inside.bound_program_for(args, kwargs)
             settings = inside.settings
-            count = settings.micro_batches(batch)
+            count = 1 if bound.moving_buffers else settings.micro_batches(batch)
             if bound.state.grad:
                 inside.warn_of_drop_in_memory(count, batch)
             return inside.engine.call(
