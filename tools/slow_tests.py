@@ -22,7 +22,9 @@ def seconds_by_function(report: Path) -> Counter[str]:
     seconds: Counter[str] = Counter()
     for case in ElementTree.parse(report).iter("testcase"):
         parts = case.get("classname", "").split(".")
-        file = next(k for k, part in enumerate(parts) if part.startswith("test_"))
+        file = next((k for k, part in enumerate(parts) if part.startswith("test_")), None)
+        if file is None:  # of a worker that ended
+            continue
         name = case.get("name", "").partition("[")[0]
         function = "::".join(["/".join(parts[1 : file + 1]) + ".py", *parts[file + 1 :], name])
         seconds[function] += float(case.get("time", 0))
