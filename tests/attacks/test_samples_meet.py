@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.ao.quantization import default_fused_act_fake_quant
 
 import fxpipe
 from fxpipe.errors import ArgumentError, FxpipeError
@@ -309,6 +310,11 @@ RIGHT = {
         lambda m, h: m.codes((h.sigmoid() * 9).long()).mean(1),
         {"codes": nn.Embedding(10, 8)},
     ),
+    "batch norm as torch.batch_norm": (
+        lambda m, h: torch.batch_norm(h, None, None, m.last, m.last + 1, True, 0.1, 1e-5, False),
+        LAST,
+    ),
+    "fused fake quantization": (lambda m, h: m.quantize(h), {"quantize": default_fused_act_fake_quant()}),
     "gates of zero": (lambda m, h: h + m.gate * h.flip(1), {"gate": gate(0.0)}),
     "a recurrence over features": (lambda m, h: m.lstm(h.T[..., None])[0].sum(2).T, {"lstm": nn.LSTM(1, 4)}),
 }

@@ -28,6 +28,8 @@ _WITH_DROPOUT: Mapping[Any, str] = {
     F.scaled_dot_product_attention: "dropout_p",
     F.multi_head_attention_forward: "dropout_p",
 }
+_BATCH_NORMS = (F.batch_norm, torch.batch_norm)
+MADE_DETERMINISTIC = frozenset((*_DROPOUTS, *_WITH_DROPOUT, *_BATCH_NORMS))
 
 
 def can_run_deterministically(traced: Traced) -> bool:
@@ -36,11 +38,11 @@ def can_run_deterministically(traced: Traced) -> bool:
     assert effects is not None
     states = {effects.alias[n] for n in traced.graph.nodes if n.op == "get_attr"}
     for node, classes in zip(effects.nodes, effects.written_classes, strict=True):
-        is_norm = node.target is F.batch_norm and bool(running_statistics(node))
+        is_norm = node.target in _BATCH_NORMS and bool(running_statistics(node))
         is_counter = str(getattr(node.args[0], "target", "")).endswith("num_batches_tracked") if node.args else False
         if classes & states and not (is_norm or is_counter):
             return False
-        if node.target is F.batch_norm and not is_norm and named_arguments(node).get("training"):
+        if node.target in _BATCH_NORMS and not is_norm and named_arguments(node).get("training"):
             return False  # no running statistics to take
         if info(node).is_scalar_draw and not node.users:
             continue
@@ -75,7 +77,7 @@ def run_deterministically(traced: Traced, asked: ComparedOutputs, sample: Sequen
 def run_deterministic_node(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
     """Runs a node so that no dropout drops and batch norm looks at no batch, also within what is kept whole."""
     with _Deterministic() if info(node).opaque is not None else contextlib.nullcontext():
-        if node.op == "call_function" and node.target in (*_DROPOUTS, *_WITH_DROPOUT, F.batch_norm):
+        if node.op == "call_function" and node.target in MADE_DETERMINISTIC:
             return _call_deterministically(node.target, *fx.map_arg((node.args, node.kwargs), value_of))
         return call_node(node, value_of)
 
@@ -88,7 +90,7 @@ class _Deterministic(TorchFunctionMode):
 
 
 def _call_deterministically(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    if function not in (*_DROPOUTS, *_WITH_DROPOUT, F.batch_norm):
+    if function not in MADE_DETERMINISTIC:
         return function(*args, **kwargs)
     bound = dict(zip(parameter_names(function), args, strict=False)) | dict(kwargs)
     if function in _DROPOUTS:
@@ -100,4 +102,4 @@ def _call_deterministically(function: Any, args: tuple[Any, ...], kwargs: Mappin
     elif bound.get("training") and bound.get("weight") is not None:  # without, it is one of a loss: there samples meet
         zeros = torch.zeros_like(bound["weight"])
         bound |= {"training": False, "running_mean": zeros, "running_var": zeros + 1}
-    return F.batch_norm(**bound)
+    return function(**bound) if function is F.batch_norm else function(*map(bound.get, parameter_names(function)))

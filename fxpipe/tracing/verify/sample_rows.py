@@ -22,7 +22,7 @@ other samples change. State that forward updates is the whole's in the parts, as
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +39,11 @@ from fxpipe.tracing.model_state import preserve_rng, preserve_state
 from fxpipe.tracing.node_info import info, state_of
 from fxpipe.tracing.shapes.batch_reductions import base_opname, dependencies_of
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
-from fxpipe.tracing.verify.deterministic_run import can_run_deterministically, run_deterministic_node
+from fxpipe.tracing.verify.deterministic_run import (
+    MADE_DETERMINISTIC,
+    can_run_deterministically,
+    run_deterministic_node,
+)
 from fxpipe.tracing.verify.equivalence import is_close, take_samples
 from fxpipe.tracing.verify.micro_batch_sizes import excuse_sizes
 from fxpipe.utils.batch_split import rows_per_sample, samples_per_micro_batch
@@ -77,8 +81,8 @@ class _Findings:
         self.opened |= run.opened
         self.sources = run.sources
 
-    def distrust(self) -> set[fx.Node]:
-        """Takes from all samples what may hide something, and what is made of it; returns the values that may."""
+    def hiding(self) -> set[fx.Node]:
+        """The values that join and may hide something."""
         reduced = {n for n in self.depends if self.joins[n] and not self.rows(n) and info(n).shapes}
         hiding = {n for n in self.blocks - self.opened if self.joins[n] or len(info(n).shapes) > 1}
         for node, sources in self.sources.items():  # `h + gate * h.mean(0)`, a loss with weights of the batch
@@ -86,6 +90,11 @@ class _Findings:
             is_weighed = not reduced.isdisjoint(own) and any(map(self.rows, own))
             if self.joins[node] and (is_weighed or (self.rows(node) and not reduced.isdisjoint(sources))):
                 hiding.add(node)
+        return hiding
+
+    def distrust(self) -> set[fx.Node]:
+        """Takes from all samples what may hide something, and what is made of it; returns the values that may."""
+        hiding = self.hiding()
         tainted, before = {*hiding}, 0
         while len(tainted) > before:  # a second time where a value was written to
             before = len(tainted)
@@ -123,23 +132,20 @@ def check_sample_rows(traced: Traced, leaves: Sequence[Any], chunks: int) -> boo
     if not claims:
         return True
     batch = traced.batch_of(leaves)
-    own = samples_per_micro_batch(batch, min(chunks, batch))
-    is_own_excused = not _holds_at(traced, own)
+    own = tuple(samples_per_micro_batch(batch, min(chunks, batch)))
+    shows_less = not _holds_unexcused(traced, (*own, sum(own), SAMPLES - 1, SAMPLES))
     excuse_sizes(traced, leaves, range(1, SAMPLES + 1))
-    if is_own_excused and len(own) > 1 and _holds_at(traced, own):  # `min(len(x), 4)` says nothing of few samples
-        refusal = _refusal(traced, leaves, own, own, claims)
-        if refusal is not None:
-            raise refusal
-    few = [[1, SAMPLES - 1], [SAMPLES // 2] * 2]
+    if shows_less and len(own) > 1 and _holds_at(traced, own) and (refusal := _refusal(traced, leaves, own, claims)):
+        raise refusal
+    few = [(1, SAMPLES - 1), (SAMPLES // 2,) * 2]
     if 1 < batch < SAMPLES:  # samples that must come in an order cannot be given twice
-        few.append([1, batch - 1])
+        few.append((1, batch - 1))
     splits = [parts for parts in few if _holds_at(traced, parts) and _grows_evenly(traced)]
     splits = splits or [parts for parts in [own] if len(parts) > 1]
     if not splits or not _holds_at(traced, splits[0]):
         return False  # a graph of this batch alone: micro-batches of others are compared when they come
     for parts in splits:
-        even = max((split for split in splits if sum(split) == sum(parts)), key=min)
-        refusal = _refusal(traced, leaves, parts, even, claims)
+        refusal = _refusal(traced, leaves, parts, claims)
         if refusal is None:
             return parts == few[0]
         if refusal.__cause__ is None and (parts[0] > 1 or not can_run_deterministically(traced)):
@@ -149,13 +155,18 @@ def check_sample_rows(traced: Traced, leaves: Sequence[Any], chunks: int) -> boo
 
 
 def _refusal(
-    traced: Traced, leaves: Sequence[Any], parts: list[int], even: list[int], claims: Sequence[tuple[str, fx.Node, Any]]
+    traced: Traced, leaves: Sequence[Any], parts: tuple[int, ...], claims: Sequence[tuple[str, fx.Node, Any]]
 ) -> ArgumentError | None:
     """Returns the error if a claim does not hold; None if all do."""
-    findings = _Findings()
+    even = (sum(parts) // 2,) * 2 if sum(parts) == SAMPLES and _holds_at(traced, [SAMPLES // 2]) else parts
+    findings, opened = _Findings(), dict[fx.Node, torch.Tensor]()
     try:
-        for mode, split in (("plain", parts), ("loud", even), ("equal", even)):
-            findings.add(_run(traced, leaves, split, mode))
+        for mode, split in dict.fromkeys((("loud", parts), ("plain", parts), ("loud", even), ("equal", even))):
+            run = _run(traced, leaves, split, mode, opened)
+            findings.add(run)
+            hides = findings.blocks or run.has_python or not run.is_noisy or findings.hiding()
+            if not (hides and all(how in findings.joins[node] for _, node, how in claims)):
+                break  # each function by itself leaves samples alone, or they meet: other values show no more
     except Exception as error:
         refusal = ArgumentError(
             f"whether samples act on each other cannot be told, since parts of the batch do not run: {error}; "
@@ -169,6 +180,14 @@ def _refusal(
             is_hidden = bool(hiding & {*dependencies_of(node)})
             return _mixing_error(traced, name, node, findings.meeting(node), is_hidden)
     return None
+
+
+def _holds_unexcused(traced: Traced, sizes: Collection[int]) -> bool:
+    """Returns whether what forward concluded from the batch size holds as it is; a single sample may be excused.
+
+    Few samples for which the model happens to do the same say nothing of more: `min(len(x), 4)`.
+    """
+    return all(read.holds(size) for read in traced.batch_conditions for size in {*sizes} - {1})
 
 
 def _holds_at(traced: Traced, parts: Sequence[int]) -> bool:
@@ -202,14 +221,16 @@ def _claims(traced: Traced) -> Iterator[tuple[str, fx.Node, int | str]]:
         yield name, node, how
 
 
-def _run(traced: Traced, leaves: Sequence[Any], parts: list[int], mode: str) -> _SideBySide:
+def _run(
+    traced: Traced, leaves: Sequence[Any], parts: tuple[int, ...], mode: str, opened: dict[fx.Node, torch.Tensor]
+) -> _SideBySide:
     """Runs side by side, in the first of several ways for which the model takes the values.
 
     It may take samples in one order only (the longest first), or no noise.
     """
     ways = {"plain": [(False, False)], "loud": [(True, True), (False, True), (False, False)]}
     for is_reversed, is_noisy in ways.get(mode, ways["loud"][1:]):
-        run = _SideBySide(traced, parts, mode, is_noisy)
+        run = _SideBySide(traced, parts, mode, is_noisy, opened)
         try:
             run.run(leaves, is_reversed)
             break
@@ -222,8 +243,16 @@ def _run(traced: Traced, leaves: Sequence[Any], parts: list[int], mode: str) -> 
 class _SideBySide:
     """One run on the whole and its parts. The values of a node are a list: the whole's, then each part's."""
 
-    def __init__(self, traced: Traced, parts: Sequence[int], mode: str, is_noisy: bool):
+    def __init__(
+        self,
+        traced: Traced,
+        parts: Sequence[int],
+        mode: str,
+        is_noisy: bool,
+        of_parameters: dict[fx.Node, torch.Tensor],
+    ):
         self.traced, self.parts, self.mode, self.is_noisy = traced, parts, mode, is_noisy
+        self.of_parameters = of_parameters  # opened, for all runs
         self.joins: dict[fx.Node, Joins] = {}
         self.depends, self.blocks, self.opened = set[fx.Node](), set[fx.Node](), set[fx.Node]()
         self.sources: dict[fx.Node, list[fx.Node]] = {}
@@ -279,8 +308,10 @@ class _SideBySide:
         is_parameter = node not in self.buffers
         if is_parameter and _is_float(tensor):
             self.features.add(node)
-        opened = _opened(tensor.detach()) if is_parameter and self.mode != "plain" else tensor.detach()
-        held = [opened if is_parameter else tensor.detach().clone() for _ in self.samples]
+        if is_parameter and self.mode != "plain" and node not in self.of_parameters:
+            self.of_parameters[node] = _opened(tensor.detach())
+        parameter = tensor if self.mode == "plain" else self.of_parameters.get(node, tensor)
+        held = [parameter if is_parameter else tensor.detach().clone() for _ in self.samples]
         return [one.detach().requires_grad_(self.has_python and tensor.requires_grad) for one in held]
 
     def _work(self, node: fx.Node, values: NodeValues) -> list[Any]:
@@ -288,7 +319,7 @@ class _SideBySide:
             return [None] * len(self.samples)
         if node in self.last_maps:
             return [None] * len(self.samples)
-        if not info(node).is_random:
+        if not info(node).is_random or node.target in MADE_DETERMINISTIC:
             return [self._call(node, k) for k in range(len(self.samples))]
         results = []
         for k in reversed(range(len(self.samples))):
@@ -402,7 +433,9 @@ class _SideBySide:
                 return True
             if node in self.assigned:
                 return False
-        held = [n for n in sources if not self.state.isdisjoint(info(n).storages & info(node).written_storages)]
+        effects = self.traced.effects  # also writes that raise no version, as of fused fake quantization
+        written = effects.written_classes[effects.place[node]] if effects and node.op in CALL_OPS else set[int]()
+        held = [n for n in sources if effects.alias[n] in written and not self.state.isdisjoint(info(n).storages)]
         if not any(self._changes_with(node, n) for n in held):  # of several, some may be made again: a scale
             return False
         for other in held:
@@ -621,9 +654,10 @@ def _opened(tensor: torch.Tensor) -> torch.Tensor:
     """A parameter with what is zero, or all that is tiny (a layer scale), made something."""
     if not _is_float(tensor) or tensor.numel() == 0:
         return tensor
-    closed = tensor == 0 if max(map(abs, torch.aminmax(tensor))) > 1e-2 else torch.ones_like(tensor, dtype=torch.bool)
-    if not bool(closed.any()):
+    is_tiny = not max(map(abs, torch.aminmax(tensor))) > 1e-2
+    if not is_tiny and tensor.numel() - int(tensor.count_nonzero()) <= 1e-5 * tensor.numel():  # drawn by chance
         return tensor
+    closed = torch.ones_like(tensor, dtype=torch.bool) if is_tiny else tensor == 0
     other = 0.3 + torch.arange(int(closed.sum()), device=tensor.device).remainder(7) / 10
     return tensor.masked_scatter(closed, other.to(tensor.dtype))
 
