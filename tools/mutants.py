@@ -1365,15 +1365,21 @@ TRACING = (
     ),
     Mutant(
         "tracing/verify/sample_rows.py",
-        'for mode, split in (("plain", parts), ("loud", even), ("equal", even)):',
-        'for mode, split in (("plain", parts), ("loud", even)):',
+        ', ("equal", even))):',
+        ")):",
         "attacks/test_samples_meet.py::test_samples_that_meet_are_refused_with_the_line",
     ),
     Mutant(
         "tracing/verify/sample_rows.py",
-        "opened = _opened(tensor.detach()) if",
-        "opened = tensor.detach() if",
+        "self.opened_parameters[node] = _opened(parameter)",
+        "self.opened_parameters[node] = parameter",
         "attacks/test_samples_meet.py::test_samples_that_meet_are_refused_with_the_line",
+    ),
+    Mutant(
+        "tracing/verify/sample_rows.py",
+        "asked = {*own, batch, SAMPLES - 1, SAMPLES} - {1}",
+        "asked = {*own, batch}",
+        "behaviour/test_batch_sizes_in_python.py::test_first_samples_are_right_or_refused_at_other_batch_sizes",
     ),
     Mutant(
         "rewriting/aliasing.py",

@@ -348,6 +348,26 @@ def test_they_are_the_plain_model_on_the_whole_batch(name):
             torch.testing.assert_close(own.grad, its.grad)
 
 
+def test_experts_that_sort_tokens_train_with_labels():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4, "use_cache": False}
+    config = transformers.MixtralConfig(**sizes, **heads, experts_implementation="grouped_mm")
+    model = transformers.MixtralForCausalLM(config)
+    plain, ids = copy.deepcopy(model), torch.randint(0, 50, (12, 6))
+    labels = ids.clone()
+    labels[0, :3] = -100
+    kwargs = {"labels": ids[:8]}
+    with fxpipe.pipeline(
+        model, ["cpu", "cpu"], 4, example_args=(ids[:8],), example_kwargs=kwargs, progress=False
+    ) as pipe:
+        losses = [one(ids, labels=labels).loss for one in (pipe, plain)]
+        sum(losses).backward()
+        torch.testing.assert_close(*losses)
+        for own, its in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(own.grad, its.grad, rtol=1e-4, atol=1e-6)
+
+
 class Labelled(OwnLoss):
     def forward(self, x):
         """Targets in units of a table, as VideoMAE has them."""

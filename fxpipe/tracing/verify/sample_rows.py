@@ -4,12 +4,14 @@ The graph runs on a few samples and on parts of them, node by node side by side.
 together: rows along a dimension, a sum, a mean, or the same for all. No function is known by name for that: tokens that
 experts sort do not join, and join again once they are put back (a *block*).
 
-Values hide things, so there are three runs:
+Values hide things, so there are three kinds of runs:
 
+- *loud*: the last samples in reverse, parameters that are zero or tiny opened, and noise on each value with rows, the
+  same in whole and parts, smaller in the last part (statistics of parts that are alike hardly differ);
 - *plain*: the example as it is;
-- *loud*: the samples in reverse, parameters that are zero or tiny opened, and noise on each value that joins by rows,
-  the same in whole and parts, smaller in the last part (statistics of parts that are alike hardly differ);
 - *equal*: loud, with the integers of the first sample for all: ids, experts, nearest codes.
+
+The loud run is the only one if no value joins that is made of one that does not: then no value hides another.
 
 A value that joins is distrusted as long as it may hide what samples have in common. At the end of a block it must
 change when what does not join changes, in one of the runs: else a gate is closed there. And it may take nothing that
@@ -22,7 +24,7 @@ other samples change. State that forward updates is the whole's in the parts, as
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +55,7 @@ EVIDENCE = 5  # times the tolerance: the change of a value that shows on what it
 WEAK = 0.05  # of the largest element: what samples may have in common unseen behind the next nodes
 
 Joins = frozenset[int | str]  # dimensions that hold rows, "sum", "mean", "same"; "parts" of a tuple
+_Opened = dict[fx.Node, torch.Tensor]  # what stands for parameters that are zero or tiny
 _NO_JOIN: Joins = frozenset()
 _UNSET = frozenset("empty new_empty empty_like empty_strided new_empty_strided".split())
 _LIKE_FIRST = _UNSET | frozenset(
@@ -70,6 +73,7 @@ class _Findings:
     blocks: set[fx.Node] = field(default_factory=set)  # values that join although an argument does not
     opened: set[fx.Node] = field(default_factory=set)  # of these: values that were seen to depend on that argument
     sources: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # what goes into values, also by writes
+    parameters: _Opened = field(default_factory=dict)
 
     def rows(self, node: fx.Node) -> bool:
         return any(isinstance(how, int) or how == "parts" for how in self.joins[node])
@@ -133,7 +137,9 @@ def check_sample_rows(traced: Traced, leaves: Sequence[Any], chunks: int) -> boo
         return True
     batch = traced.batch_of(leaves)
     own = tuple(samples_per_micro_batch(batch, min(chunks, batch)))
-    shows_less = not _holds_unexcused(traced, (*own, sum(own), SAMPLES - 1, SAMPLES))
+    # Few samples for which the model happens to do the same say nothing of more: `min(len(x), 4)`.
+    asked = {*own, batch, SAMPLES - 1, SAMPLES} - {1}
+    shows_less = not all(read.holds(size) for read in traced.batch_conditions for size in asked)
     excuse_sizes(traced, leaves, range(1, SAMPLES + 1))
     if shows_less and len(own) > 1 and _holds_at(traced, own) and (refusal := _refusal(traced, leaves, own, claims)):
         raise refusal
@@ -159,10 +165,10 @@ def _refusal(
 ) -> ArgumentError | None:
     """Returns the error if a claim does not hold; None if all do."""
     even = (sum(parts) // 2,) * 2 if sum(parts) == SAMPLES and _holds_at(traced, [SAMPLES // 2]) else parts
-    findings, opened = _Findings(), dict[fx.Node, torch.Tensor]()
+    findings = _Findings()
     try:
         for mode, split in dict.fromkeys((("loud", parts), ("plain", parts), ("loud", even), ("equal", even))):
-            run = _run(traced, leaves, split, mode, opened)
+            run = _run(traced, leaves, split, mode, findings.parameters)
             findings.add(run)
             hides = findings.blocks or run.has_python or not run.is_noisy or findings.hiding()
             if not (hides and all(how in findings.joins[node] for _, node, how in claims)):
@@ -180,14 +186,6 @@ def _refusal(
             is_hidden = bool(hiding & {*dependencies_of(node)})
             return _mixing_error(traced, name, node, findings.meeting(node), is_hidden)
     return None
-
-
-def _holds_unexcused(traced: Traced, sizes: Collection[int]) -> bool:
-    """Returns whether what forward concluded from the batch size holds as it is; a single sample may be excused.
-
-    Few samples for which the model happens to do the same say nothing of more: `min(len(x), 4)`.
-    """
-    return all(read.holds(size) for read in traced.batch_conditions for size in {*sizes} - {1})
 
 
 def _holds_at(traced: Traced, parts: Sequence[int]) -> bool:
@@ -221,15 +219,10 @@ def _claims(traced: Traced) -> Iterator[tuple[str, fx.Node, int | str]]:
         yield name, node, how
 
 
-def _run(
-    traced: Traced, leaves: Sequence[Any], parts: tuple[int, ...], mode: str, opened: dict[fx.Node, torch.Tensor]
-) -> _SideBySide:
-    """Runs side by side, in the first of several ways for which the model takes the values.
-
-    It may take samples in one order only (the longest first), or no noise.
-    """
-    ways = {"plain": [(False, False)], "loud": [(True, True), (False, True), (False, False)]}
-    for is_reversed, is_noisy in ways.get(mode, ways["loud"][1:]):
+def _run(traced: Traced, leaves: Sequence[Any], parts: tuple[int, ...], mode: str, opened: _Opened) -> _SideBySide:
+    """Runs side by side. The model may take samples in one order only (the longest first), or no noise."""
+    ways = [(True, True), (False, True), (False, False)]
+    for is_reversed, is_noisy in ways[("loud", "equal", "plain").index(mode) :]:
         run = _SideBySide(traced, parts, mode, is_noisy, opened)
         try:
             run.run(leaves, is_reversed)
@@ -243,16 +236,9 @@ def _run(
 class _SideBySide:
     """One run on the whole and its parts. The values of a node are a list: the whole's, then each part's."""
 
-    def __init__(
-        self,
-        traced: Traced,
-        parts: Sequence[int],
-        mode: str,
-        is_noisy: bool,
-        of_parameters: dict[fx.Node, torch.Tensor],
-    ):
+    def __init__(self, traced: Traced, parts: Sequence[int], mode: str, is_noisy: bool, opened_parameters: _Opened):
         self.traced, self.parts, self.mode, self.is_noisy = traced, parts, mode, is_noisy
-        self.of_parameters = of_parameters  # opened, for all runs
+        self.opened_parameters = opened_parameters
         self.joins: dict[fx.Node, Joins] = {}
         self.depends, self.blocks, self.opened = set[fx.Node](), set[fx.Node](), set[fx.Node]()
         self.sources: dict[fx.Node, list[fx.Node]] = {}
@@ -271,23 +257,21 @@ class _SideBySide:
                 for node in dependencies_of(writer):
                     self.updates[node] = self.updates.get(node, frozenset()) | memory
         self.of_buffers = {*self.buffers}  # what is made of buffers, and not of samples
-        self.noise: dict[torch.device, torch.Tensor] = {}
 
     def run(self, leaves: Sequence[Any], is_reversed: bool) -> None:
-        samples = take_samples(self.traced, leaves, 0, sum(self.parts))
-        dims = self.traced.in_dims
+        first = max(0, self.traced.batch_of(leaves) - sum(self.parts)) if is_reversed else 0
+        samples = take_samples(self.traced, leaves, first, first + sum(self.parts))
+        dims, graph = self.traced.in_dims, self.traced.graph
         if is_reversed or self.mode == "equal":
             change = _in_reverse if is_reversed else _first_for_all
             samples = [change(leaf, dim) for leaf, dim in zip(samples, dims, strict=True)]
-        self.samples = [samples]
-        for number, size in enumerate(self.parts):
-            start = sum(self.parts[:number])
-            self.samples.append(take_samples(self.traced, samples, start, start + size))
+        self.samples, start = [samples], 0
+        for size in self.parts:
+            self.samples.append(take_samples(self.traced, samples, start, start := start + size))
         keep = [node for _, node, _ in _claims(self.traced)]
         with preserve_state(self.traced.model):
             torch.manual_seed(0)
-            nodes = [*self.traced.graph.nodes]
-            for node in run_nodes(nodes, self.values, self._input, self._attribute, self._work, keep):
+            for node in run_nodes([*graph.nodes], self.values, self._input, self._attribute, self._work, keep):
                 self._look_at(node)
         if self.is_noisy and any(bool(t.isnan().any()) for node in keep for t in _tensors(self.values[node][0])):
             raise ArithmeticError("noise leads out of what a function takes")  # and nan is alike in all samples
@@ -308,16 +292,16 @@ class _SideBySide:
         is_parameter = node not in self.buffers
         if is_parameter and _is_float(tensor):
             self.features.add(node)
-        if is_parameter and self.mode != "plain" and node not in self.of_parameters:
-            self.of_parameters[node] = _opened(tensor.detach())
-        parameter = tensor if self.mode == "plain" else self.of_parameters.get(node, tensor)
-        held = [parameter if is_parameter else tensor.detach().clone() for _ in self.samples]
+        parameter = tensor.detach()
+        if is_parameter and self.mode != "plain":
+            if node not in self.opened_parameters:
+                self.opened_parameters[node] = _opened(parameter)
+            parameter = self.opened_parameters[node]
+        held = [parameter if is_parameter else parameter.clone() for _ in self.samples]
         return [one.detach().requires_grad_(self.has_python and tensor.requires_grad) for one in held]
 
     def _work(self, node: fx.Node, values: NodeValues) -> list[Any]:
-        if node.target is expect:  # of the example's values; here are others
-            return [None] * len(self.samples)
-        if node in self.last_maps:
+        if node.target is expect or node in self.last_maps:  # what is expected are values of the example
             return [None] * len(self.samples)
         if not info(node).is_random or node.target in MADE_DETERMINISTIC:
             return [self._call(node, k) for k in range(len(self.samples))]
@@ -337,6 +321,14 @@ class _SideBySide:
         with set_thread_state(state_of(node)), torch.set_grad_enabled(self.has_python and state_of(node).grad):
             return run_deterministic_node(node, changed or (lambda source: self.values[source][k]))
 
+    def _made_of(self, node: fx.Node, changed: dict[fx.Node, Any]) -> list[torch.Tensor]:
+        """Runs a node on the whole again, with other arguments; returns what it gives, or what it writes to."""
+        arguments = {n: _copied(self.values[n][0]) for n in node.all_input_nodes} | changed
+        with preserve_rng():
+            value = self._call(node, 0, arguments.__getitem__)
+        target: Any = node.args[0] if value is None and node.args else None
+        return [*_tensors(value if target is None else arguments[target])]
+
     def _leaves_alone(self, node: fx.Node) -> bool:
         """Returns whether a node gives a sample of the whole the same, with the same draws, if other samples change."""
         sources = _value_sources(node)
@@ -344,13 +336,8 @@ class _SideBySide:
             return False
         moving = [n for n in sources if n in self.depends]
         for part in (0, len(self.parts) - 1) if moving else ():
-            results = []
-            for is_moved in (False, True):
-                arguments = {n: _copied(self.values[n][0]) for n in node.all_input_nodes}
-                arguments |= {n: self._moved_rows(n, part) for n in moving if is_moved}
-                with preserve_rng():
-                    results.append([*_tensors(self._call(node, 0, arguments.__getitem__))])
-            for left, right in zip(*results, strict=True):
+            moved = {n: self._moved_rows(n, part) for n in moving}
+            for left, right in zip(self._made_of(node, {}), self._made_of(node, moved), strict=True):
                 dims = [d for d, size in enumerate(left.shape) if size % sum(self.parts) == 0]
                 if not any(_same_rows(left, right, d, self.parts, part) for d in dims):
                     return False
@@ -379,7 +366,7 @@ class _SideBySide:
     # -- what is seen of them ------------------------------------------------------------------------------------------
 
     def _look_at(self, node: fx.Node) -> None:
-        known, sources, values = info(node), _value_sources(node), self.values[node]
+        sources, values = _value_sources(node), self.values[node]
         self.sources[node] = sources
         if base_opname(node) in _UNSET or self._is_update(node, sources):
             self._with_rows_of_whole(values)
@@ -394,16 +381,13 @@ class _SideBySide:
         self.joins[node] = self._joins_of(node) if node.op != "get_attr" else frozenset(("same",))
         if node in self.last_maps:
             self.joins[node] = self.joins[sources[0]]
-        if node.op not in CALL_OPS:
-            if node.op == "placeholder":
-                self._spread(node)
-            return
-        if known.written_storages:
+        if info(node).written_storages:
             self._look_at_written(node)
-        if known.number is None and known.read is None:
+        if node.op in CALL_OPS and info(node).number is None and info(node).read is None:
             self._look_for_block(node, sources)
             self._look_at_counts(node, sources)
-        self._spread(node)
+        if node.op != "get_attr":
+            self._spread(node)
 
     def _joins_of(self, node: fx.Node) -> Joins:
         whole, *parts = self.values[node]
@@ -425,17 +409,18 @@ class _SideBySide:
         Not if nothing of the old state is left: then it is what samples of this batch have in common.
         """
         memory = self.updates.get(node, frozenset())
-        is_whole = not any(size.free_symbols for shape in info(node).shapes for size in shape.shape)
-        if is_whole and not info(node).written_storages and (node in self.assigned or memory):
+        has_batch = any(size.free_symbols for shape in info(node).shapes for size in shape.shape)
+        if not has_batch and not info(node).written_storages and (node in self.assigned or memory):
             old = [n for n in sources if n in self.of_buffers]
             states = (info(n).storages for one in old for n in dependencies_of(one))
             if old and (node in self.assigned or not all(map(memory.isdisjoint, states))):
                 return True
             if node in self.assigned:
                 return False
-        effects = self.traced.effects  # also writes that raise no version, as of fused fake quantization
-        written = effects.written_classes[effects.place[node]] if effects and node.op in CALL_OPS else set[int]()
-        held = [n for n in sources if effects.alias[n] in written and not self.state.isdisjoint(info(n).storages)]
+        effects, state = self.traced.effects, [n for n in sources if not self.state.isdisjoint(info(n).storages)]
+        assert effects is not None
+        # Fused fake quantization raises no version of what it writes to.
+        held = [n for n in state if effects.alias[n] in effects.written_classes[effects.place[node]]]
         if not any(self._changes_with(node, n) for n in held):  # of several, some may be made again: a scale
             return False
         for other in held:
@@ -472,8 +457,7 @@ class _SideBySide:
         """Returns whether rows that do not join nearly do, so that what is made of them may join by tolerance."""
         whole, *parts = values
         dim = _dim_of_rows(whole, parts)
-        weak = max(WEAK, EVIDENCE * _tolerance(whole))
-        return dim is not None and is_close(whole, torch.cat(parts, dim), weak)
+        return dim is not None and is_close(whole, torch.cat(parts, dim), max(WEAK, EVIDENCE * _tolerance(whole)))
 
     def _look_at_counts(self, node: fx.Node, sources: list[fx.Node]) -> None:
         """Asks a function of floats that get no noise, since they may be a mask, with others of them."""
@@ -487,21 +471,11 @@ class _SideBySide:
 
     def _changes_with(self, node: fx.Node, source: fx.Node) -> bool:
         """Returns whether the value of a node is another one if a source has other values, as unlike as samples are."""
-        results = []
-        for is_moved in (False, True):
-            arguments = {n: _copied(self.values[n][0]) for n in node.all_input_nodes}
-            if is_moved:
-                arguments[source] = _moved(arguments[source], 0)
-            try:
-                with preserve_rng():
-                    value = self._call(node, 0, arguments.__getitem__)
-            except Exception:
-                return False
-            target: Any = node.args[0] if value is None else None  # of a write
-            results.append([*_tensors(arguments[target] if value is None else value)])
-        return any(
-            not is_close(left, right, EVIDENCE * _tolerance(left)) for left, right in zip(*results, strict=False)
-        )
+        try:
+            made = self._made_of(node, {}), self._made_of(node, {source: _moved(self.values[source][0], 0)})
+        except Exception:
+            return False
+        return any(not is_close(one, other, EVIDENCE * _tolerance(one)) for one, other in zip(*made, strict=False))
 
     def _spread(self, node: fx.Node) -> None:
         """Gives parts the rows that the whole has, where these join: in loud runs with noise, or those of one sample.
@@ -514,7 +488,7 @@ class _SideBySide:
             return
         value, dim = values[0].detach(), dims[0]
         rows, rest = divmod(value.shape[dim], sum(self.parts))
-        if node in self.features and _is_float(value) and self.is_noisy:
+        if node in self.features and _is_float(value) and self.is_noisy and value.numel() > 0:
             value = self._with_noise(value, dim, values[1].shape[dim])
         elif self.mode == "equal" and not (rest or value.is_floating_point() or value.is_complex()):
             value = torch.cat([value.narrow(dim, 0, rows)] * sum(self.parts), dim)
@@ -523,12 +497,7 @@ class _SideBySide:
 
     def _with_noise(self, value: torch.Tensor, dim: int, first: int) -> torch.Tensor:
         """Other values, which stay between the extremes."""
-        if value.numel() == 0:
-            return value
-        if value.device not in self.noise:
-            drawn = torch.randn(10007, generator=torch.Generator().manual_seed(7))
-            self.noise[value.device] = drawn.to(value.device)
-        noise = self.noise[value.device]
+        noise = torch.randn(10007, generator=torch.Generator().manual_seed(7)).to(value.device)
         noise = noise.repeat(-(-value.numel() // len(noise)))[: value.numel()].view(value.shape).to(value.dtype)
         least, most = torch.aminmax(value.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))
         # Equal values show nothing of samples: a state of zeros, all behind a mask.
@@ -655,7 +624,7 @@ def _opened(tensor: torch.Tensor) -> torch.Tensor:
     if not _is_float(tensor) or tensor.numel() == 0:
         return tensor
     is_tiny = not max(map(abs, torch.aminmax(tensor))) > 1e-2
-    if not is_tiny and tensor.numel() - int(tensor.count_nonzero()) <= 1e-5 * tensor.numel():  # drawn by chance
+    if not is_tiny and tensor.numel() - int(tensor.count_nonzero()) <= 1e-5 * tensor.numel():  # zero by chance
         return tensor
     closed = torch.ones_like(tensor, dtype=torch.bool) if is_tiny else tensor == 0
     other = 0.3 + torch.arange(int(closed.sum()), device=tensor.device).remainder(7) / 10
