@@ -143,7 +143,7 @@ def check_sample_rows(traced: Traced, leaves: Sequence[Any], chunks: int) -> boo
     excuse_sizes(traced, leaves, range(1, SAMPLES + 1))
     if shows_less and len(own) > 1 and _holds_at(traced, own) and (refusal := _refusal(traced, leaves, own, claims)):
         raise refusal
-    few = [(1, SAMPLES - 1), (SAMPLES // 2,) * 2]
+    few: list[tuple[int, ...]] = [(1, SAMPLES - 1), (SAMPLES // 2,) * 2]
     if 1 < batch < SAMPLES:  # samples that must come in an order cannot be given twice
         few.append((1, batch - 1))
     splits = [parts for parts in few if _holds_at(traced, parts) and _grows_evenly(traced)]
@@ -478,10 +478,7 @@ class _SideBySide:
         return any(not is_close(one, other, EVIDENCE * _tolerance(one)) for one, other in zip(*made, strict=False))
 
     def _spread(self, node: fx.Node) -> None:
-        """Gives parts the rows that the whole has, where these join: in loud runs with noise, or those of one sample.
-
-        So each node is compared by itself, and no rounding adds up.
-        """
+        """Gives parts the rows of the whole, with noise in loud runs, or of one sample: so no rounding adds up."""
         values, dims = self.values[node], [how for how in self.joins[node] if isinstance(how, int)]
         goes_on = any(user.op != "output" for user in node.users)
         if not (dims and goes_on) or not self.written.isdisjoint(info(node).storages):
@@ -492,8 +489,8 @@ class _SideBySide:
             value = self._with_noise(value, dim, values[1].shape[dim])
         elif self.mode == "equal" and not (rest or value.is_floating_point() or value.is_complex()):
             value = torch.cat([value.narrow(dim, 0, rows)] * sum(self.parts), dim)
-        parts = value.split([v.shape[dim] for v in values[1:]], dim)
-        self.values[node] = [value, *(_laid_out_as(new, old) for new, old in zip(parts, values[1:], strict=True))]
+        new = value, *value.split([v.shape[dim] for v in values[1:]], dim)
+        self.values[node] = [_like(one, old) for one, old in zip(new, values, strict=True)]
 
     def _with_noise(self, value: torch.Tensor, dim: int, first: int) -> torch.Tensor:
         """Other values, which stay between the extremes."""
@@ -601,8 +598,9 @@ def _copied(value: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), value)
 
 
-def _laid_out_as(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    return new if new.is_contiguous() and old.is_contiguous() else torch.empty_like(old).copy_(new)
+def _like(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    new = new if new.is_contiguous() and old.is_contiguous() else torch.empty_like(old.detach()).copy_(new)
+    return new.clone().requires_grad_() if old.requires_grad else new  # Python may ask for gradients
 
 
 def _moved(value: Any, seed: int) -> Any:
