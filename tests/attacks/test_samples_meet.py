@@ -315,6 +315,8 @@ RIGHT = {
         LAST,
     ),
     "fused fake quantization": (lambda m, h: m.quantize(h), {"quantize": default_fused_act_fake_quant()}),
+    "draws by chances": (lambda m, h: h + torch.bernoulli(h.sigmoid().detach()), {}),
+    "several draws for an element": (lambda m, h: F.rrelu(h, training=True) + torch.poisson(h.detach().exp()), {}),
     "gates of zero": (lambda m, h: h + m.gate * h.flip(1), {"gate": gate(0.0)}),
     "a recurrence over features": (lambda m, h: m.lstm(h.T[..., None])[0].sum(2).T, {"lstm": nn.LSTM(1, 4)}),
 }

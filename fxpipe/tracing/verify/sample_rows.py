@@ -61,6 +61,7 @@ _UNSET = frozenset("empty new_empty empty_like empty_strided new_empty_strided".
 _LIKE_FIRST = _UNSET | frozenset(
     "zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones new_full new_tensor".split()
 )  # take no values of their first argument
+_SEVERAL_DRAWS = frozenset("rrelu rrelu_ poisson binomial _standard_gamma _Dirichlet".split())  # as values are
 _LIKE_SECOND = frozenset("view_as expand_as reshape_as type_as to".split())  # take values of their first argument alone
 
 
@@ -334,7 +335,7 @@ class _SideBySide:
         sources = _value_sources(node)
         if base_opname(node) == "randperm" or not all(self.joins[n] for n in sources):
             return False
-        moving = [n for n in sources if n in self.depends]
+        moving = [n for n in sources if n in self.depends and base_opname(node) not in _SEVERAL_DRAWS]
         for part in (0, len(self.parts) - 1) if moving else ():
             moved = {n: self._moved_rows(n, part) for n in moving}
             for left, right in zip(self._made_of(node, {}), self._made_of(node, moved), strict=True):
@@ -348,7 +349,7 @@ class _SideBySide:
         value, dims = _copied(self.values[node][0]), [d for d in self.joins[node] if isinstance(d, int)]
         if _is_float(value) and dims:
             rows = value.split([v.shape[dims[0]] for v in self.values[node][1:]], dims[0])[part]
-            rows.copy_(_moved(rows, 1 + part))
+            rows.copy_(_moved(rows, 1 + part).clamp_(*torch.aminmax(value)))  # it may take rates or chances alone
         return value
 
     def _with_rows_of_whole(self, values: list[Any]) -> list[Any]:
