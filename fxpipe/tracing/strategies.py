@@ -26,6 +26,7 @@ from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.module_internals import MODULE_DICT_KEYS, all_modules
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.dynamic_sizes import FixedSizeError
+from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.guards import expectations_of, refuse_unguardable
 from fxpipe.tracing.importers.symbolic_trace import trace_by_function, trace_by_tracer, trace_symbolically
 from fxpipe.tracing.importers.torch_export import trace_by_export
@@ -292,6 +293,8 @@ def _reasons(traced: Traced, options: RecordingOptions, first: TraceError | None
     if traced.recorded_sizes:
         sizes = ", ".join(map(str, traced.recorded_sizes))
         reasons.append(f"plain numbers that depend on the batch size are computed in the graph (holds for {sizes})")
+    if is_faked():  # a step that has values traces once more
+        reasons.append("whether samples act on each other: not yet checked, without values")
     return (*reasons, *(f"compared in the stages: {text}" for text in expectations_of(traced)))
 
 

@@ -421,10 +421,6 @@ class Traced:
             for (place, dim), reason in self.dynamic.fixed.items()
         ]
 
-    def size_values(self, leaves: Sequence[Any]) -> dict[sympy.Symbol, int]:
-        """The values of the batch size and of the dynamic sizes, by symbol, of flattened inputs."""
-        return {self.batch: self.batch_of(leaves), **dict(self.dynamic.lengths_of(leaves) or ())}
-
     def batch_of(self, leaves: Sequence[Any]) -> int:
         """Number of samples in the flattened inputs.
 

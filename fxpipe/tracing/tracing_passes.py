@@ -7,21 +7,18 @@ from dataclasses import replace
 from fxpipe.errors import ArgumentError
 from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.guards import extract_guards, refuse_unguardable
-from fxpipe.tracing.model_state import preserve_state
 from fxpipe.tracing.record.untracked_values import read_untracked_values
-from fxpipe.tracing.shapes.batch_mixing import refuse_mixing
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
 from fxpipe.tracing.trace_request import TraceRequest
 from fxpipe.tracing.traced import Traced
-from fxpipe.tracing.verify.batch_independence import check_batch_independence
 from fxpipe.tracing.verify.dynamic_sizes_check import check_dynamic_sizes
 from fxpipe.tracing.verify.equivalence import check_against_model, effects_unverified
 from fxpipe.tracing.verify.micro_batch_sizes import (
     OtherMicroBatchesError,
-    excuse_sizes,
     holds_for_micro_batches,
     must_compare_micro_batches,
 )
+from fxpipe.tracing.verify.sample_rows import check_sample_rows
 from fxpipe.tracing.verify.training_equivalence import FirstCalls, check_training_equivalence
 from fxpipe.tracing.verify.written_inputs import refuse_differing_writes, refuse_unwritable_inputs
 from fxpipe.utils.batch_split import micro_batch_sizes, rows_per_sample
@@ -49,7 +46,8 @@ def run_passes(traced: Traced, request: TraceRequest) -> Traced:
     traced = read_untracked_values(traced)
     refuse_unguardable(traced)
     traced = replace(traced, guards=extract_guards(traced))
-    traced, is_told = _compare(traced, request) if request.is_compared else _take_as_it_is(traced, request)
+    traced = _compare(traced, request) if request.is_compared else _take_as_it_is(traced, request)
+    is_told = is_faked() or check_sample_rows(traced, leaves, request.chunks)
     refuse_differing_writes(traced)
     refuse_unwritable_inputs(traced, leaves)
     sizes = micro_batch_sizes(traced.batch_of(leaves), request.chunks)
@@ -95,21 +93,16 @@ def _why_sizes_are_fixed(traced: Traced, request: TraceRequest) -> str:
     return ""
 
 
-def _compare(traced: Traced, request: TraceRequest) -> tuple[Traced, bool]:
-    """Compares graph and model, and returns whether samples were seen to be independent of each other as well."""
+def _compare(traced: Traced, request: TraceRequest) -> Traced:
+    """Compares graph and model."""
     leaves = request.leaves
     phase("comparing the graph with the model")
     calls = FirstCalls(traced, leaves)
     traced = check_against_model(traced, leaves, request.chunks, calls)
     check_training_equivalence(traced, leaves, request.chunks, calls.begun)
-    excuse_sizes(traced, leaves)
-    refuse_mixing(traced)
-    with preserve_state(request.model):
-        return traced, check_batch_independence(traced, leaves)
+    return traced
 
 
-def _take_as_it_is(traced: Traced, request: TraceRequest) -> tuple[Traced, bool]:
-    """Takes the graph for the model's; samples are as independent as the graph alone shows."""
-    traced = replace(traced, effects=effects_unverified(traced, request.leaves))
-    refuse_mixing(traced)
-    return traced, True
+def _take_as_it_is(traced: Traced, request: TraceRequest) -> Traced:
+    """Takes the graph for the model's."""
+    return replace(traced, effects=effects_unverified(traced, request.leaves))

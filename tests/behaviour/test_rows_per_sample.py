@@ -208,7 +208,7 @@ class OtherOrder(Tiles):
             r"disagree on the batch size \(x: 4, tiles: 12\).* say with in_dims \(in_dims=0\) that one with",
         ),
         (Tiles, {"in_dims": {"tiles": None}}, 12, "depends on the batch but has no dimension for it"),
-        (OtherOrder, {"in_dims": 0}, 12, "are rows in another order than the samples"),
+        (OtherOrder, {"in_dims": 0}, 12, "samples act on each other at .*keep rows in the order of the samples"),
         (
             Tiles,
             {"in_dims": 0, "tracer": "export"},

@@ -90,7 +90,7 @@ MECHANISMS = (
         ("a squeeze told its dimensions", "tracing.shapes.squeezes._set_squeeze_dims"),
         ("micro-batches compared with the mini-batch in each step",
          "tracing.verify.micro_batch_sizes.must_compare_micro_batches?"),
-        ("all samples compared where a few do not tell", "tracing.verify.batch_independence._compare_all_samples"),
+        ("samples that are apart again behind a block", "tracing.verify.sample_rows._SideBySide._changes_with"),
     ),
     *_group(
         "what a forward leaves",

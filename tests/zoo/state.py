@@ -90,9 +90,9 @@ class _Bank(nn.Module):
         return x - self.bank.mean(0)
 
 
-@own(STATE, lambda: call(vectors()))
+@own(STATE, lambda: call(vectors()), out_dims=0)
 class MemoryBank(nn.Module):
-    """In a module of its own."""
+    """In a module of its own, which is kept whole: whether samples meet in it but by its state cannot be told."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class MemoryBank(nn.Module):
         return x
 
 
-@own(STATE, lambda: call(vectors()))
+@own(STATE, lambda: call(vectors()), out_dims=0)
 class MemoryBankOfTheModel(_Bank):
     """The model itself holds it."""
 

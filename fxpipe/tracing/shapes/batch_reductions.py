@@ -25,7 +25,6 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.functions import opname
 from fxpipe.tracing.dynamic_sizes import FixedSizeError
 from fxpipe.tracing.node_arguments import named_arguments_and_defaults
@@ -89,16 +88,7 @@ _OTHER = frozenset(
     "logical_and logical_or logical_not and or invert not zeros_like ones_like full_like masked_fill argmax argmin any "
     "all int long bool cumsum sort topk median".split()
 )
-_ARITHMETIC = SUMS | PRODUCTS | QUOTIENTS | frozenset(("pow", "rpow"))
 _FUNCTIONS = LINEAR | JOINING | _OTHER | {"full"} | SUMS | PRODUCTS | QUOTIENTS
-_REDUCING = frozenset(
-    "sum nansum mean nanmean count_nonzero prod var std var_mean std_mean norm vector_norm logsumexp dot".split()
-)
-_ALONG_DIM = frozenset(
-    "softmax log_softmax softmin gumbel_softmax cumsum cumprod cummax cummin logcumsumexp logsumexp normalize flip "
-    "roll sort msort argsort diff".split()
-)
-_DIM_FOLLOWS = frozenset(("normalize", "roll", "gumbel_softmax", "diff"))  # another argument
 _IN_PLACE = {"iadd": operator.add, "isub": operator.sub, "imul": operator.mul, "itruediv": operator.truediv}
 _IN_PLACE |= {"add_": torch.add, "sub_": torch.sub, "mul_": torch.mul, "div_": torch.div}
 
@@ -114,7 +104,6 @@ class ReductionWalk:
         self.traced, self.batch_dependent = traced, dependent
         self.order = {node: place for place, node in enumerate(traced.graph.nodes)}
         self.changed = frozenset[int]().union(*(info(node).written_storages for node in traced.graph.nodes))
-        self.mixed = self._mixed()
         self._counted: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}  # mean -> its total and count
         self._copies: dict[fx.Node, fx.Node] = {}
         self.added: list[fx.Node] = []
@@ -173,33 +162,6 @@ class ReductionWalk:
             reduced.terms(varying) is not None,
             f"output {place} ({output.name}, made at {info(output).source or 'the input'})",
         )
-
-    def _mixed(self) -> set[fx.Node]:
-        """Nodes in which samples have met: a sum over them is none of what each gives by itself.
-
-        What has been reduced over samples, or made of their number, meets them again (`x - x.mean(0)`); or a function
-        goes along the dimension that holds them (`x.softmax(0)`).
-        """
-        reduced, mixed = set[fx.Node](), set[fx.Node]()
-        for node in self.traced.graph.nodes:
-            if node.op not in CALL_OPS or node not in self.batch_dependent or info(node).number is not None:
-                continue
-            sources, name = node.all_input_nodes, base_opname(node)
-            is_met = not reduced.isdisjoint(sources) or (name in _ARITHMETIC and any(map(self._is_size, sources)))
-            if self._holds_batch(node):
-                if is_met or not mixed.isdisjoint(sources) or (name in _ALONG_DIM and goes_along_samples(node)):
-                    mixed.add(node)
-                continue
-            if not mixed.isdisjoint(sources):
-                mixed.add(node)
-            is_reducing = name in _REDUCING or node.target in (*_ELEMENTWISE_LOSSES, *_COUNTED_LOSSES)
-            if is_met or (is_reducing and any(map(self._holds_batch, sources))) or _is_tensor(node):
-                reduced.add(node)
-        return mixed
-
-    def _is_size(self, node: fx.Node) -> bool:
-        number = info(node).number
-        return number is not None and bool(number.free_symbols)
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
@@ -339,10 +301,10 @@ class ReductionWalk:
         source = node.args[0] if node.args else next(iter(node.kwargs.values()))
         if not isinstance(source, fx.Node) or not self._holds_batch(source) or len(info(node).shapes) != 1:
             return False
-        if source in self.mixed:
-            return self._reduction_of_product(node, source, reduced)
-        self._refuse_mixed(node)
         name = base_opname(node)
+        if name in ("sum", "mean") and (parts := self._samples_and_factor(source)) is not None:
+            self._reduction_of_product(node, source, *parts, reduced)
+            return True
         if name in ("sum", "nansum", "mean", "count_nonzero"):
             even = self._is_reduced_over_samples(source)
             if even is None:
@@ -366,36 +328,45 @@ class ReductionWalk:
             return self._loss_of_samples(node, source, arguments["reduction"], even, reduced)
         return self._loss(node, source, arguments, even, reduced)
 
-    # No model of the zoo: a loss weighed by what samples share needs it (behaviour/test_own_losses.py).
-    def _reduction_of_product(self, node: fx.Node, source: fx.Node, reduced: ReducedOutput) -> bool:
-        """`(loss * mask / mask.sum()).sum()` is `(loss * mask).sum() / mask.sum()`: a factor comes last."""
-        name, how = base_opname(source), base_opname(node)
-        if how not in ("sum", "mean") or name not in PRODUCTS | QUOTIENTS or len(source.args) != 2 or source.kwargs:
-            raise _unknown_reduction(source, "in which samples have met already")
+    def _samples_and_factor(self, source: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+        """The operands of a product or a quotient by one number that all samples share."""
+        name = base_opname(source)
+        if name not in PRODUCTS | {"truediv", "div", "divide", "true_divide"} or len(source.args) != 2 or source.kwargs:
+            return None
         samples, factor = source.args
         if name in PRODUCTS and not (isinstance(samples, fx.Node) and self._holds_batch(samples)):
             samples, factor = factor, samples
-        if not isinstance(factor, fx.Node) or self._holds_batch(factor) or _elements(factor) > 1:
-            raise _unknown_reduction(source, "in which samples have met already")
-        shapes = info(samples).shapes if isinstance(samples, fx.Node) else ()
-        is_reversed = name in ("rtruediv", "rdiv") or not node.args
-        if is_reversed or [s.shape for s in shapes] != [info(source).shapes[0].shape]:
-            raise _unknown_reduction(source, "in which samples have met already")
+        if not isinstance(samples, fx.Node) or not isinstance(factor, fx.Node) or factor not in self.batch_dependent:
+            return None
+        is_one = not self._holds_batch(factor) and _elements(factor) <= 1
+        has_same_shape = [s.shape for s in info(samples).shapes] == [info(source).shapes[0].shape]
+        return (samples, factor) if is_one and has_same_shape else None
+
+    # No model of the zoo: a loss weighed by what samples share needs it (behaviour/test_own_losses.py).
+    def _reduction_of_product(
+        self, node: fx.Node, source: fx.Node, samples: fx.Node, factor: fx.Node, reduced: ReducedOutput
+    ) -> None:
+        """`(loss * mask / mask.sum()).sum()` is `(loss * mask).sum() / mask.sum()`: a factor comes last."""
         if node not in self._counted:
             with self.traced.graph.inserting_after(node):
                 new = self.traced.graph.create_node(node.op, node.target, (samples, *node.args[1:]), node.kwargs)
             set_info(new, replace(info(node), storages=frozenset()))
             self.added.append(new)
             self.batch_dependent.add(new)
-            if samples in self.mixed:
-                self.mixed.add(new)
             self._counted[node] = new, new
         new = self._counted[node][0]
         self._visit(new, reduced)
         self._visit(factor, reduced)
         refs = (CombinationRef(reduced.values[new]), CombinationRef(reduced.values[factor]))
-        self._call(name, operator.mul if name in PRODUCTS else operator.truediv, refs, {}, node, reduced)
-        return True
+        is_product = base_opname(source) in PRODUCTS
+        self._call(
+            "mul" if is_product else "truediv",
+            operator.mul if is_product else operator.truediv,
+            refs,
+            {},
+            node,
+            reduced,
+        )
 
     def _loss(
         self, node: fx.Node, source: fx.Node, arguments: dict[str, Any], even: bool, reduced: ReducedOutput
@@ -450,13 +421,6 @@ class ReductionWalk:
         """Returns the dimension that holds the batch, and its size."""
         shape = info(node).shapes[0].shape
         return next((d, size) for d, size in enumerate(shape) if size.free_symbols)
-
-    def _refuse_mixed(self, node: fx.Node) -> None:
-        """Raises Unknown where something else that a reduction is given, weights say, comes from other samples."""
-        for other in node.all_input_nodes:
-            is_reduced = other in self.batch_dependent and _is_tensor(other) and not self._holds_batch(other)
-            if other in self.mixed or is_reduced:
-                raise _unknown_reduction(other, "in which samples have met already")
 
     def _is_even(self, node: fx.Node) -> bool | None:
         """Returns whether it has as many elements for each sample; None where several dimensions hold samples, say."""
@@ -543,22 +507,6 @@ def dependencies_of(node: fx.Node) -> dict[fx.Node, None]:
     return dependencies
 
 
-def goes_along_samples(node: fx.Node) -> bool:
-    """Returns whether a function of one dimension (`softmax`, `cumsum`) goes along one that holds samples."""
-    name, shapes = base_opname(node), info(node.all_input_nodes[0]).shapes
-    if len(shapes) != 1:
-        return False
-    rest = node.args[2 if name in _DIM_FOLLOWS else 1 :]
-    asked = node.kwargs.get("dim", node.kwargs.get("dims", rest if name == "flip" else rest[0] if rest else None))
-    if asked is None:
-        asked = {"normalize": 1, "msort": 0}.get(name, -1)
-        if name == "roll":
-            return True  # all elements in one row
-    shape = shapes[0].shape
-    dims = [dim for dim in pytree.tree_leaves(asked) if isinstance(dim, int) and -len(shape) <= dim < len(shape)]
-    return any(shape[dim].free_symbols for dim in dims)
-
-
 def base_opname(node: fx.Node) -> str:
     """`add` of `operator.add`, `torch.add`, `Tensor.__add__` and `aten.add.Tensor`."""
     name = opname(node.target)
@@ -575,10 +523,6 @@ def _loss_arguments(node: fx.Node) -> dict[str, Any] | None:
 def _elements(node: fx.Node) -> float:
     sizes = [sympy.Mul(*shape.shape) for shape in info(node).shapes]
     return sum(float(size) if size.is_number else 0.0 for size in sizes)
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return bool(info(node).shapes) and info(node).number is None
 
 
 def _unknown_reduction(node: fx.Node, why: str) -> UnknownReductionError:

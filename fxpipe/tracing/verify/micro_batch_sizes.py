@@ -74,10 +74,9 @@ def holds_for_micro_batches(
 
 
 def must_compare_micro_batches(traced: Traced) -> bool:
-    """Returns whether what micro-batches make has to be compared with what the mini-batch makes, in each step anew.
+    """Returns whether what micro-batches make has to be compared with what the mini-batch makes in each step.
 
-    Plain numbers in the graph are those of a micro-batch. And the comparison of a few samples (`batch_independence`) is
-    not one of this graph where forward goes by the batch size.
+    Plain numbers in the graph are those of a micro-batch, and few samples say nothing if forward goes by their number.
     """
     return bool(traced.recorded_sizes) or not all(map(traced.holds_at, FEW_SIZES))
 

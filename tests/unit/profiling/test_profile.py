@@ -155,7 +155,7 @@ def test_size_that_depends_on_values_is_taken_in_proportion() -> None:
         y[x > 0] = x[x > 0] * 2
         return y
 
-    x = torch.tensor([[1.0, -1.0, 1.0], [1.0, -1.0, -1.0]])
+    x = torch.tensor([[1.5, -1.2, 0.7], [2.1, -0.4, -1.3]])
     costs = profiled(Function(positive), x)
     selected = [n.output_bytes for n in costs.nodes if n.name.startswith(("getitem", "mul"))]
     assert selected == [6 * costs.batch] * 2

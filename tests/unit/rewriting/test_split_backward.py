@@ -289,7 +289,7 @@ class Uses(nn.Module):
         y = self.again(y) + self.again(y.roll(1, 1)) @ self.right
         y = y + torch.addmm(self.bias, y.flatten(0, 1), self.right).view_as(y) + self.frozen(y) + self.only_bias(y)
         with torch.no_grad():
-            scale = self.first(y).mean()
+            scale = self.first(y).mean((1, 2), keepdim=True)
         y = y * (1 + 0.01 * scale) + (y @ self.turned.t() @ self.turned)
         y = y + F.linear(y, self.mixed) * self.mixed.mean()
         self.unused(y)

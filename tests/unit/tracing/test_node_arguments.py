@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from fxpipe.tracing.node_arguments import container_of, named_arguments, named_arguments_and_defaults
-from fxpipe.tracing.verify.deterministic_run import _run_deterministic_node
+from fxpipe.tracing.verify.deterministic_run import run_deterministic_node
 from fxpipe.tracing.verify.effects import running_statistics
 
 
@@ -55,5 +55,5 @@ def test_a_causal_mask_given_by_place_stays_without_dropout():
     nodes = [graph.placeholder(name) for name in ("query", "key", "value")]
     attention = graph.call_function(F.scaled_dot_product_attention, (*nodes, None, 0.5, True))
     query, key, value = (torch.randn(1, 4, 8) for _ in nodes)
-    found = _run_deterministic_node(attention, dict(zip(nodes, (query, key, value), strict=True)))
+    found = run_deterministic_node(attention, dict(zip(nodes, (query, key, value), strict=True)).__getitem__)
     assert torch.equal(found, F.scaled_dot_product_attention(query, key, value, is_causal=True))

@@ -1,0 +1,674 @@
+"""The check that samples do not act on each other, so that outputs of micro-batches go together to those of the batch.
+
+The graph runs on a few samples and on parts of them, node by node side by side. A value *joins* if it is its parts put
+together: rows along a dimension, a sum, a mean, or the same for all. No function is known by name for that: tokens that
+experts sort do not join, and join again once they are put back (a *block*).
+
+Values hide things, so there are three kinds of runs:
+
+- *loud*: the last samples in reverse, parameters that are zero or tiny opened, and noise on each value with rows, the
+  same in whole and parts, smaller in the last part (statistics of parts that are alike hardly differ);
+- *plain*: the example as it is;
+- *equal*: loud, with the integers of the first sample for all: ids, experts, nearest codes.
+
+The loud run is the only one if no value joins that is made of one that does not: then no value hides another.
+
+A value that joins is distrusted as long as it may hide what samples have in common. At the end of a block it must
+change when what does not join changes, in one of the runs: else a gate is closed there. And it may take nothing that
+was reduced over samples, which a gate may let through later. What is made of a distrusted value belongs to no sample.
+
+Dropout drops nothing and batch norm takes its running statistics; other random functions must leave a sample alone when
+other samples change. State that forward updates is the whole's in the parts, as if they came one after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from fxpipe._torch import torch_pytree as pytree
+from fxpipe._torch.thread_state import set_thread_state
+from fxpipe.errors import ArgumentError
+from fxpipe.tracing.guards import expect
+from fxpipe.tracing.interpreter import NodeValues, run_nodes
+from fxpipe.tracing.model_state import preserve_rng, preserve_state
+from fxpipe.tracing.node_info import info, state_of
+from fxpipe.tracing.shapes.batch_reductions import base_opname, dependencies_of
+from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
+from fxpipe.tracing.verify.deterministic_run import (
+    MADE_DETERMINISTIC,
+    can_run_deterministically,
+    run_deterministic_node,
+)
+from fxpipe.tracing.verify.equivalence import is_close, take_samples
+from fxpipe.tracing.verify.micro_batch_sizes import excuse_sizes
+from fxpipe.utils.batch_split import rows_per_sample, samples_per_micro_batch
+
+SAMPLES = 4  # that run; the example's again where it has fewer
+EVIDENCE = 5  # times the tolerance: the change of a value that shows on what it depends
+WEAK = 0.05  # of the largest element: what samples may have in common unseen behind the next nodes
+
+Joins = frozenset[int | str]  # dimensions that hold rows, "sum", "mean", "same"; "parts" of a tuple
+_Opened = dict[fx.Node, torch.Tensor]  # what stands for parameters that are zero or tiny
+_NO_JOIN: Joins = frozenset()
+_UNSET = frozenset("empty new_empty empty_like empty_strided new_empty_strided".split())
+_LIKE_FIRST = _UNSET | frozenset(
+    "zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones new_full new_tensor".split()
+)  # take no values of their first argument
+_SEVERAL_DRAWS = frozenset("rrelu rrelu_ poisson binomial _standard_gamma _Dirichlet".split())  # as values are
+_LIKE_SECOND = frozenset("view_as expand_as reshape_as type_as to".split())  # take values of their first argument alone
+
+
+@dataclass(slots=True)
+class _Findings:
+    """The findings of all runs."""
+
+    joins: dict[fx.Node, Joins] = field(default_factory=dict)
+    depends: set[fx.Node] = field(default_factory=set)  # nodes whose values depend on samples
+    blocks: set[fx.Node] = field(default_factory=set)  # values that join although an argument does not
+    opened: set[fx.Node] = field(default_factory=set)  # of these: values that were seen to depend on that argument
+    sources: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # what goes into values, also by writes
+    parameters: _Opened = field(default_factory=dict)
+
+    def rows(self, node: fx.Node) -> bool:
+        return any(isinstance(how, int) or how == "parts" for how in self.joins[node])
+
+    def add(self, run: _SideBySide) -> None:
+        self.joins = {node: self.joins.get(node, joins) & joins for node, joins in run.joins.items()}
+        self.depends |= run.depends
+        self.blocks |= run.blocks
+        self.opened |= run.opened
+        self.sources = run.sources
+
+    def hiding(self) -> set[fx.Node]:
+        """The values that join and may hide something."""
+        reduced = {n for n in self.depends if self.joins[n] and not self.rows(n) and info(n).shapes}
+        hiding = {n for n in self.blocks - self.opened if self.joins[n] or len(info(n).shapes) > 1}
+        for node, sources in self.sources.items():  # `h + gate * h.mean(0)`, a loss with weights of the batch
+            own = _value_sources(node)  # without what is written to it later
+            is_weighed = not reduced.isdisjoint(own) and any(map(self.rows, own))
+            if self.joins[node] and (is_weighed or (self.rows(node) and not reduced.isdisjoint(sources))):
+                hiding.add(node)
+        return hiding
+
+    def distrust(self) -> set[fx.Node]:
+        """Takes from all samples what may hide something, and what is made of it; returns the values that may."""
+        hiding = self.hiding()
+        tainted, before = {*hiding}, 0
+        while len(tainted) > before:  # a second time where a value was written to
+            before = len(tainted)
+            for node, sources in self.sources.items():
+                if not tainted.isdisjoint(sources):
+                    tainted.add(node)
+        self.joins |= dict.fromkeys(tainted, _NO_JOIN)
+        return hiding
+
+    def meeting(self, node: fx.Node) -> fx.Node:
+        """The first node, walking back from a value that does not join, in which samples met."""
+        ends, seen, todo = list[fx.Node](), {node}, [node]
+        while todo:
+            node = todo.pop()
+            sources = [n for n in self.sources[node] if n in self.depends]
+            before = [n for n in sources if not self.joins[n]] or [n for n in sources if not self.rows(n)]
+            if not before:
+                ends.append(node)
+            todo += {*before} - seen
+            seen.update(before)
+        order = [*self.joins]  # a value that is written to goes into what is written to it
+        return min(ends or seen, key=lambda n: (len(self.sources[n]) > len(_value_sources(n)), order.index(n)))
+
+
+def check_sample_rows(traced: Traced, leaves: Sequence[Any], chunks: int) -> bool:
+    """Checks that each result of micro-batches, put together, is that of the batch.
+
+    Returns whether this holds for all sizes of micro-batches: not if samples belong together by two, or the graph runs
+    at the sizes of these micro-batches only.
+
+    Raises:
+        ArgumentError: samples act on each other, or may; names the line where they meet, and the remedies.
+    """
+    claims = [*_claims(traced)]
+    if not claims:
+        return True
+    batch = traced.batch_of(leaves)
+    own = tuple(samples_per_micro_batch(batch, min(chunks, batch)))
+    # Few samples for which the model happens to do the same say nothing of more: `min(len(x), 4)`.
+    asked = {*own, batch, SAMPLES - 1, SAMPLES} - {1}
+    shows_less = not all(read.holds(size) for read in traced.batch_conditions for size in asked)
+    excuse_sizes(traced, leaves, range(1, SAMPLES + 1))
+    if shows_less and len(own) > 1 and _holds_at(traced, own) and (refusal := _refusal(traced, leaves, own, claims)):
+        raise refusal
+    few: list[tuple[int, ...]] = [(1, SAMPLES - 1), (SAMPLES // 2,) * 2]
+    if 1 < batch < SAMPLES:  # samples that must come in an order cannot be given twice
+        few.append((1, batch - 1))
+    splits = [parts for parts in few if _holds_at(traced, parts) and _grows_evenly(traced)]
+    splits = splits or [parts for parts in [own] if len(parts) > 1]
+    if not splits or not _holds_at(traced, splits[0]):
+        return False  # a graph of this batch alone: micro-batches of others are compared when they come
+    for parts in splits:
+        refusal = _refusal(traced, leaves, parts, claims)
+        if refusal is None:
+            return parts == few[0]
+        if refusal.__cause__ is None and (parts[0] > 1 or not can_run_deterministically(traced)):
+            break  # micro-batches of even sizes would have to be compared in each step
+    assert refusal is not None
+    raise refusal
+
+
+def _refusal(
+    traced: Traced, leaves: Sequence[Any], parts: tuple[int, ...], claims: Sequence[tuple[str, fx.Node, Any]]
+) -> ArgumentError | None:
+    """Returns the error if a claim does not hold; None if all do."""
+    even = (sum(parts) // 2,) * 2 if sum(parts) == SAMPLES and _holds_at(traced, [SAMPLES // 2]) else parts
+    findings = _Findings()
+    try:
+        for mode, split in dict.fromkeys((("loud", parts), ("plain", parts), ("loud", even), ("equal", even))):
+            run = _run(traced, leaves, split, mode, findings.parameters)
+            findings.add(run)
+            hides = findings.blocks or run.has_python or not run.is_noisy or findings.hiding()
+            if not (hides and all(how in findings.joins[node] for _, node, how in claims)):
+                break  # each function by itself leaves samples alone, or they meet: other values show no more
+    except Exception as error:
+        refusal = ArgumentError(
+            f"whether samples act on each other cannot be told, since parts of the batch do not run: {error}; "
+            f"{_REMEDIES}"
+        )
+        refusal.__cause__ = error
+        return refusal
+    hiding = findings.distrust()
+    for name, node, how in claims:
+        if how not in findings.joins[node]:
+            is_hidden = bool(hiding & {*dependencies_of(node)})
+            return _mixing_error(traced, name, node, findings.meeting(node), is_hidden)
+    return None
+
+
+def _holds_at(traced: Traced, parts: Sequence[int]) -> bool:
+    return all(traced.holds_at(size) for size in {sum(parts), *parts})
+
+
+def _grows_evenly(traced: Traced) -> bool:
+    """Returns whether all sizes are polynomials in the batch size. Of `b // 8 * 8` few samples show nothing."""
+    numbers = {number for node in traced.graph.nodes if (number := info(node).number) is not None}
+    numbers |= {size for node in traced.graph.nodes for shape in info(node).shapes for size in shape.shape}
+    return all(number.is_polynomial(traced.batch) for number in numbers if not number.is_number)
+
+
+def _claims(traced: Traced) -> Iterator[tuple[str, fx.Node, int | str]]:
+    """Yields the results of micro-batches: a name, the node, and how it is said to go together."""
+    first, last = len(traced.outputs), len(traced.outputs) + len(traced.pieces)
+    places = {piece: one.output for one in traced.combinations for piece in one.pieces}
+    names = [*traced.left]
+    for place, (node, how) in enumerate(traced.results):
+        output = places.get(place, place) if place < last else None
+        is_told = bool(traced.told) if output is None else output in traced.told
+        if is_told or how is None or how == "combined" or not info(node).shapes or info(node).number is not None:
+            continue
+        name = f"output {output}"
+        if place >= last:
+            left = place - len(traced.results) + len(names)
+            name = f"what forward sets {names[left]!r} to" if left >= 0 else "what forward writes to an input"
+        elif place >= first:
+            node_of = traced.outputs[places[place]]
+            name = f"output {output} ({node_of.name}), of which a part"
+        yield name, node, how
+
+
+def _run(traced: Traced, leaves: Sequence[Any], parts: tuple[int, ...], mode: str, opened: _Opened) -> _SideBySide:
+    """Runs side by side. The model may take samples in one order only (the longest first), or no noise."""
+    ways = [(True, True), (False, True), (False, False)]
+    for is_reversed, is_noisy in ways[("loud", "equal", "plain").index(mode) :]:
+        run = _SideBySide(traced, parts, mode, is_noisy, opened)
+        try:
+            run.run(leaves, is_reversed)
+            break
+        except Exception:
+            if not is_noisy:
+                raise
+    return run
+
+
+class _SideBySide:
+    """One run on the whole and its parts. The values of a node are a list: the whole's, then each part's."""
+
+    def __init__(self, traced: Traced, parts: Sequence[int], mode: str, is_noisy: bool, opened_parameters: _Opened):
+        self.traced, self.parts, self.mode, self.is_noisy = traced, parts, mode, is_noisy
+        self.opened_parameters = opened_parameters
+        self.joins: dict[fx.Node, Joins] = {}
+        self.depends, self.blocks, self.opened = set[fx.Node](), set[fx.Node](), set[fx.Node]()
+        self.sources: dict[fx.Node, list[fx.Node]] = {}
+        self.features = set[fx.Node]()  # floats that are made of parameters, or of floats among the inputs
+        self.written = frozenset[int]().union(*(info(n).written_storages for n in traced.graph.nodes))
+        self.last_maps = {n for n in traced.nodes if _is_last_map(n, self.written)}
+        self.values: NodeValues = {}
+        self.eps: dict[fx.Node, float] = {}  # digits of values; of what is reduced, also of what it is made of
+        self.has_python = any(info(n).opaque is not None for n in traced.nodes)  # it may ask for gradients inside
+        self.buffers = {n for n in traced.graph.nodes if n.op == "get_attr" and not _is_parameter(traced, n)}
+        self.state = frozenset[int]().union(*(info(n).storages for n in self.buffers))  # memory
+        self.assigned = set[fx.Node]().union(*map(dependencies_of, traced.assigned.values()))
+        self.updates: dict[fx.Node, frozenset[int]] = {}  # what is written to buffers, and what that is made of
+        for writer in traced.graph.nodes:
+            if memory := info(writer).written_storages & self.state:
+                for node in dependencies_of(writer):
+                    self.updates[node] = self.updates.get(node, frozenset()) | memory
+        self.of_buffers = {*self.buffers}  # what is made of buffers, and not of samples
+
+    def run(self, leaves: Sequence[Any], is_reversed: bool) -> None:
+        first = max(0, self.traced.batch_of(leaves) - sum(self.parts)) if is_reversed else 0
+        samples = take_samples(self.traced, leaves, first, first + sum(self.parts))
+        dims, graph = self.traced.in_dims, self.traced.graph
+        if is_reversed or self.mode == "equal":
+            change = _in_reverse if is_reversed else _first_for_all
+            samples = [change(leaf, dim) for leaf, dim in zip(samples, dims, strict=True)]
+        self.samples, start = [samples], 0
+        for size in self.parts:
+            self.samples.append(take_samples(self.traced, samples, start, start := start + size))
+        keep = [node for _, node, _ in _claims(self.traced)]
+        with preserve_state(self.traced.model):
+            torch.manual_seed(0)
+            for node in run_nodes([*graph.nodes], self.values, self._input, self._attribute, self._work, keep):
+                self._look_at(node)
+        if self.is_noisy and any(bool(t.isnan().any()) for node in keep for t in _tensors(self.values[node][0])):
+            raise ArithmeticError("noise leads out of what a function takes")  # and nan is alike in all samples
+        self.values.clear()
+
+    # -- the values of nodes -------------------------------------------------------------------------------------------
+
+    def _input(self, node: fx.Node) -> list[Any]:
+        place = self.traced.place_of(node)
+        if self.traced.in_dims[place] is not None:
+            self.depends.add(node)
+            if _is_float(self.samples[0][place]) and not _holds_integers(self.samples[0][place]):
+                self.features.add(node)
+        return [s[place].detach().clone() if isinstance(s[place], torch.Tensor) else s[place] for s in self.samples]
+
+    def _attribute(self, node: fx.Node) -> list[torch.Tensor]:
+        tensor = attribute_tensor(self.traced, node)
+        is_parameter = node not in self.buffers
+        if is_parameter and _is_float(tensor):
+            self.features.add(node)
+        parameter = tensor.detach()
+        if is_parameter and self.mode != "plain":
+            if node not in self.opened_parameters:
+                self.opened_parameters[node] = _opened(parameter)
+            parameter = self.opened_parameters[node]
+        held = [parameter if is_parameter else parameter.clone() for _ in self.samples]
+        return [one.detach().requires_grad_(self.has_python and tensor.requires_grad) for one in held]
+
+    def _work(self, node: fx.Node, values: NodeValues) -> list[Any]:
+        if node.target is expect or node in self.last_maps:  # what is expected are values of the example
+            return [None] * len(self.samples)
+        if not info(node).is_random or node.target in MADE_DETERMINISTIC:
+            return [self._call(node, k) for k in range(len(self.samples))]
+        results = []
+        for k in reversed(range(len(self.samples))):
+            with preserve_rng():
+                results.append(self._call(node, k))
+        if info(node).is_scalar_draw:
+            return [_copied(results[-1]) for _ in results]
+        if not self._leaves_alone(node):
+            return results[::-1]
+        torch.rand(())  # the next one draws others
+        return self._with_rows_of_whole(results[::-1])
+
+    def _call(self, node: fx.Node, k: int, changed: Callable[[fx.Node], Any] | None = None) -> Any:
+        """Runs a node on the whole (k = 0) or a part."""
+        with set_thread_state(state_of(node)), torch.set_grad_enabled(self.has_python and state_of(node).grad):
+            return run_deterministic_node(node, changed or (lambda source: self.values[source][k]))
+
+    def _made_of(self, node: fx.Node, changed: dict[fx.Node, Any]) -> list[torch.Tensor]:
+        """Runs a node on the whole again, with other arguments; returns what it gives, or what it writes to."""
+        arguments = {n: _copied(self.values[n][0]) for n in node.all_input_nodes} | changed
+        with preserve_rng():
+            value = self._call(node, 0, arguments.__getitem__)
+        target: Any = node.args[0] if value is None and node.args else None
+        return [*_tensors(value if target is None else arguments[target])]
+
+    def _leaves_alone(self, node: fx.Node) -> bool:
+        """Returns whether a node gives a sample of the whole the same, with the same draws, if other samples change."""
+        sources = _value_sources(node)
+        if base_opname(node) == "randperm" or not all(self.joins[n] for n in sources):
+            return False
+        moving = [n for n in sources if n in self.depends and base_opname(node) not in _SEVERAL_DRAWS]
+        for part in (0, len(self.parts) - 1) if moving else ():
+            moved = {n: self._moved_rows(n, part) for n in moving}
+            for left, right in zip(self._made_of(node, {}), self._made_of(node, moved), strict=True):
+                dims = [d for d, size in enumerate(left.shape) if size % sum(self.parts) == 0]
+                if not any(_same_rows(left, right, d, self.parts, part) for d in dims):
+                    return False
+        return True
+
+    def _moved_rows(self, node: fx.Node, part: int) -> Any:
+        """The whole's value with other rows for one part."""
+        value, dims = _copied(self.values[node][0]), [d for d in self.joins[node] if isinstance(d, int)]
+        if _is_float(value) and dims:
+            rows = value.split([v.shape[dims[0]] for v in self.values[node][1:]], dims[0])[part]
+            rows.copy_(_moved(rows, 1 + part).clamp_(*torch.aminmax(value)))  # it may take rates or chances alone
+        return value
+
+    def _with_rows_of_whole(self, values: list[Any]) -> list[Any]:
+        """Gives parts the rows of the whole, as far as a value has any; else what the whole has."""
+        whole = [*_tensors(values[0])]
+        for place, tensor in enumerate(whole):
+            parts = [[*_tensors(value)][place] for value in values[1:]]
+            dim = _dim_of_rows(tensor, parts)
+            rows = tensor.split([p.shape[dim] for p in parts], dim) if dim is not None else [tensor] * len(parts)
+            for part, new in zip(parts, rows, strict=True):
+                if part.shape == new.shape:
+                    part.data.copy_(new)
+        return values
+
+    # -- what is seen of them ------------------------------------------------------------------------------------------
+
+    def _look_at(self, node: fx.Node) -> None:
+        sources, values = _value_sources(node), self.values[node]
+        self.sources[node] = sources
+        if base_opname(node) in _UNSET or self._is_update(node, sources):
+            self._with_rows_of_whole(values)
+        elif not self.depends.isdisjoint(sources):
+            self.depends.add(node)
+        if node not in self.depends and not self.of_buffers.isdisjoint(sources):
+            self.of_buffers.add(node)
+        if node.op in CALL_OPS and not self.features.isdisjoint(sources):
+            self.features.add(node)
+        reduced = (self.eps[n] for n in sources if not any(isinstance(how, int) for how in self.joins[n]))
+        self.eps[node] = max((_eps(values[0]), *reduced))
+        self.joins[node] = self._joins_of(node) if node.op != "get_attr" else frozenset(("same",))
+        if node in self.last_maps:
+            self.joins[node] = self.joins[sources[0]]
+        if info(node).written_storages:
+            self._look_at_written(node)
+        if node.op in CALL_OPS and info(node).number is None and info(node).read is None:
+            self._look_for_block(node, sources)
+            self._look_at_counts(node, sources)
+        if node.op != "get_attr":
+            self._spread(node)
+
+    def _joins_of(self, node: fx.Node) -> Joins:
+        whole, *parts = self.values[node]
+        tolerance = max(2e-4, 4 * self.eps[node])
+        if isinstance(whole, torch.Tensor):
+            return _joins_of_tensors(whole, parts, self.parts, tolerance)
+        tensors = [[*_tensors(value)] for value in (whole, *parts)]
+        if not tensors[0]:
+            return frozenset(("same",))
+        if any(len(t) != len(tensors[0]) for t in tensors):
+            return _NO_JOIN
+        leaves = zip(*tensors, strict=True)
+        all_join = all(_joins_of_tensors(one[0], one[1:], self.parts, tolerance) for one in leaves)
+        return frozenset(("parts",)) if all_join else _NO_JOIN
+
+    def _is_update(self, node: fx.Node, sources: list[fx.Node]) -> bool:
+        """Returns whether a node makes the new state of the old one and of samples; gives parts that of the whole.
+
+        Not if nothing of the old state is left: then it is what samples of this batch have in common.
+        """
+        memory = self.updates.get(node, frozenset())
+        has_batch = any(size.free_symbols for shape in info(node).shapes for size in shape.shape)
+        if not has_batch and not info(node).written_storages and (node in self.assigned or memory):
+            old = [n for n in sources if n in self.of_buffers]
+            states = (info(n).storages for one in old for n in dependencies_of(one))
+            if old and (node in self.assigned or not all(map(memory.isdisjoint, states))):
+                return True
+            if node in self.assigned:
+                return False
+        effects, state = self.traced.effects, [n for n in sources if not self.state.isdisjoint(info(n).storages)]
+        assert effects is not None
+        # Fused fake quantization raises no version of what it writes to.
+        held = [n for n in state if effects.alias[n] in effects.written_classes[effects.place[node]]]
+        if not any(self._changes_with(node, n) for n in held):  # of several, some may be made again: a scale
+            return False
+        for other in held:
+            self._with_rows_of_whole(self.values[other])
+        return True
+
+    def _look_at_written(self, node: fx.Node) -> None:
+        """Looks once more at values in the memory that a node has written to."""
+        written = info(node).written_storages
+        for other in [n for n in self.values if n is not node and not written.isdisjoint(info(n).storages)]:
+            if node in self.depends and other not in self.buffers:
+                self.depends.add(other)
+                self.sources[other] = [*self.sources[other], *(n for n in self.sources[node] if n is not other)]
+            self.joins[other] = self._joins_of(other)
+
+    def _look_for_block(self, node: fx.Node, sources: list[fx.Node]) -> None:
+        """Notes a value that joins although an argument does not, and whether it was seen to depend on that."""
+        target = node.args[0] if self.values[node][0] is None and node.args else node  # `h[places] = rows`
+        if not isinstance(target, fx.Node) or not self.joins.get(target):
+            return
+        is_of_samples = not self.depends.isdisjoint(sources)  # else of their places, as `arange(b)` is
+        met = [n for n in sources if not self.joins[n] and n is not target and _may_move(self.values[n][0])]
+        met = [n for n in met if n in self.depends or not is_of_samples]
+        if met:
+            self.blocks.add(target)
+            floats = [n for n in met if _is_float(self.values[n][0])]
+            tensors = [value for n in (target, *sources) if isinstance(value := self.values[n][0], torch.Tensor)]
+            is_verdict = [t.dtype == torch.bool for t in tensors] == [True, *[False] * (len(tensors) - 1)]
+            is_weak = any(self._differs_weakly(self.values[n]) for n in floats)
+            if not (is_verdict or is_weak) and all(self._changes_with(node, n) for n in floats or met):
+                self.opened.add(target)  # but not by `count <= capacity`, nor if `h + 1e-3 * mean` is within tolerance
+
+    def _differs_weakly(self, values: list[torch.Tensor]) -> bool:
+        """Returns whether rows that do not join nearly do, so that what is made of them may join by tolerance."""
+        whole, *parts = values
+        dim = _dim_of_rows(whole, parts)
+        return dim is not None and is_close(whole, torch.cat(parts, dim), max(WEAK, EVIDENCE * _tolerance(whole)))
+
+    def _look_at_counts(self, node: fx.Node, sources: list[fx.Node]) -> None:
+        """Asks a function of floats that get no noise, since they may be a mask, with others of them."""
+        counts = [n for n in sources if n in self.depends and n not in self.features and _is_float(self.values[n][0])]
+        has_rows = any(isinstance(how, int) or how == "parts" for how in self.joins[node])
+        has_rows = has_rows or not isinstance(self.values[node][0], torch.Tensor)  # parts of it may have
+        if self.mode == "loud" and counts and has_rows and not info(node).is_random:
+            with contextlib.suppress(Exception):  # it takes no others
+                if not self._leaves_alone(node):
+                    self.blocks.add(node)
+
+    def _changes_with(self, node: fx.Node, source: fx.Node) -> bool:
+        """Returns whether the value of a node is another one if a source has other values, as unlike as samples are."""
+        try:
+            made = self._made_of(node, {}), self._made_of(node, {source: _moved(self.values[source][0], 0)})
+        except Exception:
+            return False
+        return any(not is_close(one, other, EVIDENCE * _tolerance(one)) for one, other in zip(*made, strict=False))
+
+    def _spread(self, node: fx.Node) -> None:
+        """Gives parts the rows of the whole, with noise in loud runs, or of one sample: so no rounding adds up."""
+        values, dims = self.values[node], [how for how in self.joins[node] if isinstance(how, int)]
+        goes_on = any(user.op != "output" for user in node.users)
+        if not (dims and goes_on) or not self.written.isdisjoint(info(node).storages):
+            return
+        value, dim = values[0].detach(), dims[0]
+        rows, rest = divmod(value.shape[dim], sum(self.parts))
+        if node in self.features and _is_float(value) and self.is_noisy and value.numel() > 0:
+            value = self._with_noise(value, dim, values[1].shape[dim])
+        elif self.mode == "equal" and not (rest or value.is_floating_point() or value.is_complex()):
+            value = torch.cat([value.narrow(dim, 0, rows)] * sum(self.parts), dim)
+        new = value, *value.split([v.shape[dim] for v in values[1:]], dim)
+        self.values[node] = [_like(one, old) for one, old in zip(new, values, strict=True)]
+
+    def _with_noise(self, value: torch.Tensor, dim: int, first: int) -> torch.Tensor:
+        """Other values, which stay between the extremes."""
+        noise = torch.randn(10007, generator=torch.Generator().manual_seed(7)).to(value.device)
+        noise = noise.repeat(-(-value.numel() // len(noise)))[: value.numel()].view(value.shape).to(value.dtype)
+        least, most = torch.aminmax(value.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))
+        # Equal values show nothing of samples: a state of zeros, all behind a mask.
+        noisy = value + 0.1 * noise.abs() if bool(least == most) else (value * (1 + 0.05 * noise)).clamp_(least, most)
+        noisy.narrow(dim, first, value.shape[dim] - first).mul_(0.7)
+        return noisy
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def _value_sources(node: fx.Node) -> list[fx.Node]:
+    """The arguments whose values go into that of a node; not those of which it takes sizes or the dtype alone."""
+    name, sources = base_opname(node), node.all_input_nodes
+    if node.op in CALL_OPS and name in _LIKE_FIRST | _LIKE_SECOND and node.args:
+        sources = [n for n in sources if (n is node.args[0]) == (name in _LIKE_SECOND)]
+    return [n for n in sources if info(n).number is None]
+
+
+def _is_last_map(node: fx.Node, written: frozenset[int]) -> bool:
+    """Returns whether an output is a linear map of rows: to multiply with a vocabulary takes as long as the rest."""
+    weights = [n for n in node.all_input_nodes[1:] if n.op != "get_attr"]
+    if node.target is not F.linear or weights or not node.args or [n.op for n in node.users] != ["output"]:
+        return False
+    source = node.all_input_nodes[0]
+    is_bare = source is node.args[0] and source.op in CALL_OPS and written.isdisjoint(info(source).storages)
+    last = info(node).shapes[0].shape[-1]
+    return is_bare and not last.free_symbols and not info(source).shapes[0].shape[-1].free_symbols
+
+
+def _is_parameter(traced: Traced, node: fx.Node) -> bool:
+    return isinstance(attribute_tensor(traced, node), nn.Parameter)
+
+
+def _joins_of_tensors(
+    whole: torch.Tensor, parts: Sequence[torch.Tensor], sizes: Sequence[int], tolerance: float
+) -> Joins:
+    def is_whole(value: Any) -> bool:
+        is_exact = not (whole.is_floating_point() or whole.is_complex())
+        return is_close(whole, value, 0.0 if is_exact else tolerance)
+
+    if whole.layout != torch.strided or any(part.dim() != whole.dim() for part in parts):
+        return _NO_JOIN
+    if whole.numel() == 0 == sum(part.numel() for part in parts):  # the tokens of an expert without any
+        return frozenset((*range(whole.dim()), "sum", "mean", "same", "parts"))
+    if any(part.shape != whole.shape for part in parts):
+        dim = _dim_of_rows(whole, parts)
+        return frozenset((dim,)) if dim is not None and is_whole(torch.cat([*parts], dim)) else _NO_JOIN
+    joins: set[int | str] = {"same"} if all(is_whole(part) for part in parts) else set()
+    if whole.dtype != torch.bool and is_whole(sum(parts[1:], parts[0])):
+        joins.add("sum")
+    if whole.is_floating_point():
+        weighted = [part * (size / sum(sizes)) for part, size in zip(parts, sizes, strict=True)]
+        if is_whole(sum(weighted[1:], weighted[0])):
+            joins.add("mean")
+    return frozenset(joins)
+
+
+def _dim_of_rows(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> int | None:
+    """The one dimension along which parts may be put together."""
+    if any(part.dim() != whole.dim() for part in parts):
+        return None
+    dims = [d for d, size in enumerate(whole.shape) if any(part.shape[d] != size for part in parts)]
+    return dims[0] if len(dims) == 1 and sum(part.shape[dims[0]] for part in parts) == whole.shape[dims[0]] else None
+
+
+def _same_rows(left: torch.Tensor, right: torch.Tensor, dim: int, parts: Sequence[int], part: int) -> bool:
+    """Returns whether all parts but one have the same rows."""
+    rows = left.shape[dim] // sum(parts)
+    pairs = zip(*(t.split([rows * size for size in parts], dim) for t in (left, right)), strict=True)
+    return all(is_close(one, other) for place, (one, other) in enumerate(pairs) if place != part)
+
+
+def _eps(value: Any) -> float:
+    return max(
+        (torch.finfo(t.dtype).eps for t in _tensors(value) if t.is_floating_point() or t.is_complex()), default=0.0
+    )
+
+
+def _tolerance(value: torch.Tensor) -> float:
+    """The rounding of kernels for other sizes, relative to the largest element."""
+    return max(2e-4, 4 * _eps(value))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.layout == torch.strided
+
+
+def _may_move(value: Any) -> bool:
+    """Returns whether `_moved` makes another value of it."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.numel() == 0:
+        return False
+    return value.is_floating_point() or value.dtype == torch.bool or bool((value != value.flatten()[0]).any())
+
+
+def _copied(value: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), value)
+
+
+def _like(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    new = new if new.is_contiguous() and old.is_contiguous() else torch.empty_like(old.detach()).copy_(new)
+    return new.clone().requires_grad_() if old.requires_grad else new  # Python may ask for gradients
+
+
+def _moved(value: Any, seed: int) -> Any:
+    """Another value, as unlike as samples are: places of integers are exchanged, since they may be indices."""
+    if not isinstance(value, torch.Tensor) or value.numel() == 0:
+        return value
+    if value.dtype == torch.bool:
+        return ~value
+    noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(seed)).to(value.device)
+    if not value.is_floating_point():
+        return value.flatten()[noise.flatten().argsort()].view(value.shape)
+    finite = value.double().nan_to_num(0.0, 0.0, 0.0)
+    scale = float(finite.std(correction=0)) or float(finite.abs().mean()) or 1.0
+    return value.nan_to_num(0.0, 0.0, 0.0) + (scale * noise).to(value.dtype)  # an observer begins with infinity
+
+
+def _opened(tensor: torch.Tensor) -> torch.Tensor:
+    """A parameter with what is zero, or all that is tiny (a layer scale), made something."""
+    if not _is_float(tensor) or tensor.numel() == 0:
+        return tensor
+    is_tiny = not max(map(abs, torch.aminmax(tensor))) > 1e-2
+    if not is_tiny and tensor.numel() - int(tensor.count_nonzero()) <= 1e-5 * tensor.numel():  # zero by chance
+        return tensor
+    closed = torch.ones_like(tensor, dtype=torch.bool) if is_tiny else tensor == 0
+    other = 0.3 + torch.arange(int(closed.sum()), device=tensor.device).remainder(7) / 10
+    return tensor.masked_scatter(closed, other.to(tensor.dtype))
+
+
+def _holds_integers(leaf: torch.Tensor) -> bool:
+    """Returns whether an input holds whole numbers: ids, masks, labels."""
+    return not leaf.is_complex() and (not leaf.is_floating_point() or bool((leaf == leaf.round()).all()))
+
+
+def _first_for_all(leaf: Any, dim: int | None) -> Any:
+    if dim is None or not _holds_integers(leaf):
+        return leaf
+    rows = rows_per_sample(dim)
+    return torch.cat([leaf.narrow(dim, 0, rows)] * (leaf.shape[dim] // rows), dim)
+
+
+def _in_reverse(leaf: Any, dim: int | None) -> Any:
+    return leaf if dim is None else torch.cat(leaf.split(rows_per_sample(dim), dim)[::-1], dim)
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+_REMEDIES = (
+    "compute each sample by itself (another dimension), or use chunks by running the micro-batches yourself; say with "
+    "out_dims how the outputs go together (a dimension, 'stack', 'mean', 'sum') if it is meant for micro-batches, or "
+    "with in_dims what holds the batch"
+)
+
+
+def _mixing_error(traced: Traced, name: str, node: fx.Node, meeting: fx.Node, is_hidden: bool) -> ArgumentError:
+    shape = info(node).shapes[0]
+    hidden = (
+        " These values may hide it (a gate that is zero, a mask, a branch), and whether it stays hidden cannot be told."
+    )
+    loss = (
+        " A loss must be a sum or a mean over samples, or made of such by functions of torch: let the model return "
+        "what it sums and what it divides by."
+    )
+    in_dims = {leaf.head: dim for leaf, dim in zip(traced.leaves, traced.in_dims, strict=True) if leaf.is_tensor}
+    return ArgumentError(
+        f"{name} ({node.name}, {shape}, made at {info(node).source or 'the input'}): samples act on each other at "
+        f"{info(meeting).source or 'the input'} ({meeting.name} goes over the samples), so the outputs of "
+        f"micro-batches, put together, are not the output of the batch.{hidden if is_hidden else ''}"
+        f"{'' if shape.shape else loss} {_REMEDIES[0].upper()}{_REMEDIES[1:]} (in_dims={in_dims} was taken); and keep "
+        "rows in the order of the samples"
+    )
