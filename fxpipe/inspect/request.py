@@ -17,7 +17,7 @@ from fxpipe.utils.files import check_output_path
 # -- Output files, checked before the long work ----------------------------------------------------------------------
 
 OUTPUT_FORMATS = {
-    "timeline": ("png", "pdf", "svg", "html", "json"),
+    "timeline": ("svg", "html", "json"),
     "graph": ("svg", "html"),
     "report": ("html",),
     "save": ("json",),
@@ -47,13 +47,9 @@ def check_outputs(outputs: Sequence[OutputFile]) -> None:
         other = taken.setdefault(output.path.resolve(), output)
         if other is not output:
             raise ArgumentError(f"{output}: --{other.option} is to be written there; give another path")
-        form = check_output_path(
+        check_output_path(
             output.path, OUTPUT_FORMATS[output.option], f"--{output.option}: {OUTPUT_NAMES[output.option]}"
         )
-        if form in ("png", "pdf"):
-            from fxpipe.viz.png_pdf import require_matplotlib
-
-            require_matplotlib(form)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ class TimelineMixin:
     __slots__ = ()
 
     def save_timeline(self: HasTimeline, path: str | Path, *, title: str = "") -> None:
-        """Draws what each device does when: `.png`, `.pdf`, `.svg`, `.html` to zoom in, or `.json` for Perfetto.
+        """Draws what each device does when: `.svg`, `.html` to zoom in, or `.json` for Perfetto.
 
         Raises:
-            ArgumentError: another suffix; png or pdf, and there is no matplotlib.
+            ArgumentError: another suffix.
             FileError: a place that cannot be written to.
         """
         from fxpipe.viz.save_timeline import save_timeline

@@ -1,1 +1,1 @@
-"""Pictures as data, what makes SVG, PNG and PDF of them, and pieces of HTML and text that others put together."""
+"""Pictures as data, what makes SVG of them, and pieces of HTML and text that others put together."""

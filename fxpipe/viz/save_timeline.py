@@ -9,7 +9,7 @@ from fxpipe.simulation.timeline import HasTimeline
 from fxpipe.utils.files import check_output_path, write_atomically
 from fxpipe.viz.gantt import draw_gantt
 
-TIMELINE_FORMATS = ("png", "pdf", "svg", "html", "json")
+TIMELINE_FORMATS = ("svg", "html", "json")
 TIMELINE_FILE = "a timeline"
 
 
@@ -20,12 +20,12 @@ def save_timeline(source: HasTimeline, path: str | Path, *, title: str = "") -> 
 
     Args:
         source: a `Simulation`, or `pipe.last_step`.
-        path: its suffix is the format: `.png` and `.pdf` (these need matplotlib), `.svg`, `.html` (one page to zoom in,
-            which loads nothing from elsewhere), `.json` (for https://ui.perfetto.dev and chrome://tracing).
+        path: its suffix is the format: `.svg`, `.html` (one page to zoom in, which loads nothing from elsewhere),
+            `.json` (for https://ui.perfetto.dev and chrome://tracing).
         title: stands above the picture; the schedule and its size, if not given.
 
     Raises:
-        ArgumentError: another suffix; no matplotlib where it is needed.
+        ArgumentError: another suffix.
         FileError: a place that cannot be written to.
         ArgumentTypeError: a source, or a path, that is neither.
     """
@@ -45,22 +45,13 @@ def save_timeline(source: HasTimeline, path: str | Path, *, title: str = "") -> 
         from fxpipe.viz.svg import svg_of
 
         content = svg_of(drawn.scene).encode()
-    elif form == "html":
+    else:
         from fxpipe.viz.timeline_html import timeline_page
 
         content = timeline_page(step, drawn, title or drawn.scene.title).encode()
-    else:
-        from fxpipe.viz.png_pdf import raster_of
-
-        content = raster_of(drawn.scene, form)
     write_atomically(path, content, TIMELINE_FILE)
 
 
 def check_timeline_path(path: str | Path) -> str:
     """The format of a timeline's file, before there is a timeline: raises as `save_timeline` would; writes nothing."""
-    form = check_output_path(path, TIMELINE_FORMATS, TIMELINE_FILE)
-    if form in ("png", "pdf"):
-        from fxpipe.viz.png_pdf import require_matplotlib
-
-        require_matplotlib(form)
-    return form
+    return check_output_path(path, TIMELINE_FORMATS, TIMELINE_FILE)

@@ -1,4 +1,4 @@
-"""A picture as data: what stands where, in points, y downwards. `svg` and `png_pdf` draw it.
+"""A picture as data: what stands where, in points, y downwards. `svg` draws it.
 
 Every layout (a timeline, a graph) is a pure function to a `Scene`, so that one layout serves all formats, and tests ask
 the data whether anything overlaps or is cut off.

@@ -1,8 +1,6 @@
-import io
 import json
 import re
 import stat
-import sys
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 from functools import cache
@@ -18,7 +16,6 @@ from fxpipe.simulation import Simulation
 from fxpipe.viz.axes import byte_ticks, time_ticks
 from fxpipe.viz.gantt import MAX_BOXES, Gantt, draw_gantt
 from fxpipe.viz.perfetto import perfetto_trace
-from fxpipe.viz.png_pdf import raster_of
 from fxpipe.viz.save_timeline import TIMELINE_FORMATS, check_timeline_path, save_timeline
 from fxpipe.viz.scene import Area, Bars, Group, Line, Rect, Text, flatten_items
 from fxpipe.viz.style import KIND_COLOURS, RECEIVING_COLOUR
@@ -274,27 +271,12 @@ def test_an_svg_is_xml_that_tells_what_it_shows(name):
     )
 
 
-def test_a_png_has_two_dots_for_each_point():
-    image = pytest.importorskip("matplotlib.image")
-    _, drawn = _drawn("two devices")
-    pixels = image.imread(io.BytesIO(raster_of(drawn.scene, "png")))
-    assert pixels.shape[:2] == (int(2 * drawn.scene.height), int(2 * drawn.scene.width))
-    box = next(item for item in _group(drawn, "boxes") if item.fill == KIND_COLOURS[ActionKind.BACKWARD])
-    x, y = int(2 * (box.x + 3)), int(2 * (box.y + 3))
-    assert [round(float(part) * 255) for part in pixels[y, x][:3]] == [0x0A, 0x5C, 0x99]
-    empty = int(2 * (drawn.frame.right - 3)), int(2 * (drawn.top + drawn.pitch + 3))  # device 1 has ended by then
-    assert [float(part) for part in pixels[empty[1], empty[0]][:3]] == [1, 1, 1]
-
-
 def test_every_format_is_written_whole(tmp_path):
-    pytest.importorskip("matplotlib")
     found = STEPS["two devices"]()
     for form in TIMELINE_FORMATS:
         path = tmp_path / f"step.{form.upper()}"
         found.save_timeline(path, title="A <title> & more")
         assert path.stat().st_size > 1000
-    assert (tmp_path / "step.PNG").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "step.PDF").read_bytes().startswith(b"%PDF")
     assert ElementTree.parse(tmp_path / "step.SVG").getroot().get("aria-label").startswith("A <title> & more")
     assert json.loads((tmp_path / "step.JSON").read_text())["otherData"]["schedule"] == "1f1b"
     assert sorted(path.suffix[1:].lower() for path in tmp_path.iterdir()) == sorted(TIMELINE_FORMATS), (
@@ -306,8 +288,6 @@ def test_every_format_is_written_whole(tmp_path):
 
 @pytest.mark.parametrize("form", TIMELINE_FORMATS)
 def test_any_title_can_be_written(tmp_path, form):
-    if form in ("png", "pdf"):
-        pytest.importorskip("matplotlib")
     save_timeline(KNOWN, tmp_path / f"step.{form}", title="$x_1$ 中\n\ttwo \x00 \ud800 </script> \U0001f600")
     if form == "svg":
         root = ElementTree.parse(tmp_path / "step.svg").getroot()
@@ -326,7 +306,7 @@ def test_the_same_step_gives_the_same_file(tmp_path):
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("step.gif", "'.gif' names no format; give one of .png, .pdf, .svg, .html, .json"),
+        ("step.gif", "'.gif' names no format; give one of .svg, .html, .json"),
         ("step", "a suffix must name the format"),
         ("missing/step.svg", "there is no directory .*missing.*; make it first"),
         ("file/step.svg", "is no directory"),
@@ -373,15 +353,6 @@ def test_a_link_is_followed_and_a_file_has_the_usual_rights(tmp_path):
     assert "<svg" in target.read_text(encoding="utf-8")
     usual.write_text("")
     assert stat.S_IMODE(target.stat().st_mode) == stat.S_IMODE(usual.stat().st_mode)
-
-
-def test_without_matplotlib_a_png_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for suffix in ("png", "pdf"):
-        with pytest.raises(ArgumentError, match=re.escape("pip install fxpipe[plot]")):
-            check_timeline_path(tmp_path / f"step.{suffix}")
-    assert check_timeline_path(tmp_path / "step.svg") == "svg"
-    save_timeline(KNOWN, tmp_path / "step.html")
 
 
 # -- a page, and a trace ---------------------------------------------------------------------------------------------
