@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -232,3 +233,23 @@ def test_a_hook_and_a_module_kept_whole_may_change_what_they_like() -> None:
         LOG.clear()
         pipe(x)
     assert LOG == [1, 1]
+
+
+def _count_collections(phase: str, info: dict[str, int]) -> None:
+    global NUMBER
+    NUMBER += 1
+
+
+def test_what_the_garbage_collector_calls_is_not_of_forward() -> None:
+    thresholds, x = gc.get_threshold(), torch.randn(8, 4)
+    gc.callbacks.append(_count_collections)
+    gc.set_threshold(1)
+    try:
+        model = nn.Sequential(*(Block(lambda block, h: [{}, {}, {}]) for _ in range(2)))
+        with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, progress=False)) as pipe:
+            for _ in range(3):
+                pipe.forward_backward(x, target=x, loss_fn=nn.functional.mse_loss)
+            assert len(pipe._fxpipe.graphs) == 1
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(_count_collections)

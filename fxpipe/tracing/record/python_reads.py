@@ -7,6 +7,7 @@ which attributes of its objects are used. What is not seen so is taken as a whol
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 from collections.abc import Callable, Collection, Iterator
 from types import CodeType, FrameType, ModuleType
@@ -67,11 +68,15 @@ class PythonReads:
                 self._add_code(frame)
             return outer and outer(frame, event, argument)
 
+        collects_garbage = gc.isenabled()
+        gc.disable()  # callbacks of the collector (`gc.callbacks`), of hypothesis say, and `__del__` are not forward's
         watch(enter)
         try:
             yield
         finally:
             watch(outer)
+            if collects_garbage:
+                gc.enable()
             self._is_elsewhere = lambda: True
             for kind, own in self._classes.items():
                 for name in _PATCHED:

@@ -58,7 +58,7 @@ def test_backward_of_a_stage_waits_for_the_loss_that_alone_uses_what_it_made(sch
 
 def test_the_fence_before_the_gradient_of_the_loss():
     torch.manual_seed(1)
-    x = y = torch.randn(8, 4)
+    x, y = torch.randn(2, 8, 4)
     with fxpipe.pipeline(TwoHeads(), ["cpu", "cpu"], 4, balance=["tanh"], example_args=(x, y)) as pipe:
         wiring = pipe._fxpipe.graphs[0][1].wiring
     assert wiring.before[ActionKind.BACKWARD, 0] == ()
