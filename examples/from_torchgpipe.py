@@ -1,12 +1,12 @@
-"""A training script of torchgpipe, before and after: a U-Net, whose skips torchgpipe has to be told of.
+"""A training script of torchgpipe, before and after: a U-Net, whose skips have to be declared for torchgpipe.
 
     python examples/from_torchgpipe.py                              two CPU workers
     python examples/from_torchgpipe.py --devices cuda:0,cuda:1      two GPUs
 
-`train_with_torchgpipe` is the script before: the model is an `nn.Sequential`, whose layers stash skips and pop them,
-and is cut by layers. It runs where torchgpipe is installed. `train_with_fxpipe` is the script after: the model is a
-module with a plain `forward`. Both begin with the same weights and see the same images; their losses are printed beside
-each other, and beside those of the plain model.
+`train_with_torchgpipe` is the script before: the model is an `nn.Sequential` whose layers stash and pop skips,
+and it is cut by layers. It needs torchgpipe. `train_with_fxpipe` is the script after: the model is a
+module with a plain `forward`. Both start with the same weights and use the same images. The script prints their losses
+and the losses of the plain model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def convolution(channels_in: int, channels_out: int) -> nn.Sequential:
 
 
 def batches(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Noisy images, and where in them it is bright."""
+    """Noisy images, and a mask of their bright areas."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
         mask = F.interpolate(torch.rand(BATCH, 1, 4, 4, generator=generator), SIZE).gt(0.5).float()
@@ -75,7 +75,7 @@ def train_with_torchgpipe(devices: list[str], steps: int) -> list[float]:
 
     torch.manual_seed(0)
     model = nn.Sequential(Down(), Middle(), Up(), nn.Conv2d(WIDTH, 1, 1))
-    # By hand, and for two devices: balance_by_time runs layers alone, which those with skips refuse.
+    # By hand, and for two devices: balance_by_time runs single layers, which fails for layers with skips.
     model = GPipe(model, balance=[2, 2], devices=devices, chunks=CHUNKS, checkpoint="except_last")
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     losses = []

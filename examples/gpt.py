@@ -1,15 +1,15 @@
-"""A small GPT with tied embedding and head, trained as a pipeline and, beside it, as it is.
+"""A small GPT with tied embedding and head, trained as a pipeline and as a plain model.
 
     python examples/gpt.py                              two CPU workers
     python examples/gpt.py --devices cuda:0,cuda:1      two GPUs
     python -m fxpipe.inspect examples/gpt.py:make_model --input 16x64:int64
 
-The first stage embeds tokens with the same weight with which the last stage scores them. fxpipe keeps one Parameter
-for both: each stage works on a view of it, the gradients of the stages are added, and the optimizer sees a single
-tensor, as in the plain model. The text is real: the reference of the Python language, which comes with Python itself; a
+The first stage embeds tokens with the same weight that the last stage uses to score them. fxpipe keeps one Parameter
+for both: each stage uses a view of it, the gradients of the stages are added, and the optimizer has a single
+tensor, as in the plain model. The text is real: the reference of the Python language, which is part of Python; a
 token is a byte.
 
-Printed are the partitions, the losses of the pipeline and of the plain model (same weights at the start, same text),
+The script prints the partitions, the losses of the pipeline and of the plain model (same initial weights, same text),
 and the time of a training step of both.
 """
 
@@ -34,11 +34,11 @@ BATCH, LENGTH, TOKENS = 16, 64, 256
 TOLERANCE = 1e-3  # micro-batches sum gradients in another order, and every step starts from where the last one ended
 
 
-# ---- the model: nothing here knows of pipelines ----
+# ---- the model: plain PyTorch, unaware of the pipeline ----
 
 
 class Block(nn.Module):
-    """Causal attention and a two-layer perceptron, each behind a layer norm and with a way around it."""
+    """Causal attention and a two-layer perceptron, each after a layer norm and with a residual connection."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()

@@ -1,20 +1,20 @@
-"""Models of transformers, trained as pipelines and, beside it, as they are: in a plain loop, or by the Trainer.
+"""Models of transformers, trained as pipelines and as plain models: in a loop, or by the Trainer.
 
     python examples/huggingface.py gpt2                           two CPU workers, a small model with random weights
     python examples/huggingface.py gpt2 --pretrained gpt2         the weights of the hub, or of a folder
     python examples/huggingface.py gpt2 --trainer                 transformers' Trainer, with its defaults
     python examples/huggingface.py t5 --devices cuda:0,cuda:1,cuda:2,cuda:3
 
-`gpt2` texts are padded to unequal lengths: the model's loss is a mean over tokens, and the pipe's is the same, though
-       micro-batches hold unequal numbers of them.
-`t5`   every layer of the decoder uses the encoder's output: it goes to each stage by portals.
+`gpt2` texts are padded to unequal lengths: the model's loss is a mean over tokens, and so is the pipe's, although
+       micro-batches have unequal numbers of tokens.
+`t5`   every layer of the decoder uses the encoder's output: portals send it to each stage.
 `vit`  images.
-`moe`  a mixture of experts, Mixtral: which expert takes which token is a value that only a stage knows. Tokens of all
-       samples meet in an expert, so the graph does not tell how a loss inside the model goes together: it is taken of
-       the scores, as a sum and a count.
+`moe`  a mixture of experts, Mixtral: the choice of an expert for a token is a value that only a stage has. An expert
+       processes tokens of all samples, so the graph does not show how a loss inside the model is combined: the loss is
+       computed from the scores, as a sum and a count.
 
-Printed are the plan, the losses of the pipeline and of the plain model (same weights at the start, same data), and
-what was saved by `save_pretrained`.
+The script prints the plan, the losses of the pipeline and of the plain model (same initial weights, same data), and
+the files that `save_pretrained` saved.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SPECIAL = {"pad_token_id": PAD, "bos_token_id": BEGIN, "eos_token_id": END, "voc
 Batch = dict[str, Tensor]
 
 
-# ---- the models, without dropout: so that two of them can be compared ----
+# ---- the models, without dropout, so that two of them can be compared ----
 
 
 def make_gpt2() -> PreTrainedModel:
@@ -110,7 +110,7 @@ def reversed_texts(generator: torch.Generator) -> Batch:
 
 
 def bright_quarters(generator: torch.Generator) -> Batch:
-    """Noise, of which one quarter of the image is brighter: which?"""
+    """Noise with one brighter quarter, and the number of this quarter."""
     images = torch.randn(BATCH, 3, IMAGE, IMAGE, generator=generator)
     labels = torch.randint(4, (BATCH,), generator=generator)
     half = torch.arange(IMAGE) // (IMAGE // 2)
@@ -126,7 +126,7 @@ def own_loss(output: Any) -> Tensor:
 
 
 def loss_of_scores(output: Any, labels: Tensor) -> tuple[Tensor, int]:
-    """The sum over tokens and how many they are: the mean is taken over all of the mini-batch."""
+    """The sum over tokens and their number: the mean covers all tokens of the mini-batch."""
     scores, following = output.logits[:, :-1], labels[:, 1:]
     return F.cross_entropy(scores.flatten(0, 1), following.flatten(), reduction="sum"), following.numel()
 
@@ -147,7 +147,7 @@ TASKS = {
 
 # ---- two ways to train ----
 
-Losses = list[tuple[int, float, float]]  # of a step: of the pipeline, and of the plain model
+Losses = list[tuple[int, float, float]]  # step, loss of the pipeline, loss of the plain model
 MakeInputs = Callable[[], tuple[Batch, Tensor | None]]
 
 
@@ -175,7 +175,7 @@ def train_in_a_loop(pipe: Any, plain: Any, make_inputs: MakeInputs, loss_fn: Any
 
 
 def train_by_trainer(pipe: Any, plain: Any, make_batch: Callable[..., Batch], device: str, steps: int) -> Losses:
-    """The Trainer is told of one device and no more: it sees a model."""
+    """The Trainer is configured for one device."""
     generator = torch.Generator().manual_seed(1)
     batches = [make_batch(generator) for _ in range(steps)]
     samples = [{name: tensor[i] for name, tensor in batch.items()} for batch in batches for i in range(BATCH)]
@@ -221,7 +221,7 @@ def main() -> None:
     model.config.use_cache = False
 
     def make_inputs() -> tuple[Batch, Tensor | None]:
-        """Inputs of the model, and the target where the loss is taken outside."""
+        """Inputs of the model, and the target if the loss is computed outside."""
         batch = make_batch(generator)
         return batch, None if loss_fn is own_loss else batch.pop("labels")
 

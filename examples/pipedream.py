@@ -1,15 +1,15 @@
-"""A small language model of characters, trained by PipeDream and, beside it, by synchronous steps.
+"""A small language model of characters, trained by PipeDream and by synchronous steps.
 
     python examples/pipedream.py                            three CPU workers
     python examples/pipedream.py --schedule pipedream_2bw   double-buffered weights
 
-Mini-batches stream through the stages without a flush: no stage idles, but the weights that a mini-batch meets are
-stale, those of up to n - 1 updates ago with n stages. What that costs is seen beside synchronous training: the same
-weights at the start, the same text in the same order, the same learning rate. The text is real: the reference of the
-Python language, which comes with Python itself; a token is a byte.
+Mini-batches stream through the stages without a flush: no stage idles, but the weights that a mini-batch uses are
+stale, from up to n - 1 updates ago with n stages. A comparison with synchronous training shows the cost: the same
+initial weights, the same text in the same order, the same learning rate. The text is real: the reference of the
+Python language, which is part of Python; a token is a byte.
 
-Printed are the versions of the weights that the plan counts, both losses, averaged over some mini-batches, the loss of
-either model on text that it has not seen, and how busy the stages were in the last mini-batches of the stream.
+The script prints the number of versions of the weights, both losses, averaged over some mini-batches, the loss of
+each model on new text, and how busy the stages were in the last mini-batches of the stream.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def read_text() -> Tensor:
 
 
 def batches(text: Tensor, count: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Mini-batches: pieces of the text from random places, and the byte behind each."""
+    """Mini-batches: pieces of the text from random positions, and the byte after each."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):
         start = torch.randint(len(text) - CONTEXT, (BATCH, 1), generator=generator)

@@ -1,11 +1,11 @@
-"""A Llama of 70 G parameters, planned on a laptop: no weights, no devices, no network.
+"""A Llama of 70B parameters, planned on a laptop: no weights, no devices, no network.
 
     python examples/plan_70b.py                          eight H200
-    python examples/plan_70b.py --hardware h100          does not fit: says by how much, and what would
+    python examples/plan_70b.py --hardware h100          does not fit: prints by how much, and what would
     python examples/plan_70b.py --layers 4 --devices 2   a small one, in seconds
 
-The model stands on the meta device: it has shapes and no values. Seconds are estimates for the hardware, memory is
-counted. Printed are the plan, the simulated step, and what other schedules would take. `--save plan.json` keeps the
+The model is on the meta device: it has shapes and no values. Seconds are estimates for the hardware, memory is
+counted. The script prints the plan, the simulated step, and the times of other schedules. `--save plan.json` saves the
 plan: `fxpipe.pipeline(model, plan=fxpipe.Plan.load("plan.json"))` uses it for the model with weights.
 """
 

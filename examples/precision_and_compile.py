@@ -5,9 +5,9 @@
     python examples/precision_and_compile.py --compile inductor      each stage compiled by torch.compile, in its worker
     python examples/precision_and_compile.py --amp bfloat16 --compile inductor --devices cuda:0,cuda:1
 
-Autocast stands around the step, as around any model, and holds in the stages. The scaler goes to `forward_backward`,
-which scales the loss and never the gradients; `scaler.step` and `scaler.update` are as ever. Printed are the losses
-beside those of the plain model in single precision, and what a step takes.
+Use autocast around the step, as around any model; it applies in the stages. Pass the scaler to `forward_backward`,
+which scales the loss and never the gradients; `scaler.step` and `scaler.update` work as usual. The script prints the
+losses, the plain model's losses in single precision, and the time of a step.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     python examples/resnet.py --devices cuda:0,cuda:1      two GPUs
     python -m fxpipe.inspect examples/resnet.py:make_model --input 8x3x32x32
 
-The loop is the one everybody writes: `loss_fn(pipe(x), y).backward()`. Residual sums and activations work in place,
-wherever the model is cut. The task is to tell the direction of noisy stripes. Printed are the partitions, the losses
-beside those of the plain model, the accuracy of both in evaluation, and the time of a training step.
+The loop is the usual one: `loss_fn(pipe(x), y).backward()`. Residual sums and activations work in place,
+wherever the model is cut. The task is to recognize the direction of noisy stripes. The script prints the partitions,
+the losses of the pipeline and of the plain model, the accuracy of both in evaluation, and the time of a training step.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ BATCH, SIZE, CLASSES = 64, 32, 8
 TOLERANCE = 1e-3  # on CPU they agree nearly to the last bit
 
 
-# ---- the model: nothing here knows of pipelines ----
+# ---- the model: plain PyTorch, unaware of the pipeline ----
 
 
 class Residual(nn.Module):
-    """Two convolutions with batch norm, and a way around them."""
+    """Two convolutions with batch norm, and a residual connection."""
 
     def __init__(self, channels_in: int, channels_out: int, stride: int = 1):
         super().__init__()
@@ -159,11 +159,11 @@ def main() -> None:
         return loss.item()
 
     def plain_step_in_micro_batches() -> float:
-        # Batch norm normalises by the statistics of what passes through it at once, which in a pipeline is a
+        # Batch norm normalizes each input by its statistics, and in a pipeline the input is a
         # micro-batch; so the pipeline is compared with the plain model run over the same micro-batches, each with its
         # share of the mini-batch as weight. Training amplifies rounding from step to step, so the order is the
-        # pipeline's too: all forwards, then all backwards, the last micro-batch first. And so is the number of threads,
-        # on which it depends how a convolution adds up its products: the workers share them.
+        # pipeline's too: all forwards, then all backwards, the last micro-batch first. So is the number of threads,
+        # which the workers share: the order in which a convolution adds up its products depends on it.
         torch.set_num_threads(max(1, everything // len(devices)))
         plain_optimizer.zero_grad()
         losses = []

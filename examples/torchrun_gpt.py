@@ -3,11 +3,11 @@
     torchrun --nproc-per-node 2 examples/torchrun_gpt.py
     torchrun --nproc-per-node 2 examples/torchrun_gpt.py --schedule zero_bubble --checkpoint checkpoints
 
-Model, plan and training loop are those of one process. What differs: a mesh of processes stands in the place of the
+Model, plan and training loop do not differ from one process, except: you pass a mesh of processes instead of
 devices, inputs and targets are needed on one rank each, and the optimizer of a rank has the parameters of its stages.
 
-With --checkpoint the state is saved behind the last step by `torch.distributed.checkpoint`, under the model's own keys,
-and a further run, on any number of processes, goes on from there.
+With --checkpoint, `torch.distributed.checkpoint` saves the state after the last step, under the model's keys,
+and another run, on any number of processes, continues from it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fxpipe
 
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # keys by parameter: no rank needs those of others
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # keys by parameter: no rank needs the keys of other ranks
 
 
 def state_of(pipe: fxpipe.Pipeline, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -1,20 +1,21 @@
-"""The split-size sweep of PyTorch's model-parallel tutorial, with fxpipe beside it, and the tuner's choice marked.
+"""The split-size sweep of PyTorch's model-parallel tutorial, with fxpipe added, and the tuner's choice marked.
 
     python examples/tutorial_split_size.py                                     small images, two CPU workers or GPUs
     python examples/tutorial_split_size.py --batch 120 --image 128 --rounds 10 the tutorial's size; on two GPUs
 
-The tutorial puts one half of a ResNet-50 on each of two devices. One of them idles at any time then, so it sends the
-mini-batch through in splits, and times a training step for every split size. Timed here, in turns:
+The tutorial puts one half of a ResNet-50 on each of two devices. One of them idles at any time, so the tutorial cuts
+the mini-batch into splits, and times a training step for every split size. This script times, alternately:
 
 - a single device;
-- model parallel: both halves, one after the other;
+- model parallel: first one half, then the other;
 - by hand: the tutorial's `PipelineParallelResNet50`, forward in splits, one backward for all of them;
-- fxpipe: the plain model, `fxpipe.pipeline(model, chunks=...).forward_backward(...)`, for the same splits;
-- and what `fxpipe.tune` says of them before a single one is run.
+- fxpipe: the plain model, `fxpipe.pipeline(model, chunks=...).forward_backward(...)`, for the same splits.
 
-The halves by hand overlap because GPUs run behind the Python that starts their work. On CPUs nothing does, and that way
-gains nothing: a pipeline there needs the threads that fxpipe has. A CPU worker has its share of the cores, and so has
-"a single device".
+It also shows the prediction of `fxpipe.tune`, made before any of them is run.
+
+The halves by hand overlap because GPUs run asynchronously to the Python that starts their work. CPUs do not, so this
+gains nothing there: a pipeline on CPUs needs the threads that fxpipe has. A CPU worker has its share of the cores, and
+so has "a single device".
 
 Source: S. Li, Single-Machine Model Parallel Best Practices, https://pytorch.org/tutorials/intermediate/
 model_parallel_tutorial.html
@@ -44,11 +45,11 @@ CLASSES = 100
 FEW = 4  # samples to record the graph of a plan with: it serves mini-batches of any size
 Step = Callable[[], object]
 
-# ---- the model: nothing here knows of pipelines ----
+# ---- the model: plain PyTorch, unaware of the pipeline ----
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions, and a way around them."""
+    """1x1, 3x3 and 1x1 convolutions, and a residual connection."""
 
     def __init__(self, channels_in: int, width: int, stride: int = 1):
         super().__init__()
@@ -106,7 +107,7 @@ def make_model() -> nn.Module:
     return ResNet50()
 
 
-# ---- the tutorial's ways ----
+# ---- the tutorial's methods ----
 
 
 class ModelParallel(nn.Module):
@@ -127,7 +128,7 @@ class ModelParallel(nn.Module):
 
 
 class ByHand(ModelParallel):
-    """While the second half has a split, the first one takes up the next."""
+    """While the second half computes a split, the first half starts the next split."""
 
     def __init__(self, model: ResNet50, devices: Sequence[str], split: int):
         super().__init__(model, devices)
@@ -148,7 +149,7 @@ class ByHand(ModelParallel):
 
 
 def median_seconds(steps: dict[str, tuple[int, Step]], rounds: int, devices: Sequence[str]) -> dict[str, float]:
-    """Of each step, given with its threads; in turns, since machines drift. The first round warms up."""
+    """Seconds of each step, given with its threads; alternately, since machines drift. The first round warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     before = torch.get_num_threads()
     for _ in tqdm(range(rounds + 1), desc="timing", unit="round", disable=None):
@@ -188,7 +189,7 @@ def pipeline_step(pipe: fxpipe.Pipeline, images: Tensor, classes: Tensor) -> Ste
 
 
 def split_sizes(batch: int) -> list[int]:
-    """The tutorial's, as far as a mini-batch has so many samples; and all of it."""
+    """The tutorial's split sizes up to the size of the mini-batch, and the mini-batch."""
     return [size for size in (1, 2, 3, 4, 6, 8, 10, 12, 20, 24, 40, 60) if size < batch and batch % size == 0] + [batch]
 
 
@@ -197,14 +198,14 @@ class Sweep:
     """Seconds of a training step."""
 
     table: list[tuple[int, float, float, float]]  # split size, by hand, fxpipe, simulated
-    lines: dict[str, float]  # of a single device, and of model parallel
+    lines: dict[str, float]  # single device, model parallel
     chosen: int  # the split size that fxpipe.tune has chosen
 
 
 def run_sweep(
     devices: Sequence[str], batch: int, image: int, sizes: Sequence[int], schedule: str, rounds: int
 ) -> Sweep:
-    """Times all ways over the split sizes."""
+    """Times all methods over the split sizes."""
     chunks = {size: -(-batch // size) for size in sizes}
     everything = torch.get_num_threads()
     share = max(1, everything // 2)

@@ -1,15 +1,15 @@
-"""A U-Net whose skips reach over its whole depth, trained as a pipeline and, beside it, as it is.
+"""A U-Net whose skips reach over its whole depth, trained as a pipeline and as a plain model.
 
     python examples/unet.py                              two CPU workers
     python examples/unet.py --devices cuda:0,cuda:1      two GPUs
     python -m fxpipe.inspect examples/unet.py:make_model --input 8x3x64x64
 
 The model is plain PyTorch: its `forward` keeps a list of skips and concatenates them on the way up. It is neither cut
-by hand nor written as a Sequential. The task is to find the discs in a noisy drawing. Three things are printed:
+by hand nor written as a Sequential. The task is to find the discs in a noisy drawing. The script prints:
 
-1. the partitions fxpipe chose, and those of four stages, where portals carry skips past the stages between maker and
-   user (with two stages there is nothing between);
-2. the losses of the pipeline and of the plain model, which start from the same weights and see the same drawings;
+1. the partitions that fxpipe chose, and a plan with four stages, in which portals send skips past the stages in between
+   (with two stages there are none);
+2. the losses of the pipeline and of the plain model, which start from the same weights and use the same drawings;
 3. the time of a training step of both.
 """
 
@@ -34,11 +34,11 @@ BATCH, SIZE = 16, 64
 TOLERANCE = 1e-3  # micro-batches sum gradients in another order, and every step starts from where the last one ended
 
 
-# ---- the model: nothing here knows of pipelines ----
+# ---- the model: plain PyTorch, unaware of the pipeline ----
 
 
 def double_conv(channels_in: int, channels_out: int) -> nn.Sequential:
-    """Two convolutions; group norm looks at one sample at a time, so that micro-batches change nothing."""
+    """Two convolutions. Group norm normalizes each sample, so micro-batches change nothing."""
     return nn.Sequential(
         nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=False),
         nn.GroupNorm(4, channels_out),
@@ -129,7 +129,7 @@ def main() -> None:
     in_four = fxpipe.plan(make_model(), 4, example_args=(image,), chunks=options.chunks)
     print(f"{in_four}\n")
 
-    # The pipeline shares the model's parameters, so any optimizer works, made before or after.
+    # The pipeline shares the model's parameters, so any optimizer works, created before or after.
     pipe_optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     plain_optimizer = torch.optim.Adam(plain.parameters(), lr=2e-3)
     loss_fn = F.binary_cross_entropy_with_logits

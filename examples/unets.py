@@ -1,10 +1,11 @@
-"""U-Nets of libraries, trained as pipelines and, beside it, as they are: their skips become portals.
+"""U-Nets of libraries, trained as pipelines and as plain models: their skips become portals.
 
-    python examples/unets.py diffusion      diffusers' UNet2DConditionModel learns to tell noise from images
-    python examples/unets.py medical        monai's U-Net in three dimensions learns where a volume is bright
+    python examples/unets.py diffusion      diffusers' UNet2DConditionModel learns to separate noise from images
+    python examples/unets.py medical        monai's U-Net in three dimensions learns to find bright areas of a volume
 
-They need `pip install diffusers` and `pip install monai`. Both are small here, and larger ones take the same lines.
-Printed are the plan with its portals, and the losses of the pipeline and of the plain model (same weights, same data).
+They need `pip install diffusers` and `pip install monai`. Both are small; larger models need the same lines.
+The script prints the plan with its portals, and the losses of the pipeline and of the plain model (same weights and
+data).
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from torch import Tensor, nn
 import fxpipe
 
 BATCH = 8
-TOLERANCE = 1e-3  # micro-batches sum gradients in another order, and every step starts from where the last one ended
+TOLERANCE = 1e-3  # micro-batches sum gradients in another order, and training amplifies rounding
 
 Inputs = dict[str, Tensor]
 
 
 class Diffusion:
-    """Noise is added to images as much as a time step says; the model is to say what noise."""
+    """Noise is added to images, its amount depends on a time step, and the model predicts the noise."""
 
     def make_model(self) -> nn.Module:
         from diffusers import UNet2DConditionModel
@@ -61,7 +62,7 @@ class Diffusion:
 
 
 class Medical:
-    """Noisy volumes with bright places: where are they?"""
+    """Noisy volumes with bright areas, and a mask of these areas."""
 
     def make_model(self) -> nn.Module:
         from monai.networks.nets import UNet

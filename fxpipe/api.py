@@ -82,7 +82,7 @@ def pipeline(
 
     Args:
         model: any `nn.Module`, as it is.
-        devices: one for each worker; a device may stand there several times (`["cpu", "cpu"]` is two workers, each
+        devices: one for each worker; a device may be listed more than once (`["cpu", "cpu"]` is two workers, each
             with its share of the cores). None: all of torch's accelerator, or two CPU workers where there is none. In
             all that is printed and drawn, device 0 is the first entry here, device 1 the second, also where they name
             the same.
@@ -105,7 +105,7 @@ def pipeline(
             `hardware` it also chooses how many of the devices each stage has, as replicas that take micro-batches in
             turn (`fxpipe.scheduling.replicas`), of a stream too; without, each stage has one. Over processes each has
             as many as `data_parallel` says.
-            By hand: numbers of nodes; names of modules or nodes behind which a stage ends, as many as one likes; a
+            By hand: numbers of nodes; names of modules or nodes after which a stage ends, as few as you like; a
             dict from modules to devices. `fxpipe.cut()` in forward ends a stage, too.
         pin: modules or nodes, by name -> the device they must be on: a number in `devices`, or its name.
         stages_per_device: how many stages each worker has. Stage j is on worker j modulo their number, so that a

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from fxpipe.cluster import MESHES, Cluster, Link
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.utils.polynomial import ZERO, Polynomial
-from fxpipe.utils.units import count_text, with_article
+from fxpipe.utils.units import count_text, did_you_mean, with_article
 
 if TYPE_CHECKING:
     import torch
@@ -217,7 +217,7 @@ def parse_hardware(hardware: str | Hardware) -> Hardware:
     if not isinstance(hardware, str):
         raise ArgumentTypeError(f"hardware={hardware!r} is {with_article(hardware)}; expected {accepted}")
     if hardware.lower() not in HARDWARE:
-        raise ArgumentError(f"hardware={hardware!r} is unknown; there are {accepted}")
+        raise ArgumentError(f"hardware={hardware!r} is unknown; there are {accepted}{did_you_mean(hardware, HARDWARE)}")
     return HARDWARE[hardware.lower()]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import reprlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, NoReturn, overload
 
 import torch
@@ -95,6 +96,14 @@ def _stage_content(plan: Plan, stage: int) -> str:
     return groups[0].name if groups else "nothing"
 
 
+READABLE_OPTIONS: dict[str, Callable[[Settings], Any]] = {  # of a pipe whose model has no such attribute
+    "chunks": lambda settings: settings.chunks,
+    "devices": lambda settings: list(settings.row_devices),
+    "schedule": schedule_name,
+    "checkpoint": lambda settings: settings.checkpoint,
+}
+
+
 class Pipeline(nn.Module):
     """A model that runs as a pipeline. Made by `fxpipe.pipeline`.
 
@@ -165,7 +174,7 @@ class Pipeline(nn.Module):
         with inside.engine.running():
             bound, leaves, batch = inside.bound_program_for(args, kwargs)
             settings = inside.settings
-            count = settings.micro_batches(batch)
+            count = 1 if bound.moving_buffers else settings.micro_batches(batch)
             if bound.state.grad:
                 inside.warn_of_drop_in_memory(count, batch)
             return inside.engine.call(
@@ -289,7 +298,8 @@ class Pipeline(nn.Module):
         check_optimizer(optimizer, self, grad_scaler)
         inside, function = self._fxpipe, loss_fn or model_loss
         overlapping = optimizer if optimizer is not None and optimizer.overlap else None
-        with inside.engine.running():
+        may_lack_target = loss_fn is not None and target is None and calls is None
+        with inside.engine.running(), _asking_for_target(may_lack_target):
             if calls is not None:
                 parts = inside.micro_batches_for(calls)
                 schedule = inside.schedule_for(len(parts), max(part.samples for part in parts))
@@ -519,7 +529,13 @@ class Pipeline(nn.Module):
         except AttributeError:
             if hasattr(type(self._fxpipe_model), name):  # another than it was: parametrized
                 return getattr(self._fxpipe_model, name)
+            if name in READABLE_OPTIONS:
+                return READABLE_OPTIONS[name](self._fxpipe.settings)
             raise
+
+    def __dir__(self) -> list[str]:
+        names = {*super().__dir__(), *dir(type(self)), *READABLE_OPTIONS}  # `__class__` is the model's
+        return sorted(name for name in names if not name.startswith("_fxpipe"))
 
     def __setattr__(self, name: str, value: Any) -> None:
         refuse_option_as_attribute(self._fxpipe_model, name, value)
@@ -587,6 +603,20 @@ def _one_tensor_per_device(model: nn.Module) -> Iterator[torch.Tensor]:
     for tensor in (*model.parameters(), *model.buffers()):
         tensors.setdefault(tensor.device, tensor)
     yield from tensors.values()
+
+
+@contextmanager
+def _asking_for_target(may_lack_target: bool) -> Iterator[None]:
+    """A block whose TypeErrors ask whether the target was meant, which is easily given as an input or left out."""
+    try:
+        yield
+    except TypeError as error:
+        if may_lack_target:
+            error.add_note(
+                "fxpipe: positional arguments are inputs of the model, and without target= loss_fn gets the output "
+                "alone; did you mean pipe.forward_backward(x, target=y, loss_fn=...)?"
+            )
+        raise
 
 
 def model_loss(output: Any) -> Any:

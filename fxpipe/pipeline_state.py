@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from fxpipe._torch.module_internals import module_flags
 from fxpipe._torch.tensor_data import replace_data
@@ -39,7 +39,9 @@ from fxpipe.runtime.step_inputs import MicroBatch
 from fxpipe.scheduling import Schedule, is_searched, make_schedule
 from fxpipe.tracing.cache_key import GraphKey, InputsKey
 from fxpipe.tracing.fake_tensors import names_without_values
+from fxpipe.tracing.node_info import info
 from fxpipe.tracing.print_calls import warn_of_prints
+from fxpipe.tracing.record.input_reads import refuse_other_answers
 from fxpipe.tracing.record.record_model import input_leaves
 from fxpipe.tracing.shapes.input_pieces import InputPieces
 from fxpipe.tracing.source_lines import warn_user
@@ -51,13 +53,14 @@ from fxpipe.tuning.auto_options import with_best_chunks
 from fxpipe.utils.batch_split import micro_batch_sizes, samples_per_micro_batch
 from fxpipe.utils.locks import planning_block
 from fxpipe.utils.progress import show_progress
-from fxpipe.utils.pytree import flatten
+from fxpipe.utils.pytree import flatten, has_own_attributes
 from fxpipe.utils.random_generators import draw_seed
 from fxpipe.utils.units import human_bytes
 
 T = TypeVar("T")
 
 DROP_IN_SCHEDULE = "gpipe"  # all forwards, then all backwards: that is all that a call and its backward can be
+MANY_PYTHON_VALUES = 4  # of one name: the same of what forward reads of Python
 MANY_VALUE_GRAPHS = 8  # graphs that differ in what forward read only: one is warned that each step may need another
 
 
@@ -243,6 +246,13 @@ class PipelineState:
             lengths = prepared.traced.dynamic.lengths_of(leaves)
             if not prepared.traced.holds_for(batch, self._sizes(batch), lengths):
                 prepared, bound = self._known(inputs, args, kwargs) or self._make_graph(args, kwargs, seed)
+        lengths = prepared.traced.dynamic.lengths_of(leaves)
+        if bound.moving_buffers and not in_one and not prepared.traced.holds_for(batch, (batch,), lengths):
+            raise StateError(
+                f"forward changes the buffer {bound.moving_buffers[0]!r} in evaluation, so the mini-batch must run in "
+                "one micro-batch, and its graph is one of smaller ones: make another pipe with chunks=1, or keep the "
+                "buffer as it is in evaluation"
+            )
         refuse_unwritable_inputs(prepared.traced, leaves, in_one)
         prepared.traced.refuse_uneven_outputs(batch, samples_per_micro_batch(batch, self.settings.micro_batches(batch)))
         return bound, leaves, batch
@@ -396,6 +406,8 @@ class PipelineState:
         if self.closed:
             raise StateError("the pipe is closed; make a new one with fxpipe.pipeline(model, ...)")
         inputs = self._inputs(args, kwargs, seed, flags)
+        if any(map(has_own_attributes, inputs.leaves)):
+            input_leaves(self.model, args, kwargs)  # which refuses it by name
         if not all(map(has_values, inputs.leaves)):
             raise ArgumentError(
                 "the inputs have no values (meta or fake tensors); fxpipe.plan takes such, a step cannot"
@@ -483,12 +495,16 @@ class PipelineState:
                         f"{type(self.model).__name__} can be trained as a pipe, but its evaluation (model.eval(), "
                         f"torch.no_grad(), inputs such as these) will be refused: {reason}"
                     )
-                if (traced.flags, traced.state) == (module_flags(self.model), ThreadState.now()):
+                now = module_flags(self.model), ThreadState.now()
+                if (traced.flags, traced.state) == now and traced.holds_for_model():
+                    refuse_other_answers(traced.input_reads, flatten((args, kwargs))[0])
                     return kept
             with show_progress(self.settings.progress):
                 dynamic = self.graphs.dynamic_dims(self._inputs(args, kwargs, seed))
                 settings = self.settings if micro_batches is None else replace(self.settings, chunks=1)
-                return self._keep(prepare_additional_graph(self.first, args, kwargs, settings, seed, dynamic))
+                kept = self._keep(prepare_additional_graph(self.first, args, kwargs, settings, seed, dynamic))
+            refuse_other_answers(kept[0].traced.input_reads, flatten((args, kwargs))[0])
+            return kept
         except Exception as error:
             _add_batch_size_note(error, self.model, args, kwargs)
             raise
@@ -505,6 +521,7 @@ class PipelineState:
 
     def _keep(self, prepared: PreparedGraph) -> CachedGraph:
         traced = prepared.traced
+        traced.refuse_inference_mode()
         bound = BoundProgram(
             prepared.program,
             wire_program(prepared.program),
@@ -519,14 +536,24 @@ class PipelineState:
             combinations=traced.combinations,
             known_pieces=InputPieces.of(traced, self.settings.devices[-1]) if traced.combinations else None,
             untold=traced.untold,
+            used_outputs=used_outputs(traced),
+            moving_buffers=moving_buffers(prepared),
             replicas=self._replicas_of(prepared),
         )
         self.graphs.add(prepared, bound)
         least = max(self.settings.least_samples, least_samples(traced))
         self.settings = replace(self.settings, least_samples=least)
+        if bound.moving_buffers:
+            warn_user(
+                f"{type(self.model).__name__} changes the buffer {bound.moving_buffers[0]!r} in evaluation, and each "
+                "micro-batch would find what the one before has left: a call runs its mini-batch in one micro-batch, "
+                "one stage after another. Keep the buffer as it is in evaluation (of quantization: disable_observer) "
+                "for a pipeline"
+            )
         if self.plan is not None and (new := [r for r in traced.reasons_of_fixed_sizes if r not in self.plan.why]):
             self.plan = replace(self.plan, why=(*self.plan.why, *new))
         self._warn_of_values(traced)
+        self._warn_of_python_values(traced)
         self._warn_of_sizes(traced)
         if traced.print_lines and not self._has_prints:
             self._has_prints = True
@@ -568,6 +595,20 @@ class PipelineState:
             stacklevel=2,
         )
 
+    def _warn_of_python_values(self, traced: Traced) -> None:
+        """Warns once for a pipe, if a value of Python that forward reads has made so many graphs."""
+        states = [one.traced.python_state for one, _ in self.graphs if one.traced.key == traced.key]
+        changed = () if self._warned else {name for state in states if (name := state.changed())}
+        for name in changed:
+            if (count := len({state.facts_of(name) for state in states})) > MANY_PYTHON_VALUES:
+                self._warned = True
+                warn_user(
+                    f"forward of {type(self.model).__name__} reads {name!r}{traced.python_state.line_of(name)}, which "
+                    f"had {count} values so far, and each other value takes the time to record another graph: pass "
+                    "it to forward as a tensor, or keep it in a buffer (register_buffer) that you fill"
+                )
+                break
+
     def _warn_of_values(self, traced: Traced) -> None:
         """Once for a pipe, where values that forward reads have made so many graphs that each step may make another."""
         if not traced.guards or not traced.guards.guards or self._warned:
@@ -586,6 +627,29 @@ class PipelineState:
                 "(leaf_modules=)",
                 stacklevel=2,
             )
+
+
+def used_outputs(traced: Traced) -> frozenset[int]:
+    """The outputs from which the model itself makes something that requires grad."""
+    requires_grad = {} if traced.effects is None else traced.effects.requires_grad
+    nodes = ((place, node) for place, node in enumerate(traced.outputs) if isinstance(node, fx.Node))
+    return frozenset(place for place, node in nodes if any(requires_grad.get(user) for user in node.users))
+
+
+def moving_buffers(prepared: PreparedGraph) -> tuple[str, ...]:
+    """The buffers that forward changes in evaluation, by samples or by what is in them; not those of batch norm."""
+    traced, stages = prepared.traced, prepared.program.stages
+    carried, is_training = traced.carried_state, traced.flags[0][1]
+    if is_training:
+        return ()
+    moving: set[fx.Node] = set()
+    for node in traced.graph.nodes:
+        is_source = node.op == "placeholder" or (node.op == "get_attr" and node.target in carried)
+        if is_source or (info(node).recorded_size is None and not moving.isdisjoint(node.all_input_nodes)):
+            moving.add(node)
+    known = {name for stage in stages for name in (*stage.tracked_statistics, *stage.counters)}
+    written = (name for stage in stages for name in stage.changed_buffers if name not in {*carried, *known})
+    return (*written, *(name for name, node in carried.items() if node in moving and name not in known))
 
 
 def count_elements(leaves: Sequence[Any]) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.config.micro_batches import FORMS, ModelCall, parse_call
+from fxpipe.config.micro_batches import FORMS, ModelCall, parse_call, refuse_written, tensor_versions
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
 from fxpipe.pipeline_state import PipelineState, peek_seed
 from fxpipe.runtime.bound_program import BoundProgram
@@ -86,6 +86,30 @@ def _losses_of(loop: StreamLoop, stream: Callable[[], TrainStream | None]) -> Ge
         loop.engine.keep_failure(error)
 
 
+class MiniBatches(Iterator[Any]):
+    """The mini-batches of a stream, which must stay as they are until all stages are updated with them."""
+
+    def __init__(self, batches: Iterable[Any], count_applied: Callable[[], int]):
+        self._batches, self._count_applied = iter(batches), count_applied
+        self._needed: dict[int, list[tuple[torch.Tensor, int]]] = {}  # by number, those that are needed
+        self._read = 0
+        self.has_written = False  # to one that is still needed, while another was read
+
+    def __next__(self) -> Any:
+        item = next(self._batches)
+        applied = self._count_applied()
+        self._needed = {t: versions for t, versions in self._needed.items() if t >= applied}
+        try:
+            for t, versions in self._needed.items():
+                refuse_written(versions, f"mini-batch {t}", "train_stream")
+        except ArgumentError:
+            self.has_written = True
+            raise
+        self._needed[self._read] = tensor_versions(item)
+        self._read += 1
+        return item
+
+
 class StreamLoop:
     """The loop behind a `TrainStream`: reads mini-batches, admits them, and collects their losses."""
 
@@ -99,7 +123,8 @@ class StreamLoop:
         policy: WeightPolicy,
         is_loss_given: bool,
     ):
-        self._inside, self._batches, self._optimizer, self._policy = inside, iter(batches), optimizer, policy
+        self._inside, self._optimizer, self._policy = inside, optimizer, policy
+        self._batches = MiniBatches(batches, lambda: 0 if self.stream is None else min(self.stream.applied))
         self.engine = inside.engine
         self._loss, self._is_loss_given = StreamLoss(loss_fn, reduction), is_loss_given
         self.stream: Stream | None = None
@@ -169,7 +194,7 @@ class StreamLoop:
                 self._drain()
                 return None
             except Exception as error:
-                if self.stream is not None and self.stream.has_failed:
+                if self.stream is not None and (self.stream.has_failed or self._batches.has_written):
                     raise
                 self._drain()
                 return error

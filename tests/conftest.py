@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -20,6 +21,7 @@ from helpers.ranks import Ranks
 hypothesis.settings.register_profile("fxpipe", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("fxpipe")
 
+SLOW_TESTS = Path(__file__).with_name("slow_tests.txt")  # functions that take long; tools/slow_tests.py writes it
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 GRACE = 2.0  # seconds that the workers of a pipe dropped at the end of a test have to end
 
@@ -37,7 +39,12 @@ def pytest_report_header() -> str:
     return f"torch {torch.__version__}, {torch.get_num_threads()} CPU threads, {torch.cuda.device_count()} CUDA devices"
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow = set(SLOW_TESTS.read_text(encoding="utf-8").split())
+    for item in items:
+        if item.nodeid.removeprefix("tests/").partition("[")[0] in slow:
+            item.add_marker("slow")
     if devices.is_simulated():  # which a process has for good: it runs nothing else
         here = [item for item in items if any(map(item.get_closest_marker, ("simulated", "anywhere")))]
         config.hook.pytest_deselected(items=[item for item in items if item not in here])

@@ -17,8 +17,9 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from fxpipe._torch.function_modes import without_torch_function
 from fxpipe._torch.versions import missing_name, optional_name, require_attributes, required_names
-from fxpipe.errors import StateError
+from fxpipe.errors import InternalError, StateError
 
 require_attributes(torch.Tensor, "_version", "_base", "_backward_hooks", "_post_accumulate_grad_hooks")
 with required_names():
@@ -65,11 +66,19 @@ def call_after_backward(function: Callable[[], None]) -> None:
 
 
 def gradient_edge_of(tensor: torch.Tensor) -> GradientEdge:
-    """`get_gradient_edge`, in a third of the time where a function of torch has made the tensor."""
+    """`get_gradient_edge`, in a third of the time if a function of torch has made the tensor.
+
+    Raises:
+        InternalError: the edge of a leaf is not where its gradient arrives.
+    """
     node = tensor.grad_fn
     # A leaf; or a node in Python, which owns no graph; or torch does not tell which nodes these are.
     if node is None or _PythonNode is None or isinstance(node, _PythonNode):
-        return get_gradient_edge(tensor)
+        with without_torch_function():  # torch takes a view, to which the class of the tensor would add a node
+            edge = get_gradient_edge(tensor)
+        if node is None and getattr(edge.node, "variable", None) is not tensor:
+            raise InternalError(f"a {type(tensor).__name__} whose gradient would be lost: its edge is {edge.node}")
+        return edge
     return GradientEdge(node, tensor.output_nr)
 
 

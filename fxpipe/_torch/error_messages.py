@@ -17,7 +17,8 @@ def has_no_way_back(error: RuntimeError) -> bool:
     It has no derivative, or forward has written to what its backward needs. Planning, which goes back through every
     node, takes such a backward to cost nothing: the model may be there for evaluation only.
     """
-    return isinstance(error, NotImplementedError) or "modified by an inplace operation" in str(error)
+    texts = ("modified by an inplace operation", "derivative for aten::")
+    return isinstance(error, NotImplementedError) or any(text in str(error) for text in texts)
 
 
 def forbids_saved_tensor_hooks(error: RuntimeError) -> bool:

@@ -11,12 +11,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from fxpipe._torch.versions import require_attributes
 
 MODULE_DICT_KEYS = frozenset(nn.Module().__dict__)  # what every module keeps in its `__dict__`
 STORE_NAMES = ("_parameters", "_buffers", "_modules")  # its tensors and its children
 HOOK_STORE_NAMES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+GLOBAL_HOOK_STORE_NAMES = (  # of hooks on all modules, in the module of nn.Module
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+)
 COMPILED_CALL = "_compiled_call_impl"  # in its `__dict__`: what runs in place of it where `module.compile()` was called
 CALL_NAMES = (  # attributes that belong to a call of the module itself
     *HOOK_STORE_NAMES,
@@ -33,6 +40,8 @@ require_attributes(
     *STORE_NAMES,
     *CALL_NAMES,
 )
+require_attributes(torch_module, *GLOBAL_HOOK_STORE_NAMES)
+_GLOBAL_HOOK_STORES = [getattr(torch_module, name) for name in GLOBAL_HOOK_STORE_NAMES]
 
 
 def own_buffers(module: nn.Module) -> dict[str, Any]:
@@ -111,7 +120,7 @@ def module_flags(model: nn.Module) -> tuple[Any, ...]:
 
     And its attributes, parameters and buffers: forward may ask for them, and one set later hides that of the class.
     """
-    flags: list[Any] = []
+    flags: list[Any] = [number for store in _GLOBAL_HOOK_STORES for number in store]  # hooks on all modules
     for m in all_modules(model):
         # Most modules have few tensors of their own, and no hooks.
         parameters = _tensor_names(m._parameters) if m._parameters else ()

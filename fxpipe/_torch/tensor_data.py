@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
+from fxpipe._torch.autograd import gradient_edge_of
 from fxpipe._torch.versions import optional_name
 from fxpipe.errors import StateError
 
@@ -33,7 +33,7 @@ def _replace_tensor(tensor: torch.Tensor, data: torch.Tensor) -> None:
     fresh = data.detach()
     if tensor.is_leaf:
         if tensor.requires_grad:
-            get_gradient_edge(tensor).node.register_prehook(_refuse_late_gradient)
+            gradient_edge_of(tensor).node.register_prehook(_refuse_late_gradient)
         fresh = fresh.requires_grad_(tensor.requires_grad)
     _swap_tensor_impl(tensor, fresh)
     # Hooks are the object's, but only called where they are registered with the tensor of C++.

@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 
+from fxpipe._torch.autograd import version_of
 from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.utils.pytree import flatten
 from fxpipe.utils.units import with_article
 
 MOST_MICRO_BATCHES = 4096  # of one step: an iterator with more is one that never ends, or holds all steps
@@ -49,7 +51,10 @@ def parse_micro_batches(micro_batches: Any) -> list[ModelCall]:
         raise ArgumentTypeError(
             f"micro_batches is {with_article(micro_batches)}; expected an iterable of micro-batches, each {FORMS}"
         )
-    items = list(islice(micro_batches, MOST_MICRO_BATCHES + 1))
+    items, versions = [], []
+    for item in islice(micro_batches, MOST_MICRO_BATCHES + 1):
+        items.append(item)
+        versions.append(tensor_versions(item))
     if not items:
         raise ArgumentError("micro_batches is empty: give at least one micro-batch, or skip the step")
     if len(items) > MOST_MICRO_BATCHES:
@@ -57,6 +62,8 @@ def parse_micro_batches(micro_batches: Any) -> list[ModelCall]:
             f"micro_batches goes on after {MOST_MICRO_BATCHES} of them; give those of one step: "
             "itertools.islice(iterator, 8) takes the next 8"
         )
+    for i, one in enumerate(versions):
+        refuse_written(one, f"micro-batch {i}", "forward_backward(micro_batches=...)")
     calls = [parse_call(item, f"micro-batch {i}") for i, item in enumerate(items)]
     with_target = [i for i, call in enumerate(calls) if call.target]
     if with_target and len(with_target) < len(calls):
@@ -66,6 +73,22 @@ def parse_micro_batches(micro_batches: Any) -> list[ModelCall]:
             "none"
         )
     return calls
+
+
+def tensor_versions(item: Any) -> list[tuple[torch.Tensor, int]]:
+    """Returns the tensors of a micro-batch or mini-batch, each with the number of writes to it."""
+    tensors = (leaf for leaf in flatten(item)[0] if isinstance(leaf, torch.Tensor) and not leaf.is_inference())
+    return [(tensor, version_of(tensor)) for tensor in tensors]
+
+
+def refuse_written(versions: Iterable[tuple[torch.Tensor, int]], what: str, reader: str) -> None:
+    """Raises `ArgumentError` if a tensor was written to since it had these versions."""
+    for tensor, version in versions:
+        if version_of(tensor) != version:
+            raise ArgumentError(
+                f"a tensor {tuple(tensor.shape)} of {what} was written to after it was read: {reader} reads ahead, and "
+                "the iterable fills the same tensor again; let it give a new one each time (x.clone())"
+            )
 
 
 def parse_call(item: Any, what: str) -> ModelCall:

@@ -95,7 +95,7 @@ def parse_balance(balance: Any, stages: int) -> str | tuple[int, ...] | tuple[st
             return balance
         raise ArgumentError(
             f"balance={balance!r} is unknown; accepted are {', '.join(map(repr, BALANCES))}, or by hand a list: the "
-            "number of nodes of each stage, or the names of the nodes or modules behind which a stage ends; or a dict "
+            "number of nodes of each stage, or the names of the nodes or modules after which a stage ends; or a dict "
             "from modules to devices"
         )
     try:

@@ -30,8 +30,6 @@ to `.grad`); `agreement` (all ranks have the same model, plan and versions); `ra
 and its loop) and `pipeline`, the module
 that users have; `materialization` (memory for this rank's tensors), `checkpoint_readers` and
 `checkpoint_loading`, and `initialization`; `clip_grad_norm`.
-
-Beside all that stands `rpc`: a pipe whose stages are on RPC workers, stepped by PyTorch's `DistributedOptimizer`.
 """
 
 from fxpipe.distributed.checkpoint_loading import load

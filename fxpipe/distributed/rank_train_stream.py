@@ -212,6 +212,8 @@ class RankStreamLoop(StreamLoop):
         except StopIteration:
             self._has_more = False
         except Exception as error:
+            if self._batches.has_written:
+                raise
             self._end_with(error)
 
     def _end_with(self, error: Exception) -> None:

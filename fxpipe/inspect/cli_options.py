@@ -242,8 +242,8 @@ examples:
     python -m fxpipe.inspect models:resnet --input 32x3x224x224 --devices 4 \\
         --balance optimal --diff plan.json
 
-exit status: 0, or 2 with one line on standard error where something has to be
-mended, or 130 if interrupted
+exit status: 0, or 2 with a one-line message on standard error if an argument or
+the model needs fixing, or 130 if interrupted
 """
 
 
@@ -417,7 +417,7 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         metavar="HOW",
         help="block (by time), optimal (by time, transfers and memory) or auto, which takes what fits the case; "
         "pipedream, which with --hardware also chooses how many replicas each stage has, unless --data-parallel "
-        "says; or by hand: each stage's count of nodes (10,12,9), or the names of nodes or modules behind which a "
+        "says; or by hand: each stage's count of nodes (10,12,9), or the names of nodes or modules after which a "
         "stage ends (layer2,layer3)",
     )
     add(

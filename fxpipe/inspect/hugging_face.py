@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import ArgumentError
 from fxpipe.inspect.inputs import InputOption, InputShape
-from fxpipe.inspect.targets import describe_error, did_you_mean
+from fxpipe.inspect.targets import describe_error
+from fxpipe.utils.units import did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn

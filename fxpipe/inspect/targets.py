@@ -6,7 +6,6 @@ Everything that goes wrong here is the user's to mend, so it is an `ArgumentErro
 from __future__ import annotations
 
 import ast
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -16,26 +15,20 @@ import os
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import ArgumentError
-from fxpipe.utils.units import with_article
+from fxpipe.utils.units import did_you_mean, with_article
 
 if TYPE_CHECKING:
     from torch import nn
 
 
 # -- Words of error messages: what was meant, what was given, what was raised ----------------------------------------
-
-
-def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """`; did you mean make or made?`: names like this one, or nothing."""
-    matches = difflib.get_close_matches(name, list(names), n=3)
-    return f"; did you mean {' or '.join(matches)}?" if matches else ""
 
 
 LONGEST_ERROR = 500  # letters: some errors list all that there is

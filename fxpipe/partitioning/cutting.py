@@ -162,7 +162,7 @@ def _unknown_balance(balance: str, nodes: NodeSequence) -> str:
         return f"balance={balance!r} names a node or a module: to end a stage behind it, write balance=[{balance!r}]"
     return (
         f'balance={balance!r} is unknown; there is "block". To cut by hand, give a list: the number of nodes of each '
-        "stage, or the names of the nodes or modules behind which a stage ends"
+        "stage, or the names of the nodes or modules after which a stage ends"
     )
 
 

@@ -211,10 +211,12 @@ def _with_devices(settings: Settings, count: int) -> Settings:
 
 
 def _smaller_micro_batches(problem: CutProblem) -> Iterator[RemedyTrial]:
-    """Half the micro-batch, a quarter, and so on."""
+    """Half the micro-batch, a quarter, and so on, down to the least that the model can have."""
     settings, batch = problem.settings, problem.batch
-    while settings.largest_micro_batch(batch) > 1:
-        settings = replace(settings, chunks=2 * settings.chunks)
+    while True:
+        larger, settings = settings, replace(settings, chunks=2 * settings.chunks)
+        if settings.largest_micro_batch(batch) == larger.largest_micro_batch(batch):
+            return
         words = f"use chunks={settings.chunks} (micro-batches of {settings.largest_micro_batch(batch)})"
         yield _with_settings(problem, settings, words)
 

@@ -70,7 +70,7 @@ def _head(plan: PlanData) -> str:
         wrap_text(choices),
         _replicas(plan),
         f"seconds are estimates for {plan.estimated_for}" if plan.estimated_for else "",
-        f"slowest stage {_bottlenecks(plan)}" if plan.bottlenecks else "",
+        f"slowest stage: {_bottlenecks(plan)}" if plan.bottlenecks else "",
         _versions(plan),
         _heaviest(plan),
         _loss(plan),
@@ -124,11 +124,13 @@ def _size_row(figures: SizeFigures) -> tuple[str, ...]:
 
 
 def _bottlenecks(plan: PlanData) -> str:
-    """Formats the bottlenecks of a step, by the ways of cutting that were compared."""
+    """Formats the slowest stage with each cut that was compared, the plan's own first."""
+    compared = sorted(plan.bottlenecks, key=lambda bottleneck: bottleneck.balance != plan.balance)
+    used = [" (used)" if bottleneck.balance == plan.balance and len(compared) > 1 else "" for bottleneck in compared]
     return ", ".join(
-        f"{human_seconds(bottleneck.seconds)} by {bottleneck.balance}"
+        f'{human_seconds(bottleneck.seconds)} with cut "{bottleneck.balance}"{mark}'
         + ("" if bottleneck.fits else ", which does not fit")
-        for bottleneck in plan.bottlenecks
+        for bottleneck, mark in zip(compared, used, strict=True)
     )
 
 
@@ -145,8 +147,7 @@ def _contention(plan: PlanData) -> str:
     if plan.contention < LEAST_CONTENTION:
         return ""
     return wrap_text(
-        f"while all workers are at work each takes {plan.contention:.2f} times as long as alone: the step has it in "
-        "it, the seconds of stages have not"
+        f"workers slow each other down by {plan.contention:.2f}×: the step time includes this, the stage times do not"
     )
 
 

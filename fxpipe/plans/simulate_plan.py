@@ -233,8 +233,10 @@ def _on_devices(plan: Plan, hardware: Hardware | None, data: int, mesh: Sequence
 
 
 def _chunks(plan: Plan, order: ScheduleLike, is_other: bool, asked: int | None) -> int:
-    """A table of one's own says how many micro-batches there are, unless it is said."""
+    """A table of one's own says how many micro-batches there are, unless it is said; PipeDream cuts nothing."""
     if asked is None:
+        if order == "pipedream" and plan.schedule != order:
+            return 1  # as in `fxpipe.pipeline`
         return order.micro_batches if is_other and isinstance(order, Schedule) else plan.chunks
     return parse_count("chunks", asked, "a whole number of micro-batches")
 

@@ -31,6 +31,7 @@ What no node does by itself counts for the node that makes it happen:
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import time
 import warnings
@@ -279,7 +280,9 @@ class TimingRounds:
             return
         if result is None or written:
             function, args, kwargs = self._calls[node].bound(self.values)
-            with set_thread_state(state_of(node)), torch.no_grad():
+            # The Python of an opaque call runs as in training: it may put hooks on what it makes.
+            without_graph = torch.no_grad() if written or info(node).opaque is None else contextlib.nullcontext()
+            with set_thread_state(state_of(node)), without_graph:
                 result = (function(*args, **kwargs),)
         (value,) = result
         self._note(node, value)

@@ -214,15 +214,7 @@ def _formula_sum(expressions: Iterable[sympy.Expr]) -> sympy.Expr:
 # one of another graph.
 
 PROFILE_FORMAT, PROFILE_VERSION = "fxpipe profile", 6
-_READ_VERSIONS = {  # version -> formulas of a node that nothing reads any more
-    2: ("temporary_bytes",),
-    3: (),  # without a loss
-    4: (),  # without dynamic sizes
-    5: (),  # without the host's seconds
-    6: (),
-}
 
-_HOST_SINCE = 6  # version
 _SECONDS = ("forward", "backward", "weight")
 _FORMULAS = (
     "parameter_bytes",
@@ -236,11 +228,6 @@ _FIELDS = (
     *("format", "version", "fingerprint", "micro_batch", "device", "estimated_for"),
     *("operations", "nodes", "saved", "loss", "sizes", "contention"),
 )
-_FIELDS_SINCE: dict[str, tuple[int, Any]] = {
-    "loss": (4, None),
-    "sizes": (5, []),
-    "contention": (6, 1.0),
-}  # version; what those before have
 
 
 def save_profile(profile: Profile, path: str | Path) -> None:
@@ -343,12 +330,11 @@ def _parse_profile(document: Any) -> Profile:
     if not isinstance(document, dict) or document.get("format") != PROFILE_FORMAT:
         raise ArgumentError(f"it does not say that its format is {PROFILE_FORMAT!r}")
     version = document.get("version")
-    if type(version) is not int or version not in _READ_VERSIONS:
-        versions = " and ".join(map(str, _READ_VERSIONS))
-        raise ArgumentError(f"it has version {_short(version)}, and this fxpipe reads versions {versions}")
-    unread = _READ_VERSIONS[version]
-    before = {name: value for name, (first, value) in _FIELDS_SINCE.items() if version < first}
-    fields = _parse_fields(document | before, _FIELDS, "the profile")
+    if type(version) is not int or version != PROFILE_VERSION:
+        raise ArgumentError(
+            f"it has version {_short(version)}, and this fxpipe reads version {PROFILE_VERSION}: profile again"
+        )
+    fields = _parse_fields(document, _FIELDS, "the profile")
     batch = sympy.Symbol("b", integer=True, positive=True)
     micro_batch = _parse_count(fields["micro_batch"], "micro_batch", 1)
     sizes = tuple(_parse_size(one, f"sizes[{k}]") for k, one in enumerate(_parse_list(fields["sizes"], "sizes")))
@@ -358,7 +344,7 @@ def _parse_profile(document: Any) -> Profile:
         for place, one in enumerate(_parse_list(fields["operations"], "operations"))
     ]
     nodes = tuple(
-        _parse_node_cost(node, here, operations, unread, version, f"nodes[{place}]")
+        _parse_node_cost(node, here, operations, f"nodes[{place}]")
         for place, node in enumerate(_parse_list(fields["nodes"], "nodes"))
     )
     saved = tuple(
@@ -369,7 +355,7 @@ def _parse_profile(document: Any) -> Profile:
         _parse_text(fields[key], key) for key in ("device", "estimated_for", "fingerprint")
     )
     loss = fields["loss"]
-    of_loss = None if loss is None else _parse_node_cost(loss, here, operations, unread, version, "loss")
+    of_loss = None if loss is None else _parse_node_cost(loss, here, operations, "loss")
     contention = _parse_number(fields["contention"], "contention")
     if contention < 1:
         raise ArgumentError(f"contention: {contention} is less than 1")
@@ -405,17 +391,8 @@ def _parse_work(value: Any, operations: Sequence[Operation], where: str) -> Node
     )
 
 
-def _parse_node_cost(
-    value: Any,
-    here: SizePoint,
-    operations: Sequence[Operation],
-    unread: Sequence[str],
-    version: int,
-    where: str,
-) -> NodeCost:
-    if version < _HOST_SINCE and isinstance(value, dict):
-        value = value | {"host": None}
-    fields = _parse_fields(value, ("name", *_SECONDS, *_FORMULAS, *unread, "work", "host"), where)
+def _parse_node_cost(value: Any, here: SizePoint, operations: Sequence[Operation], where: str) -> NodeCost:
+    fields = _parse_fields(value, ("name", *_SECONDS, *_FORMULAS, "work", "host"), where)
     seconds = {key: _parse_seconds(fields[key], here, f"{where}.{key}") for key in _SECONDS}
     formulas = {key: _parse_formula(fields[key], here, f"{where}.{key}").formula for key in _FORMULAS}
     work = _parse_work(fields["work"], operations, f"{where}.work")

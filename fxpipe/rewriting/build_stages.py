@@ -38,7 +38,7 @@ from fxpipe.rewriting.stage_functions import set_autocast, set_grad, with_backwa
 from fxpipe.tracing.graph_text import node_expression, short_source_line
 from fxpipe.tracing.node_arguments import container_of
 from fxpipe.tracing.node_devices import is_for_host, set_node_device
-from fxpipe.tracing.node_info import WriteOrder, info, random_draws_of, state_of, update_info
+from fxpipe.tracing.node_info import WriteOrder, info, opaque_call_of, random_draws_of, state_of, update_info
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import Effects, running_statistics
 from fxpipe.utils.clone import clone
@@ -326,7 +326,9 @@ class _StageBuilder:
                 if info(node).is_hook:
                     copy.target = with_backward_check(copy.target)
             if ordinal is None and info(node).opaque is not None:
-                copy.target = forbid_random_numbers(copy.target)  # type: ignore[arg-type]
+                alone = functools.partial(seeded_function, len(self.ordinals), device=self.device)
+                wrap = alone if opaque_call_of(node).seeds_generator else forbid_random_numbers
+                copy.target = wrap(copy.target)  # type: ignore[arg-type]
             if ordinal is not None:
                 copy.op, copy.target = (
                     "call_function",

@@ -185,6 +185,8 @@ def _with_splits(graph: fx.Graph, uses: dict[fx.Node, SplittableNode]) -> fx.Gra
 def _splittable_node(node: fx.Node, parameters: ParameterNames) -> SplittableNode | None:
     if node.op not in ("call_function", "call_method"):
         return None
+    if any(info(user).opaque is not None for user in node.users):
+        return None  # its Python may put a hook on the value, and W's gradient would be the one before the hook
     function: Any = node.target
     function = _ATEN_CONVOLUTIONS.get(function, function)
     if function in (F.linear, _aten.linear.default):

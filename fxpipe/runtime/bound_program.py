@@ -12,7 +12,7 @@ from torch import nn
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.module_internals import tensor_stores
 from fxpipe._torch.thread_state import ThreadState
-from fxpipe.rewriting.program import ConstantOutput, Program, ReceivedValue, Stage
+from fxpipe.rewriting.program import PIPE_INPUT, ConstantOutput, Program, ReceivedValue, Stage
 from fxpipe.runtime.wiring import Wiring
 from fxpipe.scheduling.replicas import replica_of
 from fxpipe.utils.output_combination import OutputCombination, UndeterminedOutput
@@ -44,6 +44,8 @@ class BoundProgram:
     untold: tuple[
         UndeterminedOutput, ...
     ] = ()  # why outputs are taken for means over samples, though nobody has said so
+    used_outputs: frozenset[int] = frozenset()  # those from which the model itself makes something that requires grad
+    moving_buffers: tuple[str, ...] = ()  # of a graph of evaluation, which then runs in one micro-batch
     replicas: tuple[tuple[StageReplica, ...], ...] = ()  # by stage, those that take turns; none: each stage is alone
 
     def replicas_of(self, stage: int) -> tuple[StageReplica, ...]:
@@ -80,6 +82,14 @@ class BoundProgram:
             *written,
             *((value, self.left_attribute_dims[name]) for name, value in self.program.left.items()),
         ]
+
+    @property
+    def returned_inputs(self) -> dict[int, int]:
+        """The outputs that are inputs as they were given: place among the outputs -> place among the inputs."""
+        places = {name: place for place, name in enumerate(self.program.inputs)}
+        values = [o if isinstance(o, ReceivedValue) and o.source == PIPE_INPUT else None for o in self.program.outputs]
+        returned = {at: places[value.name] for at, value in enumerate(values) if value is not None}
+        return {at: place for at, place in returned.items() if place not in self.program.written_inputs}
 
     @property
     def result_names(self) -> list[str]:

@@ -282,8 +282,14 @@ class Engine:
             attached = self._commit(step, backward, parts_of_graph, running=self.running)
             for (place, *_), output in zip(differentiable, attached, strict=True):
                 outputs[place] = output
+                if place in bound.used_outputs:  # what the model makes of it adds to its gradient in the stages
+                    refuse: Any = functools.partial(_refuse_hook, bound.result_names[place])
+                    output.register_hook = output.retain_grad = refuse  # type: ignore[method-assign]
         count = len(bound.program.outputs)
         write_back_results(step.open_programs[0].tensors, leaves, bound.program, outputs[count:])
+        for place, source in bound.returned_inputs.items():
+            if leaves[source].device == outputs[place].device:
+                outputs[place] = leaves[source]
         return bound.output(outputs[:count])
 
     def _commit(
@@ -493,6 +499,13 @@ class Engine:
             with gradient_rollback([*named.values()]):
                 root.backward()
         updates.step(j, [tensor for name, tensor in named.items() if name in summed])
+
+
+def _refuse_hook(output: str, *_: Any) -> None:
+    raise StateError(
+        f"the model itself uses {output} further, and a hook on it (register_hook, retain_grad) would see the gradient "
+        "of the loss alone; put a hook on the module that makes it (register_forward_hook: output.register_hook(...))"
+    )
 
 
 def _mean_gradient(

@@ -16,9 +16,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
-from fxpipe._torch.autograd import StageBackward, gradient_edge_of, gradients_of, graph_entry, takes_gradient
+from fxpipe._torch.autograd import (
+    StageBackward,
+    gradient_edge_of,
+    gradients_of,
+    graph_entry,
+    takes_gradient,
+    version_of,
+)
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import StateError
 from fxpipe.rewriting.program import BatchStatistics, Stage, StageCallable, WeightGradientTape
@@ -64,7 +71,7 @@ def enter_graph(
             else:  # a leaf after all: it is of a class of its own, which the node would take from it
                 value = value.detach().requires_grad_()
                 wanted.append(link)
-                edges.append(get_gradient_edge(value))
+                edges.append(gradient_edge_of(value))
         uses.append(value)
     if through:
         entered = graph_entry(*through, _entry_token)
@@ -209,6 +216,22 @@ class StageInstance:
     def uses(self, name: str) -> bool:
         """Returns whether the stage reads this tensor of the model, or sets it."""
         return name in self.stage.attributes or name in self.stage.assigns
+
+    def versions(self, received: Sequence[BoundaryValue]) -> list[int]:
+        """The versions of the tensors that a run on these values reads and that the caller could write to."""
+        tensors = (*self._fixed, *(one.value for one in received))
+        return [version_of(x) if isinstance(x, torch.Tensor) and not x.is_inference() else 0 for x in tensors]
+
+    def check_unchanged(self, received: Sequence[BoundaryValue], versions: Sequence[int]) -> None:
+        """Raises `StateError` if a tensor was written to since F: R would compute something else."""
+        names = (*self.stage.attributes, *(link.value.name for link in self.links))
+        for name, version, expected in zip(names, self.versions(received), versions, strict=True):
+            if version != expected:
+                raise StateError(
+                    f"{name!r} was written to between forward and backward (it is at version {version}; expected "
+                    f"{expected}), and backward would recompute forward with its new values (checkpoint=): write to it "
+                    "(optimizer.step(), clamp_, copy_) after backward, or call the pipe again"
+                )
 
     def run(
         self, received: Sequence[BoundaryValue], buffers: dict[str, torch.Tensor], is_kept: bool = True

@@ -66,6 +66,7 @@ class RecomputeInputs:
 
     received: list[BoundaryValue]
     buffers: dict[str, torch.Tensor]
+    versions: list[int]  # of the tensors of the model and the received values, as F left them
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +238,7 @@ class Step(ActionPerformer):
             # Not under no_grad, where torch takes other kernels (LSTM): R must come to the same bits.
             with NoSavedTensors():
                 ran = self._run(j, i, received, buffers, is_kept=False)
-            self.saved[j, i] = RecomputeInputs(received, buffers)
+            self.saved[j, i] = RecomputeInputs(received, buffers, opened.versions(received))
         else:
             ran = self._run(j, i, received, buffers)
             if self.grad:
@@ -261,6 +262,7 @@ class Step(ActionPerformer):
 
     def recompute(self, j: int, i: int) -> None:
         inputs = self.saved.pop((j, i))
+        self._stages[i][j].check_unchanged(inputs.received, inputs.versions)
         with RecomputeBlock():
             self.pending[j, i] = self._run(j, i, inputs.received, inputs.buffers).pending
 

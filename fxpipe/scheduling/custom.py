@@ -19,6 +19,7 @@ from fxpipe.errors import ArgumentError, ScheduleError
 from fxpipe.scheduling.actions import Action, Rows, Schedule
 from fxpipe.scheduling.registry import BIDIRECTIONAL, SCHEDULES, Placement
 from fxpipe.scheduling.validation import validate
+from fxpipe.utils.units import did_you_mean
 
 # -- Parsing the text form of a schedule: for a table of the user's own, a diff, an issue, a test --------------------
 
@@ -94,6 +95,7 @@ def as_schedule_like(schedule: object, known: Iterable[str] = SCHEDULES) -> Sche
     raise ArgumentError(
         f"schedule={schedule!r} is unknown; there are {', '.join(map(repr, known))}; or give your own: a table "
         "('0F0 0F1 0B0 0B1', a line for each device), or a function (micro_batches, stages) -> table"
+        f"{did_you_mean(schedule, known)}"
     )
 
 

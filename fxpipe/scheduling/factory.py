@@ -26,7 +26,7 @@ from fxpipe.scheduling.row_transforms import (
 )
 from fxpipe.scheduling.validation import validate
 from fxpipe.scheduling.zero_bubble_search import StageTimes
-from fxpipe.utils.units import parse_count
+from fxpipe.utils.units import did_you_mean, parse_count
 
 
 def make_schedule(
@@ -211,5 +211,6 @@ def _check_device_numbers(placement: Sequence[int], n: int) -> Placement:
 def _check_known(argument: str, value: str, known: Iterable[str]) -> str:
     known = tuple(known)
     if value not in known:
-        raise ArgumentError(f"{argument}={value!r} is unknown; there are {', '.join(map(repr, known))}")
+        there_are = f"there are {', '.join(map(repr, known))}{did_you_mean(value, known)}"
+        raise ArgumentError(f"{argument}={value!r} is unknown; {there_are}")
     return value

@@ -32,7 +32,7 @@ from fxpipe.tracing.guards import refuse_unguardable
 from fxpipe.tracing.importers.symbolic_trace import symbolic_graph
 from fxpipe.tracing.print_calls import lost_prints, mute_repeated_prints
 from fxpipe.tracing.record.lazy_state import make_lazy_state, new_attributes
-from fxpipe.tracing.record.record_model import input_leaves
+from fxpipe.tracing.record.record_model import input_leaves, refuse_side_effects
 from fxpipe.tracing.record.unrecordable import CannotRecord, MakesState
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
 from fxpipe.tracing.strategies import find_graph, record_with_options
@@ -124,17 +124,14 @@ def trace(
             dynamic=dynamic,
         )
         traced = replace(_find_graph_with_dynamic_sizes(request), print_lines=lost_prints())
-        if is_faked():
-            traced = _with_original_tensors(traced)
+        if was_faked := is_faked():
+            traced.constants.update({name: original_of(tensor) for name, tensor in traced.constants.items()})
         check_invariants(traced)
-        return traced
-
-
-def _with_original_tensors(traced: Traced) -> Traced:
-    """The graph with the model's own tensors in place of the fake ones that stood for them in lists and dicts."""
-    traced.constants.update({name: original_of(tensor) for name, tensor in traced.constants.items()})
-    attributes = tuple(guard.with_tensors(original_of) for guard in traced.attributes_read)
-    return replace(traced, attributes_read=attributes)
+        has_run = check and not was_faked and traced.tracer == "record"
+        refuse_side_effects(traced, args, kwargs or {}, has_run)
+    if was_faked:
+        traced.python_state.take()  # with the model's own tensors in lists and dicts
+    return traced
 
 
 def trace_unverified(
@@ -248,11 +245,7 @@ def _find_graph_with_lazy_state(request: TraceRequest) -> Traced:
         if lazy_state is not None:
             lazy_state.remove()
         raise
-    return (
-        traced
-        if lazy_state is None
-        else replace(traced, attributes_read=(*traced.attributes_read, *lazy_state.attributes))
-    )
+    return traced
 
 
 def _needs_inputs(model: nn.Module) -> bool:

@@ -32,10 +32,19 @@ class InputsKey:
 
     spec: pytree.TreeSpec
     kinds: tuple[TensorKind | None, ...]
+    same_as: tuple[int | None, ...]
 
     @classmethod
     def of(cls, spec: pytree.TreeSpec, leaves: Sequence[Any]) -> InputsKey:
-        return cls(spec, tuple(_kind_of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves))
+        kinds = tuple(_kind_of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+        return cls(spec, kinds, same_tensors(leaves))
+
+
+def same_tensors(leaves: Sequence[Any]) -> tuple[int | None, ...]:
+    """Returns by place of a leaf the first place of the same tensor; None if it is the first, or no tensor."""
+    first: dict[int, int] = {}
+    places = (first.setdefault(id(leaf), i) if isinstance(leaf, torch.Tensor) else i for i, leaf in enumerate(leaves))
+    return tuple(None if place == i else place for i, place in enumerate(places))
 
 
 def _kind_of(tensor: torch.Tensor) -> TensorKind:
@@ -86,6 +95,22 @@ def tensors_match(attributes: Sequence[TensorGuard]) -> bool:
 def requires_grad_flags(model: nn.Module) -> tuple[bool, ...]:
     """Returns `requires_grad` of each parameter: another graph for a forward that reads it, no matter for any other."""
     return tuple(p.requires_grad for p in model.parameters())
+
+
+_SWITCHES = (
+    torch.get_default_dtype,
+    torch.are_deterministic_algorithms_enabled,
+    torch.get_float32_matmul_precision,
+    torch.backends.cuda.flash_sdp_enabled,
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+    torch.backends.cuda.math_sdp_enabled,
+    torch.backends.cuda.cudnn_sdp_enabled,
+)
+
+
+def torch_switches() -> tuple[Any, ...]:
+    """Returns the settings of torch for the whole process that forward may ask for."""
+    return tuple([switch() for switch in _SWITCHES])
 
 
 def tensor_guards_of(model: nn.Module, names: Iterable[str]) -> tuple[TensorGuard, ...]:

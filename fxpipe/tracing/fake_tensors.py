@@ -11,6 +11,8 @@ Random functions leave torch's generators where they are under this mode, which 
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import logging
 import threading
 import weakref
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.fake_tensor_mode import (
     LOGGER,
     DataDependentOutputException,
@@ -33,7 +36,7 @@ from fxpipe._torch.module_internals import MODULE_DICT_KEYS, tensor_stores
 from fxpipe._torch.operators import schema_of
 from fxpipe.tracing.model_state import container_tensors, slots_of
 from fxpipe.tracing.record.unrecordable import refuse_model
-from fxpipe.tracing.tensors import has_values
+from fxpipe.tracing.tensors import has_values, tensors_in
 from fxpipe.utils.pytree import flatten, map_tensor_leaves
 
 # What is raised where fake tensors are not enough; the last, by an operator that has not said what it makes of them.
@@ -63,11 +66,22 @@ class ModelFakeMode(FakeTensorMode):
         self.device = device  # of what has none
         self.drawn = 0  # how often a random function has run
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id -> the tensor, and what stands for it
+        self._results = weakref.WeakValueDictionary[int, torch.Tensor]()  # by id
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags and not draws_nothing(schema_of(func), args, kwargs or {}):
             self.drawn += 1
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self._results.update((id(tensor), tensor) for tensor in tensors_in(result))
+        return result
+
+    def clear_caches(self) -> None:
+        """Clears each `lru_cache` that holds a fake tensor, which its function would return outside of the mode."""
+        alive = set(self._results.keys()) - {id(fake) for _, fake in self._fakes.values()}
+        caches = [one for one in gc.get_objects() if type(one) is _LRU_CACHE] if alive else []
+        for cache in caches:
+            if not alive.isdisjoint(map(id, pytree.tree_leaves(gc.get_referents(cache)))):
+                cache.cache_clear()
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the fake tensor that stands for a tensor: always the same object."""
@@ -88,6 +102,9 @@ class ModelFakeMode(FakeTensorMode):
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(fake, requires_grad=tensor.requires_grad)
         return fake.requires_grad_(tensor.requires_grad)
+
+
+_LRU_CACHE = type(functools.lru_cache(id))
 
 
 class _Current(threading.local):
@@ -133,6 +150,7 @@ def with_fake_tensors(model: nn.Module, inputs: Any, always: bool = False) -> It
             yield map_tensor_leaves(mode.fake, inputs)
         finally:
             _current.mode = outer
+            mode.clear_caches()
 
 
 def in_fake_mode() -> contextlib.AbstractContextManager[object]:

@@ -115,9 +115,20 @@ def output_values(traced: Traced, values: NodeValues) -> list[Any]:
 def copy_as_leaf(value: Any) -> Any:
     """A copy of an input, where a backward ends; what is no tensor is given as it is, unless it can be changed."""
     if isinstance(value, torch.Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad)
+        return _copy_in_memory(value.detach()).requires_grad_(value.requires_grad)
     is_changeable = isinstance(value, (set, bytearray)) or type(value).__module__ == "numpy"
     return copy(value) if is_changeable else value
+
+
+def _copy_in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides: with gaps, and expanded."""
+    copied = tensor.clone()
+    if copied.stride() == tensor.stride() or not tensor.numel():
+        return copied
+    one = tensor
+    for dim in (dim for dim, stride in enumerate(tensor.stride()) if stride == 0):
+        one = one.narrow(dim, 0, 1)
+    return one.new_empty_strided(one.shape, one.stride()).copy_(one).expand(tensor.shape)
 
 
 def writable_copy(leaf: Any) -> Any:

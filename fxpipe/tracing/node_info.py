@@ -70,6 +70,7 @@ class OpaqueCall:
     recorded_calls: int = 0  # of these calls: those that are made before any opaque part of this forward
     is_hook: bool = False  # of a module
     host_places: frozenset[int] = frozenset()  # of those leaves: tensors that stay on the CPU
+    seeds_generator: bool = False  # it draws random numbers and leaves torch's generator as it was (`fork_rng`)
 
     @property
     def path(self) -> str:

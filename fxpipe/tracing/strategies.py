@@ -23,13 +23,13 @@ from typing import Any
 from torch import fx, nn
 
 from fxpipe._torch import torch_pytree as pytree
+from fxpipe._torch.module_internals import MODULE_DICT_KEYS, all_modules
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.dynamic_sizes import FixedSizeError
 from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.guards import expectations_of, refuse_unguardable
 from fxpipe.tracing.importers.symbolic_trace import trace_by_function, trace_by_tracer, trace_symbolically
 from fxpipe.tracing.importers.torch_export import trace_by_export
-from fxpipe.tracing.module_attributes import all_attribute_guards
 from fxpipe.tracing.record.batch_numbers import RecordFunction, record_with_batch_numbers
 from fxpipe.tracing.record.cut_marker import refuse_missed_marks
 from fxpipe.tracing.record.leaf_module import LEAF_MODULE_REASON
@@ -43,6 +43,7 @@ from fxpipe.tracing.traced import RecordingOptions, Traced
 from fxpipe.tracing.tracing_passes import run_passes
 from fxpipe.tracing.verify.equivalence import take_samples
 from fxpipe.tracing.verify.micro_batch_sizes import OtherMicroBatchesError, may_replace, refuse_uneven
+from fxpipe.utils.python_state import PythonState
 
 LARGE_NODE_SHARE = 0.5  # share of the parameters in one piece from which on another way is tried
 
@@ -109,8 +110,10 @@ def _import(request: TraceRequest, tracer: TracerOption) -> Traced:
         else:
             assert callable(tracer)
             traced = trace_by_function(model, tracer, args, kwargs)
-    # Nobody saw which attributes of modules it depends on: it holds for those that they have.
-    return replace(run_passes(traced, request), attributes_read=all_attribute_guards(model))
+    # Which attributes forward has read is not known: the graph holds for those that modules have.
+    places = [(m.__dict__, name) for m in all_modules(model) for name in m.__dict__.keys() - MODULE_DICT_KEYS]
+    state = PythonState(values=all_modules(model), places=places)
+    return replace(run_passes(traced, request), python_state=state)
 
 
 def _first_of(others: Mapping[str, Callable[[], Traced]], model: nn.Module, recording: TraceError) -> Traced:

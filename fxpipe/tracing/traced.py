@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from torch import fx, nn
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.module_internals import all_modules
 from fxpipe._torch.thread_state import ThreadState
-from fxpipe.errors import ArgumentError
+from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.cache_key import (
     GraphKey,
     InputsKey,
@@ -36,6 +36,7 @@ from fxpipe.tracing.cache_key import (
     TensorKind,
     requires_grad_flags,
     tensors_match,
+    torch_switches,
 )
 from fxpipe.tracing.dynamic_sizes import FIXED_SIZES, DynamicSizes, Lengths, SizeComparisons, SizeCondition
 from fxpipe.tracing.node_info import info, opaque_call_of
@@ -44,11 +45,12 @@ from fxpipe.utils.batch_split import rows_per_sample, samples_along
 from fxpipe.utils.equality import equal_values
 from fxpipe.utils.locks import cancellation_point
 from fxpipe.utils.output_combination import OutputCombination, UndeterminedOutput
+from fxpipe.utils.python_state import PythonState
 from fxpipe.utils.pytree import is_plain_layout
 
 if TYPE_CHECKING:
     from fxpipe.tracing.guards import Guards
-    from fxpipe.tracing.module_attributes import AttributeGuard
+    from fxpipe.tracing.record.input_reads import InputRead
     from fxpipe.tracing.record.recorder import GraphBreak
     from fxpipe.tracing.verify.effects import Effects
 
@@ -68,6 +70,20 @@ class InputLeaf:
     dtype: torch.dtype | None = None
     shape: tuple[int, ...] = ()
     requires_grad: bool = False
+    same_as: int | None = None  # the place of an earlier leaf that is the same tensor
+    state: PythonState | None = None  # of a function: what it depends on
+
+    def is_constant(self, value: Any) -> bool:
+        """Returns whether an input that is not a tensor is as it was when the model was traced."""
+        if equal_values(self.constant, value):
+            return self.state is None or self.state.holds()
+        return self.state is not None and callable(value) and PythonState((value,)).facts == self.state.facts
+
+
+def as_given(leaves: Sequence[InputLeaf], values: Iterable[Any]) -> list[Any]:
+    """Returns copies of inputs of which those of one tensor are one tensor again."""
+    values = list(values)
+    return [value if leaf.same_as is None else values[leaf.same_as] for leaf, value in zip(leaves, values, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +121,11 @@ class Traced:
     state: ThreadState  # of the caller
     constants: dict[str, torch.Tensor]
     size_reads: tuple[SizeRead, ...]
-    attributes_read: tuple[AttributeGuard, ...]  # attributes of modules that are no tensors, as forward saw them
+    python_state: PythonState  # what forward has read besides tensors: other values are another graph
     layout_reads: tuple[LayoutRead, ...] = ()
+    input_reads: tuple[InputRead, ...] = ()
     attributes: tuple[TensorGuard, ...] = ()  # the model's tensors as they were
+    switches: tuple[Any, ...] = field(default_factory=torch_switches)  # of torch, as forward saw them
     requires_grad: tuple[bool, ...] | None = None  # of all parameters, where forward has asked a tensor for it
     tracer: str = "record"
     in_dims: tuple[int | None, ...] = ()  # by leaf: the dimension that holds the batch
@@ -306,7 +324,8 @@ class Traced:
             TensorKind(leaf.dtype, len(leaf.shape), leaf.requires_grad) if leaf.dtype is not None else None
             for leaf in self.leaves
         )
-        return GraphKey(InputsKey(self.in_spec, tuple(kinds)), self.flags, self.state)
+        same_as = tuple(leaf.same_as for leaf in self.leaves)
+        return GraphKey(InputsKey(self.in_spec, tuple(kinds), same_as), self.flags, self.state)
 
     def matches(self, leaves: Sequence[Any], in_spec: pytree.TreeSpec, flags: tuple[Any, ...], seed: int = 0) -> bool:
         """Returns whether this is the graph of these inputs. Sizes may differ: of the batch, and dynamic ones."""
@@ -329,10 +348,21 @@ class Traced:
         least, largest = self.batch_bounds
         return least <= batch and (largest is None or batch <= largest)
 
+    def refuse_inference_mode(self) -> None:
+        """Raises `TraceError` in inference mode, in which stages do not run, if forward asks for it."""
+        names = ("is_inference_mode_enabled", "is_inference") if torch.is_inference_mode_enabled() else ()
+        for line in filter(None, map(self.python_state.line_of, names)):
+            raise TraceError(
+                f"forward asks{line} whether inference mode is on, and a pipeline runs its stages without; call the "
+                "pipe under torch.no_grad() instead"
+            )
+
     def holds_for_model(self) -> bool:
         """Returns whether this is the graph of the model as it is now, whose flags are its own."""
+        self.refuse_inference_mode()
         return (
-            all(kept.holds() for kept in self.attributes_read)
+            self.python_state.holds()
+            and self.switches == torch_switches()
             and tensors_match(self.attributes)
             and self.requires_grad in (None, requires_grad_flags(self.model))
         )
@@ -344,7 +374,7 @@ class Traced:
         batches = set()
         for place, (leaf, dim, value) in enumerate(zip(self.leaves, self.in_dims, leaves, strict=True)):
             if not leaf.is_tensor:
-                if not equal_values(leaf.constant, value):
+                if not leaf.is_constant(value):
                     return False
                 continue
             if not is_plain_layout(value):  # the search for another graph will say so
@@ -360,6 +390,8 @@ class Traced:
             return False
         (batch,) = batches
         if not self.is_within_bounds(batch):  # nor is any other graph: what is asked for is refused
+            return False
+        if not all(read.holds(leaves) for read in self.input_reads):
             return False
         lengths = self.dynamic.lengths_of(leaves)
         if lengths is None or not self.holds_for(batch, () if sizes_of is None else sizes_of(batch), lengths):

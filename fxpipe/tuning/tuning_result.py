@@ -85,7 +85,7 @@ def tuning_text(tuning: Tuning, is_whole: bool = False, remaining: str = ".rows 
     if skipped:
         least = min(skipped) / tuning.best.step_seconds if tuning.best.step_seconds else 1.0
         gain = f", at most {percent(1 - least)} shorter than the chosen step" if least < 1 else ""
-        lines.append(f"≥: at least this long even with perfectly even stages{gain}, and so not cut")
+        lines.append(f"≥: lower bound, with perfectly even stages{gain}; not simulated")
     if tuning.best.plan is not None and tuning.best.simulation.host_note:
         lines.append(wrap_text(f"the chosen way is {tuning.best.simulation.host_note}"))
     return "\n".join(lines)

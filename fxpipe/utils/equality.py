@@ -15,6 +15,8 @@ def equal_values(left: Any, right: Any) -> bool:
         return True
     if type(left) is not type(right) or getattr(left, "shape", None) != getattr(right, "shape", None):
         return False
+    if isinstance(left, (float, complex)):
+        return left == right and repr(left) == repr(right)  # 0.0 is not -0.0
     if isinstance(left, (list, tuple)):
         return len(left) == len(right) and all(map(equal_values, left, right))
     same: Any = left == right

@@ -5,13 +5,16 @@ classes and the modules that its code names. Values are followed into lists, tup
 objects (`__dict__` and slots), `functools.partial`, context variables and other functions, `MAX_DEPTH` levels deep.
 
 Not followed: code and objects of the standard library, and of torch other than its modules; containers of more than
-`MAX_ITEMS` items; attributes of classes and Python modules whose names are computed (`getattr(settings, name)`).
+`MAX_ITEMS` items; attributes of classes and Python modules whose names are computed (`getattr(settings, name)`); values
+beyond the `MAX_VALUES` nearest ones.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dis
+import enum
 import functools
 import operator
 import os
@@ -19,7 +22,7 @@ import sys
 import sysconfig
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -34,16 +37,20 @@ from fxpipe.utils.python_objects import is_python_class, slots_of_class
 
 MAX_DEPTH = 6
 MAX_ITEMS = 10_000  # of a container that is looked into
+MAX_VALUES = 2_000  # of one state, the nearest ones: a function that calls a library may reach all of it
 _MISSING = object()
 _NUMBERS, _LOGS = frozenset((int, float, complex)), frozenset((list, dict, set, deque))
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device))
 _IMMUTABLE = (tuple, frozenset, MethodType, functools.partial, property, staticmethod, classmethod)
-_CALLED = ("forward", "__call__")  # without being named
 _MODULE_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_CALLED = ("forward", "__call__")  # without being named
 _HOLDERS = (SimpleNamespace, argparse.Namespace, type(os.environ))  # objects of the standard library to look into
 _TORCH = torch.__path__[0]
-_LIBRARY_DIRS = (sysconfig.get_path("stdlib"), _TORCH, __file__.removesuffix("utils/python_state.py"), "<frozen ")
-_MODULES_OF_TORCH = (f"{_TORCH}/nn/modules/", f"{_TORCH}/backends/")
+_NUMPY = os.path.join(os.path.dirname(_TORCH), "numpy", "")
+_STDLIB = sysconfig.get_path("stdlib")
+_LIBRARIES = (_TORCH, _NUMPY, __file__.removesuffix("utils/python_state.py"), "<frozen ")
+_OF_TORCH = tuple(f"{_TORCH}/{name}" for name in ("nn/modules/", "nn/functional", "nn/__init__", "backends/"))
+_FOLLOWED = (*_OF_TORCH, os.__file__, "<frozen os>")  # of libraries
 
 Place = tuple[Mapping[str, Any], str]  # a dict and a key in it
 Parts = Callable[[Any], tuple[Any, ...]]
@@ -57,8 +64,8 @@ class PythonState:
     functions that it may call. If `facts` of two functions are equal, the functions do the same.
     """
 
-    values: Iterable[Any] = ()
-    places: Iterable[Place] = ()
+    values: Collection[Any] = ()
+    places: Collection[Place] = ()
     ran: Collection[tuple[CodeType, dict[str, Any]]] | None = None  # code that ran, with its globals; None: any may run
     reads_of: Callable[[Any], Collection[str] | None] = lambda value: None  # attributes read of an object; None: any
     skips_logs: bool = False  # lists of numbers and tensors, that functions may write to
@@ -74,20 +81,43 @@ class PythonState:
         self._walk = self._new_walk()
         self.facts = self._walk.facts
 
+    def is_same(self) -> bool:
+        """Returns whether all objects are the same."""
+        return self._walk.is_same()
+
     def holds(self) -> bool:
         """Returns whether all values are the same, or others that are as good."""
-        if self._walk.is_same():
-            return True
-        if self._walk.is_other():
-            return False
+        return self._walk.is_same() or self.changed() is None
+
+    def changed(self) -> str | None:
+        """Returns the name of the first value that is not as good as it was; None if all are, which are taken then."""
         walk = self._new_walk()
         if walk.facts == self.facts:
             self._walk = walk  # the objects to be compared from now on
-        return self._walk is walk
+            return None
+        longer = max(self._walk, walk, key=lambda one: len(one.facts))
+        pairs = zip(longer.names_of_facts, self.facts, walk.facts, strict=False)
+        return next((name for name, before, now in pairs if before != now), longer.names_of_facts[-1])
+
+    def facts_of(self, name: str) -> tuple[Any, ...]:
+        """Returns the facts of the values of this name."""
+        pairs = zip(self._walk.names_of_facts, self.facts, strict=True)
+        return tuple(fact for one, fact in pairs if one == name)
+
+    def line_of(self, name: str) -> str:
+        """Returns " at " and the first line of code that ran with this name in it; empty if there is none."""
+        last = name.rpartition(".")[2]
+        for code in (code for code, _ in self.ran or () if last in (*code.co_names, *code.co_freevars)):
+            line = code.co_firstlineno
+            for one in dis.get_instructions(code):
+                line = one.starts_line or line
+                if one.argval == last:
+                    return f" at {code.co_filename}:{line}"
+        return ""
 
     def structure(self) -> frozenset[Any]:
         """Returns the kinds of facts: of a number whether it is zero, of a container and a tensor the class."""
-        kinds = {id(value): type(value) for value in self._walk._held if isinstance(value, torch.Tensor)}
+        kinds = {id(value): type(value) for value in self._walk.held if isinstance(value, torch.Tensor)}
         return frozenset(_kind_of_fact(kinds.get(fact, fact) if type(fact) is int else fact) for fact in self.facts)
 
     def _new_walk(self) -> _Walk:
@@ -100,149 +130,173 @@ class PythonState:
 class _Walk:
     """All values that are reached from the roots of a state, breadth first.
 
-    A step compares flat lists: the identity of the value under each key, and of the parts of each container. `facts`
-    describe the same so that containers and functions with equal parts have equal facts.
+    A step compares the identity of the value under each key, and of the parts of each container. `facts` describe the
+    same so that containers and functions with equal parts have equal facts.
     """
 
     def __init__(self, state: PythonState, names: frozenset[str]):
-        self._state, self.names, self.facts = state, names, list[Any]()
+        self._state, self.names = state, names
         self._codes = None if state.ran is None else {code for code, _ in state.ran}
-        self._stores, self._keys, self._values = list[Mapping[str, Any]](), list[str](), list[Any]()
-        self._containers = list[tuple[Parts, Any, tuple[Any, ...]]]()
-        self._seen, self._placed, self._held = dict[int, int](), set[tuple[int, str]](), list[Any]()
-        self._todo = deque[tuple[Any, int]]()
+        self.facts, self.names_of_facts = list[Any](), list[str]()
+        self._checks = list[tuple[Any, str, Any]]()  # what is compared, how, and with what
+        self._is_same: Callable[[], bool] | None = None
+        self._seen, self._added, self.held = dict[int, int](), set[tuple[int, Any]](), list[Any]()
+        self._members = dict[int, Mapping[str, Any]]()  # by id of a class or a Python module, for each the same object
+        self._todo = deque[tuple[Any, str, int]]()
         for store, key in state.places:
-            self._add_named(store, (key,), 0)
-        self._todo.extend((value, 0) for value in state.values)
+            self._add_items(store, (key,), "", 0)
         for code, values in state.ran or ():
             self._add_globals(code, values)
-        while self._todo:
+        self._todo.extend((value, getattr(value, "__name__", type(value).__name__), 0) for value in state.values)
+        while self._todo and (self._codes is not None or len(self.facts) < MAX_VALUES):
             self._visit(*self._todo.popleft())
 
     def is_same(self) -> bool:
         """Returns whether all objects are the same. Asked in every step, of some hundred objects."""
+        self._is_same = self._is_same or _compiled(self._checks)
         try:
-            are_same = all(map(operator.is_, map(operator.getitem, self._stores, self._keys), self._values))
-        except KeyError:
+            return self._is_same()
+        except (KeyError, AttributeError, ValueError):
             return False
-        return are_same and all(
-            len(now := parts(source)) == len(before) and all(map(operator.is_, now, before))
-            for parts, source, before in self._containers
-        )
-
-    def is_other(self) -> bool:
-        """Returns whether a value differs for certain. From now on equal numbers and texts are those compared."""
-        for i, (store, key, value) in enumerate(zip(self._stores, self._keys, self._values, strict=True)):
-            now = store.get(key, _MISSING)
-            if now is value:
-                continue
-            is_plain = type(now) in _PLAIN
-            if type(now) is not type(value) or not (is_plain or _parts_of(now)):
-                return True
-            if is_plain and _plain_fact(now) != _plain_fact(value):
-                return True
-            self._values[i] = now if is_plain else value
-        return False
 
     # -- the walk ----------------------------------------------------------------------------------------------------
 
-    def _visit(self, value: Any, depth: int) -> None:
+    def _note(self, fact: Any, name: str) -> None:
+        self.facts.append(fact)
+        self.names_of_facts.append(name)
+
+    def _add_read(self, owner: Any, how: str, value: Any, name: str, depth: int) -> None:
+        self._checks.append((owner, f"{how} is", value))
+        self._note(name, name)
+        self._todo.append((value, name, depth))
+
+    def _add_items(self, store: Mapping[str, Any], keys: Iterable[str], prefix: str, depth: int) -> None:
+        for key in keys:
+            if (id(store), key) not in self._added and key in store:
+                self._added.add((id(store), key))
+                self._add_read(store, f"[{key!r}]", store[key], prefix + key, depth)
+
+    def _add_globals(self, code: CodeType, values: dict[str, Any]) -> None:
+        if self._codes is None:
+            self.names |= names_in(code)
+        self._add_items(values, named_globals(code), "", 0)
+        for name in named_globals(code):
+            self._add_named(values.get(name), name, code)
+        for name in names_in(code) & sys.modules.keys():
+            self._add_named(sys.modules[name], name, code)
+
+    def _add_named(self, holder: Any, name: str, code: CodeType) -> None:
+        """Adds the attributes of a class, a Python module or a function that code names."""
+        if isinstance(holder, FunctionType):
+            self._add_items(vars(holder), sorted(names_in(code) & vars(holder).keys()), f"{name}.", 0)
+        if not isinstance(holder, (type, ModuleType)) or (id(holder), code) in self._added:
+            return
+        self._added.add((id(holder), code))
+        for one in holder.__mro__ if isinstance(holder, type) else (holder,):
+            if is_followed_class(one) if isinstance(one, type) else is_followed_module(one):
+                store = self._members.setdefault(id(one), vars(one))
+                keys = sorted(names_in(code) & store.keys())
+                self._add_items(store, keys, f"{name}.", 0)
+                for key in keys:
+                    self._add_named(store[key], key, code)
+
+    def _visit(self, value: Any, name: str, depth: int) -> None:
         if type(value) in _PLAIN or isinstance(value, CodeType):
-            self.facts.append(_plain_fact(value))
+            self._note(_plain_fact(value), name)
             return
         if id(value) in self._seen:
-            self.facts.append(self._seen[id(value)])
+            self._note(self._seen[id(value)], name)
             return
         self._seen[id(value)] = len(self._seen)
-        self._held.append(value)
+        self.held.append(value)
         if self._state.skips_logs and _is_log(value):
-            self._add_fact(_is_log, value)
+            self._note(True, name)
+            self._checks.append((functools.partial(_is_log, value), "() is", True))
             return
-        parts = _parts_of(value) if depth < MAX_DEPTH else None
-        if isinstance(value, FunctionType):
-            if self._follows(value):
-                self._add_globals(original_code(value.__code__), value.__globals__)
-                depth -= 1  # functions may call each other however deep
-            else:
-                parts = None
-        if parts is None:
-            self.facts.append(id(value))
+        if _is_array(value):
+            self._note(key := _array_key(value), name)
+            self._checks.append((functools.partial(_array_key, value), "() ==", key))
+            return
+        parts = parts_of(value) if depth < MAX_DEPTH else None
+        if isinstance(value, FunctionType) and self._follows(value):
+            self._add_function(value, name, depth)
+        elif parts is None:
+            self._note(id(value), name)
         else:
-            self._add_parts(parts, value, depth)
+            items = parts(value)
+            self._note((type(value), len(items)), name)
+            if not isinstance(value, _IMMUTABLE):
+                self._checks.extend(_checks_of_parts(value, parts))
+            items = tuple(sorted(items, key=repr)) if isinstance(value, (set, frozenset)) else items
+            self._todo.extend((item, name, depth + 1) for item in items)
         if depth < MAX_DEPTH:
-            self._add_attributes(value, depth)
+            self._add_attributes(value, name, depth)
 
     def _follows(self, function: FunctionType) -> bool:
         code = original_code(function.__code__)
         return is_followed_file(code.co_filename) if self._codes is None else code in self._codes
 
-    def _add_parts(self, parts: Parts, value: Any, depth: int) -> None:
-        items = parts(value)
-        self.facts.append((type(value), len(items)))
-        if not isinstance(value, _IMMUTABLE):
-            self._containers.append((parts, value, items))
-        items = tuple(sorted(items, key=repr)) if isinstance(value, (set, frozenset)) else items
-        self._todo.extend((item, depth + 1) for item in items)
+    def _add_function(self, function: FunctionType, name: str, depth: int) -> None:
+        """Adds the parts of a function, at its own depth: functions may call each other however deep."""
+        for part in ("__code__", "__defaults__", "__kwdefaults__"):
+            if (value := getattr(function, part)) is not None:
+                self._add_read(function, f".{part}", value, name, depth)
+        for cell, variable in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
+            with contextlib.suppress(ValueError):  # empty
+                self._add_read(cell, ".cell_contents", cell.cell_contents, variable, depth)
+        self._add_globals(original_code(function.__code__), function.__globals__)
 
-    def _add_fact(self, question: Callable[[Any], Any], value: Any) -> None:
-        """Adds an answer that is another object each time."""
-        answer = question(value)
-        self.facts.append(answer)
-        self._containers.append((lambda value: (question(value) == answer,), value, (True,)))
-
-    def _add_named(self, store: Mapping[str, Any], names: Iterable[str], depth: int) -> None:
-        for name in names:
-            if (id(store), name) not in self._placed and name in store:
-                self._placed.add((id(store), name))
-                self._stores.append(store)
-                self._keys.append(name)
-                self._values.append(store[name])
-                self.facts.append(name)
-                self._todo.append((store[name], depth))
-
-    def _add_globals(self, code: CodeType, values: dict[str, Any]) -> None:
-        if self._codes is None:
-            self.names |= names_in(code)
-        self._add_named(values, named_globals(code), 0)
-
-    def _add_attributes(self, value: Any, depth: int) -> None:
+    def _add_attributes(self, value: Any, name: str, depth: int) -> None:
         kind = type(value)
-        if isinstance(value, ModuleType):
-            if value in (torch, os) or is_followed_file(getattr(value, "__file__", None) or "<frozen "):
-                self._add_named(vars(value), sorted(self.names & vars(value).keys()), depth)
-        elif isinstance(value, type):
-            for cls in value.__mro__:
-                self._add_class(cls, depth)
-        elif _is_array(value):
-            self._add_fact(_array_key, value)
+        if isinstance(value, type):
+            if any(value is one for one in self._state.values):
+                self._add_class(value, name, depth)
         elif isinstance(value, nn.Module):
             if self._codes is None:  # else all reads of modules are known
                 children = own_children(value)
                 followed = self.names.union(_CALLED, children if isinstance(value, _MODULE_CONTAINERS) else ())
                 for store in (*tensor_stores(value), children):
-                    self._add_named(store, sorted(followed & store.keys()), depth)
-                self._todo.append((kind, depth))
-        elif isinstance(value, _HOLDERS) or _is_followed_class(kind):
+                    self._add_items(store, sorted(followed & store.keys()), f"{name}.", depth)
+                self._add_class(kind, name, depth)
+        elif is_followed_object(value):
             attributes = getattr(value, "__dict__", {})
-            names = self._state.reads_of(value) if self._codes is not None else self.names
-            self._add_fact(len, attributes)
-            self._add_named(
-                attributes, [*attributes] if names is None else sorted(attributes.keys() & names), depth + 1
-            )
-            if slots := slots_of_class(kind):
-                self._add_parts(functools.partial(_slot_values, [*slots.values()]), value, depth)
-            self._todo.append((kind, depth))
+            names = self.names if self._codes is None else self._state.reads_of(value)
+            self._checks.append((attributes, "len", len(attributes)))
+            read = [*attributes] if names is None else sorted(attributes.keys() & names)
+            self._add_items(attributes, read, f"{name}.", depth + 1)
+            for slot in slots_of_class(kind):
+                if (names is None or slot in names) and hasattr(value, slot):
+                    self._add_read(value, f".{slot}", getattr(value, slot), f"{name}.{slot}", depth + 1)
+            self._add_class(kind, name, depth)
 
-    def _add_class(self, cls: type, depth: int) -> None:
-        if not _is_followed_class(cls):
+    def _add_class(self, kind: type, name: str, depth: int) -> None:
+        """Adds what objects of a class have of it: methods that ran, and what is named and is not a method."""
+        if (id(kind), "") in self._added:
             return
-        store = vars(cls)
-        self._add_fact(len, store)
-        names = self.names.union(_CALLED)
-        if self._codes is not None:
-            functions = ((name, _function_in(member)) for name, member in store.items())
-            names |= {name for name, function in functions if function is not None and self._follows(function)}
-        self._add_named(store, sorted(store.keys() & names), depth)
+        self._added.add((id(kind), ""))
+        stores = [self._members.setdefault(id(cls), vars(cls)) for cls in kind.__mro__ if is_followed_class(cls)]
+        members = {key for store in stores for key, member in store.items() if self._is_read(key, member)}
+        for store in stores:
+            self._checks.append((store, "len", len(store)))
+            self._add_items(store, sorted(store.keys() & members), f"{name}.", depth)
+
+    def _is_read(self, name: str, member: Any) -> bool:
+        """Returns whether a member of a class is one that objects were or may be asked for."""
+        function = getattr(member, "fget", None) or getattr(member, "__func__", member)
+        if not isinstance(function, FunctionType):
+            return name in self.names and not name.startswith("__")
+        return name in self.names.union(_CALLED) if self._codes is None else self._follows(function)
+
+
+def _compiled(checks: list[tuple[Any, str, Any]]) -> Callable[[], bool]:
+    """Returns a function that makes all checks, as one expression: in half the time of a loop."""
+    objects = {id(one): one for owner, _, value in checks for one in (owner, value)}
+    names = {key: f"x{i}" for i, key in enumerate(objects)}
+    pairs = ((names[id(owner)], how, names[id(value)]) for owner, how, value in checks)
+    terms = (f"len({x}) == {y}" if how == "len" else f"{x}{how} {y}" for x, how, y in pairs)
+    function: Any = eval(f"lambda {', '.join(names.values())}: {' and '.join(terms) or True}")
+    function.__defaults__ = tuple(objects.values())
+    return function  # type: ignore[no-any-return]
 
 
 # -- What values are made of -----------------------------------------------------------------------------------------
@@ -267,23 +321,13 @@ def _is_log(value: Any) -> bool:
     return bool(ends) and all(type(end) in _NUMBERS or isinstance(end, torch.Tensor) for end in ends)
 
 
-def _parts_of(value: Any) -> Parts | None:
-    """Returns the function that lists the parts of a value like this one; None if it has no parts."""
-    for kind, parts in _PARTS.items():
-        if isinstance(value, kind):
-            return parts if not hasattr(value, "__len__") or len(value) <= MAX_ITEMS else None
-    return None
-
-
 def parts_of_function(function: Any) -> tuple[Any, ...]:
     """Returns the parts of a function, its code, defaults and closure say; another object alone."""
-    parts = _parts_of(function)
+    if isinstance(function, FunctionType):
+        values = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        return (function.__code__, *values, *map(_cell_contents, function.__closure__ or ()))
+    parts = parts_of(function)
     return (function,) if parts is None else parts(function)
-
-
-def _parts_of_function(function: FunctionType) -> tuple[Any, ...]:
-    values = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    return (function.__code__, *values, *map(_cell_contents, function.__closure__ or ()))
 
 
 def _cell_contents(cell: Any) -> Any:
@@ -293,18 +337,15 @@ def _cell_contents(cell: Any) -> Any:
         return _MISSING
 
 
-def _slot_values(slots: Sequence[Any], value: Any) -> tuple[Any, ...]:
-    def read(slot: Any) -> Any:
-        try:
-            return slot.__get__(value)
-        except AttributeError:  # not set
-            return _MISSING
-
-    return tuple(map(read, slots))
+def parts_of(value: Any) -> Parts | None:
+    """Returns the function that lists the parts of a value like this one; None if it has no parts."""
+    for kind, parts in _PARTS.items():
+        if isinstance(value, kind):
+            return parts if not hasattr(value, "__len__") or len(value) <= MAX_ITEMS else None
+    return None
 
 
 _PARTS: dict[Any, Parts] = {
-    FunctionType: _parts_of_function,
     MethodType: lambda method: (method.__self__, method.__func__),
     functools.partial: lambda partial: (partial.func, *partial.args, *partial.keywords, *partial.keywords.values()),
     (list, tuple, deque, set, frozenset): tuple,
@@ -317,10 +358,23 @@ _PARTS: dict[Any, Parts] = {
 }
 
 
-def _function_in(member: Any) -> FunctionType | None:
-    """Returns the function of a member of a class: of a method or a property."""
-    function = getattr(member, "fget", None) or getattr(member, "__func__", member)
-    return function if isinstance(function, FunctionType) else None
+def _checks_of_parts(value: Any, parts: Parts) -> Iterator[tuple[Any, str, Any]]:
+    """Compares the parts of a container by identity: with `==`, which is faster, if no others are equal to them."""
+    if hasattr(value, "__len__") and not len(value):
+        yield value, "len", 0
+        return
+    views: Any = (dict.keys(value), dict.values(value)) if isinstance(value, dict) else (value,)
+    for view in views:
+        now = functools.partial(tuple if hasattr(view, "__len__") else parts, view)
+        before = now()
+        if all(type(item) is str or getattr(type(item), "__eq__", None) is object.__eq__ for item in before):
+            yield now, "() ==", before
+        else:
+            yield functools.partial(_are_same, now, before), "() is", True
+
+
+def _are_same(parts: Callable[[], tuple[Any, ...]], before: tuple[Any, ...]) -> bool:
+    return len(now := parts()) == len(before) and all(map(operator.is_, now, before))
 
 
 def _is_array(value: Any) -> bool:
@@ -337,25 +391,39 @@ def _array_key(array: Any) -> tuple[Any, ...]:
 @functools.cache
 def is_followed_file(file: str) -> bool:
     """Returns whether code of a file is followed: the user's code, libraries, and the modules of torch."""
-    is_library = file.startswith(_LIBRARY_DIRS) and "site-packages" not in file.removeprefix(_TORCH)
-    return not is_library or (file.startswith(_MODULES_OF_TORCH) and not file.endswith("/modules/module.py"))
+    is_library = file.startswith(_LIBRARIES) or (file.startswith(_STDLIB) and "site-packages" not in file)
+    return not is_library or (file.startswith(_FOLLOWED) and not file.endswith("/modules/module.py"))
 
 
-def _is_followed_class(kind: type) -> bool:
+def is_followed_module(module: ModuleType) -> bool:
+    """Returns whether attributes of a Python module are followed."""
+    return module is torch or is_followed_file(getattr(module, "__file__", None) or "<frozen ")
+
+
+def is_followed_class(kind: type) -> bool:
+    """Returns whether attributes of a class and of its objects are followed."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""  # none: a session's
     is_library = kind.__module__ in sys.stdlib_module_names or not is_followed_file(file)
-    return is_python_class(kind) and not is_library and not issubclass(kind, torch.Tensor)
+    return is_python_class(kind) and not is_library and not issubclass(kind, (torch.Tensor, enum.Enum))
 
 
-@functools.cache
+def is_followed_object(value: Any) -> bool:
+    """Returns whether attributes of an object, which is neither a class nor a module, are followed."""
+    return isinstance(value, _HOLDERS) or is_followed_class(type(value))
+
+
+@functools.lru_cache(maxsize=4096)
 def named_globals(code: CodeType) -> tuple[str, ...]:
-    """Returns the names of globals that code reads, also in functions and comprehensions inside it."""
-    own = {one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    """Returns the names of globals that code reads or sets, also in functions and comprehensions inside it."""
+    own = {one.argval for one in dis.get_instructions(code) if one.opname in _OF_GLOBALS}
     inner = (named_globals(const) for const in code.co_consts if isinstance(const, CodeType))
     return tuple(sorted(own.union(*inner)))
 
 
-@functools.cache
+_OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
+
+
+@functools.lru_cache(maxsize=4096)
 def names_in(code: CodeType) -> frozenset[str]:
     """Returns all names in code, and its texts that may be names (`getattr(x, "scale")`)."""
     texts = (const for const in code.co_consts if isinstance(const, str) and const.isidentifier())

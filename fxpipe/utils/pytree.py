@@ -163,6 +163,22 @@ def refuse_layout(what: str, leaf: Any) -> None:
     raise ArgumentError(f"{what} has the layout {leaf.layout}; only strided tensors can be cut: to_dense()")
 
 
+def has_own_attributes(value: Any) -> bool:
+    """Returns True for a plain tensor on which somebody has set attributes; torch's own begin with an underscore."""
+    if type(value) is not torch.Tensor or not value.__dict__:
+        return False
+    return any(not (name.startswith("_") or callable(own)) for name, own in value.__dict__.items())
+
+
+def refuse_own_attributes(what: str, leaf: Any) -> None:
+    """Raises ArgumentError if attributes were set on a tensor: its parts, the micro-batches, do not have them."""
+    if has_own_attributes(leaf):
+        raise ArgumentError(
+            f"{what} is a tensor with the attributes {sorted(leaf.__dict__)}, which its micro-batches would not have; "
+            "pass them as arguments of their own (model(x, scale=3)), or delete them before the call"
+        )
+
+
 def _kind_of_input(value: Any) -> type[Any] | None:
     if _is_dataclass(value):
         return _Object
@@ -212,9 +228,10 @@ def flatten_dataclasses(tree: Any, is_recorded: Callable[[Any], bool]) -> tuple[
 
 
 def map_tensor_leaves(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    """The tree with `function(tensor)` for each tensor."""
+    """The tree with `function(tensor)` for each tensor; for one in two places it is one."""
     leaves, spec = flatten(tree)
-    return pytree.tree_unflatten([function(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+    results = {id(x): function(x) for x in leaves if isinstance(x, torch.Tensor)}
+    return pytree.tree_unflatten([results.get(id(x), x) for x in leaves], spec)
 
 
 def _flatten(

@@ -29,6 +29,11 @@ def draw_seed(generator: torch.Generator | None = None) -> int:
     return int(torch.randint(2**62, (), generator=generator, device="cpu").item())
 
 
+def comparison_seed() -> int:
+    """Returns the seed with which a model and its graph are compared: one that forward does not set itself."""
+    return mix_seed(torch.default_generator.initial_seed()) % 2**31
+
+
 _generator_locks: dict[torch.device, contextlib.AbstractContextManager[Any]] = {}  # of the process's generators
 call_in_forked_child(_generator_locks.clear)
 

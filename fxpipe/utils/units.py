@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import Any
 
@@ -69,6 +70,12 @@ def whole_number(value: Any) -> int | None:
         return operator.index(value)
     except TypeError:
         return None
+
+
+def did_you_mean(name: object, names: Iterable[str]) -> str:
+    """`; did you mean make or made?`: the names that are like this one, if any."""
+    matches = difflib.get_close_matches(str(name).lower(), list(names), n=3)
+    return f"; did you mean {' or '.join(matches)}?" if matches else ""
 
 
 def with_article(value: object) -> str:

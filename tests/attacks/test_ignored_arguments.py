@@ -74,6 +74,29 @@ class Named(nn.Module):
         return self.layers(x) / self.chunks
 
 
+def test_options_can_be_read_where_the_model_has_no_such_name(pipe):
+    assert (pipe.chunks, pipe.devices, pipe.schedule) == (4, [torch.device("cpu")] * 2, "1f1b")
+    assert pipe.checkpoint == pipe.plan.checkpoint
+    with make(Named()) as own:
+        assert (own.chunks, own.schedule) == (7, "of the model")
+    assert not hasattr(pipe, "in_dims")
+    assert not hasattr(fxpipe.unwrap(pipe), "chunks")
+
+
+@pytest.mark.parametrize("inputs", [1, 2], ids=["left out", "as an input"])
+def test_a_target_that_is_no_target_is_asked_for(inputs):
+    with make(chain()) as pipe, pytest.raises(TypeError) as caught:
+        pipe.forward_backward(*torch.randn(inputs, 8, 8), loss_fn=F.mse_loss)
+    assert "did you mean pipe.forward_backward(x, target=y, loss_fn=...)?" in caught.value.__notes__[-1]
+
+
+def test_completion_knows_what_a_pipe_and_its_model_have(pipe):
+    names = dir(pipe)
+    assert {"forward_backward", "train_stream", "plan", "last_step", "close", "chunks", "parameters"} <= {*names}
+    assert not [name for name in names if name.startswith("_fxpipe")]
+    assert all(hasattr(pipe, name) for name in names if not name.startswith("__"))
+
+
 def test_names_that_the_model_has_are_the_models(pipe):
     with make(Named()) as own:
         own.chunks, own.schedule = 2, "another"

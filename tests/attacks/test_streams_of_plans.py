@@ -56,6 +56,7 @@ def test_a_mini_batch_runs_as_a_whole_over_a_plan_for_another_schedule(name, tmp
     plain = blocks(STAGES)
     plan = _planned(plain, **options)
     assert plan.micro_batches > 1
+    assert fxpipe.simulate(plan, schedule="pipedream").steady.micro_batches == 1
     plan.save(tmp_path / "plan.json")
     losses, model = _streamed(plain, fxpipe.Plan.load(tmp_path / "plan.json"), **of_stream)
     counts = (options.get("data_parallel", 1),) * STAGES

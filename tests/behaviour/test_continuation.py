@@ -155,6 +155,7 @@ def test_a_buffer_that_counts_before_the_blocks_keeps_the_rest_in_one_piece() ->
     assert_trains(Counting(), calm_and_wild(), check)
 
 
+@pytest.mark.filterwarnings("ignore:Drawing changes the buffer 'calls' in evaluation")
 def test_random_numbers_are_drawn_once() -> None:
     """A forward that draws between its blocks stays in one piece behind the first of them."""
 

@@ -12,7 +12,7 @@ from helpers.oracle import assert_step, closing
 from torch import nn
 
 import fxpipe
-from fxpipe.errors import ArgumentError, StateError
+from fxpipe.errors import ArgumentError, StateError, TraceError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(nested tensors|Sparse CSR tensor support)")
 
@@ -75,6 +75,65 @@ def test_inputs_and_targets_that_cannot_be_cut_are_refused_by_name(kind: str) ->
         with pytest.raises(ArgumentError, match=f"target .*{message}"):
             pipe.forward_backward(torch.randn(6, 4), target=make(), loss_fn=F.mse_loss)
         assert pipe(torch.randn(6, 4)).shape == (6, 4)
+
+
+class Sparse(nn.Module):
+    """A model that returns a sparse tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"rows": self.layers(x).to_sparse()}
+
+
+def test_a_sparse_output_is_refused_with_its_line() -> None:
+    with pytest.raises(TraceError, match=r"layout torch\.sparse_coo, made at .*test_layouts.py:\d+; .*to_dense\(\)"):
+        fxpipe.pipeline(Sparse(), ["cpu"] * 2, 2, example_args=(torch.randn(6, 4),))
+
+
+class Scaled(nn.Module):
+    """A model that looks for an attribute of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x)) * getattr(x, "scale", 1.0)
+
+
+def test_attributes_of_an_input_are_refused_at_planning_and_in_each_step() -> None:
+    x = torch.randn(6, 4)
+    with closing(fxpipe.pipeline(Scaled(), ["cpu"] * 2, 2, example_args=(x,))) as pipe:
+        x.scale = 3.0  # type: ignore[attr-defined]
+        for step in (pipe, lambda x: pipe.forward_backward(x, loss_fn=torch.sum)):
+            with pytest.raises(ArgumentError, match=r"input x .*\['scale'\].*pass them as arguments"):
+                step(x)
+        torch.testing.assert_close(pipe(x.clone()), fxpipe.unwrap(pipe)(x.clone()))
+    with pytest.raises(ArgumentError, match=r"input x .*\['scale'\]"):
+        fxpipe.pipeline(Scaled(), ["cpu"] * 2, 2, example_args=(x,))
+
+
+class Prenet(nn.Module):
+    """Dropout by a draw of the shape of a value that requires grad, as in SpeechT5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x).relu()
+        kept = torch.bernoulli(h, p=1.0)
+        return self.b(torch.where(kept == 1, h, 0) * 2)
+
+
+def test_a_draw_without_a_derivative_can_be_planned() -> None:
+    plain = Prenet()
+    with closing(fxpipe.pipeline(copy.deepcopy(plain), ["cpu"] * 2, 2, example_args=(torch.randn(6, 4),))) as pipe:
+        assert_step(pipe, plain, torch.randn(6, 4))
+        assert_step(pipe, plain, torch.randn(6, 4), one_pass=True)
 
 
 def test_a_model_that_was_moved_to_meta_behind_the_pipes_back_is_named() -> None:

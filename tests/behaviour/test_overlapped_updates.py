@@ -156,7 +156,7 @@ def test_what_the_optimizer_does_not_hold_has_its_gradient_and_hooks_fire_once()
 
 
 def test_a_step_that_fails_says_what_has_been_updated():
-    model, (first, second) = model_of(), batches(2)
+    model, (first,), (second,) = model_of(), batches(1), batches(1, seed=2)  # another size is verified, then updated
     with piped(model) as pipe:
         have = adam(pipe)
         pipe.forward_backward(first[0], target=first[1], loss_fn=F.mse_loss, optimizer=have)

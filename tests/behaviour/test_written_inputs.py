@@ -430,7 +430,7 @@ def test_a_leaf_that_requires_grad_is_refused_as_torch_refuses_it():
 
 def test_memory_that_is_given_twice_is_refused():
     x = torch.randn(4, 4)
-    with pytest.raises(ArgumentError, match=r"writes to the input state at .* overlaps with that of x"):
+    with pytest.raises(ArgumentError, match=r"writes to the input x at .* overlaps with that of state"):
         fxpipe.trace(State(), (x, x))
     both = torch.randn(8, 4)
     fxpipe.trace(State(), (both[:4], both[4:]))

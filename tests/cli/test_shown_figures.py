@@ -128,6 +128,6 @@ def test_a_row_that_could_be_faster_than_the_choice_says_by_how_much() -> None:
     best = result(4, 1.0, plan=make_plan(2))
     assert "≥" not in str(Tuning(best, (best,), 8, ("cpu", "cpu")))
     slower = str(Tuning(best, (best, result(8, 1.2, why=NO_SHORTER)), 8, ("cpu", "cpu")))
-    assert slower.endswith("≥: at least this long even with perfectly even stages, and so not cut")
+    assert slower.endswith("≥: lower bound, with perfectly even stages; not simulated")
     faster = str(Tuning(best, (best, result(8, 0.95, why=NO_SHORTER)), 8, ("cpu", "cpu")))
-    assert "even stages, at most 5.0 % shorter than the chosen step, and so not cut" in faster
+    assert "even stages, at most 5.0 % shorter than the chosen step; not simulated" in faster

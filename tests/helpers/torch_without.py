@@ -3,7 +3,6 @@
 Prints a line for each name: `ok`, or what was raised. Each process is forked before fxpipe is imported.
 """
 
-import importlib
 import os
 import sys
 import traceback
@@ -103,8 +102,6 @@ def train(name, gone):
     whole = ["1"] if "checkpoint" in name else []
     compiled = {"backend": "eager"} if "compile" in name else False
     profile = torch.profiler.profile() if "profiler" in name or "KINETO" in name else nullcontext()
-    if "rpc_autograd" in name:  # which a pipe over RPC alone imports
-        importlib.import_module("fxpipe._torch.rpc_autograd")
     pipe = fxpipe.pipeline(
         model,
         devices=["cpu", "cpu"],

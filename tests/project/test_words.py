@@ -1,4 +1,7 @@
-"""The words of the package: variables are nouns, one word stands for one thing, and docstrings say what is."""
+"""The words of the package: variables are nouns, one word stands for one thing, and docstrings say what is.
+
+And the words of README, docs and examples: those of PyTorch's documentation.
+"""
 
 import ast
 import re
@@ -24,6 +27,30 @@ OLD_WORDS = {
     "rollers": "python_rng",
     "strangers": "external",
     "weigh": "weight_gradients",
+}
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*.py"))]
+# Phrases over which a reader stumbles, each with what is written instead.
+STUMBLES = {
+    r"behind": "after, following",
+    r"anew|once more": "again",
+    r"(go|goes|went) by": "depend on, use",
+    r"(is|are|was|were|be|been) told|tells? (what|which|who|how)": "show, report",
+    r"heeds?": "respect, take into account",
+    r"at once": "immediately, at the same time",
+    r"(is|are|be) no (tensor|scalar|number|mean|sum|module|operator)": "is not a ...",
+    r"[\d.]+ G parameters": "70B parameters",
+    r"nobody|whom": "the passive, or 'you'",
+    r"beside": "next to, in addition to, as well as",
+    r"reckon(s|ed)?": "estimate, compute",
+    r"as ever": "as usual",
+    r"as one likes": "any number of",
+    r"so many|as many as": "that many, the number of",
+    r"that of|those of": "the noun again",
+    r"one (behind|after) the other|by turns": "one after another, in order, alternately",
+    r"in (its|their) stead|in the place of": "instead of",
+    r"hand(s|ed)? (out|over|on)": "pass, return",
+    r"knows? of": "is aware of, depends on",
+    r"(may|has to) stand": "can be",
 }
 QUESTION = re.compile(
     r"(What|Which|Who|Whose|Where|When|Why|How|Is|Are|Was|Were|Do|Does|Did|Has|Have|Had|Can|Could|Must|Should|Will|Would|"
@@ -73,6 +100,28 @@ def test_variables_are_nouns_and_no_old_word_comes_back():
 def test_docstrings_begin_with_no_question():
     problems = {path.relative_to(ROOT): problems_of_docstrings(ast.parse(path.read_text())) for path in FILES}
     assert not {path: lines for path, lines in problems.items() if lines}
+
+
+def stumbles_of(text: str) -> list[str]:
+    """The phrases of STUMBLES in a text, with their lines; blocks of output (```text) are what programs print."""
+    prose = re.sub(r"^```text.*?^```$", lambda block: "\n" * block[0].count("\n"), text, flags=re.MULTILINE | re.DOTALL)
+    problems = []
+    for pattern, better in STUMBLES.items():
+        words = pattern.replace(" ", r"\s+")
+        for match in re.finditer(rf"\b({words})\b", prose, re.IGNORECASE):
+            line = prose.count("\n", 0, match.start()) + 1
+            problems.append(f"{line}: {match[0]!r}: better {better}")
+    return problems
+
+
+def test_pages_and_examples_use_plain_words():
+    problems = {path.relative_to(ROOT): stumbles_of(path.read_text(encoding="utf-8")) for path in PAGES}
+    assert not {path: lines for path, lines in problems.items() if lines}
+
+
+def test_such_phrases_are_seen():
+    text = "It stands behind.\n```text\nbehind\n```\nIt goes\nby time, as is told: it is no tensor of 70 G parameters."
+    assert [problem.partition(":")[0] for problem in stumbles_of(text)] == ["1", "5", "6", "6", "6"]
 
 
 def test_such_names_and_docstrings_are_seen():

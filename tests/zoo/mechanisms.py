@@ -75,7 +75,7 @@ MECHANISMS = (
         ("conditions on the batch size", "tracing.shapes.size_reads.batch_condition?"),
         ("a read that any size answers alike", "tracing.verify.equivalence.excuse_reads?"),
         ("draws of a stream", "tracing.forward_rng.DrawStream.take"),
-        ("attributes of modules", "tracing.module_attributes.AttributeGuard.now"),
+        ("attributes of modules", "tracing.record.python_reads.PythonReads.add_attribute"),
         ("a mode of some modules", "tracing.cache_key.evaluating_modules?"),
         ("nodes of autograd", "tracing.record.grad_fn.GradFnProxy.__getattr__"),
         ("tensors of nobody, as constants", "tracing.record.recorder.Recorder._constant_name?"),

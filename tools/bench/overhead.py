@@ -2,6 +2,8 @@
 
     python tools/bench/overhead.py
 
+And what a step takes to compare the Python state that forward reads, of GPT-2 small.
+
 What is compared, how, and what came out is in tools/bench/README.md.
 """
 
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,6 +22,7 @@ from models import WORKLOADS
 from tabulate import tabulate
 from timing import Contestant, ratios, run_rounds, summarise, use_one_thread
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import fxpipe
 
@@ -100,6 +104,21 @@ def one_stage(rounds: int, batch: int) -> list[list[str]]:
     return rows
 
 
+def guards() -> list[list[str]]:
+    """Microseconds in which a step compares the Python state that GPT-2 small reads, median of 200.
+
+    The width is small: the state is of the configuration and of 12 layers of modules.
+    """
+    config = GPT2Config(n_embd=48, bos_token_id=1, eos_token_id=1, vocab_size=512)
+    traced = fxpipe.trace(GPT2LMHeadModel(config), (torch.zeros(2, 8, dtype=torch.long),), check=False, progress=False)
+    seconds = []
+    for _ in range(200):
+        start = time.perf_counter()
+        assert traced.python_state.holds()
+        seconds.append(time.perf_counter() - start)
+    return [["GPT-2 small", f"{1e6 * statistics.median(seconds):.1f}"]]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=25, help="timed rounds (default: 25)")
@@ -108,6 +127,8 @@ def main() -> None:
     use_one_thread()
     headers = ["schedule", "recomputed", "actions", "µs each, beyond the loop's", "over the loop's"]
     print(f"\none stage of one operation\n\n{tabulate(actions(options.rounds), headers, disable_numparse=True)}")
+    headers = ["model", "µs a step to compare what forward reads of Python"]
+    print(f"\n{tabulate(guards(), headers, disable_numparse=True)}")
     headers = ["model", "one stage, one micro-batch, over the plain model"]
     print(f"\n{tabulate(one_stage(options.rounds, options.batch), headers, disable_numparse=True)}")
 

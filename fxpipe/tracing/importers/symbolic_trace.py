@@ -39,6 +39,7 @@ from fxpipe.tracing.record.unrecordable import refuse_model
 from fxpipe.tracing.source_lines import line_of_error, user_line
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import InputLeaf, Traced, TracedGraph
+from fxpipe.utils.python_state import PythonState
 from fxpipe.utils.units import with_article
 
 
@@ -154,7 +155,9 @@ def symbolic_graph(model: nn.Module) -> Traced:
     output.args = ((tuple(result), {}),)
     _, in_spec = pytree.tree_flatten((tuple(leaf.head for leaf in leaves), {}))
     state = ThreadState.now()
-    return Traced(model, graph, tuple(leaves), in_spec, out_spec, module_flags(model), state, {}, (), (), tracer="fx")
+    return Traced(
+        model, graph, tuple(leaves), in_spec, out_spec, module_flags(model), state, {}, (), PythonState(), tracer="fx"
+    )
 
 
 def _record_symbolic(

@@ -219,7 +219,7 @@ class _Segment:
         tensors = [slot.get(self.module) for slot in slots]
         before, recorder.origin = recorder.origin, (path, line_of_function(forward_of(self.module)))
         try:
-            result, node = call_opaque(recorder, run_apart, name, tensors, arguments, {}, final=False)
+            result, node = call_opaque(recorder, run_apart, name, tensors, arguments, {}, final=False, hookable=False)
         finally:
             recorder.origin = before
         if self.end is not None and info(node).is_random:
@@ -247,9 +247,9 @@ class _Segment:
         copied = map_tensor_leaves(torch.clone, arguments)
         drawn = len(recorder.draws_from_stream)
         with without_gradients(recorder.model), preserve_state(recorder.model):
-            recorder.external_tensors.clear()
+            recorder.external_tensors = []
             run((), copied, {})
-            used = set(map(id, recorder.external_tensors))
+            used, recorder.external_tensors = set(map(id, recorder.external_tensors)), None
         del recorder.draws_from_stream[drawn:]
         if self.end is not None:
             outside = [slot for slot in outside if slot.kind == "parameter"]

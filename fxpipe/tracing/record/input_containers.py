@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -18,11 +18,14 @@ from torch import nn
 
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.module_internals import original_module
+from fxpipe._torch.saved_tensor_hooks import NoSavedTensors
+from fxpipe.tracing.fake_tensors import in_fake_mode
 from fxpipe.tracing.model_state import preserve_state
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.source_lines import UNKNOWN_LINE, is_user_file
 from fxpipe.tracing.traced import InputLeaf
 from fxpipe.utils.equality import equal_values
+from fxpipe.utils.python_state import is_followed_file
 from fxpipe.utils.pytree import CACHE_ADVICE, flatten_with_paths, preserve_objects
 
 # -- Names of inputs in forward, and of the leaves in them for the user: `x`, `xs[1]`, `batch['ids']` ----------------
@@ -81,27 +84,37 @@ def _is_same_leaf(left: Any, right: Any) -> bool:
     return equal_values(left, right)
 
 
-def line_of_change(model: nn.Module, leaves: Sequence[InputLeaf], values: Sequence[Any], spec: pytree.TreeSpec) -> str:
-    """The user's line that changes a container among the inputs; unknown where no line of the user's does.
+def line_of_change(model: nn.Module, tree: Any, spec: pytree.TreeSpec, has_changed: Callable[[], object]) -> str:
+    """The user's line that changes something; unknown where no line of the user's does.
 
     Runs the model and looks after each line of the user's code, so that it takes a while.
     """
-    tree = pytree.tree_unflatten(values, spec)
     lines: dict[FrameType, int] = {}
     result = UNKNOWN_LINE
 
     def look(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal result
-        if result == UNKNOWN_LINE and frame in lines and changed_input_item(model, tree, leaves, values, spec):
+        if result == UNKNOWN_LINE and frame in lines and has_changed():
             result = f"{frame.f_code.co_filename}:{lines[frame]}"
-        lines[frame] = frame.f_lineno
+        if event == "return":
+            lines.pop(frame, None)  # it holds activations
+        else:
+            lines[frame] = frame.f_lineno
         return look if result == UNKNOWN_LINE else None
 
     def enter(frame: FrameType, event: str, _: Any) -> Any:
-        return look if result == UNKNOWN_LINE and is_user_file(frame.f_code.co_filename) else None
+        file = frame.f_code.co_filename
+        return look if result == UNKNOWN_LINE and is_user_file(file) and is_followed_file(file) else None
 
     args, kwargs = tree
-    with preserve_state(model), preserve_objects(spec), _sys_trace(enter), contextlib.suppress(Exception):
+    with (
+        preserve_state(model),
+        preserve_objects(spec),
+        in_fake_mode(),
+        NoSavedTensors(),
+        _sys_trace(enter),
+        contextlib.suppress(Exception),
+    ):
         model(*args, **kwargs)
     return result
 

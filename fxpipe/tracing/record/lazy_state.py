@@ -29,13 +29,12 @@ from fxpipe._torch.module_internals import MODULE_DICT_KEYS, own_buffers
 from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.interpreter import copy_of_input
 from fxpipe.tracing.model_state import Snapshot, preserve_state, slots_of, without_gradients
-from fxpipe.tracing.module_attributes import AttributeGuard
 from fxpipe.tracing.record.module_hooks import run_model
 from fxpipe.tracing.record.record_model import input_leaves
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.shapes.input_dims import candidate_dims
 from fxpipe.tracing.tensors import storage_of
-from fxpipe.tracing.traced import Traced
+from fxpipe.tracing.traced import Traced, as_given
 from fxpipe.tracing.verify.equivalence import is_close
 from fxpipe.utils.pytree import preserve_objects
 
@@ -69,20 +68,13 @@ class LazyState:
     items: tuple[_LazyItem, ...]
     before: tuple[tuple[Any, bool | None], ...]
 
-    @property
-    def attributes(self) -> tuple[AttributeGuard, ...]:
-        """The items that are attributes and no tensors: other ones, made for other inputs, are another graph's."""
-        return tuple(
-            AttributeGuard.now(m.owner, m.key) for m in self.items if m.owner is not None and not _is_tensor(m.value)
-        )
-
     def remove(self) -> None:
         _remove_items(self.items, self.before)
 
 
 def new_attributes(traced: Traced) -> list[str]:
     """Returns the attributes that forward sets and the model does not have, or has as a None that forward asks for."""
-    asked = {(id(kept.owner), kept.name) for kept in traced.attributes_read if kept.value is None}
+    asked = {(id(store), name) for store, name in traced.python_state.places if store.get(name, 0) is None}
     names = []
     for name in traced.assigned:
         path, _, key = name.rpartition(".")
@@ -106,7 +98,7 @@ def make_lazy_state(
     if is_faked():
         return None
     leaves, spec, values = input_leaves(model, args, kwargs)
-    others = _other_samples(values, candidate_dims(leaves, in_dims))
+    others = as_given(leaves, _other_samples(values, candidate_dims(leaves, in_dims)))
     try:
         first, first_of_others = _call_once(model, values, spec), _call_once(model, others, spec)
         items = first.items
@@ -156,7 +148,8 @@ def _call_once(model: nn.Module, values: Sequence[Any], spec: pytree.TreeSpec) -
     before = {slot: _memory_of(tensor) for slot, tensor in slots_of(model).items() if slot.kind == "parameter"}
     with preserve_state(model) as snapshot, without_gradients(model), preserve_objects(spec):
         torch.manual_seed(0)
-        args, kwargs = pytree.tree_unflatten(list(map(copy_of_input, values)), spec)
+        copies = {id(value): copy_of_input(value) for value in values}
+        args, kwargs = pytree.tree_unflatten([copies[id(value)] for value in values], spec)
         result = run_model(model, args, kwargs)
         outputs = [x.detach() if isinstance(x, torch.Tensor) else x for x in pytree.tree_leaves(result)]
         # Not of parameters as they were: copies of all of them take as much memory as the model.

@@ -64,12 +64,12 @@ def _note_attributes(recorder: Recorder, module: nn.Module) -> None:
             continue
         modules = list(_modules_in(value))
         if value is None or type(value) in PLAIN_TYPES or modules:
-            recorder.note_attribute(module.__dict__, key)
+            recorder.python_reads.add_attribute(module.__dict__, key)
         hidden = {id(m): m for outer in modules for m in outer.modules() if id(m) not in recorder.paths}
         for inner in hidden.values():
             for name, kept in inner.__dict__.items():
                 if name == "training" or (name not in MODULE_DICT_KEYS and (kept is None or type(kept) in PLAIN_TYPES)):
-                    recorder.note_attribute(inner.__dict__, name)
+                    recorder.python_reads.add_attribute(inner.__dict__, name)
 
 
 def _forward(replica: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -123,12 +123,14 @@ def call_opaque(
     kwargs: dict[str, Any],
     in_module: bool = False,
     final: bool = True,
+    hookable: bool = True,
 ) -> tuple[Any, fx.Node]:
     """Runs something and leaves a node `name(tensors, leaves of the arguments)`, which makes the result's leaves.
 
     Args:
         in_module: what it uses from outside it may be given where the module that calls it is kept whole.
         final: it is one node because the user wants it so, and what is refused ends the search.
+        hookable: it may put hooks on tensors, if it is the only one to use them so far.
     """
 
     def refuse(what: str, remedy: str) -> CannotRecord:
@@ -193,12 +195,19 @@ def call_opaque(
         buffers = [(t, t.detach().clone()) for t in tensors if not isinstance(t, nn.Parameter)]
     recorder.note_python_rng()
     before, applied = python_rng_state(), recorder.applied_inside
-    recorder.external_tensors.clear()
+    shared = [x for x, node in zip(plain, nodes, strict=True) if isinstance(x, torch.Tensor) and _is_used(node)]
+    recorder.unhookable = [*own, *shared] if hookable else None
+    recorder.has_drawn_inside = False
+    outside: list[torch.Tensor] = []
+    recorder.external_tensors = outside
     try:
         outputs, random = recorder.run_opaque(whole, (own, plain), {})
     except OpaqueStateError as error:
         raise refuse(str(error), error.remedy) from error
-    outside = list(recorder.external_tensors)
+    finally:
+        recorder.unhookable = ()
+        recorder.external_tensors = None
+    seeds = recorder.has_drawn_inside and not random
     rolled = not same_python_rng_state(before, python_rng_state())
     recorder.skip_python_rng()
     if recorder.applied_inside != applied:
@@ -255,12 +264,21 @@ def call_opaque(
     node = recorder.add("call_function", whole, node_args)
     update_info(
         node,
-        opaque=OpaqueCall(fixed, spec, host_places=host.places),
+        opaque=OpaqueCall(fixed, spec, host_places=host.places, seeds_generator=seeds),
         rng=RandomDraws(from_python=rolled) if random or rolled else None,
         written_storages=info(node).written_storages.union(map(recorder.registry.storages.name, changed_buffers)),
     )
     recorder.keep(outputs, node)
     return pytree.tree_unflatten(outputs, first[0]), node
+
+
+def _is_used(node: fx.Node) -> bool:
+    """Returns whether a gradient of a value comes from a use of it so far, perhaps in an earlier stage.
+
+    Gradients of later uses come to where the value was used before.
+    """
+    uses = (n for n in node.users if info(n).recorded_size is None)
+    return any(n.users or info(n).opaque is None for n in uses)
 
 
 def _is_tensor(value: Any) -> bool:

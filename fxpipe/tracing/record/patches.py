@@ -5,7 +5,8 @@
 - `torch.vmap`, which becomes one node: under it torch functions are given batches that look like samples;
 - applications of an `autograd.Function`, through whatever alias: each becomes one node that keeps its backward.
   `torch.utils.checkpoint` is called through, with its functions of that kind: recompute is the pipeline's own business;
-- attributes of modules that forward reads (`dropout.p`): with others it is another graph;
+- attributes of modules that forward reads (`dropout.p`), and the Python that runs (`python_reads`): with others it is
+  another graph;
 - the bytes of storages, which are sizes of tensors;
 - `int(size)`, `float(size)` and `len(tensor)`, which are numbers that stay sizes.
 """
@@ -86,7 +87,7 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
         ) and not is_elsewhere():
             own = object.__getattribute__(module, "__dict__")  # not what its class has: see `cache_key`
             if name in own:
-                recorder.note_attribute(own, name)
+                recorder.python_reads.add_attribute(own, name)
         return value
 
     def vmap(map_batch: Any, function: Any, *settings_and_args: Any, **kwargs: Any) -> Any:
@@ -107,6 +108,7 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
     patches: list[tuple[type, str, Any]] = [
         (storage, "nbytes", told_of(storage.nbytes)),
         (storage, "__len__", told_of(storage.__len__)),
+        (storage, "data_ptr", told_of(storage.data_ptr)),
         (nn.Module, "__getattribute__", getattribute),
         (nn.Module, "__call__", call),
     ]
@@ -115,7 +117,12 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
         for kind, name, patch in patches:
             setattr(kind, name, patch)
         followed = CASTING_FUNCTIONS.follow() if recorder.follows_casts else contextlib.nullcontext()
-        with followed, intercept_vmap(vmap), intercept_apply(apply, _HiddenApplications(recorder, is_elsewhere)):
+        with (
+            followed,
+            intercept_vmap(vmap),
+            intercept_apply(apply, _HiddenApplications(recorder, is_elsewhere)),
+            recorder.python_reads.follow(is_elsewhere),
+        ):
             yield
     finally:
         for (kind, name, _), before in zip(patches, own, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.module_internals import module_flags
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentError, TraceError
-from fxpipe.tracing.cache_key import requires_grad_flags, tensor_guards_of
+from fxpipe.tracing.cache_key import requires_grad_flags, same_tensors, tensor_guards_of
 from fxpipe.tracing.fake_tensors import in_fake_mode
 from fxpipe.tracing.forward_rng import OwnGenerators
 from fxpipe.tracing.interpreter import copy_as_leaf, copy_of_input
@@ -28,24 +29,31 @@ from fxpipe.tracing.record.input_containers import (
     leaf_name,
     line_of_change,
 )
+from fxpipe.tracing.record.input_reads import layouts_of
+from fxpipe.tracing.record.module_hooks import forward_of
 from fxpipe.tracing.record.number_casts import CASTING_FUNCTIONS
 from fxpipe.tracing.record.patches import patch_for_recording
 from fxpipe.tracing.record.recorded_sizes import RECORDED, SIZE_FUNCTIONS
 from fxpipe.tracing.record.recorder import GraphBreak, Recorder
 from fxpipe.tracing.record.uncomputed_tensors import UncomputedMode
 from fxpipe.tracing.record.unrecordable import CannotRecord, python_rng_error, refuse_model
-from fxpipe.tracing.source_lines import UNKNOWN_LINE
-from fxpipe.tracing.traced import InputLeaf, Traced, signature_of
+from fxpipe.tracing.source_lines import UNKNOWN_LINE, line_of_function
+from fxpipe.tracing.traced import InputLeaf, Traced, as_given, signature_of
 from fxpipe.utils.progress import progress
 from fxpipe.utils.python_objects import contains_any
+from fxpipe.utils.python_state import PythonState
 from fxpipe.utils.pytree import (
     flatten_output,
     flatten_with_paths,
+    is_plain_layout,
     preserve_objects,
     refuse_hidden_tensors,
     refuse_layout,
+    refuse_own_attributes,
 )
+from fxpipe.utils.random_generators import comparison_seed
 
+_UnknownTensor = tuple[torch.Tensor, CannotRecord]  # and the error to raise should it not be a constant
 _ERASABLE = (  # nodes that may be there for nobody
     torch.empty,  # of a checkpoint (torch 2.11; not 2.13)
     "size",  # of `x.shape`, which leaves a node for each dimension
@@ -61,14 +69,17 @@ def input_leaves(
     """The flattened inputs: what they are, their tree, and their values."""
     paths, spec = flatten_with_paths((args, kwargs))
     leaves = []
-    for path, value in paths:
+    for (path, value), same_as in zip(paths, same_tensors([value for _, value in paths]), strict=True):
         head, text = argument_name(model, path), leaf_name(model, path)
         if isinstance(value, torch.Tensor):
             refuse_layout(f"input {text}", value)
-            leaves.append(InputLeaf(True, head, text, None, value.dtype, tuple(value.shape), value.requires_grad))
+            refuse_own_attributes(f"input {text}", value)
+            shape = tuple(value.shape)
+            leaves.append(InputLeaf(True, head, text, None, value.dtype, shape, value.requires_grad, same_as))
         else:
             refuse_hidden_tensors(f"input {text}", value)
-            leaves.append(InputLeaf(False, head, text, copy_as_leaf(value)))
+            state = PythonState((value,)) if callable(value) else None
+            leaves.append(InputLeaf(False, head, text, copy_as_leaf(value), state=state))
     return tuple(leaves), spec, [value for _, value in paths]
 
 
@@ -107,7 +118,7 @@ def record(
     refuse_model(model)
     with progress("recording", None) as step:
 
-        def attempt(hashable: bool, forgets: bool = True) -> tuple[Traced, list[tuple[torch.Tensor, CannotRecord]]]:
+        def attempt(hashable: bool, forgets: bool = True) -> tuple[Traced, list[_UnknownTensor]]:
             recorder = Recorder(model, held, whole, continued, seed, hashable, step, forgets, disguised, follows_casts)
             try:
                 recording = _record_once(recorder, args, kwargs, run, uncomputed)
@@ -136,18 +147,47 @@ def _has_new_casts(recorder: Recorder) -> bool:
     return recorder.follows_casts and CASTING_FUNCTIONS.add(recorder.casting_codes)
 
 
+def refuse_side_effects(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], has_run: bool) -> None:
+    """Refuses what forward changes of Python's each time it runs: in steps it would stay as it is.
+
+    Args:
+        has_run: whether the model has run since it was recorded.
+
+    Raises:
+        CannotRecord: final; names what is changed and the line.
+    """
+    state = traced.python_state
+    if has_run and state.holds():
+        return
+    state.take()  # maybe the first run alone has changed it, as a cache that it fills
+    leaves, spec, values = input_leaves(traced.model, args, kwargs)
+    tree = pytree.tree_unflatten(as_given(leaves, map(copy_of_input, values)), spec)
+    line = line_of_change(traced.model, tree, spec, lambda: not state.is_same())
+    if name := state.changed():
+        where = "" if line == UNKNOWN_LINE else f" at {line}"
+        raise CannotRecord(
+            f"forward changes {name!r}{where}, and a graph cannot: it would stay as it is in every step. Return the "
+            "value as an output, keep a tensor in a buffer (register_buffer), or do it outside forward or in a forward "
+            "hook on a module, which runs in every step",
+            is_final=True,
+        )
+
+
 class _HashedSizeError(Exception):
     """The model takes a size as a key, and cannot do without."""
 
 
 def _record_once(
     recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any] | None, uncomputed: bool
-) -> tuple[Traced, list[tuple[torch.Tensor, CannotRecord]]]:
+) -> tuple[Traced, list[_UnknownTensor]]:
     """The graph, and the tensors of unknown origin in it, with the errors to raise should they be made by forward."""
     model = recorder.model
     model_flags = module_flags(model)
     leaves, spec, values = input_leaves(model, args, kwargs)
-    copies = list(map(copy_of_input, values))
+    copies = as_given(leaves, map(copy_of_input, values))
+    recorder.input_reads.leaves, recorder.input_reads.paths = copies, [leaf.path for leaf in leaves]
+    if run:  # nobody has seen what forward asks
+        recorder.input_reads.ask_all(layouts_of, "the memory layout of its inputs", UNKNOWN_LINE)
     for place, (leaf, copy) in enumerate(zip(leaves, copies, strict=True)):
         if leaf.is_tensor:
             recorder.placeholder(f"in_{place}", copy)
@@ -156,8 +196,11 @@ def _record_once(
     own_generators = OwnGenerators(model)
     try:
         with preserve_state(model) as snapshot, preserve_objects(spec):
+            recorder.seed_generator(comparison_seed())
             with UncomputedMode(model) if uncomputed else in_fake_mode(), patch_for_recording(recorder), recorder:
                 result = run(recorder, *run_args, **run_kwargs) if run else model(*run_args, **run_kwargs)
+            recorder.origin = "", line_of_function(forward_of(model))
+            recorder.check_generator()
             changed = changed_input_item(model, (run_args, run_kwargs), leaves, copies, spec)
             _refuse_reshaped(recorder, leaves, layouts, copies)
             named = snapshot.assigned(recorder.read_names())
@@ -166,8 +209,12 @@ def _record_once(
             for name in [name for name in tied if not _depends_on_inputs(assigned[name])]:
                 del assigned[name]  # made anew by each forward, as weight_norm does: nobody would see what is put there
         if changed is not None:  # the objects are as they were: it can be seen where it happens
-            line = UNKNOWN_LINE if run else line_of_change(model, leaves, list(map(copy_of_input, values)), spec)
-            raise changed_container_error(changed, line)
+            again = as_given(leaves, map(copy_of_input, values))
+            tree = pytree.tree_unflatten(again, spec)
+            is_changed = functools.partial(changed_input_item, model, tree, leaves, again, spec)
+            raise changed_container_error(
+                changed, UNKNOWN_LINE if run else line_of_change(model, tree, spec, is_changed)
+            )
         own_generators.refuse_drawn()
         if recorder.refusal is not None:  # forward has swallowed it
             raise recorder.refusal
@@ -202,9 +249,9 @@ def _record_once(
         ThreadState.now(),
         recorder.constants,
         tuple(recorder.size_reads),
-        # Without those of modules that forward makes, and sets up after it has read them.
-        tuple(kept for kept in recorder.attributes_read.values() if kept.holds()),
+        recorder.python_reads.state(),
         layout_reads=tuple(recorder.layout_reads.values()),
+        input_reads=tuple(recorder.input_reads.reads.values()),
         attributes=tensor_guards_of(model, recorder.read_names() | recorder.sized_names),
         requires_grad=requires_grad_flags(model) if recorder.asks_for_gradients else None,
         seed=recorder.seed,
@@ -269,7 +316,14 @@ def _flat_output(recorder: Recorder, result: Any) -> tuple[list[Any], pytree.Tre
 
 def _output_argument(recorder: Recorder, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return recorder.node_of(value)
+        node = recorder.node_of(value)
+        if not is_plain_layout(value):
+            raise CannotRecord(
+                f"the model returns a tensor of the layout {value.layout}, made at {info(node).source}; outputs of "
+                "micro-batches are put together as strided tensors: return to_dense() of it",
+                is_final=True,
+            )
+        return node
     if isinstance(value, RECORDED):
         return recorder.node_argument(value)
     if contains_any(value, lambda item: _is_recorded(recorder, item)):

@@ -19,7 +19,7 @@ import math
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any, NamedTuple
@@ -55,9 +55,17 @@ from fxpipe._torch.thread_state import ThreadState
 from fxpipe.tracing.fake_tensors import NEEDS_VALUES_ERRORS, is_faked
 from fxpipe.tracing.forward_rng import DrawStream, generator_states, is_scalar_draw, might_draw, same_generator_states
 from fxpipe.tracing.model_state import python_rng_state, same_python_rng_state
-from fxpipe.tracing.module_attributes import AttributeGuard
 from fxpipe.tracing.node_info import NodeInfo, RandomDraws, RecordingPlace, ValueRead, info, set_info, update_info
-from fxpipe.tracing.record.grad_fn import NODE_HOOK_PROBLEM, NODE_HOOK_REMEDY, GradFnProxy
+from fxpipe.tracing.record.grad_fn import NODE_HOOK_PROBLEM, NODE_HOOK_REMEDY, GradFnProxy, is_grad_fn_access
+from fxpipe.tracing.record.input_reads import (
+    INPUT_ATTRIBUTES,
+    INPUT_METHODS,
+    MEMORY_QUESTIONS,
+    InputReads,
+    layouts_of,
+    memory_of,
+)
+from fxpipe.tracing.record.python_reads import PythonReads
 from fxpipe.tracing.record.recorded_sizes import (
     RECORDED,
     LayoutRead,
@@ -77,6 +85,8 @@ from fxpipe.tracing.record.recorded_sizes import (
 from fxpipe.tracing.record.tensor_registry import TensorNames, TensorRegistry
 from fxpipe.tracing.record.uncomputed_tensors import refuse_uncomputed
 from fxpipe.tracing.record.unrecordable import (
+    OPAQUE_REMEDY,
+    TENSOR_HOOKS,
     CannotRecord,
     calls_before_effects,
     refusal_of_call,
@@ -87,6 +97,12 @@ from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import TracedGraph
 from fxpipe.utils.builtin_calls import calling_codes
 from fxpipe.utils.progress import ProgressStep, ignore_progress
+
+PARTIAL_HOOK = (
+    "puts a hook on a tensor that is given to what is kept whole and used before: the hook would see a part of the "
+    "gradient",
+    "put it on a tensor of its own (x = x.view_as(x); x.register_hook(...)), or do so in the module that makes x",
+)
 
 GUISES = range(11)  # of a text
 
@@ -186,13 +202,14 @@ class Recorder(TorchFunctionMode):
         self._calls = Counter[str]()  # of other modules, by the path of the one that has made them
         self.size_reads: list[SizeRead] = []
         self.layout_reads: dict[tuple[fx.Node, str], LayoutRead] = {}
+        self.input_reads = InputReads()
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}  # by id: those that forward has
         self.disguised = disguised or {}
         self.texts: list[SourcePlace] = []  # where a tensor was made a text
         self.casting_codes = set[CodeType]()  # of functions that have made plain numbers of sizes
         self.follows_casts, self.has_followed_casts = follows_casts, False
         self.sized_names = set[str]()  # of the model's tensors of which forward has asked the sizes
-        self.attributes_read: dict[tuple[int, str], AttributeGuard] = {}  # forward went by them: others, another graph
+        self.python_reads = PythonReads(model)
         self.asks_for_gradients = False  # has forward gone by which tensors require grad?
         self.constants: dict[str, torch.Tensor] = {}  # by name: tensors that no module holds by itself
         self.unknown_tensors: list[
@@ -208,10 +225,11 @@ class Recorder(TorchFunctionMode):
         self.paths = {id(m): path for path, m in reversed(list(model.named_modules()))}
         self.paused = 0
         self.runs_opaque = False  # does what is one node run, which keeps the sizes of this recording in its closures?
+        # Of what is given to what is one node: tensors on which it may put no hook. None: nor on any other tensor.
+        self.unhookable: Sequence[torch.Tensor] | None = ()
         self.applied_inside = 0  # how many autograd.Functions have been applied while nothing is recorded
-        self.external_tensors: list[
-            torch.Tensor
-        ] = []  # tensors of the model, or recorded, used while nothing is recorded
+        self.external_tensors: list[torch.Tensor] | None = None  # if wanted: the model's, or recorded, used in pauses
+        self.has_drawn_inside = False  # has what is one node drawn random numbers?
         self.marks: list[str] = []  # source lines of `fxpipe.cut()`
         self.ended_modules: list[str] = []  # paths of modules, as they end
         self.seed, self.draws = seed, DrawStream(seed)
@@ -225,6 +243,8 @@ class Recorder(TorchFunctionMode):
             storage_address(p): name for name, p in model.named_parameters() if p.layout == torch.strided
         }
         self._default_dtype = torch.get_default_dtype()
+        self._seed_of_generator = torch.default_generator.initial_seed()
+        self._draw_starts = set[tuple[bytes, str]]()  # states of torch's generators in which a draw has begun
 
     def end(self) -> None:
         """Lets go of all values: sizes live on, in caches of libraries."""
@@ -269,16 +289,11 @@ class Recorder(TorchFunctionMode):
 
     # -- values to nodes ---------------------------------------------------------------------------------------------
 
-    def note_attribute(self, owner: dict[str, Any], name: str) -> None:
-        """Notes that forward reads an attribute of a module, whose `__dict__` is `owner`."""
-        key = (id(owner), name)
-        if key not in self.attributes_read and not isinstance(owner[name], torch.Tensor):
-            self.attributes_read[key] = AttributeGuard.now(owner, name)
-
     def placeholder(self, name: str, tensor: torch.Tensor) -> None:
         node = self.graph.placeholder(name)
         update_info(node, recorded_rank=tensor.dim())
-        self.keep(tensor, node)
+        if not self.knows(tensor):  # the same tensor stands for an input before this one
+            self.keep(tensor, node)
 
     def knows(self, tensor: torch.Tensor) -> bool:
         return self.registry.node(tensor) is not None
@@ -405,6 +420,8 @@ class Recorder(TorchFunctionMode):
         if not self.knows(tensor):
             self._note_sizes(tensor)
             return numbers  # a tensor of the model: of other sizes, it is another graph
+        if method == "stride":
+            self.input_reads.ask_all(layouts_of, "the memory layout of its inputs", self.source)
         node = self.node_of(tensor)
         return RecordedShape(
             RecordedSize(
@@ -477,6 +494,7 @@ class Recorder(TorchFunctionMode):
 
     def _read_layout(self, tensor: torch.Tensor, question: Callable[[torch.Tensor], Any], name: str) -> Any:
         with self.pause():
+            self.input_reads.ask_all(layouts_of, "the memory layout of its inputs", self.source)
             answer = question(tensor)
         if self.knows(tensor):
             node = self.node_of(tensor)
@@ -488,6 +506,8 @@ class Recorder(TorchFunctionMode):
     def read_storage_bytes(self, storage: torch.UntypedStorage) -> None:
         """Notes that forward has asked a storage for its bytes; not one of others than forward, who ask as well."""
         if id(storage) in self._storages:
+            with self.pause():
+                self.input_reads.ask_all(memory_of, "the memory of its inputs", self.source)
             self._read_layout(self._storages[id(storage)][1], _storage_bytes, "storage")
 
     # -- torch functions ---------------------------------------------------------------------------------------------
@@ -501,6 +521,12 @@ class Recorder(TorchFunctionMode):
             return self._unrecorded(func, args, kwargs)
         if name in TEXT_METHODS:
             return self._text(func, args, kwargs)
+        if name in MEMORY_QUESTIONS:
+            with self.pause():
+                self.input_reads.ask_all(memory_of, "the memory of its inputs", self.source)
+        if name in INPUT_METHODS:
+            self.input_reads.ask(args[0], lambda tensor: func(tensor, *args[1:], **kwargs), name, self.source)
+            return self._plainly(func, args, kwargs)
         if name in STORAGE_METHODS and args[0].layout == torch.strided:
             with self.pause():
                 storage = args[0].untyped_storage()
@@ -564,7 +590,7 @@ class Recorder(TorchFunctionMode):
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
         """The result of a function, and whether it drew random numbers. Nothing is recorded meanwhile."""
         with self.pause():  # a custom op applies autograd.Functions of its own
-            before = generator_states()
+            seed, before = torch.default_generator.initial_seed(), generator_states()
             versions = [(t, version_of(t)) for t in tensors_in((args, kwargs)) if not t.is_inference()]
             with contextlib.nullcontext() if self._forgetting is None else saving_block_for(func, self._forgetting):
                 result = self._plainly(func, args, kwargs)
@@ -572,7 +598,31 @@ class Recorder(TorchFunctionMode):
             for tensor in filter(self.knows, changed):
                 self.registry.expect_backward(tensor)
             self._changed = frozenset(map(self.registry.storages.name, changed))
-            return result, not same_generator_states(before, generator_states())
+            random = not same_generator_states(before, generator_states())
+            if random:
+                self._refuse_seeding(seed, before)
+            return result, random
+
+    def seed_generator(self, seed: int) -> None:
+        """Seeds torch's generator before forward runs, so that it shows when forward does so."""
+        torch.default_generator.manual_seed(seed)
+        self._seed_of_generator = seed
+
+    def check_generator(self) -> None:
+        """Raises `CannotRecord` if forward has left torch's generator where it does not come to by drawing."""
+        self._refuse_seeding(torch.default_generator.initial_seed(), generator_states())
+
+    def _refuse_seeding(self, seed: int, states: list[Any]) -> None:
+        start = None if is_faked() else (bytes(states[0].tolist()), repr(states[1:]))  # fake ones do not move it
+        if seed != self._seed_of_generator or start in self._draw_starts:
+            raise self.refuse(
+                "seeds torch's random generator, or resets it (manual_seed, fork_rng, set_rng_state),",
+                "draw these numbers in __init__ and keep them (register_buffer), or in a module of their own that is "
+                "kept whole (leaf_modules=)",
+                whole=False,
+            )
+        if start is not None:
+            self._draw_starts.add(start)
 
     def read_captured_sizes(self, *functions: Any) -> None:
         """Notes the sizes that functions keep, which run as they are in every step: plain numbers to them."""
@@ -597,14 +647,23 @@ class Recorder(TorchFunctionMode):
             for leaf in pytree.tree_leaves((args, kwargs)):
                 if isinstance(leaf, RECORDED) and leaf.recorder is self:
                     self.read_size(plain_number, (leaf,), leaf.value)
+            name = opname(func)
+            if name in TENSOR_HOOKS and self._is_unhookable(args[0]):
+                raise self._refuse_hook(*PARTIAL_HOOK)
+            if is_grad_fn_access(func, name) and self._is_unhookable(args[0]):
+                node = self._plainly(func, args, kwargs)
+                return node and GradFnProxy(node, self._refuse_node_hook)
         tensors = list(tensors_in((args, kwargs)))
-        if tensors:
+        if self.external_tensors is not None:
             self.external_tensors += [t for t in tensors if self.knows(t) or self.name_of(t)]
+        if tensors and not self.runs_opaque:
             return self._plainly(func, args, kwargs)
         before = generator_states()
         result = self._plainly(func, args, kwargs)
-        if is_scalar_draw(args, kwargs, result) and not same_generator_states(before, generator_states()):
-            self.draws_from_stream.append(False)
+        if not same_generator_states(before, generator_states()):
+            self.has_drawn_inside = True
+            if is_scalar_draw(args, kwargs, result):
+                self.draws_from_stream.append(False)
         return result
 
     def _plainly(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -677,11 +736,13 @@ class Recorder(TorchFunctionMode):
         if attribute == "nbytes" and args[0].layout == torch.strided:
             return math.prod(self._sizes(args[0], "size")) * args[0].element_size()
         value = func(*args)
+        if attribute in INPUT_ATTRIBUTES:
+            self.input_reads.ask(args[0], func, attribute, self.source)
         self.asks_for_gradients |= attribute in GRADIENT_ATTRIBUTES
         if attribute == "grad" and value is not None:
             raise self.refuse("reads a gradient", "read gradients outside forward", whole=False)
         if attribute == "grad_fn" and value is not None:
-            return GradFnProxy(value, self._refuse_hook)
+            return GradFnProxy(value, self._refuse_node_hook)
         if attribute in TENSOR_ATTRIBUTES and value is not None:
             self.keep(value, self.add("call_function", getattr, (self.node_of(args[0]), attribute)))
         return value
@@ -701,10 +762,17 @@ class Recorder(TorchFunctionMode):
         self.refusal = self.refusal or error
         return error
 
-    def _refuse_hook(self) -> None:
-        error = self.refuse(NODE_HOOK_PROBLEM, NODE_HOOK_REMEDY)
-        error.calls.clear()  # the node may be of what came before, which runs elsewhere if forward is continued
-        raise error
+    def _is_unhookable(self, tensor: torch.Tensor) -> bool:
+        return self.unhookable is None or any(tensor is one for one in self.unhookable)
+
+    def _refuse_hook(self, what: str, remedy: str) -> CannotRecord:
+        error = self.refuse(what, remedy)
+        error.calls.clear()  # forward is not continued: its lines run in several nodes, each with a part of a gradient
+        error.is_final = error.modules <= self.whole.keys()
+        return error
+
+    def _refuse_node_hook(self) -> None:
+        raise self._refuse_hook(NODE_HOOK_PROBLEM, NODE_HOOK_REMEDY)
 
     def _refuse_unexplained(self, tensor: torch.Tensor, node: fx.Node) -> None:
         name = self.registry.unexpected_backward(tensor)
@@ -733,4 +801,6 @@ class Recorder(TorchFunctionMode):
             func, args, kwargs, self._parameters
         )
         if refusal is not None:
+            if name in TENSOR_HOOKS:
+                raise self._refuse_hook(refusal[0], refusal[1] + OPAQUE_REMEDY)
             raise self.refuse(*refusal)

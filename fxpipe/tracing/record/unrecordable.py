@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 from torch.nn.modules import module as torch_module
 
+from fxpipe._torch.fake_tensor_mode import FakeTensor
 from fxpipe._torch.functions import opname, overload_writes
 from fxpipe._torch.functorch import is_in_functorch_transform
 from fxpipe._torch.operators import OpOverload
@@ -101,8 +102,8 @@ _REFUSED = {
     "retain_grad": "keeps the gradient of a tensor",
     "backward": "runs backward",
 }
-# Of these, what export and symbolic tracing drop.
-_LOST_BY_IMPORT = frozenset("register_hook register_post_accumulate_grad_hook retain_grad".split())
+# Of these, what sees the gradient of a tensor. Export and symbolic tracing drop them.
+TENSOR_HOOKS = frozenset("register_hook register_post_accumulate_grad_hook retain_grad".split())
 _IN_PLACE = frozenset(
     "__setitem__ __ior__ __iand__ __ixor__ __ilshift__ __irshift__ __imod__ __iadd__ __isub__ __imul__ __itruediv__ "
     "__idiv__ __ifloordiv__ __ipow__ setitem".split()
@@ -157,10 +158,10 @@ def refusal_of_call(
 def lost_by_import(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str] | None:
     """Returns what a call does that an imported graph does not do, and its remedy."""
     refusal = refusal_of_call(func, name, args, kwargs)
-    if refusal is None or (refusal[2] and name not in _LOST_BY_IMPORT):
+    if refusal is None or (refusal[2] and name not in TENSOR_HOOKS):
         return None
     what, remedy, _ = refusal
-    if name in _LOST_BY_IMPORT:
+    if name in TENSOR_HOOKS:
         remedy += OPAQUE_REMEDY
     return what, remedy
 
@@ -226,6 +227,9 @@ def _has_distributed_class(kind: type[nn.Module]) -> bool:
     return kind.__module__.startswith("torch.distributed.") and any(own)
 
 
+_TENSOR_CLASSES = (nn.Parameter, FakeTensor)  # of parameters and buffers, beside torch.Tensor itself
+
+
 def _wrong_tensors(model: nn.Module) -> Iterator[str]:
     if not any(_has_distributed_class(type(module)) for module in model.modules()):  # which is said of the module
         for name, parameter in model.named_parameters():
@@ -235,5 +239,10 @@ def _wrong_tensors(model: nn.Module) -> Iterator[str]:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             yield f"{name!r} is not initialized; call the model once on example inputs first"
+        elif not issubclass(type(tensor), _TENSOR_CLASSES) and type(tensor) is not torch.Tensor:
+            yield (
+                f"{name!r} is a {type(tensor).__name__}, a class of its own, which stages do not know; make it a plain "
+                "tensor (as_subclass(torch.Tensor)), or let the class be a subclass of nn.Parameter"
+            )
         elif tensor.is_inference():
             yield f"{name!r} was made in inference mode and cannot be changed any more; make the model outside of it"

@@ -35,6 +35,12 @@ def candidate_dims(leaves: Sequence[InputLeaf], in_dims: Any) -> list[int | None
                 f"in_dims gives dimension {dim} for input {leaf.path}, which has shape {leaf.shape}; use None for it"
             )
         dims.append(dim if dim is None else BatchDim(dim % len(leaf.shape)))
+    for leaf, dim in zip(leaves, dims, strict=True):
+        if leaf.same_as is not None and dim != dims[leaf.same_as]:
+            raise ArgumentError(
+                f"the inputs {leaves[leaf.same_as].path} and {leaf.path} are the same tensor, and in_dims cuts them "
+                "differently; give a copy of one of them (x.clone())"
+            )
     return [*dims] if in_dims is None else _with_rows(leaves, dims)
 
 

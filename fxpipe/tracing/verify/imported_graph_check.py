@@ -35,6 +35,7 @@ from fxpipe.tracing.record.unrecordable import OPAQUE_REMEDY, CannotRecord, lost
 from fxpipe.tracing.source_lines import user_line
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.utils.pytree import flatten_output, preserve_objects
+from fxpipe.utils.random_generators import comparison_seed
 
 # What only the model's own run shows, and a graph made in another way does not do: looked for while the model runs.
 #
@@ -106,7 +107,7 @@ def check_imported_graph(traced: Traced, leaves: Sequence[Any]) -> Traced:
     Raises:
         TraceError: the model does what the graph has lost, or what no graph carries; names it.
     """
-    seed = torch.default_generator.initial_seed() % 2**31
+    seed = comparison_seed()
     with preserve_state(traced.model) as snapshot, preserve_objects(traced.in_spec):
         torch.manual_seed(seed)
         want = _run_model(traced, leaves)

@@ -44,7 +44,7 @@ from fxpipe.tracing.model_state import (
 )
 from fxpipe.tracing.record import module_hooks as hooks
 from fxpipe.tracing.tensors import storage_of
-from fxpipe.tracing.traced import Traced
+from fxpipe.tracing.traced import Traced, as_given
 from fxpipe.tracing.verify.effects import Ended, observe_run
 from fxpipe.tracing.verify.equivalence import (
     is_close,
@@ -318,7 +318,7 @@ def _graph_holds(traced: Traced, sample: Sequence[Any]) -> bool:
     return (
         module_flags(traced.model) == traced.flags
         and tensors_match(traced.attributes)
-        and all(kept.holds() for kept in traced.attributes_read)
+        and traced.python_state.holds()
         and (traced.guards is None or traced.guards.hold(traced, sample, traced.seed))
     )
 
@@ -345,7 +345,7 @@ def _call_model(traced: Traced, sample: Sequence[Any], seed: int, held: Mapping[
 
 
 def _outputs_of_model(traced: Traced, inputs: Sequence[Any], seed: int) -> list[Any]:
-    args, kwargs = pytree.tree_unflatten(map(writable_copy, inputs), traced.in_spec)
+    args, kwargs = pytree.tree_unflatten(as_given(traced.leaves, map(writable_copy, inputs)), traced.in_spec)
     with _seeded(seed), DrawFromStream(DrawStream(traced.seed), traced.draws_from_stream):
         result = hooks.run_model(traced.model, args, kwargs)
     try:

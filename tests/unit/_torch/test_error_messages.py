@@ -35,6 +35,10 @@ def written_before_backward() -> None:
     loss.backward()
 
 
+def draws_of_a_shape() -> None:
+    torch.bernoulli(torch.rand(3, requires_grad=True), p=0.5).sum().backward()
+
+
 def without_derivative() -> None:
     torch.igamma(torch.rand(3, requires_grad=True), torch.ones(3)).sum().backward()
 
@@ -57,6 +61,7 @@ def other() -> None:
     [
         (has_no_way_back, written_before_backward),
         (has_no_way_back, without_derivative),
+        (has_no_way_back, draws_of_a_shape),
         (forbids_saved_tensor_hooks, grad_under_hooks),
         (is_out_of_memory, an_exabyte),
     ],

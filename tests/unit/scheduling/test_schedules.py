@@ -283,7 +283,7 @@ def test_a_schedule_is_made_once():
     [
         (
             ("1F1B", 2, 2),
-            "schedule='1F1B' is unknown; there are 'gpipe', '1f1b', 'interleaved_1f1b', .*; or give your own: a table",
+            "schedule='1F1B' is unknown; there are 'gpipe', '1f1b', .*; or give your own: a table.* mean 1f1b",
         ),
         ((["gpipe"], 2, 2), r"schedule=\['gpipe'\] is unknown"),
         (("chimera", 2, 2), "'chimera' is bidirectional: .* each stage is on two devices, .* Use 'dualpipev'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import resource
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.models import GPT, UNet
+from helpers.unseen_list import UnseenList
 from torch import fx, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 
@@ -150,7 +152,7 @@ def test_values_may_be_missing_in_model_or_inputs_whatever_the_user_has_active()
 
 
 def test_ties_stay_ties_and_classes_of_parameters_stay():
-    seen = []
+    seen = UnseenList()
 
     class Looks(nn.Module):
         def __init__(self):
@@ -432,3 +434,34 @@ def test_costs_are_estimated_without_a_log(caplog):
     profile = fxpipe.profile(traced, (x,), hardware="h100")
     assert profile.nodes
     assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+# -- caches of the user's ---------------------------------------------------------------------------------------------
+
+
+def test_caches_keep_no_tensors_without_values():
+    @functools.lru_cache
+    def table(size):
+        return torch.linspace(0, 1, size)
+
+    @functools.cache
+    def tables(size):
+        return torch.ones(size), {"more": [torch.linspace(0, 1, size)]}
+
+    class ReadsCaches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            one, others = tables(6)
+            return self.last((self.first(x) + table(6) + one + others["more"][0]).relu())
+
+    other = functools.lru_cache(torch.ones)
+    kept = other(5)
+    with torch.device("meta"):
+        model = ReadsCaches()
+    fxpipe.plan(model, 2, example_args=(torch.empty(4, 6, device="meta"),), chunks=2)
+    assert other(5) is kept
+    assert type(table(6)) is torch.Tensor
+    assert type(ReadsCaches()(torch.zeros(4, 6))) is torch.Tensor

@@ -204,11 +204,13 @@ def test_any_tree_goes_in_and_comes_out():
     assert_same_as_model(traced, Pair(x(3), [{"z": x(3)}, 3, None]), 2.5, x(3), scale=3, flag=True)
 
 
-def test_one_tensor_in_two_places_is_two_inputs():
-    same = x()
+def test_one_tensor_in_two_places_is_not_two_equal_ones():
+    same, other = x(), x(3)
     traced = trace(Forward(lambda m, a, b: m.lin(a + 1) + b), (same, same))
     assert len(traced.placeholders) == 2
-    assert_same_as_model(traced, x(3), x(3))
+    assert_same_as_model(traced, other, other)
+    assert traced.matches([other, other], traced.in_spec, traced.flags)
+    assert not traced.matches([other, x(3)], traced.in_spec, traced.flags)
 
 
 def test_objects_that_hold_no_tensors_come_out():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import math
 
 import numpy as np
 
@@ -21,3 +22,13 @@ def test_examples_in_the_texts_are_true() -> None:
     for module in (fxpipe.utils.equality, fxpipe.utils.batch_split):
         assert doctest.testmod(module).attempted > 0
         assert doctest.testmod(module).failed == 0
+
+
+def test_answers_are_of_one_kind_and_nan_is_itself():
+    assert equal_values(2, 2)
+    assert not equal_values(2, 2.0)
+    assert not equal_values(1, True)
+    assert equal_values(float("nan"), float("nan"))  # two objects
+    assert not equal_values(math.nan, 1.0)
+    assert equal_values([1.0, math.nan], [1.0, math.nan])
+    assert not equal_values([1.0], [1.0, 1.0])

@@ -118,13 +118,12 @@ def pipe():
 def test_a_pipe_says_before_and_after_planning_what_it_is(pipe):
     before = repr(pipe)
     assert before.startswith(
-        "Pipeline(\n  Layers on [cpu, cpu], 2 micro-batches, schedule 1f1b\n  no plan yet: it plans at the first call\n"
-        "  (first): Linear"
+        "Pipeline(\n  Layers on [cpu, cpu], 2 micro-batches, schedule 1f1b\n  the schedule is that of forward_backward; "
     )
     assert "no plan yet" in checked(pipe._repr_html_()).text
     loss = pipe.forward_backward(torch.randn(4, 4), target=torch.randn(4, 2), loss_fn=nn.functional.mse_loss)
     assert loss.ndim == 0
-    _, head, first, second, *model = repr(pipe).splitlines()
+    _, head, _, first, second, *model = repr(pipe).splitlines()
     assert head == "  Layers on [cpu, cpu], 2 micro-batches, schedule 1f1b"
     assert first.startswith("  stage 0 on cpu: first, 1 node, 160 B, ")
     assert second.startswith("  stage 1 on cpu: relu – last, 2 nodes, 72 B, ")

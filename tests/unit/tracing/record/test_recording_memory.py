@@ -40,9 +40,9 @@ class Most(TorchDispatchMode):
     Not those of two samples, on which gradients are compared: these are kept, as any backward wants them.
     """
 
-    def __init__(self):
+    def __init__(self, least=3):
         super().__init__()
-        self.alive, self.most, self.made = [], 0, 0
+        self.alive, self.most, self.made, self.least = [], 0, 0, least
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -50,7 +50,7 @@ class Most(TorchDispatchMode):
             type(result) is torch.Tensor
             and not result.is_meta
             and result.dim() == 2
-            and 2 < result.shape[0] < WIDTH == result.shape[1]
+            and self.least <= result.shape[0] < WIDTH == result.shape[1]
         ):
             self.made += 1
             gc.collect(0)
@@ -70,6 +70,28 @@ def test_activations_go_when_forward_needs_them_no_more(monkeypatch, chunks):
     assert len(traced.nodes) == 4 * DEPTH
     assert seen.made > 8 * DEPTH
     assert seen.most < DEPTH
+
+
+class Norms(Deep):
+    def forward(self, x):
+        for layer in self.layers:
+            x = F.layer_norm(layer(x), (WIDTH,))
+        return x
+
+
+class WithoutGradients(Deep):
+    def forward(self, x):
+        with torch.no_grad():
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("is_grad_enabled", [True, False])
+@pytest.mark.parametrize("make", [Deep, Norms, WithoutGradients])
+def test_a_recording_that_is_not_compared_keeps_no_activations(make, is_grad_enabled):
+    with torch.set_grad_enabled(is_grad_enabled), Most(least=2) as seen:
+        fxpipe.trace(make(), (torch.randn(BATCH, WIDTH),), chunks=2, check=False)
+    assert seen.made > 2 * DEPTH
+    assert seen.most < 8
 
 
 class Through(nn.Module):

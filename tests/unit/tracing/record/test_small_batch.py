@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 import torch
+from helpers.unseen_list import UnseenList
 from torch import nn
 
 import fxpipe
@@ -61,7 +62,7 @@ def unseen_count(x: torch.Tensor) -> int:
 
 
 def test_no_run_on_more_samples_than_a_micro_batch():
-    seen = []
+    seen = UnseenList()
 
     def noting(x):
         if not is_uncomputed(x):
@@ -218,7 +219,7 @@ def test_unchecked_graphs_are_recorded_on_all_samples():
 
 def test_micro_batches_of_one_sample():
     """A single one has shapes of its own: two are recorded, and one compared."""
-    seen = []
+    seen = UnseenList()
 
     def noting(x):
         if not is_uncomputed(x):
@@ -226,12 +227,12 @@ def test_micro_batches_of_one_sample():
         return x.tanh()
 
     assert fxpipe.trace(Calling(noting), (EXAMPLE,), chunks=12).recorded_samples == 2
-    assert seen == [2, 1, 2]  # two for outputs, gradients and state
+    assert [*seen] == [2, 1, 2]  # two for outputs, gradients and state
 
 
 def test_part_that_is_all_there_is_to_compare():
     """A model that refuses a single sample is compared with the two that were recorded."""
-    seen = []
+    seen = UnseenList()
 
     def noting(x):
         if not is_uncomputed(x):
@@ -239,7 +240,7 @@ def test_part_that_is_all_there_is_to_compare():
         return nn.functional.batch_norm(x, None, None, training=True)
 
     assert fxpipe.trace(Calling(noting), (EXAMPLE,), chunks=12, out_dims=0).recorded_samples == 2
-    assert seen == [2, 1, 2]
+    assert [*seen] == [2, 1, 2]
 
 
 def inverses(x):

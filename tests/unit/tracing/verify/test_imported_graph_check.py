@@ -5,18 +5,15 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers.oracle import assert_step, closing
 from helpers.traced_models import Forward, assert_same_as_model, x
 from torch import fx, nn
 
-import fxpipe
 from fxpipe import trace
 from fxpipe.errors import TraceError
 
@@ -119,30 +116,6 @@ LOST: dict[str, tuple[Any, str]] = {
 }
 
 
-# Of these, what recording carries where the rest of forward runs as Python.
-CARRIED = ("hook on a tensor", "retain_grad")
-
-
-def _double(m: Any, a: torch.Tensor) -> torch.Tensor:
-    y = m.lin(a)
-    if y.requires_grad:
-        y.register_hook(lambda gradient: gradient * 2)
-    return y * 3
-
-
-def _retain_in_training(m: Any, a: torch.Tensor) -> torch.Tensor:
-    return _retain(m, a) if torch.is_grad_enabled() else m.lin(a)
-
-
-@pytest.mark.parametrize("forward", [_double, _retain_in_training])
-def test_what_the_rest_of_forward_does_to_a_tensor_is_done_in_each_step(forward: Any) -> None:
-    model = Model(forward)
-    plain = copy.deepcopy(model)
-    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2, example_args=(x(),))) as pipe:
-        for _ in range(2):
-            assert_step(pipe, plain, x(8))
-
-
 def _lot(m: Any, a: torch.Tensor) -> torch.Tensor:
     return m.lin(a) if torch.rand(6).sum() < 9 else m.lin(a) * 2
 
@@ -183,8 +156,6 @@ def test_without_values_nothing_can_be_compared(tracer: str) -> None:
 @pytest.mark.parametrize("tracer", TRACERS.values(), ids=TRACERS)
 @pytest.mark.parametrize("name", LOST)
 def test_refused_at_the_model_itself(name: str, tracer: Any) -> None:
-    if tracer == "auto" and name in CARRIED:
-        pytest.skip("recorded up to there, and run as Python from there on")
     forward, message = LOST[name]
     model = Model(forward, mean=torch.zeros(6))
     for parameter in model.parameters():

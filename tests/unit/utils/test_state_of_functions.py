@@ -138,3 +138,35 @@ def test_what_grows_in_a_container_is_seen_and_code_of_libraries_is_not_followed
     assert not state.holds()
     state.take()
     assert state.holds()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_same"),
+    [
+        (10**9, int("1000000000"), True),  # equal, and another object
+        ("name" * 50, "".join(["name"] * 50), True),
+        (1, True, False),
+        ({"a": 1, "b": 2}, {"a": 1, "b": 2}, True),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, False),  # forward may go over it
+        ([1, [2, 3]], [1, [2, 3]], True),
+        ([1, [2, 3]], [1, [2, 4]], False),
+        ([1, 2], [1, 2, 3], False),
+        ({1, 2}, {2, 1}, True),
+        (numpy.array([1, 2]), numpy.array([1, 2]), True),
+        (numpy.array([1, 2]), numpy.array([1, 3]), False),
+        (numpy.array([1, 2]), numpy.array([[1, 2]]), False),
+    ],
+)
+def test_attributes_that_forward_reads(before, after, is_same):
+    owner = {"x": before}
+    kept = PythonState(places=[(owner, "x")])
+    assert kept.holds()
+    owner["x"] = after
+    assert kept.holds() is is_same
+
+
+def test_an_array_that_is_written_to_is_another():
+    owner = {"x": numpy.zeros(3)}
+    kept = PythonState(places=[(owner, "x")])
+    owner["x"][1] = 1
+    assert not kept.holds()

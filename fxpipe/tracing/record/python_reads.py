@@ -1,0 +1,150 @@
+"""The Python that forward runs and reads while it is recorded.
+
+A profile function sees which code runs; a class of objects that forward can reach shows for the while of the recording
+which attributes of its objects are used. What is not seen so is taken as a whole (`utils.python_state`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Collection, Iterator
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe._torch.module_internals import all_modules
+from fxpipe.utils.builtin_calls import original_code
+from fxpipe.utils.python_state import (
+    MAX_DEPTH,
+    Place,
+    PythonState,
+    is_followed_class,
+    is_followed_file,
+    is_followed_module,
+    is_followed_object,
+    named_globals,
+    names_in,
+    parts_of,
+)
+
+_PATCHED = ("__getattribute__", "__setattr__")
+_OWN_FILES = __file__.removesuffix("tracing/record/python_reads.py")
+
+
+class PythonReads:
+    """The code and the values of Python that one recording has read."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._places: dict[tuple[int, str], Place] = {}  # attributes of modules
+        self._codes: dict[int, CodeType] = {}  # by id: those seen, whether followed or not
+        self._ran: list[tuple[CodeType, dict[str, Any]]] = []
+        # By id: objects, and which of their attributes were used; None if that is not seen.
+        self._reached: dict[int, tuple[Any, set[str] | None]] = {}
+        self._classes: dict[type, dict[str, Any]] = {}  # those patched, and what they had themselves
+        self._is_elsewhere: Callable[[], bool] = lambda: True
+
+    def add_attribute(self, owner: dict[str, Any], name: str) -> None:
+        """Adds an attribute of a module, whose `__dict__` is `owner`."""
+        key = (id(owner), name)
+        if key not in self._places and not isinstance(owner[name], torch.Tensor):
+            self._places[key] = owner, name
+            self._reach(owner[name])
+
+    @contextlib.contextmanager
+    def follow(self, is_elsewhere: Callable[[], bool]) -> Iterator[None]:
+        """A block in which it is seen what this thread runs and reads, but where it `is_elsewhere`."""
+        self._is_elsewhere = is_elsewhere
+        is_profiled = sys.getprofile() is not None
+        watch: Any = sys.settrace if is_profiled else sys.setprofile  # a profiler of the user's cannot be put back
+        outer: Any = sys.gettrace() if is_profiled else None
+
+        def enter(frame: FrameType, event: str, argument: Any) -> Any:
+            if event == "call" and id(frame.f_code) not in self._codes and not is_elsewhere():
+                self._add_code(frame)
+            return outer and outer(frame, event, argument)
+
+        watch(enter)
+        try:
+            yield
+        finally:
+            watch(outer)
+            self._is_elsewhere = lambda: True
+            for kind, own in self._classes.items():
+                for name in _PATCHED:
+                    type.__setattr__(kind, name, own[name]) if name in own else type.__delattr__(kind, name)
+
+    def state(self) -> PythonState:
+        """Returns what forward has read, as it is now."""
+        reached = self._reached
+
+        def reads_of(value: Any) -> Collection[str] | None:
+            _, names = reached.get(id(value), (None, None))
+            return None if names is None or "__dict__" in names else names
+
+        names = frozenset[str]().union(*(names for _, names in reached.values() if names))
+        kinds = {type(module) for module in all_modules(self._model)}
+        return PythonState(kinds, [*self._places.values()], self._ran, reads_of, names=names)
+
+    def _add_code(self, frame: FrameType) -> None:
+        code, values = original_code(frame.f_code), frame.f_globals
+        self._codes[id(frame.f_code)] = frame.f_code
+        if not is_followed_file(code.co_filename):
+            return
+        self._ran.append((code, values))
+        for value in map(values.get, named_globals(code)):
+            self._reach(value)
+            if isinstance(value, ModuleType) and is_followed_module(value):
+                for attribute in names_in(code) & vars(value).keys():
+                    self._reach(vars(value)[attribute])
+        for name in code.co_freevars:
+            self._reach(frame.f_locals.get(name))
+
+    def _reach(self, value: Any, depth: int = MAX_DEPTH) -> None:
+        """Makes the classes of a value, and of what it holds, show which attributes of them are used."""
+        if id(value) in self._reached or not depth:
+            return
+        parts = parts_of(value)
+        if is_followed_object(value) and not isinstance(value, (nn.Module, type)):
+            self._reached[id(value)] = value, set() if self._patch(type(value)) else None
+        elif parts is not None:
+            self._reached[id(value)] = value, None
+        for part in () if parts is None else parts(value):
+            self._reach(part, depth - 1)
+
+    def _patch(self, kind: type) -> bool:
+        """Makes a class show the uses of its objects; returns whether it does."""
+        if kind in self._classes or not is_followed_class(kind):
+            return kind in self._classes
+        plain: Any = kind.__getattribute__
+        plain_set: Any = kind.__setattr__
+
+        def note(value: Any, name: str) -> bool:
+            _, names = self._reached.get(id(value), (None, None))
+            is_own = sys._getframe(2).f_code.co_filename.startswith(_OWN_FILES)
+            if names is None or is_own or self._is_elsewhere():
+                return False
+            names.add(name)
+            return True
+
+        def getattribute(value: Any, name: str) -> Any:
+            is_noted, result = note(value, name), plain(value, name)
+            if is_noted:
+                self._reach(result)
+            return result
+
+        def set_attribute(value: Any, name: str, new: Any) -> None:
+            note(value, name)
+            plain_set(value, name, new)
+
+        own = {name: vars(kind)[name] for name in _PATCHED if name in vars(kind)}
+        try:
+            type.__setattr__(kind, "__getattribute__", getattribute)
+            type.__setattr__(kind, "__setattr__", set_attribute)
+        except TypeError:  # made in C
+            return False
+        self._classes[kind] = own
+        return True

@@ -1,0 +1,199 @@
+"""Loaders that fill the same tensors again, where fxpipe reads ahead or holds what it was given."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.oracle import accumulate_gradients, assert_same_gradients, assert_same_state, closing
+from torch import nn
+
+import fxpipe
+
+WIDTH, BATCHES = 6, 5
+WRITTEN = "was written to after it was read"
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+
+def values(batch):
+    generator = torch.Generator().manual_seed(batch)
+    return torch.randn(4, WIDTH, generator=generator), torch.randn(4, WIDTH, generator=generator)
+
+
+def fills_inputs():
+    buffer = torch.empty(4, WIDTH)
+    for batch in range(BATCHES):
+        x, target = values(batch)
+        buffer.copy_(x)
+        yield buffer, target
+
+
+def fills_targets():
+    buffer = torch.empty(4, WIDTH)
+    for batch in range(BATCHES):
+        x, target = values(batch)
+        yield x, buffer.copy_(target)
+
+
+def fills_both_by_index():
+    inputs, targets = torch.empty(4, WIDTH), torch.empty(4, WIDTH)
+    for batch in range(BATCHES):
+        inputs[:], targets[:] = values(batch)
+        yield inputs, targets
+
+
+def fills_with_out():
+    buffer = torch.empty(4, WIDTH)
+    for batch in range(BATCHES):
+        x, target = values(batch)
+        torch.add(x, 0, out=buffer)
+        yield buffer, target
+
+
+def fills_views():
+    """Another view of the same memory each time."""
+    buffer = torch.empty(8, WIDTH)
+    for batch in range(BATCHES):
+        x, target = values(batch)
+        buffer[2:6] = x
+        yield buffer[2:6], target
+
+
+def fills_in_turn():
+    """Two buffers."""
+    buffers = torch.empty(2, 4, WIDTH).unbind()
+    for batch in range(BATCHES):
+        x, target = values(batch)
+        yield buffers[batch % 2].copy_(x), target
+
+
+def changes_in_place():
+    """Adds noise to the tensor that was given before."""
+    x, target = values(0)
+    for _ in range(BATCHES):
+        yield x, target
+        x.add_(1)
+
+
+def fills_named_inputs():
+    buffer = torch.empty(4, WIDTH)
+    for batch in range(BATCHES):
+        x, target = values(batch)
+        buffer.copy_(x)
+        yield {"input": buffer}, target
+
+
+def fills_targets_in_a_dict():
+    buffer = {"y": torch.empty(4, WIDTH)}
+    for batch in range(BATCHES):
+        x, target = values(batch)
+        buffer["y"].copy_(target)
+        yield x, buffer
+
+
+def fills_under_no_grad():
+    buffer = torch.empty(4, WIDTH)
+    for batch in range(BATCHES):
+        x, target = values(batch)
+        with torch.no_grad():
+            buffer.zero_().add_(x)
+        yield (buffer,), {}, target
+
+
+REFILLING = [
+    fills_inputs, fills_targets, fills_both_by_index, fills_with_out, fills_views, fills_in_turn, changes_in_place,
+    fills_named_inputs, fills_targets_in_a_dict, fills_under_no_grad,
+]  # fmt: skip
+
+
+def loss_fn(output, target):
+    return F.mse_loss(output, target["y"] if isinstance(target, dict) else target)
+
+
+@pytest.mark.parametrize("batches", REFILLING)
+def test_micro_batches_that_are_filled_again_are_refused(batches):
+    ours = model()
+    with closing(fxpipe.pipeline(ours, ["cpu", "cpu"], chunks=2)) as pipe:
+        with pytest.raises(fxpipe.errors.ArgumentError, match=f"micro-batch 0 {WRITTEN}.*clone"):
+            pipe.forward_backward(micro_batches=batches(), loss_fn=loss_fn)
+        assert all(parameter.grad is None for parameter in ours.parameters())
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
+@pytest.mark.parametrize("batches", REFILLING)
+def test_streams_that_are_filled_again_are_refused(batches, schedule):
+    with closing(fxpipe.pipeline(model(), ["cpu", "cpu"], schedule=schedule)) as pipe:
+        optimizer = fxpipe.optim.StageOptimizer(pipe, torch.optim.SGD, lr=0.1)
+        with pytest.raises(fxpipe.errors.ArgumentError, match=rf"mini-batch \d {WRITTEN}.*clone"):
+            list(pipe.train_stream(batches(), optimizer=optimizer, loss_fn=loss_fn))
+
+
+def fresh():
+    for batch in range(BATCHES):
+        yield values(batch)
+
+
+def views_of_a_dataset():
+    """A tensor that is written to before, and read in parts."""
+    data, targets = (torch.stack(both) for both in zip(*map(values, range(BATCHES)), strict=True))
+    data.add_(1)
+    yield from zip(data, targets, strict=True)
+
+
+def one_target():
+    target = values(0)[1]
+    for batch in range(BATCHES):
+        yield values(batch)[0], target
+
+
+def one_batch():
+    yield from [values(0)] * BATCHES
+
+
+RIGHT = [fresh, views_of_a_dataset, one_target, one_batch]
+
+
+@pytest.mark.parametrize("batches", RIGHT)
+def test_micro_batches_that_stay_are_right(batches):
+    ours, plain = model(), model()
+    want, _ = accumulate_gradients(plain, list(batches()), loss_fn)
+    with closing(fxpipe.pipeline(ours, ["cpu", "cpu"], chunks=2)) as pipe:
+        have = pipe.forward_backward(micro_batches=batches(), loss_fn=loss_fn)
+    torch.testing.assert_close(have, want)
+    assert_same_gradients(ours, plain, loose=[name for name, _ in plain.named_parameters()])
+
+
+@pytest.mark.parametrize("batches", RIGHT)
+def test_streams_of_batches_that_stay_are_right(batches):
+    ours, plain = model(), model()
+    own, losses = torch.optim.SGD(plain.parameters(), lr=0.1), []
+    for x, target in batches():
+        own.zero_grad()
+        losses.append(loss_fn(plain(x), target))
+        losses[-1].backward()
+        own.step()
+    with closing(fxpipe.pipeline(ours, ["cpu"], schedule="pipedream")) as pipe:
+        optimizer = fxpipe.optim.StageOptimizer(pipe, torch.optim.SGD, lr=0.1)
+        have = list(pipe.train_stream(batches(), optimizer=optimizer, loss_fn=loss_fn))
+    torch.testing.assert_close(torch.stack(have), torch.stack(losses).detach())
+    assert_same_state(ours, plain, exact=False)
+
+
+@pytest.mark.parametrize("way", ["drop-in", "forward_backward"])
+@pytest.mark.parametrize("batches", REFILLING)
+def test_a_step_at_a_time_may_fill_them_again(batches, way):
+    ours, plain = model(), model()
+    with closing(fxpipe.pipeline(ours, ["cpu", "cpu"], chunks=2)) as pipe:
+        for (x, *_, target), (own_x, *_, own_target) in zip(batches(), batches(), strict=True):
+            x, own_x = ((*one.values(),)[0] if isinstance(one, dict) else one for one in (x, own_x))
+            x, own_x = (one[0] if isinstance(one, tuple) else one for one in (x, own_x))
+            loss_fn(plain(own_x), own_target).backward()
+            if way == "drop-in":
+                loss_fn(pipe(x), target).backward()
+            else:
+                pipe.forward_backward(x, target=target, loss_fn=loss_fn)
+    assert_same_gradients(ours, plain, loose=[name for name, _ in plain.named_parameters()])

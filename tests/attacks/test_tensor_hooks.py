@@ -1,0 +1,244 @@
+"""Hooks that forward puts on tensors: they see the whole gradient once for each micro-batch, or the model is refused.
+
+The hooks clamp, so that one that sees a part of a gradient, or sees it in parts, gives another result.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from helpers.oracle import closing
+from helpers.right_or_refused import outcome
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+
+import fxpipe
+from fxpipe.errors import StateError
+
+LIMIT = 1e-3
+
+
+def clamp(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.clamp(-LIMIT, LIMIT)
+
+
+def clamp_node(gradients: Any, *_: Any) -> Any:
+    return tuple(None if g is None else clamp(g) for g in gradients)
+
+
+def hook(x: torch.Tensor) -> None:
+    if x.requires_grad:
+        x.register_hook(clamp)
+
+
+class Residual(nn.Module):
+    """Three blocks; forward itself puts the hooks on."""
+
+    def __init__(self, is_residual: bool = True, asks: bool = True) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.is_residual, self.asks = is_residual, asks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x) if self.is_residual else layer(x).tanh()
+            if not self.asks or x.requires_grad:
+                x.register_hook(clamp)
+        return x
+
+
+class Block(nn.Module):
+    """A residual block; `put` has what it is given, what is inside of it and what it returns."""
+
+    def __init__(self, put: Any) -> None:
+        super().__init__()
+        self.put, self.layer = put, nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.layer(x).tanh()
+        y = x + h
+        self.put(self, x, h, y)
+        return y
+
+
+def blocks(put: Any) -> Any:
+    return lambda: nn.Sequential(nn.Linear(8, 8), *(Block(put) for _ in range(3)))
+
+
+class Clamped(nn.Module):
+    """A layer whose input has a hook."""
+
+    def __init__(self, put: Any = hook) -> None:
+        super().__init__()
+        self.put, self.layer = put, nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.put(x)
+        return self.layer(x)
+
+
+class Around(nn.Module):
+    """A value that is used before, or after, it is given to a module that puts a hook on it."""
+
+    def __init__(self, used_before: bool, put: Any = hook, distance: int = 1) -> None:
+        super().__init__()
+        self.first, self.clamped, self.used_before = nn.Linear(8, 8), Clamped(put), used_before
+        self.middle = nn.Sequential(*(layer for _ in range(distance) for layer in (nn.Linear(8, 8), nn.Tanh())))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x).tanh()
+        if self.used_before:
+            return self.middle(h) + self.clamped(h)
+        return self.clamped(h) + self.middle(h)
+
+
+class AfterRead(nn.Module):
+    """A forward that reads a buffer which it changes, and puts a hook on later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
+        self.register_buffer("pointer", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        slot = int(self.pointer) % 2
+        self.pointer.add_(1)
+        y = h + self.second(h) * (1 + slot)
+        hook(y)
+        return y + self.third(y)
+
+
+@fxpipe.leaf
+def clamped(x: torch.Tensor) -> torch.Tensor:
+    hook(x)
+    return x
+
+
+class Leaf(nn.Module):
+    """A leaf function that puts a hook on its argument."""
+
+    def __init__(self, used_before: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.last, self.used_before = *(nn.Linear(8, 8) for _ in range(3)), used_before
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x).tanh()
+        more = self.second(h) if self.used_before else 0
+        return self.last(clamped(h)) + more + h
+
+
+def with_module_hook(kind: str) -> Any:
+    def make() -> nn.Module:
+        model = Around(True)
+        model.clamped.put = lambda x: None
+        if kind == "forward":
+            model.middle[0].register_forward_hook(lambda module, args, output: hook(output))
+        else:
+            model.clamped.register_forward_pre_hook(lambda module, args: hook(args[0]))
+        return model
+
+    return make
+
+
+def on_node(x: torch.Tensor) -> None:
+    if x.grad_fn is not None:
+        x.grad_fn.register_prehook(clamp_node)
+
+
+def on_several(x: torch.Tensor) -> None:
+    if x.requires_grad:
+        register_multi_grad_hook((x,), lambda gradients: None)
+
+
+def on_a_view(x: torch.Tensor) -> None:
+    hook(x.view_as(x))  # nobody uses it
+
+
+def kept(module: Any, x: torch.Tensor, h: torch.Tensor, y: torch.Tensor) -> None:
+    if h.requires_grad:
+        h.retain_grad()
+        module.feature = h
+
+
+def on_the_weight(module: Any, *_: torch.Tensor) -> None:
+    hook(module.layer.weight)
+
+
+OWN_FORWARD = "the model puts a hook on a tensor at"
+PARTIAL = "the hook would see a part of the gradient"
+CASES: dict[str, Any] = {
+    "forward, residual": (Residual, OWN_FORWARD),
+    "forward, residual, does not ask": (lambda: Residual(asks=False), OWN_FORWARD),
+    "forward, no residual": (lambda: Residual(is_residual=False), OWN_FORWARD),
+    "forward, no residual, does not ask": (lambda: Residual(is_residual=False, asks=False), OWN_FORWARD),
+    "forward, after a read": (AfterRead, OWN_FORWARD),
+    "block, inside": (blocks(lambda module, x, h, y: hook(h)), "right"),
+    "block, what it returns": (blocks(lambda module, x, h, y: hook(y)), "right"),
+    "block, all of it": (blocks(lambda module, x, h, y: [hook(x), hook(h), hook(y)]), "right"),
+    "block, does not ask": (blocks(lambda module, x, h, y: h.register_hook(clamp)), "right"),
+    "block, a view": (blocks(lambda module, x, h, y: on_a_view(y)), "right"),
+    "block, a node": (blocks(lambda module, x, h, y: on_node(y)), "right"),
+    "block, its weight": (blocks(on_the_weight), PARTIAL),
+    "block, keeps the gradient": (blocks(kept), "keeps the gradient of a tensor"),
+    "input, used before": (lambda: Around(True), PARTIAL),
+    "input, used long before": (lambda: Around(True, distance=4), PARTIAL),
+    "input, used after": (lambda: Around(False), "right"),
+    "input, used long after": (lambda: Around(False, distance=4), "right"),
+    "node of an input, used before": (lambda: Around(True, on_node), "puts a hook on a node of autograd"),
+    "several, used before": (lambda: Around(True, on_several), PARTIAL),
+    "leaf function, used before": (lambda: Leaf(True), PARTIAL),
+    "leaf function": (lambda: Leaf(False), "right"),
+    "module hook": (with_module_hook("forward"), "right"),
+    "module hook, input": (with_module_hook("pre"), PARTIAL),
+}
+
+
+def inputs(seed: int) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("last", ["first", "middle.0"])
+def test_hooks_on_what_a_weight_makes(last):
+    """In the stage of the weight and in the next one, where it is cut after this module."""
+    assert outcome(with_module_hook("forward"), inputs, balance=[last]) == "right"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_hooks_see_whole_gradients(name):
+    make, want = CASES[name]
+    message = outcome(make, inputs)
+    assert want in message, message
+
+
+class Features(nn.Module):
+    """Returns what it makes the logits of, the logits, and a view that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = self.body(x)
+        return h, self.head(h.tanh()), h[:, :2]
+
+
+@pytest.mark.parametrize("put", [lambda x: x.register_hook(clamp), lambda x: x.retain_grad()])
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"]])
+def test_hooks_on_outputs_see_the_whole_gradient_or_are_refused(devices: list[str], put: Any) -> None:
+    model = Features()
+    plain = copy.deepcopy(model)
+    with closing(fxpipe.pipeline(model, devices, 2, example_args=(inputs(0),), progress=False)) as pipe:
+        outputs, expected = pipe(inputs(1)), plain(inputs(1))
+        with pytest.raises(StateError, match=r"uses the output 0 \(body\) further, and a hook on it"):
+            put(outputs[0])
+        for given in (outputs, expected):
+            put(given[1])
+            put(given[2])
+            sum(x.sum() for x in given).backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+        pipe(outputs[0].detach())

@@ -1,0 +1,150 @@
+"""Tensors of a class of their own: inputs, values between stages and parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.oracle import closing
+from helpers.right_or_refused import outcome
+from torch import nn
+
+import fxpipe
+
+
+class Plain(torch.Tensor):
+    """A class that adds nothing."""
+
+
+class Tagged(torch.Tensor):
+    """A class that adds an attribute, and hands it on."""
+
+    tag = "none"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        tags = [a.tag for a in args if isinstance(a, Tagged)]
+        if isinstance(result, Tagged) and tags:
+            result.tag = tags[0]
+        return result
+
+
+class Unseen(torch.Tensor):
+    """A class that functions of torch do not ask, as a parameter's is."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+def tagged(x: torch.Tensor) -> torch.Tensor:
+    result = x.as_subclass(Tagged)
+    result.tag = "mine"
+    return result
+
+
+def meta_tensor(x: torch.Tensor) -> torch.Tensor:
+    return pytest.importorskip("monai.data").MetaTensor(x, meta={"name": "scan"})
+
+
+def layers(n: int = 3) -> nn.Sequential:
+    return nn.Sequential(*(layer for _ in range(n) for layer in (nn.Linear(8, 8), nn.Tanh())))
+
+
+class Skipping(nn.Module):
+    """Values that go past a stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.middle, self.up = nn.Linear(8, 8), layers(2), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.down(x).relu()
+        return self.up(torch.cat([h, self.middle(h)], 1))
+
+
+class Making(nn.Module):
+    """A forward that makes a tensor of another class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = layers(1), layers(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).as_subclass(Plain))
+
+
+class InPlace(nn.Module):
+    """A stage that writes to what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), layers(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        h.mul_(2)
+        return self.last(h.tanh()) + h
+
+
+class Stopping(nn.Module):
+    """A value of which one later use takes no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(8, 8), layers(1), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        return self.last(self.middle(h) * (h.detach() > 0))
+
+
+class OwnWeight(nn.Module):
+    """A parameter whose data are of another class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        for layer in (self.first, self.last):
+            layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Plain))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).tanh())
+
+
+def inputs(seed: int) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+
+
+CASES: dict[str, Any] = {
+    "class that adds nothing": (layers, lambda x: x.as_subclass(Plain), "right"),
+    "class with an attribute": (layers, tagged, "right"),
+    "class that functions do not ask": (layers, lambda x: x.as_subclass(Unseen), "right"),
+    "skip": (Skipping, lambda x: x.as_subclass(Plain), "right"),
+    "written to": (InPlace, lambda x: x.as_subclass(Plain), "right"),
+    "detached later": (Stopping, lambda x: x.as_subclass(Plain), "right"),
+    "a parameter as input": (layers, lambda x: nn.Parameter(x, requires_grad=False), "right"),
+    "made in forward": (Making, lambda x: x, "tensor of unknown origin"),
+    "parameter": (OwnWeight, lambda x: x, "'first.weight' is a Plain, a class of its own"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_of_every_stage(name):
+    make, convert, want = CASES[name]
+    assert want in outcome(make, lambda seed: convert(inputs(seed)))
+
+
+def test_metadata_of_a_library():
+    assert outcome(Skipping, lambda seed: meta_tensor(inputs(seed)), stages=3) == "right"
+
+
+def test_an_input_that_wants_a_gradient():
+    torch.manual_seed(0)
+    model = layers()
+    x = inputs(0).as_subclass(Plain).requires_grad_()
+    model(x).square().sum().backward()
+    want, x.grad = x.grad, None
+    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,), progress=False)) as pipe:
+        pipe(x).square().sum().backward()
+    torch.testing.assert_close(x.grad, want)

@@ -1,0 +1,102 @@
+"""A pipe next to its plain model over several steps: each is the plain model's, or a clear error of fxpipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import FxpipeError
+from helpers.oracle import assert_same_gradients, assert_same_state, closing
+
+WAYS = ("drop-in", "forward_backward", "micro_batches", "train_stream")
+RATE = 0.1  # learning rate of a stream
+
+
+def refusal_of(
+    build: Callable[[], nn.Module],
+    inputs: Callable[[int], tuple[Any, ...]],
+    way: str = "drop-in",
+    steps: int = 3,
+    **options: Any,
+) -> str:
+    """Compares steps of a pipe with those of its plain model. Returns the error's text if fxpipe refuses one, else "".
+
+    Args:
+        build: makes the model, whose output is one tensor with the samples in dimension 0.
+        inputs: number of the step -> inputs; called for each of both.
+        way: one of `WAYS`. A stream has one stage, so that it is plain training.
+        options: of `fxpipe.pipeline`.
+    """
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(build())
+    try:
+        if way == "train_stream":
+            _compare_stream(*models, inputs, steps, options)
+        else:
+            _compare_steps(*models, inputs, way, steps, options)
+    except FxpipeError as error:
+        return str(error)
+    return ""
+
+
+def _compare_steps(
+    ours: nn.Module, plain: nn.Module, inputs: Callable[[int], tuple[Any, ...]], way: str, steps: int, options: Any
+) -> None:
+    names = [name for name, _ in plain.named_parameters()]
+    with closing(fxpipe.pipeline(ours, ["cpu", "cpu"], **{"chunks": 2, **options})) as pipe:
+        for step in range(steps):
+            for model in (ours, plain):
+                model.zero_grad()
+            args, own_args = inputs(step), inputs(step)
+            want = plain(*args)
+            target = torch.ones_like(want)
+            F.mse_loss(want, target).backward()
+            for have in _outputs(pipe, own_args, target, way):
+                torch.testing.assert_close(have, want)
+            assert_same_gradients(ours, plain, loose=names)
+            assert_same_state(ours, plain, exact=False)
+            if way != "micro_batches":
+                torch.testing.assert_close(_tensors(own_args), _tensors(args))
+
+
+def _outputs(pipe: Any, args: tuple[Any, ...], target: torch.Tensor, way: str) -> Iterator[torch.Tensor]:
+    """Runs a step forward and backward; yields its output."""
+    if way == "drop-in":
+        output = pipe(*args)
+        yield output.detach().clone()
+        F.mse_loss(output, target).backward()
+    elif way == "forward_backward":
+        yield pipe.forward_backward(*args, target=target, loss_fn=F.mse_loss, return_outputs=True)[1]
+    else:
+        parts = [[arg.chunk(2)[i] if isinstance(arg, torch.Tensor) else arg for arg in args] for i in range(2)]
+        calls = list(zip(map(tuple, parts), target.chunk(2), strict=True))
+        yield torch.cat(pipe.forward_backward(micro_batches=calls, loss_fn=F.mse_loss, return_outputs=True)[1])
+
+
+def _compare_stream(
+    ours: nn.Module, plain: nn.Module, inputs: Callable[[int], tuple[Any, ...]], steps: int, options: Any
+) -> None:
+    with torch.no_grad():
+        target = torch.ones_like(plain(*inputs(0)))
+    with closing(fxpipe.pipeline(ours, ["cpu"], schedule="pipedream", **options)) as pipe:
+        optimizer = fxpipe.optim.StageOptimizer(pipe, torch.optim.SGD, lr=RATE)
+        own = torch.optim.SGD(plain.parameters(), lr=RATE)
+        batches = ((inputs(step), target) for step in range(steps))
+        for step, loss in enumerate(pipe.train_stream(batches, optimizer=optimizer, loss_fn=F.mse_loss)):
+            own.zero_grad()
+            want = F.mse_loss(plain(*inputs(step)), target)
+            want.backward()
+            own.step()
+            torch.testing.assert_close(loss, want.detach())
+        assert_same_state(ours, plain, exact=False)
+
+
+def _tensors(values: tuple[Any, ...]) -> list[torch.Tensor]:
+    return [value for value in values if isinstance(value, torch.Tensor)]
