@@ -188,7 +188,8 @@ class _Parts:
         self.attributes: list[dict[str, Any]] = []
 
     def step(self, inputs: Inputs, batch: Batch, python: Python) -> Any:
-        count = min(self.case.chunks, batch.samples)
+        is_whole = batch.mode == "eval" and self._moves_buffers(inputs)
+        count = 1 if is_whole else min(self.case.chunks, batch.samples)
         seed, outputs, weights = draw_seed(self.case.is_random), [], []
         self.attributes = []
         with _mode(self.model, batch), _deferred(self.model, self.case.deferred and batch.mode != "eval"):
@@ -208,6 +209,15 @@ class _Parts:
                 self.attributes.append(attributes_of(self.model))
                 _write_back(inputs, part, count, i)
         return _gathered(outputs, weights)
+
+    def _moves_buffers(self, inputs: Inputs) -> bool:
+        """Returns whether evaluation changes a buffer: it then runs the mini-batch in one micro-batch."""
+        model = copy.deepcopy(self.model).eval()
+        for k in range(len(self.case.program)):
+            self.module.WHOLE[k] = self.module.SIZED[k] = inputs
+        with torch.no_grad(), torch.random.fork_rng([]):
+            model(**{name: value.clone() for name, value in inputs.items()})
+        return not all(map(torch.equal, model.buffers(), self.model.buffers()))
 
 
 class _SeededRest(Seeded):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator
 from types import CodeType, FrameType, ModuleType
 from typing import Any
@@ -57,7 +58,21 @@ class PythonReads:
 
     @contextlib.contextmanager
     def follow(self, is_elsewhere: Callable[[], bool]) -> Iterator[None]:
-        """A block in which it is seen what this thread runs and reads, but where it `is_elsewhere`."""
+        """A block in which it is seen what this thread runs and reads, but where it `is_elsewhere`.
+
+        What the garbage collector calls meanwhile (`gc.callbacks`, `__del__`) is not forward's either.
+        """
+        thread, collects = threading.get_ident(), False
+
+        def begin(phase: str, _: dict[str, int]) -> None:  # the first callback of all
+            nonlocal collects
+            collects |= phase == "start" and threading.get_ident() == thread
+
+        def end(phase: str, _: dict[str, int]) -> None:  # the last one
+            nonlocal collects
+            collects &= phase == "start" or threading.get_ident() != thread
+
+        is_outside, is_elsewhere = is_elsewhere, lambda: collects or is_outside()
         self._is_elsewhere = is_elsewhere
         is_profiled = sys.getprofile() is not None
         watch: Any = sys.settrace if is_profiled else sys.setprofile  # a profiler of the user's cannot be put back
@@ -68,15 +83,15 @@ class PythonReads:
                 self._add_code(frame)
             return outer and outer(frame, event, argument)
 
-        collects_garbage = gc.isenabled()
-        gc.disable()  # callbacks of the collector (`gc.callbacks`), of hypothesis say, and `__del__` are not forward's
+        gc.callbacks.insert(0, begin)
+        gc.callbacks.append(end)
         watch(enter)
         try:
             yield
         finally:
             watch(outer)
-            if collects_garbage:
-                gc.enable()
+            gc.callbacks.remove(begin)
+            gc.callbacks.remove(end)
             self._is_elsewhere = lambda: True
             for kind, own in self._classes.items():
                 for name in _PATCHED:
