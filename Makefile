@@ -6,12 +6,13 @@ BIN := .venv/bin
 # Processes that run tests.
 JOBS ?= 2
 
-.PHONY: help demo test test-all simulated gpu lint format package bench overhead lengths balance planning inspecting coverage stress mutants docs notebook clean
+.PHONY: help demo test test-long test-all simulated gpu lint format package bench overhead lengths balance planning inspecting coverage stress mutants docs notebook clean
 
 help:
 	@echo 'make demo        train two small models as pipelines and print the plan of one'
 	@echo 'make test        run the tests; make test ARGS="-k partition" runs some of them'
-	@echo 'make test-all    run the tests that make test leaves out: those that take long, and those on simulated accelerators'
+	@echo 'make test-long   run the tests that make test leaves out because they take long'
+	@echo 'make test-all    the same, those that need further packages, and those on simulated accelerators'
 	@echo 'make simulated   run the tests that run on simulated accelerators'
 	@echo 'make gpu         all that needs a GPU: its tests, then time and memory of steps on one'
 	@echo 'make lint        check style and types'
@@ -36,10 +37,13 @@ demo: .venv/.installed
 	$(BIN)/python -m fxpipe.inspect examples/unet.py:make_model --input 8x3x64x64 --devices 2 --chunks 4
 
 test: .venv/.installed
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow' $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow and not long' $(ARGS)
+
+test-long: .venv/.installed
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m long $(ARGS)
 
 test-all: .venv/.zoo .venv/.docs .venv/.trainers
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'slow or long' $(ARGS)
 	$(MAKE) simulated
 
 # Simulated accelerators stay in a process that has them: a session of its own, where ARGS may leave no test.

@@ -21,7 +21,7 @@ from helpers.ranks import Ranks
 hypothesis.settings.register_profile("fxpipe", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("fxpipe")
 
-SLOW_TESTS = Path(__file__).with_name("slow_tests.txt")  # functions that take long; tools/slow_tests.py writes it
+LONG_TESTS = Path(__file__).with_name("long_tests.txt")  # functions that take long; tools/long_tests.py writes it
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 GRACE = 2.0  # seconds that the workers of a pipe dropped at the end of a test have to end
 
@@ -41,10 +41,10 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    slow = set(SLOW_TESTS.read_text(encoding="utf-8").split())
+    long = set(LONG_TESTS.read_text(encoding="utf-8").split())
     for item in items:
-        if item.nodeid.removeprefix("tests/").partition("[")[0] in slow:
-            item.add_marker("slow")
+        if item.nodeid.removeprefix("tests/").partition("[")[0] in long:
+            item.add_marker("long")
     if devices.is_simulated():  # which a process has for good: it runs nothing else
         here = [item for item in items if any(map(item.get_closest_marker, ("simulated", "anywhere")))]
         config.hook.pytest_deselected(items=[item for item in items if item not in here])

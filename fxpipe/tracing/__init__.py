@@ -227,8 +227,8 @@ def _find_graph_with_lazy_state(request: TraceRequest) -> Traced:
         traced = find_graph(request)
         if not new_attributes(traced) or is_faked():
             return traced
-        error = None
-    except MakesState as refusal:
+        error: Exception | None = None
+    except (MakesState, ArgumentError) as refusal:  # samples may meet in what the first call makes of them
         error = refusal
     lazy_state = make_lazy_state(request.model, request.args, request.kwargs, request.in_dims)
     if lazy_state is None and error is not None:

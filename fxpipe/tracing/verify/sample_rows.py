@@ -349,7 +349,10 @@ class _SideBySide:
         value, dims = _copied(self.values[node][0]), [d for d in self.joins[node] if isinstance(d, int)]
         if _is_float(value) and dims:
             rows = value.split([v.shape[dims[0]] for v in self.values[node][1:]], dims[0])[part]
-            rows.copy_(_moved(rows, 1 + part).clamp_(*torch.aminmax(value)))  # it may take rates or chances alone
+            moved = _moved(rows, 1 + part)
+            if value.min() >= 0:  # rates or chances, which a random function may take alone
+                moved = moved.abs() if value.max() > 1 else moved.clamp(0, 1)
+            rows.copy_(moved)
         return value
 
     def _with_rows_of_whole(self, values: list[Any]) -> list[Any]:

@@ -133,7 +133,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.3), nn.Linear(8, 5), nn.AlphaDropout(0.2)),
     "noise": Rolling,
     "recurrent": Recurrent,
-    "attention": lambda: nn.TransformerEncoderLayer(5, 1, 8, dropout=0.2, batch_first=True),
+    "attention": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 5)), nn.TransformerEncoderLayer(5, 1, 8, dropout=0.2, batch_first=True), nn.Flatten(1)
+    ),
     "batch norm": lambda: nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.ReLU(inplace=True)),
     "changed buffer": Averaging,
     "autocast inside": Casting,

@@ -1,15 +1,17 @@
-"""Which tests take long? Writes tests/slow_tests.txt, whose functions `make test` leaves to `make test-all`.
+"""Which tests take long? Writes tests/long_tests.txt, whose functions `make test` leaves to `make test-long`.
 
     .venv/bin/python -m pytest -n 2 --dist worksteal --junitxml=build/times.xml  # everything, on an idle machine
-    .venv/bin/python tools/slow_tests.py build/times.xml
+    .venv/bin/python tools/long_tests.py build/times.xml
 
-A function is slow if its cases together take longer than `--seconds`, unless a fault of tools/mutants.py names it or
+A function is long if its cases together take longer than `--seconds`, unless a fault of tools/mutants.py names it or
 its file: what sees faults runs after every change.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import operator
 from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
@@ -34,18 +36,18 @@ def seconds_by_function(report: Path) -> Counter[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("reports", type=Path, nargs="+", help="what pytest --junitxml has written")
-    parser.add_argument("--seconds", type=float, default=0.2, help="a function that takes longer is slow")
+    parser.add_argument("--seconds", type=float, default=0.2, help="a function that takes longer is long")
     options = parser.parse_args()
-    seconds = sum(map(seconds_by_function, options.reports), Counter())
+    seconds = functools.reduce(operator.or_, map(seconds_by_function, options.reports))
     kept = {name.partition("[")[0] for mutant in MUTANTS for name in mutant.tests.split()}
-    slow = {
+    long = {
         name
         for name, taken in seconds.items()
         if taken > options.seconds and not {name, name.partition("::")[0]} & kept
     }
-    (ROOT / "tests" / "slow_tests.txt").write_text("".join(f"{name}\n" for name in sorted(slow)), encoding="utf-8")
-    rest = sum(taken for name, taken in seconds.items() if name not in slow)
-    print(f"{len(slow)} of {len(seconds)} functions are slow; the others take {rest:.0f} of {seconds.total():.0f} s")
+    (ROOT / "tests" / "long_tests.txt").write_text("".join(f"{name}\n" for name in sorted(long)), encoding="utf-8")
+    rest = sum(taken for name, taken in seconds.items() if name not in long)
+    print(f"{len(long)} of {len(seconds)} functions are long; the others take {rest:.0f} of {seconds.total():.0f} s")
 
 
 if __name__ == "__main__":
