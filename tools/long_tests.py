@@ -3,8 +3,8 @@
     .venv/bin/python -m pytest -n 2 --dist worksteal --junitxml=build/times.xml  # everything, on an idle machine
     .venv/bin/python tools/long_tests.py build/times.xml
 
-A function is long if its cases together take longer than `--seconds`, unless a fault of tools/mutants.py names it or
-its file: what sees faults runs after every change.
+A function is long if its cases together take longer than `--seconds`, unless a fault of tools/mutants.py names it: what
+sees faults runs after every change.
 """
 
 from __future__ import annotations
@@ -40,11 +40,7 @@ def main() -> None:
     options = parser.parse_args()
     seconds = functools.reduce(operator.or_, map(seconds_by_function, options.reports))
     kept = {name.partition("[")[0] for mutant in MUTANTS for name in mutant.tests.split()}
-    long = {
-        name
-        for name, taken in seconds.items()
-        if taken > options.seconds and not {name, name.partition("::")[0]} & kept
-    }
+    long = {name for name, taken in seconds.items() if taken > options.seconds and name not in kept}
     (ROOT / "tests" / "long_tests.txt").write_text("".join(f"{name}\n" for name in sorted(long)), encoding="utf-8")
     rest = sum(taken for name, taken in seconds.items() if name not in long)
     print(f"{len(long)} of {len(seconds)} functions are long; the others take {rest:.0f} of {seconds.total():.0f} s")
