@@ -1611,7 +1611,7 @@ TRACING = (
     ),
     Mutant(
         "_torch/module_internals.py",
-        "[number for store in _GLOBAL_HOOK_STORES for number in store]",
+        "[number for number, _ in global_hooks()]",
         "[]",
         "attacks/test_python_state.py::test_global_hooks_put_on_after_planning_are_refused",
     ),

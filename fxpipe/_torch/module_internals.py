@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as torch_module
+from torch.utils.module_tracker import ModuleTracker
 
 from fxpipe._torch.versions import require_attributes
 
@@ -115,12 +116,18 @@ def original_module(module: nn.Module) -> nn.Module:
 # -- Flags and hooks, read in every step -----------------------------------------------------------------------------
 
 
+def global_hooks() -> list[tuple[int, Any]]:
+    """Returns the hooks on all modules with torch's numbers, but not of the tracker that names modules to profilers."""
+    hooks = [item for store in _GLOBAL_HOOK_STORES if store for item in store.items()]
+    return [item for item in hooks if type(getattr(item[1], "__self__", None)) is not ModuleTracker] if hooks else hooks
+
+
 def module_flags(model: nn.Module) -> tuple[Any, ...]:
     """Returns the flags of each module of a model: its identity, its `training` flag, its hooks (by torch's numbers).
 
     And its attributes, parameters and buffers: forward may ask for them, and one set later hides that of the class.
     """
-    flags: list[Any] = [number for store in _GLOBAL_HOOK_STORES for number in store]  # hooks on all modules
+    flags: list[Any] = [number for number, _ in global_hooks()]
     for m in all_modules(model):
         # Most modules have few tensors of their own, and no hooks.
         parameters = _tensor_names(m._parameters) if m._parameters else ()

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.nn.modules import module as torch_module
 
 from fxpipe._torch.fake_tensor_mode import FakeTensor
 from fxpipe._torch.functions import opname, overload_writes
 from fxpipe._torch.functorch import is_in_functorch_transform
+from fxpipe._torch.module_internals import global_hooks
 from fxpipe._torch.operators import OpOverload
 from fxpipe._torch.storages import storage_address
 from fxpipe.errors import TraceError
@@ -183,9 +183,6 @@ def refusal_of_parameter_write(
 
 # -- Models that cannot be recorded as they are, found before anything runs ------------------------------------------
 
-_GLOBAL_HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
-
-
 DISTRIBUTED = (
     "was given to fully_shard, or another function of torch.distributed that spreads it over processes; give the model "
     "as it was before: a pipe spreads it by stages (devices=mesh over processes), and data_parallel= has replicas of it"
@@ -200,9 +197,8 @@ def refuse_model(model: nn.Module) -> None:
 
 
 def _global_hooks() -> Iterator[str]:
-    for kind in _GLOBAL_HOOKS:
-        for hook in getattr(torch_module, f"_global_{kind}").values():
-            yield f"the hook {hook!r}, put on all modules, would not run in the pipeline; remove it (handle.remove())"
+    for _, hook in global_hooks():
+        yield f"the hook {hook!r}, put on all modules, would not run in the pipeline; remove it (handle.remove())"
 
 
 def _wrong_modules(model: nn.Module) -> Iterator[str]:

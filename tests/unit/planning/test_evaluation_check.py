@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.unseen_list import UnseenList
 from torch import nn
 
 import fxpipe
@@ -225,7 +226,7 @@ def _copied(pipe: fxpipe.Pipeline) -> fxpipe.Pipeline:
     return copy.deepcopy(pipe)
 
 
-SEEN: list[bool] = []  # modes in which it ran
+SEEN = UnseenList()  # modes in which it ran
 
 
 def _leaves_things(m: Any, y: torch.Tensor) -> torch.Tensor:
@@ -257,15 +258,15 @@ def test_it_leaves_no_trace(evaluate: Any, capsys: pytest.CaptureFixture[str]) -
     gradients = [parameter.grad for parameter in model.parameters()]
     held, flags = dict(model.__dict__), [module.training for module in model.modules()]
     x, dice, states = torch.randn(6, 4), random.getstate(), torch.get_rng_state()
-    SEEN.clear()
     if evaluate is _leaves_things:
         _quiet(model, x).close()
     else:
         with pytest.warns(UserWarning, match="its evaluation") as told:
             _pipeline(model, x).close()
         assert len(told) == 1
-    assert SEEN
-    assert not any(SEEN)
+    seen = [*SEEN]
+    assert seen
+    assert not any(seen)
     assert capsys.readouterr() == ("", "")
     assert random.getstate() == dice
     assert torch.equal(torch.get_rng_state(), states)
