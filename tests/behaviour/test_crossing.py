@@ -40,7 +40,7 @@ class Made(nn.Module):
         self.register_buffer("positions", torch.arange(8.0), persistent=False)
 
     def forward(self, x):
-        rows = torch.arange(x.shape[0], device=x.device) * 0
+        rows = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
         width = torch.arange(x.shape[1], device=x.device, dtype=x.dtype)
         state = torch.zeros(x.shape[0], 4, device=x.device)
         h = self.one(x)
