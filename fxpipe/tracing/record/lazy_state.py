@@ -98,8 +98,8 @@ def make_lazy_state(
     if is_faked():
         return None
     leaves, spec, values = input_leaves(model, args, kwargs)
-    others = as_given(leaves, _other_samples(values, candidate_dims(leaves, in_dims)))
     try:
+        others = as_given(leaves, _other_samples(values, candidate_dims(leaves, in_dims)))
         first, first_of_others = _call_once(model, values, spec), _call_once(model, others, spec)
         items = first.items
         if not items:
