@@ -53,3 +53,11 @@ def test_a_fault_that_the_code_has_outgrown_is_an_error(mutants):
         mutant.apply("a = 1")
     with pytest.raises(ValueError, match="stands 2 times"):
         mutant.apply("a = b\na = b")
+
+
+def test_long_tests_are_there_and_no_fault_names_one(mutants):
+    long = mutants.ROOT.joinpath("tests", "long_tests.txt").read_text(encoding="utf-8").split()
+    for test in long:
+        file, _, name = test.partition("::")
+        assert f"def {name.rpartition('::')[2]}(" in (mutants.ROOT / "tests" / file).read_text(encoding="utf-8"), test
+    assert not {*long} & {name for mutant in mutants.MUTANTS for name in mutant.tests.split()}

@@ -191,7 +191,7 @@ class Odd(nn.Module):
         weights = torch.ones(6).diag().to_sparse()
         spectrum = torch.fft.fft(h)[:, :6].conj()
         size = h.shape[1] // 2
-        y = self.two(left.contiguous()) + turned.t() + wide + windows.sum(1) + empty.sum()
+        y = self.two(left.contiguous()) + turned.t() + wide + windows.sum(1) + empty.sum(1, keepdim=True)
         y = y + spectrum.real[:, :size] + spectrum.imag
         return self.three(torch.sparse.mm(weights, y.t()).t())
 
