@@ -543,7 +543,7 @@ class PipelineState:
         self.graphs.add(prepared, bound)
         least = max(self.settings.least_samples, least_samples(traced))
         self.settings = replace(self.settings, least_samples=least)
-        if bound.moving_buffers:
+        if bound.moving_buffers and self.settings.chunks > 1:
             warn_user(
                 f"{type(self.model).__name__} changes the buffer {bound.moving_buffers[0]!r} in evaluation, and each "
                 "micro-batch would find what the one before has left: a call runs its mini-batch in one micro-batch, "
