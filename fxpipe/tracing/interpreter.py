@@ -123,7 +123,7 @@ def copy_as_leaf(value: Any) -> Any:
 def _copy_in_memory(tensor: torch.Tensor) -> torch.Tensor:
     """A copy with the same strides: with gaps, and expanded."""
     copied = tensor.clone()
-    if copied.stride() == tensor.stride() or not tensor.numel():
+    if tensor.layout != torch.strided or copied.stride() == tensor.stride() or not tensor.numel():
         return copied
     one = tensor
     for dim in (dim for dim, stride in enumerate(tensor.stride()) if stride == 0):

@@ -476,10 +476,10 @@ class _SideBySide:
     def _changes_with(self, node: fx.Node, source: fx.Node) -> bool:
         """Returns whether the value of a node is another one if a source has other values, as unlike as samples are."""
         try:
-            made = self._made_of(node, {}), self._made_of(node, {source: _moved(self.values[source][0], 0)})
+            pairs = self._made_of(node, {}), self._made_of(node, {source: _moved(self.values[source][0], 0)})
         except Exception:
             return False
-        return any(not is_close(one, other, EVIDENCE * _tolerance(one)) for one, other in zip(*made, strict=False))
+        return any(not is_close(one, other, EVIDENCE * _tolerance(one)) for one, other in zip(*pairs, strict=False))
 
     def _spread(self, node: fx.Node) -> None:
         """Gives parts the rows of the whole, with noise in loud runs, or of one sample: so no rounding adds up."""
