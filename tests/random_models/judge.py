@@ -212,12 +212,14 @@ class _Parts:
 
     def _moves_buffers(self, inputs: Inputs) -> bool:
         """Returns whether evaluation changes a buffer: it then runs the mini-batch in one micro-batch."""
-        model = copy.deepcopy(self.model).eval()
+        model = _built(self.case, self.module).eval()
+        model.load_state_dict(self.model.state_dict(), strict=False)
+        before = [buffer.clone() for buffer in model.buffers()]
         for k in range(len(self.case.program)):
             self.module.WHOLE[k] = self.module.SIZED[k] = inputs
         with torch.no_grad(), torch.random.fork_rng([]):
             model(**{name: value.clone() for name, value in inputs.items()})
-        return not all(map(torch.equal, model.buffers(), self.model.buffers()))
+        return not all(map(torch.equal, model.buffers(), before))
 
 
 class _SeededRest(Seeded):
