@@ -92,7 +92,6 @@ RIGHT = {
     "an attribute of a first call with dropout": 50264,
     "Python in training, a graph in evaluation": 300949,
     "what the rest of forward draws": 302534,
-    "what a refused step's graph keeps for its next call": 710093,
 }
 
 
