@@ -145,7 +145,7 @@ def check_sample_rows(traced: Traced, leaves: Sequence[Any], chunks: int) -> boo
     if shows_less and len(own) > 1 and _holds_at(traced, own) and (refusal := _refusal(traced, leaves, own, claims)):
         raise refusal
     few: list[tuple[int, ...]] = [(1, SAMPLES - 1), (SAMPLES // 2,) * 2]
-    if 1 < batch < SAMPLES:  # samples that must come in an order cannot be given twice
+    if 1 < batch < SAMPLES:  # samples that must be in an order cannot be given twice
         few.append((1, batch - 1))
     splits = [parts for parts in few if _holds_at(traced, parts) and _grows_evenly(traced)]
     splits = splits or [parts for parts in [own] if len(parts) > 1]
@@ -501,7 +501,7 @@ class _SideBySide:
         noise = torch.randn(10007, generator=torch.Generator().manual_seed(7)).to(value.device)
         noise = noise.repeat(-(-value.numel() // len(noise)))[: value.numel()].view(value.shape).to(value.dtype)
         least, most = torch.aminmax(value.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))
-        # Equal values show nothing of samples: a state of zeros, all behind a mask.
+        # Equal values show nothing of samples: a state of zeros, a mask that hides all.
         noisy = value + 0.1 * noise.abs() if bool(least == most) else (value * (1 + 0.05 * noise)).clamp_(least, most)
         noisy.narrow(dim, first, value.shape[dim] - first).mul_(0.7)
         return noisy
