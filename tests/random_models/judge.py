@@ -213,7 +213,9 @@ class _Parts:
     def _moves_buffers(self, inputs: Inputs) -> bool:
         """Returns whether evaluation changes a buffer: it then runs the mini-batch in one micro-batch."""
         model = _built(self.case, self.module).eval()
-        model.load_state_dict(self.model.state_dict(), strict=False)
+        for ours, theirs in zip(model.modules(), self.model.modules(), strict=True):
+            ours._parameters.update(theirs._parameters)
+            ours._buffers.update((name, value.clone()) for name, value in theirs._buffers.items())
         before = [buffer.clone() for buffer in model.buffers()]
         for k in range(len(self.case.program)):
             self.module.WHOLE[k] = self.module.SIZED[k] = inputs
