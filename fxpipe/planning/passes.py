@@ -211,6 +211,7 @@ def trace_batch(
             seed=seed,
             dynamic_shapes=settings.dynamic_shapes,
             dynamic=dynamic or NO_DYNAMIC_DIMS,
+            is_whole=settings.chunks == 1 and "chunks" not in settings.left,
         )
 
     phase("tracing")

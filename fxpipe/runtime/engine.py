@@ -609,7 +609,7 @@ def scatter_target(
     for leaf in leaves:
         refuse_hidden_tensors("target", leaf)
         refuse_layout("target", leaf)
-    dims = target_dims(leaves, batch, rows)
+    dims = target_dims(leaves, batch, rows) if count > 1 else [None] * len(leaves)
     if not leaves:
         return [target] * count
     moved = leaves_on_device(leaves, devices[0]) if len({*devices}) == 1 else leaves

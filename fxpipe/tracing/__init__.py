@@ -63,6 +63,7 @@ def trace(
     progress: bool = True,
     dynamic_shapes: Any = None,
     dynamic: DynamicDims = NO_DYNAMIC_DIMS,
+    is_whole: bool = False,
 ) -> Traced:
     """Traces `model` on example inputs.
 
@@ -90,6 +91,8 @@ def trace(
             dict from dimensions to names or `torch.export.Dim`, as for `fxpipe.pipeline`.
         dynamic: dimensions that may differ as well, as far as forward lets them; `Traced.dynamic` tells which do, and
             why others do not.
+        is_whole: the mini-batch is the only micro-batch: samples may act on each other, and no dimension has to hold
+            them.
 
     Raises:
         TraceError: forward does what a graph cannot carry.
@@ -122,6 +125,7 @@ def trace(
             seed=seed,
             dynamic_shapes=dynamic_shapes,
             dynamic=dynamic,
+            is_whole=is_whole,
         )
         traced = replace(_find_graph_with_dynamic_sizes(request), print_lines=lost_prints())
         if was_faked := is_faked():

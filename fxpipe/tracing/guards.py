@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from fxpipe.errors import DecisionError
+from fxpipe.tracing.dynamic_sizes import InputDim
 from fxpipe.tracing.forward_rng import DrawStream
 from fxpipe.tracing.interpreter import NodeValues, run_node_without_grad, run_nodes
 from fxpipe.tracing.node_devices import set_node_device
@@ -194,18 +195,17 @@ def extract_guards(traced: Traced) -> Guards:
     needs = {read: _dependencies_of_read(read) for read in reads}
     asked = [read for read in reads if set(_source_names(traced, needs[read]))]
     wanted = {n for read in asked for n in needs[read]}
-    batched = _batched_input(traced)
-    sized = {batched, *(traced.placeholders[place] for place, _ in traced.dynamic.symbols.values())}
+    symbols = {**_batch_symbol(traced), **traced.dynamic.symbols}
+    sized = {traced.placeholders[place] for place, _ in symbols.values()}
     program = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in traced.graph.nodes:
         if node.op == "placeholder" and (node in wanted or node in sized):
             copies[node] = program.node_copy(node)
         elif node in wanted and _is_size(node):
-            dims = {traced.batch: (batched, traced.in_dims[traced.place_of(batched)])}
-            dims |= {s: (traced.placeholders[place], dim) for s, (place, dim) in traced.dynamic.symbols.items()}
-            sizes = [program.call_method("size", (copies[source], dim)) for source, dim in dims.values()]
-            copies[node] = program.call_function(_size_function(size_formula(node), tuple(dims)), tuple(sizes))
+            sources = [(copies[traced.placeholders[place]], dim) for place, dim in symbols.values()]
+            sizes = [program.call_method("size", source) for source in sources]
+            copies[node] = program.call_function(_size_function(size_formula(node), tuple(symbols)), tuple(sizes))
             for copy in (*sizes, copies[node]):
                 update_info(copy, state=state_of(node))
         elif node in wanted:
@@ -224,14 +224,11 @@ def _reads(traced: Traced) -> list[fx.Node]:
     return [n for n in traced.graph.nodes if info(n).is_guarded_read]
 
 
-def _batched_input(traced: Traced) -> fx.Node:
-    """Returns a placeholder whose batch dimension has one row for each sample."""
-    dims = traced.in_dims
-    return next(
-        node
-        for place, node in traced.placeholders.items()
-        if dims[place] is not None and rows_per_sample(dims[place]) == 1
-    )
+def _batch_symbol(traced: Traced) -> dict[sympy.Symbol, InputDim]:
+    """Returns the symbol of the batch with a dimension of that size, which has one row for each sample, if any."""
+    places = ((place, traced.in_dims[place]) for place in traced.placeholders)
+    dims = [(place, dim) for place, dim in places if dim is not None and rows_per_sample(dim) == 1]
+    return {traced.batch: dims[0]} if dims else {}
 
 
 def _size_function(size: sympy.Expr, symbols: tuple[sympy.Symbol, ...]) -> Callable[..., int]:

@@ -51,13 +51,20 @@ LARGE_NODE_SHARE = 0.5  # share of the parameters in one piece from which on ano
 def find_graph(request: TraceRequest) -> Traced:
     """The first graph that is right, of the mini-batch or else of its micro-batches.
 
+    Where the mini-batch stays whole, a graph that could be cut is still better: it holds for other numbers of samples.
+
     Raises:
         TraceError: no way has led to a graph; says why for each, and what can be done.
     """
     try:
-        return _graph_of_all_samples(request)
+        return _graph_of_all_samples(replace(request, is_whole=False))
     except OtherMicroBatchesError as error:
-        return _graph_of_micro_batch(request, error)
+        if not request.is_whole:
+            return _graph_of_micro_batch(request, error)
+    except (ArgumentError, TraceError):
+        if not request.is_whole:
+            raise
+    return _graph_of_all_samples(request)
 
 
 def _graph_of_all_samples(request: TraceRequest) -> Traced:
@@ -226,7 +233,7 @@ def _record_by_size(request: TraceRequest, record_on: RecordFunction) -> Traced:
         CannotRecord: the model runs other functions at other batch sizes.
         Exception: what a pass raises on the recording on all samples.
     """
-    if request.is_compared:
+    if request.is_compared and not request.is_whole:
         with contextlib.suppress(Exception):  # it will be raised again, on all samples, or it is no matter there
             part = record_small_batch(request, record_on)
             if part is not None:
@@ -235,7 +242,7 @@ def _record_by_size(request: TraceRequest, record_on: RecordFunction) -> Traced:
     try:
         return run_passes(recording, request)
     except (TraceError, ArgumentError) as error:
-        if isinstance(error, CannotRecord):
+        if isinstance(error, CannotRecord) or request.is_whole:
             raise  # it is not by the batch size that it fails
         recording_of_sizes = record_with_batch_numbers(request, record_on)
         if recording_of_sizes is None:

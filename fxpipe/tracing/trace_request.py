@@ -38,6 +38,7 @@ class TraceRequest:
     is_compared: bool  # is the graph compared with the model on real values?
     seed: int  # of the numbers that forward draws and reads
     dynamic: DynamicDims  # dimensions besides the batch whose size may differ from the example's
+    is_whole: bool = False  # is the mini-batch the only micro-batch? Nothing is cut then, and nothing put together
 
     @classmethod
     def of(
@@ -55,6 +56,7 @@ class TraceRequest:
         seed: int,
         dynamic_shapes: Any = None,
         dynamic: DynamicDims = NO_DYNAMIC_DIMS,
+        is_whole: bool = False,
     ) -> TraceRequest:
         """The request for these options as the user gives them.
 
@@ -73,7 +75,9 @@ class TraceRequest:
                 f"leaf_modules={[*whole]} and tracer={tracer!r}: only recording keeps modules whole, other ways leave "
                 "nothing of their Python; use tracer='record', or leave leaf_modules out"
             )
-        return cls(model, args, kwargs, leaves, tracer, whole, in_dims, out_dims, chunks, is_compared, seed, dynamic)
+        return cls(
+            model, args, kwargs, leaves, tracer, whole, in_dims, out_dims, chunks, is_compared, seed, dynamic, is_whole
+        )
 
     def on_micro_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TraceRequest:
         """The same request for a micro-batch alone."""

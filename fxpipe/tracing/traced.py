@@ -148,6 +148,7 @@ class Traced:
     comparisons: SizeComparisons = field(default_factory=SizeComparisons)
     # it holds for those accepted only: the batch size is a number in what it computes
     compares_micro_batches: bool = False
+    is_whole: bool = False  # holds for the mini-batch in one micro-batch only: its results were not to be put together
     effects: Effects | None = None  # what the nodes share and change
     guards: Guards | None = None  # values that forward read: other ones are another graph
     texts: tuple[SourcePlace, ...] = ()  # where forward made texts of tensors
@@ -310,7 +311,7 @@ class Traced:
         lengths = self.dynamic.example if lengths is None else lengths
         if (batch, frozenset(sizes), lengths) in self.comparisons.accepted_splits:
             return True
-        if self.compares_micro_batches and any(size != batch for size in sizes):
+        if (self.compares_micro_batches or self.is_whole) and any(size != batch for size in sizes):
             return False
         reads = (*self.batch_conditions, *self.mini_batch_conditions)
         if not all(read.holds(batch) for read in reads) or self.failing_conditions(batch, lengths):
@@ -386,9 +387,9 @@ class Traced:
                 if value.shape[dim] % rows_per_sample(dim):
                     return False
                 batches.add(samples_along(value, dim))
-        if len(batches) != 1:
+        if len(batches) > 1:
             return False
-        (batch,) = batches
+        batch = next(iter(batches), 1)
         if not self.is_within_bounds(batch):  # nor is any other graph: what is asked for is refused
             return False
         if not all(read.holds(leaves) for read in self.input_reads):
@@ -422,7 +423,7 @@ class Traced:
         ]
 
     def batch_of(self, leaves: Sequence[Any]) -> int:
-        """Number of samples in the flattened inputs.
+        """Number of samples in the flattened inputs: 1 where no dimension holds them (`is_whole`).
 
         Raises:
             ArgumentError: inputs disagree.
@@ -432,7 +433,7 @@ class Traced:
             for leaf, dim, value in zip(self.leaves, self.in_dims, leaves, strict=True)
             if dim is not None
         ]
-        return common_batch_size(sizes)
+        return common_batch_size(sizes) if sizes else 1
 
     def __str__(self) -> str:
         from fxpipe.tracing.graph_text import graph_table

@@ -33,7 +33,7 @@ def run_passes(traced: Traced, request: TraceRequest) -> Traced:
         TraceError: the graph is not the model's, or is none that can be cut.
         ArgumentError: there is no batch dimension, or inputs or outputs disagree on it.
     """
-    leaves = request.leaves
+    leaves, traced = request.leaves, replace(traced, is_whole=request.is_whole)
     refuse_unguardable(traced)
     why_fixed = _why_sizes_are_fixed(traced, request)
     dynamic = {} if why_fixed else request.dynamic.names(traced.leaves)
@@ -47,7 +47,7 @@ def run_passes(traced: Traced, request: TraceRequest) -> Traced:
     refuse_unguardable(traced)
     traced = replace(traced, guards=extract_guards(traced))
     traced = _compare(traced, request) if request.is_compared else _take_as_it_is(traced, request)
-    is_told = is_faked() or check_sample_rows(traced, leaves, request.chunks)
+    is_told = is_faked() or traced.is_whole or check_sample_rows(traced, leaves, request.chunks)
     refuse_differing_writes(traced)
     refuse_unwritable_inputs(traced, leaves)
     sizes = micro_batch_sizes(traced.batch_of(leaves), request.chunks)

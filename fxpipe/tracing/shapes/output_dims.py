@@ -38,6 +38,8 @@ def batch_dependent_nodes(traced: Traced) -> set[fx.Node]:
 
 def with_out_dims(traced: Traced, out_dims: Any) -> Traced:
     """Finds how the outputs of micro-batches go together."""
+    if traced.is_whole:
+        return replace(traced, out_dims=(None,) * len(traced.outputs))
     asked: Any = None
     is_for_rest = isinstance(out_dims, str) and out_dims in ("mean", "sum")  # of outputs that hold samples nobody asks
     if out_dims is not None:
@@ -97,7 +99,7 @@ def left_dims(traced: Traced) -> dict[str, int | str]:
         dim = _batch_dim(traced, node) if node in dependent else None
         if dim is not None:
             dims[name] = dim
-        elif name in traced.tied and not _sizes_of(node):
+        elif name in traced.tied and (traced.is_whole or not _sizes_of(node)):
             dims[name] = "mean"
         elif name in traced.tied:
             raise CannotRecord(

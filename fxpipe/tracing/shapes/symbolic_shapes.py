@@ -173,7 +173,13 @@ def _run_with_dynamic_sizes(
                 with contextlib.suppress(TraceError):
                     second = run_on_symbols(traced, values, asked, sure, True, wanted)
                     run = second if second.is_free else run
-            with_batch = replace(traced, in_dims=_find_batch(traced, asked, run, sure))
+            try:
+                with_batch = replace(traced, in_dims=_find_batch(traced, asked, run, sure))
+            except ArgumentError:
+                if not traced.is_whole:
+                    raise
+                candidates, of_samples = [None] * len(candidates), set()
+                continue
             others = {(place, dim) for place, dim in of_samples if with_batch.in_dims[place] != dim}
             if others:
                 of_samples -= others
@@ -326,6 +332,8 @@ def _find_batch(traced: Traced, asked: Sequence[int | None], run: SymbolicRun, s
         ArgumentError: none does, or they disagree on its size.
     """
     symbols, fixed_by, env = run.symbols, run.fixed_by, run.env
+    if traced.is_whole and not symbols:
+        return (None,) * len(traced.leaves)
     free = {place: size for place, s in symbols.items() if (size := env.replace(s)).free_symbols}
     if not free or (sure and len(free) < len(symbols)):
         lines = [

@@ -173,7 +173,7 @@ def _batch_faults(traced: Traced) -> Iterator[str]:
     for leaf, dim in zip(traced.leaves, traced.in_dims, strict=True):
         if dim is not None and not (leaf.is_tensor and 0 <= dim < len(leaf.shape)):
             yield f"the input {leaf.path} has no dimension {dim}, which in_dims says"
-    if all(dim is None for dim in traced.in_dims):
+    if not traced.is_whole and all(dim is None for dim in traced.in_dims):
         yield "no input holds the batch"
 
 

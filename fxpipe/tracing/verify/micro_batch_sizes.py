@@ -60,9 +60,11 @@ def holds_for_micro_batches(
     if lengths is None:
         return False
     key = batch, frozenset(sizes), lengths
-    if traced.holds_for(batch, sizes, lengths) or is_faked():  # there are no values; it is asked again when there are
+    if traced.holds_for(batch, sizes, lengths):
         return True
-    if key in traced.comparisons.tried_splits or not traced.holds_for(batch, (), lengths):
+    if is_faked() and not traced.is_whole:  # there are no values; it is asked again when there are
+        return True
+    if traced.is_whole or key in traced.comparisons.tried_splits or not traced.holds_for(batch, (), lengths):
         return False
     traced.comparisons.tried_splits.add(key)
     excuse_sizes(traced, leaves, sizes)
@@ -223,7 +225,7 @@ def _first_size_line(traced: Traced) -> str:
 
 def agrees_with_model(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sequence[int]) -> bool:
     """Tells whether the graph holds for micro-batches of these sizes, as far as values of inputs and model show it."""
-    if not all(traced.holds_at(size) for size in sizes):
+    if traced.is_whole or not all(traced.holds_at(size) for size in sizes):
         return False
     with checking_mode(traced, args, kwargs) as leaves:
         return is_faked() or all(agrees_at_size(traced, leaves, size) for size in sizes)

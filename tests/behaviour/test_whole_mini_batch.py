@@ -1,0 +1,158 @@
+"""With `chunks=1`, and of micro-batches that are handed over, nothing is cut: no input has to hold a batch."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import ArgumentError
+
+DEVICES = ["cpu", "cpu"]
+
+
+class TwoTowers(nn.Module):
+    """CLIP: each sample is compared with all others."""
+
+    def __init__(self):
+        super().__init__()
+        self.image, self.text = nn.Linear(8, 16), nn.Linear(6, 16)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, image, text):
+        image, text = F.normalize(self.image(image).relu(), dim=-1), F.normalize(self.text(text).relu(), dim=-1)
+        logits = image @ text.t() * self.scale.exp()
+        return logits, F.cross_entropy(logits, torch.arange(len(logits), device=logits.device))
+
+
+class Rolled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        h = self.first(x).relu()
+        return self.last(h + h.roll(1, 0) - h.max())
+
+
+class Field(nn.Module):
+    """Points and centers, of which there are as many as there are: no dimension is the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, points, centers):
+        near = torch.softmax(-torch.cdist(self.first(points), centers), dim=-1)
+        return self.last(near @ centers)
+
+
+class Noting(nn.Module):
+    """Leaves a tensor of the autograd graph in an attribute, and writes to an input that holds no samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x, memory):
+        h = self.first(x)
+        self.noted = h @ h.t()
+        memory.copy_(h.detach().mean(0))
+        return self.last(h.relu())
+
+
+MODELS = {
+    "two_towers": (TwoTowers, lambda n: (torch.randn(n, 8), torch.randn(n, 6)), lambda out: out[1]),
+    "rolled": (Rolled, lambda n: (torch.randn(n, 8),), lambda out: out.square().mean()),
+    "field": (Field, lambda n: (torch.randn(n, 8), torch.randn(7, 8)), lambda out: out.square().mean()),
+    "noting": (Noting, lambda n: (torch.randn(n, 8), torch.zeros(8)), lambda out: out.square().mean()),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_with_one_micro_batch_any_model_is_the_plain_one(name):
+    make, inputs, loss_of = MODELS[name]
+    torch.manual_seed(0)
+    model = make()
+    plain = copy.deepcopy(model)
+    pipe = fxpipe.pipeline(model, DEVICES, chunks=1)
+    for samples in (6, 4, 6, 5):
+        args = inputs(samples)
+        plain.zero_grad()
+        own, copied = [value.clone() for value in args], [value.clone() for value in args]
+        expected = plain(*own)
+        loss_of(expected).backward()
+        pipe.zero_grad()
+        actual = pipe(*copied)
+        loss_of(actual).backward()
+        torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(copied, own)
+        _assert_same_gradients(pipe, plain)
+        pipe.zero_grad()
+        loss = pipe.forward_backward(*args, loss_fn=loss_of)
+        torch.testing.assert_close(loss, loss_of(expected).detach())
+        _assert_same_gradients(pipe, plain)
+        if name == "noting":
+            torch.testing.assert_close(pipe.noted, plain.noted)
+        with torch.no_grad():
+            torch.testing.assert_close(pipe.eval()(*(value.clone() for value in args)), plain(*args))
+        pipe.train()
+
+
+@pytest.mark.parametrize("name", ["two_towers", "rolled", "field"])
+def test_micro_batches_that_are_handed_over_are_those_of_gradient_accumulation(name):
+    make, inputs, loss_of = MODELS[name]
+    torch.manual_seed(0)
+    model = make()
+    plain = copy.deepcopy(model)
+    pipe = fxpipe.pipeline(model, DEVICES, chunks=4, schedule="1f1b")
+    for _ in range(2):
+        calls = [inputs(4) for _ in range(3)]
+        plain.zero_grad()
+        losses = [loss_of(plain(*args)) for args in calls]
+        sum(losses).div(3).backward()
+        pipe.zero_grad()
+        loss = pipe.forward_backward(micro_batches=[(args, {}, None) for args in calls], loss_fn=loss_of)
+        torch.testing.assert_close(loss, sum(losses).detach() / 3)
+        _assert_same_gradients(pipe, plain)
+
+
+def test_micro_batches_count_the_same_where_one_has_no_batch():
+    torch.manual_seed(0)
+    model = Field()
+    plain = copy.deepcopy(model)
+    pipe = fxpipe.pipeline(model, DEVICES, chunks=1)
+    calls = [(torch.randn(3, 8), torch.randn(3, 8)), (torch.randn(5, 8), torch.randn(2, 8))]
+    losses = [plain(*args).square().mean() for args in calls]
+    sum(losses).div(2).backward()
+    loss = pipe.forward_backward(
+        micro_batches=[(args, {}, None) for args in calls], loss_fn=lambda y: y.square().mean()
+    )
+    torch.testing.assert_close(loss, sum(losses).detach() / 2)
+    _assert_same_gradients(pipe, plain)
+
+
+@pytest.mark.parametrize("name", ["two_towers", "rolled", "field"])
+def test_what_cannot_be_cut_is_refused_with_more_micro_batches(name):
+    make, inputs, loss_of = MODELS[name]
+    pipe = fxpipe.pipeline(make(), DEVICES, chunks=2)
+    pipe.forward_backward(micro_batches=[(inputs(4), {}, None)] * 2, loss_fn=loss_of)  # whose graphs are of no use then
+    if name != "field":  # whose mini-batch has no samples, and so only one micro-batch
+        with pytest.raises(ArgumentError):
+            pipe(*inputs(4))
+    with pytest.raises(ArgumentError):
+        fxpipe.pipeline(make(), DEVICES, chunks=2)(*inputs(4))
+
+
+def test_a_plan_of_one_micro_batch_is_one_of_one():
+    plan = fxpipe.plan(Rolled(), 2, chunks=1, example_args=(torch.randn(8, 8),))
+    assert plan.chunks == 1
+    with pytest.raises(ArgumentError):
+        fxpipe.pipeline(Rolled(), DEVICES, plan=plan, chunks=2)(torch.randn(8, 8))
+
+
+def _assert_same_gradients(pipe, plain):
+    for (name, ours), (_, theirs) in zip(pipe.named_parameters(), plain.named_parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, msg=lambda text, name=name: f"{name}: {text}")
