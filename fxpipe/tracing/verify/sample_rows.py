@@ -653,8 +653,8 @@ def _in_reverse(leaf: Any, dim: int | None) -> Any:
 
 _REMEDIES = (
     "compute each sample by itself (another dimension), or keep the mini-batch whole (chunks=1, or micro-batches of "
-    "your own: forward_backward(micro_batches=...)); say with out_dims how the outputs go together (a dimension, 'stack', "
-    "'mean', 'sum') if it is meant for micro-batches, or with in_dims what holds the batch"
+    "your own: forward_backward(micro_batches=...)); say with out_dims how the outputs go together (a dimension, "
+    "'stack', 'mean', 'sum') if it is meant for micro-batches, or with in_dims what holds the batch"
 )
 
 
