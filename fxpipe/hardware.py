@@ -93,6 +93,11 @@ class Hardware:
         return None if self.nodes is None else self.nodes * self.devices_per_node
 
     @property
+    def most_devices(self) -> int | None:
+        """The largest number of devices that a pipeline can have: one node's where no network joins nodes. None: any."""
+        return self.devices_per_node if self.between is None else self.devices
+
+    @property
     def usable_memory(self) -> int:
         """Bytes of a device that stages may take."""
         return int(self.memory * (1 - MEMORY_MARGIN))

@@ -187,8 +187,11 @@ def _with_asked_balance(problem: CutProblem, chain: Chain, settings: Settings) -
 
 
 def _more_devices(problem: CutProblem) -> Iterator[RemedyTrial]:
-    count = len(problem.settings.workers)
-    for more in range(count + 1, min(MAX_DEVICES_FACTOR * count, len(problem.nodes.items())) + 1):
+    count, hardware = len(problem.settings.workers), problem.settings.hardware
+    most = min(MAX_DEVICES_FACTOR * count, len(problem.nodes.items()))
+    if hardware is not None and hardware.most_devices is not None:
+        most = min(most, hardware.most_devices)
+    for more in range(count + 1, most + 1):
         settings = _with_devices(problem.settings, more)
         yield RemedyTrial(
             f"use {more} devices",

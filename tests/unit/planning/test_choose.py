@@ -29,6 +29,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import MemoryLimitError
+from fxpipe.hardware import HARDWARE
 from fxpipe.profiling import Seconds
 from fxpipe.scheduling import ActionKind
 
@@ -370,3 +371,10 @@ def test_chunks_are_halved_down_to_one_sample_and_no_further() -> None:
     plan = fxpipe.plan(Deep(), 1, chunks=8, memory_limit=limit, **options)
     assert plan.micro_batch == 1
     assert_within(plan)
+
+
+def test_no_more_devices_are_tried_than_a_node_without_a_network_has() -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+    hardware = replace(HARDWARE["h100"], between=None, devices_per_node=4)
+    with pytest.raises(MemoryLimitError, match="Nothing that was tried would fit"):
+        fxpipe.plan(model, 4, hardware=hardware, memory_limit="1MiB", example_args=(torch.randn(8, 256),))
