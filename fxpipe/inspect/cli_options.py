@@ -235,12 +235,10 @@ examples:
   pictures, and one page with everything
     python -m fxpipe.inspect models:resnet --input 32x3x224x224 \\
         --timeline t.svg --graph g.svg --report report.html
-  save a plan, look at it again without the model, see what another changes
+  save a plan, look at it again without the model
     python -m fxpipe.inspect models:resnet --input 32x3x224x224 --devices 4 \\
         --save plan.json
     python -m fxpipe.inspect plan.json --schedule gpipe
-    python -m fxpipe.inspect models:resnet --input 32x3x224x224 --devices 4 \\
-        --balance optimal --diff plan.json
 
 exit status: 0, or 2 with a one-line message on standard error if an argument or
 the model needs fixing, or 130 if interrupted
@@ -461,12 +459,6 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
     )
     add("--tune", action="store_true", help="search schedule, micro-batches and checkpointing; print what was compared")
     add("--all", action="store_true", help="with --tune: print every row, not the first ones alone")
-    add(
-        "--diff",
-        type=Path,
-        metavar="PLAN.json",
-        help="compare with a saved plan: what moved, seconds, bytes, memory, schedule",
-    )
     alone = group.add_mutually_exclusive_group()
     alone.add_argument(
         "--json",

@@ -10,7 +10,6 @@ from fxpipe.plans.figures import StageFigures, plan_figures, size_figures
 
 if TYPE_CHECKING:
     from fxpipe.cluster import Cluster
-    from fxpipe.inspect.diff import Change, PlanDifference
     from fxpipe.inspect.run import Findings
     from fxpipe.inspect.sweep import SweepRow
     from fxpipe.plans import Plan, PlannedTransfer, Portal, StagePlan
@@ -44,7 +43,6 @@ def findings_document(findings: Findings) -> dict[str, Any]:
             peak_bytes       on the device that holds most
             fits, over_bytes
             problem          text: why it was not cut; else empty
-        difference           with --diff: see `difference_document`
     """
     document: dict[str, Any] = {} if findings.plan is None else plan_document(findings.plan)
     document["inputs"] = list(map(str, findings.drawn))
@@ -55,8 +53,6 @@ def findings_document(findings: Findings) -> dict[str, Any]:
         document["sweep"] = list(map(_sweep_row_document, findings.sweep))
     if findings.tuning is not None:
         document["tuning"] = list(map(_tuning_row_document, findings.tuning.rows))
-    if findings.difference is not None:
-        document["difference"] = difference_document(findings.difference)
     return document
 
 
@@ -263,30 +259,6 @@ def _traffic_document(traffic: tuple[LinkTraffic, LinkTraffic]) -> dict[str, Any
     }
 
 
-def difference_document(difference: PlanDifference) -> dict[str, Any]:
-    """Makes the document of the difference from a saved plan to the plan.
-
-    is_nothing           the same plan
-    is_one_graph         of the same model, mode and inputs
-    choices              list of {name, before, after}: schedule, chunks, checkpoint ... that differ
-    moved                list of {source, target, nodes}: from a stage to a stage
-    gone, new            lists of nodes that only one of the plans has
-    stages               list of {stage, figures}; figures are a list of {name, before, after}, null where a plan
-                         has no such stage
-    totals               list of {name, before, after}: step_seconds, bubble, peak_bytes ...
-    """
-    return {
-        "is_nothing": difference.is_empty,
-        "is_one_graph": difference.has_same_graph,
-        "choices": list(map(_change_document, difference.choices)),
-        "moved": [{"source": m.source, "target": m.target, "nodes": list(m.nodes)} for m in difference.moved],
-        "gone": list(difference.gone),
-        "new": list(difference.new),
-        "stages": [{"stage": s.stage, "figures": list(map(_change_document, s.figures))} for s in difference.stages],
-        "totals": list(map(_change_document, difference.totals)),
-    }
-
-
 def _stage_document(plan: Plan, stage: StagePlan, figures: StageFigures) -> dict[str, Any]:
     return {
         "index": stage.index,
@@ -364,7 +336,3 @@ def _tuning_row_document(row: Tried) -> dict[str, Any]:
         "over_bytes": round(max(0.0, row.lacks)),
         "problem": row.why,
     }
-
-
-def _change_document(change: Change) -> dict[str, Any]:
-    return {"name": change.name, "before": change.before, "after": change.after}

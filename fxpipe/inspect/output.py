@@ -76,10 +76,6 @@ def _answer_texts(findings: Findings, request: Request) -> list[str]:
 
         texts.append(tuning_text(findings.tuning, is_whole=request.all, remaining="--all shows"))
         texts += filter(None, [one_device_text(findings.tuning)])
-    if findings.difference is not None:
-        from fxpipe.inspect.diff import difference_text
-
-        texts.append(difference_text(findings.difference, str(request.diff), str(request.subject)))
     return texts
 
 

@@ -70,7 +70,6 @@ class Request:
     sizes: dict[str, int] = field(default_factory=dict)  # dynamic ones, at which figures are shown
     json: bool = False
     code: int | None = None  # the stage whose code is to be printed
-    diff: Path | None = None  # the plan to compare with
     sweep: bool = False
     tune: bool = False
     all: bool = False  # every row of --tune
@@ -88,7 +87,7 @@ class Request:
     @property
     def needs_plan(self) -> bool:
         """Returns True if anything is asked for that takes a plan that fits."""
-        return bool(self.json or self.code is not None or self.diff or self.outputs)
+        return bool(self.json or self.code is not None or self.outputs)
 
 
 PLAN_OPTIONS = (
@@ -127,7 +126,6 @@ def parse_request(argv: Sequence[str]) -> Request:
         sizes=_dict_without_repeats(arguments.sizes, "--sizes"),
         json=arguments.json,
         code=arguments.code,
-        diff=arguments.diff,
         sweep=arguments.sweep,
         tune=arguments.tune,
         all=arguments.all,
@@ -181,8 +179,8 @@ def _dict_without_repeats(pairs: Sequence[tuple[str, Any]], option: str) -> dict
 
 def _check_option_combination(request: Request) -> None:
     """A saved plan is made already; code goes alone."""
-    if request.code is not None and (request.json or request.diff or request.sweep or request.tune):
-        other = "json" if request.json else "diff" if request.diff else "sweep" if request.sweep else "tune"
+    if request.code is not None and (request.json or request.sweep or request.tune):
+        other = "json" if request.json else "sweep" if request.sweep else "tune"
         raise ArgumentError(f"--code prints the code of a stage and nothing else; leave --{other} out")
     if request.chooses_replicas and request.sweep:
         raise ArgumentError("--sweep compares numbers of devices, and a cluster has as many as it has: leave one out")

@@ -20,7 +20,6 @@ from fxpipe.inspect.cli_options import (
     planned_devices,
     resolve_devices,
 )
-from fxpipe.inspect.diff import PlanDifference, compare_plans
 from fxpipe.inspect.hugging_face import ModelType, example_inputs, load_hugging_face_model, vocabulary_size
 from fxpipe.inspect.inputs import InputOption, ModelArguments, make_arguments
 from fxpipe.inspect.request import Request, check_outputs
@@ -207,28 +206,22 @@ class Findings:
     drawn: tuple[InputOption, ...] = ()  # inputs that nobody gave
     sweep: tuple[SweepRow, ...] = ()
     tuning: Tuning | None = None  # then the plan is the best that it found
-    difference: PlanDifference | None = None
 
 
 def run_request(request: Request) -> Findings:
     """Runs a request. Files are looked at first: a mistake should not show after a minute."""
     check_outputs(request.outputs)
-    before = None if request.diff is None else load_plan(request.diff, "--diff")
     if isinstance(request.subject, PlanFile) and request.tune:
-        findings = _inspect_tuning(_tune_plan(load_plan(request.subject.path), request), request)
-    elif isinstance(request.subject, PlanFile):
+        return _inspect_tuning(_tune_plan(load_plan(request.subject.path), request), request)
+    if isinstance(request.subject, PlanFile):
         from fxpipe.plans.simulate_plan import vary_plan
 
-        findings = _inspect_plan(vary_plan(load_plan(request.subject.path), **request.options), request)
-    else:
-        with explaining_memory_shortage(request):
-            findings = _inspect_model(request)
-    if before is None or findings.plan is None:
-        return findings
-    return replace(findings, difference=compare_plans(before, findings.plan))
+        return _inspect_plan(vary_plan(load_plan(request.subject.path), **request.options), request)
+    with explaining_memory_shortage(request):
+        return _inspect_model(request)
 
 
-def load_plan(path: Path, option: str = "") -> Plan:
+def load_plan(path: Path) -> Plan:
     """A saved plan.
 
     Raises:
@@ -240,7 +233,7 @@ def load_plan(path: Path, option: str = "") -> Plan:
         return Plan.load(path)
     except OSError as error:
         why = error.strerror or type(error).__name__
-        raise ArgumentError(f"{option} {path}: cannot be read: {why}".strip()) from None
+        raise ArgumentError(f"{path}: cannot be read: {why}") from None
 
 
 def _inspect_model(request: Request) -> Findings:

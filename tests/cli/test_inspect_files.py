@@ -64,10 +64,9 @@ def test_all_can_be_read_in_eighty_columns(
     monkeypatch.setenv("COLUMNS", "80")
     portals = tuple(Portal(f"encoder_block_{k}_conv", 0, 2, 1024) for k in range(3))
     monkeypatch.chdir(tmp_path)  # paths are as long as they are
-    plan, other = "plan.json", "other.json"
+    plan = "plan.json"
     make_plan(3, 6, portals=portals).save(plan)
-    make_plan(3, 4).save(other)
-    for options in ([], ["--tune"], ["--tune", "--all"], ["--diff", other], ["--schedule", "zero_bubble"]):
+    for options in ([], ["--tune"], ["--tune", "--all"], ["--schedule", "zero_bubble"]):
         assert main([plan, *options]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert [line for line in lines if len(line) > 80] == [], options
@@ -176,7 +175,7 @@ def test_help_and_import_take_nothing_heavy_along() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": ROOT}
     )
     assert done.stdout.endswith("[]\n")
-    for example in ("hf:gpt2", "--sweep", "--tune", "--report report.html", "--diff plan.json"):
+    for example in ("hf:gpt2", "--sweep", "--tune", "--report report.html"):
         assert example in done.stdout
 
 
