@@ -248,8 +248,9 @@ class Pipeline(nn.Module):
 
         Then each is to the model what a mini-batch is, and may have its own length. The loss is the mean, weighted by
         samples, of what `loss_fn` gives for each (the sum, with `reduction="sum"`), as in a loop that accumulates
-        gradients; there is no mini-batch to compare it with. A mean over tokens, however many each holds, is a pair
-        (total, weight).
+        gradients; there is no mini-batch to compare it with. If samples act on each other (a contrastive loss), or no
+        input holds them in a dimension, micro-batches count the same. A mean over tokens, however many each holds, is a
+        pair (total, weight).
 
         Args:
             args, kwargs: the model's inputs. (One named like an argument here has to be given by position.)

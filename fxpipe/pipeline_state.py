@@ -333,8 +333,8 @@ class PipelineState:
                 graphs.append(graph)
         if len({id(bound) for _, bound in graphs}) > 1:
             graphs = self._with_fewer_programs(graphs, inputs, calls, step_graphs)
-        # Where no dimension holds the samples of one of them, their numbers cannot be compared, and all count the same.
-        counts = all(any(dim is not None for dim in bound.in_dims) for _, bound in graphs)
+        # Where samples act on each other, or nothing holds them, losses are no means over samples: all count the same.
+        counts_samples = not any(prepared.traced.is_whole for prepared, _ in graphs)
         micro_batches = []
         for i, ((prepared, bound), one, call) in enumerate(zip(graphs, inputs, calls, strict=True)):
             with note_of_micro_batch(i, len(calls)):
@@ -345,7 +345,7 @@ class PipelineState:
                     for leaf, value in zip(other.traced.leaves, more.leaves, strict=True)
                 }
                 refuse_unwritable_inputs(prepared.traced, one.leaves, in_one=True, others=others)
-                samples = samples_of(prepared.traced, one.leaves) if counts else 1
+                samples = samples_of(prepared.traced, one.leaves) if counts_samples else 1
                 micro_batches.append(MicroBatch(bound, one.leaves, samples, call.target))
         return micro_batches
 

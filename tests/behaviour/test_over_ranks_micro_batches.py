@@ -37,6 +37,18 @@ class Winding(nn.Module):
         return torch.tanh(self.first(z)) + y if way else z
 
 
+class Meeting(nn.Module):
+    """Takes the mean of all samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = torch.tanh(self.first(x))
+        return self.last(y - y.mean(0))
+
+
 def trained(pipe, steps, loss_fn, is_over_ranks=True):
     optimizer = torch.optim.SGD(pipe.parameters(), 0.1, momentum=0.9)
     torch.manual_seed(5)
@@ -58,6 +70,9 @@ def work(kind):
     torch.manual_seed(0)
     if kind == "mixed":
         return Mixed(), [[tokens(*batch) for batch in step] for step in STEPS], {"balance": MIXED_CUTS[2]}
+    if kind == "meeting":
+        steps = [[(torch.randn(b, 4), torch.randn(b, 4)) for b in sizes] for sizes in ((3, 2), (4, 3, 1))]
+        return Meeting(), steps, {"chunks": 1}
     steps = [[(0, 3), (1, 2)], [(1, 1), (0, 4), (1, 2)], [(0, 2), (0, 3)]]
     batches = [[((torch.randn(b, 4), way), torch.randn(b, 4)) for way, b in step] for step in steps]
     return Winding(), batches, {"balance": ["second"]}
@@ -81,6 +96,7 @@ def train_on_rank(mesh, kind, loss_fn, options):
         ("mixed", padded_loss, {"schedule": "zero_bubble"}),
         ("mixed", token_loss, {"checkpoint": "always"}),
         ("winding", F.mse_loss, {}),
+        ("meeting", F.mse_loss, {}),
         ("winding", F.mse_loss, {"schedule": "zero_bubble"}),
     ],
 )

@@ -119,7 +119,7 @@ def test_micro_batches_that_are_handed_over_are_those_of_gradient_accumulation(n
         _assert_same_gradients(pipe, plain)
 
 
-def test_micro_batches_count_the_same_where_one_has_no_batch():
+def test_micro_batches_count_the_same_where_nothing_is_a_mean_over_samples():
     torch.manual_seed(0)
     model = Field()
     plain = copy.deepcopy(model)
