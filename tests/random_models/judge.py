@@ -211,17 +211,18 @@ class _Parts:
         return _gathered(outputs, weights)
 
     def _moves_buffers(self, inputs: Inputs) -> bool:
-        """Returns whether evaluation changes a buffer: it then runs the mini-batch in one micro-batch."""
+        """Returns whether evaluation writes to a buffer: it then runs the mini-batch in one micro-batch."""
         model = _built(self.case, self.module).eval()
         for ours, theirs in zip(model.modules(), self.model.modules(), strict=True):
             ours._parameters.update(theirs._parameters)
             ours._buffers.update((name, value.clone()) for name, value in theirs._buffers.items())
-        before = [buffer.clone() for buffer in model.buffers()]
+        held = [*model.buffers()]  # what is alive keeps its id
+        before = [(id(buffer), buffer._version) for buffer in held]
         for k in range(len(self.case.program)):
             self.module.WHOLE[k] = self.module.SIZED[k] = inputs
         with torch.no_grad(), torch.random.fork_rng([]):
             model(**{name: value.clone() for name, value in inputs.items()})
-        return not all(map(torch.equal, model.buffers(), before))
+        return before != [(id(buffer), buffer._version) for buffer in model.buffers()]
 
 
 class _SeededRest(Seeded):
