@@ -20,7 +20,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from fxpipe._torch.fake_tensor_mode import FakeTensor
+from fxpipe._torch.fake_tensor_mode import FakeTensor, first_expression
 from fxpipe.tracing.node_info import state_of
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
@@ -121,7 +121,8 @@ def _value_key(value: Any) -> Hashable:
 
 
 def _expression(size: Any) -> Hashable:
-    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat)) else size  # type: ignore[no-any-return]
+    """Returns what names a size: not what it is equal to since two inputs have met, which would be another key."""
+    return first_expression(size) if isinstance(size, (torch.SymInt, torch.SymFloat)) else size  # type: ignore[no-any-return]
 
 
 def _unbacked_sizes(value: Any) -> set[Any]:

@@ -54,6 +54,21 @@ def test_equal_blocks_are_run_once(runs):
     assert len(runs) == 2 * first
 
 
+class Masked(Blocks):
+    """Two inputs, whose batch symbols turn out to be equal where they meet."""
+
+    def forward(self, x, mask):
+        return super().forward(x * mask)
+
+
+def test_equal_blocks_are_run_once_where_two_inputs_have_met(runs):
+    inputs = torch.randn(4, 6), torch.randn(4, 1)
+    trace(Masked(1), inputs)
+    first = len(runs)
+    trace(Masked(20), inputs)
+    assert len(runs) == 2 * first
+
+
 @pytest.mark.parametrize("name", BY_NAME)
 def test_symbolic_shapes_are_those_of_running_each_call(name, monkeypatch):
     (case,) = [case for case in CASES if case.name == name]
