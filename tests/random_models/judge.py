@@ -212,15 +212,15 @@ class _Parts:
 
     def _moves_buffers(self, inputs: Inputs) -> bool:
         """Returns whether evaluation writes to a buffer: it then runs the mini-batch in one micro-batch."""
-        model = _built(self.case, self.module).eval()
-        for ours, theirs in zip(model.modules(), self.model.modules(), strict=True):
-            ours._parameters.update(theirs._parameters)
-            ours._buffers.update((name, value.clone()) for name, value in theirs._buffers.items())
-        held = [*model.buffers()]  # what is alive keeps its id
-        before = [(id(buffer), buffer._version) for buffer in held]
         for k in range(len(self.case.program)):
             self.module.WHOLE[k] = self.module.SIZED[k] = inputs
         with torch.no_grad(), torch.random.fork_rng([]):
+            model = _built(self.case, self.module).eval()
+            for ours, theirs in zip(model.modules(), self.model.modules(), strict=True):
+                ours._parameters.update(theirs._parameters)
+                ours._buffers.update((name, value.clone()) for name, value in theirs._buffers.items())
+            held = [*model.buffers()]  # what is alive keeps its id
+            before = [(id(buffer), buffer._version) for buffer in held]
             model(**{name: value.clone() for name, value in inputs.items()})
         return before != [(id(buffer), buffer._version) for buffer in model.buffers()]
 
