@@ -6,7 +6,6 @@ the data whether anything overlaps or is cut off.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import hypot
 from typing import Literal, TypeAlias
@@ -103,15 +102,6 @@ class Scene:
     items: tuple[Item, ...]
     title: str = ""  # for those who cannot see it
     background: str = "#ffffff"
-
-
-def flatten_items(items: tuple[Item, ...]) -> Iterator[Rect | Bars | Line | Curve | Area | Text]:
-    """Yields all items in the order of drawing, those of groups too."""
-    for item in items:
-        if isinstance(item, Group):
-            yield from flatten_items(item.items)
-        else:
-            yield item
 
 
 def arrow_head(curve: Curve) -> tuple[Point, Point, Point]:

@@ -1,13 +1,24 @@
 """Steps to draw, and what tests ask a picture."""
 
+from collections.abc import Iterator
+
 from fxpipe.runtime import ActionRecord, DeviceRecord, StepRecord, TransferRecord
 from fxpipe.scheduling import make_schedule
 from fxpipe.scheduling.actions import Action, ActionKind
 from fxpipe.simulation import Simulation, StageCost, simulate_schedule, transfers_of
-from fxpipe.viz.scene import Area, Bars, Line, Rect, Scene, Text, flatten_items
+from fxpipe.viz.scene import Area, Bars, Curve, Group, Item, Line, Rect, Scene, Text
 from fxpipe.viz.style import text_width
 
 GIB = 2.0**30
+
+
+def flatten_items(items: tuple[Item, ...]) -> Iterator[Rect | Bars | Line | Curve | Area | Text]:
+    """Yields all items in the order of drawing, those of groups too."""
+    for item in items:
+        if isinstance(item, Group):
+            yield from flatten_items(item.items)
+        else:
+            yield item
 
 
 # A step that ran.

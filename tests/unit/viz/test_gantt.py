@@ -7,7 +7,7 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
-from helpers.drawn_steps import GIB, KNOWN, bounds, check_scene, simulated
+from helpers.drawn_steps import GIB, KNOWN, bounds, check_scene, flatten_items, simulated
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.runtime.step_record import ActionRecord, DeviceRecord, StepRecord
@@ -17,7 +17,7 @@ from fxpipe.viz.axes import byte_ticks, time_ticks
 from fxpipe.viz.gantt import MAX_BOXES, Gantt, draw_gantt
 from fxpipe.viz.perfetto import perfetto_trace
 from fxpipe.viz.save_timeline import TIMELINE_FORMATS, check_timeline_path, save_timeline
-from fxpipe.viz.scene import Area, Bars, Group, Line, Rect, Text, flatten_items
+from fxpipe.viz.scene import Area, Bars, Group, Line, Rect, Text
 from fxpipe.viz.style import KIND_COLOURS, RECEIVING_COLOUR
 from fxpipe.viz.svg import svg_of
 from fxpipe.viz.timeline_html import timeline_figure, timeline_page

@@ -3,8 +3,9 @@
 import xml.etree.ElementTree as ElementTree
 
 import pytest
+from helpers.drawn_steps import flatten_items
 
-from fxpipe.viz.scene import Area, Bars, Curve, Group, Line, Rect, Scene, Text, arrow_head, flatten_items
+from fxpipe.viz.scene import Area, Bars, Curve, Group, Line, Rect, Scene, Text, arrow_head
 from fxpipe.viz.style import fit_text, text_width
 from fxpipe.viz.svg import svg_of
 
