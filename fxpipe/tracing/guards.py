@@ -21,7 +21,6 @@ import torch
 from torch import fx
 
 from fxpipe.errors import DecisionError
-from fxpipe.tracing.dynamic_sizes import InputDim
 from fxpipe.tracing.forward_rng import DrawStream
 from fxpipe.tracing.interpreter import NodeValues, run_node_without_grad, run_nodes
 from fxpipe.tracing.node_devices import set_node_device
@@ -224,8 +223,8 @@ def _reads(traced: Traced) -> list[fx.Node]:
     return [n for n in traced.graph.nodes if info(n).is_guarded_read]
 
 
-def _batch_symbol(traced: Traced) -> dict[sympy.Symbol, InputDim]:
-    """Returns the symbol of the batch with a dimension of that size, which has one row for each sample, if any."""
+def _batch_symbol(traced: Traced) -> dict[sympy.Symbol, tuple[int, int]]:
+    """Returns the symbol of the batch with an input and its dimension of that size, if any."""
     places = ((place, traced.in_dims[place]) for place in traced.placeholders)
     dims = [(place, dim) for place, dim in places if dim is not None and rows_per_sample(dim) == 1]
     return {traced.batch: dims[0]} if dims else {}
