@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with show_progress(request.progress):
                 findings = run_request(request)
             with use_text_width(_width_of(out)):
-                text = output_text(findings, request, out)
+                text = output_text(findings, request)
             written = write_outputs(findings, request.outputs)
         print(text)
         for line in written:

@@ -6,18 +6,18 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from fxpipe.inspect.request import OUTPUT_NAMES, OutputFile, Request
 from fxpipe.inspect.run import Findings
 from fxpipe.utils.units import count_text
 
 if TYPE_CHECKING:
-    from fxpipe.simulation import Simulation
+    pass
 
 
-def output_text(findings: Findings, request: Request, out: TextIO) -> str:
-    """Formats what goes to `out`: the answer to what was asked; if nothing in particular, the plan and its step."""
+def output_text(findings: Findings, request: Request) -> str:
+    """Formats what is printed: the answer to what was asked; if nothing in particular, the plan and its step."""
     if request.code is not None:
         assert findings.plan is not None
         return findings.plan.stages[request.code].code
@@ -27,7 +27,7 @@ def output_text(findings: Findings, request: Request, out: TextIO) -> str:
         return json.dumps(findings_document(findings), indent=2)
     answers = _answer_texts(findings, request)
     shows_plan = not answers or (request.chooses_replicas and not request.tune)  # it was chosen on the way to the plan
-    plan = _plan_texts(findings, out) if shows_plan else []
+    plan = _plan_texts(findings) if shows_plan else []
     return "\n\n".join([*_drawn_inputs_note(findings), *answers, *plan])
 
 
@@ -79,17 +79,18 @@ def _answer_texts(findings: Findings, request: Request) -> list[str]:
     return texts
 
 
-def _plan_texts(findings: Findings, out: TextIO) -> list[str]:
+def _plan_texts(findings: Findings) -> list[str]:
     from fxpipe.inspect.step_summary import device_table, packets_table, step_text, summaries_text
     from fxpipe.plans.display import plan_table
+    from fxpipe.simulation.text_timeline import timeline_text
+    from fxpipe.utils.text_table import text_width
 
     assert findings.plan is not None
     assert findings.simulation is not None
-    timeline = _timeline_text(findings.simulation, out)
     texts = [
         plan_table(findings.plan),
         step_text(findings.simulation, findings.plan),
-        timeline,
+        timeline_text(findings.simulation, columns=text_width()),
         device_table(findings.simulation),
         *filter(None, [packets_table(findings.plan)]),
     ]
@@ -98,15 +99,6 @@ def _plan_texts(findings: Findings, out: TextIO) -> list[str]:
     if len(findings.schedules) > 1:
         texts.append(summaries_text(findings.schedules))
     return texts
-
-
-def _timeline_text(simulation: Simulation, out: TextIO) -> str:
-    """Formats the timeline, as wide as the window, or as all that is printed here."""
-    from fxpipe.utils.text_table import text_width
-    from fxpipe.viz.terminal import plain_timeline, shows_colours, timeline_text
-
-    is_window = shows_colours(out) or out.isatty()
-    return timeline_text(simulation, out) if is_window else plain_timeline(simulation, columns=text_width())
 
 
 def _drawn_inputs_note(findings: Findings) -> list[str]:

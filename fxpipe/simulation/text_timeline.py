@@ -1,6 +1,6 @@
-"""A timeline as lines of text, one for each device.
+"""A timeline as lines of text, one for each device: in terminals, logs and documents.
 
-Plain, as logs and documents have it: `F0`, `B0===` an action, `.` the bubble. With hundreds of micro-batches, each
+`F0`, `B0===` an action, `.` the bubble. With hundreds of micro-batches, each
 shorter than a column, there are as many columns of each kind, and of bubble, as they take of the time.
 """
 
@@ -10,9 +10,31 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from fxpipe.scheduling import ActionKind
-from fxpipe.simulation.timeline import Span
+from fxpipe.simulation.timeline import HasTimeline, Span, StepTimeline
+from fxpipe.utils.units import human_seconds, percent
 
-TIMELINE_COLUMNS = 100  # a plain timeline is no wider, unless asked
+TIMELINE_COLUMNS = 100  # a timeline is no wider, unless asked
+NARROWEST_COLUMNS = 20  # columns of time; a narrower window breaks the lines
+
+
+def timeline_text(source: HasTimeline, *, columns: int = TIMELINE_COLUMNS) -> str:
+    """Formats a line for each device: what it does when, and how long it is busy. `columns` is the width of a line."""
+    step = source.as_step(has_memory=False)
+    heads, ends = _row_heads(step), _row_ends(step)
+    room = columns - len(heads[0]) - len(ends[0]) - 3 if heads else 0
+    lines = timeline_lines(step.spans, len(step.devices), step.seconds, columns=max(NARROWEST_COLUMNS, room))
+    return "\n".join(f"{a}|{line}| {b}" for a, line, b in zip(heads, lines, ends, strict=True))
+
+
+def _row_heads(step: StepTimeline) -> list[str]:
+    digits = len(str(len(step.devices) - 1))
+    return [f"device {d:>{digits}} " for d in range(len(step.devices))]
+
+
+def _row_ends(step: StepTimeline) -> list[str]:
+    busy, bubbles = list(map(human_seconds, step.busy)), list(map(percent, step.bubble))
+    longest, width = (max(map(len, texts), default=0) for texts in (busy, bubbles))
+    return [f"busy {a:>{longest}}, bubble {b:>{width}}" for a, b in zip(busy, bubbles, strict=True)]
 
 
 def timeline_lines(

@@ -6,7 +6,6 @@ from math import dist
 import pytest
 
 from fxpipe.viz import style as colours
-from fxpipe.viz.terminal import KIND_INKS, KIND_SHADES
 
 EYES = {
     "usual": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
@@ -82,20 +81,3 @@ def test_letters_are_legible_on_every_colour():
         assert colours.contrast(colours.text_colour_on(colour), colour) >= 4.5
     for colour in (colours.INK, colours.FAINT, colours.LIMIT_COLOUR):
         assert colours.contrast(colour, colours.PAPER) >= 4.5
-
-
-def _of_terminal(number: int) -> str:
-    if number >= 232:
-        return "#" + f"{8 + 10 * (number - 232):02x}" * 3
-    levels = (0, 95, 135, 175, 215, 255)
-    place = number - 16
-    return "#" + "".join(f"{levels[part]:02x}" for part in (place // 36, place // 6 % 6, place % 6))
-
-
-def test_a_terminal_has_nearly_the_same_colours_and_legible_letters():
-    for kind, number in KIND_SHADES.items():
-        assert dist(_seen(_of_terminal(number), "usual"), _seen(colours.KIND_COLOURS[kind], "usual")) < 20
-        assert colours.contrast(_of_terminal(KIND_INKS[kind]), _of_terminal(number)) >= 4.5
-    for eye in EYES:
-        for one, two in combinations(KIND_SHADES.values(), 2):
-            assert dist(_seen(_of_terminal(one), eye), _seen(_of_terminal(two), eye)) > APART
