@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,10 +51,10 @@ def piped(model: nn.Module, devices: list[str] | None = None) -> Any:
     return fxpipe.pipeline(model, devices or DEVICES, chunks=4, progress=False, profile_budget=0.01)
 
 
-def loader() -> Any:
+def loader(samples: int = 40, batch: int = 12) -> Any:
     generator = torch.Generator().manual_seed(1)
-    x, target = torch.randn(40, 8, generator=generator), torch.randint(3, (40,), generator=generator)
-    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, target), batch_size=12)
+    x, target = torch.randn(samples, 8, generator=generator), torch.randint(3, (samples,), generator=generator)
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, target), batch_size=batch)
 
 
 def places(module: nn.Module) -> set[str]:
@@ -105,8 +106,9 @@ def test_a_pipe_over_several_accelerators_has_a_device_map() -> None:
 # -- Hugging Face's Trainer --------------------------------------------------------------------------------------------
 
 
-def trainer_of(model: nn.Module, folder: Path, **options: Any) -> Any:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install fxpipe[dev]")
+def trainer_of(kind: Any, model: nn.Module, folder: Path, **options: Any) -> Any:
+    import transformers
+
     rows = [{"input_ids": (ids := torch.randint(3, 32, (12,))), "labels": ids} for _ in range(16)]
     arguments = transformers.TrainingArguments(
         str(folder), report_to=[], disable_tqdm=True, logging_steps=1, seed=3, learning_rate=1e-3, max_steps=4,
@@ -115,28 +117,34 @@ def trainer_of(model: nn.Module, folder: Path, **options: Any) -> Any:
     if not arguments.use_cpu:
         assert arguments.device == torch.device("sim:0")
         arguments._n_gpu = 2  # as with two GPUs, for which a model is wrapped in DataParallel
-    return transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:7])
+    return kind(model, arguments, train_dataset=rows, eval_dataset=rows[:7])
 
 
 def losses(trainer: Any) -> torch.Tensor:
     return torch.tensor([row[key] for row in trainer.state.log_history for key in ("loss", "eval_loss") if key in row])
 
 
-def test_the_trainer_of_transformers(of_accelerate: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_the_trainer_of_transformers(accumulated: bool, of_accelerate: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install fxpipe[dev]")
     from helpers.transformers_models import gpt2
 
+    from fxpipe.integrations.transformers import PipelineTrainer
+
+    kind = PipelineTrainer if accumulated else transformers.Trainer
+    devices = DEVICES[::-1] if accumulated else DEVICES  # PipelineTrainer brings the loss to the trainer's device
     torch.manual_seed(1)
-    pipe = piped(gpt2())
-    ours = trainer_of(pipe, tmp_path / "ours")
+    pipe = piped(gpt2(), devices)
+    ours = trainer_of(kind, pipe, tmp_path / "ours")
     ours.train()
     ours.evaluate()
     assert places(pipe) == {"sim:0", "sim:1"}
     assert pipe.last_step is not None
-    again = trainer_of(piped(gpt2()), tmp_path / "ours")
+    again = trainer_of(kind, piped(gpt2(), devices), tmp_path / "ours")
     again.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-2"))
     torch.manual_seed(1)
     of_accelerate.delenv("ACCELERATE_TORCH_DEVICE")
-    plain = trainer_of(gpt2(), tmp_path / "plain", use_cpu=True)
+    plain = trainer_of(transformers.Trainer, gpt2(), tmp_path / "plain", use_cpu=True)
     plain.train()
     plain.evaluate()
     torch.testing.assert_close(losses(ours), losses(plain), **CLOSE)
@@ -174,6 +182,36 @@ def test_accelerate(devices: list[str], of_accelerate: pytest.MonkeyPatch) -> No
             assert prepared is model
             assert places(model) == {*devices}
     torch.testing.assert_close(*results, **CLOSE)
+
+
+def test_batches_that_accelerate_accumulates_are_micro_batches(of_accelerate: pytest.MonkeyPatch) -> None:
+    import accelerate
+
+    weights = []
+    for model, is_plain in ((piped(net(), DEVICES[::-1]), False), (net(), True)):
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        if is_plain:
+            of_accelerate.delenv("ACCELERATE_TORCH_DEVICE")
+        accelerator = accelerate.Accelerator(cpu=is_plain, gradient_accumulation_steps=2 if is_plain else 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        prepared, optimizer, data = accelerator.prepare(model, optimizer, loader(32, batch=8))
+        if is_plain:
+            for x, target in data:
+                with accelerator.accumulate(prepared):
+                    accelerator.backward(F.cross_entropy(prepared(x), target))
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(prepared.parameters(), 0.1)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        else:
+            batches = iter(data)
+            while micro_batches := list(itertools.islice(batches, 2)):
+                prepared.forward_backward(micro_batches=micro_batches, loss_fn=F.cross_entropy)
+                accelerator.clip_grad_norm_(prepared.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+        weights.append(on_cpu(model))
+    torch.testing.assert_close(*weights, **CLOSE)
 
 
 # -- Lightning ---------------------------------------------------------------------------------------------------------
