@@ -588,8 +588,9 @@ def unwrap(model: nn.Module) -> Any:
 
 def refuse_option_as_attribute(model: nn.Module, name: str, value: Any) -> None:
     """Raises `StateError` if somebody sets an option of a pipe as if it were an attribute, which would do nothing."""
-    is_of_model = name != "compile" and hasattr(model, name)
-    if name not in OPTION_DEFAULTS or is_of_model or isinstance(value, (nn.Module, torch.Tensor)):
+    if name not in OPTION_DEFAULTS or isinstance(value, (nn.Module, torch.Tensor)):
+        return
+    if name != "compile" and hasattr(model, name):
         return
     shown = reprlib.repr(value)
     beside = "plan=pipe.plan" if name in ("chunks", "devices", "checkpoint") else "devices"

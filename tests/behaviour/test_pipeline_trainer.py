@@ -173,6 +173,21 @@ def test_bfloat16_is_that_of_the_trainer(loss, tmp_path):
     compare(gpt2, texts(), tmp_path, arguments={"compute_loss_func": loss}, bf16=True)
 
 
+class Scaling(transformers.Trainer):
+    """Scales losses, as with fp16=True on a GPU."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+
+
+def test_the_scaler_of_the_trainer_scales_the_loss(tmp_path):
+    class Ours(PipelineTrainer, Scaling):
+        pass
+
+    compare(gpt2, texts(), tmp_path, (Ours, Scaling), max_grad_norm=0)
+
+
 def test_batches_have_their_own_length_and_adapters_train(tmp_path):
     peft = pytest.importorskip("peft", reason="peft is not installed: pip install fxpipe[dev]")
 
