@@ -22,8 +22,8 @@ class PipelineTrainer(Trainer):
         trainer = PipelineTrainer(model=fxpipe.pipeline(model, devices), args=settings, train_dataset=dataset)
 
     Each of the 8 batches is a micro-batch, with its own length. They run in the schedule of the pipe, whose `chunks`
-    are not used. Losses, gradients and checkpoints are those of `Trainer`. With `gradient_accumulation_steps=1` it is
-    `Trainer` itself.
+    are not used. Losses, gradients and checkpoints equal the ones of `Trainer`. With `gradient_accumulation_steps=1` it
+    calls the pipe, as `Trainer` does.
 
     You may override `compute_loss`, if it calls the model once: for each micro-batch it runs up to that call, which
     gives the inputs, and from the beginning in a worker, where the call returns the output. For another subclass of
@@ -31,7 +31,7 @@ class PipelineTrainer(Trainer):
     """
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        self._micro_batches: list[dict[str, Any]] = []  # of the next update
+        self._micro_batches: list[dict[str, Any]] = []  # the batches of an update so far
         return super().get_batch_samples(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -78,7 +78,7 @@ class PipelineTrainer(Trainer):
         return self.compute_loss_func is not None or (self.model_accepts_loss_kwargs and num_items_in_batch is not None)
 
     def _call_of_model(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple[Any, Any, Any]:
-        """Returns the inputs that `compute_loss` gives the model, and its own, which are the target."""
+        """Returns the inputs that `compute_loss` passes to the model, and as target the arguments of `compute_loss`."""
 
         def stop(*args: Any, **kwargs: Any) -> Any:
             raise _CalledError(args, kwargs)
