@@ -114,6 +114,40 @@ def test_a_mean_over_batches_is_divided_by_their_number(tmp_path):
     compare(classifier, rows, tmp_path)
 
 
+def test_a_contrastive_loss_compares_the_samples_of_each_batch(tmp_path):
+    """A mini-batch of CLIP cannot be cut. The batches that its user accumulates are not cut."""
+
+    def clip() -> nn.Module:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+        texts = sizes | {"vocab_size": 32, "max_position_embeddings": 16, "eos_token_id": 2, "pad_token_id": 0}
+        pictures = sizes | {"image_size": 8, "patch_size": 4}
+        config = transformers.CLIPConfig(text_config=texts, vision_config=pictures, projection_dim=8)
+        return transformers.CLIPModel(config)
+
+    def collate(rows: Any) -> dict[str, Any]:
+        return {key: torch.stack([row[key] for row in rows]) for key in rows[0]} | {"return_loss": True}
+
+    generator = torch.Generator().manual_seed(1)
+    rows = [
+        {
+            "input_ids": torch.randint(3, 32, (8,), generator=generator),
+            "pixel_values": torch.randn(3, 8, 8, generator=generator),
+        }
+        for _ in range(22)
+    ]
+    options = {"per_device_train_batch_size": 3, "remove_unused_columns": False}
+    results = []
+    for kind, model in (
+        (transformers.Trainer, clip()),
+        (PipelineTrainer, fxpipe.pipeline(clip(), ["cpu", "cpu"], progress=False)),
+    ):
+        trainer = trainer_of(kind, model, rows, tmp_path, {"data_collator": collate}, **options)
+        trainer.train()
+        results.append(losses(trainer))
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
+
+
 class Stream(torch.utils.data.IterableDataset):
     """Rows without a length: the trainer learns of the end of an epoch in the middle of an update."""
 
