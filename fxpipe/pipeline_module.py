@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -532,6 +533,8 @@ class Pipeline(nn.Module):
                 return getattr(self._fxpipe_model, name)
             if name in READABLE_OPTIONS:
                 return READABLE_OPTIONS[name](self._fxpipe.settings)
+            if name == "hf_device_map" and len(devices := self._fxpipe.accelerators()) > 1:
+                return {f"device {index}": device for index, device in enumerate(devices)}  # as Hugging Face asks for
             raise
 
     def __dir__(self) -> list[str]:
@@ -558,13 +561,16 @@ class Pipeline(nn.Module):
         return self._fxpipe_model.load_state_dict(*args, **kwargs)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Pipeline:
-        for tensor in _one_tensor_per_device(self._fxpipe_model):
-            moved = fn(tensor.new_empty(0)).device
-            if not has_values(tensor):
-                continue  # it gets some
-            if moved != tensor.device:
+        own, tensors = self._fxpipe.accelerators(), (*self._fxpipe_model.parameters(), *self._fxpipe_model.buffers())
+        moves = {tensor.device: fn(tensor.new_empty(0)).device for tensor in tensors if has_values(tensor)}
+        for place, target in moves.items():
+            if target != place and (target in own or (target.type == "cpu" and place in own)):  # as trainers do
+                self._fxpipe.keep_on_stages(target)
+                stay = functools.partial(_without_move, fn)
+                return self._apply(stay, recurse) if any(stay(tensor) is not tensor for tensor in tensors) else self
+            if target != place:
                 raise StateError(
-                    f"a pipe cannot be moved to {moved}: its devices are given to fxpipe.pipeline(model, "
+                    f"a pipe cannot be moved to {target}: its devices are given to fxpipe.pipeline(model, "
                     "devices=[...]); casts of the dtype (.half(), .to(torch.bfloat16)) are fine"
                 )
         self._fxpipe_model._apply(fn, recurse)
@@ -582,8 +588,9 @@ def unwrap(model: nn.Module) -> Any:
 
 def refuse_option_as_attribute(model: nn.Module, name: str, value: Any) -> None:
     """Raises `StateError` if somebody sets an option of a pipe as if it were an attribute, which would do nothing."""
-    is_of_model = name != "compile" and hasattr(model, name)
-    if name not in OPTION_DEFAULTS or is_of_model or isinstance(value, (nn.Module, torch.Tensor)):
+    if name not in OPTION_DEFAULTS or isinstance(value, (nn.Module, torch.Tensor)):
+        return
+    if name != "compile" and hasattr(model, name):
         return
     shown = reprlib.repr(value)
     beside = "plan=pipe.plan" if name in ("chunks", "devices", "checkpoint") else "devices"
@@ -599,11 +606,9 @@ def refuse_option_as_attribute(model: nn.Module, name: str, value: Any) -> None:
     )
 
 
-def _one_tensor_per_device(model: nn.Module) -> Iterator[torch.Tensor]:
-    tensors: dict[torch.device, torch.Tensor] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensors.setdefault(tensor.device, tensor)
-    yield from tensors.values()
+def _without_move(fn: Callable[..., Any], tensor: torch.Tensor) -> torch.Tensor:
+    """Applies what `fn` does to the dtype of a tensor that has values, and leaves the tensor on its device."""
+    return tensor.to(fn(tensor.new_empty(0)).dtype) if has_values(tensor) else fn(tensor)
 
 
 @contextmanager

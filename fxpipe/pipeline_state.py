@@ -78,6 +78,7 @@ class PipelineState:
         self.first: PreparedGraph | None = None
         self.graphs = GraphCache()
         self.closed = False
+        self.was_moved = False  # has a move to a device of its own been warned of
         self.was_passed_by = False  # has a forward in the place of the pipe's been warned of
         self.checks_evaluation = plan is None  # whether evaluation will be refused is asked with the first plan
         self._chosen_for = (False, 0)  # of which mini-batches the number of micro-batches is: do they train? samples
@@ -143,6 +144,25 @@ class PipelineState:
         if self.first is not None:
             self.first = replace(self.first, settings=self.settings)
         self.graphs.clear()
+
+    def accelerators(self) -> list[torch.device]:
+        """Returns the accelerators of the pipe, each once."""
+        return [device for device in dict.fromkeys(self.settings.row_devices) if device.type != "cpu"]
+
+    def keep_on_stages(self, device: torch.device) -> None:
+        """Leaves the model on the devices of its stages though it was to be moved to `device`; warns of it once.
+
+        State of an optimizer that a trainer moves to `device` follows the parameters.
+        """
+        for name, _ in self.model.named_parameters(remove_duplicate=False):
+            self.optimizer_states.note_move(name, device)
+        if not self.was_moved:
+            self.was_moved = True
+            devices = ", ".join(map(str, self.settings.row_devices))
+            warn_user(
+                f"the pipe was not moved to {device}: it places its own stages on [{devices}]. To free these, close "
+                "the pipe and move the model: pipe.close(); fxpipe.unwrap(pipe).cpu()"
+            )
 
     def settle(self) -> None:
         """Moves the model's tensors to where the stages want them, should something else have moved them away."""

@@ -87,6 +87,34 @@ class ManualClassifier(Classifier):
         return {"loss": loss}
 
 
+class AccumulatingClassifier(Classifier):
+    """Takes a step for each three batches, which are the micro-batches of one step of the pipe."""
+
+    automatic_optimization = False
+
+    def __init__(self, inner: nn.Module):
+        super().__init__(inner)
+        self.batches: list[Any] = []
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        self.batches.append(batch)
+        if len(self.batches) < 3 and not self.trainer.is_last_batch:
+            return
+        optimizer, batches = self.optimizers(), self.batches
+        self.batches = []
+        loss = self.net.forward_backward(
+            micro_batches=batches,
+            loss_fn=lambda output, target: F.cross_entropy(output, target) / 3,  # as Lightning, also for a last one
+            reduction="sum",
+        )
+        self.log("loss", loss)
+        self.clip_gradients(optimizer, 0.1, "norm")
+        optimizer.step()
+        optimizer.zero_grad()
+        if self.trainer.is_last_batch:
+            self.lr_schedulers().step()
+
+
 class LateClassifier(Classifier):
     """Makes its pipe where Lightning wants large models made."""
 
@@ -174,6 +202,16 @@ def test_mixed_precision_of_the_trainer_reaches_the_stages(tmp_path):
 def test_a_module_may_take_its_steps_by_forward_backward(tmp_path):
     ours = fitted(lambda: ManualClassifier(piped(net())), tmp_path)
     assert_same(ours, fitted(lambda: ManualClassifier(net()), tmp_path))
+
+
+def test_batches_that_a_module_accumulates_are_micro_batches(tmp_path):
+    options = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}
+    weights = []
+    for module, own in ((AccumulatingClassifier(piped(net())), {}), (Classifier(net()), options)):
+        trainer_of(tmp_path, **own).fit(module, loader(), loader())
+        weights.append(dict(module.state_dict()))
+        assert module.trainer.global_step == 4
+    torch.testing.assert_close(*weights, **CLOSE)
 
 
 def test_a_callback_that_copies_and_averages_weights_has_those_of_the_model(tmp_path):

@@ -15,6 +15,7 @@ import fxpipe
 trl = pytest.importorskip("trl", reason="trl is not installed: pip install fxpipe[trainers]")
 datasets = pytest.importorskip("datasets", reason="datasets is not installed: pip install fxpipe[trainers]")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install fxpipe[trainers]")
+from fxpipe.integrations.transformers import PipelineTrainer  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -48,13 +49,20 @@ def rows(kind: str) -> Any:
     return datasets.Dataset.from_dict({"prompt": [t[:5] for t in texts], "completion": [t[5:] for t in texts]})
 
 
-def trainer_of(model: Any, folder: Path, kind: str = "text", adapter: Any = None, **options: Any) -> Any:
+class PipelineSFTTrainer(PipelineTrainer, trl.SFTTrainer):
+    """Its accumulation steps are the micro-batches of one step of the pipe."""
+
+
+def trainer_of(
+    model: Any, folder: Path, kind: str = "text", adapter: Any = None, trainer: Any = trl.SFTTrainer, **options: Any
+) -> Any:
     settings = trl.SFTConfig(
-        str(folder), per_device_train_batch_size=8, num_train_epochs=1, report_to=[], use_cpu=True, disable_tqdm=True,
-        logging_steps=1, save_strategy="no", learning_rate=1e-3, seed=3, **({"bf16": False} | options),
+        str(folder), num_train_epochs=1, report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=1,
+        save_strategy="no", learning_rate=1e-3, seed=3,
+        **({"per_device_train_batch_size": 8, "bf16": False} | options),
     )  # fmt: skip
     data = rows(kind)
-    return trl.SFTTrainer(
+    return trainer(
         model=model, args=settings, train_dataset=data, eval_dataset=data.select(range(7)),
         processing_class=tokenizer(), peft_config=adapter,
     )  # fmt: skip
@@ -75,6 +83,16 @@ def give_pipe(trainer: Any) -> Any:
     """Puts a pipe in the place of the trainer's model, which has its fused head by then, and adapters."""
     trainer.model = trainer.model_wrapped = fxpipe.pipeline(trainer.model, ["cpu", "cpu"], chunks=4, progress=False)
     return trainer.model
+
+
+class Record(transformers.TrainerCallback):
+    """Records the schedule and the number of micro-batches of each update."""
+
+    def __init__(self, pipe: Any, steps: list[tuple[str, int]]):
+        self.pipe, self.steps = pipe, steps
+
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self.steps.append((self.pipe.last_step.schedule, len(self.pipe.last_step.losses)))
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -114,6 +132,17 @@ def test_adapters_are_trained(tmp_path):
         if kind == "pipe":
             assert trainer.model.last_step is not None
     torch.testing.assert_close(histories["pipe"], histories["plain"], **CLOSE)
+
+
+def test_accumulation_steps_of_sft_trainer_are_micro_batches(tmp_path):
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 5}  # of 12 batches
+    plain = logged(trainer_of(gpt2(), tmp_path / "plain", **options), tmp_path / "plain")
+    trainer = trainer_of(gpt2(), tmp_path / "pipe", trainer=PipelineSFTTrainer, **options)
+    with give_pipe(trainer) as pipe:
+        steps = []
+        trainer.add_callback(Record(pipe, steps))
+        torch.testing.assert_close(logged(trainer, tmp_path / "pipe"), plain, **CLOSE)
+        assert steps == [("1f1b", 5), ("1f1b", 5), ("1f1b", 2)]
 
 
 def dpo_trainer_of(model: Any, folder: Path) -> Any:

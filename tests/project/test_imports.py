@@ -158,3 +158,9 @@ def test_tracing_imports_no_compiler():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_integrations_are_imported_by_those_who_use_them():
+    program = "import sys, fxpipe; print({*sys.modules} & {'transformers', 'accelerate', 'lightning'})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

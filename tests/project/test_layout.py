@@ -10,7 +10,10 @@ from helpers.paths import ROOT
 TESTS = ROOT / "tests"
 FILES = sorted(TESTS.rglob("*.py"))
 # docstrings of the API name them
-PUBLIC = {f"fxpipe.{name}" for name in ("distributed", "errors", "hardware", "optim", "scheduling")}
+PUBLIC = {
+    f"fxpipe.{name}"
+    for name in ("distributed", "errors", "hardware", "integrations.transformers", "optim", "scheduling")
+}
 PACKAGES = {path.relative_to(ROOT / "fxpipe") for path in (ROOT / "fxpipe").rglob("*") if path.is_dir()}
 
 

@@ -21,6 +21,7 @@ PUBLIC = {
         MemoryLimitError PartitionError ScheduleError StateError TooManyStagesError TorchVersionError TraceError
         UnequalOutputsError
     """,
+    "fxpipe.integrations.transformers": "PipelineTrainer",
     "fxpipe.optim": "StageOptimizer",
     "fxpipe.scheduling": """
         CHECKPOINTS SCHEDULES STREAM_POLICIES Action ActionKind Checkpoint Rows Schedule ScheduleLike StageTimes
