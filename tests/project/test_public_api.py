@@ -49,7 +49,7 @@ ARGUMENTS = {
     """,
     "trace": """
         model args kwargs * in_dims out_dims chunks tracer leaf_modules check seed progress dynamic_shapes
-        dynamic
+        dynamic is_whole
     """,
     "partition": "costs stages * balance forbidden names modules",
     "simulate": """
