@@ -554,7 +554,7 @@ class Trial:
 
     def _verified(self, pipe: fxpipe.Pipeline, batch: Batch) -> fxpipe.Verification | None:
         """What `fxpipe.verify` says of the drop-in on a mini-batch, of which it must leave no trace."""
-        if batch.mode != "call" or self.case.is_per_part or self.case.is_random:
+        if batch.mode != "call" or self.case.is_per_part or self.case.is_random or self._cannot_run(batch):
             return None
         pipe.train()
         try:
