@@ -475,8 +475,12 @@ class Pipeline(nn.Module):
 
         Of a drop-in it has the forward and, once that has run, the backward. On GPUs times are taken from their
         streams; reading them here waits until the GPUs have nothing left to do, a step itself never does.
+
+        `metrics()` has its numbers by name, for loggers. Devices that measure memory, such as CUDA, have their peak
+        next to the planned one: the largest since `torch.cuda.reset_peak_memory_stats` or planning last reset it,
+        until the record is first read.
         """
-        return self._fxpipe.engine.last_step
+        return self._fxpipe.last_step()
 
     def __repr__(self) -> str:
         # Its name is the model's class, by which trainers know what to do with it; printed it is a pipe.

@@ -303,7 +303,8 @@ def _totals(plan: PlanData, figures: PlanFigures) -> str:
         f"balance {figures.slowest_to_mean:.2f} (slowest device / mean), bubble {percent(figures.mean_bubble)} "
         f"of device time, step {human_seconds(figures.step_seconds)}, parameters {parameters}"
     )
-    return wrap_text(totals) + (f"\n{wrap_text(figures.host_note)}" if figures.host_note else "")
+    fits = str(figures.fits) if {*figures.fits} != {None} else ""
+    return "\n".join(wrap_text(line) for line in (totals, fits, figures.host_note) if line)
 
 
 # -- A plan in notebooks ---------------------------------------------------------------------------------------------
