@@ -23,7 +23,7 @@ from fxpipe.plans import Plan
 from fxpipe.plans.display import plan_html
 from fxpipe.plans.node_groups import node_groups_of
 from fxpipe.runtime import Executor, StepRecord, executor_for
-from fxpipe.runtime.losses import check_loss_function, check_reduction, check_scaler
+from fxpipe.runtime.losses import check_loss_function, check_reduction, check_scaler, refuse_inputs_by_name
 from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.tracing.record.module_hooks import run_with_user_hooks, user_hooks_of
 from fxpipe.tracing.source_lines import code_of_function, line_of_function, warn_user
@@ -287,6 +287,7 @@ class Pipeline(nn.Module):
         Memory-Efficient Pipeline-Parallel DNN Training, 2021, https://arxiv.org/abs/2006.09503; there, micro-batches
         all count the same.
         """
+        refuse_inputs_by_name(self._fxpipe_model.forward, target, loss_fn, reduction)
         check_reduction(reduction)
         check_scaler(grad_scaler)
         parse_switch("return_outputs", return_outputs)

@@ -83,7 +83,7 @@ class PipelineState:
         self.checks_evaluation = plan is None  # whether evaluation will be refused is asked with the first plan
         self._chosen_for = (False, 0)  # of which mini-batches the number of micro-batches is: do they train? samples
         self._answers: dict[str, list[dict[str, str]]] = {}  # of graphs that differ in nothing else: read -> answer
-        self._warned = self._has_prints = self._has_drop_in = False
+        self._warned = self._has_prints = self._has_drop_in = self._has_generated = False
         self._stages_of_parameters: dict[int, tuple[torch.Tensor, int]] = {}  # by identity: the stage that updates it
         self._sized: tuple[Plan, PreparedGraph, Plan] | None = None  # of this plan and graph: the plan of all sizes
 
@@ -150,6 +150,15 @@ class PipelineState:
             planned[device.name] += 0 if device.peak_memory is None else int(need)
         devices = [replace(one, planned_memory=planned[one.name] or None) for one in record.devices]
         return replace(record, devices=tuple(devices))
+
+    def warn_of_missing_cache(self) -> None:
+        """Warns once that `generate` goes without a cache of keys and values."""
+        if not self._has_generated:
+            self._has_generated = True
+            warn_user(
+                "generate: a pipe cannot take a cache of keys and values, so each token runs the whole text again "
+                "(use_cache=False, which you can pass yourself). For long texts, generate with the plain model"
+            )
 
     def compile_stages(self, options: Mapping[str, Any] | None) -> None:
         """Makes stages be compiled; graphs are recorded again, each when it is needed next."""
