@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import sympy
 
     from fxpipe.scheduling import Schedule, StageTimes
-    from fxpipe.simulation import MemoryFit
 
 
 # The parts of a plan, as frozen data: its stages, what goes between them, and what is worth knowing about them.
@@ -328,19 +327,6 @@ class PlanData:
             for d in range(len(self.row_devices))
         ]
         return tuple(None if None in limits else sum(filter(None, limits)) for limits in of_rows)
-
-    @property
-    def fits(self) -> MemoryFit:
-        """Compares the memory that a step needs with the memory of the devices.
-
-            if not plan.fits:
-                print(plan.fits)  # does not fit: device 1 lacks 12.0 GiB, it needs 86.0 of 74.0 GiB
-
-        By device it is True, False, or None if no limit is known; `needs` and `limits` are the bytes.
-        """
-        from fxpipe.plans.figures import simulate_step
-
-        return simulate_step(self).fits
 
     def costs(self) -> tuple[list[StageCost], list[Transfer]]:
         """Returns the input of the simulator: the costs of each stage, and all transfers between stages.
