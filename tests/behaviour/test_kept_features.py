@@ -123,7 +123,7 @@ def test_whoever_exports_a_pipe_is_told_to_give_the_model(export):
         export(pipe)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")
 @pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "compiled"])
 def test_hooks_can_leave_planning_out(compiles):
     """A count of samples is that of the steps, whatever planning runs; also in the run that compiles a stage."""
