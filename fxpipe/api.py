@@ -177,7 +177,8 @@ def pipeline(
             it does not. The batch always varies: to name it gives it bounds.
         leaf_modules: names or classes of modules to keep whole: their Python runs for each micro-batch, as one node.
         check: compare each graph with the model on real values before it is used.
-        progress: show bars while planning takes long, where stderr is a terminal.
+        progress: show a bar if planning takes longer than two seconds, on a terminal or in a notebook, and one line in
+            a log.
         deferred_batch_norm: the running statistics of batch norm (`nn.BatchNorm*d`, `F.batch_norm`) after a step are
             those that the whole mini-batch gives, to rounding, and it counts one step; by default they are updated by
             each micro-batch in turn. Either way each micro-batch is normalised by its own statistics, and so needs
