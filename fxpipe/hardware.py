@@ -260,14 +260,11 @@ def check_device_count(hardware: Hardware | None, pipe: int, data: int) -> None:
 MOST_DEVICES = 128  # that torch has an index for
 
 
-def planned_devices(count: int | None, hardware: Hardware | None) -> list[str] | None:
-    """Names so many devices that need not be here; all of a cluster where no number is told. None: not known.
-
-    They are GPUs where planned for such, else workers on the CPU.
-    """
+def planned_devices(count: int | None, hardware: Hardware | None) -> list[str] | int | None:
+    """Names devices of hardware, by default all of a cluster. Without hardware they are devices here: their number."""
     if count is None:
         return None if hardware is None or hardware.devices is None else device_names(hardware, hardware.devices)
-    return ["cpu"] * count if hardware is None else device_names(hardware, count)
+    return count if hardware is None else device_names(hardware, count)
 
 
 def device_names(hardware: Hardware, count: int) -> list[str]:

@@ -134,16 +134,14 @@ def resolve_devices(devices: DevicesOption | None) -> tuple[str, ...]:
             except RuntimeError:
                 raise ArgumentError(f"--devices: {name!r} is no device of torch's; cpu and cuda:0 are") from None
         return devices
-    present = accelerator.local_devices()
-    if not present:
-        return ("cpu",) * (2 if devices is None else devices)
+    present = accelerator.first_devices(devices)
     if devices is not None and devices > len(present):
         shares = "cpu" if devices == 1 else "cpu,cpu" if devices == 2 else "cpu,cpu,..."
         raise ArgumentError(
             f"--devices {devices}: {present[0].type.upper()} has {len(present)} here; for shares of the CPU give a "
             f"list: {shares}; to plan for GPUs that are elsewhere, --hardware"
         )
-    return tuple(map(str, present[:devices]))
+    return tuple(map(str, present))
 
 
 def cluster_hardware(

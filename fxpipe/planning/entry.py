@@ -24,9 +24,9 @@ from fxpipe.utils.units import parse_count
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import torch
     from torch import nn
 
+    from fxpipe.config.parse import Devices
     from fxpipe.config.pipeline_options import PipelineOptions, Settings
     from fxpipe.hardware import Hardware
     from fxpipe.profiling import Profile
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 def plan(
     model: nn.Module,
-    stages: int | None = None,
+    stages: Devices | None = None,
     *,
     example_args: tuple[Any, ...] = (),
     example_kwargs: dict[str, Any] | None = None,
-    devices: Sequence[str | torch.device] | None = None,
+    devices: Devices | None = None,
     chunks: int | str = "auto",
     balance: str | Sequence[int] | Sequence[str] | Mapping[str, Any] = "auto",
     pin: Mapping[str, Any] | None = None,
@@ -76,9 +76,9 @@ def plan(
     Args:
         model: any module. Of one without values (on the meta device, or made under a FakeTensorMode) the seconds are
             estimates, and `Plan.estimated_for` says of what hardware.
-        stages: how many, and `devices` for each one; the plan has more where pins or memory ask for several on a device
-            (see `checkpoint`), and with schedule="auto". With `devices`, may be left out. Without `devices` all are
-            planned for the CPU or, with `hardware`, for as many GPUs of that kind.
+        stages: their number, and so the number of devices; or the devices, as `devices`. The plan has more stages if
+            pins or memory ask for several on a device (see `checkpoint`), and with schedule="auto". A number takes
+            devices as `devices` of `fxpipe.pipeline` does or, with `hardware`, that many devices of this kind.
         example_args, example_kwargs: a mini-batch as training will use it, of all replicas.
         hardware: seconds, memory and links are those of this hardware, which need not be here: a name of
             `fxpipe.hardware.HARDWARE` ("a100-80gb", "h100", "h200", "cpu"), or a `Hardware`. One with a number of
@@ -102,13 +102,21 @@ def plan(
         FxpipeError: an argument cannot be used, or the model cannot be traced or cut so; see `fxpipe.errors`.
         Exception: what the model itself raises on the inputs, with a note.
     """
+    from fxpipe.config.parse import parse_hardware_option
     from fxpipe.config.pipeline_options import PipelineOptions, make_settings
     from fxpipe.utils.progress import show_progress
 
     options = PipelineOptions.among(locals())
+    if stages is not None and not isinstance(stages, int):
+        if devices is not None:
+            raise ArgumentError(f"stages={stages!r} and devices={devices!r}: give the devices once")
+        options, devices, stages = replace(options, devices=stages), stages, None
     if stages is not None and data_parallel is None:
         options = replace(options, data_parallel=1)
-    if devices is None:
+    if isinstance(devices, int):
+        count = parse_count("devices", devices, "a number of devices, or a list of them")
+        options = replace(options, devices=planned_devices(count, parse_hardware_option(hardware)))
+    elif devices is None:
         options = replace(options, devices=_planned_devices(stages, options))
     settings = make_settings(options, anywhere=hardware is not None)
     if stages is not None and stages != len(settings.placement):
@@ -123,7 +131,7 @@ def plan(
         return prepare(model, example_args, example_kwargs or {}, settings).plan
 
 
-def _planned_devices(stages: int | None, options: PipelineOptions) -> list[str] | None:
+def _planned_devices(stages: int | None, options: PipelineOptions) -> list[str] | int | None:
     """Returns one device for each worker that so many stages take, in all replicas; those of a cluster if not told.
 
     None: not known.

@@ -9,7 +9,7 @@ A pass that may take long says how far it is, and knows nothing of who looks:
 
 Around all passes `show_phases` shows one bar: the pass that `phase` or `progress` named last, how far it is, and the
 seconds, which a thread keeps counting during a pass that takes long. A `progress` without one has a bar of its own. A
-bar appears after two seconds, on a terminal or in a notebook, and is gone when it ends, well or not. Where stderr is
+bar appears after two seconds, on a terminal or in a notebook, and disappears at its end. Where stderr is
 neither, as in a log, `show_phases` writes one line after two seconds. Nothing is shown in a block of
 `show_progress(False)`: the argument `progress` of the entry points. Each part is also a cancellation point
 (`utils.locks`).
@@ -62,7 +62,7 @@ def progress(what: str, total: float | None, unit: str = "nodes") -> Iterator[Pr
     if not (_shown.get() and (is_terminal() or _is_notebook())):
         yield ignore_progress
         return
-    with warnings.catch_warnings():  # that a notebook has no widgets, so its bar is text
+    with warnings.catch_warnings():  # a notebook without widgets shows text
         warnings.simplefilter("ignore")
         from tqdm.auto import tqdm  # here: it takes 50 ms to import
 

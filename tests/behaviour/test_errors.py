@@ -14,6 +14,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe import accelerator
+from fxpipe.config.parse import parse_devices
 from fxpipe.errors import ArgumentError, ArgumentTypeError, FxpipeError, LossError, PartitionError, StateError
 from fxpipe.hardware import HARDWARE
 
@@ -67,7 +68,9 @@ def _pipe(model=None, chunks=4, **options):
         ("cpu", ArgumentTypeError, ["devices='cpu'", "list", "['cpu', 'cpu']"]),
         (torch.device("cpu"), ArgumentTypeError, ["devices", "list"]),
         ({"cpu"}, ArgumentTypeError, ["devices", "list"]),
-        (2, ArgumentTypeError, ["devices=2", "list"]),
+        (2.0, ArgumentTypeError, ["devices=2.0", "number", "list"]),
+        (True, ArgumentTypeError, ["devices=True", "number", "list"]),
+        (0, ArgumentError, ["devices=0"]),
         (["cpu", "gpu"], ArgumentError, ["devices", "'gpu'", "'cuda:0'"]),
         (["cpu", "nonsense:x"], ArgumentError, ["devices", "'nonsense:x'"]),
         (["cpu", None], ArgumentError, ["devices", "None"]),
@@ -79,6 +82,35 @@ def test_devices(devices, error, words):
     with pytest.raises(error) as caught:
         fxpipe.pipeline(_chain(), devices)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_devices_are_a_number_or_a_list_everywhere():
+    x, two = (_x(),), ["cpu", "cpu"]
+    options = {"example_args": x, "hardware": None, "profile_budget": 0.05, "progress": False}
+    with fxpipe.pipeline(_chain(), 3, 2, example_args=x, progress=False) as pipe:
+        assert pipe.devices == [torch.device("cpu")] * 3
+    for plan in (
+        fxpipe.plan(_chain(), 2, **options),
+        fxpipe.plan(_chain(), two, **options),
+        fxpipe.plan(_chain(), devices=2, **options),
+        fxpipe.plan(_chain(), devices=two, **options),
+        fxpipe.tune(_chain(), 2, chunks=[2], schedules=["1f1b"], **options).best.plan,
+        fxpipe.tune(_chain(), two, chunks=[2], schedules=["1f1b"], **options).best.plan,
+    ):
+        assert plan.row_devices == ("cpu", "cpu")
+    on_gpus = fxpipe.plan(_chain(), devices=2, **options | {"hardware": "h100"})
+    assert on_gpus.row_devices == ("cuda:0", "cuda:1")
+    with pytest.raises(ArgumentError, match="give the devices once"):
+        fxpipe.plan(_chain(), two, devices=two, **options)
+
+
+def test_a_number_of_devices_takes_the_first_of_the_accelerator(monkeypatch):
+    present = tuple(torch.device("cuda", index) for index in range(3))
+    monkeypatch.setattr(accelerator, "local_devices", lambda: present)
+    assert parse_devices(2) == present[:2]
+    assert parse_devices(None) == present
+    with pytest.raises(ArgumentError, match=r"devices=4: CUDA has 3 here.*\['cpu', 'cpu'\].*hardware"):
+        parse_devices(4)
 
 
 def test_unavailable_devices_are_counted(monkeypatch):

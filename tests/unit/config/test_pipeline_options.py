@@ -46,9 +46,8 @@ def test_the_signatures_have_the_types_of_the_options(function: Callable[..., An
     types = {name: PipelineOptions.__annotations__[name].replace("AUTO", '"auto"') for name in TAKEN[function]}
     if function is fxpipe.tune:
         types["balance"] = "str"  # no cut by hand
-        types["devices"] = "int | Sequence[str | torch.device] | None"  # plan has `stages` for their number
     if function is fxpipe.pipeline:  # alone runs over processes
-        types["devices"] = "Sequence[str | torch.device] | DeviceMesh | ProcessGroup | None"
+        types["devices"] = "int | Sequence[str | torch.device] | DeviceMesh | ProcessGroup | None"
     assert {name: parameters[name].annotation for name in types} == types
 
 
