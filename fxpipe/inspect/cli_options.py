@@ -391,9 +391,10 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--chunks",
-        type=_argparse_type(_whole_number_parser("micro-batches", 6)),
-        metavar="M",
-        help="number of micro-batches",
+        type=_argparse_type(_parse_chunks),
+        metavar="M|auto",
+        help="number of micro-batches. Default: auto, the number with the shortest simulated step that fits into "
+        "memory; with --sweep for each row",
     )
     add(
         "--schedule",
@@ -530,6 +531,11 @@ def _whole_number_parser(what: str, digits: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def _parse_chunks(text: str) -> int | None:
+    """Reads the number of micro-batches; None: left to planning."""
+    return None if text == "auto" else _whole_number_parser("micro-batches", 6)(text)
 
 
 def _argparse_type(parse: Callable[[str], T]) -> Callable[[str], T]:

@@ -10,6 +10,7 @@ from fxpipe.errors import ArgumentError
 from fxpipe.hardware import planned_devices
 from fxpipe.planning.passes import (
     PreparedGraph,
+    ProfiledModel,
     prepare_given_plan,
     prepare_profiled,
     trace_and_profile,
@@ -172,7 +173,6 @@ def prepare(
     from fxpipe.tracing.model_state import look_on_recording_device
     from fxpipe.tracing.source_lines import warn_user
     from fxpipe.tracing.strategies import imbalance_warnings
-    from fxpipe.tracing.verify.effects import least_samples
 
     accelerator.refuse_capture(settings.row_devices if settings.hardware is None else ())
     if plan is None:
@@ -188,14 +188,7 @@ def prepare(
         if len(settings.workers) > 1:
             for limit in imbalance_warnings(profiled.traced):
                 warn_user(limit)
-        phase("cutting")
-        settings = replace(settings, least_samples=least_samples(profiled.traced))
-        profiled, settings = with_replicas(profiled, settings)
-        if settings.left:
-            from fxpipe.tuning.auto_options import prepare_best
-
-            return prepare_best(profiled, args, kwargs, settings)
-        return prepare_profiled(profiled, settings)
+        return prepare_with_choices(profiled, args, kwargs, settings)
 
     def look(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, int]:
         return trace_batch(model, args, kwargs, as_inputs, seed)
@@ -209,3 +202,19 @@ def prepare(
                 "model, its mode or its inputs have changed; plan it again with fxpipe.plan"
             )
         return prepare_given_plan(traced, plan, batch * count, settings)
+
+
+def prepare_with_choices(
+    profiled: ProfiledModel, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings
+) -> PreparedGraph:
+    """Plans a profiled model; the tuner chooses the options that were left to planning."""
+    from fxpipe.tracing.verify.effects import least_samples
+
+    phase("cutting")
+    settings = replace(settings, least_samples=least_samples(profiled.traced))
+    profiled, settings = with_replicas(profiled, settings)
+    if settings.left:
+        from fxpipe.tuning.auto_options import prepare_best
+
+        return prepare_best(profiled, args, kwargs, settings)
+    return prepare_profiled(profiled, settings)

@@ -134,7 +134,7 @@ class FakePlanning:
     def profile_again(self, studied: Any, args: Any, kwargs: Any, settings: Any) -> Any:
         return studied
 
-    def prepare_profiled(self, studied: Any, settings: Any) -> Any:
+    def prepare_with_choices(self, studied: Any, args: Any, kwargs: Any, settings: Any) -> Any:
         return SimpleNamespace(plan=make_plan(len(settings.placement)))
 
     @property
@@ -145,7 +145,7 @@ class FakePlanning:
 @pytest.fixture
 def fake_plan(monkeypatch: pytest.MonkeyPatch) -> FakePlanning:
     fake = FakePlanning()
-    for name in ("trace_and_profile", "profile_again", "prepare_profiled"):
+    for name in ("trace_and_profile", "profile_again", "prepare_with_choices"):
         monkeypatch.setattr(fxpipe.planning, name, getattr(fake, name))
     return fake
 

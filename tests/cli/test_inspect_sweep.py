@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.inspected import MIB, make_plan, refusal
+from torch import nn
 
 import fxpipe
 from fxpipe.config.stage_placement import TRAINING_SCHEDULES
@@ -189,6 +191,24 @@ def test_the_command_sweeps(mlp: list[str], capsys: pytest.CaptureFixture[str]) 
     assert document["sweep"][0]["speedup"] == 1
     assert {row["devices"] for row in document["sweep"]} == {1, 2}  # no more than were asked for
     assert document["sweep"][1]["run"]["schedule"] == document["sweep"][1]["schedule"] == "gpipe"
+
+
+def test_chunks_are_chosen_as_in_python_and_for_each_row(mlp: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a number of micro-batches each row has the number that `fxpipe.plan` would choose."""
+    argv = [mlp[0], "--input", "1048576x64", "--meta", "--hardware", "h100", "--devices", "2", "--sweep", "--json"]
+    documents = []
+    for chunks in ([], ["--chunks", "auto"]):
+        assert main([*argv, *chunks]) == 0
+        documents.append(json.loads(capsys.readouterr().out))
+    assert documents[0]["sweep"] == documents[1]["sweep"]
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), torch.empty(2**20, 64)
+    assert len({row["run"]["micro_batches"] for row in documents[0]["sweep"] if row["run"]}) > 1
+    names = ("1f1b", "gpipe", "zbv")
+    for row in (row for row in documents[0]["sweep"] if row["devices"] == 2 and row["schedule"] in names):
+        plan = fxpipe.plan(model, devices=2, example_args=(x,), hardware="h100", schedule=row["schedule"])
+        assert row["run"]["micro_batches"] == plan.micro_batches
+        assert row["run"]["step_seconds"] == pytest.approx(fxpipe.simulate(plan).step_seconds)
 
 
 def test_the_command_tunes(mlp: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
