@@ -82,7 +82,7 @@ def plan(
             devices as `devices` of `fxpipe.pipeline` does or, with `hardware`, that many devices of this kind.
         example_args, example_kwargs: a mini-batch as training will use it, of all replicas.
         hardware: seconds, memory and links are those of this hardware, which need not be here: a name of
-            `fxpipe.hardware.HARDWARE` ("a100-80gb", "h100", "h200", "cpu"), or a `Hardware`. One with a number of
+            `fxpipe.hardware.HARDWARE` ("a100-80gb", "h100", "4090", "cpu", ...), or a `Hardware`. One with a number of
             `nodes` is a cluster, and all of its devices are used (`replace(HARDWARE["h100"], nodes=4)`).
         data_parallel: replicas of the pipeline, which share `devices` and the mini-batch evenly and reduce their
             gradients once for a step. The plan is that of one of them. `fxpipe.tune` finds a good number. None: 1 or,

@@ -20,7 +20,6 @@ from torch import nn
 import fxpipe.planning
 from fxpipe.config import parse as arguments
 from fxpipe.errors import ArgumentError, PartitionError
-from fxpipe.hardware import HARDWARE
 from fxpipe.inspect import cli_options as options
 from fxpipe.inspect.cli import main
 from fxpipe.inspect.cli_options import parse_balance_option, parse_devices_option
@@ -586,11 +585,7 @@ def test_mistakes_end_in_one_line(
 
 
 def test_choices_are_those_of_planning() -> None:
-    assert (trace_request.TRACERS, arguments.BALANCES, tuple(HARDWARE)) == (
-        options.TRACER_CHOICES,
-        options.BALANCE_CHOICES,
-        options.HARDWARE_CHOICES,
-    )
+    assert (trace_request.TRACERS, arguments.BALANCES) == (options.TRACER_CHOICES, options.BALANCE_CHOICES)
 
 
 def test_module_that_cannot_be_imported(tmp_path: Path, model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

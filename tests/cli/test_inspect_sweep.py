@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from torch import nn
 import fxpipe
 from fxpipe.config.stage_placement import TRAINING_SCHEDULES
 from fxpipe.errors import MemoryLimitError, PartitionError
+from fxpipe.hardware import HARDWARE
 from fxpipe.inspect import json_document as documents
 from fxpipe.inspect.cli import main
 from fxpipe.inspect.cli_options import first_devices, most_devices
@@ -250,6 +251,22 @@ def test_the_document_has_the_documented_keys(
     for part in parts:
         assert part.keys() <= described, part.keys() - described
     assert json.loads(json.dumps(document, allow_nan=False)) == document
+
+
+def test_hardware_is_a_name_in_any_case_or_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mlp.py").write_text(MLP)
+    argv = [f"{tmp_path}/mlp.py:make", "--input", "16x64", "--devices", "2", "--json", "--hardware"]
+    figures = asdict(HARDWARE["h100"])
+    (tmp_path / "own.json").write_text(json.dumps(figures))
+    documents = []
+    for hardware in ("h100", "H100", f"{tmp_path}/own.json"):
+        assert main([*argv, hardware]) == 0
+        documents.append(json.loads(capsys.readouterr().out))
+    assert documents[0] == documents[1] == documents[2]
+    assert main([*argv[:-1], "--hardware", f"{tmp_path}/own.json", "--nodes", "1", "--devices-per-node", "2"]) == 0
+    capsys.readouterr()
+    assert "did you mean 'h100'" in refusal([*argv, "h1000"], capsys)
+    assert "none.json" in refusal([*argv, "none.json"], capsys)
 
 
 def test_the_least_limit_is_told_and_is_enough(mlp: list[str], capsys: pytest.CaptureFixture[str]) -> None:
