@@ -110,6 +110,8 @@ def parse_device(argument: str, value: str | torch.device, anywhere: bool = Fals
     Raises:
         ArgumentError: it is no device, not here, or none that stages can run on.
     """
+    if isinstance(value, torch.Tensor):
+        raise ArgumentError(f"{argument} has a tensor; inputs to plan with are example_args=(x,)")
     try:
         device = torch.device(value)
     except (RuntimeError, TypeError):

@@ -134,6 +134,8 @@ class Pipeline(nn.Module):
         executor: Executor | None = None,
         state: PipelineState | None = None,
     ):
+        if not isinstance(settings, Settings):
+            raise ArgumentTypeError("fxpipe.Pipeline is the class of pipes; call fxpipe.pipeline(model, devices)")
         set_up(self, model)
         state = state or PipelineState(model, settings, plan, executor or executor_for(settings.row_devices))
         object.__setattr__(self, "_fxpipe", state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import traceback
 
 import numpy as np
 import pytest
@@ -111,6 +112,43 @@ def test_a_number_of_devices_takes_the_first_of_the_accelerator(monkeypatch):
     assert parse_devices(None) == present
     with pytest.raises(ArgumentError, match=r"devices=4: CUDA has 3 here.*\['cpu', 'cpu'\].*hardware"):
         parse_devices(4)
+
+
+def test_inputs_as_devices_and_the_class_as_a_function_are_refused_with_the_remedy():
+    with pytest.raises(ArgumentError, match=r"devices has a tensor; .* example_args=\(x,\)"):
+        fxpipe.pipeline(_chain(), (_x(),))
+    with pytest.raises(ArgumentTypeError, match=r"call fxpipe\.pipeline\(model, devices\)"):
+        fxpipe.Pipeline(_chain(), ["cpu", "cpu"])
+
+
+class ChangesList(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = nn.Linear(4, 4), []
+
+    def forward(self, x):
+        self.seen.append(float(x.sum()))
+        return self.layer(x)
+
+
+def test_the_traceback_names_an_error_that_can_be_caught():
+    with pytest.raises(fxpipe.errors.TraceError) as caught:
+        fxpipe.pipeline(nn.Sequential(ChangesList()), 2, tracer="record", example_args=(_x(),))
+    assert traceback.format_exception_only(caught.value)[0].startswith("fxpipe.errors.TraceError: ")
+
+
+@pytest.mark.parametrize(
+    ("chunks", "hint"),
+    [
+        (1, "one micro-batch: the devices work one after another"),
+        (100, "chunks=100, but the mini-batch has 8 samples"),
+        (2, ""),
+    ],
+)
+def test_a_plan_says_that_it_has_no_or_fewer_micro_batches(chunks, hint):
+    text = str(fxpipe.plan(_chain(), 2, example_args=(_x(),), chunks=chunks, hardware="cpu"))
+    assert ("micro-batch: the" in text or "chunks=100" in text) == bool(hint)
+    assert hint in text
 
 
 def test_unavailable_devices_are_counted(monkeypatch):
@@ -248,13 +286,13 @@ def test_example_args_that_are_no_tuple():
 def test_example_inputs_that_the_model_refuses_are_its_own_error_with_a_note():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
         _pipe(example_args=(_x(width=5),))
-    assert any("example inputs" in note and "'0'" in note for note in caught.value.__notes__)
+    assert any("run on the inputs" in note and "'0'" in note for note in caught.value.__notes__)
 
 
 def test_missing_inputs():
     with pytest.raises(TypeError, match="'y'") as caught:
         _pipe(Sum(), example_args=(_x(),))
-    assert any("example inputs" in note for note in caught.value.__notes__)
+    assert any("run on the inputs" in note for note in caught.value.__notes__)
 
 
 # -- the batch -------------------------------------------------------------------------------------------------------
