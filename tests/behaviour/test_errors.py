@@ -15,7 +15,6 @@ from torch import nn
 
 import fxpipe
 from fxpipe import accelerator
-from fxpipe.config.parse import parse_devices
 from fxpipe.errors import ArgumentError, ArgumentTypeError, FxpipeError, LossError, PartitionError, StateError
 from fxpipe.hardware import HARDWARE
 
@@ -103,15 +102,6 @@ def test_devices_are_a_number_or_a_list_everywhere():
     assert on_gpus.row_devices == ("cuda:0", "cuda:1")
     with pytest.raises(ArgumentError, match="give the devices once"):
         fxpipe.plan(_chain(), two, devices=two, **options)
-
-
-def test_a_number_of_devices_takes_the_first_of_the_accelerator(monkeypatch):
-    present = tuple(torch.device("cuda", index) for index in range(3))
-    monkeypatch.setattr(accelerator, "local_devices", lambda: present)
-    assert parse_devices(2) == present[:2]
-    assert parse_devices(None) == present
-    with pytest.raises(ArgumentError, match=r"devices=4: CUDA has 3 here.*\['cpu', 'cpu'\].*hardware"):
-        parse_devices(4)
 
 
 def test_inputs_as_devices_and_the_class_as_a_function_are_refused_with_the_remedy():
