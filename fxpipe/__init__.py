@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fxpipe.tracing.record.opaque_call import leaf
     from fxpipe.tuning.tuner import tune
     from fxpipe.tuning.tuning_result import Tuning
+    from fxpipe.utils.locks import is_planning
     from fxpipe.verification import Verification, verify
 
 __version__ = "0.1.0"
@@ -39,6 +40,7 @@ _HOMES = {
     "Tuning": "fxpipe.tuning.tuning_result",
     "Profile": "fxpipe.profiling",
     "cut": "fxpipe.tracing.record.cut_marker",
+    "is_planning": "fxpipe.utils.locks",
     "is_recomputing": "fxpipe.runtime.recomputing",
     "leaf": "fxpipe.tracing.record.opaque_call",
     "partition": "fxpipe.partitioning",
@@ -62,6 +64,7 @@ __all__ = [
     "Verification",
     "cut",
     "errors",
+    "is_planning",
     "is_recomputing",
     "leaf",
     "optim",

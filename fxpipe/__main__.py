@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 from importlib import metadata
@@ -55,4 +56,5 @@ def _version_of(name: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser("python -m fxpipe", description=__doc__).parse_args()
     print(environment_text())

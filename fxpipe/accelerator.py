@@ -46,6 +46,12 @@ def local_devices() -> tuple[torch.device, ...]:
     return () if not devices or missing_support(devices[0]) else devices
 
 
+def first_devices(count: int | None) -> tuple[torch.device, ...]:
+    """Returns the first devices of the accelerator, at most `count`; without one CPU workers, by default 2."""
+    devices = local_devices()
+    return devices[:count] if devices else (torch.device("cpu"),) * (2 if count is None else count)
+
+
 _missing_support: dict[str, str | None] = {}  # by type of device
 
 
@@ -104,6 +110,8 @@ def parse_device(argument: str, value: str | torch.device, anywhere: bool = Fals
     Raises:
         ArgumentError: it is no device, not here, or none that stages can run on.
     """
+    if isinstance(value, torch.Tensor):
+        raise ArgumentError(f"{argument} has a tensor; inputs to plan with are example_args=(x,)")
     try:
         device = torch.device(value)
     except (RuntimeError, TypeError):

@@ -40,7 +40,7 @@ def is_over_ranks(devices: Any) -> TypeGuard[DeviceMesh | ProcessGroup]:
 
 def pipeline(
     model: nn.Module,
-    devices: Sequence[str | torch.device] | DeviceMesh | ProcessGroup | None = None,
+    devices: int | Sequence[str | torch.device] | DeviceMesh | ProcessGroup | None = None,
     chunks: int | str = "auto",
     *,
     example_args: tuple[Any, ...] = (),
@@ -83,9 +83,9 @@ def pipeline(
     Args:
         model: any `nn.Module`, as it is.
         devices: one for each worker; a device may be listed more than once (`["cpu", "cpu"]` is two workers, each
-            with its share of the cores). None: all of torch's accelerator, or two CPU workers where there is none. In
-            all that is printed and drawn, device 0 is the first entry here, device 1 the second, also where they name
-            the same.
+            with its share of the cores). A number: the first devices of torch's accelerator, or that many CPU workers
+            if it has none. None: all of the accelerator, or two CPU workers. In all that is printed and drawn, device 0
+            is the first entry here, device 1 the second, also where they name the same.
             Or a `DeviceMesh` of one dimension, or a process group, of `torch.distributed`: each of its ranks calls this
             with the same arguments, and runs the row of one device (`fxpipe.distributed`). A model that was built on
             the meta device is planned without values, and each rank then gives some to its own stages alone
@@ -177,7 +177,8 @@ def pipeline(
             it does not. The batch always varies: to name it gives it bounds.
         leaf_modules: names or classes of modules to keep whole: their Python runs for each micro-batch, as one node.
         check: compare each graph with the model on real values before it is used.
-        progress: show bars while planning takes long, where stderr is a terminal.
+        progress: show a bar if planning takes longer than two seconds, on a terminal or in a notebook, and one line in
+            a log.
         deferred_batch_norm: the running statistics of batch norm (`nn.BatchNorm*d`, `F.batch_norm`) after a step are
             those that the whole mini-batch gives, to rounding, and it counts one step; by default they are updated by
             each micro-batch in turn. Either way each micro-batch is normalised by its own statistics, and so needs

@@ -13,11 +13,13 @@ that both can be looked up. Sizes are bytes, rates are per second, one direction
 from __future__ import annotations
 
 import functools
+import json
 import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from pathlib import Path
 from statistics import median
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -206,7 +208,87 @@ _CPU = Hardware(
     launch=5e-6,  # torch 2.13 called from Python: an addition of two numbers
 )
 
-HARDWARE: Mapping[str, Hardware] = MappingProxyType({"a100-80gb": _A100, "h100": _H100, "h200": _H200, "cpu": _CPU})
+# Other cards: TFLOP/s without sparsity, TB/s, and the GiB that the driver gives. What they reach of the peaks is an
+# estimate after the cards above. NCCL assumes 12 GB/s for PCI 3.0 x16, twice that for 4.0, and a latency of 8.4 + 5.7
+# microseconds (src/graph/topo.h, tuning.cc). No data sheet has the network: unless a comment says otherwise, a node has
+# eight cards and one adapter of 100 Gb/s; for another use `dataclasses.replace`.
+
+_PCI_4 = Link(24e9, 14.1e-6)
+_ETHERNET = Link(12.5e9, _NETWORK_LATENCY)
+
+
+def _card(
+    name: str, peaks: Mapping[str, float], rate: float, memory: int, within: Link = _PCI_4, between: Link = _ETHERNET,
+    adapters: int | None = 1, efficiency: float = 0.8,
+) -> Hardware:  # fmt: skip
+    """Returns the hardware of a card: peaks in TFLOP/s by dtype, TB/s and GiB of its memory."""
+    return Hardware(
+        name,
+        {dtype: peak * 1e12 for dtype, peak in peaks.items()},
+        rate * 1e12,
+        memory=memory * GiB,
+        within=within,
+        between=between,
+        adapters_per_node=adapters,
+        arithmetic_efficiency=efficiency,
+        memory_efficiency=_GPU_EFFICIENCY,
+        launch=_GPU_LAUNCH,
+    )
+
+
+def _peaks(float32: float, tfloat32: float, float16: float, **others: float) -> dict[str, float]:
+    return {"float32": float32, "tfloat32": tfloat32, "bfloat16": float16, "float16": float16, **others}
+
+
+_CARDS = {
+    # V100 data sheet (SXM2 32GB). A pair of a DGX-1 has one NVLink (20 GB/s in NCCL) or two; four InfiniBand EDR.
+    "v100": _card(
+        "NVIDIA V100 SXM2 32GB", {"float64": 7.8, "float32": 15.7, "float16": 125}, 0.9, 31,
+        Link(20e9, _NVLINK_LATENCY), adapters=4,
+    ),
+    # A10G data sheet of AWS.
+    "a10g": _card("NVIDIA A10G", _peaks(35, 35, 70, int8=140), 0.6, 22),
+    # RTX A6000 data sheet; Ampere GA102 white paper, appendix A.
+    "a6000": _card("NVIDIA RTX A6000", _peaks(38.7, 77.4, 154.8, int8=309.7), 0.768, 47),
+    "3090": _card("NVIDIA GeForce RTX 3090", _peaks(35.6, 35.6, 71, int8=284), 0.936, 23),
+    # Ada white paper, appendix A (sums in float32), and L40S data sheet.
+    "4090": _card("NVIDIA GeForce RTX 4090", _peaks(82.6, 82.6, 165.2, float8_e4m3fn=330.3, int8=660.6), 1.008, 23),
+    "l40s": _card("NVIDIA L40S", _peaks(91.6, 183, 362, float8_e4m3fn=733, int8=733), 0.864, 44),
+    # Blackwell RTX white paper, appendix A (sums in float32); PCI 5.0.
+    "5090": _card(
+        "NVIDIA GeForce RTX 5090", _peaks(104.8, 104.8, 209.5, float8_e4m3fn=419, int8=838), 1.792, 31,
+        Link(48e9, 14.1e-6),
+    ),
+    # HGX B200 data sheet, an eighth of it; 18 NVLinks of the fifth generation (40.1 GB/s each in NCCL); ConnectX-7.
+    "b200": _card(
+        "NVIDIA B200 SXM", _peaks(75, 1125, 2250, float64=37, float8_e4m3fn=4500, int8=4500), 8.0, 178,
+        Link(18 * 40.1e9, _NVLINK_LATENCY), Link(50e9, _NETWORK_LATENCY), None,
+    ),
+    # MI300X data sheet: a link of 64 GB/s to each other card of the node. The network is that of a DGX H100.
+    "mi300x": _card(
+        "AMD Instinct MI300X",
+        _peaks(163.4, 653.7, 1307.4, float64=81.7, float8_e4m3fnuz=2614.9, int8=2614.9), 5.3, 191,
+        Link(64e9, _NVLINK_LATENCY), Link(50e9, _NETWORK_LATENCY), None, efficiency=0.6,
+    ),
+}  # fmt: skip
+
+HARDWARE: Mapping[str, Hardware] = MappingProxyType(
+    {"a100-80gb": _A100, "h100": _H100, "h200": _H200, **_CARDS, "cpu": _CPU}
+)
+
+
+def load_hardware(path: str | Path) -> Hardware:
+    """Reads the figures of `Hardware` from a JSON file: an object with its fields, links as objects or null.
+
+    Raises:
+        ArgumentError: the file cannot be read, or lacks a figure.
+    """
+    try:
+        fields = {"name": Path(path).stem, "within": None, "between": None, **json.loads(Path(path).read_text())}
+        links = {name: Link(**fields[name]) for name in ("within", "between") if fields[name] is not None}
+        return Hardware(**fields | links)
+    except (OSError, TypeError, ValueError) as error:
+        raise ArgumentError(f"{path}: is not a file of Hardware(...) of fxpipe.hardware as JSON: {error}") from None
 
 
 def parse_hardware(hardware: str | Hardware) -> Hardware:
@@ -265,14 +347,11 @@ def check_device_count(hardware: Hardware | None, pipe: int, data: int) -> None:
 MOST_DEVICES = 128  # that torch has an index for
 
 
-def planned_devices(count: int | None, hardware: Hardware | None) -> list[str] | None:
-    """Names so many devices that need not be here; all of a cluster where no number is told. None: not known.
-
-    They are GPUs where planned for such, else workers on the CPU.
-    """
+def planned_devices(count: int | None, hardware: Hardware | None) -> list[str] | int | None:
+    """Names devices of hardware, by default all of a cluster. Without hardware they are devices here: their number."""
     if count is None:
         return None if hardware is None or hardware.devices is None else device_names(hardware, hardware.devices)
-    return ["cpu"] * count if hardware is None else device_names(hardware, count)
+    return count if hardware is None else device_names(hardware, count)
 
 
 def device_names(hardware: Hardware, count: int) -> list[str]:

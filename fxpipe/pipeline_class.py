@@ -12,6 +12,7 @@ the same way. `pipe.__class__`, as of a proxy, is the model's class: what change
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import threading
 import types
@@ -49,7 +50,7 @@ def class_of_model(kind: type[nn.Module]) -> type[nn.Module] | None:
     return getattr(kind, "_fxpipe_class_of_model", None)
 
 
-def _make_class(base: type[nn.Module], kind: type[nn.Module]) -> type[Any]:
+def _make_class(base: type[nn.Module], kind: type[Any]) -> type[Any]:
     names: dict[str, Any] = {
         name: _of_model(name)
         for parent in kind.__mro__
@@ -66,6 +67,8 @@ def _make_class(base: type[nn.Module], kind: type[nn.Module]) -> type[Any]:
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,  # it is written into files: `architectures` of a config of transformers
     }
+    if any(parent.__name__ == "GenerationMixin" for parent in kind.__mro__):  # which transformers has
+        names["generate"] = _without_cache(kind.generate)
     bases = (base,) if kind is nn.Module else (base, kind)
     try:
         return types.new_class(kind.__name__, bases, {}, lambda namespace: namespace.update(names))
@@ -109,6 +112,20 @@ def _of_call(name: str) -> property:
         pipe._fxpipe_call[name] = value
 
     return property(get, put)
+
+
+def _without_cache(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `generate` of a model of transformers, which goes without the cache that a pipe cannot take."""
+
+    @functools.wraps(generate)
+    def run(pipe: Any, inputs: Any = None, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
+        config = pipe.generation_config if generation_config is None else generation_config
+        if kwargs.get("use_cache", getattr(config, "use_cache", None)) is not False and "past_key_values" not in kwargs:
+            kwargs["use_cache"] = False
+            pipe._fxpipe.warn_of_missing_cache()
+        return generate(pipe, inputs, generation_config, *args, **kwargs)
+
+    return run
 
 
 def _change_class(pipe: Any, kind: type) -> None:

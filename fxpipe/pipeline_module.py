@@ -24,7 +24,7 @@ from fxpipe.plans import Plan
 from fxpipe.plans.display import plan_html
 from fxpipe.plans.node_groups import node_groups_of
 from fxpipe.runtime import Executor, StepRecord, executor_for
-from fxpipe.runtime.losses import check_loss_function, check_reduction, check_scaler
+from fxpipe.runtime.losses import check_loss_function, check_reduction, check_scaler, refuse_inputs_by_name
 from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.tracing.record.module_hooks import run_with_user_hooks, user_hooks_of
 from fxpipe.tracing.source_lines import code_of_function, line_of_function, warn_user
@@ -135,6 +135,8 @@ class Pipeline(nn.Module):
         executor: Executor | None = None,
         state: PipelineState | None = None,
     ):
+        if not isinstance(settings, Settings):
+            raise ArgumentTypeError("fxpipe.Pipeline is the class of pipes; call fxpipe.pipeline(model, devices)")
         set_up(self, model)
         state = state or PipelineState(model, settings, plan, executor or executor_for(settings.row_devices))
         object.__setattr__(self, "_fxpipe", state)
@@ -289,6 +291,7 @@ class Pipeline(nn.Module):
         Memory-Efficient Pipeline-Parallel DNN Training, 2021, https://arxiv.org/abs/2006.09503; there, micro-batches
         all count the same.
         """
+        refuse_inputs_by_name(self._fxpipe_model.forward, target, loss_fn, reduction)
         check_reduction(reduction)
         check_scaler(grad_scaler)
         parse_switch("return_outputs", return_outputs)
@@ -477,8 +480,12 @@ class Pipeline(nn.Module):
 
         Of a drop-in it has the forward and, once that has run, the backward. On GPUs times are taken from their
         streams; reading them here waits until the GPUs have nothing left to do, a step itself never does.
+
+        `metrics()` has its numbers by name, for loggers. Devices that measure memory, such as CUDA, have their peak
+        next to the planned one: the largest since `torch.cuda.reset_peak_memory_stats` or planning last reset it,
+        until the record is first read.
         """
-        return self._fxpipe.engine.last_step
+        return self._fxpipe.last_step()
 
     def __repr__(self) -> str:
         # Its name is the model's class, by which trainers know what to do with it; printed it is a pipe.

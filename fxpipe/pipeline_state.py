@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -31,7 +32,7 @@ from fxpipe.planning.passes import holds_for_lengths, holds_for_sizes
 from fxpipe.plans import Plan
 from fxpipe.plans.retarget import resize_plan
 from fxpipe.plans.simulate_plan import simulate
-from fxpipe.runtime import BoundProgram, Engine, Executor, executor_for, wire_program
+from fxpipe.runtime import BoundProgram, Engine, Executor, StepRecord, executor_for, wire_program
 from fxpipe.runtime.bound_program import ModelTensors, StageReplica
 from fxpipe.runtime.losses import ambiguous_output_message
 from fxpipe.runtime.stage_updates import OverlappedUpdates, StagewiseOptimizer, by_stage
@@ -83,7 +84,7 @@ class PipelineState:
         self.checks_evaluation = plan is None  # whether evaluation will be refused is asked with the first plan
         self._chosen_for = (False, 0)  # of which mini-batches the number of micro-batches is: do they train? samples
         self._answers: dict[str, list[dict[str, str]]] = {}  # of graphs that differ in nothing else: read -> answer
-        self._warned = self._has_prints = self._has_drop_in = False
+        self._warned = self._has_prints = self._has_drop_in = self._has_generated = False
         self._stages_of_parameters: dict[int, tuple[torch.Tensor, int]] = {}  # by identity: the stage that updates it
         self._sized: tuple[Plan, PreparedGraph, Plan] | None = None  # of this plan and graph: the plan of all sizes
 
@@ -137,6 +138,28 @@ class PipelineState:
                     f"for the call: fxpipe.pipeline(..., schedule={DROP_IN_SCHEDULE!r})"
                 )
                 return
+
+    def last_step(self) -> StepRecord | None:
+        """Returns the record of the last step, with the planned memory of devices whose memory is measured."""
+        record = self.engine.last_step
+        if record is None or self.plan is None or all(one.peak_memory is None for one in record.devices):
+            return record
+        order = DROP_IN_SCHEDULE if record.schedule == DROP_IN_SCHEDULE else None
+        needs = simulate(self.plan, schedule=order).fits.needs
+        planned: Counter[str] = Counter()  # several workers may share a device
+        for device, need in zip(record.devices, needs, strict=True):
+            planned[device.name] += 0 if device.peak_memory is None else int(need)
+        devices = [replace(one, planned_memory=planned[one.name] or None) for one in record.devices]
+        return replace(record, devices=tuple(devices))
+
+    def warn_of_missing_cache(self) -> None:
+        """Warns once that `generate` goes without a cache of keys and values."""
+        if not self._has_generated:
+            self._has_generated = True
+            warn_user(
+                "generate: a pipe cannot take a cache of keys and values, so each token runs the whole text again "
+                "(use_cache=False, which you can pass yourself). For long texts, generate with the plain model"
+            )
 
     def compile_stages(self, options: Mapping[str, Any] | None) -> None:
         """Makes stages be compiled; graphs are recorded again, each when it is needed next."""

@@ -32,7 +32,7 @@ from fxpipe.pipeline_module import Pipeline, unwrap
 from fxpipe.rewriting.rng import seeded_python_rng
 from fxpipe.runtime.bound_program import BoundProgram
 from fxpipe.runtime.engine import scatter_target
-from fxpipe.runtime.losses import check_reduction, checked_loss
+from fxpipe.runtime.losses import check_reduction, checked_loss, refuse_inputs_by_name
 from fxpipe.runtime.microbatches import scatter
 from fxpipe.tracing.model_state import model_on, preserve_state, without_gradients
 from fxpipe.tracing.node_arguments import named_arguments
@@ -157,8 +157,9 @@ def verify(
         raise ArgumentTypeError(
             f"pipe is {with_article(pipe)}; expected what fxpipe.pipeline(model, devices) returns for one process"
         )
-    check_reduction(reduction)
     inside, model = pipe._fxpipe, unwrap(pipe)
+    refuse_inputs_by_name(model.forward, target, loss_fn, reduction)
+    check_reduction(reduction)
     loss_fn = loss_fn if torch.is_grad_enabled() else None
     with inside.engine.running():
         bound, leaves, batch = inside.bound_program_for(args, kwargs, in_one=loss_fn is not None)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -19,6 +19,8 @@ from fxpipe.hardware import Hardware, parse_hardware
 from fxpipe.profiling import Profile
 from fxpipe.scheduling import CHECKPOINTS
 from fxpipe.utils.units import parse_count, parse_number, with_article
+
+Devices: TypeAlias = "int | Sequence[str | torch.device]"  # how many, or each
 
 CHUNKS_PER_WORKER = 4  # GPipe, section 2.3: the bubble is negligible from there on
 PROFILE_BUDGET = 5.0  # seconds
@@ -51,16 +53,24 @@ def parse_leaf_modules(leaf_modules: Any) -> tuple[str | type[nn.Module], ...]:
     return tuple(leaf_modules)
 
 
-def parse_devices(devices: Sequence[str | torch.device] | None, anywhere: bool = False) -> tuple[torch.device, ...]:
-    """Returns one device for each worker. None: all of the accelerator, or two CPU workers where there is none.
+def parse_devices(devices: Devices | None, anywhere: bool = False) -> tuple[torch.device, ...]:
+    """Returns one device for each worker. None: all of the accelerator, or two CPU workers without an accelerator.
 
     `anywhere`: they need not be here.
     """
-    if devices is None:
-        return accelerator.local_devices() or (torch.device("cpu"),) * 2
+    if devices is None or isinstance(devices, int):
+        count = None if devices is None else parse_count("devices", devices, "a number of devices, or a list of them")
+        present = accelerator.first_devices(count)
+        if count is not None and count > len(present):
+            raise ArgumentError(
+                f"devices={count}: {present[0].type.upper()} has {len(present)} here; for workers on the CPU give a "
+                "list: ['cpu', 'cpu']; to plan for devices that are elsewhere, fxpipe.plan(model, ..., hardware=)"
+            )
+        return present
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
         raise ArgumentTypeError(
-            f"devices={devices!r}: expected a list of devices, one for each worker, as in ['cpu', 'cpu']"
+            f"devices={devices!r}: expected a number of devices, or a list with one for each worker, as in "
+            "['cpu', 'cpu']"
         )
     if not devices:
         raise ArgumentError("devices is empty: give one for each worker, as in ['cuda:0', 'cuda:1'] or ['cpu', 'cpu']")

@@ -20,6 +20,7 @@ from torch import nn
 
 from fxpipe.cluster import MESHES, Cluster, parse_mesh
 from fxpipe.config.parse import (
+    Devices,
     parse_balance,
     parse_checkpoint,
     parse_chunks,
@@ -52,7 +53,7 @@ AUTO = "auto"
 class PipelineOptions:
     """The options as given, not checked yet; `fxpipe.pipeline` says what they mean."""
 
-    devices: Sequence[str | torch.device] | None = None
+    devices: Devices | None = None
     chunks: int | str = AUTO
     balance: str | Sequence[int] | Sequence[str] | Mapping[str, Any] = AUTO
     pin: Mapping[str, Any] | None = None

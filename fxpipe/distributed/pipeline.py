@@ -28,7 +28,7 @@ from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
 from fxpipe.pipeline_module import Pipeline, check_can_train, check_optimizer, model_loss
 from fxpipe.plans import Plan
 from fxpipe.runtime import StepRecord
-from fxpipe.runtime.losses import check_loss_function, check_reduction, check_scaler
+from fxpipe.runtime.losses import check_loss_function, check_reduction, check_scaler, refuse_inputs_by_name
 from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.scheduling import make_schedule
 from fxpipe.tracing.record.module_hooks import user_hooks_of
@@ -214,6 +214,7 @@ class DistributedPipeline(Pipeline):
         state = self._state
         state.check_open()
         with state.engine.running(), state.group.together():
+            refuse_inputs_by_name(self._fxpipe_model.forward, target, loss_fn, reduction)
             check_reduction(reduction)
             check_scaler(grad_scaler)
             parse_switch("return_outputs", return_outputs)

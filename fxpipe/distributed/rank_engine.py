@@ -138,6 +138,9 @@ class RankEngine(Engine):
             None if record is None else replace(record, transport=self.group.transport, reduction=self.group.reduction)
         )
 
+    def _device_of_row(self, row: int) -> torch.device | None:
+        return self.group.device if row == self.group.rank else None
+
     # -- rows --------------------------------------------------------------------------------------------------------
 
     def _engine_for(self, schedule: Schedule) -> ScheduleEngine:
@@ -204,7 +207,9 @@ class RankEngine(Engine):
         else:
             own = StepInputs.of_mini_batch(bounds[0], leaves, shares)
         routes = [graph.routes for graph in inputs.graphs]
-        return RankStep(own, self.model, seed, schedule, self._caller_context, routes, self.group.rank, **more)
+        step = RankStep(own, self.model, seed, schedule, self._caller_context, routes, self.group.rank, **more)
+        step.samples = sum(inputs.samples)
+        return step
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 

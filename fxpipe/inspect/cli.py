@@ -30,10 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.redirect_stdout(sys.stderr):
             from fxpipe.inspect.output import output_text, write_outputs
             from fxpipe.inspect.run import run_request
-            from fxpipe.utils.progress import show_progress
+            from fxpipe.utils.progress import is_terminal, show_progress
             from fxpipe.utils.text_table import use_text_width
 
-            with show_progress(request.progress):
+            with show_progress(request.progress and is_terminal()):
                 findings = run_request(request)
             with use_text_width(_width_of(out)):
                 text = output_text(findings, request)

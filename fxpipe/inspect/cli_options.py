@@ -134,30 +134,37 @@ def resolve_devices(devices: DevicesOption | None) -> tuple[str, ...]:
             except RuntimeError:
                 raise ArgumentError(f"--devices: {name!r} is no device of torch's; cpu and cuda:0 are") from None
         return devices
-    present = accelerator.local_devices()
-    if not present:
-        return ("cpu",) * (2 if devices is None else devices)
+    present = accelerator.first_devices(devices)
     if devices is not None and devices > len(present):
         shares = "cpu" if devices == 1 else "cpu,cpu" if devices == 2 else "cpu,cpu,..."
         raise ArgumentError(
             f"--devices {devices}: {present[0].type.upper()} has {len(present)} here; for shares of the CPU give a "
             f"list: {shares}; to plan for GPUs that are elsewhere, --hardware"
         )
-    return tuple(map(str, present[:devices]))
+    return tuple(map(str, present))
+
+
+def _parse_hardware_option(text: str) -> str | Hardware:
+    from fxpipe.hardware import load_hardware, parse_hardware
+
+    if text.endswith(".json"):
+        return load_hardware(text)
+    parse_hardware(text)
+    return text.lower()
 
 
 def cluster_hardware(
-    name: str | None, nodes: int | None, devices_per_node: int | None, devices: DevicesOption | None
+    name: str | Hardware | None, nodes: int | None, devices_per_node: int | None, devices: DevicesOption | None
 ) -> str | Hardware | None:
     """The hardware of that name, with so many nodes and devices in each, where it is said how many."""
-    from fxpipe.hardware import HARDWARE
+    from fxpipe.hardware import parse_hardware
 
     if nodes is None and devices_per_node is None:
         return name
     if name is None:
         option = "--nodes" if nodes is not None else "--devices-per-node"
         raise ArgumentError(f"{option} without --hardware: what is here is one machine; give --hardware, as in h100")
-    own = HARDWARE[name]
+    own = parse_hardware(name)
     size = own.devices_per_node if devices_per_node is None else devices_per_node
     shared = None if own.adapters_per_node is None else min(size, own.adapters_per_node)
     own = replace(own, nodes=nodes, devices_per_node=size, adapters_per_node=shared)
@@ -197,7 +204,6 @@ T = TypeVar("T")
 # As planning has them, whose files import torch.
 TRACER_CHOICES = ("auto", "record", "export", "fx")
 BALANCE_CHOICES = ("auto", "block", "optimal", "pipedream")  # any other word is the name of a node or module
-HARDWARE_CHOICES = ("a100-80gb", "h100", "h200", "cpu")
 
 DESCRIPTION = """\
 Plan the pipeline of a model and see it before it runs: its stages, what they
@@ -352,8 +358,10 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--hardware",
-        choices=HARDWARE_CHOICES,
-        help="plan for this hardware, which need not be here: seconds, memory and links are estimates for it",
+        type=_argparse_type(_parse_hardware_option),
+        metavar="NAME|FILE",
+        help="plan for this hardware, which need not be here: seconds, memory and links are estimates for it. A name "
+        "(h100, 4090, cpu, ...) or a .json file with the figures of your own",
     )
     add(
         "--nodes",
@@ -391,9 +399,10 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--chunks",
-        type=_argparse_type(_whole_number_parser("micro-batches", 6)),
-        metavar="M",
-        help="number of micro-batches",
+        type=_argparse_type(_parse_chunks),
+        metavar="M|auto",
+        help="number of micro-batches. Default: auto, the number with the shortest simulated step that fits into "
+        "memory; with --sweep for each row",
     )
     add(
         "--schedule",
@@ -524,6 +533,11 @@ def _whole_number_parser(what: str, digits: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def _parse_chunks(text: str) -> int | None:
+    """Reads the number of micro-batches; None: left to planning."""
+    return None if text == "auto" else _whole_number_parser("micro-batches", 6)(text)
 
 
 def _argparse_type(parse: Callable[[str], T]) -> Callable[[str], T]:

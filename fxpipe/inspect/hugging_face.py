@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import ArgumentError
@@ -39,8 +40,11 @@ class ModelType:
 def parse_model_type(text: str) -> ModelType:
     """`hf:gpt2` -> ModelType("gpt2")."""
     name = text.removeprefix(HUGGING_FACE_PREFIX)
-    if not re.fullmatch(r"[\w.-]+", name):
-        raise ArgumentError(f"{text!r}: expected the type of a model of transformers, as in hf:gpt2")
+    if not re.fullmatch(r"[\w.-]+", name) and not (Path(name) / "config.json").is_file():
+        raise ArgumentError(
+            f"{text!r}: expected the type of a model of transformers, as in hf:gpt2, or a folder with its config.json; "
+            "nothing is downloaded"
+        )
     return ModelType(name)
 
 
@@ -96,9 +100,13 @@ def _config(model_type: ModelType, kwargs: Mapping[str, Any]) -> Any:
         raise ArgumentError(f"{model_type} needs transformers: pip install transformers") from None
     transformers.logging.set_verbosity_error()  # it warns of defaults
     known = list(transformers.CONFIG_MAPPING)
+    if (Path(model_type.name) / "config.json").is_file():
+        return transformers.AutoConfig.from_pretrained(model_type.name, local_files_only=True, **kwargs)
     if model_type.name not in known:
         close = (
-            did_you_mean(model_type.name, known) or f"; it has {len(known)}, gpt2, llama, bert, t5 and vit among them"
+            did_you_mean(model_type.name, known)
+            or did_you_mean(model_type.name.partition("-")[0], known)  # a checkpoint: gpt2-medium
+            or f"; it has {len(known)}, gpt2, llama, bert, t5 and vit among them"
         )
         raise ArgumentError(f"transformers {transformers.__version__} has no model type {model_type.name!r}{close}")
     try:

@@ -138,8 +138,8 @@ def plan_profiled_model(loaded: LoadedModel, profiled: ProfiledModel, settings: 
     from fxpipe import planning
 
     settings = replace(settings, loss=loaded.loss)
-    again = planning.profile_again(profiled, loaded.arguments.args, loaded.arguments.kwargs, settings)
-    return planning.prepare_profiled(*planning.with_replicas(again, settings)).plan
+    inputs = loaded.arguments.args, loaded.arguments.kwargs
+    return planning.prepare_with_choices(planning.profile_again(profiled, *inputs, settings), *inputs, settings).plan
 
 
 def _raise_if_model_fails(model: nn.Module, arguments: ModelArguments) -> None:
@@ -378,4 +378,5 @@ def _sweep_rows(
     schedules = (own, *(name for name in COMPARED_SCHEDULES if name != own))
     most = most_devices(devices, USUAL_DEVICES, hardware) if request.devices is None else len(devices)
     counts = counts_up_to(most, len(devices))
-    return tuple(sweep_devices(counts, schedules, request.stages_per_device, plan_for))
+    shares_plans = "chunks" in request.options  # else each schedule has its own number of micro-batches
+    return tuple(sweep_devices(counts, schedules, request.stages_per_device, plan_for, shares_plans))

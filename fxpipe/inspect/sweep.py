@@ -51,7 +51,11 @@ def counts_up_to(most: int, asked: int) -> tuple[int, ...]:
 
 
 def sweep_devices(
-    counts: tuple[int, ...], schedules: tuple[str, ...], per_device: int | None, plan_for: PlanFor
+    counts: tuple[int, ...],
+    schedules: tuple[str, ...],
+    per_device: int | None,
+    plan_for: PlanFor,
+    shares_plans: bool = True,
 ) -> list[SweepRow]:
     """A row for each number of devices and schedule; for one device, where all are alike, a single one.
 
@@ -59,23 +63,26 @@ def sweep_devices(
         schedules: the user's first.
         per_device: stages on each device, where the user says so.
         plan_for: makes a plan, or raises a `FxpipeError`.
+        shares_plans: schedules that have their stages on the same devices share a plan.
     """
     rows: list[SweepRow] = []
     for count in counts:
-        rows += _rows_of_count(count, schedules[:1] if count == 1 else schedules, per_device, plan_for)
+        rows += _rows_of_count(count, schedules[:1] if count == 1 else schedules, per_device, plan_for, shares_plans)
     alone = next((row.run for row in rows if row.devices == 1), None)
     if alone is None:
         return rows
     return [replace(row, speedup=alone.step_seconds / row.run.step_seconds) if row.run else row for row in rows]
 
 
-def _rows_of_count(count: int, schedules: tuple[str, ...], per_device: int | None, plan_for: PlanFor) -> list[SweepRow]:
+def _rows_of_count(
+    count: int, schedules: tuple[str, ...], per_device: int | None, plan_for: PlanFor, shares_plans: bool
+) -> list[SweepRow]:
     plans: dict[tuple[int, ...], Plan] = {}  # by where the stages are asked to be
     rows = []
     for schedule in schedules:
         recipe = SCHEDULES[schedule]
         placement = recipe.placement(count, per_device or recipe.stages_per_device)
-        shared = plans.get(placement)
+        shared = plans.get(placement) if shares_plans else None
         row = None if shared is None else _sweep_row(count, schedule, shared)
         if row is None or not row.fits:
             try:

@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import sys
 import traceback
 import zlib
@@ -54,6 +55,8 @@ def parse_keyword(text: str) -> tuple[str, Any]:
     if not equals or not name.isidentifier():
         place = "; TARGET goes before --kwargs" if ":" in text else ""  # it was taken for one more
         raise ArgumentError(f"{text!r}: expected name=value, as in depth=4{place}")
+    if re.fullmatch(r"[^,='\"{\[]+(,\s*\w+=[^,]*)+", value):
+        raise ArgumentError(f"{text!r}: separate arguments by spaces: {text.replace(',', ' ')}")
     return name, _keyword_value(value)
 
 

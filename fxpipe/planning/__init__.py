@@ -5,7 +5,7 @@ The first two look at the model and take seconds (`passes`), the others look at 
 checkpoint modes and balances.
 """
 
-from fxpipe.planning.entry import plan, prepare
+from fxpipe.planning.entry import plan, prepare, prepare_with_choices
 from fxpipe.planning.passes import (
     PreparedGraph,
     ProfiledModel,
@@ -27,6 +27,7 @@ __all__ = [
     "prepare_additional_graph",
     "prepare_cut",
     "prepare_profiled",
+    "prepare_with_choices",
     "profile_again",
     "trace_and_profile",
     "with_replicas",

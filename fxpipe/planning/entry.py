@@ -10,6 +10,7 @@ from fxpipe.errors import ArgumentError
 from fxpipe.hardware import planned_devices
 from fxpipe.planning.passes import (
     PreparedGraph,
+    ProfiledModel,
     prepare_given_plan,
     prepare_profiled,
     trace_and_profile,
@@ -24,9 +25,9 @@ from fxpipe.utils.units import parse_count
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import torch
     from torch import nn
 
+    from fxpipe.config.parse import Devices
     from fxpipe.config.pipeline_options import PipelineOptions, Settings
     from fxpipe.hardware import Hardware
     from fxpipe.profiling import Profile
@@ -37,11 +38,11 @@ if TYPE_CHECKING:
 
 def plan(
     model: nn.Module,
-    stages: int | None = None,
+    stages: Devices | None = None,
     *,
     example_args: tuple[Any, ...] = (),
     example_kwargs: dict[str, Any] | None = None,
-    devices: Sequence[str | torch.device] | None = None,
+    devices: Devices | None = None,
     chunks: int | str = "auto",
     balance: str | Sequence[int] | Sequence[str] | Mapping[str, Any] = "auto",
     pin: Mapping[str, Any] | None = None,
@@ -76,12 +77,12 @@ def plan(
     Args:
         model: any module. Of one without values (on the meta device, or made under a FakeTensorMode) the seconds are
             estimates, and `Plan.estimated_for` says of what hardware.
-        stages: how many, and `devices` for each one; the plan has more where pins or memory ask for several on a device
-            (see `checkpoint`), and with schedule="auto". With `devices`, may be left out. Without `devices` all are
-            planned for the CPU or, with `hardware`, for as many GPUs of that kind.
+        stages: their number, and so the number of devices; or the devices, as `devices`. The plan has more stages if
+            pins or memory ask for several on a device (see `checkpoint`), and with schedule="auto". A number takes
+            devices as `devices` of `fxpipe.pipeline` does or, with `hardware`, that many devices of this kind.
         example_args, example_kwargs: a mini-batch as training will use it, of all replicas.
         hardware: seconds, memory and links are those of this hardware, which need not be here: a name of
-            `fxpipe.hardware.HARDWARE` ("a100-80gb", "h100", "h200", "cpu"), or a `Hardware`. One with a number of
+            `fxpipe.hardware.HARDWARE` ("a100-80gb", "h100", "4090", "cpu", ...), or a `Hardware`. One with a number of
             `nodes` is a cluster, and all of its devices are used (`replace(HARDWARE["h100"], nodes=4)`).
         data_parallel: replicas of the pipeline, which share `devices` and the mini-batch evenly and reduce their
             gradients once for a step. The plan is that of one of them. `fxpipe.tune` finds a good number. None: 1 or,
@@ -102,13 +103,21 @@ def plan(
         FxpipeError: an argument cannot be used, or the model cannot be traced or cut so; see `fxpipe.errors`.
         Exception: what the model itself raises on the inputs, with a note.
     """
+    from fxpipe.config.parse import parse_hardware_option
     from fxpipe.config.pipeline_options import PipelineOptions, make_settings
     from fxpipe.utils.progress import show_progress
 
     options = PipelineOptions.among(locals())
+    if stages is not None and not isinstance(stages, int):
+        if devices is not None:
+            raise ArgumentError(f"stages={stages!r} and devices={devices!r}: give the devices once")
+        options, devices, stages = replace(options, devices=stages), stages, None
     if stages is not None and data_parallel is None:
         options = replace(options, data_parallel=1)
-    if devices is None:
+    if isinstance(devices, int):
+        count = parse_count("devices", devices, "a number of devices, or a list of them")
+        options = replace(options, devices=planned_devices(count, parse_hardware_option(hardware)))
+    elif devices is None:
         options = replace(options, devices=_planned_devices(stages, options))
     settings = make_settings(options, anywhere=hardware is not None)
     if stages is not None and stages != len(settings.placement):
@@ -123,7 +132,7 @@ def plan(
         return prepare(model, example_args, example_kwargs or {}, settings).plan
 
 
-def _planned_devices(stages: int | None, options: PipelineOptions) -> list[str] | None:
+def _planned_devices(stages: int | None, options: PipelineOptions) -> list[str] | int | None:
     """Returns one device for each worker that so many stages take, in all replicas; those of a cluster if not told.
 
     None: not known.
@@ -164,7 +173,6 @@ def prepare(
     from fxpipe.tracing.model_state import look_on_recording_device
     from fxpipe.tracing.source_lines import warn_user
     from fxpipe.tracing.strategies import imbalance_warnings
-    from fxpipe.tracing.verify.effects import least_samples
 
     accelerator.refuse_capture(settings.row_devices if settings.hardware is None else ())
     if plan is None:
@@ -180,14 +188,7 @@ def prepare(
         if len(settings.workers) > 1:
             for limit in imbalance_warnings(profiled.traced):
                 warn_user(limit)
-        phase("cutting")
-        settings = replace(settings, least_samples=least_samples(profiled.traced))
-        profiled, settings = with_replicas(profiled, settings)
-        if settings.left:
-            from fxpipe.tuning.auto_options import prepare_best
-
-            return prepare_best(profiled, args, kwargs, settings)
-        return prepare_profiled(profiled, settings)
+        return prepare_with_choices(profiled, args, kwargs, settings)
 
     def look(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, int]:
         return trace_batch(model, args, kwargs, as_inputs, seed)
@@ -201,3 +202,19 @@ def prepare(
                 "model, its mode or its inputs have changed; plan it again with fxpipe.plan"
             )
         return prepare_given_plan(traced, plan, batch * count, settings)
+
+
+def prepare_with_choices(
+    profiled: ProfiledModel, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings
+) -> PreparedGraph:
+    """Plans a profiled model; the tuner chooses the options that were left to planning."""
+    from fxpipe.tracing.verify.effects import least_samples
+
+    phase("cutting")
+    settings = replace(settings, least_samples=least_samples(profiled.traced))
+    profiled, settings = with_replicas(profiled, settings)
+    if settings.left:
+        from fxpipe.tuning.auto_options import prepare_best
+
+        return prepare_best(profiled, args, kwargs, settings)
+    return prepare_profiled(profiled, settings)

@@ -319,6 +319,15 @@ class PlanData:
         ends = [0, *accumulate(self.turns or (1,) * len(self.workers))]
         return tuple(tuple(range(ends[k], ends[k + 1])) for k in self.placement)
 
+    @property
+    def memory_limits(self) -> tuple[int | None, ...]:
+        """By row the bytes that its stages may take together; None: not known."""
+        of_rows = [
+            [stage.memory_limit for stage, rows in zip(self.stages, self.stage_rows, strict=True) if d in rows]
+            for d in range(len(self.row_devices))
+        ]
+        return tuple(None if None in limits else sum(filter(None, limits)) for limits in of_rows)
+
     def costs(self) -> tuple[list[StageCost], list[Transfer]]:
         """Returns the input of the simulator: the costs of each stage, and all transfers between stages.
 

@@ -65,8 +65,14 @@ def _head(plan: PlanData) -> str:
         f"schedule {name}, checkpoint {_checkpoint_text(plan)}, balance {plan.balance}, tracer {plan.tracer}, "
         f"graph {plan.fingerprint[:12]}"
     )
+    hint = ""
+    if plan.chunks > plan.micro_batches:
+        hint = f"chunks={plan.chunks}, but the mini-batch has {count_text(plan.micro_batches, 'sample')}"
+    elif plan.micro_batches == 1 and rows > 1 and plan.weight_versions(0) == 1:
+        hint = "one micro-batch: the devices work one after another; larger mini-batches or chunks= let them overlap"
     lines = [
         f"{count_text(len(plan.stages), 'stage')}{devices}, {micro_batches}",
+        hint,
         wrap_text(choices),
         _replicas(plan),
         f"seconds are estimates for {plan.estimated_for}" if plan.estimated_for else "",
@@ -303,7 +309,8 @@ def _totals(plan: PlanData, figures: PlanFigures) -> str:
         f"balance {figures.slowest_to_mean:.2f} (slowest device / mean), bubble {percent(figures.mean_bubble)} "
         f"of device time, step {human_seconds(figures.step_seconds)}, parameters {parameters}"
     )
-    return wrap_text(totals) + (f"\n{wrap_text(figures.host_note)}" if figures.host_note else "")
+    fits = str(figures.fits) if {*figures.fits} != {None} else ""
+    return "\n".join(wrap_text(line) for line in (totals, fits, figures.host_note) if line)
 
 
 # -- A plan in notebooks ---------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from statistics import fmean
 from fxpipe.plans.data import PlanData, Portal
 from fxpipe.plans.host_time import shares_interpreter
 from fxpipe.scheduling import is_stream, with_updates
-from fxpipe.simulation import Simulation, simulate_schedule, simulate_stream
+from fxpipe.simulation import MemoryFit, Simulation, simulate_schedule, simulate_stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ class PlanFigures:
     # As simulated: all micro-batches forward and backward, and what is sent. Of a stream: of a mini-batch in the steady
     # state, with its update.
     step_seconds: float
+    fits: MemoryFit
     host_note: str = ""  # that the step waits for the host, and what helps, if it does
 
     @property
@@ -55,7 +56,7 @@ def simulate_step(plan: PlanData, overlaps: bool | None = None, updates: bool | 
     is_over, (costs, transfers) = plan.is_over_processes, plan.costs()
     overlaps, shares = is_over if overlaps is None else overlaps, shares_interpreter(plan)
     if is_stream(plan.schedule):
-        return simulate_stream(
+        simulation = simulate_stream(
             plan.schedule,
             [replace(cost, update=0.0) for cost in costs] if updates is False else costs,
             transfers,
@@ -66,9 +67,17 @@ def simulate_step(plan: PlanData, overlaps: bool | None = None, updates: bool | 
             recomputes_late=is_over,
             replicas=plan.stage_turns,
         )
-    schedule = with_updates(plan.as_schedule()) if updates else plan.as_schedule()
-    return simulate_schedule(
-        schedule, costs, transfers, overlaps=overlaps, one_interpreter=shares, recomputes_late=is_over
+    else:
+        schedule = with_updates(plan.as_schedule()) if updates else plan.as_schedule()
+        simulation = simulate_schedule(
+            schedule, costs, transfers, overlaps=overlaps, one_interpreter=shares, recomputes_late=is_over
+        )
+    return replace(
+        simulation,
+        devices=plan.row_devices,
+        samples=None if plan.batch is None else plan.batch * plan.data_parallel,
+        cluster=plan.cluster,
+        limits=plan.memory_limits,
     )
 
 
@@ -84,7 +93,12 @@ def plan_figures(plan: PlanData) -> PlanFigures:
         for stage in plan.stages
     )
     return PlanFigures(
-        stages, slowest_to_mean(plan), tuple(simulation.bubble), simulation.step_seconds, simulation.host_note
+        stages,
+        slowest_to_mean(plan),
+        tuple(simulation.bubble),
+        simulation.step_seconds,
+        simulation.fits,
+        simulation.host_note,
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from fxpipe.errors import ArgumentError, FxpipeError
 from fxpipe.plans.data import PlanData
 from fxpipe.scheduling import CHECKPOINTS
+from fxpipe.simulation import MemoryFit
 from fxpipe.simulation.costs import check_costs
 from fxpipe.utils.files import dataclass_from_json, dataclass_to_json, write_atomically
 from fxpipe.utils.ipython import show_as_printed
@@ -19,6 +20,19 @@ from fxpipe.utils.units import parse_count
 @dataclass(frozen=True, slots=True)
 class Plan(PlanData):
     """All that is decided about a pipeline: JSON and nothing else. `print` shows it as a table."""
+
+    @property
+    def fits(self) -> MemoryFit:
+        """Compares the memory that a step needs with the memory of the devices.
+
+            if not plan.fits:
+                print(plan.fits)  # does not fit: device 1 lacks 12.0 GiB, it needs 86.0 of 74.0 GiB
+
+        By device it is True, False, or None if no limit is known; `needs` and `limits` are the bytes.
+        """
+        from fxpipe.plans.figures import simulate_step
+
+        return simulate_step(self).fits
 
     # -- Other sizes ---------------------------------------------------------------------------------------------------
 

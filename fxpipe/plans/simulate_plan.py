@@ -111,12 +111,6 @@ def simulate(
     )
     if loss_seconds is not None:
         variant = _with_loss(variant, loss_seconds)
-    turns = variant.turns or (1,) * len(variant.workers)
-    limits = [
-        [s.memory_limit for s in variant.stages if variant.placement[s.index] == k]
-        for k, count in enumerate(turns)
-        for _ in range(count)
-    ]
     if updates is not None and not isinstance(updates, bool):
         raise ArgumentTypeError(f"updates={updates!r}: expected True or False")
     if updates and variant.turns and not is_stream(variant.schedule):
@@ -129,13 +123,7 @@ def simulate(
             "updates=True over processes: there a step is settled by all ranks when it has ended, and updates come "
             "after it, as `update_seconds` tells; leave updates out, or give processes=False"
         )
-    return replace(
-        simulate_step(variant, overlaps, updates),
-        devices=variant.row_devices,
-        samples=None if variant.batch is None else variant.batch * variant.data_parallel,
-        cluster=variant.cluster,
-        limits=tuple(None if None in of_device else sum(filter(None, of_device)) for of_device in limits),
-    )
+    return simulate_step(variant, overlaps, updates)
 
 
 def _with_processes(plan: Plan, processes: bool) -> Plan:

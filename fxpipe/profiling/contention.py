@@ -32,6 +32,7 @@ from fxpipe.profiling.node_kinds import NodeValue, distinct_tensors, map_tensors
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.verify.effects import Effects
+from fxpipe.utils.locks import planning_block
 
 LEAST_SECONDS = 0.01  # of a micro-batch, forward and back: of less, Python is most, which no cache changes
 MOST_NODES = 6  # of each part
@@ -145,6 +146,7 @@ def _run_at_once(parts: Sequence[Sequence[ConcurrentCall]], clock: Callable[[], 
     barrier, running, failures = threading.Barrier(len(parts)), [len(parts)], list[BaseException]()
     lock = threading.Lock()
 
+    @planning_block()
     def work(part: Sequence[ConcurrentCall]) -> None:
         try:
             barrier.wait()

@@ -26,7 +26,7 @@ from fxpipe.rewriting.program import Stage, StageCallable
 from fxpipe.rewriting.split_backward import split_stage_backward, stage_code
 from fxpipe.rewriting.split_backward_compiled import TappedStage, split_compiled_stage_backward
 from fxpipe.tracing.node_info import info
-from fxpipe.utils.locks import DISPATCH_MODE_LOCK
+from fxpipe.utils.locks import DISPATCH_MODE_LOCK, step_block
 
 StageFunction = Callable[..., tuple[Any, ...]]
 
@@ -125,7 +125,7 @@ class SerializedCompilation:
             if isinstance(args[place], torch.Tensor):
                 mark_dynamic_dims(args[place], dims)
         # Backward, too: else it would be compiled when it first runs.
-        with DISPATCH_MODE_LOCK, compile_backward_at_once():
+        with DISPATCH_MODE_LOCK, step_block(), compile_backward_at_once():
             result = self._code(*args)
         self._seen.add(kind)
         return result

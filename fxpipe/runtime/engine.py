@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ from fxpipe.runtime.microbatches import gather, scatter, scatter_gradient, targe
 from fxpipe.runtime.stage_updates import OverlappedUpdates, UpdateStep, actions_before_updates, update_rows
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.step_inputs import MicroBatch, StepInputs
-from fxpipe.runtime.step_record import StepLog, StepRecord, step_record_of
+from fxpipe.runtime.step_record import DeviceRecord, StepLog, StepRecord, step_record_of
 from fxpipe.runtime.transport import Transport, leaves_on_device
 from fxpipe.scheduling import backward_part, forward_part, make_schedule, with_updates
 from fxpipe.scheduling.actions import ActionKind, Rows, Schedule
@@ -63,6 +63,7 @@ class StepNotes:
     bounds: Sequence[BoundProgram]
     log: StepLog
     moved: Sequence[TransferNote]
+    samples: int | None = None  # in the mini-batch; None: not known
 
 
 ORDER_OF_BUFFERS = "forward changes buffers there, of which each micro-batch is to find what the one before has left"
@@ -188,7 +189,7 @@ class Engine:
 
     def _note_step(self, step: Step, schedule: Schedule) -> None:
         # Not the step itself, which holds tensors.
-        self.take_notes(StepNotes(schedule, step.bounds, step.log.now(), [*step.exchange.moved]))
+        self.take_notes(StepNotes(schedule, step.bounds, step.log.now(), [*step.exchange.moved], step.samples))
 
     def take_notes(self, notes: StepNotes) -> None:
         """Takes the notes of the last step."""
@@ -199,8 +200,19 @@ class Engine:
         """The record of the last step; None before the first. Made when it is first asked for."""
         notes = self._last_notes
         if self._last_step is None and notes is not None:
-            self._last_step = step_record_of(notes.schedule, notes.bounds, notes.log, notes.moved)
+            record = step_record_of(notes.schedule, notes.bounds, notes.log, notes.moved, notes.samples)
+            self._last_step = replace(record, devices=tuple(self._with_peak(*one) for one in enumerate(record.devices)))
         return self._last_step
+
+    def _device_of_row(self, row: int) -> torch.device | None:
+        """The device of a row, if it is in this process."""
+        return self.devices[row] if row < len(self.devices) else None
+
+    def _with_peak(self, row: int, record: DeviceRecord) -> DeviceRecord:
+        device = self._device_of_row(row)
+        if device is None or not accelerator.counts_memory(device):
+            return record
+        return replace(record, peak_memory=accelerator.peak_allocated_bytes(device))
 
     # -- updates of the weights --------------------------------------------------------------------------------------
 
@@ -251,6 +263,7 @@ class Engine:
         step = self._step(
             StepInputs.of_mini_batch(bound, leaves, shares), schedule, look_at_elements=kind.look_at_elements and m > 1
         )
+        step.samples = batch
         self._run_rows(step, schedule, forward_part(schedule))
         parts = {link.value: [step.exchange.take(n, link, i) for i in range(m)] for link in bound.wiring.links[-1]}
         results = bound.results
@@ -366,6 +379,7 @@ class Engine:
                 keep_outputs=is_verified or return_outputs,
                 look_at_elements=kind.look_at_elements and m > 1,
             )
+            step.samples = batch
             self._run_with_updates(step, schedule, None if is_verified else updates)
             assert step.loss is not None
             return step, step.loss
@@ -430,6 +444,7 @@ class Engine:
         step = self._step(
             StepInputs.of_micro_batches(micro_batches, shares), schedule, losses=losses, keep_outputs=return_outputs
         )
+        step.samples = sum(one.samples for one in micro_batches)
         self._run_with_updates(step, schedule, updates)
         assert step.loss is not None
         loss = losses.total()

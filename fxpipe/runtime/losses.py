@@ -13,6 +13,7 @@ Let L be the loss of the whole mini-batch. Micro-batch i, with b_i of b samples,
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -236,6 +237,42 @@ def check_reduction(reduction: str) -> None:
         raise ArgumentError(
             f"reduction={reduction!r} is unknown; accepted are 'mean' and 'sum'; or let loss_fn return (total, weight)"
         )
+
+
+def refuse_inputs_by_name(forward: Callable[..., Any], target: Any, loss_fn: Any, reduction: Any) -> None:
+    """Raises `ArgumentError` if an argument of the loss can only be an input of the model, which has the same name."""
+    is_input = {
+        "target": target is not None and not _takes_target(loss_fn),
+        "loss_fn": loss_fn is not None and not callable(loss_fn),
+        "reduction": reduction not in LOSS_REDUCTIONS,
+    }
+    try:
+        parameters = inspect.signature(forward).parameters
+    except (TypeError, ValueError):  # a function in C has none
+        return
+    for name in (name for name, is_meant in is_input.items() if is_meant and name in parameters):
+        places = [
+            one.name for one in parameters.values() if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+        ]
+        remedy = (
+            f"pass the input by position: pipe.forward_backward({', '.join(places[: places.index(name) + 1])}, ...)"
+            if name in places
+            else "wrap the model in a module whose forward has another name for it"
+        )
+        raise ArgumentError(
+            f"{name} is an argument of forward_backward and an input of the model's forward. By name it is the "
+            f"{'loss function' if name == 'loss_fn' else name} of the loss, which this value cannot be; {remedy}"
+        )
+
+
+def _takes_target(loss_fn: Any) -> bool:
+    try:
+        inspect.signature(loss_fn).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # a function in C has no signature
+        return True
+    return True
 
 
 def check_scaler(scaler: Any) -> None:

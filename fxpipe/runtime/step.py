@@ -89,6 +89,7 @@ class Step(ActionPerformer):
     """One mini-batch."""
 
     first_micro_batch = 0  # its number, on which random numbers depend
+    samples: int | None = None  # in the mini-batch; None: not known
 
     def __init__(
         self,

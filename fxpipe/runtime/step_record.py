@@ -109,6 +109,8 @@ class DeviceRecord:
     waited: float  # seconds before actions; after its last action a device waits for the others
     received: int  # bytes
     sent: int
+    peak_memory: int | None = None  # bytes allocated, since the peak was last reset; None: not measured
+    planned_memory: int | None = None  # bytes that the plan expects there
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,7 @@ class StepRecord(TimelineMixin):
     verification: float = 0.0  # seconds, after all actions, to verify the loss; 0 where it was not due
     transport: str = ""  # over processes, how tensors go from rank to rank: "nccl", or why by memory of the CPU
     reduction: str = ""  # over replicas, how gradients are summed, in the same words
+    samples: int | None = None  # in the mini-batch; None: not known
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -147,6 +150,29 @@ class StepRecord(TimelineMixin):
     def bubble(self, device: int) -> float:
         """The share of the step in which a device had nothing to do."""
         return 1 - self.devices[device].busy / self.seconds if self.seconds else 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the numbers of the step by name, for loggers: `wandb.log(pipe.last_step.metrics())`.
+
+        Seconds count as everywhere in the record. The memory of a device is included if it can be measured, as on CUDA.
+        """
+        shares = [self.bubble(d) for d in range(len(self.devices))]
+        metrics: dict[str, float | None] = {
+            "seconds": self.seconds,
+            "samples_per_second": self.samples / self.seconds if self.samples and self.seconds else None,
+            "bubble": sum(shares) / len(shares) if shares else 0.0,
+            "loss_seconds": sum(self.losses),
+        }
+        for d, one in enumerate(self.devices):
+            figures = {
+                "busy_seconds": one.busy,
+                "waited_seconds": one.waited,
+                "bubble": shares[d],
+                "peak_memory": one.peak_memory,
+                "planned_memory": one.planned_memory,
+            }
+            metrics |= {f"device_{d}/{name}": value for name, value in figures.items()}
+        return {name: float(value) for name, value in metrics.items() if value is not None}
 
     def as_step(self, *, has_memory: bool = True) -> StepTimeline:
         """Returns the step in one form with simulated ones. Memory over time is not known of a step that ran."""
@@ -189,6 +215,12 @@ class StepRecord(TimelineMixin):
         ]  # fmt: skip
         headers = ("device", "", "busy", "waited", "bubble", "received", "sent")
         table = text_table(rows, headers, left=("",)) if rows else ""
+        memory = [
+            f"device {d}: peak memory {human_bytes(one.peak_memory)}"
+            + ("" if one.planned_memory is None else f", planned {human_bytes(one.planned_memory)}")
+            for d, one in enumerate(self.devices)
+            if one.peak_memory is not None
+        ]
         loss = [f"the loss took {human_seconds(self.loss_seconds)} of each F of the last stage"] if self.losses else []
         if self.verification:
             loss.append(
@@ -200,7 +232,7 @@ class StepRecord(TimelineMixin):
         if self.reduction:
             loss.append(f"gradients are summed over replicas by {self.reduction}")
         head = f"{self.schedule}: {count} in {human_seconds(self.seconds)}{away}"
-        return "\n".join([head, table, *loss, "", *self._timeline()]).rstrip()
+        return "\n".join([head, table, *memory, *loss, "", *self._timeline()]).rstrip()
 
     def _timeline(self) -> Iterator[str]:
         count = len(self.devices)
@@ -212,7 +244,11 @@ class StepRecord(TimelineMixin):
 
 
 def step_record_of(
-    schedule: Schedule, bounds: Sequence[BoundProgram], log: StepLog, moved: Sequence[TransferNote]
+    schedule: Schedule,
+    bounds: Sequence[BoundProgram],
+    log: StepLog,
+    moved: Sequence[TransferNote],
+    samples: int | None = None,
 ) -> StepRecord:
     """Makes the record of a step from its schedule and notes. `bounds`: by micro-batch, the program that ran."""
     row_of = schedule.row_of
@@ -243,7 +279,8 @@ def step_record_of(
         _device_record(names.get(d, ""), [a for a in actions if a.device == d]) for d in range(len(schedule.rows))
     )
     losses = tuple(clock.seconds(end) - clock.seconds(start) for _, (start, end) in sorted(log.losses.items()))
-    return StepRecord(schedule.name, tuple(actions), transfers, devices, away, losses, sum(log.verifications))
+    verification = sum(log.verifications)
+    return StepRecord(schedule.name, tuple(actions), transfers, devices, away, losses, verification, samples=samples)
 
 
 def _device_name(bound: BoundProgram, stage: int, micro_batch: int) -> str:

@@ -39,7 +39,7 @@ from collections.abc import Sequence
 from fxpipe.scheduling import Schedule, recompute_before_backward, validate
 from fxpipe.simulation.costs import HostCost, StageCost, Transfer, check_costs, transfers_of
 from fxpipe.simulation.reductions import ReductionSpan
-from fxpipe.simulation.simulation_result import CriticalLeg, Simulation, SteadyState, simulate_checked
+from fxpipe.simulation.simulation_result import CriticalLeg, MemoryFit, Simulation, SteadyState, simulate_checked
 from fxpipe.simulation.stream_simulation import simulate_stream
 from fxpipe.simulation.timeline import MemoryParts, MemoryTimeline, Span
 
@@ -85,6 +85,7 @@ def simulate_schedule(
 __all__ = [
     "CriticalLeg",
     "HostCost",
+    "MemoryFit",
     "MemoryParts",
     "MemoryTimeline",
     "ReductionSpan",

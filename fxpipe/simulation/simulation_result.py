@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fxpipe.cluster import Cluster
 from fxpipe.errors import ArgumentError
@@ -33,7 +34,7 @@ from fxpipe.simulation.timeline import (
 )
 from fxpipe.simulation.timeline_mixin import TimelineMixin
 from fxpipe.utils.ipython import show_as_printed
-from fxpipe.utils.text_table import text_table, wrap_text
+from fxpipe.utils.text_table import bytes_of_limit, text_table, wrap_text
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
 
 # -- The critical path: the chain of actions and transfers that the end of a step depends on, read backwards -----------
@@ -278,6 +279,39 @@ class LinkTraffic:
         return self.pipeline + self.reduction
 
 
+class MemoryFit(tuple[bool | None, ...]):
+    """For each device, whether its memory suffices. It is false if a device lacks memory; `print` shows how much."""
+
+    needs: tuple[float, ...]  # bytes, by device
+    limits: tuple[float | None, ...]  # bytes, by device; None: not known
+
+    def __new__(cls, needs: Sequence[float], limits: Sequence[float | None]) -> MemoryFit:
+        pairs = zip(needs, limits, strict=True)
+        self = super().__new__(cls, (None if limit is None else need <= limit for need, limit in pairs))
+        self.needs, self.limits = tuple(needs), tuple(limits)
+        return self
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return self.needs, self.limits
+
+    def __bool__(self) -> bool:
+        return False not in self
+
+    def __str__(self) -> str:
+        known = [(d, self.needs[d], limit) for d, limit in enumerate(self.limits) if limit is not None]
+        if not known:
+            return "memory limits are not known"
+        if self:
+            device, need, limit = max(known, key=lambda one: one[1] / (one[2] or 1))
+            return f"fits: device {device} needs {bytes_of_limit(need, limit)}"
+        lacking = [
+            f"device {device} lacks {human_bytes(need - limit)}, it needs {bytes_of_limit(need, limit)}"
+            for device, need, limit in known
+            if need > limit
+        ]
+        return f"does not fit: {'; '.join(lacking)}"
+
+
 @dataclass(frozen=True, slots=True)
 class SteadyState:
     """The state of a simulated stream between its warm-up and its drain."""
@@ -358,12 +392,9 @@ class Simulation(TimelineMixin):
         return tuple(memory_timeline_of(row, self.stages) for row in spans)
 
     @property
-    def fits(self) -> tuple[bool | None, ...]:
-        """True for each device that has the memory that it takes, else False; None where no limit is known."""
-        return tuple(
-            None if limit is None else memory.peak <= limit
-            for memory, limit in zip(self.memory, self.limits, strict=True)
-        )
+    def fits(self) -> MemoryFit:
+        """True for each device that has the memory that it needs, else False; None where no limit is known."""
+        return MemoryFit([memory.peak for memory in self.memory], self.limits)
 
     @property
     def update_seconds(self) -> float:

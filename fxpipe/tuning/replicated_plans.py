@@ -142,7 +142,7 @@ class ReplicaOptions:
         if self.mesh is not None:
             return (self.mesh,)
         hardware, devices = parse_hardware_option(self.options.hardware), self.options.devices
-        if hardware is None or devices is None or data in (1, len(devices)):
+        if hardware is None or devices is None or isinstance(devices, int) or data in (1, len(devices)):
             return MESHES[:1]
         return MESHES if len(devices) > hardware.devices_per_node else MESHES[:1]
 

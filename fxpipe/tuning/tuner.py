@@ -8,11 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from fxpipe.cluster import MESHES, replica_batch
-from fxpipe.config.parse import BALANCES, parse_choices, parse_memory_limit, parse_switch
+from fxpipe.config.parse import BALANCES, Devices, parse_choices, parse_memory_limit, parse_switch
 from fxpipe.config.pipeline_options import (
     OPTION_DEFAULTS,
     TRACING_OPTIONS,
@@ -66,7 +65,7 @@ PLAN_ARGUMENTS = ("model_or_plan", "batch_size", "schedules", "chunks", "checkpo
 
 def tune(
     model_or_plan: nn.Module | Plan,
-    devices: int | Sequence[str | torch.device] | None = None,
+    devices: Devices | None = None,
     *,
     example_args: tuple[Any, ...] = (),
     example_kwargs: dict[str, Any] | None = None,

@@ -50,6 +50,38 @@ def planning_block() -> Iterator[None]:
         _end_planning()
 
 
+def is_planning() -> bool:
+    """Returns whether fxpipe runs this code to trace, compare or measure the model, not in a step.
+
+        def count(module, args, output):
+            if not fxpipe.is_planning():
+                counts[module] += len(output)  # a forward hook: each sample of a step once
+
+    Planning runs the model on your inputs, on parts of them and on other numbers of samples, so hooks and modules see
+    more than the steps have.
+    """
+    return threading.current_thread() in _planning_threads and not _steps.depth
+
+
+class _Steps(threading.local):
+    """The steps that this thread runs under the lock of planning: the first run of compiled code."""
+
+    depth = 0
+
+
+_steps = _Steps()
+
+
+@contextmanager
+def step_block() -> Iterator[None]:
+    """A block that runs a step, also where it takes the lock of planning."""
+    _steps.depth += 1
+    try:
+        yield
+    finally:
+        _steps.depth -= 1
+
+
 def _begin_planning() -> None:
     if _is_another_exiting():
         _cancel()

@@ -7,13 +7,12 @@ A pass that may take long says how far it is, and knows nothing of who looks:
             ...
             step()
 
-A bar appears once its step has taken longer than a second, and is gone when it ends, well or not. Nothing is shown
-where stderr is no terminal (a file, a pipe, a notebook, closed, None), nor in a block of `show_progress(False)`: what
-the argument `progress` of the entry points comes to. One bar within another stands below it. Each part is also a
-cancellation point (`utils.locks`).
-
-Not every pass can say how far it is. Around all of them `show_phases` shows the phase that `phase` named last, and the
-seconds, which a thread keeps counting during a pass that takes long.
+Around all passes `show_phases` shows one bar: the pass that `phase` or `progress` named last, how far it is, and the
+seconds, which a thread keeps counting during a pass that takes long. A `progress` without one has a bar of its own. A
+bar appears after two seconds, on a terminal or in a notebook, and disappears at its end. Where stderr is
+neither, as in a log, `show_phases` writes one line after two seconds. Nothing is shown in a block of
+`show_progress(False)`: the argument `progress` of the entry points. Each part is also a cancellation point
+(`utils.locks`).
 """
 
 from __future__ import annotations
@@ -21,13 +20,15 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
+import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, Protocol
 
 from fxpipe.utils.locks import cancellation_point
 
-BAR_DELAY = 1.0  # seconds before a bar appears: most steps are over by then
+BAR_DELAY = 2.0  # seconds before a bar appears: most steps are over by then
 
 _WITH_TOTAL = "{desc}: {percentage:3.0f}%|{bar}| {n:.5g}/{total:.5g} {unit} [{elapsed}{postfix}]"
 _WITHOUT_TOTAL = "{desc}: {n:.5g} {unit} [{elapsed}{postfix}]"
@@ -55,10 +56,15 @@ def show_progress(wanted: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def progress(what: str, total: float | None, unit: str = "nodes") -> Iterator[ProgressStep]:
     """Gives a function to call after each part of `total`, or of what nobody knows how much there will be (None)."""
-    if not (_shown.get() and _is_terminal()):
+    if _step.get() is not ignore_progress:
+        yield _step_of_phase(_step.get(), what, total, unit)
+        return
+    if not (_shown.get() and (is_terminal() or _is_notebook())):
         yield ignore_progress
         return
-    from tqdm import tqdm  # here: it takes 50 ms to import
+    with warnings.catch_warnings():  # a notebook without widgets shows text
+        warnings.simplefilter("ignore")
+        from tqdm.auto import tqdm  # here: it takes 50 ms to import
 
     class Bar(tqdm):  # type: ignore[type-arg]
         monitor_interval = 0  # no thread that looks after bars
@@ -66,8 +72,9 @@ def progress(what: str, total: float | None, unit: str = "nodes") -> Iterator[Pr
     form = _PHASES if not unit else _WITHOUT_TOTAL if total is None else _WITH_TOTAL
     # miniters: a slow part after many quick ones is shown too.
     with Bar(
-        total=total, desc=what, unit=unit, delay=BAR_DELAY, leave=False, miniters=1, dynamic_ncols=True, bar_format=form
-    ) as bar:
+        total=total, desc=what, unit=unit, delay=BAR_DELAY, leave=False, miniters=1, mininterval=min(0.1, BAR_DELAY),
+        dynamic_ncols=True, bar_format=form,
+    ) as bar:  # fmt: skip
 
         def step(done: float = 1, note: str = "") -> None:
             if note:
@@ -87,14 +94,45 @@ def progress(what: str, total: float | None, unit: str = "nodes") -> Iterator[Pr
 
 def _keep_counting(bar: Any, ended: threading.Event) -> None:
     """Shows the seconds of a bar while nothing else does."""
-    while not ended.wait(max(BAR_DELAY, 0.05)):
+    pause = max(BAR_DELAY, 0.05)
+    while not ended.wait(pause):
         bar.refresh()
+        pause = min(pause, 1.0)
+
+
+def _step_of_phase(show: ProgressStep, what: str, total: float | None, unit: str) -> ProgressStep:
+    """Returns the step of a pass that the bar around it shows."""
+    sum_done = 0.0
+
+    def step(done: float = 1, note: str = "") -> None:
+        nonlocal sum_done
+        sum_done += done
+        share = f" {min(sum_done / total, 1):.0%}" if total else f" {sum_done:.5g} {unit}" if unit else ""
+        show(1, ", ".join(filter(None, (f"{what}{share}", note))))
+
+    return step
+
+
+def _step_of_log(what: str) -> ProgressStep:
+    """Returns a step that writes one line if the phases take longer than `BAR_DELAY`."""
+    begun, is_written = time.monotonic(), False
+
+    def step(done: float = 1, note: str = "") -> None:
+        nonlocal is_written
+        cancellation_point()
+        if not is_written and note and time.monotonic() - begun > BAR_DELAY:
+            is_written = True
+            with contextlib.suppress(Exception):  # closed; None; something that refuses
+                sys.stderr.write(f"fxpipe: {what} takes more than {BAR_DELAY:.0f} s; now {note}\n")
+
+    return step
 
 
 @contextlib.contextmanager
 def show_phases(what: str) -> Iterator[None]:
     """A block of passes. Each pass names itself by `phase`."""
-    with progress(what, None, unit="") as step:
+    is_log = _step.get() is ignore_progress and _shown.get() and not (is_terminal() or _is_notebook())
+    with contextlib.nullcontext(_step_of_log(what)) if is_log else progress(what, None, unit="") as step:
         before = _step.set(step)
         try:
             yield
@@ -104,14 +142,19 @@ def show_phases(what: str) -> Iterator[None]:
 
 def phase(name: str) -> None:
     """Names what is done from here on. It is a cancellation point, too."""
-    _step.get()(0, name)
+    _step.get()(1, name)
 
 
-def _is_terminal() -> bool:
+def is_terminal() -> bool:
+    """Returns whether stderr is a terminal."""
     try:
         return sys.stderr is not None and sys.stderr.isatty()
     except (ValueError, AttributeError):  # closed; something that only writes
         return False
+
+
+def _is_notebook() -> bool:
+    return type(sys.stderr).__module__.startswith("ipykernel")
 
 
 def ignore_progress(done: float = 1, note: str = "") -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 import fxpipe
 import fxpipe.optim
+from fxpipe.errors import ArgumentError
 
 
 def chain(width=8, count=4):
@@ -88,6 +89,47 @@ def test_a_target_that_is_no_target_is_asked_for(inputs):
     with make(chain()) as pipe, pytest.raises(TypeError) as caught:
         pipe.forward_backward(*torch.randn(inputs, 8, 8), loss_fn=F.mse_loss)
     assert "did you mean pipe.forward_backward(x, target=y, loss_fn=...)?" in caught.value.__notes__[-1]
+
+
+class TakesLoss(nn.Module):
+    """A model that takes its own loss, as Chronos and Enformer do: its inputs are named like arguments of a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = chain()
+
+    def forward(self, x, target, loss_fn=1.0, *, reduction="mean"):
+        return loss_fn * F.mse_loss(self.layers(x), target, reduction=reduction)
+
+
+def loss_itself(output):
+    return output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        ({"target": torch.ones(8, 8), "loss_fn": loss_itself}, r"forward_backward\(x, target, \.\.\.\)"),
+        ({"target": torch.ones(8, 8)}, r"forward_backward\(x, target, \.\.\.\)"),
+        ({"loss_fn": 2.0}, r"forward_backward\(x, target, loss_fn, \.\.\.\)"),
+        ({"reduction": "none"}, "another name"),
+    ],
+)
+def test_inputs_that_are_named_like_arguments_of_the_loss_are_asked_for_by_position(arguments, remedy):
+    name = next(iter(arguments))
+    with make(TakesLoss()) as pipe:
+        for call in (pipe.forward_backward, lambda *args, **kwargs: fxpipe.verify(pipe, *args, **kwargs)):
+            with pytest.raises(ArgumentError, match=rf"^{name} is an argument of forward_backward.*{remedy}"):
+                call(torch.ones(8, 8), **arguments)
+        plain, x, y = copy.deepcopy(fxpipe.unwrap(pipe)), torch.randn(8, 8), torch.randn(8, 8)
+        loss = pipe.forward_backward(x, y, loss_fn=loss_itself)
+        expected = plain(x, y)
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach())
+        for have, want in zip(pipe.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(have.grad, want.grad)
+    with make(chain()) as pipe, pytest.raises(ArgumentError, match="target without loss_fn"):
+        pipe.forward_backward(torch.ones(8, 8), target=torch.ones(8, 8))
 
 
 def test_completion_knows_what_a_pipe_and_its_model_have(pipe):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import traceback
 
 import numpy as np
 import pytest
@@ -67,7 +68,9 @@ def _pipe(model=None, chunks=4, **options):
         ("cpu", ArgumentTypeError, ["devices='cpu'", "list", "['cpu', 'cpu']"]),
         (torch.device("cpu"), ArgumentTypeError, ["devices", "list"]),
         ({"cpu"}, ArgumentTypeError, ["devices", "list"]),
-        (2, ArgumentTypeError, ["devices=2", "list"]),
+        (2.0, ArgumentTypeError, ["devices=2.0", "number", "list"]),
+        (True, ArgumentTypeError, ["devices=True", "number", "list"]),
+        (0, ArgumentError, ["devices=0"]),
         (["cpu", "gpu"], ArgumentError, ["devices", "'gpu'", "'cuda:0'"]),
         (["cpu", "nonsense:x"], ArgumentError, ["devices", "'nonsense:x'"]),
         (["cpu", None], ArgumentError, ["devices", "None"]),
@@ -79,6 +82,63 @@ def test_devices(devices, error, words):
     with pytest.raises(error) as caught:
         fxpipe.pipeline(_chain(), devices)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_devices_are_a_number_or_a_list_everywhere():
+    x, two = (_x(),), ["cpu", "cpu"]
+    options = {"example_args": x, "hardware": None, "profile_budget": 0.05, "progress": False}
+    with fxpipe.pipeline(_chain(), 3, 2, example_args=x, progress=False) as pipe:
+        assert pipe.devices == [torch.device("cpu")] * 3
+    for plan in (
+        fxpipe.plan(_chain(), 2, **options),
+        fxpipe.plan(_chain(), two, **options),
+        fxpipe.plan(_chain(), devices=2, **options),
+        fxpipe.plan(_chain(), devices=two, **options),
+        fxpipe.tune(_chain(), 2, chunks=[2], schedules=["1f1b"], **options).best.plan,
+        fxpipe.tune(_chain(), two, chunks=[2], schedules=["1f1b"], **options).best.plan,
+    ):
+        assert plan.row_devices == ("cpu", "cpu")
+    on_gpus = fxpipe.plan(_chain(), devices=2, **options | {"hardware": "h100"})
+    assert on_gpus.row_devices == ("cuda:0", "cuda:1")
+    with pytest.raises(ArgumentError, match="give the devices once"):
+        fxpipe.plan(_chain(), two, devices=two, **options)
+
+
+def test_inputs_as_devices_and_the_class_as_a_function_are_refused_with_the_remedy():
+    with pytest.raises(ArgumentError, match=r"devices has a tensor; .* example_args=\(x,\)"):
+        fxpipe.pipeline(_chain(), (_x(),))
+    with pytest.raises(ArgumentTypeError, match=r"call fxpipe\.pipeline\(model, devices\)"):
+        fxpipe.Pipeline(_chain(), ["cpu", "cpu"])
+
+
+class ChangesList(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = nn.Linear(4, 4), []
+
+    def forward(self, x):
+        self.seen.append(float(x.sum()))
+        return self.layer(x)
+
+
+def test_the_traceback_names_an_error_that_can_be_caught():
+    with pytest.raises(fxpipe.errors.TraceError) as caught:
+        fxpipe.pipeline(nn.Sequential(ChangesList()), 2, tracer="record", example_args=(_x(),))
+    assert traceback.format_exception_only(caught.value)[0].startswith("fxpipe.errors.TraceError: ")
+
+
+@pytest.mark.parametrize(
+    ("chunks", "hint"),
+    [
+        (1, "one micro-batch: the devices work one after another"),
+        (100, "chunks=100, but the mini-batch has 8 samples"),
+        (2, ""),
+    ],
+)
+def test_a_plan_says_that_it_has_no_or_fewer_micro_batches(chunks, hint):
+    text = str(fxpipe.plan(_chain(), 2, example_args=(_x(),), chunks=chunks, hardware="cpu"))
+    assert ("micro-batch: the" in text or "chunks=100" in text) == bool(hint)
+    assert hint in text
 
 
 def test_unavailable_devices_are_counted(monkeypatch):
@@ -216,13 +276,13 @@ def test_example_args_that_are_no_tuple():
 def test_example_inputs_that_the_model_refuses_are_its_own_error_with_a_note():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
         _pipe(example_args=(_x(width=5),))
-    assert any("example inputs" in note and "'0'" in note for note in caught.value.__notes__)
+    assert any("run on the inputs" in note and "'0'" in note for note in caught.value.__notes__)
 
 
 def test_missing_inputs():
     with pytest.raises(TypeError, match="'y'") as caught:
         _pipe(Sum(), example_args=(_x(),))
-    assert any("example inputs" in note for note in caught.value.__notes__)
+    assert any("run on the inputs" in note for note in caught.value.__notes__)
 
 
 # -- the batch -------------------------------------------------------------------------------------------------------

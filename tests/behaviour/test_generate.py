@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -92,13 +93,49 @@ def test_tokens_are_those_of_the_model_and_one_graph_has_all_lengths(make, way):
         assert len(pipe._fxpipe.graphs.entries) == 3
 
 
-@pytest.mark.parametrize("make", [gpt2, t5])
-def test_a_cache_is_refused_with_what_to_say_instead(make):
-    with (
-        fxpipe.pipeline(made(make), ["cpu", "cpu"], 2, progress=False) as pipe,
-        pytest.raises(fxpipe.errors.TraceError, match=r"past_key_values.*use_cache=False"),
-    ):
-        pipe.generate(IDS, max_new_tokens=4, do_sample=False)
+STATIC = {"cache_implementation": "static"}
+
+
+@pytest.mark.parametrize(
+    ("make", "options"), [(gpt2, {}), (gpt2, STATIC), pytest.param(t5, STATIC, marks=pytest.mark.slow)]
+)
+def test_it_goes_without_a_cache_and_says_so_once(make, options):
+    plain = made(make)
+    options = {"do_sample": False, "min_new_tokens": 3, "max_new_tokens": 3, **options}
+    want = plain.generate(IDS, **options)
+    with fxpipe.pipeline(made(make), ["cpu", "cpu"], 2, progress=False) as pipe:
+        with pytest.warns(UserWarning, match="use_cache=False"):
+            assert torch.equal(pipe.generate(IDS, **options), want)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="generate: a pipe")
+            config = transformers.GenerationConfig(**options, **TOKENS, decoder_start_token_id=0)
+            assert torch.equal(pipe.generate(IDS, config), want)
+
+
+@pytest.mark.parametrize("said", ["argument", "config"])
+def test_who_has_switched_the_cache_off_is_not_warned(said):
+    model = made(gpt2)
+    options = {"use_cache": False} if said == "argument" else {}
+    model.generation_config.use_cache = said == "argument"
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, progress=False) as pipe, warnings.catch_warnings():
+        warnings.filterwarnings("error", message="generate: a pipe")
+        pipe.generate(IDS, max_new_tokens=2, do_sample=False, **options)
+
+
+@pytest.mark.slow
+def test_the_trainer_evaluates_with_generated_tokens(tmp_path):
+    """`predict_with_generate`: the predictions are those of the plain model."""
+    data = [{"input_ids": ids, "labels": ids[:3]} for ids in IDS]
+    arguments = transformers.Seq2SeqTrainingArguments(
+        str(tmp_path), predict_with_generate=True, generation_max_length=5, use_cpu=True, report_to=[],
+        disable_tqdm=True, per_device_eval_batch_size=4,
+    )  # fmt: skip
+    with fxpipe.pipeline(made(t5), ["cpu", "cpu"], 2, progress=False) as pipe:
+        want, have = (
+            transformers.Seq2SeqTrainer(model=model, args=arguments).predict(data) for model in (made(t5), pipe)
+        )
+    assert (have.predictions == want.predictions).all()
+    assert have.metrics["test_loss"] == pytest.approx(want.metrics["test_loss"])
 
 
 def test_a_cache_that_has_tokens_is_refused_too():
@@ -132,15 +169,6 @@ def test_each_kind_of_cache_is_refused_as_an_input(make, cache_of):
         pytest.raises(fxpipe.errors.FxpipeError, match=r"past_key_values.*use_cache=False"),
     ):
         pipe(IDS, past_key_values=cache_of(model), use_cache=True, **decoded)
-
-
-@pytest.mark.parametrize("make", [gpt2, t5])
-def test_generating_with_a_static_cache_is_refused(make):
-    with (
-        fxpipe.pipeline(made(make), ["cpu", "cpu"], 2, progress=False) as pipe,
-        pytest.raises(fxpipe.errors.FxpipeError, match=r"past_key_values.*use_cache=False"),
-    ):
-        pipe.generate(IDS, max_new_tokens=4, do_sample=False, cache_implementation="static")
 
 
 def test_a_cache_that_forward_makes_comes_out():

@@ -121,3 +121,32 @@ def test_whoever_exports_a_pipe_is_told_to_give_the_model(export):
         pytest.raises(Exception, match=r"fxpipe\.unwrap\(pipe\)"),
     ):
         export(pipe)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "compiled"])
+def test_hooks_can_leave_planning_out(compiles):
+    """A count of samples is that of the steps, whatever planning runs; also in the run that compiles a stage."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4))
+    samples, calls = [], []
+
+    @torch.compiler.disable
+    def count(module, args, output):
+        calls.append(len(output))
+        if not fxpipe.is_planning():
+            samples.append(len(output))
+
+    model[0].register_forward_hook(count)
+    x = torch.randn(16, 8)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 4, progress=False, compile=compiles) as pipe:
+        pipe.forward_backward(x, target=torch.randn(16, 4), loss_fn=nn.functional.mse_loss)
+        assert samples == [4] * 4
+        assert len(calls) > len(samples)
+        pipe(x[:8]).sum().backward()
+        assert sum(samples) == 24
+        pipe.eval()
+        with torch.no_grad():
+            pipe(x[:12])
+    assert sum(samples) == 36
+    assert not fxpipe.is_planning()

@@ -20,7 +20,6 @@ from torch import nn
 import fxpipe.planning
 from fxpipe.config import parse as arguments
 from fxpipe.errors import ArgumentError, PartitionError
-from fxpipe.hardware import HARDWARE
 from fxpipe.inspect import cli_options as options
 from fxpipe.inspect.cli import main
 from fxpipe.inspect.cli_options import parse_balance_option, parse_devices_option
@@ -134,7 +133,7 @@ class FakePlanning:
     def profile_again(self, studied: Any, args: Any, kwargs: Any, settings: Any) -> Any:
         return studied
 
-    def prepare_profiled(self, studied: Any, settings: Any) -> Any:
+    def prepare_with_choices(self, studied: Any, args: Any, kwargs: Any, settings: Any) -> Any:
         return SimpleNamespace(plan=make_plan(len(settings.placement)))
 
     @property
@@ -145,7 +144,7 @@ class FakePlanning:
 @pytest.fixture
 def fake_plan(monkeypatch: pytest.MonkeyPatch) -> FakePlanning:
     fake = FakePlanning()
-    for name in ("trace_and_profile", "profile_again", "prepare_profiled"):
+    for name in ("trace_and_profile", "profile_again", "prepare_with_choices"):
         monkeypatch.setattr(fxpipe.planning, name, getattr(fake, name))
     return fake
 
@@ -586,11 +585,7 @@ def test_mistakes_end_in_one_line(
 
 
 def test_choices_are_those_of_planning() -> None:
-    assert (trace_request.TRACERS, arguments.BALANCES, tuple(HARDWARE)) == (
-        options.TRACER_CHOICES,
-        options.BALANCE_CHOICES,
-        options.HARDWARE_CHOICES,
-    )
+    assert (trace_request.TRACERS, arguments.BALANCES) == (options.TRACER_CHOICES, options.BALANCE_CHOICES)
 
 
 def test_module_that_cannot_be_imported(tmp_path: Path, model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

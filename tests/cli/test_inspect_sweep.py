@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.inspected import MIB, make_plan, refusal
+from torch import nn
 
 import fxpipe
 from fxpipe.config.stage_placement import TRAINING_SCHEDULES
 from fxpipe.errors import MemoryLimitError, PartitionError
+from fxpipe.hardware import HARDWARE
 from fxpipe.inspect import json_document as documents
 from fxpipe.inspect.cli import main
 from fxpipe.inspect.cli_options import first_devices, most_devices
@@ -191,6 +194,24 @@ def test_the_command_sweeps(mlp: list[str], capsys: pytest.CaptureFixture[str]) 
     assert document["sweep"][1]["run"]["schedule"] == document["sweep"][1]["schedule"] == "gpipe"
 
 
+def test_chunks_are_chosen_as_in_python_and_for_each_row(mlp: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a number of micro-batches each row has the number that `fxpipe.plan` would choose."""
+    argv = [mlp[0], "--input", "1048576x64", "--meta", "--hardware", "h100", "--devices", "2", "--sweep", "--json"]
+    documents = []
+    for chunks in ([], ["--chunks", "auto"]):
+        assert main([*argv, *chunks]) == 0
+        documents.append(json.loads(capsys.readouterr().out))
+    assert documents[0]["sweep"] == documents[1]["sweep"]
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), torch.empty(2**20, 64)
+    assert len({row["run"]["micro_batches"] for row in documents[0]["sweep"] if row["run"]}) > 1
+    names = ("1f1b", "gpipe", "zbv")
+    for row in (row for row in documents[0]["sweep"] if row["devices"] == 2 and row["schedule"] in names):
+        plan = fxpipe.plan(model, devices=2, example_args=(x,), hardware="h100", schedule=row["schedule"])
+        assert row["run"]["micro_batches"] == plan.micro_batches
+        assert row["run"]["step_seconds"] == pytest.approx(fxpipe.simulate(plan).step_seconds)
+
+
 def test_the_command_tunes(mlp: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [*mlp, "--devices", "2", "--tune"]
     assert main([*argv, "--save", f"{tmp_path}/best.json"]) == 0
@@ -227,6 +248,22 @@ def test_the_document_has_the_documented_keys(
     for part in parts:
         assert part.keys() <= described, part.keys() - described
     assert json.loads(json.dumps(document, allow_nan=False)) == document
+
+
+def test_hardware_is_a_name_in_any_case_or_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mlp.py").write_text(MLP)
+    argv = [f"{tmp_path}/mlp.py:make", "--input", "16x64", "--devices", "2", "--json", "--hardware"]
+    figures = asdict(HARDWARE["h100"])
+    (tmp_path / "own.json").write_text(json.dumps(figures))
+    documents = []
+    for hardware in ("h100", "H100", f"{tmp_path}/own.json"):
+        assert main([*argv, hardware]) == 0
+        documents.append(json.loads(capsys.readouterr().out))
+    assert documents[0] == documents[1] == documents[2]
+    assert main([*argv[:-1], "--hardware", f"{tmp_path}/own.json", "--nodes", "1", "--devices-per-node", "2"]) == 0
+    capsys.readouterr()
+    assert "did you mean h100" in refusal([*argv, "h1000"], capsys)
+    assert "none.json" in refusal([*argv, "none.json"], capsys)
 
 
 def test_the_least_limit_is_told_and_is_enough(mlp: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,13 @@ from helpers.inspected import make_plan, refusal
 from fxpipe.errors import ArgumentError
 from fxpipe.inspect.cli import main
 from fxpipe.inspect.cli_options import PlanFile, parse_subject
-from fxpipe.inspect.hugging_face import ModelType, example_inputs, load_hugging_face_model, vocabulary_size
+from fxpipe.inspect.hugging_face import (
+    ModelType,
+    example_inputs,
+    load_hugging_face_model,
+    parse_model_type,
+    vocabulary_size,
+)
 from fxpipe.inspect.inputs import InputOption, InputShape, make_arguments
 from fxpipe.inspect.request import parse_request, with_option_name
 from fxpipe.inspect.targets import Target, describe_error, load_model, parse_keyword
@@ -222,6 +228,8 @@ def test_types_and_fields_that_are_not_there(capsys: pytest.CaptureFixture[str])
     line = refusal(["hf:gpt22"], capsys)
     assert "has no model type 'gpt22'; did you mean gpt2" in line
     assert "; it has " in refusal(["hf:qqqqqqqq"], capsys)
+    assert "did you mean gpt2" in refusal(["hf:gpt2-medium"], capsys)
+    assert "or a folder with its config.json; nothing is downloaded" in refusal(["hf:openai/gpt2"], capsys)
     line = refusal(["hf:gpt2", "--kwargs", "n_layers=2"], capsys)
     assert "the configuration of hf:gpt2 has no field 'n_layers'; did you mean n_layer" in line
     line = refusal(["hf:gpt2", "--kwargs", "n_embd=10", "n_head=3"], capsys)
@@ -424,3 +432,17 @@ def test_a_loss_is_a_part_of_the_plan(loss, target, capsys):
 )
 def test_a_loss_that_cannot_be_taken_is_refused(arguments, message, capsys):
     assert message in refusal([*LOSS_RUN, *arguments], capsys)
+
+
+def test_a_folder_with_a_configuration_is_a_model_with_random_weights(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install fxpipe[dev]")
+    transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=32).save_pretrained(tmp_path / "own")
+    model: Any = load_hugging_face_model(parse_model_type(f"hf:{tmp_path / 'own'}"), {"n_head": 4})
+    assert (type(model).__name__, model.config.n_embd, model.config.n_head) == ("GPT2LMHeadModel", 16, 4)
+
+
+def test_arguments_with_commas_are_asked_for_with_spaces() -> None:
+    with pytest.raises(ArgumentError, match=r"separate arguments by spaces: depth=8 width=32"):
+        parse_keyword("depth=8,width=32")
+    assert parse_keyword("sizes=[8,16]") == ("sizes", [8, 16])
+    assert parse_keyword("text=a,b") == ("text", "a,b")

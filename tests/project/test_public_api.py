@@ -12,8 +12,8 @@ import fxpipe
 # Module -> its public names. Everything else may change from version to version.
 PUBLIC = {
     "fxpipe": """
-        Hardware Pipeline Plan Profile Tuning Verification cut errors is_recomputing leaf optim partition pipeline plan
-        profile simulate trace tune unwrap verify
+        Hardware Pipeline Plan Profile Tuning Verification cut errors is_planning is_recomputing leaf optim partition
+        pipeline plan profile simulate trace tune unwrap verify
     """,
     "fxpipe.distributed": "DistributedPipeline clip_grad_norm_ initialize load pipeline_over_ranks",
     "fxpipe.errors": """

@@ -106,3 +106,29 @@ def test_candidates_are_measured_on_the_devices():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert {p.device.type for p in model.parameters()} == {"cpu"}
     assert str(tuning)
+
+
+def test_a_record_has_the_measured_peak_beside_the_planned_one():
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8))
+    x, target = torch.randn(32, 64), torch.randn(32, 8)
+    with fxpipe.pipeline(model, TWO, 1, example_args=(x,), optimizer_state=0) as pipe:
+        for d in range(2):
+            torch.accelerator.reset_peak_memory_stats(d)
+        pipe.forward_backward(x, target=target, loss_fn=F.mse_loss)
+        record, plan = pipe.last_step, pipe.plan
+        for d, device in enumerate(record.devices):
+            assert device.planned_memory == int(plan.fits.needs[d])
+            assert device.peak_memory == torch.accelerator.max_memory_allocated(d)
+            assert 0.6 < device.peak_memory / device.planned_memory < 1.4
+            metrics = record.metrics()
+            assert metrics[f"device_{d}/peak_memory"] == device.peak_memory
+            assert metrics[f"device_{d}/planned_memory"] == device.planned_memory
+        assert "device 1: peak memory" in str(record)
+        pipe(x).sum().backward()
+        gpipe = fxpipe.simulate(plan, schedule="gpipe").fits.needs
+        assert [one.planned_memory for one in pipe.last_step.devices] == list(map(int, gpipe))
+
+    with fxpipe.pipeline(model, ["sim:0", "sim:0"], 4, example_args=(x,)) as pipe:
+        pipe.forward_backward(x, target=target, loss_fn=F.mse_loss)
+        together = sum(map(int, pipe.plan.fits.needs))
+        assert [one.planned_memory for one in pipe.last_step.devices] == [together, together]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 import pickle
 from dataclasses import FrozenInstanceError, replace
 
@@ -18,7 +19,16 @@ from torch import nn
 import fxpipe
 from fxpipe import accelerator
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.hardware import HARDWARE, Hardware, cluster_of, fit_link, local_link, local_memory, parse_hardware
+from fxpipe.hardware import (
+    HARDWARE,
+    Hardware,
+    cluster_of,
+    fit_link,
+    load_hardware,
+    local_link,
+    local_memory,
+    parse_hardware,
+)
 from fxpipe.partitioning.chain import Link
 from fxpipe.profiling.roofline import Roofline
 
@@ -40,6 +50,30 @@ def test_an_unknown_name_says_what_is_known():
         parse_hardware("b100")
     with pytest.raises(ArgumentTypeError, match=r"hardware=80 is an int; expected 'a100-80gb'"):
         parse_hardware(80)
+
+
+def test_hardware_is_read_from_a_file(tmp_path):
+    path = tmp_path / "mine.json"
+    figures = {"flops_per_second": {"float32": 1e12}, "bytes_per_second": 1e11, "memory": 2**30, "launch": 1e-6}
+    path.write_text(json.dumps(figures | {"within": {"bytes_per_second": 24e9, "latency": 5e-6}}))
+    expected = Hardware("mine", **figures, within=Link(24e9, 5e-6), between=None)
+    assert load_hardware(path) == expected
+    path.write_text(json.dumps(figures | {"memory": -1}))
+    with pytest.raises(ArgumentError, match=r"mine\.json.*memory=-1"):
+        load_hardware(path)
+    for text in ("", "[]", "{}", json.dumps(figures | {"memmory": 1}), json.dumps(figures | {"within": 24e9})):
+        path.write_text(text)
+        with pytest.raises(ArgumentError, match=r"mine\.json: is not a file of Hardware"):
+            load_hardware(path)
+    with pytest.raises(ArgumentError, match="No such file"):
+        load_hardware(tmp_path / "other.json")
+
+
+def test_cards_compute_faster_in_fewer_bits():
+    for hardware in HARDWARE.values():
+        rates = hardware.flops_per_second
+        assert rates.get("float64", 0) <= rates["float32"] <= rates.get("tfloat32", rates["float32"])
+        assert hardware.name.startswith("Intel") or rates["float32"] < rates["float16"] <= rates.get("int8", 1e18)
 
 
 def test_your_own_hardware_is_taken_as_it_is():

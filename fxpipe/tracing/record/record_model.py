@@ -234,7 +234,7 @@ def _record_once(
         if recorder.was_hashed:
             raise _HashedSizeError from error
         where = f" in module {recorder.module_of_error!r}" if recorder.module_of_error else ""
-        error.add_note(f"fxpipe: the model raised this{where} when it was run on the example inputs to trace it")
+        error.add_note(f"fxpipe: the model raised this{where} when it was run on the inputs to trace it")
         raise
     finally:
         recorder.end()

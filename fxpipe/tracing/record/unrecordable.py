@@ -32,6 +32,8 @@ class CannotRecord(TraceError):
     there, the calls of others that it had made, and that need not be made again.
     """
 
+    __module__, __qualname__ = "fxpipe.errors", "TraceError"  # as users catch it, and as tracebacks show it
+
     def __init__(
         self,
         message: str,
@@ -47,6 +49,8 @@ class CannotRecord(TraceError):
 
 class MakesState(CannotRecord):
     """Forward makes or changes what is no tensor, or was empty; maybe in its first call only."""
+
+    __module__, __qualname__ = "fxpipe.errors", "TraceError"
 
 
 def calls_before_effects(graph: fx.Graph, path: str, calls: int) -> int:

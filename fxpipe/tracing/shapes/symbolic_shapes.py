@@ -73,7 +73,7 @@ def add_shapes(
     asked, sure = candidate_dims(traced.leaves, in_dims), in_dims is not None
     sizes = batch_sizes(traced.leaves, asked)
     if 0 in sizes:
-        raise ArgumentError("an example input holds no samples (size 0 in the batch dimension); give at least one")
+        raise ArgumentError("the inputs hold no samples (size 0 in the batch dimension); give at least one")
     traced, run = _run_with_dynamic_sizes(traced, values, asked, sure, dynamic, () if sure else lengths)
     full_formula = _formula_of(_own_symbols(traced, run, dynamic), run)
     example = {symbol: sympy.Integer(size) for symbol, size in traced.dynamic.example}

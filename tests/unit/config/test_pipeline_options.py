@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import fxpipe
+from fxpipe import accelerator
+from fxpipe.config.parse import parse_devices
 from fxpipe.config.pipeline_options import (
     OPTION_DEFAULTS,
     PLANNING_OPTIONS,
@@ -16,6 +18,7 @@ from fxpipe.config.pipeline_options import (
     PipelineOptions,
     is_default,
 )
+from fxpipe.errors import ArgumentError
 from fxpipe.tuning.tuner import PLAN_ARGUMENTS, TUNED_OPTIONS
 
 ONLY_TO_RUN = {"deferred_batch_norm", "compile"}
@@ -46,9 +49,8 @@ def test_the_signatures_have_the_types_of_the_options(function: Callable[..., An
     types = {name: PipelineOptions.__annotations__[name].replace("AUTO", '"auto"') for name in TAKEN[function]}
     if function is fxpipe.tune:
         types["balance"] = "str"  # no cut by hand
-        types["devices"] = "int | Sequence[str | torch.device] | None"  # plan has `stages` for their number
     if function is fxpipe.pipeline:  # alone runs over processes
-        types["devices"] = "Sequence[str | torch.device] | DeviceMesh | ProcessGroup | None"
+        types["devices"] = "int | Sequence[str | torch.device] | DeviceMesh | ProcessGroup | None"
     assert {name: parameters[name].annotation for name in types} == types
 
 
@@ -93,3 +95,12 @@ def test_a_plan_brings_its_number_of_micro_batches_to_every_schedule(schedule: s
         with fxpipe.pipeline(model, ["cpu"] * 2, asked, plan=plan, schedule=schedule, progress=False) as pipe:
             pipe.eval()(x)
             assert pipe.plan.chunks == chunks
+
+
+def test_a_number_of_devices_takes_the_first_of_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    present = tuple(torch.device("cuda", index) for index in range(3))
+    monkeypatch.setattr(accelerator, "local_devices", lambda: present)
+    assert parse_devices(2) == present[:2]
+    assert parse_devices(None) == present
+    with pytest.raises(ArgumentError, match=r"devices=4: CUDA has 3 here.*\['cpu', 'cpu'\].*hardware"):
+        parse_devices(4)

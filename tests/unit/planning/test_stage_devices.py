@@ -21,7 +21,7 @@ from fxpipe.plans.figures import plan_figures
 from fxpipe.profiling import Seconds
 
 
-@pytest.mark.parametrize("name", ["a100-80gb", "h100", "h200", "cpu"])
+@pytest.mark.parametrize("name", HARDWARE)
 def test_a_plan_for_hardware_that_is_not_here(name: str) -> None:
     known = HARDWARE[name]
     plan = estimated(Deep(), 2, rows(), hardware=name)

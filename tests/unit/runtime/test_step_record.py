@@ -74,6 +74,26 @@ def _ways(record, i):
     return sorted((str(t.maker), str(t.user), t.bytes) for t in record.transfers if t.maker.micro_batch == i)
 
 
+def test_metrics_are_numbers_by_name_for_loggers():
+    with _pipe() as pipe:
+        _step(pipe)
+        record = pipe.last_step
+        metrics = record.metrics()
+        assert all(type(value) is float for value in metrics.values())
+        assert metrics["seconds"] == record.seconds
+        assert metrics["samples_per_second"] == BATCH / record.seconds
+        assert metrics["bubble"] == pytest.approx(sum(map(record.bubble, range(3))) / 3)
+        assert metrics["loss_seconds"] == sum(record.losses)
+        for d, device in enumerate(record.devices):
+            names = ("busy_seconds", "waited_seconds", "bubble")
+            assert [metrics[f"device_{d}/{name}"] for name in names] == [device.busy, device.waited, record.bubble(d)]
+        assert not any("memory" in name for name in metrics), "the CPU does not measure it"
+        pipe(_x()).sum().backward()
+        assert pipe.last_step.metrics()["samples_per_second"] == BATCH / pipe.last_step.seconds
+        pipe.forward_backward(micro_batches=[_x()[:2], _x()[:1]], loss_fn=lambda y: y.mean())
+        assert pipe.last_step.metrics()["samples_per_second"] == 3 / pipe.last_step.seconds
+
+
 def test_there_is_none_before_the_first_step():
     with _pipe() as pipe:
         assert pipe.last_step is None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -30,6 +32,8 @@ from fxpipe.runtime.step_record import ActionRecord, DeviceRecord, StepRecord
 from fxpipe.scheduling import ActionKind, make_schedule, parse_schedule, round_robin, there_and_back
 from fxpipe.simulation import Simulation, StageCost, Transfer, simulate_schedule
 from fxpipe.utils.polynomial import Polynomial
+from fxpipe.utils.text_table import bytes_of_limit
+from fxpipe.utils.units import human_bytes
 
 # -- published figures -------------------------------------------------------------------------------------------------
 
@@ -194,6 +198,30 @@ def test_a_limit_is_held_or_not_by_device() -> None:
     assert fxpipe.simulate(even_plan((0, 1, 0))).fits == (None, None)
     shared = replace(small, placement=(0, 1, 1, 0), devices=("cuda:0", "cuda:1", "cuda:1", "cuda:0"))
     assert fxpipe.simulate(shared).limits == (20_000_000, 10_009_000)
+
+
+def test_a_plan_says_which_device_lacks_how_much() -> None:
+    plan = planned()
+    limits = [10_000_000, 9_000, 10_000_000, 10_000_000]
+    small = replace(plan, stages=tuple(replace(s, memory_limit=k) for s, k in zip(plan.stages, limits, strict=True)))
+    peaks = [memory.peak for memory in fxpipe.simulate(small).memory]
+    assert small.fits == (True, False, True, True)
+    assert not small.fits
+    assert (small.fits.needs, small.fits.limits) == (tuple(peaks), tuple(limits))
+    over = f"does not fit: device 1 lacks {human_bytes(peaks[1] - 9_000)}, it needs {bytes_of_limit(peaks[1], 9_000)}"
+    assert str(small.fits) == over
+    assert over in " ".join(str(small).split())
+    assert copy.deepcopy(small.fits).needs == pickle.loads(pickle.dumps(small.fits)).needs == tuple(peaks)
+
+    roomy = replace(plan, stages=tuple(replace(s, memory_limit=10**7) for s in plan.stages))
+    fullest = max(range(4), key=peaks.__getitem__)
+    assert roomy.fits
+    assert f"\nfits: device {fullest} needs {bytes_of_limit(peaks[fullest], 10**7)}" in str(roomy)
+
+    unknown = replace(plan, stages=tuple(replace(s, memory_limit=None) for s in plan.stages))
+    assert unknown.fits == (None,) * 4
+    assert unknown.fits, "no device is known to lack memory"
+    assert "fits" not in str(unknown)
 
 
 # -- other micro-batches, other hardware -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Long steps show a bar on a terminal, and nothing anywhere else."""
+"""Long steps show a bar on a terminal and in a notebook, and a line in a log."""
 
 from __future__ import annotations
 
@@ -135,20 +135,52 @@ def test_no_bar_after_an_exception(monkeypatch):
     assert not any(lines_of(terminal.getvalue()))
 
 
-def test_bar_within_a_bar(monkeypatch):
+def test_all_passes_have_one_bar(monkeypatch):
     terminal = looked_at(monkeypatch)
-    with progress("tuning", 2, "candidates") as outer:
-        outer()
-        with progress("counting", 2) as inner:
-            inner()
-            rows = lines_of(terminal.getvalue())
-            assert rows[0].startswith("tuning:")
-            assert rows[1].startswith("counting:")
-        rows = lines_of(terminal.getvalue())
-        assert rows[0].startswith("tuning:")
-        assert not any(rows[1:])
-        outer()
-    assert not any(lines_of(terminal.getvalue()))
+    with show_phases("planning"):
+        with progress("tuning", 4, "candidates") as outer:
+            outer()
+            with show_phases("planning another graph"), progress("counting", 2) as inner:
+                inner()
+                assert re.search(r"planning: \[.*, planning another graph, counting 50%\]", terminal.getvalue())
+            outer()
+        with progress("recording", None) as step:
+            step(note="at lin")
+    text = terminal.getvalue()
+    assert "planning: [" in text
+    assert "tuning 25%" in text
+    assert "tuning 50%" in text
+    assert "recording 1 nodes, at lin" in text
+    assert "\n" not in text, "a second bar"
+    assert not any(lines_of(text))
+
+
+def test_a_log_has_one_line(monkeypatch):
+    log = io.StringIO()
+    monkeypatch.setattr("sys.stderr", log)
+    monkeypatch.setattr(progress_module, "BAR_DELAY", 0.0)
+    with show_phases("planning"):
+        phase("cutting")
+        count()
+    assert log.getvalue() == "fxpipe: planning takes more than 0 s; now cutting\n"
+    with show_progress(False), show_phases("planning"):
+        phase("cutting")
+    monkeypatch.setattr(progress_module, "BAR_DELAY", 60.0)
+    with show_phases("planning"):
+        phase("cutting")
+    assert log.getvalue().count("\n") == 1
+
+
+def test_a_notebook_has_a_bar(monkeypatch):
+    class OutStream(io.StringIO):
+        __module__ = "ipykernel.iostream"
+
+    stream = OutStream()
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setattr(progress_module, "BAR_DELAY", 0.0)
+    with show_phases("planning"):
+        phase("cutting")
+    assert "planning: [00:00, cutting]" in stream.getvalue()
 
 
 def test_no_bar_where_none_is_wanted(monkeypatch):
@@ -180,7 +212,7 @@ def test_planning_shows_its_long_steps(monkeypatch):
     terminal = looked_at(monkeypatch)
     fxpipe.plan(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), 2, example_args=(torch.randn(4, 6),))
     for step in ("recording", "shapes", "checking", "profiling"):
-        assert f"{step}:" in terminal.getvalue()
+        assert re.search(rf"planning: \[\d\d:\d\d, {step}", terminal.getvalue())
     assert not any(lines_of(terminal.getvalue()))
 
 

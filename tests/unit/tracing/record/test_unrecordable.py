@@ -429,7 +429,7 @@ def test_what_the_model_raises_itself_gets_a_note(forward, error):
     with pytest.raises(error) as caught:
         trace(Outer(Inner(forward)), (x(),))
     assert not isinstance(caught.value, FxpipeError)
-    assert "fxpipe: the model raised this in module 'inner' when it was run on the example inputs to trace it" in (
+    assert "fxpipe: the model raised this in module 'inner' when it was run on the inputs to trace it" in (
         caught.value.__notes__
     )
 
@@ -437,7 +437,7 @@ def test_what_the_model_raises_itself_gets_a_note(forward, error):
 def test_missing_argument_is_the_models_own_error():
     with pytest.raises(TypeError, match="missing 1 required positional argument") as caught:
         trace(Inner(lambda m, x: x), ())
-    assert caught.value.__notes__ == ["fxpipe: the model raised this when it was run on the example inputs to trace it"]
+    assert caught.value.__notes__ == ["fxpipe: the model raised this when it was run on the inputs to trace it"]
 
 
 def test_interrupt_passes_and_leaves_no_patch():
