@@ -958,8 +958,8 @@ SIMULATION = (
     ),
     Mutant(
         "simulation/simulation_result.py",
-        "memory.peak <= limit\n",
-        "memory.peak < limit\n",
+        "need <= limit for need, limit in pairs",
+        "need < limit for need, limit in pairs",
         "unit/simulation/test_simulated_plans.py::test_what_takes_all_of_its_limit_fits",
     ),
 )

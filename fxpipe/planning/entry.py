@@ -108,7 +108,7 @@ def plan(
     from fxpipe.utils.progress import show_progress
 
     options = PipelineOptions.among(locals())
-    if stages is not None and not isinstance(stages, int):
+    if isinstance(stages, Sequence) and not isinstance(stages, str):
         if devices is not None:
             raise ArgumentError(f"stages={stages!r} and devices={devices!r}: give the devices once")
         options, devices, stages = replace(options, devices=stages), stages, None

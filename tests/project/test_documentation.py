@@ -193,9 +193,13 @@ def shell_lines() -> Iterator[tuple[str, str]]:
                     yield name_of(page), line.partition("#")[0]
 
 
-def test_options_of_the_command_line_exist():
+def test_options_of_the_command_line_exist(tmp_path, monkeypatch):
     from fxpipe.inspect.cli_options import make_parser
 
+    monkeypatch.chdir(tmp_path)
+    for page in PAGES:
+        for block in blocks_of(page, "json"):
+            (tmp_path / block.title).write_text(block.code, encoding="utf-8")
     lines = list(shell_lines())
     assert len(lines) > 3
     for _, line in lines:
