@@ -132,7 +132,7 @@ def plan(
         return prepare(model, example_args, example_kwargs or {}, settings).plan
 
 
-def _planned_devices(stages: int | None, options: PipelineOptions) -> list[str] | int | None:
+def _planned_devices(stages: int | str | None, options: PipelineOptions) -> list[str] | int | None:
     """Returns one device for each worker that so many stages take, in all replicas; those of a cluster if not told.
 
     None: not known.
@@ -144,7 +144,7 @@ def _planned_devices(stages: int | None, options: PipelineOptions) -> list[str] 
     per_device, hardware = parse_stages_per_device(options.stages_per_device), parse_hardware_option(options.hardware)
     if stages is None:
         return planned_devices(None, hardware)
-    parse_count("stages", stages)
+    stages = parse_count("stages", stages)
     order = parse_training_schedule(DEFAULT_SCHEDULE if options.schedule == AUTO else options.schedule)
     count = worker_count_for(stages, order, per_device) * parse_count("data_parallel", options.data_parallel or 1)
     return planned_devices(count, hardware)

@@ -148,3 +148,31 @@ def test_an_input_that_wants_a_gradient():
     with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,), progress=False)) as pipe:
         pipe(x).square().sum().backward()
     torch.testing.assert_close(x.grad, want)
+
+
+class Remembering(nn.Module):
+    """Leaves a tensor for its next call, of the class of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.mean: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        if self.mean is not None:
+            (h - self.mean).square()  # of which nothing is made
+        self.mean = h.detach().mean(0)
+        return self.last(h)
+
+
+def test_state_of_the_class_of_the_inputs():
+    torch.manual_seed(0)
+    model, plain = Remembering(), Remembering()
+    plain.load_state_dict(model.state_dict())
+    first = inputs(0).as_subclass(Plain)
+    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(first,), progress=False)) as pipe:
+        for seed in range(3):
+            x = inputs(seed).as_subclass(Plain)
+            torch.testing.assert_close(pipe(x), torch.cat([plain(x[:2]), plain(x[2:])]))
+            torch.testing.assert_close(pipe.mean, plain.mean)

@@ -188,7 +188,7 @@ class _Parts:
         self.attributes: list[dict[str, Any]] = []
 
     def step(self, inputs: Inputs, batch: Batch, python: Python) -> Any:
-        is_whole = batch.mode == "eval" and self._moves_buffers(inputs)
+        is_whole = batch.mode == "eval" and self._moves_state(inputs)
         count = 1 if is_whole else min(self.case.chunks, batch.samples)
         seed, outputs, weights = draw_seed(self.case.is_random), [], []
         self.attributes = []
@@ -210,8 +210,8 @@ class _Parts:
                 _write_back(inputs, part, count, i)
         return _gathered(outputs, weights)
 
-    def _moves_buffers(self, inputs: Inputs) -> bool:
-        """Returns whether evaluation writes to a buffer: it then runs the mini-batch in one micro-batch."""
+    def _moves_state(self, inputs: Inputs) -> bool:
+        """Returns whether evaluation writes a buffer or an attribute: then the mini-batch is one micro-batch."""
         for k in range(len(self.case.program)):
             self.module.WHOLE[k] = self.module.SIZED[k] = inputs
         with torch.no_grad(), torch.random.fork_rng([]):
@@ -219,10 +219,20 @@ class _Parts:
             for ours, theirs in zip(model.modules(), self.model.modules(), strict=True):
                 ours._parameters.update(theirs._parameters)
                 ours._buffers.update((name, value.clone()) for name, value in theirs._buffers.items())
-            held = [*model.buffers()]  # what is alive keeps its id
-            before = [(id(buffer), buffer._version) for buffer in held]
+                vars(ours).update((name, value.clone()) for name, value in _carried_attributes(theirs))
+            held = _state_tensors(model)  # what is alive keeps its id
+            before = [(id(tensor), tensor._version) for tensor in held]
             model(**{name: value.clone() for name, value in inputs.items()})
-        return before != [(id(buffer), buffer._version) for buffer in model.buffers()]
+        return before != [(id(tensor), tensor._version) for tensor in _state_tensors(model)]
+
+
+def _carried_attributes(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The tensors that a call leaves for the next one, and not for each sample."""
+    return [(name, v) for name, v in vars(module).items() if isinstance(v, Tensor) and v.ndim != 3]
+
+
+def _state_tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.buffers(), *(value for module in model.modules() for _, value in _carried_attributes(module))]
 
 
 class _SeededRest(Seeded):
