@@ -96,7 +96,7 @@ class Hardware:
 
     @property
     def most_devices(self) -> int | None:
-        """The largest number of devices of a pipeline: those of one node if no network joins nodes. None: any."""
+        """The largest number of devices of a pipeline: one node's if no network joins nodes. None: any."""
         return self.devices_per_node if self.between is None else self.devices
 
     @property

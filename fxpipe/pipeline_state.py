@@ -376,7 +376,7 @@ class PipelineState:
                 graphs.append(graph)
         if len({id(bound) for _, bound in graphs}) > 1:
             graphs = self._with_fewer_programs(graphs, inputs, calls, step_graphs)
-        # Where samples act on each other, or nothing holds them, losses are no means over samples: all count the same.
+        # If samples act on each other, or no dimension holds them, a loss is no mean over samples: all count the same.
         counts_samples = not any(prepared.traced.is_whole for prepared, _ in graphs)
         micro_batches = []
         for i, ((prepared, bound), one, call) in enumerate(zip(graphs, inputs, calls, strict=True)):

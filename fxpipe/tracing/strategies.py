@@ -51,7 +51,7 @@ LARGE_NODE_SHARE = 0.5  # share of the parameters in one piece from which on ano
 def find_graph(request: TraceRequest) -> Traced:
     """The first graph that is right, of the mini-batch or else of its micro-batches.
 
-    Where the mini-batch stays whole, a graph that could be cut is still better: it holds for other numbers of samples.
+    If the mini-batch stays whole, a graph that could be cut is still better: it holds for other numbers of samples.
 
     Raises:
         TraceError: no way has led to a graph; says why for each, and what can be done.

@@ -342,7 +342,7 @@ class _Attempt:
     def _attribute(self, tensor: torch.Tensor) -> Any:
         """A tensor of the model: its sizes do not vary."""
         if type(tensor) is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter):
-            tensor = tensor.as_subclass(torch.Tensor)  # fake tensors know no other classes
+            tensor = tensor.as_subclass(torch.Tensor)  # a fake tensor cannot be of another class
         key = tensor_key(tensor) if self.cache is not None else None
         if self.cache is None or key is None:
             return self.mode.from_tensor(tensor.detach(), static_shapes=True)
