@@ -10,8 +10,9 @@ that forward changes is copied for each F.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,6 +49,8 @@ _entry_token = torch.empty(0, device="cpu", requires_grad=True)  # whatever the 
 
 
 _stage_backward = StageBackward()
+
+LARGE_GRADIENT = 2**20  # bytes; smaller ones of a micro-batch are added together when all are there, which is faster
 
 
 def enter_graph(
@@ -212,6 +215,8 @@ class StageInstance:
         of_b = {n: view for n, view in self.views.items() if n not in function.split_parameters}
         summed = {n: view for n, view in of_b.items() if view.requires_grad}
         self._names, self._summed = [*summed], [*summed.values()]  # whose gradients B sums
+        self._all = frozenset(summed)
+        self._large = frozenset(n for n, view in summed.items() if view.nbytes >= LARGE_GRADIENT)
 
     def uses(self, name: str) -> bool:
         """Returns whether the stage reads this tensor of the model, or sets it."""
@@ -287,24 +292,23 @@ class StageInstance:
             wanted += pending.tape.edges
         if not roots or not wanted:
             return [None] * len(pending.leaves)
-        if self.totals.when_final is None:
-            with _stage_backward:
-                results = gradients_of(wanted, roots, arrived)
-            self.totals.add(zip(self._names, results, strict=False))
-        else:
-            with self._added_as_they_come(), _stage_backward:
-                results = gradients_of(wanted, roots, arrived)
+        early = self._large if self.totals.when_final is None else self._all
+        with self._added_as_they_come(early) if early else nullcontext(), _stage_backward:
+            results = gradients_of(wanted, roots, arrived)
+        self.totals.add((n, gradient) for n, gradient in zip(self._names, results, strict=False) if n not in early)
         if pending.tape is not None:
             pending.tape.arrived(results[of_weights:])
         return results[len(self._summed) : of_weights]
 
     @contextmanager
-    def _added_as_they_come(self) -> Iterator[None]:
-        """A block in which autograd adds each gradient to its sum as soon as it is there, while it makes others."""
-        handles = [
-            view.register_hook(lambda gradient, name=name: self.totals.add([(name, gradient)]))
-            for name, view in zip(self._names, self._summed, strict=True)
-        ]
+    def _added_as_they_come(self, names: Collection[str]) -> Iterator[None]:
+        """A block in which autograd adds these gradients to their sums as soon as they are there, and keeps none."""
+
+        def add(gradient: torch.Tensor, name: str) -> torch.Tensor | None:
+            self.totals.add([(name, gradient)])
+            return gradient.new_empty(()).expand(gradient.shape) if gradient.layout == torch.strided else None
+
+        handles = [self.views[name].register_hook(functools.partial(add, name=name)) for name in names]
         try:
             yield
         finally:

@@ -132,3 +132,22 @@ def test_a_record_has_the_measured_peak_beside_the_planned_one():
         pipe.forward_backward(x, target=target, loss_fn=F.mse_loss)
         together = sum(map(int, pipe.plan.fits.needs))
         assert [one.planned_memory for one in pipe.last_step.devices] == [together, together]
+
+
+def test_large_gradients_of_a_micro_batch_are_added_one_by_one():
+    width, layers = 512, 6  # 1 MiB for each weight
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    plain, x = copy.deepcopy(model), torch.randn(8, width)
+    gradients = layers * (width + 1) * width * 4
+    with fxpipe.pipeline(model, ["sim:0"], 4, example_args=(x,), schedule="1f1b", checkpoint="never") as pipe:
+        for _ in range(2):  # the loss is verified in the first
+            pipe.zero_grad()
+            torch.accelerator.synchronize("sim:0")
+            before = torch.accelerator.memory_allocated("sim:0")
+            torch.accelerator.reset_peak_memory_stats("sim:0")
+            pipe.forward_backward(x, loss_fn=lambda y: y.square().mean())
+            taken = torch.accelerator.max_memory_allocated("sim:0") - before
+        plain(x).square().mean().backward()
+        for have, parameter in zip(pipe.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(have.grad.cpu(), parameter.grad)
+    assert taken < 1.6 * gradients  # their sums, the old and the new sum of one weight and its gradient
