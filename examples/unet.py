@@ -161,7 +161,7 @@ def main() -> None:
     contestants = {f"plain, {everything} threads": (everything, plain_step), "fxpipe": (everything, pipe_step)}
     if devices[0] == "cpu":
         contestants = {"plain, 1 thread": (1, plain_step), **contestants}
-    print("timing steps, one after the other (half a minute; other work on the machine changes the figures)", flush=True)
+    print("timing steps: half a minute; other work on the machine changes the figures", flush=True)
     times = seconds_per_step(contestants, rounds=7)
     table = [(name, 1000 * seconds, next(iter(times.values())) / seconds) for name, seconds in times.items()]
     print(tabulate(table, headers=("training step", "ms, median", "speed"), floatfmt=(None, ".0f", ".2f")))
