@@ -304,9 +304,11 @@ class StageInstance:
     def _added_as_they_come(self, names: Collection[str]) -> Iterator[None]:
         """A block in which autograd adds these gradients to their sums as soon as they are there, and keeps none."""
 
-        def add(gradient: torch.Tensor, name: str) -> torch.Tensor | None:
+        def add(gradient: torch.Tensor | None, name: str) -> torch.Tensor | None:
             self.totals.add([(name, gradient)])
-            return gradient.new_empty(()).expand(gradient.shape) if gradient.layout == torch.strided else None
+            if gradient is None or gradient.layout != torch.strided:
+                return None
+            return gradient.new_empty(()).expand(gradient.shape)
 
         handles = [self.views[name].register_hook(functools.partial(add, name=name)) for name in names]
         try:
