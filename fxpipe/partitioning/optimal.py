@@ -224,12 +224,17 @@ def _problem_message(
     lasting, working = load.memory_cost.static_bytes, load.memory_cost.working_bytes
     activations, in_flight = load.memory - lasting - working, sites[stage].in_flight
     momentary = _largest_working_label(chain.of_memory, names, places)
-    size, words = max(
-        (lasting, f"the parameters: with {_beside_parameters([sites[stage]])} they take"),
-        (activations, f"the activations: with {in_flight} micro-batches in flight they take"),
-        (working, f"working memory: {momentary} for a moment takes"),
+    *_, (second, _, other), (size, words, _) = sorted(
+        [
+            (lasting, f"the parameters: with {_beside_parameters([sites[stage]])} they take", "parameters"),
+            (activations, f"the activations: with {in_flight} micro-batches in flight they take", "activations"),
+            (working, f"working memory: {momentary} for a moment takes", "working memory"),
+        ]
     )
-    return f"{words} {human_bytes(size)} of the {human_bytes(load.memory)} of stage {stage}"
+    return (
+        f"{words} {human_bytes(size)} of the {human_bytes(load.memory)} of stage {stage} "
+        f"({other}: {human_bytes(second)})"
+    )
 
 
 def _single_node_message(chain: Chain, sites: Sequence[StageSite], names: Sequence[str]) -> str:

@@ -331,7 +331,8 @@ def test_refusal_has_a_table_of_what_each_stage_needs() -> None:
         ["1", "4-7", "4.0 GiB", "12.0 GiB", "4.1 GiB x 1", "512.0 MiB", "20.6 GiB", "20.0 GiB", "640.0 MiB"],
     ]
     assert problem == (
-        "The problem: the parameters: with gradients and optimizer state they take 16.0 GiB of the 24.5 GiB of stage 0."
+        "The problem: the parameters: with gradients and optimizer state they take 16.0 GiB of the 24.5 GiB of stage 0 "
+        "(activations: 8.0 GiB)."
     )
 
 

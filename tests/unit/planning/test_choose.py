@@ -153,7 +153,7 @@ def test_a_refusal_says_what_each_stage_needs_what_is_at_fault_and_what_would_fi
         header.split() == "stage nodes parameters gradients, optimizer activations working needs limit over by".split()
     )
     assert [line.split()[0] for line in stages] == ["0", "1", "2"]
-    assert re.match(r"The problem: .* of stage 2\.", problem)
+    assert re.match(r"The problem: .* of stage 2 \(.*\)\.", problem)
     assert fits == "What would fit: let stages recompute; or use 5 devices; or use chunks=8 (micro-batches of 1)."
 
 
