@@ -264,7 +264,7 @@ _CARDS = {
         "NVIDIA B200 SXM", _peaks(75, 1125, 2250, float64=37, float8_e4m3fn=4500, int8=4500), 8.0, 178,
         Link(18 * 40.1e9, _NVLINK_LATENCY), Link(50e9, _NETWORK_LATENCY), None,
     ),
-    # MI300X data sheet: a link of 64 GB/s to each other card of the node. The network is that of a DGX H100.
+    # MI300X data sheet: a link of 64 GB/s to each other card of the node. The network of a DGX H100.
     "mi300x": _card(
         "AMD Instinct MI300X",
         _peaks(163.4, 653.7, 1307.4, float64=81.7, float8_e4m3fnuz=2614.9, int8=2614.9), 5.3, 191,

@@ -377,7 +377,7 @@ class PipelineState:
         if len({id(bound) for _, bound in graphs}) > 1:
             graphs = self._with_fewer_programs(graphs, inputs, calls, step_graphs)
         # If samples act on each other, or no dimension holds them, a loss is no mean over samples: all count the same.
-        counts_samples = not any(prepared.traced.is_whole for prepared, _ in graphs)
+        counts_samples = not any(bound.is_whole for _, bound in graphs)
         micro_batches = []
         for i, ((prepared, bound), one, call) in enumerate(zip(graphs, inputs, calls, strict=True)):
             with note_of_micro_batch(i, len(calls)):
@@ -583,6 +583,7 @@ class PipelineState:
             untold=traced.untold,
             used_outputs=used_outputs(traced),
             moving_buffers=moving_buffers(prepared),
+            is_whole=traced.is_whole,
             replicas=self._replicas_of(prepared),
         )
         self.graphs.add(prepared, bound)

@@ -6,14 +6,10 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fxpipe.inspect.request import OUTPUT_NAMES, OutputFile, Request
 from fxpipe.inspect.run import Findings
 from fxpipe.utils.units import count_text
-
-if TYPE_CHECKING:
-    pass
 
 
 def output_text(findings: Findings, request: Request) -> str:

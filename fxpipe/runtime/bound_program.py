@@ -46,6 +46,7 @@ class BoundProgram:
     ] = ()  # why outputs are taken for means over samples, though nobody has said so
     used_outputs: frozenset[int] = frozenset()  # those from which the model itself makes something that requires grad
     moving_buffers: tuple[str, ...] = ()  # of a graph of evaluation, which then runs in one micro-batch
+    is_whole: bool = False  # is the number of samples not known, or not what micro-batches are weighted by?
     replicas: tuple[tuple[StageReplica, ...], ...] = ()  # by stage, those that take turns; none: each stage is alone
 
     def replicas_of(self, stage: int) -> tuple[StageReplica, ...]:

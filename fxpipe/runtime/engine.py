@@ -189,7 +189,8 @@ class Engine:
 
     def _note_step(self, step: Step, schedule: Schedule) -> None:
         # Not the step itself, which holds tensors.
-        self.take_notes(StepNotes(schedule, step.bounds, step.log.now(), [*step.exchange.moved], step.samples))
+        samples = None if any(bound.is_whole for bound in step.bounds) else step.samples
+        self.take_notes(StepNotes(schedule, step.bounds, step.log.now(), [*step.exchange.moved], samples))
 
     def take_notes(self, notes: StepNotes) -> None:
         """Takes the notes of the last step."""

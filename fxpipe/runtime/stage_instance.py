@@ -50,7 +50,7 @@ _entry_token = torch.empty(0, device="cpu", requires_grad=True)  # whatever the 
 
 _stage_backward = StageBackward()
 
-LARGE_GRADIENT = 2**20  # bytes; smaller ones of a micro-batch are added together when all are there, which is faster
+LARGE_GRADIENT = 2**20  # bytes; smaller ones are added when backward has made all of them, which is faster
 
 
 def enter_graph(
@@ -302,7 +302,7 @@ class StageInstance:
 
     @contextmanager
     def _added_as_they_come(self, names: Collection[str]) -> Iterator[None]:
-        """A block in which autograd adds these gradients to their sums as soon as they are there, and keeps none."""
+        """A block in which autograd adds these gradients to their sums as soon as it has made them, and keeps none."""
 
         def add(gradient: torch.Tensor | None, name: str) -> torch.Tensor | None:
             self.totals.add([(name, gradient)])

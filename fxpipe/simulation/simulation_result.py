@@ -280,7 +280,10 @@ class LinkTraffic:
 
 
 class MemoryFit(tuple[bool | None, ...]):
-    """For each device, whether its memory suffices. It is false if a device lacks memory; `print` shows how much."""
+    """For each device, whether its memory suffices. It is false if a device lacks memory; `print` shows how much.
+
+    A device whose limit is not known has None, and does not make it false.
+    """
 
     needs: tuple[float, ...]  # bytes, by device
     limits: tuple[float | None, ...]  # bytes, by device; None: not known

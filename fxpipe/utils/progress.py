@@ -8,7 +8,7 @@ A pass that may take long says how far it is, and knows nothing of who looks:
             step()
 
 Around all passes `show_phases` shows one bar: the pass that `phase` or `progress` named last, how far it is, and the
-seconds, which a thread keeps counting during a pass that takes long. A `progress` without one has a bar of its own. A
+seconds, which a thread keeps counting during a pass that takes long. A `progress` without one shows a separate bar. A
 bar appears after two seconds, on a terminal or in a notebook, and disappears at its end. Where stderr is
 neither, as in a log, `show_phases` writes one line after two seconds. Nothing is shown in a block of
 `show_progress(False)`: the argument `progress` of the entry points. Each part is also a cancellation point

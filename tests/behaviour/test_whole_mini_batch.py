@@ -94,6 +94,7 @@ def test_with_one_micro_batch_any_model_is_the_plain_one(name):
         loss = pipe.forward_backward(*args, loss_fn=loss_of)
         torch.testing.assert_close(loss, loss_of(expected).detach())
         _assert_same_gradients(pipe, plain)
+        assert "samples_per_second" not in pipe.last_step.metrics(), "their number is not known"
         if name == "noting":
             torch.testing.assert_close(pipe.noted, plain.noted)
         with torch.no_grad():
