@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -293,9 +293,14 @@ class StageInstance:
         if not roots or not wanted:
             return [None] * len(pending.leaves)
         early = self._large if self.totals.when_final is None else self._all
-        with self._added_as_they_come(early) if early else nullcontext(), _stage_backward:
-            results = gradients_of(wanted, roots, arrived)
-        self.totals.add((n, gradient) for n, gradient in zip(self._names, results, strict=False) if n not in early)
+        if early:
+            with self._added_as_they_come(early), _stage_backward:
+                results = gradients_of(wanted, roots, arrived)
+            self.totals.add((n, gradient) for n, gradient in zip(self._names, results, strict=False) if n not in early)
+        else:  # without one call more, since small stages feel each
+            with _stage_backward:
+                results = gradients_of(wanted, roots, arrived)
+            self.totals.add(zip(self._names, results, strict=False))
         if pending.tape is not None:
             pending.tape.arrived(results[of_weights:])
         return results[len(self._summed) : of_weights]
