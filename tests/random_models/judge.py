@@ -20,7 +20,7 @@ import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -461,6 +461,8 @@ class Trial:
                 return Verdict("wrong", f"planning that is refused changes {text}")
             return Verdict("refused", f"planning: {_text(error)}")
         except Exception as error:
+            if text := self._cannot_run(replace(first, mode="step")):
+                return Verdict("invalid", text)  # plain torch evaluates it, and does not train it
             return Verdict("crashes", f"planning: {_text(error)}")
         with closing(pipe):
             self.assemblies = _noting_assemblies(pipe)
