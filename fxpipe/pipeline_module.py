@@ -475,7 +475,7 @@ class Pipeline(nn.Module):
         """The record of the last step: its actions and their times; None before the first.
 
             print(pipe.last_step)                                           # seconds and bytes by device, a timeline
-            pipe.last_step.save_timeline("step.svg")                        # or .html, .json
+            pipe.last_step.save_timeline("step.svg")                        # or .json for Perfetto
             pipe.last_step.save_trace("step.json")                          # for chrome://tracing or ui.perfetto.dev
 
         Of a drop-in it has the forward and, once that has run, the backward. On GPUs times are taken from their

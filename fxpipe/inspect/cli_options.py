@@ -476,8 +476,8 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
     )
     alone.add_argument("--code", type=int, metavar="N", help="print the code of stage N")
     add("--save", type=Path, metavar="PLAN.json", help="write the plan to a file")
-    add("--timeline", type=Path, metavar="FILE", help="draw a step: .svg, .html, or .json for Perfetto")
-    add("--graph", type=Path, metavar="FILE", help="draw the stages and what goes between them: .svg or .html")
+    add("--timeline", type=Path, metavar="FILE", help="draw a step: .svg, or .json for Perfetto")
+    add("--graph", type=Path, metavar="FILE", help="draw the stages and what goes between them: .svg")
     add("--report", type=Path, metavar="FILE", help="write one page with all of it, for a browser: .html")
     add("--no-progress", action="store_true", help="show no progress bars")
 

@@ -27,7 +27,6 @@ from fxpipe.inspect.step_summary import summarize_step
 from fxpipe.utils import units
 from fxpipe.utils.files import check_output_path, write_atomically
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, three_digits
-from fxpipe.viz import timeline_html as timelines
 from fxpipe.viz.gantt import draw_gantt
 from fxpipe.viz.html import (
     HtmlCell,
@@ -43,7 +42,6 @@ from fxpipe.viz.html import (
 from fxpipe.viz.memory_chart import memory_bars
 from fxpipe.viz.style import MEMORY_COLOURS
 from fxpipe.viz.svg import escape_markup, svg_of
-from fxpipe.viz.timeline_html import timeline_figure
 
 if TYPE_CHECKING:
     from fxpipe.plans import Plan
@@ -114,10 +112,10 @@ def _chunks_part(plan: Plan, variant: ChunksVariant, is_own: bool) -> str:
     names = device_names(simulation)
     memory = [variant.at_peak for variant in simulation.memory]
     bars = memory_bars(names, memory, simulation.limits)
-    step = simulation.as_step()
+    timeline = svg_of(draw_gantt(simulation.as_step()))
     parts = (
         step_figures(plan, simulation, memory),
-        f'<div class="wide">\n{timeline_figure(step, draw_gantt(step))}\n</div>',
+        f'<figure class="wide" tabindex="0" aria-label="timeline">\n{timeline}</figure>',
         note_paragraph(_critical_path_line(simulation)),
         note_paragraph(f"The step is {simulation.host_note}.") if simulation.host_note else "",
         "<h3>Memory at its peak</h3>",
@@ -259,11 +257,7 @@ def report_page(plan: Plan, *, title: str = "", sweep: Sequence[Plan] = ()) -> s
 {body}
 </main>
 <footer>{escape_markup(_footer_line(plan))}</footer>"""
-    style, script = (
-        timelines.TIMELINE_STYLE + _read_resource("page.css"),
-        timelines.timeline_script() + _read_resource("page.js"),
-    )
-    return html_page(f"{heading}: pipeline", style, content, script)
+    return html_page(f"{heading}: pipeline", _read_resource("page.css"), content, _read_resource("page.js"))
 
 
 def _lead_line(plan: Plan) -> str:

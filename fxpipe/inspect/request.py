@@ -13,15 +13,11 @@ from fxpipe.inspect.cli_options import DevicesOption, DynamicOption, PlanFile, S
 from fxpipe.inspect.inputs import InputOption
 from fxpipe.inspect.targets import Target
 from fxpipe.utils.files import check_output_path
+from fxpipe.viz.save_timeline import TIMELINE_FORMATS
 
 # -- Output files, checked before the long work ----------------------------------------------------------------------
 
-OUTPUT_FORMATS = {
-    "timeline": ("svg", "html", "json"),
-    "graph": ("svg", "html"),
-    "report": ("html",),
-    "save": ("json",),
-}
+OUTPUT_FORMATS = {"timeline": TIMELINE_FORMATS, "graph": ("svg",), "report": ("html",), "save": ("json",)}
 OUTPUT_NAMES = {"timeline": "a timeline", "graph": "a graph", "report": "a report", "save": "a plan"}
 
 
@@ -29,7 +25,7 @@ OUTPUT_NAMES = {"timeline": "a timeline", "graph": "a graph", "report": "a repor
 class OutputFile:
     """One file."""
 
-    option: str  # one of SUFFIXES
+    option: str  # one of OUTPUT_FORMATS
     path: Path
 
     def __str__(self) -> str:

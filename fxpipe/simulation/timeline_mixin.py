@@ -13,7 +13,7 @@ class TimelineMixin:
     __slots__ = ()
 
     def save_timeline(self: HasTimeline, path: str | Path, *, title: str = "") -> None:
-        """Draws what each device does when: `.svg`, `.html` to zoom in, or `.json` for Perfetto.
+        """Draws what each device does when: `.svg`, or `.json` for Perfetto.
 
         Raises:
             ArgumentError: another suffix.
@@ -24,6 +24,6 @@ class TimelineMixin:
         save_timeline(self, path, title=title)
 
     def _repr_html_(self: HasTimeline) -> str:
-        from fxpipe.viz.timeline_html import step_html
+        from fxpipe.viz.save_timeline import step_html
 
         return step_html(self.as_step())

@@ -172,73 +172,6 @@ LONGEST_LABEL = 170.0  # of a device's name
 
 
 @dataclass(frozen=True, slots=True)
-class Gantt:
-    """The picture, and where in it what is."""
-
-    scene: Scene
-    frame: TimeAxis
-    top: float  # of the first row
-    pitch: float  # from a row to the next
-    height: float  # of a row
-    bottom: float  # of all that stands on the time axis
-    axis: float  # the base line of its numbers
-    grid: tuple[tuple[float, float], ...]  # from where to where, downwards, lines at round times go
-
-
-def draw_gantt(step: StepTimeline, *, title: str = "") -> Gantt:
-    """The picture of a step. `title` stands above it; what the step is, if not given."""
-    n = len(step.devices)
-    pitch = min(HIGHEST_PITCH, max(LOWEST_PITCH, ROWS_HEIGHT / max(1, n)))
-    height = pitch * 0.82 if pitch > 8 else pitch - 1
-    labels = [fit_text(name, LONGEST_LABEL, LABEL_SIZE) for name in _device_labels(step)]
-    figures = _RowFigures([human_seconds(seconds) for seconds in step.busy], [percent(share) for share in step.bubble])
-    left = GANTT_MARGIN + max((text_width(label, LABEL_SIZE) for label in labels), default=0) + 8
-    frame = TimeAxis(left, left + _time_width(step, text_size_for(height)), step.seconds)
-    width = frame.right + 8 + max(figures.width, 70) + GANTT_MARGIN
-    top = GANTT_MARGIN + 68
-    names = box_names(step, frame, top, pitch, height)
-    headline, facts = " ".join(printable(title).split()) or _headline(step), _facts(step)
-    if names.are_stacked:
-        facts += "; numbers in boxes: stage above micro-batch"
-
-    still: list[Item] = [
-        Text(
-            GANTT_MARGIN,
-            GANTT_MARGIN + 14,
-            fit_text(headline, width - 2 * GANTT_MARGIN, 15, is_bold=True),
-            15,
-            is_bold=True,
-        ),
-        Text(GANTT_MARGIN, GANTT_MARGIN + 32, fit_text(facts, width - 2 * GANTT_MARGIN, 11), 11, FAINT),
-        *legend_items(_legend_entries(step), frame.left, GANTT_MARGIN + 54, frame.width),
-    ]
-    bottom = end = top + n * pitch
-    still += _row_labels(labels, figures, frame, top, pitch, height)
-    grid = [(top - 2, bottom + 4)]
-    axis = bottom + 15
-    chart = None
-    if step.memory:
-        begin = bottom + 34
-        chart = memory_chart(step.memory, step.limits, [f"device {d}" for d in range(n)], frame, begin)
-        end = begin + chart.height
-        grid.append((begin + CHART_HEAD, end))
-        still += chart.fixed_items
-    moving = [
-        Group(tuple(_time_ticks(frame, axis, grid)), "ticks"),
-        Group(tuple(action_boxes(step, frame, top, pitch, height)), "boxes"),
-        Group(names.texts, "names"),
-        *([Group(chart.time_items, "memory")] if chart else []),
-    ]
-    told = f"{headline}. {facts}" if title else f"Timeline of {headline}. {facts}"
-    depth = end + GANTT_MARGIN + (0 if chart else 8)
-    scene = Scene(width, depth, (Group(tuple(moving), "time"), *still), told)
-    return Gantt(scene, frame, top, pitch, height, end, axis, tuple(grid))
-
-
-# -- Labels and figures beside the rows --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
 class _RowFigures:
     """The figures behind each row."""
 
@@ -258,17 +191,79 @@ class _RowFigures:
         return sum(self.widths) + 14
 
 
-def _row_labels(
-    labels: Sequence[str], figures: _RowFigures, frame: TimeAxis, top: float, pitch: float, height: float
-) -> Iterator[Text]:
+@dataclass(frozen=True, slots=True)
+class GanttLayout:
+    """Where in a picture the rows are; texts and lengths in points."""
+
+    labels: list[str]  # before the rows
+    figures: _RowFigures  # behind them
+    frame: TimeAxis
+    top: float  # of the first row
+    pitch: float  # from a row to the next
+    height: float  # of a row
+
+
+def gantt_layout(step: StepTimeline) -> GanttLayout:
+    """Lays out the rows of a step, one for each device."""
+    pitch = min(HIGHEST_PITCH, max(LOWEST_PITCH, ROWS_HEIGHT / max(1, len(step.devices))))
+    height = pitch * 0.82 if pitch > 8 else pitch - 1
+    labels = [fit_text(name, LONGEST_LABEL, LABEL_SIZE) for name in _device_labels(step)]
+    figures = _RowFigures([human_seconds(seconds) for seconds in step.busy], [percent(share) for share in step.bubble])
+    left = GANTT_MARGIN + max((text_width(label, LABEL_SIZE) for label in labels), default=0) + 8
+    frame = TimeAxis(left, left + _time_width(step, text_size_for(height)), step.seconds)
+    return GanttLayout(labels, figures, frame, GANTT_MARGIN + 68, pitch, height)
+
+
+def draw_gantt(step: StepTimeline, *, title: str = "") -> Scene:
+    """The picture of a step. `title` stands above it; what the step is, if not given."""
+    layout, n = gantt_layout(step), len(step.devices)
+    frame, rows = layout.frame, (layout.top, layout.pitch, layout.height)
+    width = frame.right + 8 + max(layout.figures.width, 70) + GANTT_MARGIN
+    names = box_names(step, frame, *rows)
+    headline, facts = " ".join(printable(title).split()) or _headline(step), _facts(step)
+    if names.are_stacked:
+        facts += "; numbers in boxes: stage above micro-batch"
+
+    bold_title = fit_text(headline, width - 2 * GANTT_MARGIN, 15, is_bold=True)
+    still: list[Item] = [
+        Text(GANTT_MARGIN, GANTT_MARGIN + 14, bold_title, 15, is_bold=True),
+        Text(GANTT_MARGIN, GANTT_MARGIN + 32, fit_text(facts, width - 2 * GANTT_MARGIN, 11), 11, FAINT),
+        *legend_items(_legend_entries(step), frame.left, GANTT_MARGIN + 54, frame.width),
+        *_row_labels(layout),
+    ]
+    bottom = end = layout.top + n * layout.pitch
+    grid = [(layout.top - 2, bottom + 4)]
+    chart = None
+    if step.memory:
+        begin = bottom + 34
+        chart = memory_chart(step.memory, step.limits, [f"device {d}" for d in range(n)], frame, begin)
+        end = begin + chart.height
+        grid.append((begin + CHART_HEAD, end))
+        still += chart.fixed_items
+    moving = [
+        Group(tuple(_time_ticks(frame, bottom + 15, grid)), "ticks"),
+        Group(tuple(action_boxes(step, frame, *rows)), "boxes"),
+        Group(names.texts, "names"),
+        *([Group(chart.time_items, "memory")] if chart else []),
+    ]
+    told = f"{headline}. {facts}" if title else f"Timeline of {headline}. {facts}"
+    depth = end + GANTT_MARGIN + (0 if chart else 8)
+    return Scene(width, depth, (Group(tuple(moving), "time"), *still), told)
+
+
+# -- Labels and figures beside the rows --------------------------------------------------------------------------------
+
+
+def _row_labels(layout: GanttLayout) -> Iterator[Text]:
     """Names and figures of the devices; of every few, where rows are lower than letters."""
-    size = min(LABEL_SIZE, max(SMALLEST_TEXT, pitch * 0.72))
+    labels, figures, frame, top = layout.labels, layout.figures, layout.frame, layout.top
+    size = min(LABEL_SIZE, max(SMALLEST_TEXT, layout.pitch * 0.72))
     one, _ = figures.widths
     columns = frame.right + 8 + one, frame.right + 8 + figures.width
     for x, name in zip(columns, ("busy", "bubble"), strict=True):
         yield Text(x, top - 6, name, 9, FAINT, "end")
-    for d in range(0, len(labels), ceil((size + 2) / pitch)):
-        y = top + d * pitch + height / 2 + size * 0.36
+    for d in range(0, len(labels), ceil((size + 2) / layout.pitch)):
+        y = top + d * layout.pitch + layout.height / 2 + size * 0.36
         yield Text(frame.left - 8, y, labels[d], size, anchor="end")
         for x, text in zip(columns, (figures.busy[d], figures.bubble[d]), strict=True):
             yield Text(x, y, text, size, anchor="end")

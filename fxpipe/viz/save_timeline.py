@@ -1,15 +1,28 @@
-"""Timelines as files: pictures for a talk, a page to zoom in, a trace for Perfetto."""
+"""Timelines outside the terminal: pictures for a talk, a trace for Perfetto to zoom in, the view in a notebook."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from fxpipe.errors import ArgumentTypeError
-from fxpipe.simulation.timeline import HasTimeline
+from fxpipe.simulation.timeline import HasTimeline, StepTimeline
 from fxpipe.utils.files import check_output_path, write_atomically
+from fxpipe.utils.units import count_text, human_seconds, percent
 from fxpipe.viz.gantt import draw_gantt
+from fxpipe.viz.html import (
+    bytes_cell,
+    notebook_fragment,
+    notebook_heading,
+    notebook_picture,
+    notebook_table,
+    number_cell,
+    percent_cell,
+    seconds_cell,
+    text_cell,
+)
+from fxpipe.viz.svg import svg_of
 
-TIMELINE_FORMATS = ("svg", "html", "json")
+TIMELINE_FORMATS = ("svg", "json")
 TIMELINE_FILE = "a timeline"
 
 
@@ -20,8 +33,8 @@ def save_timeline(source: HasTimeline, path: str | Path, *, title: str = "") -> 
 
     Args:
         source: a `Simulation`, or `pipe.last_step`.
-        path: its suffix is the format: `.svg`, `.html` (one page to zoom in, which loads nothing from elsewhere),
-            `.json` (for https://ui.perfetto.dev and chrome://tracing).
+        path: its suffix is the format: `.svg`, or `.json` (for https://ui.perfetto.dev and chrome://tracing, which
+            zoom).
         title: stands above the picture; the schedule and its size, if not given.
 
     Raises:
@@ -34,24 +47,35 @@ def save_timeline(source: HasTimeline, path: str | Path, *, title: str = "") -> 
         raise ArgumentTypeError(
             f"a timeline is that of a Simulation or a StepRecord (pipe.last_step), not of {type(source).__name__}"
         )
-    step = source.as_step()
     if form == "json":
         from fxpipe.viz.perfetto import perfetto_text
 
-        write_atomically(path, perfetto_text(source).encode(), TIMELINE_FILE)
-        return
-    drawn = draw_gantt(step, title=title)
-    if form == "svg":
-        from fxpipe.viz.svg import svg_of
-
-        content = svg_of(drawn.scene).encode()
+        content = perfetto_text(source)
     else:
-        from fxpipe.viz.timeline_html import timeline_page
-
-        content = timeline_page(step, drawn, title or drawn.scene.title).encode()
-    write_atomically(path, content, TIMELINE_FILE)
+        content = svg_of(draw_gantt(source.as_step(), title=title))
+    write_atomically(path, content.encode(), TIMELINE_FILE)
 
 
 def check_timeline_path(path: str | Path) -> str:
     """The format of a timeline's file, before there is a timeline: raises as `save_timeline` would; writes nothing."""
     return check_output_path(path, TIMELINE_FORMATS, TIMELINE_FILE)
+
+
+def step_html(step: StepTimeline) -> str:
+    """A step in a notebook: the timeline, and for each device its time and, of a simulation, its memory."""
+    headers = ["device", "", "busy", "bubble", *(["most memory"] if step.memory else [])]
+    rows = []
+    for d, (name, busy, bubble) in enumerate(zip(step.devices, step.busy, step.bubble, strict=True)):
+        memory = (bytes_cell(step.memory[d].peak),) if step.memory else ()
+        rows.append((number_cell(d), text_cell(name), seconds_cell(busy), percent_cell(bubble), *memory))
+    title = f"{step.schedule}: step {human_seconds(step.seconds)}, bubble {percent(step.mean_bubble)}"
+    facts = (
+        f"{'simulated' if step.is_simulated else 'measured'}: {count_text(step.stages, 'stage')}, "
+        f"{count_text(step.micro_batches, 'micro-batch', 'es')}"
+    )
+    parts = [
+        notebook_heading(title, facts),
+        notebook_picture(svg_of(draw_gantt(step))),
+        notebook_table(headers, rows),
+    ]
+    return notebook_fragment(parts)

@@ -26,7 +26,6 @@ from fxpipe.plans.node_groups import NodeGroup, node_groups_of, short_group_name
 from fxpipe.utils.files import check_output_path, write_atomically
 from fxpipe.utils.text_table import number_ranges
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
-from fxpipe.viz.html import html_page
 from fxpipe.viz.scene import Curve, Item, Rect, Scene, Text
 from fxpipe.viz.style import FAINT, INK, fit_text, text_width
 from fxpipe.viz.svg import svg_of
@@ -167,33 +166,6 @@ def hover_title(head: str, lines: Sequence[str]) -> str:
     """Makes the title that is shown where the pointer rests, with no more lines than a person reads."""
     shown = [head, *lines[:MAX_TITLE_LINES]]
     return "\n".join(shown if len(lines) <= MAX_TITLE_LINES else [*shown, f"and {len(lines) - MAX_TITLE_LINES} more"])
-
-
-# -- A page around one picture that can be dragged and zoomed: with mouse and wheel, fingers, or keys ----------------
-
-VIEWER_STYLE = """\
-:root { color-scheme: light dark; }
-html, body { height: 100%; margin: 0; background: #fff; font: 13px/1.4 system-ui, sans-serif; }
-#view { height: 100%; overflow: auto; }
-#view > svg { display: block; margin: 0 auto; max-width: 100%; height: auto; }
-.moves #view { overflow: hidden; cursor: grab; touch-action: none; }
-.moves #view:active { cursor: grabbing; }
-.moves #view > svg { width: 100%; height: 100%; max-width: none; }
-#view:focus { outline: none; } /* nothing else here has the focus */
-#help { position: fixed; right: 12px; bottom: 10px; padding: 2px 8px; border-radius: 4px; color: #5c6470;
-  background: #fffc; }
-@media (prefers-color-scheme: dark) { html { filter: invert(0.9) hue-rotate(180deg); } }
-@media print { #help { display: none; } }
-"""
-
-
-VIEWER_HELP = "drag to move, Ctrl + wheel or + and − to zoom, 0 to begin again"
-
-
-def viewer_page(svg: str, title: str) -> str:
-    """The page: without scripts the picture as wide as the window."""
-    body = f'<div id="view" tabindex="0">\n{svg}</div>\n<div id="help" hidden>{VIEWER_HELP}</div>'
-    return html_page(title, VIEWER_STYLE, body, Path(__file__).with_name("viewer.js").read_text(encoding="utf-8"))
 
 
 # -- Portals in the stage graph: named in the lane that they leave, drawn beside the lanes ---------------------------
@@ -438,9 +410,8 @@ def _next_stage_arrow(plan: Plan, stage: StagePlan, frame: GraphLayout) -> Itera
     yield Text(x + 9, middle + 3.5, text, SMALL_LETTERS, FAINT)
 
 
-# -- `save_graph`: the picture of a plan's stages as a file, SVG or a page that pans and zooms -----------------------
+# -- `save_graph`: the picture of a plan's stages as a file, SVG -----------------------
 
-GRAPH_FORMATS = ("svg", "html")
 GRAPH_FILE = "a graph"
 
 
@@ -450,18 +421,16 @@ def save_graph(plan: Plan, path: str | Path, *, title: str = "") -> None:
         save_graph(plan, "graph.svg")
 
     Args:
-        path: ends in `.svg` or `.html`; the page can be dragged, and zoomed with the wheel, two fingers or keys.
+        path: ends in `.svg`.
         title: stands above it, such as the model's name.
 
     Raises:
         ArgumentError: the path has another suffix, or (a `FileError`) cannot be written.
     """
-    form = check_graph_path(path)
-    picture = svg_of(draw_stage_graph(plan, title))
-    content = viewer_page(picture, title or "Graph of a pipeline") if form == "html" else picture
-    write_atomically(path, content.encode(), GRAPH_FILE)
+    check_graph_path(path)
+    write_atomically(path, svg_of(draw_stage_graph(plan, title)).encode(), GRAPH_FILE)
 
 
-def check_graph_path(path: str | Path) -> str:
-    """The format of a graph's file, before there is a plan: raises as `save_graph` would; writes nothing."""
-    return check_output_path(path, GRAPH_FORMATS, GRAPH_FILE)
+def check_graph_path(path: str | Path) -> None:
+    """Before there is a plan: raises as `save_graph` would; writes nothing."""
+    check_output_path(path, ("svg",), GRAPH_FILE)

@@ -125,9 +125,9 @@ def _words(text: str) -> str:
 
 
 MISTAKES = {
-    "suffix": ("--timeline {0}/t.bmp", "--timeline: a timeline cannot be saved to", ".bmp", ".svg, .html, .json"),
+    "suffix": ("--timeline {0}/t.bmp", "--timeline: a timeline cannot be saved to", ".bmp", ".svg, .json"),
     "no_suffix": ("--report {0}/report", "--report: a report", "a suffix must name the format", ".html"),
-    "graph_as_png": ("--graph {0}/g.png", "--graph: a graph", ".svg, .html"),
+    "graph_as_png": ("--graph {0}/g.png", "--graph: a graph", ".svg"),
     "folder": ("--graph {0}/nowhere/g.svg", "there is no directory"),
     "directory": ("--report {0}/folder.html", "it is a directory"),
     "no_folder": ("--save {0}/file/plan.json", "--save: a plan", "is no directory"),
@@ -135,7 +135,7 @@ MISTAKES = {
         "--save {0}/a.json --timeline {0}/../{0.name}/a.json",
         "/a.json: --timeline is to be written there",
     ),
-    "twice": ("--timeline {0}/a.html --graph {0}/a.html", "--graph {0}/a.html: --timeline is to be written there"),
+    "twice": ("--timeline {0}/a.svg --graph {0}/a.svg", "--graph {0}/a.svg: --timeline is to be written there"),
 }
 
 

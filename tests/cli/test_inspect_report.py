@@ -103,25 +103,20 @@ def test_names_that_no_file_can_hold_are_written():
     report_page(replace(plan, stages=stages), title=odd).encode()
 
 
-@pytest.mark.parametrize("save", [save_report, save_graph])
+@pytest.mark.parametrize(("save", "form"), [(save_report, "html"), (save_graph, "svg")])
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("picture.gif", "suffix"), ("picture", "suffix"), ("missing/picture.html", "no directory"), (".", "suffix")],
+    [("picture.gif", "suffix"), ("picture", "suffix"), ("missing/picture.{}", "no directory"), (".", "suffix")],
 )
-def test_a_path_that_cannot_be_written_is_refused(save, name, words, tmp_path):
+def test_a_path_that_cannot_be_written_is_refused(save, form, name, words, tmp_path):
     with pytest.raises(ArgumentError, match=words):
-        save(drawn_plan(2), tmp_path / name)
+        save(drawn_plan(2), tmp_path / name.format(form))
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_graph_is_svg_or_a_page(tmp_path):
-    plan = drawn_plan(3)
-    save_graph(plan, tmp_path / "graph.svg", title="mine")
-    save_graph(plan, str(tmp_path / "graph.html"), title="mine")
-    svg, page = ((tmp_path / name).read_text() for name in ("graph.svg", "graph.html"))
-    assert svg.startswith("<svg")
-    assert svg in page
-    assert "default-src 'none'" in page
+def test_a_graph_is_an_svg(tmp_path):
+    save_graph(drawn_plan(3), str(tmp_path / "graph.svg"), title="mine")
+    assert (tmp_path / "graph.svg").read_text().startswith("<svg")
 
 
 def test_bars_are_as_long_as_parts_and_the_limit_stands_where_it_is():

@@ -16,7 +16,6 @@ from fxpipe.inspect.report import save_report
 from fxpipe.inspect.report_sections import chunks_variants
 from fxpipe.plans import OpaqueNode, Plan, TiedParameter
 from fxpipe.utils.units import human_bytes, human_seconds
-from fxpipe.viz.stage_graph import save_graph
 
 EVIL = "<script>document.title = 'run'</script>\"'&<img src=x onerror=alert(1)>"
 WIDE, NARROW = 1280, 400
@@ -216,41 +215,3 @@ def test_on_paper_all_rows_are_there(browser, report):
         assert not page.locator("nav").is_visible()
         assert not page.locator(".chunks").is_visible()
         assert page.locator('[aria-label="portals"]').evaluate("e => e.scrollHeight <= e.clientHeight + 1")
-
-
-def test_a_graph_moves_and_zooms(browser, tmp_path):
-    path = tmp_path / "graph.html"
-    save_graph(drawn_plan(24, portals=portals_between(24, 60)), path, title=EVIL)
-
-    def box(page) -> list[float]:
-        return [float(x) for x in page.locator("svg").get_attribute("viewBox").split()]
-
-    with opened(browser, path) as page:
-        assert page.title() == EVIL
-        before = box(page)
-        page.keyboard.press("ArrowDown")
-        assert box(page)[1] > before[1]
-        assert box(page)[2:] == before[2:]
-        page.keyboard.press("+")
-        assert box(page)[2] < before[2]
-        page.keyboard.press("0")
-        assert box(page) == before
-        page.mouse.move(300, 300)
-        page.mouse.down()
-        page.mouse.move(300, 200)
-        page.mouse.up()
-        assert box(page)[1] == pytest.approx(100 * before[2] / WIDE + before[1], rel=0.01)
-        page.mouse.wheel(0, 50)
-        page.keyboard.press("0")
-        page.keyboard.down("Control")
-        page.mouse.wheel(0, -100)
-        page.keyboard.up("Control")
-        page.wait_for_function(f"document.querySelector('svg').viewBox.baseVal.width < {before[2] - 1}")
-
-
-def test_a_graph_needs_no_scripts(browser, tmp_path):
-    path = tmp_path / "graph.html"
-    save_graph(drawn_plan(3), path)
-    with opened(browser, path, java_script_enabled=False) as page:
-        assert page.locator("svg").is_visible()
-        assert not page.locator("#help").is_visible()

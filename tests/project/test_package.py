@@ -90,7 +90,7 @@ def test_a_pipe_trains_in_an_environment_of_its_own(installed: Path, tmp_path: P
     where = run(installed, "script.py", cwd=tmp_path).strip()
     assert Path(where).is_relative_to(installed.parents[1])
     assert Path(where).with_name("py.typed").exists()  # `make lint` checks a typed script
-    run(installed, "-m", "fxpipe.inspect", "plan.json", "--report", "r.html", "--graph", "g.html", cwd=tmp_path)
+    run(installed, "-m", "fxpipe.inspect", "plan.json", "--report", "r.html", "--graph", "g.svg", cwd=tmp_path)
     assert "</html>" in (tmp_path / "r.html").read_text()  # the styles and scripts of which are files of the package
 
 

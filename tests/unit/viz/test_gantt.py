@@ -14,13 +14,12 @@ from fxpipe.runtime.step_record import ActionRecord, DeviceRecord, StepRecord
 from fxpipe.scheduling import Action, ActionKind
 from fxpipe.simulation import Simulation
 from fxpipe.viz.axes import byte_ticks, time_ticks
-from fxpipe.viz.gantt import MAX_BOXES, Gantt, draw_gantt
+from fxpipe.viz.gantt import GANTT_MARGIN, MAX_BOXES, draw_gantt, gantt_layout
 from fxpipe.viz.perfetto import perfetto_trace
 from fxpipe.viz.save_timeline import TIMELINE_FORMATS, check_timeline_path, save_timeline
-from fxpipe.viz.scene import Area, Bars, Group, Line, Rect, Text
+from fxpipe.viz.scene import Area, Bars, Group, Line, Rect, Scene, Text
 from fxpipe.viz.style import KIND_COLOURS, RECEIVING_COLOUR
 from fxpipe.viz.svg import svg_of
-from fxpipe.viz.timeline_html import timeline_figure, timeline_page
 
 SVG = "{http://www.w3.org/2000/svg}"
 STEPS = {
@@ -41,13 +40,13 @@ LARGE = {"large": lambda: simulated("1f1b", 64, 64)}  # more actions than boxes
 
 
 @cache
-def _drawn(name: str) -> tuple[Simulation, Gantt]:
+def _drawn(name: str) -> tuple[Simulation, Scene]:
     found = (STEPS | LARGE)[name]()
     return found, draw_gantt(found.as_step())
 
 
-def _group(drawn: Gantt, name: str) -> list:
-    time = next(item for item in drawn.scene.items if isinstance(item, Group) and item.name == "time")
+def _group(drawn: Scene, name: str) -> list:
+    time = next(item for item in drawn.items if isinstance(item, Group) and item.name == "time")
     return list(flatten_items(next((group.items for group in time.items if group.name == name), ())))
 
 
@@ -56,14 +55,15 @@ def _group(drawn: Gantt, name: str) -> list:
 
 @pytest.mark.parametrize("name", [*STEPS, *LARGE])
 def test_nothing_is_cut_off_and_no_text_covers_another(name):
-    _, drawn = _drawn(name)
-    check_scene(drawn.scene)
+    found, drawn = _drawn(name)
+    layout = gantt_layout(found.as_step())
+    check_scene(drawn)
     for item in (*_group(drawn, "boxes"), *_group(drawn, "memory")):
         left, top, right, bottom = bounds(item)
-        assert drawn.frame.left - 1e-6 <= left
-        assert right <= drawn.frame.right + 1e-6
-        assert drawn.top - 2 <= top
-        assert bottom <= drawn.bottom + 1e-6
+        assert layout.frame.left - 1e-6 <= left
+        assert right <= layout.frame.right + 1e-6
+        assert layout.top - 2 <= top
+        assert bottom <= drawn.height - GANTT_MARGIN + 1e-6
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -71,10 +71,12 @@ def test_every_action_is_one_box_as_long_as_it_takes(name):
     found, drawn = _drawn(name)
     boxes = [item for item in _group(drawn, "boxes") if item.fill != RECEIVING_COLOUR]
     assert len(boxes) == len(found.spans)
-    frame, scale = drawn.frame, drawn.frame.width / found.step_seconds if found.step_seconds else 0
+    layout = gantt_layout(found.as_step())
+    frame = layout.frame
+    scale = frame.width / found.step_seconds if found.step_seconds else 0
     left = defaultdict(list)
     for box in boxes:
-        left[box.fill, round((box.y - drawn.top) / drawn.pitch)].append(box)
+        left[box.fill, round((box.y - layout.top) / layout.pitch)].append(box)
     for span in found.spans:
         box = left[KIND_COLOURS[span.action.kind], span.device].pop(0)
         assert box.x == pytest.approx(frame.left + (span.start + span.receiving) * scale, abs=1e-6)
@@ -86,15 +88,16 @@ def test_every_action_is_one_box_as_long_as_it_takes(name):
 @pytest.mark.parametrize("name", ["copies", "a V", "recompute", *LARGE])
 def test_what_is_white_is_bubble(name):
     found, drawn = _drawn(name)
+    layout = gantt_layout(found.as_step())
     rows = defaultdict(list)
     for item in _group(drawn, "boxes"):
         spans = item.spans if isinstance(item, Bars) else [(item.x, item.x + item.width)]
-        rows[round((item.y - drawn.top) / drawn.pitch)] += spans
+        rows[round((item.y - layout.top) / layout.pitch)] += spans
     for d, busy in enumerate(found.busy):
         spans = sorted(rows[d])
         assert all(one[1] <= two[0] + 1e-6 for one, two in pairwise(spans)), "boxes overlap"
         covered = sum(right - left for left, right in spans)
-        assert covered == pytest.approx(busy / found.step_seconds * drawn.frame.width)
+        assert covered == pytest.approx(busy / found.step_seconds * layout.frame.width)
 
 
 def test_what_a_device_copies_is_a_box_before_its_action():
@@ -102,8 +105,9 @@ def test_what_a_device_copies_is_a_box_before_its_action():
     copied = [item for item in _group(drawn, "boxes") if item.fill == RECEIVING_COLOUR]
     assert len(copied) == sum(span.receiving > 0 for span in found.spans) > 0
     total = sum(item.width for item in copied)
-    assert total == pytest.approx(sum(s.receiving for s in found.spans) / found.step_seconds * drawn.frame.width)
-    assert "receiving" in {item.text for item in drawn.scene.items if isinstance(item, Text)}
+    width = gantt_layout(found.as_step()).frame.width
+    assert total == pytest.approx(sum(s.receiving for s in found.spans) / found.step_seconds * width)
+    assert "receiving" in {item.text for item in drawn.items if isinstance(item, Text)}
 
 
 @pytest.mark.parametrize("name", [*STEPS, *LARGE])
@@ -129,13 +133,14 @@ def test_a_device_with_several_stages_names_them():
 
 def test_in_narrow_boxes_the_stage_stands_above_the_micro_batch():
     found, drawn = _drawn("a V")
+    layout = gantt_layout(found.as_step())
     above = defaultdict(list)
     for text in sorted(_group(drawn, "names"), key=lambda text: text.y):
-        above[text.x, round((text.y - drawn.top) // drawn.pitch)].append(text.text)
+        above[text.x, round((text.y - layout.top) // layout.pitch)].append(text.text)
     assert sorted(map(tuple, above.values())) == sorted(
         (str(span.action.stage), str(span.action.micro_batch)) for span in found.spans
     )
-    assert any("stage above micro-batch" in item.text for item in drawn.scene.items if isinstance(item, Text))
+    assert any("stage above micro-batch" in item.text for item in drawn.items if isinstance(item, Text))
 
 
 def test_with_room_every_action_has_its_name():
@@ -147,15 +152,16 @@ def test_with_room_every_action_has_its_name():
 def test_an_update_takes_no_time_and_is_seen():
     record = KNOWN
     update = ActionRecord(Action(ActionKind.UPDATE, 0, 0), 0.010, 0.010, 0, 0.0, 0, 0)
-    drawn = draw_gantt(StepRecord("x", (*record.actions, update), (), record.devices, 0.0).as_step())
+    step = StepRecord("x", (*record.actions, update), (), record.devices, 0.0).as_step()
+    drawn = draw_gantt(step)
     stroke = next(item for item in _group(drawn, "boxes") if item.fill == KIND_COLOURS[ActionKind.UPDATE])
     assert stroke.width == 1
-    assert stroke.x + stroke.width == pytest.approx(drawn.frame.right)
+    assert stroke.x + stroke.width == pytest.approx(gantt_layout(step).frame.right)
 
 
 def test_beside_each_row_stand_the_device_its_busy_time_and_its_bubble():
     drawn = draw_gantt(KNOWN.as_step())
-    texts = [item.text for item in drawn.scene.items if isinstance(item, Text)]
+    texts = [item.text for item in drawn.items if isinstance(item, Text)]
     for text in ("device 0: cpu", "device 1: cuda:0", "3.50 ms", "65.0 %", "5.00 ms", "50.0 %"):
         assert text in texts
     assert "measured step 10.0 ms, mean bubble 57.5 %" in texts
@@ -166,8 +172,8 @@ def test_a_long_title_and_long_names_of_devices_are_shortened():
     record = KNOWN
     devices = tuple(DeviceRecord("host-" + "x" * 200, 0.001, 0.0, 0, 0) for _ in range(2))
     drawn = draw_gantt(StepRecord("1f1b", record.actions, (), devices, 0.0).as_step(), title="long " * 100)
-    check_scene(drawn.scene)
-    assert drawn.scene.width < 1500
+    check_scene(drawn)
+    assert drawn.width < 1500
 
 
 def test_more_actions_than_boxes_are_a_shape_for_each_kind_and_device():
@@ -176,7 +182,7 @@ def test_more_actions_than_boxes_are_a_shape_for_each_kind_and_device():
     assert len(found.spans) > MAX_BOXES
     assert len(boxes) == 2 * 64
     assert sum(len(item.spans) for item in boxes) == len(found.spans)
-    assert len(svg_of(drawn.scene)) < 400_000
+    assert len(svg_of(drawn)) < 400_000
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
@@ -197,7 +203,7 @@ def test_the_parts_of_a_devices_memory_are_stacked_to_its_peak():
         ]
         highest = min(y for area in of_device for _, y in area.points)
         assert (panel.y + panel.height - highest) * scale == pytest.approx(memory.peak)
-    peaks = [item.text for item in drawn.scene.items if isinstance(item, Text) and item.text.endswith("GiB")]
+    peaks = [item.text for item in drawn.items if isinstance(item, Text) and item.text.endswith("GiB")]
     assert peaks == [f"{memory.peak / GIB:.1f} GiB" for memory in found.memory]
 
 
@@ -205,7 +211,7 @@ def test_of_many_devices_each_has_a_line():
     found, drawn = _drawn("minutes")
     lines = {item.title: item for item in _group(drawn, "memory") if isinstance(item, Line) and item.title}
     assert len(lines) == 64
-    heights = [max(drawn.bottom - y for _, y in line.points) for line in lines.values()]
+    heights = [max(drawn.height - GANTT_MARGIN - y for _, y in line.points) for line in lines.values()]
     ratio = max(heights) / min(heights)
     peaks = [memory.peak for memory in found.memory]
     assert ratio == pytest.approx(max(peaks) / min(peaks))
@@ -218,10 +224,10 @@ def test_a_limit_is_a_line_unless_it_would_flatten_the_curves(limit, is_drawn, d
     limited = Simulation(*(getattr(found, name) for name in ("schedule", "stages", "transfers", "spans")),
                          found.seconds, found.legs, limits=(limit,) * devices)  # fmt: skip
     drawn = draw_gantt(limited.as_step())
-    check_scene(drawn.scene)
+    check_scene(drawn)
     lines = [item for item in _group(drawn, "memory") if isinstance(item, Line) and item.dashes]
     assert bool(lines) is is_drawn
-    texts = " ".join(item.text for item in drawn.scene.items if isinstance(item, Text))
+    texts = " ".join(item.text for item in drawn.items if isinstance(item, Text))
     assert ("lies above" in texts) is not is_drawn
     assert f"limit {'' if is_drawn else 'of '}{limit / GIB:.1f} GiB" in texts
 
@@ -260,15 +266,13 @@ def test_ticks_of_bytes_are_round_in_their_unit():
 @pytest.mark.parametrize("name", ["two devices", "a V", "large"])
 def test_an_svg_is_xml_that_tells_what_it_shows(name):
     found, drawn = _drawn(name)
-    root = ElementTree.fromstring(svg_of(drawn.scene))
+    root = ElementTree.fromstring(svg_of(drawn))
     assert root.tag == f"{SVG}svg"
     assert root.get("role") == "img"
     assert root.find(f"{SVG}title").text == root.get("aria-label")
     assert found.schedule.name in root.get("aria-label")
     assert not list(root.iter(f"{SVG}script"))
-    assert len(list(root.iter(f"{SVG}text"))) == sum(
-        isinstance(item, Text) for item in flatten_items(drawn.scene.items)
-    )
+    assert len(list(root.iter(f"{SVG}text"))) == sum(isinstance(item, Text) for item in flatten_items(drawn.items))
 
 
 def test_every_format_is_written_whole(tmp_path):
@@ -296,7 +300,7 @@ def test_any_title_can_be_written(tmp_path, form):
 
 def test_the_same_step_gives_the_same_file(tmp_path):
     found = STEPS["two devices"]()
-    for form in ("svg", "html", "json"):
+    for form in TIMELINE_FORMATS:
         one, two = tmp_path / f"one.{form}", tmp_path / f"two.{form}"
         save_timeline(found, one)
         save_timeline(found, two)
@@ -306,7 +310,7 @@ def test_the_same_step_gives_the_same_file(tmp_path):
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("step.gif", "'.gif' names no format; give one of .svg, .html, .json"),
+        ("step.gif", "'.gif' names no format; give one of .svg, .json"),
         ("step", "a suffix must name the format"),
         ("missing/step.svg", "there is no directory .*missing.*; make it first"),
         ("file/step.svg", "is no directory"),
@@ -355,29 +359,7 @@ def test_a_link_is_followed_and_a_file_has_the_usual_rights(tmp_path):
     assert stat.S_IMODE(target.stat().st_mode) == stat.S_IMODE(usual.stat().st_mode)
 
 
-# -- a page, and a trace ---------------------------------------------------------------------------------------------
-
-
-def test_a_page_loads_nothing_from_elsewhere_and_holds_every_action():
-    found, drawn = _drawn("a V")
-    page = timeline_page(found.as_step(), drawn, "</title><script>alert(1)</script>")
-    assert "<script>alert" not in page
-    urls = set(re.findall(r"https?://[^\"'\s<]+", page))
-    assert urls == {"http://www.w3.org/2000/svg"}, "a name of XML, which nobody loads"
-    assert not re.search(r"\b(src|href)=|@import|url\((?!#)", page)
-    data = json.loads(re.search(r'<script type="application/json">(.*?)</script>', page, re.S)[1])
-    assert sum(map(len, data["rows"])) == len(found.spans)
-    for d, row in enumerate(data["rows"]):
-        spans = [span for span in found.spans if span.device == d]
-        assert [one[3] for one in row] == pytest.approx([span.start for span in spans])
-        assert [one[1:3] for one in row] == [[span.action.stage, span.action.micro_batch] for span in spans]
-
-
-def test_figures_of_one_page_share_a_script():
-    found, drawn = _drawn("two devices")
-    figure = timeline_figure(found.as_step(), drawn)
-    assert figure.count("<script") == 1
-    assert "Ctrl and the wheel" in figure
+# -- a trace ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["two devices", "a V", "recompute"])
@@ -404,7 +386,7 @@ def test_the_trace_of_a_simulation_has_its_actions_arrows_and_memory(name):
 
 def test_a_simulation_and_a_record_of_the_same_spans_are_drawn_alike():
     record = KNOWN
-    one = draw_gantt(record.as_step())
-    assert [item.width for item in _group(one, "boxes")] == pytest.approx(
-        [span.seconds / record.seconds * one.frame.width for span in record.spans]
+    step = record.as_step()
+    assert [item.width for item in _group(draw_gantt(step), "boxes")] == pytest.approx(
+        [span.seconds / record.seconds * gantt_layout(step).frame.width for span in record.spans]
     )
