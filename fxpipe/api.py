@@ -110,22 +110,18 @@ def pipeline(
         pin: modules or nodes, by name -> the device they must be on: a number in `devices`, or its name.
         stages_per_device: how many stages each worker has. Stage j is on worker j modulo their number, so that a
             micro-batch goes round as often: each stage is shorter, and a device waits less before its first one. By
-            default 1, or what the schedule wants: 2 for the interleaved ones, the looped one and those there and
-            back.
+            default 1, or what the schedule wants: 2 for the interleaved ones and those there and back.
         schedule: of `forward_backward`; the drop-in always runs gpipe's order. See `fxpipe.scheduling.registry`:
 
             "gpipe"             all forwards, then all backwards: keeps every micro-batch
             "1f1b"              backward as soon as it can be: keeps few, idles as long
             "interleaved_1f1b"  the same with several stages per device: idles less, sends more
-            "looped_bfs"        gpipe with several stages per device
-            "hanayo"            1f1b in waves: 2, 4, ... stages per device, there and back (0, 1, 1, 0)
             "zero_bubble"       backward split, gradients of weights fill the gaps: a third of the idling of 1f1b
             "zero_bubble_2p"    the same with twice the memory: pays where gradients of weights take less than the rest
             "interleaved_zero_bubble"  zero_bubble with v stages per device: idles a v-th of it
             "zbv"               zero_bubble with two stages per device, there and back: a sixth
             "dualpipev"         the same, backward mostly in one piece
             "v_half", "v_min"   the same with half and a third of the memory of 1f1b; idle longer
-            "zero_bubble_auto"  zero bubble in an order searched for what the plan's stages take, within their memory
             "pipedream"         no flush and no idling in `train_stream`, on stale weights, of which stage j of n keeps
                                 n - j versions; a step of `forward_backward` is one of 1f1b
             "pipedream_2bw"     the same with two versions

@@ -307,7 +307,7 @@ class Pipeline(nn.Module):
         with inside.engine.running(), _asking_for_target(may_lack_target):
             if calls is not None:
                 parts = inside.micro_batches_for(calls)
-                schedule = inside.schedule_for(len(parts), max(part.samples for part in parts))
+                schedule = inside.schedule_for(len(parts))
                 loss, outputs = inside.with_updates(
                     overlapping,
                     lambda updates: inside.engine.forward_backward_of(
@@ -317,7 +317,7 @@ class Pipeline(nn.Module):
             else:
                 bound, leaves, batch = inside.bound_program_for(args, kwargs, in_one=True)
                 settings = inside.settings
-                schedule = inside.schedule_for(settings.micro_batches(batch), settings.largest_micro_batch(batch))
+                schedule = inside.schedule_for(settings.micro_batches(batch))
                 targets = () if target is None else (target,)
                 loss, outputs = inside.with_updates(
                     overlapping,

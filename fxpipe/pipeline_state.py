@@ -30,14 +30,13 @@ from fxpipe.planning.dynamic_plan import plan_with_dynamic_sizes
 from fxpipe.planning.evaluation_check import refusal_of_evaluation
 from fxpipe.planning.passes import holds_for_lengths, holds_for_sizes
 from fxpipe.plans import Plan
-from fxpipe.plans.retarget import resize_plan
 from fxpipe.plans.simulate_plan import simulate
 from fxpipe.runtime import BoundProgram, Engine, Executor, StepRecord, executor_for, wire_program
 from fxpipe.runtime.bound_program import ModelTensors, StageReplica
 from fxpipe.runtime.losses import ambiguous_output_message
 from fxpipe.runtime.stage_updates import OverlappedUpdates, StagewiseOptimizer, by_stage
 from fxpipe.runtime.step_inputs import MicroBatch
-from fxpipe.scheduling import Schedule, is_searched, make_schedule
+from fxpipe.scheduling import Schedule, make_schedule
 from fxpipe.tracing.cache_key import GraphKey, InputsKey
 from fxpipe.tracing.fake_tensors import names_without_values
 from fxpipe.tracing.node_info import info
@@ -476,23 +475,15 @@ class PipelineState:
             return True
         return holds_for_lengths(traced, args, kwargs)
 
-    def schedule_for(self, micro_batches: int, samples: int) -> Schedule:
-        """Makes the schedule of a step of `forward_backward`; there must be a plan.
-
-        `samples`: of the largest micro-batch.
-        """
-        settings, demands = self.settings, None
-        if is_searched(settings.schedule):
-            assert self.plan is not None
-            demands = resize_plan(self.plan, samples, settings.checkpoint).demands()
-        n = len(settings.placement)
+    def schedule_for(self, micro_batches: int) -> Schedule:
+        """Makes the schedule of a step of `forward_backward`."""
+        settings = self.settings
         return make_schedule(
             settings.schedule,
-            n,
+            len(settings.placement),
             micro_batches,
             settings.checkpoint,
             settings.placement,
-            demands,
             settings.replicas,
         )
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != "inference")
 # Those whose steps are compared: a step of a stream is one of 1F1B.
 COMPARED_SCHEDULES = tuple(name for name in TRAINING_SCHEDULES if name not in STREAM_POLICIES)
-TUNED_SCHEDULES = tuple(name for name in TRAINING_SCHEDULES if SCHEDULES[name].is_tuned)  # unless others are asked for
 
 
 def parse_training_schedule(value: Any) -> ScheduleLike:

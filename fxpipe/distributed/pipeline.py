@@ -237,7 +237,7 @@ class DistributedPipeline(Pipeline):
                 calls = self._calls_of(micro_batches)
                 check_loss_function(loss_fn, (calls[0].target or None) if calls else None)
                 graph, inputs, targets = state.agree_on_micro_batches(calls)
-            schedule = state.schedule_for(len(inputs.samples), max(inputs.samples))
+            schedule = state.schedule_for(len(inputs.samples))
             call = TrainingCall(loss_fn or model_loss, targets, reduction, grad_scaler, return_outputs, self._to_all)
             loss, outputs = state.engine.train_ranks(graph, inputs, schedule, call)
         if optimizer is not None:

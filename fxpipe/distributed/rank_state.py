@@ -430,7 +430,7 @@ class RankState(PipelineState):
                 left=frozenset(),
             )
             graph = self._make_graph(args, kwargs, seed, count)
-            self.plan = decisions.plan  # with all its figures: a schedule may be searched by them
+            self.plan = decisions.plan
         devices = max(self.settings.placement) + 1
         if devices != self.group.size:
             raise ArgumentError(

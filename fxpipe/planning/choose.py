@@ -26,10 +26,9 @@ from fxpipe.planning.cut_problem import CutProblem, cut_problems, node_costs_of
 from fxpipe.planning.replication import pipedream_starts
 from fxpipe.plans import Bottleneck
 from fxpipe.profiling import Profile
-from fxpipe.scheduling import SCHEDULES, is_searched, is_stream, make_schedule
+from fxpipe.scheduling import SCHEDULES, is_stream, make_schedule
 from fxpipe.scheduling.row_transforms import neighbour_groups
 from fxpipe.simulation import Simulation, Transfer, simulate_schedule, simulate_stream, transfers_of
-from fxpipe.simulation.costs import stage_times_of
 from fxpipe.tracing import Traced
 
 # -- A cut, its costs, and the step as it is simulated ---------------------------------------------------------------
@@ -132,10 +131,7 @@ def _simulate_cut(
             overlaps=False,
             replicas=settings.stage_replicas,
         )
-    demands = stage_times_of(costs, transfers, checkpoint) if is_searched(settings.schedule) else None
-    schedule = make_schedule(
-        settings.schedule, len(loads), m, checkpoint, settings.placement, demands, settings.replicas
-    )
+    schedule = make_schedule(settings.schedule, len(loads), m, checkpoint, settings.placement, settings.replicas)
     return simulate_schedule(schedule, costs, transfers, overlaps=False)
 
 

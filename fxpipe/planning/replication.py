@@ -37,7 +37,7 @@ from fxpipe.planning.cost_model import chain_of, planned_workers, worker_link
 from fxpipe.plans.host_time import LOOPBACK
 from fxpipe.profiling import Profile
 from fxpipe.rewriting import forbidden_cuts
-from fxpipe.scheduling import is_searched, is_stream
+from fxpipe.scheduling import is_stream
 from fxpipe.tracing import Traced
 
 
@@ -173,7 +173,7 @@ def _check_options(settings: Settings) -> None:
             "balance='pipedream' puts one stage on a device: leave stages_per_device out, and take a schedule with "
             "one, as '1f1b', or write balance='optimal'"
         )
-    if not isinstance(settings.schedule, str) or is_searched(settings.schedule):
+    if not isinstance(settings.schedule, str):
         raise ArgumentError(
             "balance='pipedream' chooses the number of stages, and this schedule is an order for stages that are "
             f"known: take one by name, as '1f1b', or {known}"

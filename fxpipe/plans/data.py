@@ -21,7 +21,7 @@ from fxpipe.utils.units import parse_count
 if TYPE_CHECKING:
     import sympy
 
-    from fxpipe.scheduling import Schedule, StageTimes
+    from fxpipe.scheduling import Schedule
 
 
 # The parts of a plan, as frozen data: its stages, what goes between them, and what is worth knowing about them.
@@ -390,10 +390,10 @@ class PlanData:
         return self._schedule_of(self.micro_batches)
 
     def _schedule_of(self, micro_batches: int) -> Schedule:
-        from fxpipe.scheduling import is_searched, make_schedule
+        from fxpipe.scheduling import make_schedule
 
-        n, demands = len(self.stages), self.demands() if is_searched(self.schedule) else None
-        return make_schedule(self.schedule, n, micro_batches, self.checkpoint, self.placement, demands, self.turns)
+        n = len(self.stages)
+        return make_schedule(self.schedule, n, micro_batches, self.checkpoint, self.placement, self.turns)
 
     def _steady_schedule(self) -> Schedule:
         """Its schedule with as many micro-batches as are in flight at any time: of a stream, those of several steps."""
@@ -401,12 +401,6 @@ class PlanData:
 
         n = len(self.stages)
         return self._schedule_of(steady_micro_batches(self.schedule, n, self.micro_batches, self.stage_turns))
-
-    def demands(self) -> tuple[StageTimes, ...]:
-        """Returns the stage times for a schedule that is searched: so the same plan has the same order, always."""
-        from fxpipe.simulation.costs import stage_times_of
-
-        return stage_times_of(*self.costs(), self.modes, [stage.memory_limit for stage in self.stages])
 
     # -- Formulas in the micro-batch size and the dynamic sizes --------------------------------------------------------
 

@@ -51,17 +51,6 @@ zero_bubble: 2 stages, 3 micro-batches
 device 0: 0F0 0F1 0B0 0W0 0F2 0B1 0W1 0B2 0W2
 device 1: 1F0 1B0 1F1 1B1 1W0 1F2 1B2 1W1 1W2
 
-That is for stages that are all alike. Where it is known what they take, an order is searched for just these. Here B of
-the second stage takes twice as long as all else, and so does W of the third; in the order of `zero_bubble` a step takes
-15 s, in this one 14:
-
->>> demands = [StageTimes(forward=1, backward=b, weight=w) for b, w in ((1, 1), (2, 1), (1, 2))]
->>> print(make_schedule("zero_bubble_auto", stages=3, micro_batches=3, demands=demands))
-zero_bubble_auto: 3 stages, 3 micro-batches
-device 0: 0F0 0F1 0F2 0B0 0W0 0B1 0W1 0B2 0W2
-device 1: 1F0 1F1 1F2 1B0 1B1 1B2 1W0 1W1 1W2
-device 2: 2F0 2B0 2F1 2B1 2F2 2B2 2W0 2W1 2W2
-
 A device may have several stages. Each is shorter then, and so is the time until the last device has something to do.
 They go round the devices, or there and back:
 
@@ -111,14 +100,13 @@ from fxpipe.scheduling.builtin import (
     inference,
     interleaved_1f1b,
     interleaved_zero_bubble,
-    looped_bfs,
     one_f_one_b,
     zbv,
     zero_bubble,
     zero_bubble_2p,
 )
 from fxpipe.scheduling.custom import ScheduleLike, as_schedule_like, parse_schedule, placement_of
-from fxpipe.scheduling.factory import check_placement, is_searched, make_schedule, schedule_text
+from fxpipe.scheduling.factory import check_placement, make_schedule, schedule_text
 from fxpipe.scheduling.registry import SCHEDULES
 from fxpipe.scheduling.row_transforms import (
     CHECKPOINTS,
@@ -140,9 +128,8 @@ from fxpipe.scheduling.streams import (
     stream_schedule,
     weight_versions,
 )
-from fxpipe.scheduling.v_schedules import dualpipev, hanayo, v_half, v_min
+from fxpipe.scheduling.v_schedules import dualpipev, v_half, v_min
 from fxpipe.scheduling.validation import activations_in_flight, dependencies, micro_batches_in_flight, validate
-from fxpipe.scheduling.zero_bubble_search import StageTimes, zero_bubble_auto
 
 __all__ = [
     "CHECKPOINTS",
@@ -154,7 +141,6 @@ __all__ = [
     "Rows",
     "Schedule",
     "ScheduleLike",
-    "StageTimes",
     "SteadyWindow",
     "StreamSchedule",
     "WeightPolicy",
@@ -167,13 +153,10 @@ __all__ = [
     "dualpipev",
     "forward_part",
     "gpipe",
-    "hanayo",
     "inference",
     "interleaved_1f1b",
     "interleaved_zero_bubble",
-    "is_searched",
     "is_stream",
-    "looped_bfs",
     "make_schedule",
     "micro_batches_in_flight",
     "one_f_one_b",
@@ -194,5 +177,4 @@ __all__ = [
     "zbv",
     "zero_bubble",
     "zero_bubble_2p",
-    "zero_bubble_auto",
 ]

@@ -73,19 +73,6 @@ def interleaved_zero_bubble(m: int, p: int, v: int) -> Rows:
     return tuple(_interleaved_row(groups, range(d, v * p, p), hops=p - 1 - d, lag=d) for d in range(p))
 
 
-def looped_bfs(m: int, p: int, v: int) -> Rows:
-    """The rows of p devices with v stages each, breadth first: all micro-batches through a stage, then the next one.
-
-    It is `gpipe` in loops. Source: Lamy-Poirier 2023, Breadth-First Pipeline Parallelism, arXiv 2211.05953.
-    """
-    return tuple(_breadth_first_row(m, range(d, v * p, p)) for d in range(p))
-
-
-def _breadth_first_row(m: int, stages: range) -> tuple[Action, ...]:
-    forward = [Action(ActionKind.FORWARD, j, i) for j in stages for i in range(m)]
-    return (*forward, *(Action(ActionKind.BACKWARD, j, i) for _, j, i in reversed(forward)))
-
-
 def micro_batch_groups(m: int, p: int) -> list[range]:
     """The micro-batches in groups of p or, where that does not come out even, a few more; of fewer than p, one group.
 

@@ -25,7 +25,6 @@ from fxpipe.scheduling.row_transforms import (
     with_recompute,
 )
 from fxpipe.scheduling.validation import validate
-from fxpipe.scheduling.zero_bubble_search import StageTimes
 from fxpipe.utils.units import did_you_mean, parse_count
 
 
@@ -35,7 +34,6 @@ def make_schedule(
     micro_batches: int,
     checkpoint: str | Sequence[str] = "never",
     placement: Sequence[int] | None = None,
-    demands: Sequence[StageTimes] | None = None,
     replicas: Sequence[int] = (),
 ) -> Schedule:
     """The schedule of that name, validated. Made once for the same arguments, so that every step may ask for it.
@@ -49,14 +47,12 @@ def make_schedule(
             stage. "except_last" is every one but the last, m - 1. A schedule without backward recomputes nothing.
         placement: for each stage the device that has it, and so the row. If not given: what the schedule is bound to
             (2 stages on each device in the interleaved and the V-shaped ones), else each stage its own.
-        demands: for each stage what its actions take, for a schedule that is searched (`zero_bubble_auto`); if not
-            given, all take the same. Any other schedule is the same for all.
         replicas: of each device, which take micro-batches in turn and have a row each (`fxpipe.scheduling.replicas`);
             if not given, every device is alone.
 
     Raises:
         ArgumentError: an unknown name or mode, a number below 1, a device without a stage, stages where the schedule
-            cannot have them, or demands of other stages, or that nothing can meet, or replicas of other devices.
+            cannot have them, or replicas of other devices.
         ArgumentTypeError: a number that is no integer.
         ScheduleError: one of your own would not run.
 
@@ -75,13 +71,7 @@ def make_schedule(
     known_schedule = as_schedule_like(schedule)
     n, m = parse_count("stages", stages), parse_count("micro_batches", micro_batches)
     placed = _default_placement(known_schedule, n) if placement is None else _check_device_numbers(placement, n)
-    known = _check_times(demands, n) if is_searched(known_schedule) else ()
-    return _make_schedule(known_schedule, n, m, _check_modes(checkpoint, n), placed, known, _check_replicas(replicas))
-
-
-def is_searched(schedule: ScheduleLike) -> bool:
-    """Returns True if the schedule depends on what stages cost."""
-    return isinstance(schedule, str) and schedule in SCHEDULES and SCHEDULES[schedule].search_rows is not None
+    return _make_schedule(known_schedule, n, m, _check_modes(checkpoint, n), placed, _check_replicas(replicas))
 
 
 def schedule_text(schedule: ScheduleLike, micro_batches: int, placement: Placement) -> str:
@@ -98,15 +88,12 @@ def _make_schedule(
     m: int,
     modes: tuple[Checkpoint, ...],
     placement: Placement | None,
-    demands: tuple[StageTimes, ...],
     replicas: tuple[int, ...],
 ) -> Schedule:
     if isinstance(schedule_like, str):
         assert placement is not None
         check_placement(schedule_like, placement)
-        recipe = SCHEDULES[schedule_like]
-        rows = recipe.search_rows(m, demands) if recipe.search_rows and demands else recipe.rows(m, placement)
-        plain = Schedule(schedule_like, n, m, rows)
+        plain = Schedule(schedule_like, n, m, SCHEDULES[schedule_like].rows(m, placement))
     else:
         plain = _checked_custom(schedule_like, n, m, placement)
     if replicas:
@@ -178,12 +165,6 @@ def _check_modes(checkpoint: str | Sequence[str], n: int) -> tuple[Checkpoint, .
             f"checkpoint={checkpoint!r} has {len(modes)} modes for {n} stages: give one for each, or one for all"
         )
     return tuple(cast(Checkpoint, _check_known("checkpoint", mode, CHECKPOINTS)) for mode in modes)
-
-
-def _check_times(demands: Sequence[StageTimes] | None, n: int) -> tuple[StageTimes, ...]:
-    if demands and len(demands) != n:
-        raise ArgumentError(f"demands has {len(demands)} entries for {n} stages: give one for each")
-    return tuple(demands or ())
 
 
 def _check_replicas(replicas: Sequence[int]) -> tuple[int, ...]:

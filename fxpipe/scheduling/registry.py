@@ -10,11 +10,8 @@ micro-batch takes a device, F + B + W.
 | `gpipe`                   | after all, in reverse     | 1, or any placement | m             | p - 1             |
 | `1f1b`                    | at once, in order         | 1, or any placement | p             | p - 1             |
 | `interleaved_1f1b`        | the same, stage by stage  | v = 2, 3, ...       | p + (p-1) / v | (p - 1) / v       |
-| `looped_bfs`              | after all, stage by stage | v = 2, 3, ...       | m             | (p - 1) / v       |
-| `hanayo`                  | at once, wave by wave     | v = 2, 4, ..., V    | p             | 4 (p - 1) / (3 v) |
 | `zero_bubble`             | B at once, W in the gaps  | 1, or any placement | p             | (p - 1) / 3       |
 | `zero_bubble_2p`          | the same, more in flight  | 1, or any placement | 2 p - 1       | (p - 1) / 3       |
-| `zero_bubble_auto`        | in a searched order       | 1                   | p             | (p - 1) / 3       |
 | `interleaved_zero_bubble` | B by stage, W in the gaps | v = 2, 3, ...       | p             | (p - 1) / (3 v)   |
 | `zbv`                     | as `zero_bubble`          | 2, V                | p             | (p - 1) / 6       |
 | `dualpipev`               | whole, W only in bubbles  | 2, V                | p + 1 / 2     | (p - 1) / 6       |
@@ -26,7 +23,7 @@ micro-batch takes a device, F + B + W.
 
 V is there and back (0, 1, 1, 0): the loss is on the first device. `v_half` and `v_min` keep whole micro-batches, so
 round down; their bubble is a little less for some p. Where p does not divide m, groups of micro-batches are larger in
-`hanayo` and the interleaved ones, which then keep more.
+the interleaved ones, which then keep more.
 
 All of it for as many micro-batches as fill the pipeline; of fewer, less is kept and devices idle more. Kept is what W
 still needs, too, though that is less than what B needs. Chimera and DualPipe are bidirectional: each stage would be in
@@ -43,9 +40,6 @@ long as W takes no longer than F and than B. So the larger memory of the second 
 (attention, activation functions). At (p - 1) F all that is left is the time until the last device has something to do,
 which is there as long as a step ends on all devices before the next one begins.
 
-`zero_bubble_auto` is made of what the stages of a plan cost and may take: of equal ones it is `zero_bubble`, and of any
-no longer than that, nor by more than a thousandth than `zero_bubble_2p`, where those fit (`zero_bubble_search`).
-
 `pipedream` and `pipedream_2bw` have no bubble, but stale weights: `train_stream` runs them, in the order of `streams`.
 A step by itself, of `forward_backward`, is one of `1f1b`, and so are its rows here.
 
@@ -55,8 +49,8 @@ If in doubt: `1f1b`, the simplest that keeps few activations. With few micro-bat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -66,7 +60,6 @@ from fxpipe.scheduling.builtin import (
     inference,
     interleaved_1f1b,
     interleaved_zero_bubble,
-    looped_bfs,
     one_f_one_b,
     zbv,
     zero_bubble,
@@ -79,8 +72,7 @@ from fxpipe.scheduling.row_transforms import (
     round_robin,
     there_and_back,
 )
-from fxpipe.scheduling.v_schedules import dualpipev, hanayo, v_half, v_min
-from fxpipe.scheduling.zero_bubble_search import StageTimes, zero_bubble_auto
+from fxpipe.scheduling.v_schedules import dualpipev, v_half, v_min
 
 Placement: TypeAlias = tuple[int, ...]  # for each stage its device
 
@@ -94,15 +86,12 @@ class ScheduleRecipe:
     stages_per_device: int = 1  # how many stages a device has, unless others are asked for
     has_fixed_placement: bool = False  # to that placement, and no fewer stages on a device than that
     most: int | None = None  # stages on a device
-    multiple: int = 1  # which stages on a device are one of
-    is_tuned: bool = True  # False: of equal stages another is as short and keeps no more, so tuners do not try it
-    search_rows: Callable[[int, Sequence[StageTimes]], Rows] | None = None  # in place of `rows`, where costs are known
 
     def takes(self, each: int) -> bool:
         """Returns True if a device may have so many stages."""
         if not self.has_fixed_placement:
             return True
-        return self.stages_per_device <= each <= (self.most or each) and each % self.multiple == 0
+        return self.stages_per_device <= each <= (self.most or each)
 
     @property
     def stages_words(self) -> str:
@@ -110,8 +99,6 @@ class ScheduleRecipe:
         least = self.stages_per_device
         if least == self.most:
             return f"{least} stage{'' if least == 1 else 's'}"
-        if self.multiple > 1:
-            return f"{least}, {least + self.multiple}, {least + 2 * self.multiple}, ... stages"
         return f"{least} or more stages"
 
 
@@ -137,16 +124,6 @@ def _in_loops(by_device: Callable[[int, int, int], Rows]) -> ScheduleRecipe:
     return ScheduleRecipe(rows, stages_per_device=2, has_fixed_placement=True)
 
 
-def _in_waves(by_device: Callable[[int, int, int], Rows]) -> ScheduleRecipe:
-    """The recipe of a schedule of (micro-batches, devices, times there and back)."""
-
-    def rows(m: int, placement: Placement) -> Rows:
-        devices = max(placement) + 1
-        return by_device(m, devices, len(placement) // (2 * devices))
-
-    return ScheduleRecipe(rows, there_and_back, stages_per_device=2, has_fixed_placement=True, multiple=2)
-
-
 def _in_a_v(by_device: Callable[[int, int], Rows]) -> ScheduleRecipe:
     """The recipe of a schedule of (micro-batches, devices), once there and back."""
 
@@ -156,14 +133,8 @@ def _in_a_v(by_device: Callable[[int, int], Rows]) -> ScheduleRecipe:
     return ScheduleRecipe(rows, there_and_back, stages_per_device=2, has_fixed_placement=True, most=2)
 
 
-def _equal_stages_rows(m: int, placement: Placement) -> Rows:
-    return zero_bubble_auto(m, [StageTimes(1, 1, 1)] * len(placement))
-
-
 # A step of such a schedule by itself, which ends with a flush, is one of 1F1B.
-_STREAM = ScheduleRecipe(
-    lambda m, placement: one_f_one_b(m, len(placement)), has_fixed_placement=True, most=1, is_tuned=False
-)
+_STREAM = ScheduleRecipe(lambda m, placement: one_f_one_b(m, len(placement)), has_fixed_placement=True, most=1)
 
 # Schedules that have each stage in two places, with its weights, and the one to use instead.
 BIDIRECTIONAL: Mapping[str, str] = MappingProxyType({"chimera": "dualpipev", "dualpipe": "dualpipev"})
@@ -173,13 +144,8 @@ SCHEDULES: Mapping[str, ScheduleRecipe] = MappingProxyType(
         "gpipe": _any_placement(gpipe),
         "1f1b": _any_placement(one_f_one_b),
         "interleaved_1f1b": _in_loops(interleaved_1f1b),
-        "looped_bfs": replace(_in_loops(looped_bfs), is_tuned=False),  # interleaved_1f1b
-        "hanayo": replace(_in_waves(hanayo), is_tuned=False),  # zbv
         "zero_bubble": _any_placement(zero_bubble),
         "zero_bubble_2p": _any_placement(zero_bubble_2p),
-        "zero_bubble_auto": ScheduleRecipe(
-            _equal_stages_rows, has_fixed_placement=True, most=1, search_rows=zero_bubble_auto
-        ),
         "interleaved_zero_bubble": _in_loops(interleaved_zero_bubble),
         "zbv": _in_a_v(zbv),
         "dualpipev": _in_a_v(dualpipev),

@@ -11,7 +11,6 @@ them are there at once.
                 F-       F=           B=                B-
     V-Min       d        2p - 1 - d   2p + d            4p - 1 - d        and 2 more for both B where 3 divides p
     V-Half      2d       3p - 2 - d   3p - 1 + 2d       6p - 2 - d        and 3 more for both B where 2 divides p
-    wave        3d       6p - 5 - 3d  6p - 4 + 3d       12p - 8 - 3d      B is whole, and takes two slots
 
 (The additions are there because two actions would have the same slot.) V-Min of two devices, and where W finds room
 when the block repeats:
@@ -21,8 +20,7 @@ when the block repeats:
     device 1        F-  F=          B=  B-          W=  W-
 
 Sources: Qi et al. 2024, Pipeline Parallelism with Controllable Memory, arXiv 2405.15362 (building blocks, V-Min and
-V-Half). Liu et al. 2023, Hanayo: Harnessing Wave-like Pipeline Parallelism for Enhanced Large Model Training
-Efficiency, SC 2023, arXiv 2308.15762. DeepSeek-AI 2024, DeepSeek-V3 Technical Report, arXiv 2412.19437, and
+V-Half). DeepSeek-AI 2024, DeepSeek-V3 Technical Report, arXiv 2412.19437, and
 github.com/deepseek-ai/DualPipe (DualPipeV, which is DualPipe cut in half).
 """
 
@@ -35,7 +33,7 @@ from itertools import chain
 from typing import TypeAlias
 
 from fxpipe.scheduling.actions import Action, ActionKind, Rows
-from fxpipe.scheduling.builtin import micro_batch_groups, zbv
+from fxpipe.scheduling.builtin import zbv
 from fxpipe.scheduling.row_transforms import there_and_back
 
 _PERIOD = 6  # slots of a micro-batch on a device: F, B and W of two stages
@@ -165,45 +163,6 @@ def _needs(action: Action, stages: int) -> Iterator[Action]:
             yield Action(kind, stage + 1, i)
     elif kind is ActionKind.WEIGHT:
         yield Action(ActionKind.BACKWARD, stage, i)
-
-
-# -- Hanayo: waves, there and back several times, and backward whole ---------------------------------------------------
-#
-# With 2 w stages on each device a micro-batch goes there and back w times, in w waves. Each wave goes through the block
-# as a micro-batch of its own would. Micro-batches go in groups of p or a few more, as in interleaved 1F1B: the first
-# wave of a group, then its second one ..., and backward from the last wave to the first. On two devices with two waves,
-# stages 0, 3, 4, 7 on the first, a group of two; forward:
-#
-#     device 0    0F0 0F1     3F0 4F0 3F1 4F1     7F0     7F1
-#     device 1        1F0 2F0 1F1 2F1 5F0 6F0 5F1 6F1
-#
-# Backward of the last wave follows its forward in the block; so forwards of other waves are that much ahead.
-
-
-def hanayo(m: int, p: int, w: int) -> Rows:
-    """The rows of p devices with 2 w stages each, placed there and back."""
-    groups = micro_batch_groups(max(m, p), p)  # of fewer than p those that are not there are left out
-    forward = [(k, i) for group in groups for k in range(w) for i in group]
-    backward = [(k, i) for group in groups for k in reversed(range(w)) for i in group]
-    ahead = (w - 1) * len(groups[0])
-    rows = (_wave_row(forward, backward, ahead, p, d) for d in range(p))
-    return tuple(tuple(action for action in row if action.micro_batch < m) for row in rows)
-
-
-def _wave_row(
-    forward: list[tuple[int, int]], backward: list[tuple[int, int]], ahead: int, p: int, d: int
-) -> tuple[Action, ...]:
-    """The row of a device. `forward` and `backward`: (wave, micro-batch) in order."""
-    slots: dict[int, Action] = {}
-    for place, (k, i) in enumerate(forward):
-        early, late = 2 * p * k + d, 2 * p * (k + 1) - 1 - d
-        slots[_PERIOD * place + 3 * d] = Action(ActionKind.FORWARD, early, i)
-        slots[_PERIOD * place + 6 * p - 5 - 3 * d] = Action(ActionKind.FORWARD, late, i)
-    for place, (k, i) in enumerate(backward, ahead):
-        early, late = 2 * p * k + d, 2 * p * (k + 1) - 1 - d
-        slots[_PERIOD * place + 6 * p - 4 + 3 * d] = Action(ActionKind.BACKWARD, late, i)
-        slots[_PERIOD * place + 12 * p - 8 - 3 * d] = Action(ActionKind.BACKWARD, early, i)
-    return tuple(slots[slot] for slot in sorted(slots))
 
 
 # -- DualPipeV: one half of DualPipe, in which backward is split only where W fills a bubble ---------------------------

@@ -27,7 +27,6 @@ Costs of stages and transfers have this form from the cut to the plan. What else
 | `plans.StagePlan`                        | a cost as formulas in the micro-batch size, for a file              |
 | `plans.PlannedTransfer`                  | a `Transfer` with such formulas                                     |
 | `plans.Portal`, `rewriting.program.Skip` | one value, by its name                                              |
-| `scheduling.StageTimes`                  | F, B, W and R with their transfers, for a search                    |
 | `simulation.events.DependencyEdge`       | what an action waits for, also where nothing is sent                |
 | `simulation.timeline.TransferRecord`     | a transfer between two actions                                      |
 """
@@ -40,7 +39,6 @@ from dataclasses import dataclass, fields
 from typing import TypeVar
 
 from fxpipe.errors import ArgumentError
-from fxpipe.scheduling import StageTimes
 from fxpipe.utils.polynomial import Polynomial
 
 Bytes = TypeVar("Bytes", int, float, Polynomial)  # for one micro-batch size, or for any
@@ -200,56 +198,3 @@ def _check_numbers(
         if field.name not in _NO_NUMBERS and value is not None and not (math.isfinite(value) and value >= 0):
             what = "size; give bytes" if field.name.endswith("bytes") else "time; give seconds"
             raise ArgumentError(f"{name}.{field.name}={value!r} is no {what}, 0 or more and finite")
-
-
-# -- Stage times for a schedule that is searched (`zero_bubble_auto`), made of the costs of stages -------------------
-
-
-def stage_times_of(
-    stages: Sequence[StageCost],
-    transfers: Sequence[Transfer] = (),
-    modes: Sequence[str] | None = None,
-    limits: Sequence[float | None] | None = None,
-) -> tuple[StageTimes, ...]:
-    """Computes the `StageTimes` of each stage, as on a device of its own.
-
-    As the runtime does it, a device copies what it receives before it computes; so transfers are a part of F and B.
-    Where bytes are not known, a micro-batch counts as one unit of memory. A limit that does not hold a single
-    micro-batch is taken for one that does: something has to run, and whether it fits the simulation will say.
-
-    Args:
-        stages: their costs.
-        transfers: all that goes between them.
-        modes: for each its checkpoint mode; "never" if not given.
-        limits: for each the bytes that it may take, all that is always there included; None: not known.
-    """
-    n = len(stages)
-    values, gradients = ([0.0] * n for _ in range(2))
-    for way in transfers:
-        (gradients if way.is_gradient else values)[way.target] += way.seconds
-    return tuple(
-        _stage_times(cost, value, gradient, mode, limit)
-        for cost, value, gradient, mode, limit in zip(
-            stages, values, gradients, modes or ["never"] * n, limits or [None] * n, strict=True
-        )
-    )
-
-
-def _stage_times(cost: StageCost, value: float, gradient: float, mode: str, limit: float | None) -> StageTimes:
-    weight = cost.backward / 2 if cost.weight is None else cost.weight
-    received, saved = cost.input_bytes + cost.portal_bytes, cost.saved_bytes
-    if not received + saved:
-        saved, limit = 1.0, None
-    again = 0.0 if mode == "never" else cost.forward if cost.recompute is None else cost.recompute
-    if limit is not None:
-        of_last = saved if mode == "except_last" else 0.0  # its F keeps what the F of others leave to R
-        limit = max(received + saved, limit - cost.static_bytes - cost.working_bytes - of_last)
-    return StageTimes(
-        forward=value + cost.forward + cost.loss + cost.action,
-        backward=gradient + cost.backward - weight + cost.action,
-        weight=weight + cost.action,
-        recompute=again + cost.action if mode != "never" else 0.0,
-        forward_memory=received + saved if mode == "never" else received,
-        recompute_memory=0.0 if mode == "never" else saved,
-        limit=limit,
-    )

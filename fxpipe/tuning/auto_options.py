@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from fxpipe.config.pipeline_options import Settings
-from fxpipe.config.stage_placement import TUNED_SCHEDULES, place_stages
+from fxpipe.config.stage_placement import COMPARED_SCHEDULES, place_stages
 from fxpipe.planning.cost_model import planned_workers
 from fxpipe.planning.passes import PreparedGraph, ProfiledModel, holds_for_chunks, prepare_profiled
 from fxpipe.plans import Plan
@@ -66,7 +66,7 @@ def _free_candidates(profiled: ProfiledModel, settings: Settings) -> Iterable[Ca
     each = len(settings.placement) // workers
     counts = _chunks_to_try(profiled.batch, settings) if "chunks" in left else (settings.chunks,)
     return candidates_of_model(
-        TUNED_SCHEDULES if "schedule" in left else (settings.schedule,),
+        COMPARED_SCHEDULES if "schedule" in left else (settings.schedule,),
         counts,
         TRIED_STAGES_PER_DEVICE if "stages_per_device" in left else (each,),
     )
@@ -125,7 +125,7 @@ def with_best_schedule(plan: Plan, settings: Settings) -> Settings:
     batch = plan.batch or settings.chunks * plan.micro_batch
     modes = None if settings.checkpoint == "auto" else (settings.checkpoint,)
     rows = search_candidates(
-        candidates_of_plan(plan, TUNED_SCHEDULES, (settings.chunks,)),
+        candidates_of_plan(plan, COMPARED_SCHEDULES, (settings.chunks,)),
         PlanVariants(plan, batch),
         memory_limits_of(plan),
         modes=modes,

@@ -25,9 +25,8 @@ from fxpipe.planning.passes import PreparedGraph, ProfiledModel, prepare_cut
 from fxpipe.plans import Plan
 from fxpipe.plans.retarget import action_seconds
 from fxpipe.plans.simulate_plan import vary_plan
-from fxpipe.scheduling import Schedule, is_searched, is_stream, make_schedule, micro_batches_in_flight
+from fxpipe.scheduling import Schedule, is_stream, make_schedule, micro_batches_in_flight
 from fxpipe.simulation import StageCost, simulate_schedule, simulate_stream
-from fxpipe.simulation.costs import stage_times_of
 from fxpipe.tracing.shapes.tensor_shape import bytes_at
 from fxpipe.tracing.tensors import tensor_bytes
 from fxpipe.tuning.candidates import Candidate
@@ -122,8 +121,7 @@ class ModelPlans:
             _with_reduction(stage, self.settings, k, self._gradient_bytes // len(placement))
             for stage, k in zip(stages, placement, strict=True)
         ]
-        demands = stage_times_of(stages) if is_searched(candidate.schedule) else None
-        schedule = make_schedule(candidate.schedule, len(placement), m, placement=placement, demands=demands)
+        schedule = make_schedule(candidate.schedule, len(placement), m, placement=placement)
         again = self._recomputed_share(schedule, largest_micro_batch(self.profiled.batch, m))
         stages = [replace(stage, backward=stage.backward + again * stage.forward) for stage in stages]
         if is_stream(candidate.schedule):

@@ -21,8 +21,8 @@ from fxpipe.errors import ArgumentError, PartitionError, ScheduleError
 from fxpipe.plans import Plan
 from fxpipe.plans.retarget import resize_plan
 from fxpipe.plans.simulate_plan import simulate
-from fxpipe.scheduling import ScheduleLike, is_searched
-from fxpipe.tuning.candidate_plans import CheckpointMode, PlanSource, with_memory_limits
+from fxpipe.scheduling import ScheduleLike
+from fxpipe.tuning.candidate_plans import CheckpointMode, PlanSource
 from fxpipe.tuning.candidates import SAME_STEP_TOLERANCE, Candidate, CandidateResult
 from fxpipe.utils.progress import ignore_progress
 from fxpipe.utils.units import human_bytes
@@ -120,8 +120,6 @@ def _try_within_limits(
 def _simulate_candidate(
     candidate: Candidate, plan: Plan, limits: MemoryLimits, others: Mapping[str, Any]
 ) -> CandidateResult:
-    if is_searched(plan.schedule):
-        plan = with_memory_limits(plan, limits)  # its order depends on them
     simulation = simulate(plan, updates=False)  # of no schedule: a step has its update behind it
     largest = resize_plan(plan, plan.micro_batch, sizes=plan.largest_sizes)  # of this memory limits are asked
     memory = tuple(held.peak for held in (simulation if largest is plan else simulate(largest)).memory)

@@ -19,7 +19,7 @@ from fxpipe.config.pipeline_options import (
     Settings,
     is_default,
 )
-from fxpipe.config.stage_placement import TRAINING_SCHEDULES, TUNED_SCHEDULES
+from fxpipe.config.stage_placement import COMPARED_SCHEDULES, TRAINING_SCHEDULES
 from fxpipe.errors import ArgumentError, ArgumentTypeError, MemoryLimitError
 from fxpipe.hardware import Hardware
 from fxpipe.planning.cost_model import planned_workers, with_memory_at_hand
@@ -112,8 +112,7 @@ def tune(
     and whose pipelines hold at least parameters, gradients and optimizer state; in both orders of the mesh, unless all
     devices stand in one node. One replica is simulated, and the reduction of gradients over all of them.
 
-    Not tried: "looped_bfs" and "hanayo" unless `schedules` names them, since others are as short and keep no more;
-    other orders of the devices, and fewer of them; cuts by hand and pins (for them write chunks="auto",
+    Not tried: other orders of the devices, and fewer of them; cuts by hand and pins (for them write chunks="auto",
     schedule="auto" in `fxpipe.pipeline`); numbers of micro-batches in between, and more than 32 for each device
     unless nothing fits otherwise; more than 4,096 forwards of one replica where replicas may be fewer or more;
     recomputing where a candidate fits as it is, or would be slower than the best even with all the memory it likes.
@@ -157,7 +156,7 @@ def tune(
     options = locals()
     with planning_block(), show_progress(parse_switch("progress", progress)), show_phases("planning"):
         parse_switch("measure", measure)
-        names = TUNED_SCHEDULES if schedules is None else parse_choices("schedules", schedules, TRAINING_SCHEDULES)
+        names = COMPARED_SCHEDULES if schedules is None else parse_choices("schedules", schedules, TRAINING_SCHEDULES)
         modes = None if checkpoint is None else parse_choices("checkpoint", checkpoint, CHECKPOINTS)
         counts = None if chunks is None else _parse_counts("chunks", chunks)
         each = None if stages_per_device is None else _parse_counts("stages_per_device", stages_per_device)

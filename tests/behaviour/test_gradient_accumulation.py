@@ -146,7 +146,6 @@ def test_after_the_second_size_nothing_is_recorded() -> None:
         {"schedule": "1f1b", "checkpoint": "except_last"},
         {"schedule": "zero_bubble"},
         pytest.param({"schedule": "zero_bubble", "checkpoint": ["always", "never"]}, marks=pytest.mark.anywhere),
-        {"schedule": "zero_bubble_auto"},
         {"schedule": "interleaved_1f1b"},
         pytest.param({"schedule": "zbv"}, marks=pytest.mark.anywhere),
     ],

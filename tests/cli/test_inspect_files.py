@@ -82,7 +82,7 @@ def test_help_can_be_read_in_eighty_columns(
     text = capsys.readouterr().out
     assert [line for line in text.splitlines() if len(line) > 80] == []
     assert "--schedule NAME" in text
-    assert "zero_bubble_auto" in " ".join(text.split())
+    assert "zero_bubble_2p" in " ".join(text.split())
 
 
 def test_the_rest_of_a_search_is_shown_by_an_option(saved: str, capsys: pytest.CaptureFixture[str]) -> None:

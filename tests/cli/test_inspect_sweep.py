@@ -39,7 +39,7 @@ def test_schedules_on_the_stages_of_a_plan() -> None:
     plan = replace(plan_for(4, "1f1b"), chunks=8)
     runs = compare_schedules(plan, fxpipe.simulate(plan))
     assert runs[0].schedule == "1f1b"
-    names = {"1f1b", "gpipe", "zero_bubble", "zero_bubble_2p", "zero_bubble_auto"}  # the others want two
+    names = {"1f1b", "gpipe", "zero_bubble", "zero_bubble_2p"}  # the others want two
     assert {run.schedule for run in runs} == names
     assert [run.step_seconds for run in runs[1:]] == sorted(run.step_seconds for run in runs[1:])
     by_name = {run.schedule: run for run in runs}
@@ -51,12 +51,12 @@ def test_schedules_on_the_stages_of_a_plan() -> None:
     assert "yes" not in text  # no limit is known
 
 
-@pytest.mark.parametrize("schedule", ["dualpipev", "v_half", "v_min", "hanayo"])
+@pytest.mark.parametrize("schedule", ["dualpipev", "v_half", "v_min"])
 def test_schedules_on_stages_that_go_there_and_back(schedule: str) -> None:
     plan = replace(make_plan(6, 8, schedule), placement=(0, 1, 2, 2, 1, 0))
     runs = compare_schedules(plan, fxpipe.simulate(plan))
     assert runs[0].schedule == schedule
-    assert {run.schedule for run in runs} >= {"zbv", "dualpipev", "v_half", "v_min", "hanayo"}
+    assert {run.schedule for run in runs} >= {"zbv", "dualpipev", "v_half", "v_min"}
     by_name = {run.schedule: run for run in runs}
     assert by_name["v_min"].peak_bytes < by_name["zbv"].peak_bytes < by_name["gpipe"].peak_bytes
 
@@ -185,7 +185,7 @@ def test_the_command_sweeps(mlp: list[str], capsys: pytest.CaptureFixture[str]) 
     words = " ".join(printed.split())
     names = [name for name in TRAINING_SCHEDULES if SCHEDULES[name].stages_per_device == 2]
     assert f"no plan for - 4 devices, {', '.join(names)}: stages=8, but the 6 nodes can be cut into 6 at" in words
-    assert "- 8 devices, 1f1b, gpipe, zero_bubble, zero_bubble_2p, zero_bubble_auto: stages=8, but the 6" in words
+    assert "- 8 devices, 1f1b, gpipe, zero_bubble, zero_bubble_2p: stages=8, but the 6" in words
     assert main([*mlp, "--sweep", "--json", "--devices", "2", "--schedule", "gpipe"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["schedule"] == "gpipe"

@@ -15,7 +15,7 @@ from fxpipe.plans import Plan
 # rates of table 5 that follow from them. Both as the authors keep them beside the program that made them:
 # github.com/sail-sg/zero-bubble-pipeline-parallelism, megatron/core/pipeline_parallel/efficiency.py, commit f68d3879.
 # Of 1F1B-I only the inputs stand there; its rates are what that program prints. ZB-1p has the rates of ZB-H1 in the
-# table. ZB-2p, whose schedules come from a search, is below.
+# table. (ZB-2p is left out: its schedules come from a search.)
 #
 # devices, micro-batches, layers, milliseconds of F, B, W and sending; bubble rates of 1F1B, 1F1B-I, ZB-H1, ZB-H2
 TABLE_5 = [
@@ -31,25 +31,6 @@ TABLE_5 = [
     (32, 96, 64, 10.419, 10.207, 7.715, 0.408, 0.2646, 0.1493, 0.1421, 0.0641),
     (32, 128, 64, 10.408, 10.204, 7.703, 0.408, 0.2168, 0.1164, 0.1106, 0.0490),
     (32, 256, 64, 10.402, 10.248, 7.698, 0.460, 0.1352, 0.0624, 0.0594, 0.0257),
-]
-
-# Of the same table, and from the same file: ZB-2p, and the sizes of the models (hidden units, heads; 1024 tokens) from
-# which that program takes its memory: F takes 34 h + 5 a s, W gives back 32 h of it. ZB-1p has the rates of ZB-H1, with
-# the memory of p micro-batches; ZB-2p has that of 2 p. In the last column: the least of ours, in the paper's measure,
-# where it differs.
-SEARCHED = [
-    (2304, 24, 0.0433, 0.0434),
-    (2304, 24, 0.0039, None),
-    (2304, 24, 0.0026, None),
-    (4096, 32, 0.0029, None),
-    (4096, 32, 0.0022, None),
-    (4096, 32, 0.0010, None),
-    (5120, 40, 0.0066, None),
-    (5120, 40, 0.0054, None),
-    (5120, 40, 0.0028, None),
-    (6144, 48, 0.0038, 0.0068),
-    (6144, 48, 0.0029, 0.0052),
-    (6144, 48, 0.0018, 0.0033),
 ]
 
 

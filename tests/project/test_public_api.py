@@ -24,7 +24,7 @@ PUBLIC = {
     "fxpipe.integrations.transformers": "PipelineTrainer",
     "fxpipe.optim": "StageOptimizer",
     "fxpipe.scheduling": """
-        CHECKPOINTS SCHEDULES STREAM_POLICIES Action ActionKind Checkpoint Rows Schedule ScheduleLike StageTimes
+        CHECKPOINTS SCHEDULES STREAM_POLICIES Action ActionKind Checkpoint Rows Schedule ScheduleLike
         StreamSchedule WeightPolicy
     """,
 }

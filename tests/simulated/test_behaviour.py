@@ -40,7 +40,8 @@ def test_drop_in_steps_equal_the_plain_model(name):
 
 
 @pytest.mark.parametrize(
-    "schedules", [("zero_bubble", "zero_bubble_2p"), ("interleaved_1f1b", "looped_bfs"), ("zbv", "dualpipev")]
+    "schedules",
+    [("zero_bubble", "zero_bubble_2p"), ("interleaved_1f1b", "interleaved_zero_bubble"), ("zbv", "dualpipev")],
 )
 def test_schedules_of_several_stages_and_split_backwards_equal_the_plain_model(schedules):
     case, plain, pipe = case_and_pipe("unet", 2, CHUNKS, schedule=schedules[0])

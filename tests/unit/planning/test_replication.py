@@ -245,7 +245,6 @@ def test_replicas_that_do_not_share_the_mini_batch_evenly_take_micro_batches_in_
         ({"schedule": "zbv"}, "puts one stage on a device"),
         ({"checkpoint": ["never"] * 4}, "checkpoint=.* has a mode for each stage"),
         ({"memory_limit": ["1GiB", "2GiB", "1GiB", "1GiB"]}, "memory_limit differs from device to device"),
-        ({"schedule": "zero_bubble_auto"}, "this schedule is an order for stages that are known"),
         ({"schedule": lambda m, n: fxpipe.scheduling.make_schedule("gpipe", n, m)}, "this schedule is an order"),
     ],
 )

@@ -193,14 +193,6 @@ def test_inference_takes_no_loss():
     assert max(span.seconds for span in spans) < 5e-3
 
 
-def test_a_search_of_a_schedule_heeds_the_loss():
-    model, x, costs = with_known_seconds(3)
-    plan = fxpipe.plan(
-        model, 2, example_args=(x,), chunks=2, profile=costs, balance=[4, 4], schedule="zero_bubble_auto"
-    )
-    assert plan.demands()[1].forward == pytest.approx(10e-3, rel=0.05)
-
-
 def test_the_loss_grows_with_the_micro_batch_but_for_its_fixed_part():
     model, x, costs = with_known_seconds(0)
     assert costs.loss is not None

@@ -27,7 +27,7 @@ from fxpipe.simulation import StageCost, simulate_schedule
 
 SIZES = list(product(range(1, 7), range(1, 14)))  # devices, micro-batches
 UNIT = StageCost(forward=1, backward=2, weight=1, saved_bytes=1)  # F, B and W as long as each other
-SPLIT = ["zero_bubble", "zero_bubble_2p", "zero_bubble_auto", "interleaved_zero_bubble", "zbv", "v_half", "v_min"]
+SPLIT = ["zero_bubble", "zero_bubble_2p", "interleaved_zero_bubble", "zbv", "v_half", "v_min"]
 PARTLY_SPLIT = ["dualpipev"]
 
 
@@ -176,21 +176,6 @@ def test_interleaved_zero_bubble_keeps_p_micro_batches_where_p_divides_their_num
             assert (v - 1) * largest + p == v * p
 
 
-def test_looped_bfs_keeps_all():
-    for (p, m), v in product(SIZES, (2, 3)):
-        assert kept(on("looped_bfs", p, m, v)) == [m * v] * p
-
-
-def test_hanayo_keeps_p_micro_batches_and_more_of_larger_groups():
-    for (p, m), waves in product(SIZES, (1, 2, 3)):
-        most = max(kept(on("hanayo", p, m, 2 * waves)))
-        if m >= p:
-            largest = -(-m // (m // p))
-            assert most == 2 * waves * p + 2 * (waves - 1) * (largest - p)
-        else:
-            assert most <= 2 * waves * m
-
-
 def test_dualpipev_keeps_an_activation_more_than_zbv():
     for p, m in SIZES:
         most = max(kept(on("dualpipev", p, m)))
@@ -282,12 +267,6 @@ def test_zero_bubble_idles_a_third_of_1f1b():
         assert simulated(on("1f1b", p, m)).step_seconds == 3 * m + 3 * (p - 1)
 
 
-def test_looped_bfs_is_as_long_as_interleaved_1f1b():
-    for (p, m), v in product(SIZES, (2, 3)):
-        steps = [simulated(on(name, p, m, v)).step_seconds for name in ("looped_bfs", "interleaved_1f1b")]
-        assert steps[0] == steps[1]
-
-
 def test_interleaved_zero_bubble_idles_a_third_of_interleaved_1f1b():
     """As long as the last device waits for its first value; of fewer than p, until one has gone round."""
     for (p, m), v in product(SIZES, (2, 3, 4)):
@@ -295,16 +274,6 @@ def test_interleaved_zero_bubble_idles_a_third_of_interleaved_1f1b():
         round_trip = max(2 * v * p + 2 * m - 1, 2 * v * m + (v + 1) * p - 1)
         assert step == (3 * v * m + (p - 1) if m >= p else round_trip)
     assert simulated(on("interleaved_zero_bubble", 8, 16, 4)).step_seconds == 199
-
-
-def test_hanayo_idles_the_less_the_more_waves_there_are():
-    """Four forwards of a stage for each device but the first, however many micro-batches."""
-    for (p, m), waves in product(SIZES, (1, 2, 3)):
-        step = simulated(on("hanayo", p, m, 2 * waves)).step_seconds
-        if m >= p:
-            assert step == 6 * waves * m + 4 * (p - 1)
-        if m == 1:
-            assert step == 6 * waves * p
 
 
 def test_dualpipev_idles_as_long_as_zbv():

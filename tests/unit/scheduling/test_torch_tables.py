@@ -67,7 +67,6 @@ def test_the_text_that_torch_writes_of_a_table_is_accepted_as_it_is():
 
 NAMED = {
     "ScheduleGPipe": "gpipe",
-    "ScheduleLoopedBFS": "looped_bfs",
     "ScheduleInterleaved1F1B": "interleaved_1f1b",
     "ScheduleInterleavedZeroBubble": "interleaved_zero_bubble",
     "ScheduleZBVZeroBubble": "zbv",

@@ -1,4 +1,4 @@
-"""Zero bubble's tables 4 and 5: throughput and bubble rates of 1F1B, interleaved 1F1B, ZB-H1, ZB-H2, ZB-1p and ZB-2p.
+"""Zero bubble's tables 4 and 5: throughput and bubble rates of 1F1B, interleaved 1F1B, ZB-H1 and ZB-H2.
 
     python tools/bench/published/zero_bubble.py                   eight GPUs; without them small, on CPU workers
 
@@ -20,11 +20,8 @@ from models import GPT, sequence_loss
 from paper_models import load_script
 from tables import Cell, Plot, Table
 
-from fxpipe.scheduling import StageTimes, make_schedule, round_robin
-from fxpipe.scheduling.zero_bubble_search import candidate_schedules
+from fxpipe.scheduling import make_schedule, round_robin
 from fxpipe.simulation import Simulation, StageCost, Transfer, simulate_schedule
-
-SEARCHED_MICRO_BATCHES = 64  # of more, ZB-1p and ZB-2p are not searched here: they would take minutes
 
 
 @dataclass(frozen=True)
@@ -57,8 +54,6 @@ class Profile:
     m: int
     layers: int
     times: tuple[float, float, float, float]
-    hidden: int
-    heads: int
     rates: dict[str, float]  # published bubble rates, by schedule
     throughput: dict[str, float]  # published samples per GPU and second
 
@@ -70,18 +65,17 @@ class Profile:
 def profiles() -> list[Profile]:
     helper = load_script("tests/helpers/simulated_models.py")
     result = []
-    for number, (row, searched) in enumerate(zip(helper.TABLE_5, helper.SEARCHED, strict=True)):
-        (p, m, layers, *times, one_f, loops, h1, h2), (hidden, heads, zb_2p, _) = row, searched
+    for number, (p, m, layers, *times, one_f, loops, h1, h2) in enumerate(helper.TABLE_5):
         model, column = MODELS[number // 3], number % 3
-        rates = {"1F1B": one_f, "1F1B-I": loops, "ZB-H1": h1, "ZB-H2": h2, "ZB-1p": h1, "ZB-2p": zb_2p}
+        rates = {"1F1B": one_f, "1F1B-I": loops, "ZB-H1": h1, "ZB-H2": h2}
         throughput = {
             "1F1B": model.one_f_one_b[column],
             "1F1B-I": model.interleaved[column],
-            "ZB-1p": model.zb_1p[column],
-            "ZB-2p": model.zb_2p[column],
+            "ZB-H1": model.zb_1p[column],  # measured as ZB-1p, which has its bubble rates
+            "ZB-H2": model.zb_2p[column],  # measured as ZB-2p
         }
         seconds = tuple(time / 1e3 for time in times)
-        result.append(Profile(model, p, m, layers, seconds, hidden, heads, rates, throughput))  # type: ignore[arg-type]
+        result.append(Profile(model, p, m, layers, seconds, rates, throughput))  # type: ignore[arg-type]
     return result
 
 
@@ -98,19 +92,6 @@ def simulate_chain(name: str, profile: Profile, loops: int = 1) -> Simulation:
     return simulate_schedule(make_schedule(name, n, profile.m, placement=placement), [cost] * n, ways)
 
 
-def searched_seconds(profile: Profile, memory: int) -> float:
-    """Seconds of the device that takes longest, in the best of the schedules that `zero_bubble_auto` compares.
-
-    `memory`: micro-batches whose activations a device may have. A device that starts later ends so much later.
-    """
-    f, b, w, c = profile.times
-    taken = 34 * profile.hidden + 5 * profile.heads * 1024  # bytes of F for a token, and of them W gives back 32 h
-    limits = {"forward_memory": taken, "freed_memory": taken - 32 * profile.hidden, "limit": memory * taken}
-    demands = [StageTimes(f, b, w, sending=c, **limits)] * profile.p
-    candidates = candidate_schedules(profile.m, demands)
-    return min(max(stage.end - j * (f + c) for j, stage in enumerate(one.stages)) for one in candidates)
-
-
 def longest_device(simulation: Simulation) -> float:
     """Seconds of the device that takes longest from its first action to its last: the paper's measure."""
     times: dict[int, list[float]] = {}
@@ -121,16 +102,12 @@ def longest_device(simulation: Simulation) -> float:
 
 def simulated_seconds(profile: Profile) -> dict[str, float]:
     """By schedule. Where updates wait for all stages, of the step; else of the device that takes longest."""
-    seconds = {
+    return {
         "1F1B": simulate_chain("1f1b", profile).step_seconds,
         "1F1B-I": simulate_chain("interleaved_1f1b", profile, loops=profile.layers // profile.p).step_seconds,
         "ZB-H1": simulate_chain("zero_bubble", profile).step_seconds,
         "ZB-H2": longest_device(simulate_chain("zero_bubble_2p", profile)),
     }
-    if profile.m <= SEARCHED_MICRO_BATCHES:
-        seconds["ZB-1p"] = searched_seconds(profile, profile.p)
-        seconds["ZB-2p"] = searched_seconds(profile, 2 * profile.p)
-    return seconds
 
 
 # ---- measured ----
@@ -149,7 +126,7 @@ def measured(setting: Setting) -> Table:
     options = {"chunks": chunks, "checkpoint": "never"}
     steps = {name: partial(TrainingStep, workload, devices, options | {"schedule": name}) for name in MEASURED}
     figures = measure(steps, setting, "zero bubble")
-    published = dict(zip(MEASURED, ("1F1B", "ZB-1p", "ZB-2p"), strict=True))
+    published = dict(zip(MEASURED, ("1F1B", "ZB-H1", "ZB-H2"), strict=True))
     first = profiles()[0]
     rows = []
     for name in MEASURED:
@@ -180,11 +157,11 @@ def tables(setting: Setting) -> Iterator[Table]:
         head: dict[str, Cell] = {"model": profile.model.name, "p": profile.p, "m": profile.m}
         rate, throughput = dict(head), dict(head)
         for name, published in profile.rates.items():
-            rate[name] = 1 - profile.work / seconds[name] if name in seconds else None
+            rate[name] = 1 - profile.work / seconds[name]
             rate[f"published {name}"] = published
         for name, published in profile.throughput.items():
             samples = profile.model.samples * profile.m / profile.p
-            throughput[name] = samples / seconds[name] if name in seconds else None
+            throughput[name] = samples / seconds[name]
             throughput[f"published {name}"] = published
         rates.append(rate)
         throughputs.append(throughput)
@@ -193,8 +170,7 @@ def tables(setting: Setting) -> Iterator[Table]:
         tuple(rates),
         (
             "All agree to the last digit or two but 1F1B-I: here every value from the last device to the first is "
-            "waited for, and in the authors' program only some. ZB-1p and ZB-2p are searches of fxpipe's own.",
-            f"ZB-1p and ZB-2p are searched up to {SEARCHED_MICRO_BATCHES} micro-batches.",
+            "waited for, and in the authors' program only some.",
         ),
     )
     yield Table(
@@ -205,7 +181,7 @@ def tables(setting: Setting) -> Iterator[Table]:
             "loss and optimizer, of which the profile knows nothing, and with all that is sent, which grows with the "
             "stages of a device.",
         ),
-        Plot("model,m", ("1F1B", "published 1F1B", "ZB-1p", "published ZB-1p"), "samples per GPU and second"),
+        Plot("model,m", ("1F1B", "published 1F1B", "ZB-H1", "published ZB-H1"), "samples per GPU and second"),
     )
 
 
