@@ -34,7 +34,7 @@ from fxpipe.plans import (
     StageWork,
     TiedParameter,
 )
-from fxpipe.plans.host_time import LOOPBACK, MESSAGE_SECONDS, measured_host, reckon_host
+from fxpipe.plans.host_time import LOOPBACK, MESSAGE_SECONDS, reckon_host
 from fxpipe.plans.retarget import action_seconds, transfer_over_link
 from fxpipe.profiling import NodeCost, Profile
 from fxpipe.profiling.formulas import size_polynomial
@@ -44,7 +44,7 @@ from fxpipe.rewriting.program import PIPE_INPUT, value_users
 from fxpipe.rewriting.relay_routes import is_relayed_gradient, is_relayed_value, relay_routes
 from fxpipe.rewriting.rematerialize import choose_rematerialization
 from fxpipe.scheduling import schedule_text
-from fxpipe.simulation import HostCost, transfers_of
+from fxpipe.simulation import transfers_of
 from fxpipe.tracing import Traced
 from fxpipe.tracing.cache_key import evaluating_modules
 from fxpipe.tracing.dynamic_sizes import Lengths
@@ -308,7 +308,8 @@ def plan_of_cut(
                 loss_seconds=cost.loss,
             )
         )
-        stages[-1] = replace(stages[-1], host=_stage_host(stages[-1], device, own, copied))
+        calls, last = len(own) + len(copied), stages[-1]
+        stages[-1] = replace(last, host=reckon_host(device, calls, last.work, last.forward_seconds))
     lines = {node.name: user_line_of(node) for node in traced.graph.nodes}
     return Plan(
         stages=tuple(stages),
@@ -343,14 +344,6 @@ def plan_of_cut(
         contention=max(profile.contention for profile in cut.profiles),
         cluster=settings.cluster,
     )
-
-
-def _stage_host(stage: StagePlan, device: str, own: Sequence[NodeCost], copied: Sequence[NodeCost]) -> HostCost:
-    """Returns what the actions of a stage take of the host: as measured on an accelerator, else as reckoned."""
-    measured = measured_host((cost.host for cost in own), (cost.host for cost in copied))
-    if measured is not None and own:
-        return measured
-    return reckon_host(device, len(own) + len(copied), stage.work, stage.forward_seconds)
 
 
 def value_sizes(traced: Traced, samples: int, lengths: Lengths) -> dict[str, int]:

@@ -4,20 +4,17 @@ All workers of a process run in one interpreter. On an accelerator the device co
 step is not shorter than the Python of all stages takes, however many devices there are. On a CPU the Python of a node
 is a part of what was measured of it, and only that part is taken in turns.
 
-Seconds of nodes on an accelerator that is here are measured: those in which the host queues the node, while the device
-is busy with other work. Elsewhere (a plan for other hardware, workers on CPUs) they are reckoned from the number of
-calls and operations: what torch 2.13 takes on one core at 2.5 GHz for each of them. On its own core, one thread takes
-1 to 7 microseconds for a call on tensors of a few numbers, recording it for autograd (a view 0.9, a sum 1.4, a linear
-layer 2.9, GELU 6.1), and 3 to 6 for an operation of backward. Two threads that go forward take 2.1 times as long as
-one: torch lets the lock go within each call, but to hand it over takes as long as the call. Two that go back take 1.2
-times as long as one: autograd queues backward in C++. Hence F counts as under the lock, and backward does not.
+They are reckoned from the number of calls and operations: what torch 2.13 takes on one core at 2.5 GHz for each. On its
+own core, one thread takes 1 to 7 microseconds for a call on tensors of a few numbers, recording it for autograd (a view
+0.9, a sum 1.4, a linear layer 2.9, GELU 6.1), and 3 to 6 for an operation of backward. Two threads that go forward take
+2.1 times as long as one: torch lets the lock go within each call, but to hand it over takes as long as the call. Two
+that go back take 1.2 times as long as one: autograd queues backward in C++. Hence F counts as under the lock, and
+backward does not.
 """
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Iterable
 
 from fxpipe.cluster import Link
 from fxpipe.plans.data import PlanData, StageWork
@@ -27,7 +24,6 @@ CALL_SECONDS = 2e-6  # of a function of torch called from Python, a view for exa
 OPERATION_SECONDS = 4e-6  # of an operation beside that: to choose the kernel, make its outputs, and launch it
 # Seconds of one action of a stage of one small operation, beyond that operation: `make bench`, tools/bench/overhead.py.
 ACTION_SECONDS = 1e-4
-
 
 # Seconds of a packet between processes at each of its ends, beside its way: to gather its values and begin to send
 # them, to wait and take them apart. Of one small tensor 0.08 ms, of four 0.13 ms: gloo of torch 2.13, one core.
@@ -66,26 +62,6 @@ def reckon_host(device: str, calls: int, work: StageWork, forward_seconds: float
         forward,
         back * OPERATION_SECONDS,
         max(0, back - to_inputs) * OPERATION_SECONDS,
-        ACTION_SECONDS,
-        runs_ahead=True,
-    )
-
-
-def measured_host(nodes: Iterable[HostCost | None], forward: Iterable[HostCost | None] = ()) -> HostCost | None:
-    """Sums the host's seconds of nodes on an accelerator; None where some were not measured.
-
-    Args:
-        forward: of nodes that run in F only.
-    """
-    own, others = [*nodes], [*forward]
-    known = [one for one in own if one is not None]
-    known_others = [one for one in others if one is not None]
-    if len(known) < len(own) or len(known_others) < len(others):
-        return None
-    return HostCost(
-        math.fsum(one.forward for one in (*known, *known_others)),
-        math.fsum(one.backward for one in known),
-        min(math.fsum(one.backward for one in known), math.fsum(one.weight for one in known)),
         ACTION_SECONDS,
         runs_ahead=True,
     )

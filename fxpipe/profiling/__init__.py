@@ -207,7 +207,6 @@ def profile(
                 counted.saved_bytes,
                 counted.working_bytes,
                 ran_operations,
-                timings[here][node].host,
             )
         )
     of_loss = None

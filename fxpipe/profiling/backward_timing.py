@@ -49,7 +49,6 @@ class PendingBackward:
     starts: list[torch.Tensor]  # and to which it goes
     totals: list[torch.Tensor | None]  # of gradients of parameters
     times: list[float]  # where its seconds go
-    host_times: list[float]  # and those of the host
     then: PendingBackward | None = None  # another way back over the same graph, at once
     includes_second_pass: bool = False  # the way `then` goes is a part of this one, which leaves it out
 
@@ -109,7 +108,6 @@ class BackwardQueue:
                 self._one(waiting.then, waiting.ends)
                 if waiting.includes_second_pass:
                     waiting.times[-1] += waiting.then.times[-1]
-                    waiting.host_times[-1] += waiting.then.host_times[-1]
         while self.again:
             self._one(*self.again.pop())
         self.clear()
@@ -127,7 +125,6 @@ class BackwardQueue:
                 waiting.ends, waiting.starts, ones, waiting.totals, keeps_graph=waiting.then is not None
             )
         waiting.times.append(seconds)
-        waiting.host_times.append(self.clock.host if gradients else 0.0)
         for start, gradient in zip(waiting.starts, gradients, strict=False):
             if gradient is not None and gradient.layout == torch.strided:
                 self._strides.setdefault(_memory_location(start), gradient.stride())

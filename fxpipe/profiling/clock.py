@@ -2,8 +2,8 @@
 
 - On an accelerator events in its stream are the clock: they tell when the device came by. It is kept busy with other
   work while the host queues the node and both events (`HeadStart`), as it is in a step whose host runs ahead. So a node
-  takes as long as its kernels do, and not as long as it takes to launch them, which for small nodes is longer. That is
-  known besides, by the host's clock (`Clock.host`).
+  takes as long as its kernels do, and not as long as it takes to launch them, which for small nodes is longer
+  (`plans.host_time` has that).
 - On the CPU with one thread it is the processor time of this thread, which stands still while another process has the
   core. On a quiet machine that is the time that passes; on a busy one it is what the node costs all the same. It stands
   still as well while the node waits (for a disk, a lock, a server), as a step will: that time is added. Linux tells it
@@ -51,8 +51,6 @@ class Clock:
     tick: float = 0.0  # seconds between two marks with nothing in between
     waited: Callable[[], float] = float  # seconds for which this thread has waited so far, but not for a core
     share: float = 0.25  # of what the call takes by `mark`, from which on what it waits is no inaccuracy
-    host: float = 0.0  # seconds that the last call took of the host: of an accelerator, to queue it
-    autograd_host: float = 0.0  # seconds of the host for a call of autograd that goes through nothing
 
     @classmethod
     def on(cls, device: torch.device) -> Clock:
@@ -73,9 +71,7 @@ class Clock:
         self.settle()
         waited_before = self.waited()
         start = self.mark()
-        called = time.perf_counter()
         result = function(*args, **kwargs)
-        self.host = time.perf_counter() - called
         end = self.mark()
         waited = self.waited() - waited_before
         seconds = max(0.0, self.between(end, start) - self.tick)
@@ -109,7 +105,6 @@ class Clock:
                 if not has_no_way_back(error):
                     raise
                 return 0.0, ()
-        self.host = max(0.0, self.host - self.autograd_host)
         return seconds - by_itself, results
 
     def _overhead(self, ends: int, starts: int) -> float:
@@ -192,16 +187,4 @@ def _event_clock(device: torch.device) -> Clock:
     def mark() -> torch.Event:
         return accelerator.record_event(accelerator.current_stream(device), timing=True)
 
-    clock = Clock(mark, lambda later, earlier: accelerator.seconds_between(earlier, later), HeadStart(device).give)
-    clock.autograd_host = _autograd_host_seconds()
-    return clock
-
-
-def _autograd_host_seconds() -> float:
-    """Measures a call of autograd that goes through nothing, on the host."""
-    tensor, seconds = torch.zeros((), requires_grad=True), []
-    for _ in range(_TICKS):
-        start = time.perf_counter()
-        _run_backward([tensor], [tensor], [torch.ones(())], ())
-        seconds.append(time.perf_counter() - start)
-    return median(seconds)
+    return Clock(mark, lambda later, earlier: accelerator.seconds_between(earlier, later), HeadStart(device).give)

@@ -19,7 +19,6 @@ from torch import fx, nn
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.functions import PLAIN_TYPES
 from fxpipe._torch.module_internals import MODULE_DICT_KEYS
-from fxpipe.simulation.costs import HostCost
 from fxpipe.tracing.node_info import info, opaque_call_of, state_of
 from fxpipe.tracing.shapes.node_cache import function_key
 from fxpipe.tracing.traced import Traced
@@ -66,10 +65,6 @@ class TimingSamples:
     has_parameters: bool = False
     gives_grad: tuple[bool, ...] = ()  # by tensor of its value: does it require grad
     leaves_grad: tuple[bool, ...] = ()  # by tensor that it writes to: does it require grad afterwards
-    # Seconds of the host, which queues the node for a device:
-    forward_host: list[float] = field(default_factory=list)
-    backward_host: list[float] = field(default_factory=list)
-    to_inputs_host: list[float] = field(default_factory=list)
 
     @property
     def has_both(self) -> bool:
@@ -95,16 +90,6 @@ class TimingSamples:
         if not self.to_inputs:  # nobody asked
             return 0.0
         return self.backward_seconds - min(self.backward_seconds, max(0.0, median(self.to_inputs)))
-
-    @property
-    def host(self) -> HostCost:
-        """Seconds of the host, to queue it."""
-        forward, backward, to_inputs = (
-            median(samples) if samples else 0.0
-            for samples in (self.forward_host, self.backward_host, self.to_inputs_host)
-        )
-        of_inputs = min(backward, to_inputs) if self.has_inputs else 0.0
-        return HostCost(forward, backward, backward - of_inputs if self.has_parameters else 0.0)
 
     def are_precise(self, negligible: float) -> bool:
         """Returns whether the medians are known well enough, or to `negligible` seconds.

@@ -71,7 +71,6 @@ from fxpipe.profiling.node_kinds import (
     timing_kind,
 )
 from fxpipe.profiling.other_sizes import planned_lengths, resize_inputs, size_point
-from fxpipe.simulation.costs import HostCost
 from fxpipe.tracing.dynamic_sizes import Lengths
 from fxpipe.tracing.fake_tensors import fake_if_active
 from fxpipe.tracing.interpreter import naming_node
@@ -106,7 +105,6 @@ class NodeTiming:
     weight_seconds: float  # the part of backward that makes gradients of parameters
     bytes: int  # of all tensors that it returned; of a loss, the most that it holds at one time
     ran: NodeOperations | None = None  # its operations, where it was estimated
-    host: HostCost | None = None  # to queue it, where it was measured on an accelerator
 
 
 @dataclass(slots=True)
@@ -159,8 +157,7 @@ class TimingRounds:
                 raise
             self._reuse.forbid()  # values that stand for others may be the reason
             for samples in self.samples.values():
-                for half in (samples.forward, samples.forward_host):  # what has not gone back is half a sample
-                    del half[len(samples.backward) :]
+                del samples.forward[len(samples.backward) :]  # what has not gone back is half a sample
             return self._round()
 
     def _round(self) -> bool:
@@ -223,8 +220,7 @@ class TimingRounds:
     def measured(self, node: fx.Node) -> NodeTiming:
         samples = self.samples[self.kind[node]]
         backward = samples.backward_seconds + self._sums_of[node]
-        host = samples.host if self.device is not None and self.device.type != "cpu" else None
-        return NodeTiming(samples.forward_seconds, backward, samples.weight_seconds, self.bytes[node], host=host)
+        return NodeTiming(samples.forward_seconds, backward, samples.weight_seconds, self.bytes[node])
 
     def _choose(self) -> None:
         """Nodes of which to take a sample in the next round: of each kind those that have had the fewest."""
@@ -368,27 +364,24 @@ class TimingRounds:
         is_kept, samples.is_warm = samples.is_warm or seconds > LONG_SECONDS, True
         if is_kept:
             samples.forward.append(seconds)
-            samples.forward_host.append(self.clock.host)
         totals = [t.detach().clone() if n.op == "get_attr" else None for n, t in starts.values()]
         self._back.hold_parameters(sum(self._brought_bytes(n, t) for n, t in starts.values()))
-        times, host_times = (samples.backward, samples.backward_host) if is_kept else ([], [])
-        waiting = PendingBackward(node, ends, every, totals, times, host_times)
+        times = samples.backward if is_kept else []
+        waiting = PendingBackward(node, ends, every, totals, times)
         if not (samples.has_both and is_kept and self.times_input_gradient):
             self._back.wait(waiting)
         elif node.target in _PRODUCT_FUNCTIONS and seconds > LONG_PRODUCT_SECONDS:
-            then = PendingBackward(node, ends, inputs, [], samples.to_inputs, samples.to_inputs_host)
+            then = PendingBackward(node, ends, inputs, [], samples.to_inputs)
             parameters = [n not in self._of_inputs for n, _ in starts.values()]
             weights, sums = [*compress(every, parameters)], [*compress(totals, parameters)]
-            self._back.wait(
-                PendingBackward(node, ends, weights, sums, times, host_times, then, includes_second_pass=True)
-            )
+            self._back.wait(PendingBackward(node, ends, weights, sums, times, then, includes_second_pass=True))
         elif seconds > LONG_SECONDS:
-            then = PendingBackward(node, ends, inputs, [], samples.to_inputs, samples.to_inputs_host)
+            then = PendingBackward(node, ends, inputs, [], samples.to_inputs)
             self._back.wait(replace(waiting, then=then))
         else:
             self._back.wait(waiting)
             again = self._forward(node, written, samples)[2]
-            then = PendingBackward(node, again, inputs, [], samples.to_inputs, samples.to_inputs_host)
+            then = PendingBackward(node, again, inputs, [], samples.to_inputs)
             self._back.add_second_pass(then, ends)
         if self._back.is_full:
             self._back.go()

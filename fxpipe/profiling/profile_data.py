@@ -21,7 +21,6 @@ import sympy
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import NodeWork, Operation
-from fxpipe.simulation.costs import HostCost
 from fxpipe.utils.files import dataclass_from_json, dataclass_to_json, write_atomically
 from fxpipe.utils.polynomial import ZERO, Polynomial, SizePoint
 from fxpipe.utils.polynomial_bound import polynomial_bound
@@ -72,7 +71,6 @@ class NodeCost:
     # held for a moment, forward or back, beside what is saved; see `working_bytes_of`
     working_bytes: sympy.Expr = ZERO_FORMULA
     work: NodeWork | None = None  # its operations; None: not known
-    host: HostCost | None = None  # seconds of the host to queue it on the accelerator; None: not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,10 +196,10 @@ def _formula_sum(expressions: Iterable[sympy.Expr]) -> sympy.Expr:
 #     profile.save("profile.json")
 #     fxpipe.Profile.load("profile.json")
 #
-#     {"format": "fxpipe profile", "version": 6, "fingerprint": "5d2c...", "micro_batch": 4, "device": "cpu", ...,
+#     {"format": "fxpipe profile", "version": 7, "fingerprint": "5d2c...", "micro_batch": 4, "device": "cpu", ...,
 #      "operations": [{"dtype": "float32", "flops": [0, 200704], "moved": [1024, 2048]}, ...],
 #      "nodes": [{"name": "linear", "forward": [1e-06, 2.5e-05], ..., "output_bytes": [0, 100352], ...,
-#                 "work": [[0], [1, 2], [1]], "host": null}, ...],
+#                 "work": [[0], [1, 2], [1]]}, ...],
 #      "loss": null, or as a node,
 #      "saved": [{"bytes": [0, 2048], "maker": 3, "savers": [4, 7]}, ...]}
 #
@@ -209,11 +207,10 @@ def _formula_sum(expressions: Iterable[sympy.Expr]) -> sympy.Expr:
 # the polynomial of what grows with them; bytes and FLOPs are coefficients of polynomials in the batch size and those
 # (`Polynomial.to_json`; `utils/polynomial_bound.py` says what becomes of other formulas). The work of a node is
 # said by places among the operations: of its forward, of its backward, and of its backward to its inputs only.
-# Seconds of the host are those of forward, of backward, and the part of backward that goes to parameters. What is read
-# is checked piece by piece: a file of another kind, a damaged one or a forged one is an `ArgumentError`, and so is
-# one of another graph.
+# What is read is checked piece by piece: a file of another kind, a damaged one or a forged one is an `ArgumentError`,
+# and so is one of another graph.
 
-PROFILE_FORMAT, PROFILE_VERSION = "fxpipe profile", 6
+PROFILE_FORMAT, PROFILE_VERSION = "fxpipe profile", 7
 
 _SECONDS = ("forward", "backward", "weight")
 _FORMULAS = (
@@ -260,7 +257,6 @@ def save_profile(profile: Profile, path: str | Path) -> None:
             | {key: seconds(getattr(node, key)) for key in _SECONDS}
             | {key: numbers(getattr(node, key)) for key in _FORMULAS}
             | {"work": places(node.work)}
-            | {"host": None if node.host is None else [node.host.forward, node.host.backward, node.host.weight]}
         )
 
     nodes = list(map(cost, profile.nodes))
@@ -392,22 +388,11 @@ def _parse_work(value: Any, operations: Sequence[Operation], where: str) -> Node
 
 
 def _parse_node_cost(value: Any, here: SizePoint, operations: Sequence[Operation], where: str) -> NodeCost:
-    fields = _parse_fields(value, ("name", *_SECONDS, *_FORMULAS, "work", "host"), where)
+    fields = _parse_fields(value, ("name", *_SECONDS, *_FORMULAS, "work"), where)
     seconds = {key: _parse_seconds(fields[key], here, f"{where}.{key}") for key in _SECONDS}
     formulas = {key: _parse_formula(fields[key], here, f"{where}.{key}").formula for key in _FORMULAS}
     work = _parse_work(fields["work"], operations, f"{where}.work")
-    host = _parse_host(fields["host"], f"{where}.host")
-    return NodeCost(_parse_text(fields["name"], f"{where}.name"), **seconds, **formulas, work=work, host=host)
-
-
-def _parse_host(value: Any, where: str) -> HostCost | None:
-    if value is None:
-        return None
-    figures = [_parse_number(number, where) for number in _parse_list(value, where)]
-    if len(figures) != 3 or figures[2] > figures[1]:
-        raise ArgumentError(f"{where}: expected seconds of forward, of backward, and the part of it for parameters")
-    forward, backward, weight = figures
-    return HostCost(forward, backward, weight)
+    return NodeCost(_parse_text(fields["name"], f"{where}.name"), **seconds, **formulas, work=work)
 
 
 def _parse_saved_storage(value: Any, here: SizePoint, nodes: int, where: str) -> SavedStorage:

@@ -156,7 +156,7 @@ def test_files_of_another_kind_are_refused(tmp_path, content):
 
 
 CHANGES = [
-    (("version",), 1, "version 1, and this fxpipe reads version 6: profile again"),
+    (("version",), 1, "version 1, and this fxpipe reads version 7: profile again"),
     (("micro_batch",), 0, "micro_batch: expected a whole number from 1"),
     (("micro_batch",), 1.0, "micro_batch"),
     (("micro_batch",), 10**400, "micro_batch"),
