@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from fxpipe import errors, optim
     from fxpipe.api import pipeline
     from fxpipe.hardware import Hardware
-    from fxpipe.partitioning import partition
     from fxpipe.pipeline_module import Pipeline, unwrap
     from fxpipe.planning import plan
     from fxpipe.plans import Plan
@@ -43,7 +42,6 @@ _HOMES = {
     "is_planning": "fxpipe.utils.locks",
     "is_recomputing": "fxpipe.runtime.recomputing",
     "leaf": "fxpipe.tracing.record.opaque_call",
-    "partition": "fxpipe.partitioning",
     "pipeline": "fxpipe.api",
     "plan": "fxpipe.planning",
     "profile": "fxpipe.profiling",
@@ -68,7 +66,6 @@ __all__ = [
     "is_recomputing",
     "leaf",
     "optim",
-    "partition",
     "pipeline",
     "plan",
     "profile",

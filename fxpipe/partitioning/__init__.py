@@ -1,7 +1,7 @@
 """Costs of nodes to stages: pure Python on plain numbers, which knows neither torch nor graphs.
 
 By time alone: `block.py` (the algorithm, and why it ends), `manual_cuts.py` (what is known of the nodes, and the
-user's cuts), `pins.py` (the user's pins), `cutting.py` (all of it together: `partition`).
+user's cuts), `pins.py` (the user's pins), `cutting.py` (stages between those cuts).
 
 With transfers, memory and unequal devices: `chain.py` (the graph in numbers, and the loads of a stage),
 `optimal.py` (what the best cut is, the way to it, and why nothing fits), `search.py` (the way itself), `intervals.py`
@@ -15,7 +15,7 @@ With replicas of stages: `pipedream.py` (PipeDream's stages and replicas over le
 from fxpipe.cluster import Link
 from fxpipe.partitioning.block import block_partition
 from fxpipe.partitioning.chain import Chain, Flow, HeldStorage, ParameterUse, StageLoad, StageSite, stage_loads
-from fxpipe.partitioning.cutting import Partition, cut_by_block, cut_least_misplaced, partition
+from fxpipe.partitioning.cutting import cut_by_block, cut_least_misplaced
 from fxpipe.partitioning.optimal import OptimalCut, optimal_partition
 from fxpipe.partitioning.pipedream import BandwidthLevel, ReplicatedPartition, ReplicatedStage, pipedream_partition
 
@@ -27,7 +27,6 @@ __all__ = [
     "Link",
     "OptimalCut",
     "ParameterUse",
-    "Partition",
     "ReplicatedPartition",
     "ReplicatedStage",
     "StageLoad",
@@ -36,7 +35,6 @@ __all__ = [
     "cut_by_block",
     "cut_least_misplaced",
     "optimal_partition",
-    "partition",
     "pipedream_partition",
     "stage_loads",
 ]

@@ -1,4 +1,4 @@
-"""Cuts the nodes of a graph into stages: by costs, or by hand where the user says so.
+"""Cuts the nodes of a graph into stages by their costs, between the cuts that the user has made.
 
 Nodes are known by their *place*, 0 to n - 1, in the order in which they run. A cut stands *before* a place. Where cuts
 are forbidden, the nodes on both sides cannot be separated; a run of nodes that hang together so is an *item*.
@@ -6,108 +6,18 @@ are forbidden, the nodes on both sides cannot be separated; a run of nodes that 
     place      0   1   2   3   4   5          forbidden={1: "...", 4: "..."}
     cost       1   2   1   5   0   1
     items     [1   2] [1] [5   0] [1]         sums 3, 1, 5, 1
-    stages    [        ] [          ]         sums 4, 6, printed as
-
-    block: 2 stages, largest cost 6
-      stage 0: places 0-2, cost 4, share 40.0%
-      stage 1: places 3-, cost 6, share 60.0%
+    stages    [        ] [          ]         sums 4, 6
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from fxpipe.errors import ArgumentError, PartitionError
+from fxpipe.errors import PartitionError
 from fxpipe.partitioning.block import exact_integers, partition_integers
-from fxpipe.partitioning.manual_cuts import NodeSequence, cuts_by_names, is_by_names, starts_by_counts
-from fxpipe.utils.units import parse_count
-
-
-@dataclass(frozen=True, slots=True)
-class Partition:
-    """The stages into which the nodes of a graph are cut. Prints a line for each."""
-
-    starts: tuple[int, ...]  # the place of the first node of each stage; starts[0] == 0
-    costs: tuple[float, ...]  # of each stage, in the unit of the nodes' costs
-    balance: str  # how it was cut: "block", or by hand: "counts" or "names"
-
-    @property
-    def bottleneck(self) -> float:
-        """The largest cost of a stage."""
-        return max(self.costs)
-
-    def __str__(self) -> str:
-        head = f"{self.balance}: {len(self.starts)} stages, largest cost {self.bottleneck:.4g}"
-        texts = [(f"cost {cost:.4g}", "") for cost in self.costs]
-        return "\n".join([head, *stage_lines(self.starts, self.costs, texts)])
-
-
-def stage_lines(starts: Sequence[int], costs: Sequence[float], texts: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """A line for each stage of a cut: its places, its cost in words, its share of all costs, and what else is said.
-
-    Args:
-        starts: the place of the first node of each stage.
-        costs: of each stage.
-        texts: for each stage its cost in words, and what stands behind its share.
-    """
-    total = math.fsum(costs)
-    stops = [*(str(start - 1) for start in starts[1:]), ""]  # how many nodes there are is not known here
-    for j, (start, stop, cost, (words, rest)) in enumerate(zip(starts, stops, costs, texts, strict=True)):
-        share = cost / total if total else 0.0
-        yield f"  stage {j}: places {start}-{stop}, {words}, share {share:.1%}{rest}"
-
-
-def partition(
-    costs: Sequence[float],
-    stages: int,
-    *,
-    balance: str | Sequence[int] | Sequence[str] = "block",
-    forbidden: Mapping[int, str] | None = None,
-    names: Sequence[str] = (),
-    modules: Sequence[str] = (),
-) -> Partition:
-    """Cuts nodes with these costs into stages of at least one node each.
-
-        >>> print(partition([3.0, 1.0, 2.0, 2.0], 2))
-        block: 2 stages, largest cost 4
-          stage 0: places 0-1, cost 4, share 50.0%
-          stage 1: places 2-, cost 4, share 50.0%
-
-    | balance           | stages                                                                                       |
-    |-------------------|----------------------------------------------------------------------------------------------|
-    | `"block"`         | with the least bottleneck, any two apart by at most the largest item; if in doubt, use this  |
-    | `[2, 2]`          | of these numbers of nodes                                                                    |
-    | `["encoder"]`     | one ends behind the last node of this module (or this node); costs cut the rest              |
-
-    Args:
-        costs: of each node, finite and >= 0, in any one unit (seconds, bytes).
-        stages: how many to make.
-        balance: see the table.
-        forbidden: place -> why no cut may stand before it; 1 <= place < len(costs).
-        names: of the nodes; needed to cut by them, and for readable errors.
-        modules: the dotted path of each node's module; needed to cut by them.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: an argument cannot be used.
-        PartitionError: these nodes cannot be cut as asked.
-    """
-    stages = parse_count("stages", stages)
-    nodes = NodeSequence(tuple(costs), tuple(names), tuple(modules), forbidden or {})
-    if stages > len(nodes.items()):
-        raise nodes.too_many_stages_error(stages)
-    if isinstance(balance, str):
-        if balance != "block":
-            raise ArgumentError(_unknown_balance(balance, nodes))
-        kind, starts = "block", cut_by_block(nodes, stages)
-    elif is_by_names(balance, stages):
-        kind, starts = "names", cut_by_block(nodes, stages, cuts_by_names(balance, stages, nodes))
-    else:
-        kind, starts = "counts", starts_by_counts(balance, stages, nodes)
-    sums = (math.fsum(nodes.costs[start:stop]) for start, stop in pairwise([*starts, len(nodes.costs)]))
-    return Partition(starts, tuple(sums), kind)
+from fxpipe.partitioning.manual_cuts import NodeSequence
 
 
 def cut_by_block(nodes: NodeSequence, stages: int, required: Sequence[int] = ()) -> tuple[int, ...]:
@@ -155,15 +65,6 @@ class _ItemRun:
     @property
     def starts(self) -> tuple[int, ...]:
         return tuple(self.items[first] for first in accumulate(self.lengths[:-1], initial=0))
-
-
-def _unknown_balance(balance: str, nodes: NodeSequence) -> str:
-    if balance in nodes.names or balance in nodes.modules:
-        return f"balance={balance!r} names a node or a module: to end a stage behind it, write balance=[{balance!r}]"
-    return (
-        f'balance={balance!r} is unknown; there is "block". To cut by hand, give a list: the number of nodes of each '
-        "stage, or the names of the nodes or modules after which a stage ends"
-    )
 
 
 # -- Cuts a graph like another one: each node should go to the stage where its parameters are ------------------------

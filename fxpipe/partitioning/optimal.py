@@ -43,7 +43,6 @@ from itertools import pairwise
 
 from fxpipe.errors import MemoryLimitError, PartitionError
 from fxpipe.partitioning.chain import Chain, StageLoad, StageSite, stage_loads
-from fxpipe.partitioning.cutting import stage_lines
 from fxpipe.partitioning.manual_cuts import NodeSequence
 from fxpipe.partitioning.search import CutSearch
 from fxpipe.utils.text_table import text_table
@@ -279,13 +278,18 @@ class OptimalCut:
         return max(load.seconds for load in self.loads)
 
     def __str__(self) -> str:
-        texts = []
-        for load in self.loads:
+        lines = [f"optimal: {len(self.starts)} stages, bottleneck {self.bottleneck:.4g} s"]
+        total = math.fsum(load.seconds for load in self.loads)
+        stops = [*(str(start - 1) for start in self.starts[1:]), ""]  # how many nodes there are is not known here
+        for j, (start, stop, load) in enumerate(zip(self.starts, stops, self.loads, strict=True)):
             receives = f", {load.receive_seconds:.4g} s of it to receive" if load.receive_seconds else ""
             recomputes = ", recomputes" if load.recompute else ""
-            texts.append((f"{load.seconds:.4g} s{receives}", f", {human_bytes(load.memory)}{recomputes}"))
-        head = f"optimal: {len(self.starts)} stages, bottleneck {self.bottleneck:.4g} s"
-        return "\n".join([head, *stage_lines(self.starts, [load.seconds for load in self.loads], texts)])
+            share = load.seconds / total if total else 0.0
+            lines.append(
+                f"  stage {j}: places {start}-{stop}, {load.seconds:.4g} s{receives}, share {share:.1%}, "
+                f"{human_bytes(load.memory)}{recomputes}"
+            )
+        return "\n".join(lines)
 
 
 def optimal_partition(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from hypothesis import strategies as st
@@ -14,7 +17,45 @@ from fxpipe.partitioning import (
     Link,
     ParameterUse,
     StageSite,
+    cut_by_block,
 )
+from fxpipe.partitioning.manual_cuts import NodeSequence, cuts_by_names, is_by_names, starts_by_counts
+
+
+@dataclass(frozen=True)
+class BlockCut:
+    """Nodes cut by their costs alone."""
+
+    starts: tuple[int, ...]
+    costs: tuple[float, ...]  # of each stage
+
+    @property
+    def bottleneck(self) -> float:
+        return max(self.costs)
+
+
+def partition(
+    costs: Sequence[float],
+    stages: int,
+    *,
+    balance: Sequence[Any] | None = None,
+    forbidden: Mapping[int, str] | None = None,
+    names: Sequence[str] = (),
+    modules: Sequence[str] = (),
+) -> BlockCut:
+    """Cuts as planning does where no transfer and no limit counts: by block, or by hand."""
+    nodes = NodeSequence(tuple(costs), tuple(names), tuple(modules), forbidden or {})
+    if stages > len(nodes.items()):
+        raise nodes.too_many_stages_error(stages)
+    if balance is None:
+        starts = cut_by_block(nodes, stages)
+    elif is_by_names(balance, stages):
+        starts = cut_by_block(nodes, stages, cuts_by_names(balance, stages, nodes))
+    else:
+        starts = starts_by_counts(balance, stages, nodes)
+    sums = (math.fsum(nodes.costs[start:stop]) for start, stop in pairwise([*starts, len(nodes.costs)]))
+    return BlockCut(starts, tuple(sums))
+
 
 seconds = st.sampled_from([0.0, 0.0, 1.0, 2.0, 3.0, 20.0, 0.1, 0.2, 0.3, 0.1 + 0.2, 1e-17])
 

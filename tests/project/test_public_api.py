@@ -12,7 +12,7 @@ import fxpipe
 # Module -> its public names. Everything else may change from version to version.
 PUBLIC = {
     "fxpipe": """
-        Hardware Pipeline Plan Profile Tuning Verification cut errors is_planning is_recomputing leaf optim partition
+        Hardware Pipeline Plan Profile Tuning Verification cut errors is_planning is_recomputing leaf optim
         pipeline plan profile simulate trace tune unwrap verify
     """,
     "fxpipe.distributed": "DistributedPipeline clip_grad_norm_ initialize load pipeline_over_ranks",
@@ -51,7 +51,6 @@ ARGUMENTS = {
         model args kwargs * in_dims out_dims chunks tracer leaf_modules check seed progress dynamic_shapes
         dynamic is_whole
     """,
-    "partition": "costs stages * balance forbidden names modules",
     "simulate": """
         plan * schedule chunks checkpoint batch hardware data_parallel mesh loss_seconds overlaps processes
         updates **sizes

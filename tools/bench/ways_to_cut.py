@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from fxpipe.partitioning import Chain, StageSite, optimal_partition, partition, stage_loads
+from fxpipe.partitioning import Chain, StageSite, block_partition, optimal_partition, stage_loads
 
 Starts = Sequence[int]
 
@@ -47,7 +47,8 @@ class Case:
 
 
 def by_block(case: Case) -> Starts:
-    return partition(case.seconds, len(case.sites)).starts
+    lengths = block_partition(case.seconds, len(case.sites))
+    return tuple(accumulate(lengths[:-1], initial=0))
 
 
 def by_torchgpipe(case: Case) -> Starts:

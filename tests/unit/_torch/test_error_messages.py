@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.partition_problems import partition
 from torch.autograd.graph import saved_tensors_hooks
 
 import fxpipe
@@ -18,7 +19,6 @@ from fxpipe._torch.error_messages import (
     requested_bytes,
 )
 from fxpipe.errors import PartitionError, TooManyStagesError
-from fxpipe.partitioning import partition
 
 
 def raised_by(function: Callable[[], object]) -> RuntimeError:

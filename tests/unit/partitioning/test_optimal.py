@@ -11,7 +11,7 @@ from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
-from helpers.partition_problems import problems, row, seconds
+from helpers.partition_problems import partition, problems, row, seconds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +27,6 @@ from fxpipe.partitioning import (
     StageLoad,
     StageSite,
     optimal_partition,
-    partition,
     stage_loads,
 )
 from fxpipe.partitioning.chain import recompute_choices

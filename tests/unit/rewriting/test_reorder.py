@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.branching_models import Parts, Tied, Towers, Translation, tokens, vectors
+from helpers.partition_problems import partition
 from helpers.random_graphs import ANY_MODEL_AND_STEP, random_model
 from helpers.reordered import Reordered, shuffled
 from torch import fx, nn
 
-from fxpipe.partitioning import partition
 from fxpipe.rewriting import forbidden_cuts, reorder_nodes, sent_bytes, split_into_stages
 from fxpipe.rewriting.dominators import DominatorTree, nest_branches
 from fxpipe.rewriting.linear_order import Items, ItemValue, LinearOrder
