@@ -320,3 +320,23 @@ def test_an_attribute_that_is_none_and_made_of_the_first_samples_is_refused():
     assert model.scale is None
     model(torch.randn(6, 4))
     fxpipe.trace(model, (torch.randn(6, 4),))
+
+
+def test_a_first_call_that_writes_something_else_to_its_input_is_refused():
+    """Its output is that of later calls: only the input that it has written to tells."""
+
+    class Remembers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin, self.previous = nn.Linear(4, 4), None
+
+        def forward(self, x, state):
+            h = self.lin(x)
+            state.copy_(h.detach() if self.previous is None else h.detach() + self.previous)
+            self.previous = h.detach().mean(0)
+            return h
+
+    model, inputs = Remembers(), (torch.randn(6, 4), torch.zeros(6, 4))
+    with pytest.raises(TraceError, match=r"makes 'previous' when it is first called.*call the model once"):
+        fxpipe.trace(model, inputs)
+    assert model.previous is None

@@ -56,7 +56,7 @@ class _LazyItem:
 
 @dataclass(frozen=True, slots=True)
 class _LazyCall:
-    outputs: list[Any]
+    outputs: list[Any]  # and the inputs as it leaves them, which it may have written to
     tensors: dict[str, torch.Tensor]  # of the model, after it; of parameters those that it has written to
     items: list[_LazyItem] | None  # None: it has done what cannot be kept
 
@@ -151,7 +151,8 @@ def _call_once(model: nn.Module, values: Sequence[Any], spec: pytree.TreeSpec) -
         copies = {id(value): copy_of_input(value) for value in values}
         args, kwargs = pytree.tree_unflatten([copies[id(value)] for value in values], spec)
         result = run_model(model, args, kwargs)
-        outputs = [x.detach() if isinstance(x, torch.Tensor) else x for x in pytree.tree_leaves(result)]
+        leaves = [*pytree.tree_leaves(result), *copies.values()]
+        outputs = [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]
         # Not of parameters as they were: copies of all of them take as much memory as the model.
         written = {s: t for s, t in slots_of(model).items() if s not in before or _memory_of(t) != before[s]}
         tensors = {slot.name: tensor.detach().clone() for slot, tensor in written.items()}
