@@ -179,8 +179,9 @@ def pipeline(
             those that the whole mini-batch gives, to rounding, and it counts one step; by default they are updated by
             each micro-batch in turn. Either way each micro-batch is normalised by its own statistics, and so needs
             more than one value for each channel. As in torchgpipe (Kim et al., 2020), but the modules stay as they are.
-        compile: whether stages are compiled by `torch.compile`: True, or a dict of its keywords. Not with CUDA graphs,
-            which keep the values of one micro-batch only.
+        compile: whether stages are compiled by `torch.compile`: True, or a dict of its keywords. Their backward is not
+            split: B makes all gradients in the zero-bubble schedules, too. Not with CUDA graphs, which keep the values
+            of one micro-batch only.
         plan: a plan made before, whose stages are used again; and its devices, chunks and checkpoint, where none are
             given. One with replicas takes a device for each, those of a stage one after the other; in one process they
             take the micro-batches of a mini-batch in turn, also those that `data_parallel` of `fxpipe.plan` means. The

@@ -646,12 +646,6 @@ SCHEDULING = (
     ),
     Mutant(
         "scheduling/v_schedules.py",
-        "for k in reversed(range(w)) for i in group]",
-        "for k in range(w) for i in group]",
-        "unit/scheduling/test_registry.py::test_every_known_schedule_can_run_and_has_what_belongs_there",
-    ),
-    Mutant(
-        "scheduling/v_schedules.py",
         'do("I= I-", half)',
         'do("B= B-", half)',
         "unit/scheduling/test_registry.py::test_dualpipev_idles_as_long_as_zbv",

@@ -26,7 +26,6 @@ from fxpipe.rewriting.program import Stage
 from fxpipe.rewriting.weight_gradients import (
     ADDMM,
     BMM,
-    EMBEDDING,
     LINEAR,
     MATMUL,
     OperatorKind,
@@ -70,8 +69,6 @@ _ATEN_CONVOLUTIONS = {
 }
 _CONVOLUTION_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _TRANSPOSED_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
-_EMBEDDING_ARGUMENTS = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-_ATEN_EMBEDDING_ARGUMENTS = ("weight", "input", "padding_idx", "scale_grad_by_freq", "sparse")
 _TRANSPOSITIONS = {(0, 1), (1, 0), (-1, -2), (-2, -1)}
 
 
@@ -86,33 +83,18 @@ class SplitStageCode:
 def split_stage_backward(stage: Stage) -> SplitStageCode:
     """Splits the backward of a stage: of those parameters of which it can."""
     run = stage_code(stage)
-    parameters = stage_parameters(stage, run.graph)
-    uses = splittable_nodes(run.graph, parameters)
+    parameters = _parameters(stage, run.graph)
+    uses = _splittable_nodes(run.graph, parameters)
     if not uses:
         return SplitStageCode(run, frozenset())
     split = fx.GraphModule({}, _with_splits(run.graph, uses), class_name=type(run).__name__)
-    return SplitStageCode(split, split_parameters(parameters, uses))
+    return SplitStageCode(split, frozenset(parameters[p] for use in uses.values() for p in use.parameters))
 
 
 def stage_code(stage: Stage) -> fx.GraphModule:
     """The code of a stage, as `split_into_stages` wrote it."""
     assert isinstance(stage.run, fx.GraphModule)
     return stage.run
-
-
-def split_parameters(parameters: ParameterNames, uses: dict[fx.Node, SplittableNode]) -> frozenset[str]:
-    """Names of the parameters that split nodes use."""
-    return frozenset(parameters[p] for use in uses.values() for p in use.parameters)
-
-
-@dataclass(frozen=True, slots=True)
-class SplitOperation:
-    """The operation that a node computes."""
-
-    kind: OperatorKind
-    names: tuple[str, str | None]  # of the weight and the bias
-    casts: bool  # autocast stands over it
-    operands: tuple[Any, ...]  # x, the weight, the bias; then the options
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,23 +106,17 @@ class SplittableNode:
     make: Callable[[], Callable[..., Any]]  # what to call instead
     args: tuple[Any, ...]  # behind the tape
     kwargs: dict[str, Any]
-    operation: SplitOperation | None  # as code for the compiler has it; None where that has to take the node as it is
 
 
-def stage_parameters(stage: Stage, graph: fx.Graph) -> ParameterNames:
+def _parameters(stage: Stage, graph: fx.Graph) -> ParameterNames:
     """Returns the parameters of a stage that may require grad; not the buffers, which F changes."""
     attributes = zip((n for n in graph.nodes if n.op == "placeholder"), stage.attributes, strict=False)
     return {node: name for node, name in attributes if name not in stage.changed_buffers and name not in stage.assigns}
 
 
-def splittable_nodes(
-    graph: fx.Graph,
-    parameters: ParameterNames,
-    admits: Callable[[fx.Node, SplittableNode], bool] = lambda node, use: True,
-) -> dict[fx.Node, SplittableNode]:
-    """Finds the nodes to split. `admits`: may this one be split?"""
-    candidates = {node: use for node in graph.nodes if (use := _splittable_node(node, parameters)) is not None}
-    uses = {node: use for node, use in candidates.items() if admits(node, use)}
+def _splittable_nodes(graph: fx.Graph, parameters: ParameterNames) -> dict[fx.Node, SplittableNode]:
+    """Finds the nodes to split."""
+    uses = {node: use for node in graph.nodes if (use := _splittable_node(node, parameters)) is not None}
     while True:
         reads = {read for use in uses.values() for read in use.reads}
         kept = {p for use in uses.values() for p in use.parameters if not _is_covered(p, uses, reads)}
@@ -213,8 +189,7 @@ def _splittable_node(node: fx.Node, parameters: ParameterNames) -> SplittableNod
         if not isinstance(table, fx.Node) or table not in parameters or node.args[1 - place] is table:
             return None
         make = functools.partial(split_embedding, function, parameters[table], place)
-        operation = _embedding_operation(node, parameters[table])
-        return SplittableNode((table,), (table,), make, node.args, node.kwargs, operation)
+        return SplittableNode((table,), (table,), make, node.args, node.kwargs)
     return None
 
 
@@ -240,28 +215,7 @@ def _split_operands(
     names = parameters[w], None if b is None else parameters[b]
     casts = any(autocast.enabled for autocast in state_of(node).autocast)
     make = functools.partial(split_node, kind, names, casts)
-    operands = (x, w, b, *options)
-    return SplittableNode(tuple(used), tuple(used), make, operands, {}, SplitOperation(kind, names, casts, operands))
-
-
-def _embedding_operation(node: fx.Node, name: str) -> SplitOperation | None:
-    """Returns the operation of an embedding; None for a table that is normed in place."""
-    names = _EMBEDDING_ARGUMENTS if node.target is F.embedding else _ATEN_EMBEDDING_ARGUMENTS
-    arguments, shape = _bound_arguments(node, names), _static_shape(node.args[names.index("weight")])
-    if arguments is None or shape is None or arguments.get("max_norm") is not None:
-        return None
-    padding = arguments["padding_idx"]
-    if padding is not None and padding < 0:
-        padding = padding + shape[0] if node.target is F.embedding else None
-    operands = (
-        arguments["input"],
-        arguments["weight"],
-        None,
-        padding,
-        bool(arguments["scale_grad_by_freq"]),
-        bool(arguments["sparse"]),
-    )
-    return SplitOperation(EMBEDDING, (name, None), False, operands)
+    return SplittableNode(tuple(used), tuple(used), make, (x, w, b, *options), {})
 
 
 def _split_convolution(

@@ -1,8 +1,9 @@
 """The callables that run stages: their code as it is, or compiled by `torch.compile`; backward in one, or split.
 
 All that is still rewritten of a graph once its stages are cut is rewritten here: the backward is split where a schedule
-has W (`split_backward`; for the compiler, with taps, `split_backward_compiled`), and random nodes become such as the
-compiler can have in its graph (`rng_compiled`). The runtime asks a stage for its callable and knows of none of that.
+has W (`split_backward`), and random nodes become such as the compiler can have in its graph (`rng_compiled`). A stage
+that is compiled is one node to autograd, which has no edges inside: there B makes all gradients and W none. The runtime
+asks a stage for its callable and knows of none of that.
 
 A stage compiles at its first F, in its worker, since the compiler bakes in how many threads an operation may take; one
 stage at a time, while others may run. Uneven micro-batches have two sizes, so a stage compiles twice for a graph: torch
@@ -14,17 +15,15 @@ for the compiler from the beginning.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
 from fxpipe._torch.compiler import compile_backward_at_once, mark_dynamic_dims
 from fxpipe.rewriting.program import Stage, StageCallable
 from fxpipe.rewriting.split_backward import split_stage_backward, stage_code
-from fxpipe.rewriting.split_backward_compiled import TappedStage, split_compiled_stage_backward
 from fxpipe.tracing.node_info import info
 from fxpipe.utils.locks import DISPATCH_MODE_LOCK, step_block
 
@@ -35,10 +34,10 @@ def make_stage_callable(stage: Stage, is_split: bool, options: Mapping[str, Any]
     """Makes the callable of a stage.
 
     Args:
-        is_split: its weights get their gradients in W, not in B.
+        is_split: its weights get their gradients in W, not in B, unless it is compiled.
         options: keywords of `torch.compile`; None: it is not compiled.
     """
-    return _plain_callable(stage, is_split) if options is None else _compiled_callable(stage, is_split, options)
+    return _plain_callable(stage, is_split) if options is None else _compiled_callable(stage, options)
 
 
 def _plain_callable(stage: Stage, is_split: bool) -> StageCallable:
@@ -50,30 +49,17 @@ def _plain_callable(stage: Stage, is_split: bool) -> StageCallable:
     return StageCallable(code.forward, parameters, functools.partial(_failing_node, code))
 
 
-def _compiled_callable(stage: Stage, is_split: bool, options: Mapping[str, Any]) -> StageCallable:
-    if not is_split:
-        code = stage_code(stage)
-        function = _compiled(code, stage, options, [])
-        return StageCallable(function, frozenset(), functools.partial(_failing_node, code))
-    tapped = split_compiled_stage_backward(stage)
-    function = _compiled(tapped.run, stage, options, tapped.taps.shapes)
-    if tapped.split_parameters:
-        function = TappedStage(stage.attributes, tapped.taps, function)
-    return StageCallable(function, tapped.split_parameters, functools.partial(_failing_node, tapped.run))
-
-
-def _compiled(
-    code: fx.GraphModule, stage: Stage, options: Mapping[str, Any], taps: Sequence[tuple[sympy.Expr, ...]]
-) -> StageFunction:
-    """Compiles the code of a stage. `taps`: the shapes of the taps that it takes first."""
+def _compiled_callable(stage: Stage, options: Mapping[str, Any]) -> StageCallable:
     from fxpipe.rewriting.rng_compiled import with_compilable_rng  # registers an operator
 
+    code = stage_code(stage)
     compiled: StageFunction = torch.compile(with_compilable_rng(code).forward, **options)
-    dynamic = {} if options.get("dynamic") is False else _dynamic_dims(stage_code(stage).graph, stage, taps)
-    return SerializedCompilation(compiled, len(stage.attributes), dynamic)
+    dynamic = {} if options.get("dynamic") is False else _dynamic_dims(code.graph, stage)
+    function = SerializedCompilation(compiled, len(stage.attributes), dynamic)
+    return StageCallable(function, frozenset(), functools.partial(_failing_node, code))
 
 
-def _dynamic_dims(graph: fx.Graph, stage: Stage, taps: Sequence[tuple[sympy.Expr, ...]]) -> dict[int, tuple[int, ...]]:
+def _dynamic_dims(graph: fx.Graph, stage: Stage) -> dict[int, tuple[int, ...]]:
     """Finds, by place among the arguments of a stage, dimensions whose sizes are dynamic in its graph."""
     received = list(graph.find_nodes(op="placeholder"))[len(stage.attributes) :]
     symbols = {
@@ -83,11 +69,10 @@ def _dynamic_dims(graph: fx.Graph, stage: Stage, taps: Sequence[tuple[sympy.Expr
         for sizes in zip(full.shape, example.shape, strict=True)
         for symbol in sizes[0].free_symbols - sizes[1].free_symbols
     }
-    shapes = [*taps, *[()] * len(stage.attributes)]
-    shapes += [info(node).full_shapes[0].shape if len(info(node).full_shapes) == 1 else () for node in received]
+    shapes = [info(node).full_shapes[0].shape if len(info(node).full_shapes) == 1 else () for node in received]
     dims = {
         place: tuple(dim for dim, size in enumerate(shape) if size.free_symbols & symbols)
-        for place, shape in enumerate(shapes)
+        for place, shape in enumerate(shapes, len(stage.attributes))
     }
     return {place: those for place, those in dims.items() if those}
 

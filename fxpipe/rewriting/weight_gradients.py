@@ -73,8 +73,7 @@ def _matmul(x: torch.Tensor, w: torch.Tensor, b: None, wants_w: bool) -> Operato
 
 
 def _operator_result(y: torch.Tensor, x: torch.Tensor, wants_w: bool) -> OperatorResult:
-    # `linear` returns a view of its product; the compiler, which need not know, cannot say.
-    base = None if torch.compiler.is_compiling() else base_of(y)
+    base = base_of(y)  # `linear` returns a view of its product
     return OperatorResult(y, y if base is None else base, x if wants_w else None)
 
 
@@ -148,33 +147,10 @@ def _bias_gradient(gradient: torch.Tensor, b: torch.Tensor | None) -> torch.Tens
     return None if b is None else gradient.sum_to_size(b.shape)
 
 
-def _embedding(
-    x: torch.Tensor, w: torch.Tensor, b: None, wants_w: bool, padding: int | None, scales: bool, sparse: bool
-) -> OperatorResult:
-    y = F.embedding(x, w, padding, scale_grad_by_freq=scales, sparse=sparse)
-    return OperatorResult(y, y, x)
-
-
-def _embedding_gradients(
-    gradient: torch.Tensor,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    b: None,
-    wants_w: bool,
-    wants_b: bool,
-    padding: int | None,
-    scales: bool,
-    sparse: bool,
-) -> WeightBiasGradients:
-    rows, place = w.shape[0], -1 if padding is None else padding
-    return torch.ops.aten.embedding_backward(gradient, x, rows, place, scales, sparse), None
-
-
 LINEAR = OperatorKind("linear", _linear, _linear_gradients)
 MATMUL = OperatorKind("matmul", _matmul, _matmul_gradients)
 ADDMM = OperatorKind("addmm", _addmm, _matmul_gradients)
 BMM = OperatorKind("bmm", _bmm, _bmm_gradients)
-EMBEDDING = OperatorKind("embedding", _embedding, _embedding_gradients)
 
 
 def convolution_kind(function: Callable[..., torch.Tensor], dims: int, transposed: bool) -> OperatorKind:

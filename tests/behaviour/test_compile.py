@@ -54,7 +54,9 @@ def _nothing_compiled():
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("schedule", "checkpoint"), [("1f1b", "never"), ("gpipe", "always")])
+@pytest.mark.parametrize(
+    ("schedule", "checkpoint"), [("1f1b", "never"), ("gpipe", "always"), ("zero_bubble", "except_last")]
+)
 def test_compiled_stages_make_the_steps_of_plain_ones(name, schedule, checkpoint):
     make, inputs = CASES[name]
     plain, args = make(), inputs()
