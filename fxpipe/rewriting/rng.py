@@ -8,7 +8,8 @@ bit for bit. But that generator belongs to the process, and other stages run mea
 2. On a CPU the commonest of the others (dropouts, attention, RNNs) are written out with such a generator, RNNs also on
    a GPU, where no seed of torch would reach their dropout.
 3. What torch has besides draws from torch's own generator, seeded for the while and put back after it: most kernels of
-   a GPU, which take no other, and on a CPU fractional pooling, attention in half precision or under autocast.
+   a GPU, which take no other, and on a CPU alpha dropout, fractional pooling, attention in half precision or under
+   autocast.
 4. So does what is not torch's: custom operators, and Python kept whole, which may look at the generator or seed it.
 
 No stage waits for another in 1 and 2. In 3 and 4 one that draws from the same generator does: on a GPU, which has a

@@ -26,7 +26,6 @@ from fxpipe._torch.operators import RNN_FUNCTIONS, safe_softmax
 # What a generator of one's own is given to: (generator, *arguments of the function) -> its result.
 RngKernel = Callable[..., Any]
 _aten: Any = torch.ops.aten
-_ALPHA = 1.7580993408473766  # minus the limit of SELU on the left: its scale times its alpha
 
 
 def dropout(
@@ -50,22 +49,6 @@ def _channel_dropout(*dims: int) -> RngKernel:
         return input.mul_(noise) if inplace else input.mul(noise)
 
     return channel_dropout
-
-
-def _alpha_dropout(noise_like: Callable[[Tensor], Tensor]) -> RngKernel:
-    # No model of the zoo: `nn.AlphaDropout` needs it (unit/rewriting/test_rng.py).
-    def alpha_dropout(
-        generator: Generator, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
-    ) -> Any:
-        if not training or not 0 < p < 1 or input.numel() == 0 or input.dim() < 2:  # one: has no channels
-            return NotImplemented
-        noise = noise_like(input).bernoulli_(1 - p, generator=generator)
-        a = 1.0 / math.sqrt((_ALPHA * _ALPHA * p + 1) * (1 - p))
-        b = noise.add(-1).mul_(_ALPHA * a).add_(_ALPHA * a * p)
-        noise.mul_(a)
-        return (input.mul_(noise) if inplace else input.mul(noise)).add_(b)
-
-    return alpha_dropout
 
 
 def _channel_noise(input: Tensor) -> Tensor:
@@ -153,20 +136,6 @@ def _recurrent(function: Callable[..., Any]) -> RngKernel:
     return run
 
 
-# No model of the zoo: `F.gumbel_softmax` needs it (unit/rewriting/test_rng.py).
-def _gumbel_softmax(
-    generator: Generator, logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
-) -> Tensor:
-    gumbels = torch.empty_like(logits, memory_format=torch.legacy_contiguous_format)
-    gumbels = -gumbels.exponential_(generator=generator).log()
-    soft = ((logits + gumbels) / tau).softmax(dim)
-    if not hard:
-        return soft
-    index = soft.max(dim, keepdim=True)[1]
-    ones = torch.zeros_like(logits, memory_format=torch.legacy_contiguous_format).scatter_(dim, index, 1.0)
-    return ones - soft.detach() + soft  # the gradient of the soft one
-
-
 _RECURRENT = (
     *RNN_FUNCTIONS,
     *(_aten.lstm.input, _aten.gru.input, _aten.rnn_tanh.input, _aten.rnn_relu.input),
@@ -177,9 +146,6 @@ RNG_KERNELS: dict[Any, RngKernel] = {
     F.dropout1d: _channel_dropout(3),
     F.dropout2d: _channel_dropout(4),
     F.dropout3d: _channel_dropout(5),
-    **dict.fromkeys((F.alpha_dropout, torch.alpha_dropout), _alpha_dropout(torch.empty_like)),
-    **dict.fromkeys((F.feature_alpha_dropout, torch.feature_alpha_dropout), _alpha_dropout(_channel_noise)),
-    F.gumbel_softmax: _gumbel_softmax,
     **dict.fromkeys((F.scaled_dot_product_attention, _aten.scaled_dot_product_attention.default), attention),
     F.multi_head_attention_forward: _multi_head_attention,
     **{function: _recurrent(function) for function in _RECURRENT},

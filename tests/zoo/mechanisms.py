@@ -144,11 +144,9 @@ MECHANISMS = (
         ("a checkpoint within a random node", "rewriting.rng._replay_with_own_generators"),
         ("dropout", "rewriting.rng_kernels.dropout"),
         ("dropout of channels", "rewriting.rng_kernels._channel_noise"),
-        ("alpha dropout", "rewriting.rng_kernels._alpha_dropout.alpha_dropout"),
         ("attention", "rewriting.rng_kernels.attention"),
         ("multi-head attention", "rewriting.rng_kernels._multi_head_attention"),
         ("recurrent layers", "rewriting.rng_kernels._recurrent.run"),
-        ("gumbel_softmax", "rewriting.rng_kernels._gumbel_softmax"),
         ("in compiled stages", "rewriting.rng_compiled._dropout_noise", "compile="),
     ),
     *_group(

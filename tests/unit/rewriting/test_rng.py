@@ -390,8 +390,8 @@ def _ends_without_torchs_generator(patience: float, function: Callable[..., Any]
     return ended
 
 
-# No model calls these by itself.
-WAITING = """_scaled_dot_product_attention_math native_dropout
+# Few models call these by themselves, or none.
+WAITING = """_scaled_dot_product_attention_math native_dropout alpha_dropout feature_alpha_dropout
     alpha_dropout_ dropout_ feature_alpha_dropout_ feature_dropout_""".split()
 
 
