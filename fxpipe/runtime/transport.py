@@ -36,7 +36,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
@@ -211,19 +211,6 @@ class AcceleratorBackend:
 _copy_streams: dict[tuple[torch.device, torch.device], tuple[torch.Stream, ...]] = {}
 _stream_lock = threading.Lock()
 
-_forced = False
-
-
-@contextlib.contextmanager
-def forced_copies() -> Iterator[None]:
-    """Copies values between stages of one device, too, in steps that begin in this block. For tests."""
-    global _forced
-    before, _forced = _forced, True
-    try:
-        yield
-    finally:
-        _forced = before
-
 
 class Transport:
     """The streams and copies of one step. Made in the caller's thread, used by the workers.
@@ -232,13 +219,14 @@ class Transport:
     nothing.
     """
 
+    copies_on_one_device = False  # True: values between stages of one device are copied, too
+
     def __init__(self, devices: Iterable[torch.device], machine: DeviceBackend | None = None):
         self._machine = machine or AcceleratorBackend()
         distinct = dict.fromkeys(devices)
         self._compute = {d: self._machine.current(d) for d in distinct if d.type != "cpu"}
-        self._forced = _forced
         # Where stages and inputs are all on the CPU, `start_copy` and `open` need not be called.
-        self.may_copy = _forced or any(d.type != "cpu" for d in distinct)
+        self.may_copy = self.copies_on_one_device or any(d.type != "cpu" for d in distinct)
         self._held: dict[tuple[torch.device, torch.device], deque[tuple[Any, torch.Tensor]]] = {}
         self._holding = threading.Lock()
 
@@ -293,7 +281,7 @@ class Transport:
         if not isinstance(value, torch.Tensor):
             return value
         source = self._machine.device_of(value)
-        if source == target and not self._forced:
+        if source == target and not self.copies_on_one_device:
             return value
         return self._send(value, source, target)
 

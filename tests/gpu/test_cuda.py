@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.devices import accelerator, is_simulated, on_accelerators
+from helpers.devices import accelerator, forced_copies, is_simulated, on_accelerators
 from helpers.models import BY_NAME, CASES
 from helpers.oracle import closing, parts_of
 from torch import nn
@@ -18,7 +18,6 @@ from torch.utils import _pytree as pytree
 
 import fxpipe
 from fxpipe.runtime.step import Step
-from fxpipe.runtime.transport import forced_copies
 from fxpipe.scheduling.actions import ActionKind
 
 ONE, MIXED, TWO = on_accelerators("0 0", "one"), on_accelerators("cpu 0", "mixed"), on_accelerators("0 1", "two")

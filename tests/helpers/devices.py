@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -78,3 +80,10 @@ def on_cpu(tree: Any) -> Any:
 def last_device(pipe: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """Makes a function that brings a tensor to where the pipe's outputs are."""
     return lambda tensor: tensor.to(pipe.plan.devices[-1])
+
+
+def forced_copies() -> AbstractContextManager[object]:
+    """Copies values between stages of one device, too, in steps that begin in this block."""
+    from fxpipe.runtime.transport import Transport
+
+    return mock.patch.object(Transport, "copies_on_one_device", True)

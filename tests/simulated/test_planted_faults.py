@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.delayed_updates import rounds_of_replicas, rule_of_replicas, train_delayed
+from helpers.devices import forced_copies
 from helpers.planted import with_fault
 from torch import nn
 
@@ -20,7 +21,7 @@ from fxpipe.runtime import engine, transport
 from fxpipe.runtime.exchange import Exchange
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.stream import StageWeights
-from fxpipe.runtime.transport import AcceleratorBackend, Transport, forced_copies
+from fxpipe.runtime.transport import AcceleratorBackend, Transport
 
 pytestmark = pytest.mark.simulated
 WIDTH = 6

@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from helpers.devices import forced_copies
 from helpers.fake_streams import CPU, FakeMachine, Stream
 from helpers.models import BY_NAME
 from torch import nn
@@ -16,7 +17,7 @@ from torch.utils import _pytree as pytree
 import fxpipe
 from fxpipe.runtime import InterleavedExecutor
 from fxpipe.runtime.exchange import Exchange
-from fxpipe.runtime.transport import PackedTensor, Transport, covered_extent, forced_copies, is_packable, pack
+from fxpipe.runtime.transport import PackedTensor, Transport, covered_extent, is_packable, pack
 
 # -- packing ---------------------------------------------------------------------------------------------------------
 

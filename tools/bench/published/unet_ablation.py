@@ -34,7 +34,7 @@ from fxpipe._torch.autograd import takes_gradient
 from fxpipe.plans import Plan
 from fxpipe.rewriting.program import PIPE_INPUT
 from fxpipe.runtime.exchange import BoundaryValue, Exchange
-from fxpipe.runtime.transport import AcceleratorBackend, forced_copies
+from fxpipe.runtime.transport import AcceleratorBackend, Transport
 from fxpipe.runtime.wiring import ValueLink
 from fxpipe.scheduling import ActionKind, Schedule, ScheduleLike, make_schedule
 from fxpipe.utils.polynomial import ZERO
@@ -108,7 +108,7 @@ class RelayingExchange(Exchange):
 def in_effect(switches: Switches) -> AbstractContextManager[ExitStack]:
     """A block in which steps run with these switches; copies are made also where stages are on one device, a CPU."""
     with ExitStack() as stack:
-        stack.enter_context(forced_copies())
+        stack.enter_context(patch.object(Transport, "copies_on_one_device", True))
         if not switches.streams:
             stack.enter_context(patch("fxpipe.runtime.transport.AcceleratorBackend", ComputeStreamBackend))
         if not switches.portals:
