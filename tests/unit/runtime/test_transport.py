@@ -111,8 +111,8 @@ def test_what_is_not_plain_is_copied_as_it_knows_best(tensor):
     assert not is_packable(given)
     with forced_copies():
         transport = Transport([CPU])
-    sent = transport.start_copy(given, CPU)
-    have = transport.open(sent, CPU)
+        sent = transport.start_copy(given, CPU)
+        have = transport.open(sent, CPU)
     assert have is not given
     assert type(have) is type(given)
     assert have.layout is given.layout
