@@ -9,8 +9,8 @@ that holds them both, and twice in two.
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import sympy
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.hardware import NodeWork, Operation
+from fxpipe.hardware import NodeWork
 from fxpipe.utils.files import dataclass_from_json, dataclass_to_json, write_atomically
-from fxpipe.utils.polynomial import ZERO, Polynomial, SizePoint
+from fxpipe.utils.polynomial import ZERO, Polynomial
 from fxpipe.utils.polynomial_bound import polynomial_bound
 from fxpipe.utils.text_table import text_table
 from fxpipe.utils.units import with_article
@@ -51,6 +51,7 @@ class Seconds:
 
 
 NO_TIME = Seconds()
+MOST_SAMPLES = 2**63
 ZERO_FORMULA = sympy.Integer(0)
 
 
@@ -71,6 +72,9 @@ class NodeCost:
     # held for a moment, forward or back, beside what is saved; see `working_bytes_of`
     working_bytes: sympy.Expr = ZERO_FORMULA
     work: NodeWork | None = None  # its operations; None: not known
+
+
+_FORMULAS = ("parameter_bytes", "output_bytes", "flops", "backward_flops", "saved_bytes", "working_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,40 +195,17 @@ def _formula_sum(expressions: Iterable[sympy.Expr]) -> sympy.Expr:
     return sympy.Add(*expressions)
 
 
-# -- A profile as a file: JSON with numbers and nothing that is run or parsed as a formula ---------------------------
+# -- A profile as a file: JSON of its fields, with numbers and nothing that is run or parsed as a formula -------------
 #
 #     profile.save("profile.json")
 #     fxpipe.Profile.load("profile.json")
 #
-#     {"format": "fxpipe profile", "version": 7, "fingerprint": "5d2c...", "micro_batch": 4, "device": "cpu", ...,
-#      "operations": [{"dtype": "float32", "flops": [0, 200704], "moved": [1024, 2048]}, ...],
-#      "nodes": [{"name": "linear", "forward": [1e-06, 2.5e-05], ..., "output_bytes": [0, 100352], ...,
-#                 "work": [[0], [1, 2], [1]]}, ...],
-#      "loss": null, or as a node,
-#      "saved": [{"bytes": [0, 2048], "maker": 3, "savers": [4, 7]}, ...]}
-#
-# Seconds are a pair, the fixed cost and that of a sample, and where there are dynamic sizes ("sizes", by name) a third,
-# the polynomial of what grows with them; bytes and FLOPs are coefficients of polynomials in the batch size and those
-# (`Polynomial.to_json`; `utils/polynomial_bound.py` says what becomes of other formulas). The work of a node is
-# said by places among the operations: of its forward, of its backward, and of its backward to its inputs only.
-# What is read is checked piece by piece: a file of another kind, a damaged one or a forged one is an `ArgumentError`,
-# and so is one of another graph.
+# Bytes and FLOPs are coefficients of polynomials in the batch size and the dynamic sizes (`Polynomial.to_json`;
+# `utils/polynomial_bound.py` says what becomes of other formulas). What is read is checked against the types of fields
+# (`utils.files`) and for what goes together: a file of another kind, a damaged one or a forged one is an
+# `ArgumentError`, and so is one of another graph.
 
-PROFILE_FORMAT, PROFILE_VERSION = "fxpipe profile", 7
-
-_SECONDS = ("forward", "backward", "weight")
-_FORMULAS = (
-    "parameter_bytes",
-    "output_bytes",
-    "flops",
-    "backward_flops",
-    "saved_bytes",
-    "working_bytes",
-)
-_FIELDS = (
-    *("format", "version", "fingerprint", "micro_batch", "device", "estimated_for"),
-    *("operations", "nodes", "saved", "loss", "sizes", "contention"),
-)
+PROFILE_FORMAT, PROFILE_VERSION = "fxpipe profile", 8
 
 
 def save_profile(profile: Profile, path: str | Path) -> None:
@@ -234,48 +215,11 @@ def save_profile(profile: Profile, path: str | Path) -> None:
         ArgumentError: one of its formulas is no polynomial in the batch size, nor bounded by one.
         FileError: the file cannot be written.
     """
-
     symbols = (profile.batch, *(symbol for symbol, _ in profile.lengths))
-
-    def numbers(expression: sympy.Expr) -> list[Any]:
-        return polynomial_bound(expression, *symbols).to_json()
-
-    def seconds(time: Seconds) -> list[Any]:
-        return [time.fixed, time.per_sample, *([time.growing.to_json()] if time.growing else [])]
-
-    operations: dict[Operation, int] = {}
-
-    def places(work: NodeWork | None) -> list[list[int]] | None:
-        if work is None:
-            return None
-        rows = (work.forward, work.backward, work.to_inputs)
-        return [[operations.setdefault(one, len(operations)) for one in row] for row in rows]
-
-    def cost(node: NodeCost) -> dict[str, Any]:
-        return (
-            {"name": node.name}
-            | {key: seconds(getattr(node, key)) for key in _SECONDS}
-            | {key: numbers(getattr(node, key)) for key in _FORMULAS}
-            | {"work": places(node.work)}
-        )
-
-    nodes = list(map(cost, profile.nodes))
-    loss = None if profile.loss is None else cost(profile.loss)
-    document = {
-        "format": PROFILE_FORMAT,
-        "version": PROFILE_VERSION,
-        "fingerprint": profile.fingerprint,
-        "micro_batch": profile.micro_batch,
-        "device": profile.device,
-        "estimated_for": profile.estimated_for,
-        "sizes": [list(size) for size in profile.sizes],
-        "contention": profile.contention,
-        "operations": list(map(dataclass_to_json, operations)),
-        "nodes": nodes,
-        "saved": [{"bytes": numbers(s.bytes), "maker": s.maker, "savers": list(s.savers)} for s in profile.saved],
-        "loss": loss,
-    }
-    write_atomically(path, (json.dumps(document, indent=1, allow_nan=False) + "\n").encode(), "a profile")
+    fields = dataclass_to_json(profile, lambda formula: polynomial_bound(formula, *symbols))
+    del fields["batch"]
+    document = {"format": PROFILE_FORMAT, "version": PROFILE_VERSION, **fields}
+    write_atomically(path, (json.dumps(document, allow_nan=False) + "\n").encode(), "a profile")
 
 
 def load_profile(path: str | Path) -> Profile:
@@ -286,13 +230,60 @@ def load_profile(path: str | Path) -> Profile:
         OSError: the file cannot be read.
     """
     try:
-        text = Path(path).read_bytes().decode("utf-8")
-        return _parse_profile(json.loads(text, parse_constant=_refuse_constant))
-    except (ArgumentError, ValueError, RecursionError) as error:
+        return _parse_profile(json.loads(Path(path).read_bytes().decode()))
+    except (ValueError, RecursionError, OverflowError) as error:  # an ArgumentError among them
         why = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise ArgumentError(
             f"{path} is no profile of fxpipe, or is damaged: {why}; write one with fxpipe.profile(...).save(path)"
         ) from None
+
+
+def _parse_profile(document: Any) -> Profile:
+    if not isinstance(document, dict) or document.pop("format", None) != PROFILE_FORMAT:
+        raise ArgumentError(f"it does not say that its format is {PROFILE_FORMAT!r}")
+    version = document.pop("version", None)
+    if type(version) is not int or version != PROFILE_VERSION:
+        raise ArgumentError(
+            f"it has version {str(version)[:40]}, and this fxpipe reads version {PROFILE_VERSION}: profile again"
+        )
+    names = {field.name for field in dataclasses.fields(Profile)} - {"batch"}
+    if lost := names - document.keys():
+        raise ArgumentError(f"it has no field {min(lost)!r}")
+    batch = sympy.Symbol("b", integer=True, positive=True)
+    profile = dataclass_from_json(Profile, {**document, "batch": batch}, "the profile")
+    _check_profile(profile)
+    return profile
+
+
+def _check_profile(profile: Profile) -> None:
+    """Raises `ArgumentError` unless the parts of a profile go together."""
+    costs = [*profile.nodes, *([profile.loss] if profile.loss is not None else [])]
+    seconds = [time for cost in costs for time in (cost.forward, cost.backward, cost.weight)]
+    works = [cost.work for cost in costs if cost.work is not None]
+    operations = {one for work in works for row in (work.forward, work.backward, work.to_inputs) for one in row}
+    names, n = [name for name, _ in profile.sizes], len(profile.nodes)
+    wrong = {
+        "micro_batch": not 1 <= profile.micro_batch <= MOST_SAMPLES,
+        "sizes": "b" in names or not all(name.isidentifier() and size >= 1 for name, size in profile.sizes),
+        "contention": profile.contention < 1,
+        "seconds": any(min(time.fixed, time.per_sample) < 0 for time in seconds),
+        "saved": not all(-1 <= one.maker < n and _are_ascending(one.savers, n) for one in profile.saved),
+        "operations": any(c < 0 for one in operations for p in (one.flops, one.moved) for _, c in p.terms),
+    }
+    for name in (name for name, is_wrong in wrong.items() if is_wrong):
+        raise ArgumentError(f"its {name} cannot be: out of range, or of other nodes")
+    here, symbols = {"b": profile.micro_batch, **dict(profile.sizes)}, [symbol for symbol, _ in profile.lengths]
+    formulas = {one.bytes for one in profile.saved} | {getattr(cost, key) for cost in costs for key in _FORMULAS}
+    polynomials = {polynomial_bound(formula, profile.batch, *symbols) for formula in formulas}
+    for polynomial in polynomials | {time.growing for time in seconds}:
+        if unknown := {name for powers, _ in polynomial.terms for name, _ in powers} - here.keys():
+            raise ArgumentError(f"a formula has the unknown size {min(unknown)!r}")
+        if polynomial and (polynomial.terms[-1][1] < 0 or polynomial.value(here) < 0):
+            raise ArgumentError(f"the formula {polynomial.formula} is less than 0")
+
+
+def _are_ascending(places: Sequence[int], nodes: int) -> bool:
+    return bool(places) and all(a < b for a, b in pairwise((-1, *places, nodes)))
 
 
 def profile_for(traced: Traced, profile_or_path: Profile | str | Path) -> Profile:
@@ -317,154 +308,3 @@ def profile_for(traced: Traced, profile_or_path: Profile | str | Path) -> Profil
     if [cost.name for cost in profile.nodes] != [node.name for node in traced.nodes]:
         raise ArgumentError(f"{what} does not have the nodes of the graph that its fingerprint names: it is damaged")
     return profile
-
-
-# -- reading, piece by piece -------------------------------------------------------------------------------------------
-
-
-def _parse_profile(document: Any) -> Profile:
-    if not isinstance(document, dict) or document.get("format") != PROFILE_FORMAT:
-        raise ArgumentError(f"it does not say that its format is {PROFILE_FORMAT!r}")
-    version = document.get("version")
-    if type(version) is not int or version != PROFILE_VERSION:
-        raise ArgumentError(
-            f"it has version {_short(version)}, and this fxpipe reads version {PROFILE_VERSION}: profile again"
-        )
-    fields = _parse_fields(document, _FIELDS, "the profile")
-    batch = sympy.Symbol("b", integer=True, positive=True)
-    micro_batch = _parse_count(fields["micro_batch"], "micro_batch", 1)
-    sizes = tuple(_parse_size(one, f"sizes[{k}]") for k, one in enumerate(_parse_list(fields["sizes"], "sizes")))
-    here = SizePoint(micro_batch, sizes)
-    operations = [
-        _parse_operation(one, f"operations[{place}]")
-        for place, one in enumerate(_parse_list(fields["operations"], "operations"))
-    ]
-    nodes = tuple(
-        _parse_node_cost(node, here, operations, f"nodes[{place}]")
-        for place, node in enumerate(_parse_list(fields["nodes"], "nodes"))
-    )
-    saved = tuple(
-        _parse_saved_storage(one, here, len(nodes), f"saved[{number}]")
-        for number, one in enumerate(_parse_list(fields["saved"], "saved"))
-    )
-    device, hardware, fingerprint = (
-        _parse_text(fields[key], key) for key in ("device", "estimated_for", "fingerprint")
-    )
-    loss = fields["loss"]
-    of_loss = None if loss is None else _parse_node_cost(loss, here, operations, "loss")
-    contention = _parse_number(fields["contention"], "contention")
-    if contention < 1:
-        raise ArgumentError(f"contention: {contention} is less than 1")
-    return Profile(nodes, micro_batch, batch, device, hardware, saved, fingerprint, of_loss, sizes, contention)
-
-
-def _parse_size(value: Any, where: str) -> tuple[str, int]:
-    pair = _parse_list(value, where)
-    if len(pair) != 2:
-        raise ArgumentError(f"{where}: expected a name and a size, got {len(pair)}")
-    name = _parse_text(pair[0], where)
-    if not name.isidentifier() or name == "b":
-        raise ArgumentError(f"{where}: {_short(name)} is no name of a size")
-    return name, _parse_count(pair[1], where, 1)
-
-
-def _parse_operation(value: Any, where: str) -> Operation:
-    operation = dataclass_from_json(Operation, value, where)
-    if any(c < 0 for formula in (operation.flops, operation.moved) for _, c in formula.terms):
-        raise ArgumentError(f"{where}: a coefficient is less than 0")
-    return operation
-
-
-def _parse_work(value: Any, operations: Sequence[Operation], where: str) -> NodeWork | None:
-    if value is None:
-        return None
-    rows = _parse_list(value, where)
-    if len(rows) != 3:
-        raise ArgumentError(f"{where}: expected three lists, got {len(rows)}")
-    most = len(operations) - 1
-    return NodeWork(
-        *(tuple(operations[_parse_count(k, where, 0, most)] for k in _parse_list(row, where)) for row in rows)
-    )
-
-
-def _parse_node_cost(value: Any, here: SizePoint, operations: Sequence[Operation], where: str) -> NodeCost:
-    fields = _parse_fields(value, ("name", *_SECONDS, *_FORMULAS, "work"), where)
-    seconds = {key: _parse_seconds(fields[key], here, f"{where}.{key}") for key in _SECONDS}
-    formulas = {key: _parse_formula(fields[key], here, f"{where}.{key}").formula for key in _FORMULAS}
-    work = _parse_work(fields["work"], operations, f"{where}.work")
-    return NodeCost(_parse_text(fields["name"], f"{where}.name"), **seconds, **formulas, work=work)
-
-
-def _parse_saved_storage(value: Any, here: SizePoint, nodes: int, where: str) -> SavedStorage:
-    fields = _parse_fields(value, ("bytes", "maker", "savers"), where)
-    savers = _parse_list(fields["savers"], f"{where}.savers")
-    places = tuple(_parse_count(place, f"{where}.savers", 0, nodes - 1) for place in savers)
-    if not places or any(a >= b for a, b in pairwise(places)):
-        raise ArgumentError(f"{where}.savers: expected ascending places")
-    maker = _parse_count(fields["maker"], f"{where}.maker", -1, nodes - 1)
-    return SavedStorage(_parse_formula(fields["bytes"], here, f"{where}.bytes").formula, maker, places)
-
-
-def _parse_seconds(value: Any, here: SizePoint, where: str) -> Seconds:
-    figures = _parse_list(value, where)
-    numbers, growing = figures[:2], ZERO
-    if len(figures) == 3 and here.others:
-        growing = _parse_formula(figures[2], here, where)
-    elif len(figures) > 2:
-        numbers = figures
-    parsed = [_parse_number(number, where) for number in numbers]
-    if len(parsed) != 2:
-        raise ArgumentError(f"{where}: expected two numbers, got {len(parsed)}")
-    fixed, per_sample = parsed
-    return Seconds(fixed, per_sample, growing)
-
-
-def _parse_number(number: Any, where: str) -> float:
-    if type(number) not in (int, float) or not 0 <= number <= sys.float_info.max:
-        raise ArgumentError(f"{where}: expected finite seconds, 0 or more, got {_short(number)}")
-    return float(number)
-
-
-def _parse_formula(value: Any, here: SizePoint, where: str) -> Polynomial:
-    try:
-        formula = Polynomial.from_json(value)
-        is_negative = bool(formula) and (formula.terms[-1][1] < 0 or formula.value(here.values) < 0)
-    except ArgumentError as error:
-        raise ArgumentError(f"{where}: {error}") from None
-    if is_negative:
-        raise ArgumentError(f"{where}: {value} is less than 0")
-    return formula
-
-
-def _parse_fields(value: Any, names: Iterable[str], where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ArgumentError(f"{where}: expected an object, got {_short(value)}")
-    if value.keys() != {*names}:
-        raise ArgumentError(f"{where}: expected the fields {', '.join(names)}, got {', '.join(value)[:200] or 'none'}")
-    return value
-
-
-def _parse_list(value: Any, where: str) -> Sequence[Any]:
-    if not isinstance(value, list):
-        raise ArgumentError(f"{where}: expected a list, got {_short(value)}")
-    return value
-
-
-def _parse_text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise ArgumentError(f"{where}: expected text, got {_short(value)}")
-    return value
-
-
-def _parse_count(value: Any, where: str, least: int, most: int = 2**63) -> int:
-    if type(value) is not int or not least <= value <= most:
-        raise ArgumentError(f"{where}: expected a whole number from {least} to {most}, got {_short(value)}")
-    return value
-
-
-def _refuse_constant(text: str) -> Any:
-    raise ArgumentError(f"{text} is no number")
-
-
-def _short(value: Any) -> str:
-    return repr(value)[:40] if isinstance(value, (str, int, float, type(None))) else with_article(value)

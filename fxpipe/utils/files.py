@@ -9,11 +9,14 @@ import os
 import secrets
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, Union
 
+import sympy
+
 from fxpipe.errors import ArgumentError, ArgumentTypeError, FileError
+from fxpipe.utils.polynomial import Polynomial
 from fxpipe.utils.units import with_article
 
 
@@ -80,13 +83,21 @@ def _file_error(what: str, path: str | Path, why: str) -> FileError:
 T = TypeVar("T")
 
 
-def dataclass_to_json(value: Any) -> Any:
-    """Makes what JSON keeps of a dataclass: its fields by name, but for one that has its own `to_json`."""
+def dataclass_to_json(value: Any, polynomial_of: Callable[[sympy.Expr], Polynomial] | None = None) -> Any:
+    """Makes what JSON keeps of a dataclass: its fields by name, but for one that has its own `to_json`.
+
+    `polynomial_of`: makes the polynomial of a formula, by which a file has it.
+    """
+    if polynomial_of is not None and isinstance(value, sympy.Expr):
+        value = polynomial_of(value)
     if hasattr(value, "to_json"):
         return value.to_json()
     if dataclasses.is_dataclass(value):
-        return {field.name: dataclass_to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    return [dataclass_to_json(item) for item in value] if isinstance(value, tuple | list) else value
+        fields = dataclasses.fields(value)
+        return {field.name: dataclass_to_json(getattr(value, field.name), polynomial_of) for field in fields}
+    if isinstance(value, tuple | list):
+        return [dataclass_to_json(item, polynomial_of) for item in value]
+    return value
 
 
 def dataclass_from_json(kind: type[T], value: Any, where: str) -> T:
@@ -100,6 +111,8 @@ def dataclass_from_json(kind: type[T], value: Any, where: str) -> T:
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:
+    if kind is sympy.Expr:
+        return _read(Polynomial, value, where).formula
     if hasattr(kind, "from_json"):
         try:
             return kind.from_json(value)

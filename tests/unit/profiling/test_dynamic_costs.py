@@ -188,7 +188,7 @@ def test_a_profile_with_sizes_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [('"s",', '"b",'), ('"s",', '"1",'), ('"version": 7', '"version": 3'), ('"s": 2', '"t": 2')],
+    [('"s",', '"b",'), ('"s",', '"1",'), ('"version": 8', '"version": 3'), ('"s": 2', '"t": 2')],
 )
 def test_a_forged_size_is_refused(tmp_path: Path, old: str, new: str) -> None:
     path = tmp_path / "profile.json"
