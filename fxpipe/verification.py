@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
 from fxpipe import accelerator
@@ -45,7 +46,7 @@ from fxpipe.utils.random_generators import draw_seed, mix_seed
 from fxpipe.utils.text_table import shorten_name, text_table
 from fxpipe.utils.units import count_text, with_article
 
-ROUNDINGS = 32  # a difference may be this many times what one unit of rounding in the weights and inputs makes
+ROUNDINGS = 32  # a difference may be this many times what one unit of rounding in weights, inputs and gradients makes
 MAX_SHOWN = 10  # names that a report shows
 
 
@@ -285,7 +286,7 @@ class _Step:
             return self._values(outputs, loss, calls)
 
     def of_plain_model(self, calls: Sequence[_Call], device: torch.device) -> tuple[Values, Values]:
-        """The values of a step of the plain model, and of one with weights and inputs moved by a unit of rounding."""
+        """The values of a step of the plain model, and of one whose weights, inputs and gradients rounding has moved."""
         try:
             return self._of_plain_model(calls, device, 0.0), self._of_plain_model(calls, device, self.unit)
         except RuntimeError as error:
@@ -299,7 +300,8 @@ class _Step:
             calls = self._begin(calls, device)
             inputs = self._inputs(calls)
             seed, outputs, losses, divisor = draw_seed(), [], [], None
-            with _moved_by_rounding([*model.parameters(), *inputs.values()], unit):
+            moved = _moved_by_rounding([*model.parameters(), *inputs.values()], unit)
+            with moved, _gradients_moved_by_rounding(unit):
                 for i, call in enumerate(calls):
                     with _SeededDraws(mix_seed(seed, i), device) as draws, draws.as_one_node(model, self.opaque):
                         output = model(*call.args, **call.kwargs)
@@ -455,6 +457,33 @@ def _moved_by_rounding(tensors: Sequence[torch.Tensor], unit: float) -> Iterator
             replace_data(tensor, data)
 
 
+@contextmanager
+def _gradients_moved_by_rounding(unit: float) -> Iterator[None]:
+    """A block in which so is each number of the gradients that go back into modules.
+
+    The gradient of a bias is a sum that may come near to zero: what it sums tells what rounding makes of it.
+    """
+    generator = torch.Generator().manual_seed(1)
+
+    def move(gradient: torch.Tensor) -> torch.Tensor:
+        if gradient.layout != torch.strided:
+            return gradient
+        noise = torch.rand(gradient.shape, generator=generator).to(gradient.device) * 2 - 1
+        return (gradient * (1 + unit * noise)).to(gradient.dtype)
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        for _, leaf in named_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(move)
+
+    handle = register_module_forward_hook(hook) if unit else None
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
 # -- comparing -------------------------------------------------------------------------------------------------------
 
 
@@ -464,7 +493,7 @@ def compare(want: Values, have: Values, moved: Values) -> tuple[Difference, ...]
     Args:
         want: the plain model's.
         have: the pipe's.
-        moved: the plain model's, with weights and inputs moved by one unit of rounding.
+        moved: the plain model's, with weights, inputs and gradients moved by one unit of rounding.
     """
     names = [*want, *(name for name in have if name not in want)]
     return tuple(

@@ -176,3 +176,40 @@ def test_state_of_the_class_of_the_inputs():
             x = inputs(seed).as_subclass(Plain)
             torch.testing.assert_close(pipe(x), torch.cat([plain(x[:2]), plain(x[2:])]))
             torch.testing.assert_close(pipe.mean, plain.mean)
+
+
+class Tanh(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x.tanh()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (y,) = ctx.saved_tensors
+        return gradient * (1 - y * y)
+
+
+class Hooked(nn.Module):
+    """Kept whole, since it puts a hook on a tensor."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x + x
+        if y.requires_grad:
+            y.register_hook(lambda g: 2 * g)
+        return y
+
+
+def test_a_function_before_a_module_kept_whole():
+    """What the function returns is a view, as a subclass, that must not see its memory written to."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.hooked, self.last = nn.Linear(8, 8), Hooked(), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.hooked(Tanh.apply(self.first(x))))
+
+    assert outcome(Model, lambda seed: inputs(seed).as_subclass(Plain)) == "right"
