@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fxpipe import errors, optim
+    from fxpipe import distributed, errors, optim
     from fxpipe.api import pipeline
     from fxpipe.hardware import Hardware
     from fxpipe.pipeline_module import Pipeline, unwrap
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MODULES = {"errors", "optim"}
+_MODULES = {"distributed", "errors", "optim"}
 _HOMES = {
     "Hardware": "fxpipe.hardware",
     "Pipeline": "fxpipe.pipeline_module",
@@ -61,6 +61,7 @@ __all__ = [
     "Tuning",
     "Verification",
     "cut",
+    "distributed",
     "errors",
     "is_planning",
     "is_recomputing",

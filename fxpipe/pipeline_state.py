@@ -39,6 +39,7 @@ from fxpipe.runtime.step_inputs import MicroBatch
 from fxpipe.scheduling import Schedule, make_schedule
 from fxpipe.tracing.cache_key import GraphKey, InputsKey
 from fxpipe.tracing.fake_tensors import names_without_values
+from fxpipe.tracing.model_state import slots_of
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.print_calls import warn_of_prints
 from fxpipe.tracing.record.input_reads import refuse_other_answers
@@ -81,6 +82,7 @@ class PipelineState:
         self.was_moved = False  # has a move to a device of its own been warned of
         self.was_passed_by = False  # has a forward in the place of the pipe's been warned of
         self.checks_evaluation = plan is None  # whether evaluation will be refused is asked with the first plan
+        self._devices_ahead: dict[str, torch.device] = {}  # by tensor: of a model that was planned without values
         self._chosen_for = (False, 0)  # of which mini-batches the number of micro-batches is: do they train? samples
         self._answers: dict[str, list[dict[str, str]]] = {}  # of graphs that differ in nothing else: read -> answer
         self._warned = self._has_prints = self._has_drop_in = self._has_generated = False
@@ -90,7 +92,45 @@ class PipelineState:
     def plan_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plans a model without values; the first call, when it has some, plans it again with measured seconds."""
         with torch.inference_mode(False), torch.enable_grad(), show_progress(self.settings.progress):
-            self.plan = prepare(self.model, args, kwargs, self.settings, self.given_plan, peek_seed()).plan
+            prepared = prepare(self.model, args, kwargs, self.settings, self.given_plan, peek_seed())
+        self.plan = prepared.plan
+        for stage, device in zip(reversed(prepared.program.stages), reversed(prepared.settings.devices), strict=True):
+            self._devices_ahead.update(dict.fromkeys(stage.attributes, device))  # of the first stage that uses it
+
+    # -- tensors that are given values: of this process, and what others say of theirs ---------------------------------
+
+    def together(self) -> contextlib.AbstractContextManager[object]:
+        """A block that all processes of the pipe go through."""
+        return contextlib.nullcontext()
+
+    def from_all(self, value: T, what: str) -> list[T]:
+        """Returns what each process of the pipe gives."""
+        return [value]
+
+    def from_first(self, value: T, what: str) -> T:
+        """Returns in all processes what the first one gives."""
+        return value
+
+    def own_tensors(self) -> dict[str, torch.Tensor]:
+        """Returns the parameters, buffers and plain attributes that this process holds, tied ones once, by name."""
+        return {slot.name: tensor for slot, tensor in slots_of(self.model).items()}
+
+    def own_without_values(self) -> list[str]:
+        """Returns the names of the tensors that stages of this process need, and that have no values yet."""
+        return names_without_values(self.model)
+
+    def device_of(self, name: str) -> torch.device:
+        """Returns the device of the stage that uses a tensor without values.
+
+        Raises:
+            StateError: that is not known before there is a plan.
+        """
+        if self.plan is None:
+            raise StateError(
+                "the pipe has no plan yet, so nobody knows which device a parameter goes to: give example_args to "
+                "fxpipe.pipeline"
+            )
+        return self._devices_ahead.get(name, self.settings.devices[0])
 
     def plan_of_all_sizes(self) -> Plan | None:
         """The plan; once a graph with dynamic sizes has been recorded beside that of the example, with its formulas."""
@@ -188,7 +228,8 @@ class PipelineState:
 
     def settle(self) -> None:
         """Moves the model's tensors to where the stages want them, should something else have moved them away."""
-        assert self.first is not None
+        if self.first is None:
+            return
         stages = self._own_stages(self.settings.placement)
         _move_to_stages(self.model, self.first, self.settings.devices, stages, self.optimizer_states)
 
@@ -201,7 +242,7 @@ class PipelineState:
         if missing := names_without_values(self.model):
             raise StateError(
                 f"the model has no values to run with: {missing[0]!r} is a meta or fake tensor; give it some first "
-                "(model.to_empty(device='cpu'), then model.load_state_dict(...); or load_state_dict(..., assign=True))"
+                "(fxpipe.distributed.load(pipe, path) reads a checkpoint; or load_state_dict(..., assign=True))"
             )
 
     # -- updates of the weights --------------------------------------------------------------------------------------

@@ -286,7 +286,7 @@ class _Step:
             return self._values(outputs, loss, calls)
 
     def of_plain_model(self, calls: Sequence[_Call], device: torch.device) -> tuple[Values, Values]:
-        """The values of a step of the plain model, and of one whose weights, inputs and gradients rounding has moved."""
+        """The values of a step of the plain model, and of one in which rounding has moved what goes in and back."""
         try:
             return self._of_plain_model(calls, device, 0.0), self._of_plain_model(calls, device, self.unit)
         except RuntimeError as error:

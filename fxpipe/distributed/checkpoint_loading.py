@@ -1,4 +1,4 @@
-"""`fxpipe.distributed.load`: each rank reads its own part of a checkpoint."""
+"""`fxpipe.distributed.load`: each process reads its own part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from fxpipe._torch.module_internals import with_metadata
 from fxpipe.config.parse import parse_switch
 from fxpipe.distributed.checkpoint_readers import CheckpointReader, open_checkpoint
-from fxpipe.distributed.connection import Connection
 from fxpipe.distributed.initialization import InitFunction, check_init_fn, initialize_missing, refuse_missing_values
 from fxpipe.distributed.materialization import GivenMemory
-from fxpipe.distributed.pipeline import distributed_state
+from fxpipe.distributed.pipeline import DistributedPipeline, distributed_state
 from fxpipe.errors import ArgumentError
 from fxpipe.pipeline_module import Pipeline
+from fxpipe.pipeline_state import PipelineState
 from fxpipe.utils.units import names_text
 
 
@@ -29,17 +29,18 @@ def load(
     strict: bool = True,
     init_fn: InitFunction | None = None,
 ) -> None:
-    """Loads a checkpoint into a pipe over processes: on each rank its own part. All ranks call it.
+    """Loads a checkpoint into a pipe. Over processes all ranks call it, and each reads its own part.
 
         with torch.device("meta"):
             model = Model()
-        pipe = fxpipe.pipeline(model, devices=mesh["pipe"], chunks=16, example_args=(x,))
+        pipe = fxpipe.pipeline(model, chunks=16, example_args=(x,))  # or devices=mesh["pipe"]
         fxpipe.distributed.load(pipe, "checkpoint")
         optimizer = torch.optim.AdamW(pipe.parameters())
 
-    Of a model that was built on the meta device, each rank gives memory to the parameters and buffers of its own
-    stages, on its device, and reads these and nothing else. Parameters stay the same objects; tied ones are read once.
-    Values are cast to the dtype of the model, as by `load_state_dict`.
+    Of a model that was built on the meta device, parameters and buffers get memory on the devices of their stages (over
+    processes each rank's own, which reads these and nothing else), and are read there one by one: the host never holds
+    the model. Parameters stay the same objects; tied ones are read once. Values are cast to the dtype of the model, as
+    by `load_state_dict`.
 
     Args:
         path: of the model's `state_dict()`, or that of any pipe of it: a folder as `torch.distributed.checkpoint.save`
@@ -48,40 +49,47 @@ def load(
         key: where the model's state is in a checkpoint of more: "model" of {"model": pipe.state_dict(), ...}.
         strict: refuse what is missing or unexpected in the checkpoint. Without it what is missing must have values.
         init_fn: a function of a module that computes what is in no checkpoint, and what `__init__` had no values for on
-            the meta device: non-persistent buffers (rotary tables, position ids), plain tensors. It is called for the
-            modules of this rank that hold such, before the checkpoint is read: parameters that it initializes as well
-            get the checkpoint's values. By default the module's `reset_parameters` is called.
+            the meta device: non-persistent buffers (rotary tables, position ids), plain tensors. It is called for
+            modules that hold such, before the checkpoint is read: parameters that it initializes as well get the
+            checkpoint's values. By default the module's `reset_parameters` is called.
 
     Raises:
         ArgumentError: on all ranks: keys are missing, unexpected, or have other shapes; names them. Nothing was loaded.
         StateError: tensors are left without values; names them. Or the pipe has no plan yet.
     """
-    state = distributed_state(pipe)
+    state = _state_of(pipe)
     parse_switch("strict", strict)
     check_init_fn(init_fn)
-    with state.engine.running(), state.group.together() as connection:
+    with state.engine.running(), state.together():
         reader, prefix = open_checkpoint(path), f"{key}." if key else ""
         entries = pipe.state_dict(keep_vars=True)
-        _check_fit(connection, reader, entries, state.model.state_dict().keys(), prefix, path, strict)
+        _check_fit(state, reader, entries, state.model.state_dict().keys(), prefix, path, strict)
         persistent, own = {id(value) for value in entries.values()}, state.own_tensors()
         initialize_missing(state, [n for n in state.own_without_values() if id(own.get(n)) not in persistent], init_fn)
         covered = {name: value for name, value in entries.items() if prefix + name in reader.keys}
         entries = with_metadata(covered, entries)
-        _read(reader, entries, prefix, state.group.device)
+        _read(state, reader, entries, prefix)
         pipe.load_state_dict(entries, strict=False)  # hooks and extra state; tensors are themselves
         refuse_missing_values(state, "load", "they are not in the checkpoint")
 
 
+def _state_of(pipe: object) -> PipelineState:
+    """Returns the state of a pipe, in one process or over several."""
+    if isinstance(pipe, Pipeline) and not isinstance(pipe, DistributedPipeline):
+        return pipe._fxpipe
+    return distributed_state(pipe)
+
+
 @dataclass(frozen=True, slots=True)
 class Misfits:
-    """The differences of a checkpoint from what one rank needs."""
+    """The differences of a checkpoint from what one process needs."""
 
     missing: tuple[str, ...]
     shapes: tuple[str, ...]
 
 
 def _check_fit(
-    connection: Connection,
+    state: PipelineState,
     reader: CheckpointReader,
     entries: Mapping[str, Any],
     all_keys: Iterable[str],
@@ -89,7 +97,7 @@ def _check_fit(
     path: Any,
     strict: bool,
 ) -> None:
-    """Compares the keys and shapes of a checkpoint with the model's, on all ranks."""
+    """Compares the keys and shapes of a checkpoint with the model's, in all processes."""
     keys = {name.removeprefix(prefix) for name in reader.keys if name.startswith(prefix)}
     present = {id(entries[name]) for name in entries.keys() & keys}  # a tied weight may be there under one name
     shapes = []
@@ -99,7 +107,7 @@ def _check_fit(
         if shape != own:
             shapes.append(f"{name!r} ({_shape_text(shape)}, in the model {_shape_text(own)})")
     missing = [name for name, value in entries.items() if name not in keys and id(value) not in present]
-    everybody = connection.all_gather(Misfits(tuple(missing), tuple(sorted(shapes))), "its part of the checkpoint")
+    everybody = state.from_all(Misfits(tuple(missing), tuple(sorted(shapes))), "its part of the checkpoint")
     unexpected = sorted(keys - {*all_keys})
     all_missing = list(dict.fromkeys(name for one in everybody for name in one.missing))
     all_shapes = list(dict.fromkeys(text for one in everybody for text in one.shapes))
@@ -130,10 +138,11 @@ def _key_hint(reader: CheckpointReader, prefix: str) -> str:
     return ". It has keys below 'model': if that is the model's state, give key='model'"
 
 
-def _read(reader: CheckpointReader, entries: dict[str, Any], prefix: str, device: torch.device) -> None:
+def _read(state: PipelineState, reader: CheckpointReader, entries: dict[str, Any], prefix: str) -> None:
     """Reads values into memory that tensors without values are given for it."""
+    names = {id(value): name for name, value in reversed(entries.items()) if isinstance(value, torch.Tensor)}
     tensors = [value for value in entries.values() if isinstance(value, torch.Tensor)]
-    memory = GivenMemory(tensors, device)
+    memory = GivenMemory(tensors, lambda tensor: state.device_of(names[id(tensor)]))
     try:
         first: dict[int, str] = {}
         others = [name for name, value in entries.items() if first.setdefault(id(value), name) != name]

@@ -27,7 +27,7 @@ from fxpipe.distributed.pipeline import distributed_state
 from fxpipe.distributed.rank_state import RankState
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
 from fxpipe.pipeline_module import Pipeline
-from fxpipe.pipeline_state import peek_seed
+from fxpipe.pipeline_state import PipelineState, peek_seed
 from fxpipe.tracing.model_state import preserve_rng, python_rng_state, set_python_rng_state
 from fxpipe.tracing.tensors import has_values, storage_of, tensors_in
 from fxpipe.utils.random_generators import mix_seed
@@ -78,9 +78,9 @@ def check_init_fn(init_fn: object) -> None:
         raise ArgumentTypeError(f"init_fn is {with_article(init_fn)}; expected a function of a module, or None")
 
 
-def refuse_missing_values(state: RankState, after: str, why: str) -> None:
+def refuse_missing_values(state: PipelineState, after: str, why: str) -> None:
     """Raises `StateError` on all ranks where one of them has tensors without values; names them."""
-    everybody = state.group.connection.all_gather(state.own_without_values(), "the tensors without values")
+    everybody = state.from_all(state.own_without_values(), "the tensors without values")
     if missing := list(dict.fromkeys(name for names in everybody for name in names)):
         raise StateError(
             f"without values after fxpipe.distributed.{after}: {names_text(missing)} ({why}). What __init__ computes "
@@ -120,12 +120,12 @@ def initialize_stages(state: RankState, init_fn: InitFunction | None) -> None:
     state.settle()
 
 
-def initialize_missing(state: RankState, names: Collection[str], init_fn: InitFunction | None) -> None:
-    """Initializes some tensors of this rank, by the modules that hold them, and changes nothing else.
+def initialize_missing(state: PipelineState, names: Collection[str], init_fn: InitFunction | None) -> None:
+    """Initializes some tensors of this process, by the modules that hold them, and changes nothing else.
 
     What they draw depends on the module alone, so that a tensor is the same on all ranks that hold it.
     """
-    model, seed = state.model, state.group.broadcast(peek_seed(), "the seed of its random numbers")
+    model, seed = state.model, state.from_first(peek_seed(), "the seed of its random numbers")
     paths = {path for path, _ in model.named_modules()}
     wanted = {model.get_submodule(_path_of_module(name, paths)) for name in names}
     tensors = [tensor for name, tensor in state.own_tensors().items() if name in names]
@@ -160,7 +160,7 @@ def _generator_states() -> bytes:
 def _initializing(tensors: Iterable[torch.Tensor], model: nn.Module) -> Iterator[_Initialization]:
     """A block in which these tensors are initialized, on the CPU. Those that nobody writes to keep what they had."""
     tensors = list(tensors)
-    memory = GivenMemory(tensors, CPU)
+    memory = GivenMemory(tensors, lambda tensor: CPU)
     for tensor in tensors:
         if tensor.device != CPU:
             replace_data(tensor, tensor.data.to(CPU))

@@ -1,4 +1,4 @@
-"""Memory for this rank's part of a model that was built on the meta device.
+"""Memory for this process's part of a model that was built on the meta device.
 
 The objects stay the same, so that ties, optimizers and what modules know of their parameters hold. A tensor on the meta
 device is one that has no values yet: whoever gives it memory fills it, or takes the memory back.
@@ -18,12 +18,15 @@ from fxpipe.tracing.tensors import has_values, storage_of
 class GivenMemory:
     """The memory that tensors without values were given, until it is known which of them have got values."""
 
-    def __init__(self, tensors: Iterable[torch.Tensor], device: torch.device):
+    def __init__(self, tensors: Iterable[torch.Tensor], device_of: Callable[[torch.Tensor], torch.device]):
         """Tensors that have values already stay as they are."""
         self.tensors = list({id(tensor): tensor for tensor in tensors if not has_values(tensor)}.values())
         self._before = [tensor.detach() for tensor in self.tensors]
-        for tensor, memory in zip(self.tensors, _empty_on(device, self._before), strict=True):
-            replace_data(tensor, memory)
+        for device in dict.fromkeys(map(device_of, self.tensors)):
+            here = [tensor for tensor in self.tensors if device_of(tensor) == device]
+            memories = _empty_on(device, [tensor.detach() for tensor in here])
+            for tensor, memory in zip(here, memories, strict=True):
+                replace_data(tensor, memory)
 
     def take_back(self, keep: Callable[[torch.Tensor], bool] = lambda tensor: False) -> None:
         """Takes the memory from all tensors but those of which `keep` says that they have values."""

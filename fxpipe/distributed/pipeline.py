@@ -338,7 +338,7 @@ class DistributedPipeline(Pipeline):
         own = self.state_dict(keep_vars=True)
         values = [(tensor, state_dict.get(key)) for key, tensor in own.items() if isinstance(tensor, torch.Tensor)]
         fitting = [t for t, new in values if isinstance(new, torch.Tensor) and has_values(new) and new.shape == t.shape]
-        GivenMemory(fitting, self._state.group.device)
+        GivenMemory(fitting, lambda tensor: self._state.group.device)
         whole = {*self._fxpipe_model.state_dict()}
         entries = {key: value for key, value in state_dict.items() if key in own}
         keys = self._fxpipe_model.load_state_dict(with_metadata(entries, state_dict), strict=False, assign=assign)

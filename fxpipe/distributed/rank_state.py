@@ -7,10 +7,11 @@ by rank 0 alone, since times differ, and the others cut as it says.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -40,6 +41,8 @@ from fxpipe.utils.batch_split import samples_per_micro_batch
 from fxpipe.utils.pytree import flatten, map_tensor_leaves
 from fxpipe.utils.random_generators import draw_seed
 from fxpipe.utils.units import names_text
+
+T = TypeVar("T")
 
 TRAINING, STREAM = "forward_backward", "train_stream"
 
@@ -116,13 +119,24 @@ class RankState(PipelineState):
             )
         return self.held.names_of(self.group.rank)
 
+    def together(self) -> contextlib.AbstractContextManager[object]:
+        return self.group.together()
+
+    def from_all(self, value: T, what: str) -> list[T]:
+        return self.group.connection.all_gather(value, what)
+
+    def from_first(self, value: T, what: str) -> T:
+        result: T = self.group.broadcast(value, what)
+        return result
+
     def own_tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the parameters, buffers and plain attributes that this rank holds, tied ones once, by name."""
         names = {*self.own_names()}
-        return {slot.name: tensor for slot, tensor in slots_of(self.model).items() if slot.name in names}
+        return {name: tensor for name, tensor in super().own_tensors().items() if name in names}
+
+    def device_of(self, name: str) -> torch.device:
+        return self.group.device
 
     def own_without_values(self) -> list[str]:
-        """Returns the names of the tensors that this rank's stages need, and that have no values yet."""
         missing = [name for name, tensor in self.own_tensors().items() if not has_values(tensor)]
         held = container_tensors(self.model)
         for _, graph in self._numbered.values():

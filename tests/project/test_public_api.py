@@ -12,7 +12,7 @@ import fxpipe
 # Module -> its public names. Everything else may change from version to version.
 PUBLIC = {
     "fxpipe": """
-        Hardware Pipeline Plan Profile Tuning Verification cut errors is_planning is_recomputing leaf optim
+        Hardware Pipeline Plan Profile Tuning Verification cut distributed errors is_planning is_recomputing leaf optim
         pipeline plan profile simulate trace tune unwrap verify
     """,
     "fxpipe.distributed": "DistributedPipeline clip_grad_norm_ initialize load pipeline_over_ranks",
