@@ -4,9 +4,9 @@
 2. Recording with the general paths of libraries, where something stood in the way of the first.
 3. Recording with some modules kept whole: the innermost ones around what stands in the way. Where that is the model
    itself, or most of it, recording goes as far as it can, and the rest of forward is one node (`graph_break`).
-4. `torch.export`, where that fails, or keeps more than half of the parameters in one piece; the finer graph wins. Not
-   where the user wants modules whole (`leaf_modules`): export keeps none.
-5. Recording, with values that only the stages know compared there (`guards.expect`).
+4. Recording, with values that only the stages know compared there (`guards.expect`).
+
+Where the user gives a function (`tracer=`), the graph that it makes is the only one.
 
 Each recording goes through the same passes (`tracing_passes`): one that is not the model's is an error of its way, and
 the next one is tried. What no graph could carry, and what the model itself raises, ends the search at once.
@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import fx, nn
+from torch import nn
 
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.module_internals import MODULE_DICT_KEYS, all_modules
@@ -28,8 +28,7 @@ from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.dynamic_sizes import FixedSizeError
 from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.guards import expectations_of, refuse_unguardable
-from fxpipe.tracing.importers.symbolic_trace import trace_by_function, trace_by_tracer, trace_symbolically
-from fxpipe.tracing.importers.torch_export import trace_by_export
+from fxpipe.tracing.importers.graph_function import trace_by_function
 from fxpipe.tracing.record.batch_numbers import RecordFunction, record_with_batch_numbers
 from fxpipe.tracing.record.cut_marker import refuse_missed_marks
 from fxpipe.tracing.record.leaf_module import LEAF_MODULE_REASON
@@ -38,14 +37,14 @@ from fxpipe.tracing.record.record_model import record
 from fxpipe.tracing.record.recorder import GraphBreak
 from fxpipe.tracing.record.small_batch import record_small_batch
 from fxpipe.tracing.record.unrecordable import CannotRecord
-from fxpipe.tracing.trace_request import TraceRequest, TracerOption
+from fxpipe.tracing.trace_request import TraceRequest
 from fxpipe.tracing.traced import RecordingOptions, Traced
 from fxpipe.tracing.tracing_passes import run_passes
 from fxpipe.tracing.verify.equivalence import take_samples
 from fxpipe.tracing.verify.micro_batch_sizes import OtherMicroBatchesError, may_replace, refuse_uneven
 from fxpipe.utils.python_state import PythonState
 
-LARGE_NODE_SHARE = 0.5  # share of the parameters in one piece from which on another way is tried
+LARGE_NODE_SHARE = 0.5  # share of the parameters from which on one piece is too large
 
 
 def find_graph(request: TraceRequest) -> Traced:
@@ -69,27 +68,15 @@ def find_graph(request: TraceRequest) -> Traced:
 
 def _graph_of_all_samples(request: TraceRequest) -> Traced:
     """The first graph that is right, by the ways that `request.tracer` allows."""
-    if not isinstance(request.tracer, str) or request.tracer in ("export", "fx"):
-        return _import(request, request.tracer)
-    may_export = request.tracer == "auto" and not request.leaf_modules  # which keeps none of these
+    if not isinstance(request.tracer, str):
+        return _import(request)
     try:
         traced = _record(request)
-    except TraceError as error:
-        if isinstance(error, CannotRecord) and error.is_final:
+    except CannotRecord as error:
+        if error.is_final or not error.in_stages:
             raise
-        others: dict[str, Callable[[], Traced]] = {}
-        if may_export:
-            others["torch.export"] = functools.partial(_import, request, "export")
-        if isinstance(error, CannotRecord) and error.in_stages:
-            others["comparing such values in the stages"] = functools.partial(_record, request, in_stages=True)
-        return _first_of(others, request.model, error)
-    if may_export and traced.whole and traced.largest_opaque_share > LARGE_NODE_SHARE:
-        with contextlib.suppress(Exception):
-            exported = _import(request, "export")
-            if exported.largest_opaque_share < traced.largest_opaque_share:
-                return replace(exported, why=tuple(f"not recorded: {reason}" for reason in traced.why))
-        return replace(traced, why=(*traced.why, *imbalance_warnings(traced)))
-    return traced
+        return _compared_in_stages(request, error)
+    return replace(traced, why=(*traced.why, *imbalance_warnings(traced)))
 
 
 def imbalance_warnings(traced: Traced) -> tuple[str, ...]:
@@ -104,45 +91,36 @@ def imbalance_warnings(traced: Traced) -> tuple[str, ...]:
     )
 
 
-def _import(request: TraceRequest, tracer: TracerOption) -> Traced:
-    """A graph made in another way than by recording the model."""
-    model, args, kwargs = request.model, request.args, request.kwargs
+def _import(request: TraceRequest) -> Traced:
+    """The graph that the user's function makes."""
+    model = request.model
+    assert not isinstance(request.tracer, str)
     with refuse_missed_marks():
-        if tracer == "export":
-            traced = trace_by_export(model, args, kwargs, request.in_dims)
-        elif tracer == "fx":
-            traced = trace_symbolically(model, args, kwargs)
-        elif isinstance(tracer, fx.Tracer) or (isinstance(tracer, type) and issubclass(tracer, fx.Tracer)):
-            traced = trace_by_tracer(model, tracer, args, kwargs)
-        else:
-            assert callable(tracer)
-            traced = trace_by_function(model, tracer, args, kwargs)
+        traced = trace_by_function(model, request.tracer, request.args, request.kwargs, request.in_dims)
     # Which attributes forward has read is not known: the graph holds for those that modules have.
     places = [(m.__dict__, name) for m in all_modules(model) for name in m.__dict__.keys() - MODULE_DICT_KEYS]
     state = PythonState(values=all_modules(model), places=places)
     return replace(run_passes(traced, request), python_state=state)
 
 
-def _first_of(others: Mapping[str, Callable[[], Traced]], model: nn.Module, recording: TraceError) -> Traced:
-    """The graph by the first of these ways that leads to one; what is final in one of them ends the search."""
-    failures = {"recording": str(recording)}
-    for name, way in others.items():
-        try:
-            traced = way()
-        except Exception as error:
-            if isinstance(error, CannotRecord) and error.is_final:
-                raise error from recording
-            failures[name] = _first_line(error)
-            continue
-        return replace(traced, why=(f"not simply recorded: {recording}", *traced.why))
-    if len(failures) == 1:
-        raise recording
-    listed = "\n".join(f"- {name}: {failure}" for name, failure in failures.items())
-    raise TraceError(
-        f"{type(model).__name__} cannot be traced:\n{listed}\n"
-        "Change what stands in the way; or keep the module around it whole (leaf_modules=[name or class]), make a "
-        "function of it (@fxpipe.leaf), or give a tracer of your own (tracer=)"
-    ) from recording
+def _compared_in_stages(request: TraceRequest, recording: CannotRecord) -> Traced:
+    """A recording with values that only the stages know compared there.
+
+    Raises:
+        TraceError: it fails as well; says why each way did, and what can be done.
+    """
+    try:
+        traced = _record(request, in_stages=True)
+    except Exception as error:
+        if isinstance(error, CannotRecord) and error.is_final:
+            raise error from recording
+        raise TraceError(
+            f"{type(request.model).__name__} cannot be traced:\n- recording: {recording}\n"
+            f"- comparing such values in the stages: {_first_line(error)}\n"
+            "Change what stands in the way; or keep the module around it whole (leaf_modules=[name or class]), or make "
+            "a function of it (@fxpipe.leaf)"
+        ) from recording
+    return replace(traced, why=(f"not simply recorded: {recording}", *traced.why))
 
 
 def _record(request: TraceRequest, in_stages: bool = False) -> Traced:

@@ -138,9 +138,7 @@ class Traced:
     untold: tuple[
         UndeterminedOutput, ...
     ] = ()  # why outputs are taken for means over samples where the graph does not tell
-    size_assumptions: tuple[
-        SizeAssumption, ...
-    ] = ()  # of sizes of inputs, by what has made the graph without recording the model
+    size_assumptions: tuple[SizeAssumption, ...] = ()  # of sizes of inputs, by `torch.export` that made the graph
     batch_conditions: tuple[SizeCondition, ...] = ()  # of mini-batch and micro-batches
     mini_batch_conditions: tuple[SizeCondition, ...] = ()  # what need not hold for micro-batches
     dynamic: DynamicSizes = FIXED_SIZES  # dimensions of inputs, besides the batch, that may differ from the example's

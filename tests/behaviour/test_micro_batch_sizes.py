@@ -109,14 +109,3 @@ def test_a_size_of_the_last_micro_batch_is_asked_as_well() -> None:
         for samples in (7, 8, 1, 5):
             x = torch.randn(samples, 3, 8)
             torch.testing.assert_close(on_cpu(pipe(x)), plain(x))
-
-
-def test_what_export_concludes_from_a_size_binds_its_graph() -> None:
-    model = Model(lambda y: y * (3 if int(y.shape[0]) > 6 else 2))
-    plain = copy.deepcopy(model)
-    with fxpipe.pipeline(
-        model, workers(2), 2, example_args=(torch.randn(5, 3, 8),), profile_budget=0.0, tracer="export"
-    ) as pipe:
-        for samples in (5, 8, 6, 5):
-            x = torch.randn(samples, 3, 8)
-            torch.testing.assert_close(on_cpu(pipe(x)), plain(x))

@@ -97,7 +97,7 @@ def python_rng_error(modules: frozenset[str] = frozenset()) -> CannotRecord:
     )
 
 
-OPAQUE_REMEDY = ", or in a module inside the model, which recording keeps whole (tracer='auto')"
+OPAQUE_REMEDY = ", or in a module inside the model, which recording keeps whole (tracer='record')"
 
 # Functions that are refused: what they do, and whether a module that calls them may be kept whole.
 _REFUSED = {
