@@ -7,7 +7,7 @@ all models. Only where it does not, the graph is made as the first evaluation wi
 other ways and checks: what is refused there is what will be refused, and for that reason. The graph is thrown away.
 
 What the recording does not show is not foreseen: other inputs, a graph that is not equal to its model, a model that
-only torch.export can trace.
+only a comparison in its stages carries.
 """
 
 from __future__ import annotations
