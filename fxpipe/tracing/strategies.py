@@ -4,7 +4,6 @@
 2. Recording with the general paths of libraries, where something stood in the way of the first.
 3. Recording with some modules kept whole: the innermost ones around what stands in the way. Where that is the model
    itself, or most of it, recording goes as far as it can, and the rest of forward is one node (`graph_break`).
-4. Recording, with values that only the stages know compared there (`guards.expect`).
 
 Where the user gives a function (`tracer=`), the graph that it makes is the only one.
 
@@ -53,7 +52,7 @@ def find_graph(request: TraceRequest) -> Traced:
     If the mini-batch stays whole, a graph that could be cut is still better: it holds for other numbers of samples.
 
     Raises:
-        TraceError: no way has led to a graph; says why for each, and what can be done.
+        TraceError: no way has led to a graph; says why, and what can be done.
     """
     try:
         return _graph_of_all_samples(replace(request, is_whole=False))
@@ -70,12 +69,7 @@ def _graph_of_all_samples(request: TraceRequest) -> Traced:
     """The first graph that is right, by the ways that `request.tracer` allows."""
     if not isinstance(request.tracer, str):
         return _import(request)
-    try:
-        traced = _record(request)
-    except CannotRecord as error:
-        if error.is_final or not error.in_stages:
-            raise
-        return _compared_in_stages(request, error)
+    traced = _record(request)
     return replace(traced, why=(*traced.why, *imbalance_warnings(traced)))
 
 
@@ -103,33 +97,13 @@ def _import(request: TraceRequest) -> Traced:
     return replace(run_passes(traced, request), python_state=state)
 
 
-def _compared_in_stages(request: TraceRequest, recording: CannotRecord) -> Traced:
-    """A recording with values that only the stages know compared there.
-
-    Raises:
-        TraceError: it fails as well; says why each way did, and what can be done.
-    """
-    try:
-        traced = _record(request, in_stages=True)
-    except Exception as error:
-        if isinstance(error, CannotRecord) and error.is_final:
-            raise error from recording
-        raise TraceError(
-            f"{type(request.model).__name__} cannot be traced:\n- recording: {recording}\n"
-            f"- comparing such values in the stages: {_first_line(error)}\n"
-            "Change what stands in the way; or keep the module around it whole (leaf_modules=[name or class]), or make "
-            "a function of it (@fxpipe.leaf)"
-        ) from recording
-    return replace(traced, why=(f"not simply recorded: {recording}", *traced.why))
-
-
-def _record(request: TraceRequest, in_stages: bool = False) -> Traced:
+def _record(request: TraceRequest) -> Traced:
     """Records with ever more options for what stands in the way, until a recording goes through all passes."""
     options = RecordingOptions(dict(request.leaf_modules), {}, in_compile_mode=False)
     first: TraceError | None = None
     while True:
         try:
-            traced, options = _record_without_caches(request, options, in_stages)
+            traced, options = _record_without_caches(request, options)
             break
         except TraceError as error:
             if isinstance(error, CannotRecord) and error.is_final:
@@ -146,16 +120,14 @@ def _record(request: TraceRequest, in_stages: bool = False) -> Traced:
     return replace(traced, recording_options=options, why=_reasons(traced, options, first))
 
 
-def _record_without_caches(
-    request: TraceRequest, options: RecordingOptions, in_stages: bool
-) -> tuple[Traced, RecordingOptions]:
+def _record_without_caches(request: TraceRequest, options: RecordingOptions) -> tuple[Traced, RecordingOptions]:
     """A recording that goes through all passes; by the paths of libraries that cache nothing, where a cache by sizes
     stands in the way of dynamic ones.
     """
     recordings: list[Traced] = []
     traced, error = None, None
     try:
-        traced, used = _record_with_casts(request, options, in_stages, recordings)
+        traced, used = _record_with_casts(request, options, recordings)
         are_keys = bool(request.dynamic.dims) and traced.has_keys_of_sizes
         if request.dynamic.dims <= traced.dynamic.formulas.keys() and not are_keys:
             return traced, used
@@ -163,7 +135,7 @@ def _record_without_caches(
         error = problem
     if not options.in_compile_mode and any(recording.has_keys_of_sizes for recording in recordings):
         with contextlib.suppress(Exception):
-            other, other_options = _record_with_casts(request, replace(options, in_compile_mode=True), in_stages, [])
+            other, other_options = _record_with_casts(request, replace(options, in_compile_mode=True), [])
             if traced is None or _is_for_more_sizes(other, traced):
                 return other, other_options
     if traced is None:
@@ -179,7 +151,7 @@ def _is_for_more_sizes(traced: Traced, other: Traced) -> bool:
 
 
 def _record_with_casts(
-    request: TraceRequest, options: RecordingOptions, in_stages: bool, recordings: list[Traced]
+    request: TraceRequest, options: RecordingOptions, recordings: list[Traced]
 ) -> tuple[Traced, RecordingOptions]:
     """A recording that goes through all passes, with the sizes that forward casts followed or, failing that, not.
 
@@ -190,7 +162,7 @@ def _record_with_casts(
     """
 
     def record_following(*args: Any, **rest: Any) -> Traced:
-        recordings.append(_record_once(request, options, in_stages, *args, **rest))
+        recordings.append(_record_once(request, options, *args, **rest))
         return recordings[-1]
 
     try:
@@ -200,7 +172,7 @@ def _record_with_casts(
             raise
         plain = replace(options, follows_casts=False)
         with contextlib.suppress(TraceError, ArgumentError):
-            return _record_by_size(request, functools.partial(_record_once, request, plain, in_stages)), plain
+            return _record_by_size(request, functools.partial(_record_once, request, plain)), plain
         raise
 
 
@@ -231,7 +203,6 @@ def _record_by_size(request: TraceRequest, record_on: RecordFunction) -> Traced:
 def _record_once(
     request: TraceRequest,
     options: RecordingOptions,
-    in_stages: bool,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     uncomputed: bool = False,
@@ -240,7 +211,7 @@ def _record_once(
         model, seed = request.model, request.seed
         return record_with_options(options, model, args, kwargs, seed, uncomputed=uncomputed, disguised=disguised)
 
-    traced = replace(record_disguised({}), again=record_disguised, checks_in_stages=in_stages)
+    traced = replace(record_disguised({}), again=record_disguised)
     refuse_unguardable(traced)
     return traced
 
@@ -263,8 +234,7 @@ def _options_after(
     if not modules:
         if _is_same_failure(problem, first):
             raise first
-        in_stages_too = any(isinstance(e, CannotRecord) and e.in_stages for e in (first, problem))
-        raise CannotRecord(f"{first}; and further on: {problem}", in_stages=in_stages_too)
+        raise CannotRecord(f"{first}; and further on: {problem}")
     others = {path: where for path, where in graph_breaks.items() if path not in modules}
     added = dict.fromkeys(_modules_of_same_class(model, modules), str(problem))
     return replace(options, graph_breaks=others, whole={**whole, **added})
@@ -329,10 +299,6 @@ def _modules_of_same_class(model: nn.Module, paths: frozenset[str]) -> list[str]
     kinds = {type(modules[path]) for path in paths if not type(modules[path]).__module__.startswith("torch.nn.")}
     same = {path for path, module in modules.items() if path in paths or (path and type(module) in kinds)}
     return [path for path in same if path in paths or not any(p.startswith(f"{path}.") for p in same)]
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 # -- Where the graph of the mini-batch does not hold for its micro-batches -------------------------------------------

@@ -157,7 +157,6 @@ class Traced:
     recording_options: RecordingOptions | None = None  # None: made in another way
     device: torch.device | None = None  # to which planning had moved the model for it; None: it stayed
     signature: int = 0  # the same for recordings of the same functions of the same values; see `signature_of`
-    checks_in_stages: bool = False  # values that only the stages know are compared there
     seed: int = 0  # of the numbers that forward drew and read
     draws_from_stream: tuple[
         bool, ...

@@ -510,22 +510,6 @@ def test_a_model_that_cannot_be_recorded_is_refused_with_its_line():
     assert _names_line_of(Hopeless.forward, str(caught.value))
 
 
-def test_the_error_of_all_ways_says_for_each_why_and_what_can_be_done(monkeypatch):
-    def fails(*given: Any, **options: Any) -> Traced:
-        raise CannotRecord("a reason", in_stages=True)
-
-    monkeypatch.setattr("fxpipe.tracing.strategies.record", fails)
-    with pytest.raises(TraceError) as caught:
-        trace(Hopeless(), (x(),), check=False)
-    title, recording, in_stages, remedies = str(caught.value).split("\n")
-    assert title == "Hopeless cannot be traced:"
-    assert recording == "- recording: a reason"
-    assert in_stages == "- comparing such values in the stages: a reason"
-    for remedy in ("leaf_modules=[name or class]", "@fxpipe.leaf"):
-        assert remedy in remedies
-    assert isinstance(caught.value.__cause__, CannotRecord)
-
-
 def test_the_error_names_the_module():
     def forward(m, x):
         return _elsewhere_with_grad * torch.vmap(m.lin)(x)
