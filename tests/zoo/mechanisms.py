@@ -38,7 +38,6 @@ MECHANISMS = (
         ("recorded on a micro-batch", "tracing.record.small_batch.record_small_batch?"),
         ("recorded as libraries run when they are compiled", "tracing.record.patches.compile_mode"),
         ("recorded at several sizes, with formulas", "tracing.record.batch_numbers.record_with_batch_numbers?"),
-        ("formulas with roots and quotients", "tracing.record.fit_formula._real_candidates"),
         ("recorded again, with values disguised", "tracing.record.untracked_values._is_same_recording"),
         ("lazy state made before it is traced", "tracing.record.lazy_state.make_lazy_state?"),
         ("a function of the user's", "tracing.importers.graph_function.trace_by_function", "tracer="),
