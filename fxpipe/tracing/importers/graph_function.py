@@ -68,7 +68,8 @@ def _size_assumptions(graph: fx.Graph, dims: Sequence[int | None]) -> tuple[Size
     conditions: list[Any] = []
     place_of: dict[Any, int] = {}
     for place, (node, dim) in enumerate(zip(placeholders, dims, strict=True)):
-        size = None if dim is None else node.meta["val"].shape[dim]
+        example = node.meta.get("val")  # as export notes it
+        size = example.shape[dim] if dim is not None and isinstance(example, torch.Tensor) else None
         if isinstance(size, torch.SymInt):
             place_of |= {symbol: place for symbol in size.node.expr.free_symbols if symbol not in place_of}
             conditions += [guard.expr for guard in size.node.shape_env.guards]

@@ -292,7 +292,7 @@ class Checks(Bare):
     """Its distribution checks its mean, and raises where that is none."""
 
     def looked_at(self, h):
-        return torch.distributions.Normal(h, 1.0).log_prob(h + 1)
+        return torch.distributions.Normal(h, 1.0, validate_args=True).log_prob(h + 1)
 
 
 def test_what_a_distribution_checks_is_compared_in_the_stages():

@@ -255,6 +255,23 @@ def test_a_function_of_the_users(make: Any) -> None:
     assert_same_as_model(traced, x())
 
 
+def test_a_function_may_fix_arguments() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, scale: int = 1) -> torch.Tensor:
+            y: torch.Tensor = self.lin(x) * scale
+            return y if mask is None else y * mask
+
+    def with_scale(model: nn.Module) -> fx.GraphModule:
+        return fx.symbolic_trace(model, concrete_args={"mask": None, "scale": 2})
+
+    traced = trace(Scaled(), (x(),), {"mask": None, "scale": 2}, tracer=with_scale)
+    assert_same_as_model(traced, x(7), mask=None, scale=2)
+
+
 def test_a_function_that_gives_no_graph_of_the_model_is_refused() -> None:
     model = nn.Sequential(nn.Linear(6, 6))
     with pytest.raises(ArgumentTypeError, match=r"gives a Sequential; expected a torch\.fx\.GraphModule"):
