@@ -57,7 +57,7 @@ def pipeline(
     profile_budget: float | None = None,
     loss_fn: Callable[..., Any] | None = None,
     target: Any = None,
-    tracer: TracerOption = "auto",
+    tracer: TracerOption = "record",
     in_dims: Any = None,
     dynamic_shapes: Any = None,
     out_dims: Any = None,
@@ -155,9 +155,8 @@ def pipeline(
         loss_fn, target: the loss that steps will take, as for `forward_backward`, and a target of the example inputs.
             What it costs is then a part of the plan, and the cut heeds it; for that it is called a few times. Where the
             model takes its own loss, leave both out.
-        tracer: "auto" takes the first way that leads to a right graph: recording, with values that forward reads as
-            guards; with some modules kept whole; `torch.export`. "record", "export" and "fx" (symbolic tracing) allow
-            one way; a `torch.fx.Tracer`, or a function from the model to a `torch.fx.GraphModule`, is your own.
+        tracer: "record" records what forward runs, with values that it reads as guards, and keeps modules whole where
+            that is needed. A function from the model to a `torch.fx.GraphModule` makes the graph in its place.
         in_dims: which dimension of each input holds the batch: an int, a tuple with an entry for each input, or a dict
             by name; None for an input without a batch. Found by itself where that is dimension 0. An input that is
             said to hold the batch may have k rows for each sample, one after the other (tiles of images, boxes), and

@@ -26,7 +26,7 @@ class TraceError(FxpipeError, RuntimeError):
 
 
 class DecisionError(FxpipeError, RuntimeError):
-    """Forward would decide otherwise for these samples than when it was traced, by a value that only a stage knows."""
+    """A check of forward's fails for these samples, of a value that only a stage knows (`torch.distributions`)."""
 
 
 class PartitionError(FxpipeError, ValueError):

@@ -1,6 +1,6 @@
-"""Graphs of `torch.fx` that others have made, and what `torch.export` says while it makes one.
+"""Graphs of `torch.fx` that others have made.
 
-All of it is required, and has been the same from torch 2.11 to 2.14.
+What is used here is required, and has been the same from torch 2.11 to 2.14.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from torch import fx
 from fxpipe._torch.versions import require_attributes
 
 require_attributes(fx.Graph(), "_codegen")
-
-EXPORT_LOGGERS = ("torch.export", "torch._export", "torch.fx.experimental.symbolic_shapes")
 
 
 def takes_input_leaves(graph: fx.Graph) -> bool:

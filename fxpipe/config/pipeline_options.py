@@ -42,7 +42,7 @@ from fxpipe.plans import Plan
 from fxpipe.profiling import Profile
 from fxpipe.profiling.loss_cost import PlannedLoss, parse_loss
 from fxpipe.scheduling import ScheduleLike
-from fxpipe.tracing.trace_request import TracerOption, check_tracer
+from fxpipe.tracing.trace_request import RECORD, TracerOption, check_tracer
 from fxpipe.utils.batch_split import largest_micro_batch
 from fxpipe.utils.units import parse_count, parse_number, with_article
 
@@ -67,7 +67,7 @@ class PipelineOptions:
     profile_budget: float | None = None
     loss_fn: Callable[..., Any] | None = None
     target: Any = None
-    tracer: TracerOption = AUTO
+    tracer: TracerOption = RECORD
     in_dims: Any = None
     dynamic_shapes: Any = None
     out_dims: Any = None

@@ -202,7 +202,6 @@ def most_devices(devices: tuple[str, ...], usual: int, hardware: str | Hardware 
 T = TypeVar("T")
 
 # As planning has them, whose files import torch.
-TRACER_CHOICES = ("auto", "record", "export", "fx")
 BALANCE_CHOICES = ("auto", "block", "optimal", "pipedream")  # any other word is the name of a node or module
 
 DESCRIPTION = """\
@@ -337,7 +336,6 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "for it (input_ids:1=s) and, if known, its least and its largest size (input_ids:1=s:2-512), of which memory "
         "limits are asked; repeat it for more",
     )
-    add("--tracer", choices=TRACER_CHOICES, help="how the graph is made; auto takes the first way that is right")
     add(
         "--leaf",
         action="append",

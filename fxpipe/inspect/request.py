@@ -87,7 +87,7 @@ class Request:
 
 
 PLAN_OPTIONS = (
-    *("chunks", "schedule", "checkpoint", "balance", "tracer"),
+    *("chunks", "schedule", "checkpoint", "balance"),
     *("memory_limit", "optimizer_state", "hardware", "mesh", "processes"),
 )
 STEP_OPTIONS = ("chunks", "schedule", "checkpoint", "hardware", "mesh", "processes")

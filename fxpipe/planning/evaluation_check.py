@@ -6,8 +6,7 @@ was recorded and without comparing anything, which takes a small part of what pl
 all models. Only where it does not, the graph is made as the first evaluation will make it, on all samples, with all
 other ways and checks: what is refused there is what will be refused, and for that reason. The graph is thrown away.
 
-What the recording does not show is not foreseen: other inputs, a graph that is not equal to its model, a model that
-only torch.export can trace.
+What the recording does not show is not foreseen: other inputs, a graph that is not equal to its model.
 """
 
 from __future__ import annotations

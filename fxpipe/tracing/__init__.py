@@ -29,7 +29,7 @@ from fxpipe.tracing.dynamic_sizes import NO_DYNAMIC_DIMS, DynamicDims, FixedSize
 from fxpipe.tracing.fake_tensors import is_faked, mute_fake_tensor_logs, original_of, with_fake_tensors
 from fxpipe.tracing.forward_rng import preserve_own_generators
 from fxpipe.tracing.guards import refuse_unguardable
-from fxpipe.tracing.importers.symbolic_trace import symbolic_graph
+from fxpipe.tracing.importers.symbolic_graph import symbolic_graph
 from fxpipe.tracing.print_calls import lost_prints, mute_repeated_prints
 from fxpipe.tracing.record.lazy_state import make_lazy_state, new_attributes
 from fxpipe.tracing.record.record_model import input_leaves, refuse_side_effects
@@ -56,7 +56,7 @@ def trace(
     in_dims: Any = None,
     out_dims: Any = None,
     chunks: int = 1,
-    tracer: TracerOption = "auto",
+    tracer: TracerOption = "record",
     leaf_modules: Sequence[str | type[nn.Module]] = (),
     check: bool = True,
     seed: int = 0,
@@ -79,9 +79,8 @@ def trace(
             dimension, None (the same for all), "mean", "sum" or "stack"; "mean" or "sum" alone are for outputs without
             a dimension that holds the batch. Found by itself where it can be.
         chunks: number of micro-batches: graph and model are also compared at their sizes.
-        tracer: "auto" takes the first way that leads to a right graph (`fxpipe.tracing.strategies`). "record",
-            "export" and "fx" (symbolic tracing) allow one way; a `torch.fx.Tracer`, or a function from the model to a
-            `torch.fx.GraphModule`, is your own.
+        tracer: "record" records the model (`fxpipe.tracing.strategies`); a function from the model to a
+            `torch.fx.GraphModule` makes the graph in its place.
         leaf_modules: names or classes of modules to keep whole: their Python runs in every step, as one node.
         check: compare the graph with the model on real values, where it has some. Without it a graph that is not the
             model's goes unseen.

@@ -31,14 +31,15 @@ from fxpipe.tracing.verify.effects import NORM_FUNCTIONS, running_statistics
 from fxpipe.utils.batch_split import rows_per_sample
 from fxpipe.utils.equality import equal_values
 
-# -- Values that only the stages know: forward has read them, and its graph holds where they are the same ------------
+_RANDOM_NUMBERS = "random numbers"
+
+# -- Values that only the stages know, and that forward reads to check them -------------------------------------------
 #
-# No guard can ask for them before a step (`guards`), and where the model itself reads them, not a module of it, there
-# is nothing to keep whole. So, where no other way is left, the graph reads them again, in its stage, for each
-# micro-batch. A micro-batch for which forward would decide otherwise is an error of its step, and never a wrong result.
+# No guard can ask for them before a step (`guards`). So the graph reads them again, in its stage, for each micro-batch.
+# A micro-batch for which the check fails is an error of its step, as in the model.
 
 
-# No model of the zoo: a model of one piece that reads a buffer which it changes needs it (behaviour/test_reads.py).
+# No model of the zoo: the checks of `torch.distributions` need it (unit/tracing/test_guards.py).
 def expect(value: Any, expected: Any, what: str) -> None:
     """A node of the graph.
 
@@ -47,9 +48,9 @@ def expect(value: Any, expected: Any, what: str) -> None:
     """
     if not equal_values(value, expected):
         raise DecisionError(
-            f"forward decides by {what}, which is {value!r} for these samples; it was {expected!r} when the model was "
-            "traced, and the pipeline runs what forward does then. Keep the decision in tensors (torch.where), or make "
-            "a module of the code around it, which will be kept whole"
+            f"forward checks {what}, which is {value!r} for these samples; it was {expected!r} when the model was "
+            "traced. Look at the samples; or switch the check off (validate_args=False), or make a module of the code "
+            "around it, which will be kept whole"
         )
 
 
@@ -140,7 +141,6 @@ def _short(value: Any) -> str:
 def refuse_unguardable(traced: Traced) -> None:
     """Raises where a question cannot be answered before a step.
 
-    Those that the model itself asks, and not a module of it, are asked in the stages if `traced.checks_in_stages`.
     To be called as soon as values that were read are known, and again when it is known which sizes are values.
 
     Raises:
@@ -149,22 +149,19 @@ def refuse_unguardable(traced: Traced) -> None:
     _refuse_reads_before_python(traced)
     reads = _reads(traced)
     known = set[fx.Node]().union(*map(_dependencies_of_read, reads))
-    errors_of = {read: error for read in reads if (error := _unguardable_error(traced, read, known)) is not None}
-
-    def may_be_compared(read: fx.Node, error: CannotRecord) -> bool:
-        # What would raise for other values may as well be compared: nothing else is made of it.
-        is_validation = value_read_of(read).is_validation
-        return error.in_stages and (is_validation or (traced.checks_in_stages and not error.modules))
-
-    stopping = [read for read, error in errors_of.items() if not may_be_compared(read, error)]
+    sources = {read: source for read in reads if (source := _unknown_source(traced, read, known)) is not None}
+    # What would raise for other values may as well be compared: nothing else is made of it. Of random numbers each
+    # stage would draw others.
+    stopping = [
+        read for read, source in sources.items() if source == _RANDOM_NUMBERS or not value_read_of(read).is_validation
+    ]
     if not stopping:
-        add_expectations(list(errors_of))
-    else:
-        errors = [errors_of[read] for read in stopping]
-        modules = frozenset[str]().union(*(e.modules for e in errors))
-        raise CannotRecord(
-            str(errors[0]), modules, in_stages=any(e.in_stages for e in errors), calls=_earliest_calls(traced, stopping)
-        )
+        add_expectations(list(sources))
+        return
+    modules = frozenset(path for read in stopping if (path := info(read).module))
+    raise CannotRecord(
+        _unguardable_text(stopping[0], sources[stopping[0]]), modules, calls=_earliest_calls(traced, stopping)
+    )
 
 
 def _refuse_reads_before_python(traced: Traced) -> None:
@@ -272,7 +269,7 @@ def _source_names(traced: Traced, needed: set[fx.Node]) -> Iterator[str]:
         elif node.op == "get_attr" and node.target not in traced.constants:
             yield str(node.target)
         elif info(node).is_random:
-            yield "random numbers"
+            yield _RANDOM_NUMBERS
 
 
 def _is_size(node: fx.Node) -> bool:
@@ -280,8 +277,8 @@ def _is_size(node: fx.Node) -> bool:
     return node.target in ("size", "stride") and not info(node).is_data_dependent
 
 
-def _unguardable_error(traced: Traced, read: fx.Node, known: Collection[fx.Node]) -> CannotRecord | None:
-    """Returns the error of a read that cannot be answered before a step; None for another.
+def _unknown_source(traced: Traced, read: fx.Node, known: Collection[fx.Node]) -> str | None:
+    """Returns why a read cannot be answered before a step: what it depends on; None for another.
 
     `known` is what all reads depend on.
     """
@@ -292,29 +289,30 @@ def _unguardable_error(traced: Traced, read: fx.Node, known: Collection[fx.Node]
     parameters = [s for s in own if isinstance(attribute_tensor(traced, attributes[s]), torch.nn.Parameter)]
     changing = [s for s in own if s in traced.assigned or _is_changed(attributes[s])]
     path, asked = info(read).module, value_read_of(read)
-    if "random numbers" in sources and not _only_decide(needed, known):
-        what = "random numbers"
-    elif "the inputs" in sources and parameters:
-        what = f"the inputs and {parameters[0]!r}"
-    elif changing:
-        what = f"{changing[0]!r}, which forward changes"
-    elif asked.is_size and "the inputs" in sources and (path or not isinstance(asked.value, bool)):
-        what = "the inputs"  # each micro-batch has another one
-    elif path and isinstance(asked.value, (float, complex)) and (number := _changes_each_step(traced, needed)):
-        what = number
-    else:
-        return None
-    nested = "nested_tensor" in str(read.target)
+    if _RANDOM_NUMBERS in sources and not _only_decide(needed, known):
+        return _RANDOM_NUMBERS
+    if "the inputs" in sources and parameters:
+        return f"the inputs and {parameters[0]!r}"
+    if changing:
+        return f"{changing[0]!r}, which forward changes"
+    if asked.is_size and "the inputs" in sources and (path or not isinstance(asked.value, bool)):
+        return "the inputs"  # each micro-batch has another one
+    if path and isinstance(asked.value, (float, complex)):
+        return _changes_each_step(traced, needed) or None
+    return None
+
+
+def _unguardable_text(read: fx.Node, source: str) -> str:
+    path = info(read).module
     remedy = (
         "build it with TransformerEncoder(..., enable_nested_tensor=False)"
-        if nested
+        if "nested_tensor" in str(read.target)
         else "keep the decision in tensors (torch.where, masks), or take it outside forward"
+        + ("" if path else ", or into a module inside the model, which recording keeps whole")
     )
-    return CannotRecord(
-        f"the model{f' in module {path!r}' if path else ''} reads {describe_read(read)} ({asked.text}) that "
-        f"depends on {what} at {info(read).source}; {remedy}",
-        frozenset({path}) if path else frozenset(),
-        in_stages=what != "random numbers",  # each stage would draw another one
+    return (
+        f"the model{f' in module {path!r}' if path else ''} reads {describe_read(read)} ({value_read_of(read).text}) "
+        f"that depends on {source} at {info(read).source}; {remedy}"
     )
 
 
@@ -346,5 +344,5 @@ def _changes_each_step(traced: Traced, needed: Collection[fx.Node]) -> str | Non
         if node.op == "get_attr" and attribute_tensor(traced, node).requires_grad:
             return repr(node.target)
     if any(info(node).is_random for node in needed):
-        return "random numbers"
+        return _RANDOM_NUMBERS
     return "the inputs" if any(node.op == "placeholder" for node in needed) else None

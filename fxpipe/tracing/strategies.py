@@ -4,9 +4,8 @@
 2. Recording with the general paths of libraries, where something stood in the way of the first.
 3. Recording with some modules kept whole: the innermost ones around what stands in the way. Where that is the model
    itself, or most of it, recording goes as far as it can, and the rest of forward is one node (`graph_break`).
-4. `torch.export`, where that fails, or keeps more than half of the parameters in one piece; the finer graph wins. Not
-   where the user wants modules whole (`leaf_modules`): export keeps none.
-5. Recording, with values that only the stages know compared there (`guards.expect`).
+
+Where the user gives a function (`tracer=`), the graph that it makes is the only one.
 
 Each recording goes through the same passes (`tracing_passes`): one that is not the model's is an error of its way, and
 the next one is tried. What no graph could carry, and what the model itself raises, ends the search at once.
@@ -16,20 +15,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import fx, nn
+from torch import nn
 
-from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.module_internals import MODULE_DICT_KEYS, all_modules
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.dynamic_sizes import FixedSizeError
 from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.guards import expectations_of, refuse_unguardable
-from fxpipe.tracing.importers.symbolic_trace import trace_by_function, trace_by_tracer, trace_symbolically
-from fxpipe.tracing.importers.torch_export import trace_by_export
+from fxpipe.tracing.importers.graph_function import trace_by_function
 from fxpipe.tracing.record.batch_numbers import RecordFunction, record_with_batch_numbers
 from fxpipe.tracing.record.cut_marker import refuse_missed_marks
 from fxpipe.tracing.record.leaf_module import LEAF_MODULE_REASON
@@ -38,58 +35,40 @@ from fxpipe.tracing.record.record_model import record
 from fxpipe.tracing.record.recorder import GraphBreak
 from fxpipe.tracing.record.small_batch import record_small_batch
 from fxpipe.tracing.record.unrecordable import CannotRecord
-from fxpipe.tracing.trace_request import TraceRequest, TracerOption
+from fxpipe.tracing.trace_request import TraceRequest
 from fxpipe.tracing.traced import RecordingOptions, Traced
 from fxpipe.tracing.tracing_passes import run_passes
-from fxpipe.tracing.verify.equivalence import take_samples
-from fxpipe.tracing.verify.micro_batch_sizes import OtherMicroBatchesError, may_replace, refuse_uneven
+from fxpipe.tracing.verify.micro_batch_sizes import OtherMicroBatchesError, refuse_uneven
 from fxpipe.utils.python_state import PythonState
 
-LARGE_NODE_SHARE = 0.5  # share of the parameters in one piece from which on another way is tried
+LARGE_NODE_SHARE = 0.5  # share of the parameters from which on one piece is too large
 
 
 def find_graph(request: TraceRequest) -> Traced:
-    """The first graph that is right, of the mini-batch or else of its micro-batches.
+    """The first graph that is right.
 
     If the mini-batch stays whole, a graph that could be cut is still better: it holds for other numbers of samples.
 
     Raises:
-        TraceError: no way has led to a graph; says why for each, and what can be done.
+        TraceError: no way has led to a graph; says why, and what can be done.
+        ArgumentError: there is no batch dimension, or micro-batches do not make as many rows as the mini-batch.
     """
     try:
         return _graph_of_all_samples(replace(request, is_whole=False))
-    except OtherMicroBatchesError as error:
+    except (ArgumentError, TraceError) as error:
         if not request.is_whole:
-            return _graph_of_micro_batch(request, error)
-    except (ArgumentError, TraceError):
-        if not request.is_whole:
+            if isinstance(error, OtherMicroBatchesError):
+                refuse_uneven(error.traced, request.leaves, error.sizes)
             raise
     return _graph_of_all_samples(request)
 
 
 def _graph_of_all_samples(request: TraceRequest) -> Traced:
     """The first graph that is right, by the ways that `request.tracer` allows."""
-    if not isinstance(request.tracer, str) or request.tracer in ("export", "fx"):
-        return _import(request, request.tracer)
-    may_export = request.tracer == "auto" and not request.leaf_modules  # which keeps none of these
-    try:
-        traced = _record(request)
-    except TraceError as error:
-        if isinstance(error, CannotRecord) and error.is_final:
-            raise
-        others: dict[str, Callable[[], Traced]] = {}
-        if may_export:
-            others["torch.export"] = functools.partial(_import, request, "export")
-        if isinstance(error, CannotRecord) and error.in_stages:
-            others["comparing such values in the stages"] = functools.partial(_record, request, in_stages=True)
-        return _first_of(others, request.model, error)
-    if may_export and traced.whole and traced.largest_opaque_share > LARGE_NODE_SHARE:
-        with contextlib.suppress(Exception):
-            exported = _import(request, "export")
-            if exported.largest_opaque_share < traced.largest_opaque_share:
-                return replace(exported, why=tuple(f"not recorded: {reason}" for reason in traced.why))
-        return replace(traced, why=(*traced.why, *imbalance_warnings(traced)))
-    return traced
+    if not isinstance(request.tracer, str):
+        return _import(request)
+    traced = _record(request)
+    return replace(traced, why=(*traced.why, *imbalance_warnings(traced)))
 
 
 def imbalance_warnings(traced: Traced) -> tuple[str, ...]:
@@ -104,54 +83,25 @@ def imbalance_warnings(traced: Traced) -> tuple[str, ...]:
     )
 
 
-def _import(request: TraceRequest, tracer: TracerOption) -> Traced:
-    """A graph made in another way than by recording the model."""
-    model, args, kwargs = request.model, request.args, request.kwargs
+def _import(request: TraceRequest) -> Traced:
+    """The graph that the user's function makes."""
+    model = request.model
+    assert not isinstance(request.tracer, str)
     with refuse_missed_marks():
-        if tracer == "export":
-            traced = trace_by_export(model, args, kwargs, request.in_dims)
-        elif tracer == "fx":
-            traced = trace_symbolically(model, args, kwargs)
-        elif isinstance(tracer, fx.Tracer) or (isinstance(tracer, type) and issubclass(tracer, fx.Tracer)):
-            traced = trace_by_tracer(model, tracer, args, kwargs)
-        else:
-            assert callable(tracer)
-            traced = trace_by_function(model, tracer, args, kwargs)
+        traced = trace_by_function(model, request.tracer, request.args, request.kwargs, request.in_dims)
     # Which attributes forward has read is not known: the graph holds for those that modules have.
     places = [(m.__dict__, name) for m in all_modules(model) for name in m.__dict__.keys() - MODULE_DICT_KEYS]
     state = PythonState(values=all_modules(model), places=places)
     return replace(run_passes(traced, request), python_state=state)
 
 
-def _first_of(others: Mapping[str, Callable[[], Traced]], model: nn.Module, recording: TraceError) -> Traced:
-    """The graph by the first of these ways that leads to one; what is final in one of them ends the search."""
-    failures = {"recording": str(recording)}
-    for name, way in others.items():
-        try:
-            traced = way()
-        except Exception as error:
-            if isinstance(error, CannotRecord) and error.is_final:
-                raise error from recording
-            failures[name] = _first_line(error)
-            continue
-        return replace(traced, why=(f"not simply recorded: {recording}", *traced.why))
-    if len(failures) == 1:
-        raise recording
-    listed = "\n".join(f"- {name}: {failure}" for name, failure in failures.items())
-    raise TraceError(
-        f"{type(model).__name__} cannot be traced:\n{listed}\n"
-        "Change what stands in the way; or keep the module around it whole (leaf_modules=[name or class]), make a "
-        "function of it (@fxpipe.leaf), or give a tracer of your own (tracer=)"
-    ) from recording
-
-
-def _record(request: TraceRequest, in_stages: bool = False) -> Traced:
+def _record(request: TraceRequest) -> Traced:
     """Records with ever more options for what stands in the way, until a recording goes through all passes."""
     options = RecordingOptions(dict(request.leaf_modules), {}, in_compile_mode=False)
     first: TraceError | None = None
     while True:
         try:
-            traced, options = _record_without_caches(request, options, in_stages)
+            traced, options = _record_without_caches(request, options)
             break
         except TraceError as error:
             if isinstance(error, CannotRecord) and error.is_final:
@@ -168,16 +118,14 @@ def _record(request: TraceRequest, in_stages: bool = False) -> Traced:
     return replace(traced, recording_options=options, why=_reasons(traced, options, first))
 
 
-def _record_without_caches(
-    request: TraceRequest, options: RecordingOptions, in_stages: bool
-) -> tuple[Traced, RecordingOptions]:
+def _record_without_caches(request: TraceRequest, options: RecordingOptions) -> tuple[Traced, RecordingOptions]:
     """A recording that goes through all passes; by the paths of libraries that cache nothing, where a cache by sizes
     stands in the way of dynamic ones.
     """
     recordings: list[Traced] = []
     traced, error = None, None
     try:
-        traced, used = _record_with_casts(request, options, in_stages, recordings)
+        traced, used = _record_with_casts(request, options, recordings)
         are_keys = bool(request.dynamic.dims) and traced.has_keys_of_sizes
         if request.dynamic.dims <= traced.dynamic.formulas.keys() and not are_keys:
             return traced, used
@@ -185,7 +133,7 @@ def _record_without_caches(
         error = problem
     if not options.in_compile_mode and any(recording.has_keys_of_sizes for recording in recordings):
         with contextlib.suppress(Exception):
-            other, other_options = _record_with_casts(request, replace(options, in_compile_mode=True), in_stages, [])
+            other, other_options = _record_with_casts(request, replace(options, in_compile_mode=True), [])
             if traced is None or _is_for_more_sizes(other, traced):
                 return other, other_options
     if traced is None:
@@ -201,7 +149,7 @@ def _is_for_more_sizes(traced: Traced, other: Traced) -> bool:
 
 
 def _record_with_casts(
-    request: TraceRequest, options: RecordingOptions, in_stages: bool, recordings: list[Traced]
+    request: TraceRequest, options: RecordingOptions, recordings: list[Traced]
 ) -> tuple[Traced, RecordingOptions]:
     """A recording that goes through all passes, with the sizes that forward casts followed or, failing that, not.
 
@@ -212,7 +160,7 @@ def _record_with_casts(
     """
 
     def record_following(*args: Any, **rest: Any) -> Traced:
-        recordings.append(_record_once(request, options, in_stages, *args, **rest))
+        recordings.append(_record_once(request, options, *args, **rest))
         return recordings[-1]
 
     try:
@@ -222,7 +170,7 @@ def _record_with_casts(
             raise
         plain = replace(options, follows_casts=False)
         with contextlib.suppress(TraceError, ArgumentError):
-            return _record_by_size(request, functools.partial(_record_once, request, plain, in_stages)), plain
+            return _record_by_size(request, functools.partial(_record_once, request, plain)), plain
         raise
 
 
@@ -253,7 +201,6 @@ def _record_by_size(request: TraceRequest, record_on: RecordFunction) -> Traced:
 def _record_once(
     request: TraceRequest,
     options: RecordingOptions,
-    in_stages: bool,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     uncomputed: bool = False,
@@ -262,7 +209,7 @@ def _record_once(
         model, seed = request.model, request.seed
         return record_with_options(options, model, args, kwargs, seed, uncomputed=uncomputed, disguised=disguised)
 
-    traced = replace(record_disguised({}), again=record_disguised, checks_in_stages=in_stages)
+    traced = replace(record_disguised({}), again=record_disguised)
     refuse_unguardable(traced)
     return traced
 
@@ -285,8 +232,7 @@ def _options_after(
     if not modules:
         if _is_same_failure(problem, first):
             raise first
-        in_stages_too = any(isinstance(e, CannotRecord) and e.in_stages for e in (first, problem))
-        raise CannotRecord(f"{first}; and further on: {problem}", in_stages=in_stages_too)
+        raise CannotRecord(f"{first}; and further on: {problem}")
     others = {path: where for path, where in graph_breaks.items() if path not in modules}
     added = dict.fromkeys(_modules_of_same_class(model, modules), str(problem))
     return replace(options, graph_breaks=others, whole={**whole, **added})
@@ -351,33 +297,3 @@ def _modules_of_same_class(model: nn.Module, paths: frozenset[str]) -> list[str]
     kinds = {type(modules[path]) for path in paths if not type(modules[path]).__module__.startswith("torch.nn.")}
     same = {path for path, module in modules.items() if path in paths or (path and type(module) in kinds)}
     return [path for path in same if path in paths or not any(p.startswith(f"{path}.") for p in same)]
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
-# -- Where the graph of the mini-batch does not hold for its micro-batches -------------------------------------------
-
-
-# No model of the zoo: a loop over what the batch size gives needs it (behaviour/test_micro_batch_sizes.py).
-def _graph_of_micro_batch(request: TraceRequest, error: OtherMicroBatchesError) -> Traced:
-    """The graph of a micro-batch, where it can run in place of the mini-batch's.
-
-    Raises:
-        OtherMicroBatchesError: it cannot.
-        ArgumentError: micro-batches do not make as many rows as the mini-batch.
-    """
-    whole, leaves = error.traced, request.leaves
-    try:
-        args, kwargs = pytree.tree_unflatten(take_samples(whole, leaves, 0, max(error.sizes)), whole.in_spec)
-        parts = _graph_of_all_samples(request.on_micro_batch(args, kwargs))
-        is_right = may_replace(whole, parts, leaves, error.sizes)
-    except Exception as failure:
-        refuse_uneven(whole, leaves, error.sizes)
-        raise error from failure
-    if not is_right:
-        refuse_uneven(whole, leaves, error.sizes)
-        raise error
-    parts.comparisons.accepted_splits.add((whole.batch_of(leaves), error.sizes, parts.dynamic.example))
-    return parts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx, nn
@@ -18,8 +18,8 @@ from fxpipe.tracing.record.record_model import input_leaves
 from fxpipe.tracing.shapes.input_dims import candidate_dims
 from fxpipe.utils.units import with_article
 
-TracerOption = str | fx.Tracer | type[fx.Tracer] | Callable[[nn.Module], fx.GraphModule]
-TRACERS = ("auto", "record", "export", "fx")
+RECORD = "record"
+TracerOption = str | Callable[[nn.Module], fx.GraphModule]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,21 +67,17 @@ class TraceRequest:
         candidate_dims(inputs, in_dims)  # else the model would say something of sizes first
         parameters = inspect.signature(original_module(model).forward).parameters
         dynamic = dynamic.with_asked(parse_dynamic_shapes(dynamic_shapes, inputs, parameters))
-        if is_faked():  # no values to compare; and torch.export would make a graph of another kind
-            is_compared, tracer = False, "record" if isinstance(tracer, str) and tracer == "auto" else tracer
+        if is_faked():
+            is_compared = False  # there are no values
         tracer, whole = check_tracer(tracer), requested_leaf_modules(model, leaf_modules)
-        if whole and tracer not in ("auto", "record"):
+        if whole and tracer != RECORD:
             raise ArgumentError(
-                f"leaf_modules={[*whole]} and tracer={tracer!r}: only recording keeps modules whole, other ways leave "
-                "nothing of their Python; use tracer='record', or leave leaf_modules out"
+                f"leaf_modules={[*whole]} and tracer={tracer!r}: only recording keeps modules whole, a graph has "
+                "nothing of their Python; leave out tracer or leaf_modules"
             )
         return cls(
             model, args, kwargs, leaves, tracer, whole, in_dims, out_dims, chunks, is_compared, seed, dynamic, is_whole
         )
-
-    def on_micro_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TraceRequest:
-        """The same request for a micro-batch alone."""
-        return replace(self, args=args, kwargs=kwargs, leaves=input_leaves(self.model, args, kwargs)[2], chunks=1)
 
 
 def requested_leaf_modules(model: nn.Module, leaf_modules: Sequence[str | type[nn.Module]]) -> dict[str, str]:
@@ -108,15 +104,18 @@ def requested_leaf_modules(model: nn.Module, leaf_modules: Sequence[str | type[n
 
 def check_tracer(tracer: Any) -> TracerOption:
     """Raises where `tracer` is none."""
-    if isinstance(tracer, str) and tracer not in TRACERS:
-        raise ArgumentError(
-            f"tracer={tracer!r} is unknown; accepted are {', '.join(map(repr, TRACERS))}, a torch.fx.Tracer, or a "
-            "function from a module to a torch.fx.GraphModule"
-        )
-    if not isinstance(tracer, (str, fx.Tracer)) and not callable(tracer):
+    accepted = (
+        f"accepted are {RECORD!r} and a function from the model to a torch.fx.GraphModule (torch.fx.symbolic_trace, or "
+        "one that calls torch.export.export: docs/tracing.md)"
+    )
+    if isinstance(tracer, fx.Tracer) or (isinstance(tracer, type) and issubclass(tracer, fx.Tracer)):
         raise ArgumentTypeError(
-            f"tracer is {with_article(tracer)}; expected one of {', '.join(map(repr, TRACERS))}, a torch.fx.Tracer, "
-            "or a function from a module to a torch.fx.GraphModule"
+            f"tracer is a torch.fx.Tracer; {accepted}; make a function of it: lambda m: fx.GraphModule(m, "
+            "MyTracer().trace(m))"
         )
+    if isinstance(tracer, str) and tracer != RECORD:
+        raise ArgumentError(f"tracer={tracer!r} is unknown; {accepted}; leave it out to have the model recorded")
+    if not isinstance(tracer, str) and not callable(tracer):
+        raise ArgumentTypeError(f"tracer is {with_article(tracer)}; {accepted}; leave it out to record the model")
     known: TracerOption = tracer
     return known

@@ -138,9 +138,7 @@ class Traced:
     untold: tuple[
         UndeterminedOutput, ...
     ] = ()  # why outputs are taken for means over samples where the graph does not tell
-    size_assumptions: tuple[
-        SizeAssumption, ...
-    ] = ()  # of sizes of inputs, by what has made the graph without recording the model
+    size_assumptions: tuple[SizeAssumption, ...] = ()  # of sizes of inputs, by `torch.export` that made the graph
     batch_conditions: tuple[SizeCondition, ...] = ()  # of mini-batch and micro-batches
     mini_batch_conditions: tuple[SizeCondition, ...] = ()  # what need not hold for micro-batches
     dynamic: DynamicSizes = FIXED_SIZES  # dimensions of inputs, besides the batch, that may differ from the example's
@@ -159,7 +157,6 @@ class Traced:
     recording_options: RecordingOptions | None = None  # None: made in another way
     device: torch.device | None = None  # to which planning had moved the model for it; None: it stayed
     signature: int = 0  # the same for recordings of the same functions of the same values; see `signature_of`
-    checks_in_stages: bool = False  # values that only the stages know are compared there
     seed: int = 0  # of the numbers that forward drew and read
     draws_from_stream: tuple[
         bool, ...

@@ -84,7 +84,7 @@ def tune(
     profile_budget: float | None = None,
     loss_fn: Callable[..., Any] | None = None,
     target: Any = None,
-    tracer: TracerOption = "auto",
+    tracer: TracerOption = "record",
     in_dims: Any = None,
     dynamic_shapes: Any = None,
     out_dims: Any = None,

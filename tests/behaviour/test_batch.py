@@ -189,7 +189,7 @@ class Squeezes(nn.Module):
         return self.squeeze(self.b(self.a(x)))
 
 
-@pytest.mark.parametrize("tracer", ["record", "export", "fx"])
+@pytest.mark.parametrize("tracer", ["record", torch.fx.symbolic_trace])
 @pytest.mark.parametrize("example", [4, 1, 2])
 @pytest.mark.parametrize(
     ("shape", "out", "squeeze"),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.graph_functions import exporting
 from helpers.oracle import assert_same_state, assert_step, closing
 from torch import nn
 
@@ -178,7 +179,7 @@ class Scaled(nn.Module):
         return self.second(self.act(self.first(x)) * self.scales[0])
 
 
-@pytest.mark.parametrize("tracer", ["export", "fx", torch.fx.Tracer, torch.fx.symbolic_trace])
+@pytest.mark.parametrize("tracer", [torch.fx.symbolic_trace, exporting(torch.randn(8, 6))])
 def test_graphs_made_in_other_ways_hold_for_the_attributes_they_were_made_with(tracer):
     plain = Scaled()
     model = copy.deepcopy(plain)

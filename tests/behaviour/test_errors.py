@@ -184,7 +184,7 @@ def test_chunks_may_be_any_integer_type():
         ("schedule", None, ["'gpipe'", "'1f1b'"]),
         ("checkpoint", "sometimes", ["'auto'", "'never'", "'except_last'", "'always'"]),
         ("checkpoint", True, ["'auto'", "'never'", "'except_last'", "'always'"]),
-        ("tracer", "magic", ["'auto'", "'record'"]),
+        ("tracer", "magic", ["'record'", "a function from the model to a torch.fx.GraphModule"]),
     ],
 )
 def test_an_unknown_choice_lists_what_there_is(argument, given, known):

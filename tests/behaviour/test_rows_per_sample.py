@@ -209,12 +209,6 @@ class OtherOrder(Tiles):
         ),
         (Tiles, {"in_dims": {"tiles": None}}, 12, "depends on the batch but has no dimension for it"),
         (OtherOrder, {"in_dims": 0}, 12, "samples act on each other at .*keep rows in the order of the samples"),
-        (
-            Tiles,
-            {"in_dims": 0, "tracer": "export"},
-            12,
-            "several rows for each sample .tiles has 3",
-        ),
     ],
 )
 def test_what_cannot_be_cut_is_refused(kind: type[nn.Module], options: Any, rows: int, message: str) -> None:

@@ -31,7 +31,6 @@ from fxpipe.inspect.targets import Target, parse_target
 from fxpipe.plans import HeaviestNode, OpaqueNode, Plan, Portal, StagePlan, TiedParameter
 from fxpipe.plans.display import plan_table
 from fxpipe.plans.figures import plan_figures
-from fxpipe.tracing import trace_request
 from fxpipe.utils.polynomial import Polynomial
 from fxpipe.utils.text_table import number_ranges, shorten_name, shorten_source_line
 
@@ -585,7 +584,7 @@ def test_mistakes_end_in_one_line(
 
 
 def test_choices_are_those_of_planning() -> None:
-    assert (trace_request.TRACERS, arguments.BALANCES) == (options.TRACER_CHOICES, options.BALANCE_CHOICES)
+    assert arguments.BALANCES == options.BALANCE_CHOICES
 
 
 def test_module_that_cannot_be_imported(tmp_path: Path, model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -735,7 +734,7 @@ def test_plan_prints_its_table(model_file: Path) -> None:
 
 
 def test_a_module_kept_whole_is_one_node(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--input", "4x8", "--devices", "2", "--leaf", "2", "--tracer", "record", "--json"]
+    options = ["--input", "4x8", "--devices", "2", "--leaf", "2", "--json"]
     assert main([f"{model_file}:make_mlp", *options]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["why"] == ["module '2' is kept whole: asked for by leaf_modules"]

@@ -1,1 +1,1 @@
-"""Graphs that others make of a model: `torch.export`, `torch.fx`, the user."""
+"""Graphs that are made without recording: by a function of the user's, and symbolically, to be printed."""

@@ -1,9 +1,9 @@
 """Graphs that others have made, run under the recorder: whatever way leads to a `torch.fx` graph, one way leads on.
 
-`torch.export`, symbolic tracing and a user's own tracer give graphs of their own dialects: modules in the graph, lifted
-parameters, `aten` operators, sizes as symbols. Instead of translating each, the graph is run once on the example inputs
-where the model would run, and recorded: functions only, the model's tensors by identity, sizes followed, random nodes
-seen, thread states kept. What its nodes remember of the user's code goes with them.
+`torch.export` and symbolic tracing give graphs of their own dialects: modules in the graph, `aten` operators, sizes as
+symbols. Instead of translating each, the graph is run once on the example inputs where the model would run, and
+recorded: functions only, the model's tensors by identity, sizes followed, random nodes seen. What its nodes remember of
+the user's code goes with them.
 
 What a graph has lost cannot be seen in it: hooks on modules are refused beforehand, the model is watched while it runs
 (`verify.imported_graph_check`), and gradients are compared as of every graph, since export and symbolic tracing look
@@ -28,12 +28,10 @@ from fxpipe._torch.functions import opname
 from fxpipe._torch.functorch import PREDISPATCH_MODULE
 from fxpipe._torch.module_internals import GUARDS_MODULE
 from fxpipe._torch.operators import HigherOrderOperator
-from fxpipe._torch.thread_state import ThreadState, set_thread_state
 from fxpipe.errors import TraceError
 from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.interpreter import NodeValues, copy_of_input
 from fxpipe.tracing.model_state import container_tensors, equal_tensors, preserve_state, slots_of, without_gradients
-from fxpipe.tracing.node_info import info
 from fxpipe.tracing.record.input_containers import changed_container_error, changed_input_item
 from fxpipe.tracing.record.module_hooks import user_hooks_of
 from fxpipe.tracing.record.record_model import input_leaves, record
@@ -166,13 +164,7 @@ def run_imported_graph(recorder: Recorder, graph: fx.Graph, values: NodeValues, 
                 continue
             # A module of the user's that is called records where it is by itself.
             recorder.origin = None if node.op == "call_module" else node_origin(node, paths) or before
-            state = info(node).state
-            with (
-                set_thread_state(state)
-                if state is not None and state != ThreadState.now()
-                else contextlib.nullcontext()
-            ):
-                values[node] = _run_node(recorder, node, values, named)
+            values[node] = _run_node(recorder, node, values, named)
     finally:
         recorder.origin = before
     raise TraceError("the graph has no output")
@@ -253,7 +245,7 @@ def node_origin(node: fx.Node, paths: set[str]) -> tuple[str, str] | None:
     """Module path and source line that a node remembers."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = next((entry[0] for entry in reversed(stack) if entry[0] in paths), "")
-    line = info(node).source or line_in_stack(node.meta.get("stack_trace") or "")
+    line = line_in_stack(node.meta.get("stack_trace") or "")
     return (path, line or UNKNOWN_LINE) if stack or line else None
 
 

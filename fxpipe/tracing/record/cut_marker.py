@@ -28,7 +28,7 @@ def cut() -> None:
             return x
 
     Only planning looks at it: the model runs as it does without. Where there are fewer marks than cuts, the solver
-    chooses the others. It takes a recorded graph: neither `torch.export` nor symbolic tracing sees a mark.
+    chooses the others. It takes a recorded graph: one that a function makes (`tracer=`) has no marks.
 
     Raises:
         ArgumentError: it stands in what runs as one node (a module kept whole, a hook, a `fxpipe.leaf`).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -27,12 +27,13 @@ def formula_value(formula: SizeFormula, batch: Any) -> Any:
 def simplest_formula(points: Sequence[SizePoint]) -> SizeFormula | None:
     """The simplest formula that gives the number at each size, if there is a simple one.
 
-    A whole number: linear, with a division rounded down. Another: linear, to the power of 1, -1, 1/2 or -1/2.
+    The same number at each size; or whole ones that are linear, with a division rounded down.
     """
     if all(_same(number, points[0][1]) for _, number in points):
         return points[0][1]
-    candidates = _integer_candidates(points) if all(type(n) is int for _, n in points) else _real_candidates(points)
-    return next((formula for formula in candidates if formula_fits(formula, points)), None)
+    if not all(type(number) is int for _, number in points):
+        return None
+    return next((formula for formula in _integer_candidates(points) if formula_fits(formula, points)), None)
 
 
 def polynomial_through(points: Sequence[SizePoint]) -> SizeFormula:
@@ -110,45 +111,3 @@ def _integer_candidates(points: Sequence[SizePoint]) -> Iterator[SizeFormula]:
                 yield _plus(whole, int(number) - int(formula_value(whole, size)))
     divisor = math.lcm(slope.denominator, start.denominator)
     yield (operator.floordiv, _horner([int(start * divisor), int(slope * divisor)]), divisor)
-
-
-# No model of the zoo: a loss scaled by roots of the batch size needs it (behaviour/test_own_losses.py).
-def _real_candidates(points: Sequence[SizePoint]) -> Iterator[SizeFormula]:
-    def unchanged(x: float) -> float:
-        return x
-
-    def inverse(x: float) -> float:
-        return 1 / x
-
-    def square(x: float) -> float:
-        return x * x
-
-    def inverse_square(x: float) -> float:
-        return 1 / (x * x)
-
-    powers: tuple[tuple[float, Callable[[float], float]], ...] = (
-        (1.0, unchanged), (-1.0, inverse), (0.5, square), (-0.5, inverse_square),
-    )  # fmt: skip
-    for power, back in powers:
-        if power in (0.5, -0.5) and any(number < 0 for _, number in points):
-            continue
-        if power < 0 and any(number == 0 for _, number in points):
-            continue
-        slope, start = _line_through([(size, Fraction(back(float(number)))) for size, number in points])
-        near = max(abs(start), abs(slope)) / 10**9
-        for digits in (100, 10**6, None):  # round coefficients first: what was meant is a round number
-            a, c = (x.limit_denominator(digits) if digits else x for x in (slope, start))
-            c = Fraction(0) if abs(c) < near else c
-            line: SizeFormula = _horner([float(c) if c.denominator > 1 else int(c), _coefficient(a)])
-            if power == 1.0:
-                yield line if isinstance(_coefficient(a), float) else (operator.mul, line, 1.0)
-            elif power == -1.0 and c == 0:
-                yield (operator.truediv, _coefficient(1 / a), "b") if a else 0
-            elif power == -1.0:
-                yield (operator.truediv, 1, line)
-            else:
-                yield (operator.pow, line, power)
-
-
-def _coefficient(value: Fraction) -> Number:
-    return int(value) if value.denominator == 1 else float(value)

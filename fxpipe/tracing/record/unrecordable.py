@@ -28,8 +28,8 @@ class CannotRecord(TraceError):
     """Recording has failed.
 
     `modules` are the paths of those that would have to be kept whole. `is_final`: no other way would make it right.
-    `in_stages`: a value was read that only the stages know. `calls`: by path of a module that could be recorded up to
-    there, the calls of others that it had made, and that need not be made again.
+    `calls`: by path of a module that could be recorded up to there, the calls of others that it had made, and that need
+    not be made again.
     """
 
     __module__, __qualname__ = "fxpipe.errors", "TraceError"  # as users catch it, and as tracebacks show it
@@ -39,11 +39,10 @@ class CannotRecord(TraceError):
         message: str,
         modules: frozenset[str] = frozenset(),
         is_final: bool = False,
-        in_stages: bool = False,
         calls: Mapping[str, int] | None = None,
     ):
         super().__init__(message)
-        self.modules, self.is_final, self.in_stages = modules, is_final, in_stages
+        self.modules, self.is_final = modules, is_final
         self.calls = dict(calls or {})
 
 
@@ -97,7 +96,7 @@ def python_rng_error(modules: frozenset[str] = frozenset()) -> CannotRecord:
     )
 
 
-OPAQUE_REMEDY = ", or in a module inside the model, which recording keeps whole (tracer='auto')"
+OPAQUE_REMEDY = ", or in a module inside the model, which recording keeps whole (tracer='record')"
 
 # Functions that are refused: what they do, and whether a module that calls them may be kept whole.
 _REFUSED = {

@@ -8,7 +8,7 @@ graph are compared elsewhere (`training_equivalence`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,10 +22,12 @@ from fxpipe.errors import TraceError
 from fxpipe.tracing.forward_rng import OwnGenerators, generator_states, same_generator_states
 from fxpipe.tracing.interpreter import copy_as_leaf, run_all_nodes, run_node, writable_copy
 from fxpipe.tracing.model_state import (
+    container_tensors,
     preserve_rng,
     preserve_state,
     python_rng_state,
     same_python_rng_state,
+    slots_of,
     without_gradients,
 )
 from fxpipe.tracing.record.grad_fn import NODE_HOOK_PROBLEM, NODE_HOOK_REMEDY, GradFnProxy, is_grad_fn_access
@@ -33,6 +35,7 @@ from fxpipe.tracing.record.input_containers import changed_container_error, chan
 from fxpipe.tracing.record.module_hooks import run_model
 from fxpipe.tracing.record.unrecordable import OPAQUE_REMEDY, CannotRecord, lost_by_import, python_rng_error
 from fxpipe.tracing.source_lines import user_line
+from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.utils.pytree import flatten_output, preserve_objects
 from fxpipe.utils.random_generators import comparison_seed
@@ -41,15 +44,20 @@ from fxpipe.utils.random_generators import comparison_seed
 #
 # The recorder sees all of it where it records the model itself. Export and symbolic tracing see the model run on fake
 # tensors or proxies, and give a graph whose outputs may be right all the same: hooks and `backward` leave no trace in
-# it, and a number that Python drew is a constant.
+# it, a number that Python drew is a constant, and so is a tensor that requires grad and is not the model's (export).
 
 
 class _LossDetector(TorchFunctionMode):
-    """Notes the first call of a function that other graphs lose."""
+    """Notes the first call of a function that other graphs lose.
 
-    def __init__(self) -> None:
+    Args:
+        known: the tensors that the model and its inputs hold.
+    """
+
+    def __init__(self, known: Iterable[Any]) -> None:
         super().__init__()
         self.error: CannotRecord | None = None
+        self._known = {id(tensor): tensor for tensor in known}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -58,6 +66,10 @@ class _LossDetector(TorchFunctionMode):
         loss = lost_by_import(func, opname(func), args, keywords)
         if loss is not None:
             self._note(*loss)
+        if any(t.requires_grad and t.is_leaf and id(t) not in self._known for t in tensors_in((args, keywords))):
+            self._note(
+                "uses a tensor that requires grad and is not the model's", "make it an nn.Parameter of the model"
+            )
         result = func(*args, **keywords)
         if result is not None and is_grad_fn_access(func, opname(func)):
             return GradFnProxy(result, lambda: self._note(NODE_HOOK_PROBLEM, NODE_HOOK_REMEDY + OPAQUE_REMEDY))
@@ -77,7 +89,8 @@ def detect_losses(model: nn.Module, inputs: Sequence[Any]) -> Iterator[None]:
     Raises:
         CannotRecord: it did what no other way of making a graph carries, so that none needs to be tried.
     """
-    before, own_generators, witness = python_rng_state(), OwnGenerators(model), _LossDetector()
+    before, own_generators = python_rng_state(), OwnGenerators(model)
+    witness = _LossDetector([*slots_of(model).values(), *container_tensors(model).values(), *inputs])
     with without_gradients(model):
         with witness:
             yield

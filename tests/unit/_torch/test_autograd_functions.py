@@ -174,11 +174,6 @@ def test_a_function_that_is_applied_to_what_needs_no_gradient_is_a_node_as_well(
         assert any("Tri" in node.name for node in fxpipe.trace(plain, (torch.randn(6, 4),)).nodes)
 
 
-def test_the_functions_of_other_ways_are_refused_through_an_alias_too() -> None:
-    with pytest.raises(TraceError, match="symbolic tracing loses the backward of Tri"):
-        fxpipe.trace(Layer(tri, FUNCTIONS["saving"][1]), (torch.randn(6, 4),), tracer="fx")
-
-
 def test_applying_is_as_it_was_after_a_block_and_for_nested_ones() -> None:
     apply, code = Function.__dict__["apply"], getattr(Tri.apply, "__code__", None)
     seen = []
@@ -220,10 +215,9 @@ class Hidden(nn.Module):
         return torch.relu(h)
 
 
-@pytest.mark.parametrize("tracer", ["auto", "record"])
-def test_a_backward_that_no_recorded_function_explains_is_an_error_at_the_value(tracer: Any) -> None:
+def test_a_backward_that_no_recorded_function_explains_is_an_error_at_the_value() -> None:
     with pytest.raises(TraceError, match=r"applies Written at .*test_autograd_functions.py:\d+, a function"):
-        fxpipe.trace(Hidden(), (torch.randn(6, 4),), tracer=tracer)
+        fxpipe.trace(Hidden(), (torch.randn(6, 4),))
 
 
 def test_the_module_that_applies_it_is_kept_whole() -> None:

@@ -274,7 +274,7 @@ def test_by_default_each_micro_batch_moves_them():
     assert int(model[1].num_batches_tracked) == 4
 
 
-@pytest.mark.parametrize("tracer", ["record", "export", "fx"])
+@pytest.mark.parametrize("tracer", ["record", torch.fx.symbolic_trace])
 def test_every_way_of_tracing(tracer):
     steps(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)), batches(5), 3, tracer=tracer)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.every_cut import EveryCut, loss_of
+from helpers.graph_functions import exporting
 from helpers.kernels import Ops
 from helpers.models import BY_NAME
 from helpers.oracle import closing, draw_seed, train_step
@@ -583,7 +584,7 @@ def test_a_graph_of_export():
             return self.wide(self.conv(x.mT).unsqueeze(-1))
 
     every = EverySplit(Model(), torch.randint(0, 5, (6, 5)))
-    every.traced = trace(every.model, every.args, chunks=3, tracer="export")
+    every.traced = trace(every.model, every.args, chunks=3, tracer=exporting(*every.args))
     every.forbidden_cuts = forbidden_cuts(every.traced)
     assert every.split_parameters()[0] == {name for name, _ in every.model.named_parameters()}
     for starts in ((0,), _thirds(every)):

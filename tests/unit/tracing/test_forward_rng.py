@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.graph_functions import exporting
 from torch import nn
 
 import fxpipe
@@ -44,7 +45,7 @@ CASES: dict[str, tuple[Callable[[Any], float], Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("tracer", ["auto", "export"])
+@pytest.mark.parametrize("tracer", ["record", exporting(torch.randn(4, 4))])
 @pytest.mark.parametrize("name", CASES)
 def test_a_forward_that_draws_from_a_generator_of_its_own_is_refused(name: str, tracer: Any) -> None:
     """It was recorded, and its first choice was that of every step."""

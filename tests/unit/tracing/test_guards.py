@@ -16,7 +16,7 @@ from helpers.oracle import assert_step, closing
 from torch import nn
 
 import fxpipe
-from fxpipe.errors import DecisionError
+from fxpipe.errors import DecisionError, TraceError
 from fxpipe.tracing import trace
 from fxpipe.tracing.guards import refuse_unguardable
 from fxpipe.tracing.node_info import info
@@ -273,24 +273,38 @@ class Bare(nn.Module):
 
     def forward(self, x):
         h = F.linear(x, self.first)
-        h = h.relu() if torch.isfinite(h).all() else h.nan_to_num()
-        return F.linear(h, self.second)
+        return F.linear(self.looked_at(h), self.second)
+
+    def looked_at(self, h):
+        return h.relu() if torch.isfinite(h).all() else h.nan_to_num()
 
 
-def test_a_value_that_only_the_stages_know_is_compared_there():
-    """Where the model itself reads it, and calls no module, nothing is left to be cut. Other decisions are errors."""
-    model = Bare()
+def test_a_value_that_only_the_stages_know_is_refused_where_nothing_would_be_left_to_cut():
+    """Where the model itself reads it, and calls no module."""
+    with pytest.raises(
+        TraceError,
+        match=r"\(bool\) that depends on the inputs and 'first' at .*test_guards.py:\d+; .*into a module",
+    ):
+        fxpipe.trace(Bare(), (positive(),))
+
+
+class Checks(Bare):
+    """Its distribution checks its mean, and raises where that is none."""
+
+    def looked_at(self, h):
+        return torch.distributions.Normal(h, 1.0, validate_args=True).log_prob(h + 1)
+
+
+def test_what_a_distribution_checks_is_compared_in_the_stages():
+    model = Checks()
     plain = copy.deepcopy(model)
     with pipe_of(model, example_args=(positive(),)) as pipe:
-        assert re.search(r"\(bool\) that depends on the inputs and 'first", pipe.plan.why[0])
-        assert re.search(
-            r"compared in the stages: .*bool of all_1\) at .*test_guards.py:\d+ is True", pipe.plan.why[-1]
-        )
+        assert re.search(r"compared in the stages: .*test_guards.py:\d+ is True", pipe.plan.why[-1])
         for x in (mixed_signs(), positive()):
             assert_step(pipe, plain, x)
         before = {name: p.grad.clone() for name, p in model.named_parameters()}
         infinite = mixed_signs()
-        infinite[-1] = torch.inf
+        infinite[-1] = torch.nan
         with pytest.raises(DecisionError, match=r"which is False for these samples; it was True") as caught:
             pipe.forward_backward(infinite, target=None, loss_fn=lambda y: y.square().mean())
         assert "micro-batch" in caught.value.__notes__[0]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.graph_functions import exporting
 from helpers.oracle import assert_same_gradients, closing
 from helpers.traced_models import assert_same_as_model, x
 from torch import fx, nn
@@ -20,11 +21,11 @@ from fxpipe.tracing import Traced
 from fxpipe.tracing import strategies as ways
 from fxpipe.tracing.record.unrecordable import CannotRecord
 
-# -- recording or export ---------------------------------------------------------------------------------------------
+# -- what the user keeps whole ---------------------------------------------------------------------------------------
 
 
 class Scaled(nn.Module):
-    """Recording cannot tell where its constant comes from, and keeps the module whole; export takes the values."""
+    """Recording cannot tell where its constant comes from, and keeps the module whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,68 +47,27 @@ class Around(nn.Module):
         return self.rest(self.inner(x))
 
 
-@pytest.fixture
-def exports(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
-    """The models that were exported."""
-    seen: list[nn.Module] = []
-    export = ways.trace_by_export
-
-    def noted(model: nn.Module, *given: Any) -> Traced:
-        seen.append(model)
-        return export(model, *given)
-
-    monkeypatch.setattr(ways, "trace_by_export", noted)
-    return seen
-
-
-def test_export_wins_where_recording_keeps_most_parameters_in_one_piece(exports: list[nn.Module]) -> None:
-    traced = trace(Around(0), (x(),))
-    assert len(exports) == 1
-    assert (traced.tracer, traced.whole) == ("export", {})
-    (why,) = traced.why
-    assert why.startswith(
-        "not recorded: module 'inner' is kept whole: the model in module 'inner' uses a tensor of unk"
-    )
-    assert_same_as_model(traced, x(7))
-
-
-@pytest.mark.parametrize("others", [1, 2])
-def test_export_is_not_tried_where_most_parameters_are_recorded(others: int, exports: list[nn.Module]) -> None:
+@pytest.mark.parametrize("others", [0, 1, 2])
+def test_a_module_whose_constants_are_of_unknown_origin_is_kept_whole(others: int) -> None:
     traced = trace(Around(others), (x(),))
-    assert traced.largest_opaque_share == 1 / (1 + others) <= ways.LARGE_NODE_SHARE
-    assert not exports
+    assert traced.largest_opaque_share == 1 / (1 + others)
     assert (traced.tracer, list(traced.whole)) == ("record", ["inner"])
+    warned = [why for why in traced.why if why.startswith("module 'inner' is one node with 100% of the parameters")]
+    assert len(warned) == (others == 0)
     assert_same_as_model(traced, x(7))
 
 
-def test_what_the_user_keeps_whole_is_not_exported(exports: list[nn.Module]) -> None:
-    traced = trace(Around(0), (x(),), leaf_modules=["inner"])
-    assert not exports
-    assert (traced.tracer, traced.largest_opaque_share) == ("record", 1.0)
+def test_what_the_user_keeps_whole_is_kept_besides_others() -> None:
+    model = nn.ModuleDict({"around": Around(0), "kept": nn.Tanh()})
+    model.forward = lambda x: model["kept"](model["around"](x))  # type: ignore[method-assign]
+    assert {*trace(model, (x(),), leaf_modules=["kept"]).whole} == {"kept", "around.inner"}
 
 
-@pytest.mark.parametrize("recorded", [True, False])
-def test_what_the_user_keeps_whole_is_kept_or_refused(
-    recorded: bool, exports: list[nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if recorded:  # some other module is kept whole as well, and holds most of the parameters
-        model = nn.ModuleDict({"around": Around(0), "kept": nn.Tanh()})
-        model.forward = lambda x: model["kept"](model["around"](x))  # type: ignore[method-assign]
-        traced = trace(model, (x(),), leaf_modules=["kept"])
-        assert {*traced.whole} == {"kept", "around.inner"}
-    else:
-        _cannot_record(monkeypatch, CannotRecord("a reason"))
-        with pytest.raises(TraceError, match="a reason"):
-            trace(Around(1), (x(),), leaf_modules=["inner"])
-    assert not exports
-
-
-@pytest.mark.parametrize("name", ["export", "fx", "tracer", "function"])
-def test_another_way_than_recording_keeps_no_module_whole(name: str) -> None:
+def test_a_graph_of_the_users_keeps_no_module_whole() -> None:
     with pytest.raises(
         ArgumentError, match=r"leaf_modules=\['inner'\] and tracer=.*only recording keeps modules whole"
     ):
-        trace(Around(1), (x(),), tracer=TRACERS[name][0], leaf_modules=["inner"])
+        trace(Around(1), (x(),), tracer=fx.symbolic_trace, leaf_modules=["inner"])
 
 
 class Unused(nn.Module):
@@ -135,15 +95,12 @@ class Unused(nn.Module):
 
 
 @pytest.mark.parametrize(("reads", "asked"), [(False, ["h"]), (True, []), (True, ["h"])])
-def test_an_input_that_only_an_unused_value_mixes_with_others(
-    reads: bool, asked: list[str], exports: list[nn.Module]
-) -> None:
+def test_an_input_that_only_an_unused_value_mixes_with_others(reads: bool, asked: list[str]) -> None:
     model, ids = Unused(reads), torch.arange(8) % 4
     plain, given = copy.deepcopy(model), x(8)
     with closing(
         fxpipe.pipeline(model, ["cpu"] * 2, 2, example_args=(given, ids), leaf_modules=asked, profile_budget=0.0)
     ) as pipe:
-        assert not exports
         traced = pipe._fxpipe.first.traced
         assert (traced.tracer, traced.in_dims) == ("record", (0, 0))
         assert {*asked} <= {*traced.whole}
@@ -158,69 +115,17 @@ def test_an_input_that_only_an_unused_value_mixes_with_others(
                 m.zero_grad()
 
 
-def test_one_way_that_is_asked_for_is_the_only_one(exports: list[nn.Module]) -> None:
-    assert trace(Around(0), (x(),), tracer="record").largest_opaque_share == 1.0
-    assert not exports
+def test_nothing_else_is_tried_where_no_graph_could_carry_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
 
-
-@pytest.mark.parametrize("error", [TraceError("no"), CannotRecord("final", is_final=True), RuntimeError("of torch")])
-def test_export_that_fails_loses(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> Traced:
-        raise error
-
-    monkeypatch.setattr(ways, "trace_by_export", fails)
-    traced = trace(Around(0), (x(),))
-    assert (traced.tracer, list(traced.whole)) == ("record", ["inner"])
-
-
-def test_export_that_is_no_finer_loses(monkeypatch: pytest.MonkeyPatch) -> None:
-    def as_whole(model: nn.Module, args: Any, kwargs: Any, in_dims: Any) -> Traced:
-        found = ways.record(model, args, kwargs, whole={"inner": "for the test"})
-        found.tracer = "export"
-        return found
-
-    monkeypatch.setattr(ways, "trace_by_export", as_whole)
-    assert trace(Around(0), (x(),)).tracer == "record"
-
-
-# -- where recording fails -------------------------------------------------------------------------------------------
-
-
-def _cannot_record(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def fails(*_: Any, **__: Any) -> Traced:
-        raise error
+        tried.append(1)
+        raise CannotRecord("a reason", is_final=True)
 
     monkeypatch.setattr(ways, "record", fails)
-
-
-@pytest.mark.parametrize("error", [CannotRecord("a reason"), TraceError("a reason")])
-def test_export_where_recording_fails(error: TraceError, exports: list[nn.Module], monkeypatch: Any) -> None:
-    _cannot_record(monkeypatch, error)
-    traced = trace(Around(1), (x(),))
-    assert len(exports) == 1
-    assert (traced.tracer, traced.why) == ("export", ("not simply recorded: a reason",))
-    assert_same_as_model(traced, x(7))
-    with pytest.raises(type(error), match="a reason"):
-        trace(Around(1), (x(),), tracer="record")
-    assert len(exports) == 1
-
-
-def test_nothing_else_is_tried_where_no_graph_could_carry_it(exports: list[nn.Module], monkeypatch: Any) -> None:
-    _cannot_record(monkeypatch, CannotRecord("a reason", is_final=True))
     with pytest.raises(CannotRecord, match=r"^a reason$"):
-        trace(Around(1), (x(),))
-    assert not exports
-
-
-def test_what_is_final_in_export_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> Traced:
-        raise CannotRecord("of export", is_final=True)
-
-    _cannot_record(monkeypatch, CannotRecord("of recording", in_stages=True))
-    monkeypatch.setattr(ways, "trace_by_export", fails)
-    with pytest.raises(CannotRecord, match=r"^of export$") as caught:
-        trace(Around(1), (x(),))
-    assert str(caught.value.__cause__) == "of recording"
+        trace(Around(1), (x(),), check=False)
+    assert len(tried) == 1
 
 
 # -- the pipeline, whichever way it was ------------------------------------------------------------------------------
@@ -252,16 +157,12 @@ class Reads(Net):
         return {"y": found["y"] * factor, "y2": found["y2"]}
 
 
-class Shallow(fx.Tracer):
-    """Keeps the modules of the user's choice."""
+def tracer_of_ones_own(model: nn.Module) -> fx.GraphModule:
+    class Shallow(fx.Tracer):
+        def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+            return isinstance(m, nn.Sequential)
 
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, nn.Sequential)
-
-
-def exported_by_hand(model: nn.Module) -> fx.GraphModule:
-    batch = torch.export.Dim("batch")
-    return torch.export.export(model, (x(),), dynamic_shapes=({0: batch},)).module()
+    return fx.GraphModule(model, Shallow().trace(model))
 
 
 def assert_steps(pipe: fxpipe.Pipeline, plain: nn.Module, steps: int) -> None:
@@ -284,12 +185,9 @@ def assert_steps(pipe: fxpipe.Pipeline, plain: nn.Module, steps: int) -> None:
 
 TRACERS: dict[str, tuple[Any, str]] = {
     "record": ("record", "record"),
-    "export": ("export", "export"),
-    "fx": ("fx", "fx"),
-    "tracer": (Shallow(), "Shallow"),
-    "class of tracers": (Shallow, "Shallow"),
-    "function": (fx.symbolic_trace, "symbolic_trace"),
-    "export by hand": (exported_by_hand, "exported_by_hand"),
+    "symbolic tracing": (fx.symbolic_trace, "symbolic_trace"),
+    "a tracer of one's own": (tracer_of_ones_own, "tracer_of_ones_own"),
+    "export": (exporting(x()), "exporting.<locals>.exported"),
 }
 
 
@@ -305,7 +203,7 @@ def test_the_pipeline_is_the_model(name: str) -> None:
         assert_steps(pipe, plain, 3)
 
 
-@pytest.mark.parametrize("name", ["record", "export", "fx", "tracer", "function"])
+@pytest.mark.parametrize("name", TRACERS)
 def test_a_number_read_of_a_trained_parameter_is_that_of_the_step(name: str) -> None:
     model = Reads()
     plain = copy.deepcopy(model)

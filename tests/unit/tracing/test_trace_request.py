@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 from helpers.traced_models import x
-from torch import nn
+from torch import fx, nn
 
 from fxpipe import trace
-from fxpipe.errors import ArgumentError
+from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.tracing import strategies, tracing_passes
 from fxpipe.tracing.fake_tensors import with_fake_tensors
 from fxpipe.tracing.record.leaf_module import LEAF_MODULE_REASON
 from fxpipe.tracing.trace_request import TraceRequest
 
 DEFAULTS: dict[str, Any] = {
-    "tracer": "auto",
+    "tracer": "record",
     "leaf_modules": (),
     "in_dims": None,
     "out_dims": None,
@@ -46,8 +46,28 @@ def test_leaf_modules_are_paths():
 
 
 def test_leaf_modules_take_recording():
-    with pytest.raises(ArgumentError, match=r"leaf_modules=\['1'\] and tracer='export': only recording keeps"):
-        request(model(), leaf_modules=["1"], tracer="export")
+    with pytest.raises(ArgumentError, match=r"leaf_modules=\['1'\] and tracer=<function .*only recording"):
+        request(model(), leaf_modules=["1"], tracer=fx.symbolic_trace)
+
+
+@pytest.mark.parametrize(
+    ("tracer", "error", "said"),
+    [
+        ("export", ArgumentError, "tracer='export' is unknown"),
+        ("fx", ArgumentError, "tracer='fx' is unknown"),
+        ("auto", ArgumentError, "tracer='auto' is unknown"),
+        (3, ArgumentTypeError, "tracer is an int"),
+        (fx.Tracer, ArgumentTypeError, "tracer is a torch.fx.Tracer"),
+        (fx.Tracer(), ArgumentTypeError, "tracer is a torch.fx.Tracer"),
+    ],
+)
+def test_another_tracer_is_refused_with_what_there_is(tracer, error, said):
+    with pytest.raises(error) as caught:
+        request(model(), tracer=tracer)
+    accepted = "accepted are 'record' and a function from the model to a torch.fx.GraphModule (torch.fx.symbolic_trace"
+    assert str(caught.value).startswith(f"{said}; {accepted}")
+    remedy = "make a function of it: lambda m" if "Tracer" in said else "leave it out to "
+    assert remedy in str(caught.value)
 
 
 def test_fake_tensors_are_recorded_and_not_compared():
@@ -56,12 +76,6 @@ def test_fake_tensors_are_recorded_and_not_compared():
     with with_fake_tensors(module, ((x(),), {})) as (args, kwargs):
         asked = TraceRequest.of(module, args, kwargs, **DEFAULTS)
     assert (asked.tracer, asked.is_compared) == ("record", False)
-
-
-def test_a_request_for_a_micro_batch_has_its_inputs_and_the_same_options():
-    module = model()
-    part = request(module, seed=7).on_micro_batch((x(2),), {})
-    assert (part.model, part.seed, part.chunks, [leaf.shape for leaf in part.leaves]) == (module, 7, 1, [(2, 6)])
 
 
 def test_every_recording_goes_through_the_passes_with_one_request(monkeypatch):
@@ -73,8 +87,8 @@ def test_every_recording_goes_through_the_passes_with_one_request(monkeypatch):
 
     monkeypatch.setattr(strategies, "run_passes", run_passes)
     module = model()
-    for tracer in ("auto", "export", "fx"):
+    for tracer in ("record", fx.symbolic_trace):
         trace(module, (x(),), tracer=tracer, chunks=2, seed=5)
     assert [(one.model, one.tracer, one.chunks, one.seed) for one in asked] == [
-        (module, tracer, 2, 5) for tracer in ("auto", "export", "fx")
+        (module, tracer, 2, 5) for tracer in ("record", fx.symbolic_trace)
     ]

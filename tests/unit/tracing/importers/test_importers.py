@@ -1,4 +1,4 @@
-"""Graphs made in other ways than by recording are the model all the same, or are refused: never silently another."""
+"""Graphs that functions of users make are the model all the same, or are refused: never silently another."""
 
 from __future__ import annotations
 
@@ -7,46 +7,37 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.graph_functions import exporting
+from helpers.oracle import closing
 from helpers.traced_models import Forward, assert_same_as_model, x
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
+import fxpipe
 from fxpipe import trace
 from fxpipe.errors import ArgumentError, ArgumentTypeError, TraceError
 from fxpipe.tracing import Traced
-from fxpipe.tracing.importers.symbolic_trace import (
-    symbolic_graph,
-    trace_by_function,
-    trace_by_tracer,
-    trace_symbolically,
-)
-from fxpipe.tracing.importers.torch_export import trace_by_export
+from fxpipe.tracing.importers.graph_function import trace_by_function
+from fxpipe.tracing.importers.symbolic_graph import symbolic_graph
 from fxpipe.tracing.node_info import info, state_of
 from fxpipe.tracing.record.record_model import input_leaves
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
 from fxpipe.tracing.source_lines import UNKNOWN_LINE
-from fxpipe.tracing.traced import CALL_OPS, attribute_tensor, call_node
 from fxpipe.tracing.verify.equivalence import check_against_model
 
-Way = Callable[..., Traced]
-WAYS = {"export": trace_by_export, "fx": trace_symbolically}
+Maker = Callable[..., Callable[[nn.Module], Any]]
+WAYS: dict[str, Maker] = {"export": exporting, "fx": lambda *args, **kwargs: fx.symbolic_trace}
 
 
-def traced_by(way: Way, model: nn.Module, *args: Any, **kwargs: Any) -> Traced:
+def traced_by(function: Callable[[nn.Module], Any], model: nn.Module, *args: Any, **kwargs: Any) -> Traced:
     """The graph with the passes that follow on any way of making it."""
-    traced = way(model, args, kwargs)
+    traced = trace_by_function(model, function, args, kwargs)
     leaves = input_leaves(model, args, kwargs)[2]
     return check_against_model(add_shapes(traced, leaves), leaves, 2)
-
-
-def functions(traced: Traced) -> str:
-    return " ".join(str(n.target) for n in traced.nodes)
 
 
 class Double(torch.autograd.Function):
@@ -86,22 +77,15 @@ class Everything(nn.Module):
         return {"rows": y.view(x.shape[0] * 2, -1), "part": y.reshape(-1)[: x.shape[0] * 2], "none": None}
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("training", [True, False])
-def test_graph_is_the_model_at_sizes_it_has_never_seen(way: Way, training: bool) -> None:
-    traced = traced_by(way, Everything().train(training), x())
+def test_graph_is_the_model_at_sizes_it_has_never_seen(training: bool) -> None:
+    traced = traced_by(exporting(x()), Everything().train(training), x())
     for samples in (2, 3, 7):
         assert_same_as_model(traced, x(samples))
 
 
-def test_export_of_one_sample_is_for_all_sizes() -> None:
-    traced = traced_by(trace_by_export, Everything().eval(), x(1))
-    assert_same_as_model(traced, x(5))
-
-
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_names_and_sources_are_the_models(way: Way) -> None:
-    traced = traced_by(way, Everything(), x())
+def test_names_and_sources_are_the_models() -> None:
+    traced = traced_by(exporting(x()), Everything(), x())
     attributes = {n.target for n in traced.graph.nodes if n.op == "get_attr"}
     assert {"lin.weight", "lin.bias", "tied.bias", "norm.weight", "calls", "constant"} <= attributes
     assert "tied.weight" not in attributes  # one tensor, one name
@@ -114,14 +98,13 @@ def test_names_and_sources_are_the_models(way: Way) -> None:
     assert f"traced by {traced.tracer}" in str(traced)
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_tracing_leaves_no_trace(way: Way) -> None:
+def test_tracing_leaves_no_trace() -> None:
     model = Everything()
     before = {name: (id(t), t.clone(), t._version) for name, t in model.state_dict(keep_vars=True).items()}
     attributes = {name: dict(m.__dict__) for name, m in model.named_modules()}
     given = x()
     dice, filters, call = torch.get_rng_state(), list(warnings.filters), nn.Module.__call__
-    traced_by(way, model, given)
+    traced_by(exporting(given), model, given)
     for name, tensor in model.state_dict(keep_vars=True).items():
         assert id(tensor) == before[name][0], name
         assert torch.equal(tensor, before[name][1]), name
@@ -130,8 +113,6 @@ def test_tracing_leaves_no_trace(way: Way) -> None:
     assert torch.equal(torch.get_rng_state(), dice)
     assert warnings.filters == filters
     assert nn.Module.__call__ is call
-    assert not torch.compiler.is_compiling()
-    assert not torch.compiler.is_exporting()
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
@@ -141,13 +122,13 @@ def test_scripted_functions_are_looked_through() -> None:
     found = trace(model, (x(),))  # for a compiler torch runs the Python they were made from
     assert found.why[0].startswith("by the general paths of libraries: the model uses a tensor of unknown origin")
     assert_same_as_model(found, x(7))
-    assert_same_as_model(traced_by(trace_by_export, model, x()), x(7))
+    assert_same_as_model(traced_by(exporting(x()), model, x()), x(7))
 
 
 def test_transforms_are_refused_and_leave_nothing_open() -> None:
     model = Forward(lambda m, a: torch.func.vmap(lambda row: row.sum() * row)(m.lin(a)))
     with pytest.raises(TraceError, match=r"transform of torch\.func .*\.py:\d+"):
-        trace_by_export(model, (x(),), {})
+        trace_by_function(model, exporting(x()), (x(),), {})
     assert torch._C._functorch.peek_interpreter_stack() is None
 
 
@@ -156,26 +137,46 @@ def test_export_keeps_buffers_that_forward_sets() -> None:
         m.mean = m.mean * 0.9 + a.detach().mean(0) * 0.1
         return m.lin(a) * m.mean
 
-    traced = trace_by_export(Forward(forward, mean=torch.zeros(6)), (x(),), {})
-    assert list(traced.assigned) == ["mean"]
+    traced = trace_by_function(Forward(forward, mean=torch.zeros(6)), exporting(x()), (x(),), {})
     assert_same_as_model(traced, x())
 
 
+_listed = [torch.zeros(6)]
+
+
+class Counts(nn.Module):
+    """Changes a tensor of nobody's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _listed[0].add_(1)
+        out: torch.Tensor = self.lin(x) + _listed[0]
+        return out
+
+
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_a_constant_that_changes_is_refused(way: Way) -> None:
-    listed = [torch.zeros(6)]
-
-    def forward(m: Forward, a: torch.Tensor) -> torch.Tensor:
-        listed[0].add_(1)
-        return m.lin(a) + listed[0]
-
+def test_a_constant_that_changes_is_refused(way: Maker) -> None:
     with pytest.raises((TraceError, RuntimeError)):
-        traced_by(way, Forward(forward), x())
+        trace(Counts(), (x(),), tracer=way(x()))
 
 
-def test_export_that_loses_a_backward_is_refused() -> None:
+class Doubled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        doubled: torch.Tensor = Double.apply(self.lin(x))
+        return doubled
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_a_graph_that_loses_a_backward_is_refused(way: Maker) -> None:
     with pytest.raises(TraceError, match=r"gradient of 'lin\.weight'.*autograd\.Function.*tracer='record'"):
-        trace(Forward(lambda m, a: Double.apply(m.lin(a))), (x(),), tracer="export")
+        trace(Doubled(), (x(),), tracer=way(x()))
 
 
 def test_export_that_loses_a_hook_is_refused() -> None:
@@ -185,7 +186,7 @@ def test_export_that_loses_a_hook_is_refused() -> None:
         return y
 
     with pytest.raises(TraceError, match="hook"):
-        trace_by_export(Forward(forward), (x(),), {})
+        trace_by_function(Forward(forward), exporting(x()), (x(),), {})
 
 
 def test_export_that_loses_an_attribute_is_refused() -> None:
@@ -194,7 +195,7 @@ def test_export_that_loses_an_attribute_is_refused() -> None:
         return m.lin(a)
 
     with pytest.raises(TraceError, match=r"changes 'last'.*register_buffer"):
-        trace(Forward(forward), (x(),), tracer="export")
+        trace(Forward(forward), (x(),), tracer=exporting(x()))
 
 
 class Skips(nn.Module):
@@ -210,107 +211,32 @@ class Skips(nn.Module):
 
 
 def test_a_symbolic_graph_that_raises_is_refused() -> None:
-    with pytest.raises(TraceError, match=r"the graph that 'fx' made raises, and the model does not: RuntimeError"):
-        trace_symbolically(Skips(), (x(),), {})
+    with pytest.raises(TraceError, match=r"the graph that 'symbolic_trace' made raises, and the model does not: Ru"):
+        trace_by_function(Skips(), fx.symbolic_trace, (x(),), {})
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_the_models_own_error_is_the_models_own(way: Way) -> None:
+def test_the_models_own_error_is_the_models_own() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        way(nn.Linear(5, 5), (x(),), {})
+        trace_by_function(nn.Linear(5, 5), fx.symbolic_trace, (x(),), {})
+
+
+class Ordered(nn.Module):
+    def forward(self, x: torch.Tensor) -> OrderedDict[str, torch.Tensor]:
+        return OrderedDict(b=x * 2, a=x + 1)
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_the_output_has_the_models_structure(way: Way) -> None:
-    class Ordered(nn.Module):
-        def forward(self, x: torch.Tensor) -> OrderedDict[str, torch.Tensor]:
-            return OrderedDict(b=x * 2, a=x + 1)
-
-    traced = traced_by(way, Ordered(), x())
+def test_the_output_has_the_models_structure(way: Maker) -> None:
+    traced = traced_by(way(x()), Ordered(), x())
     assert_same_as_model(traced, x(7))
 
 
-@dataclass
-class Pair:
-    first: torch.Tensor
-    second: torch.Tensor | None = None
-    factor: int = 3
-
-
-class Paired(nn.Module):
-    """Dataclasses in and out, among other trees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(6, 6)
-
-    def forward(self, pairs: list[Pair], *, more: dict[str, Pair], scale: float = 2.0) -> tuple[Pair, dict[str, Any]]:
-        y = self.lin(pairs[0].first) * pairs[0].factor + more["a"].first * scale
-        return Pair(y, pairs[0].first), {"pair": Pair(y + 1, factor=4), "none": None}
-
-
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_dataclasses_go_in_and_out(way: Way) -> None:
-    def inputs(samples: int) -> tuple[Any, Any]:
-        return ([Pair(x(samples))],), {"scale": 3.0, "more": {"a": Pair(x(samples), None, 5)}}
-
-    model = Paired()
-    args, kwargs = inputs(4)
-    traced = traced_by(way, model, *args, **kwargs)
-    args, kwargs = inputs(7)
-    have, want = ran(traced, args, kwargs), model(*args, **kwargs)
-    assert type(have[0]) is Pair
-    assert type(have[1]["pair"]) is Pair
-    assert have[1]["pair"].factor == 4
-    for mine, models in ((have[0].first, want[0].first), (have[0].second, want[0].second)):
-        torch.testing.assert_close(mine, models)
-    torch.testing.assert_close(have[1]["pair"].first, want[1]["pair"].first)
-
-
-def ran(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The output of a graph, in the model's structure."""
-    leaves = input_leaves(traced.model, args, kwargs)[2]
-    values: dict[fx.Node, Any] = {node: leaves[place] for place, node in traced.placeholders.items()}
-    for node in traced.graph.nodes:
-        if node.op == "get_attr":
-            values[node] = attribute_tensor(traced, node)
-        elif node.op in CALL_OPS:
-            values[node] = call_node(node, values.__getitem__)
-    return pytree.tree_unflatten([values[o] if isinstance(o, fx.Node) else o for o in traced.outputs], traced.out_spec)
-
-
-def test_inputs_by_name_come_in_any_order() -> None:
-    class Named(nn.Module):
-        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-            return a - b * 2
-
-    a, b = x(), x()
-    traced = traced_by(trace_by_export, Named(), b=b, a=a)
-    torch.testing.assert_close(ran(traced, (), {"b": b, "a": a}), a - b * 2)
-
-
-def test_hooks_on_modules_are_refused() -> None:
+def test_hooks_on_modules_are_refused(way: Maker) -> None:
     model = nn.Sequential(nn.Linear(6, 6))
     model[0].register_forward_hook(lambda *_: None)
-    for way in WAYS.values():
-        with pytest.raises(TraceError, match=r"module '0' .* has the hook"):
-            way(model, (x(),), {})
-
-
-class Decides(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x if x.sum() > 0 else -x
-
-
-def test_a_decision_on_a_value_names_the_line(capfd: pytest.CaptureFixture[str]) -> None:
-    model = Forward(lambda m, a: m.lin(a) if a.sum() > 0 else a)
-    with pytest.raises(TraceError, match=r"torch\.export does not take the model: .*test_importers\.py:\d+") as caught:
-        trace_by_export(model, (x(),), {})
-    assert "\n" not in str(caught.value)
-    assert caught.value.__cause__ is not None
-    with pytest.raises(TraceError, match=r"symbolic tracing .*test_importers\.py:\d+"):
-        trace_symbolically(Decides(), (x(),), {})
-    assert capfd.readouterr() == ("", "")  # a way that fails is silent: another may do
+    with pytest.raises(TraceError, match=r"module '0' .* has the hook"):
+        trace_by_function(model, way(x()), (x(),), {})
 
 
 def test_blocks_that_decide_at_run_time_are_refused() -> None:
@@ -318,59 +244,7 @@ def test_blocks_that_decide_at_run_time_are_refused() -> None:
         return torch.cond(a.sum() > 0, lambda t: t.sin(), lambda t: t.cos(), (m.lin(a),))
 
     with pytest.raises(TraceError, match=r"'cond' \(at .*torch\.where"):
-        trace_by_export(Forward(forward), (x(),), {})
-
-
-def test_symbolic_tracing_keeps_a_custom_backward_in_a_module() -> None:
-    class Doubled(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return Double.apply(x)
-
-    traced = traced_by(trace_symbolically, nn.Sequential(nn.Linear(6, 6), Doubled(), nn.ReLU()), x())
-    assert_same_as_model(traced, x(7))
-
-
-def test_a_module_that_needs_values_is_recorded_whole() -> None:
-    class Picky(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin = nn.Linear(6, 6)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if x.dim() != 2:
-                raise ValueError
-            return self.lin(x) * len(x.shape)
-
-    traced = traced_by(trace_symbolically, nn.Sequential(Picky(), nn.ReLU(), nn.BatchNorm1d(6)), x())
-    assert all(n.op in ("call_function", "call_method") for n in traced.nodes)
-    assert [info(n).module for n in traced.nodes if n.target is F.relu] == ["1"]  # the failed trace leaves no scope
-    assert_same_as_model(traced, x(7))
-
-
-class Shallow(fx.Tracer):
-    """Keeps the modules of the user's choice."""
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, nn.Sequential)
-
-
-class Around(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin, self.inner = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(self.lin(x)) + x
-
-
-@pytest.mark.parametrize("tracer", [Shallow, Shallow()])
-def test_a_tracer_of_the_users(tracer: Any) -> None:
-    model = Around()
-    traced = traced_by(lambda *given: trace_by_tracer(given[0], tracer, *given[1:]), model, x())
-    assert traced.tracer == "Shallow"
-    assert "tanh" in functions(traced)
-    assert [info(n).module for n in traced.nodes if n.target is F.linear] == ["lin", "inner.0"]
-    assert_same_as_model(traced, x(7))
+        trace_by_function(Forward(forward), exporting(x()), (x(),), {})
 
 
 @pytest.mark.parametrize("make", [fx.symbolic_trace, lambda m: torch.export.export(m, (x(),)).module()])
@@ -379,6 +253,23 @@ def test_a_function_of_the_users(make: Any) -> None:
     traced = trace_by_function(model, make, (x(),), {})
     assert traced.tracer == make.__qualname__
     assert_same_as_model(traced, x())
+
+
+def test_a_function_may_fix_arguments() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, scale: int = 1) -> torch.Tensor:
+            y: torch.Tensor = self.lin(x) * scale
+            return y if mask is None else y * mask
+
+    def with_scale(model: nn.Module) -> fx.GraphModule:
+        return fx.symbolic_trace(model, concrete_args={"mask": None, "scale": 2})
+
+    traced = trace(Scaled(), (x(),), {"mask": None, "scale": 2}, tracer=with_scale)
+    assert_same_as_model(traced, x(7), mask=None, scale=2)
 
 
 def test_a_function_that_gives_no_graph_of_the_model_is_refused() -> None:
@@ -424,6 +315,45 @@ def test_symbolic_tracing_leaves_other_threads_alone() -> None:
 
 
 def test_the_line_of_a_function_inside_torchs_modules_is_unknown_and_not_shown() -> None:
-    traced = trace(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), (x(),), tracer="export")
+    traced = trace(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), (x(),), tracer=exporting(x()))
     assert {info(node).source for node in traced.nodes} == {UNKNOWN_LINE}
     assert UNKNOWN_LINE not in str(traced)
+
+
+class Chooses(nn.Module):
+    """Two linear layers, and a factor that depends on the number of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.first(x)
+        out: torch.Tensor = self.last(y * (3 if y.shape[0] > 6 else 2))
+        return out
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_graph_of_export_holds_for_the_sizes_that_it_was_made_for(dynamic: bool) -> None:
+    given = x(5)
+    function = exporting(given) if dynamic else lambda m: torch.export.export(m, (given,)).module()
+    model = Chooses()
+    plain = copy.deepcopy(model)
+    options: dict[str, Any] = {"example_args": (given,), "profile_budget": 0.0, "tracer": function}
+    with closing(fxpipe.pipeline(model, ["cpu"] * 2, 2, **options)) as pipe:
+        for samples in (5, 6, 3):
+            given_now = x(samples)
+            torch.testing.assert_close(pipe(given_now), plain(given_now))
+        with pytest.raises(TraceError, match=r"differs from the model's; forward may depend on the batch size"):
+            pipe(x(8))
+
+
+def test_a_graph_that_export_makes_on_each_batch_may_differ_by_its_size() -> None:
+    model = Chooses()
+    plain = copy.deepcopy(model)
+    sizes = iter((x(5), x(8)))
+    options: dict[str, Any] = {"example_args": (x(5),), "profile_budget": 0.0}
+    with closing(fxpipe.pipeline(model, ["cpu"] * 2, 1, tracer=lambda m: exporting(next(sizes))(m), **options)) as pipe:
+        for samples in (5, 8, 6):
+            given = x(samples)
+            torch.testing.assert_close(pipe(given), plain(given))

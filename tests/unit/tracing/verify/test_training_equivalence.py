@@ -257,7 +257,7 @@ def test_tensors_in_lists_are_after_tracing_what_they_were() -> None:
     assert torch.equal(model.listed[0], torch.zeros(6))
 
 
-@pytest.mark.parametrize("tracer", ["record", "export", "fx", fx.Tracer])
+@pytest.mark.parametrize("tracer", ["record", fx.symbolic_trace])
 def test_every_way_to_a_graph_is_compared(tracer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
     monkeypatch.setattr(
