@@ -193,7 +193,7 @@ class _RowFigures:
 
 @dataclass(frozen=True, slots=True)
 class GanttLayout:
-    """Where in a picture the rows are; texts and lengths in points."""
+    """The place of the rows in a picture, with the texts beside them; lengths in points."""
 
     labels: list[str]  # before the rows
     figures: _RowFigures  # behind them
