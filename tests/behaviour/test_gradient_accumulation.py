@@ -147,7 +147,8 @@ def test_after_the_second_size_nothing_is_recorded() -> None:
         {"schedule": "zero_bubble"},
         pytest.param({"schedule": "zero_bubble", "checkpoint": ["always", "never"]}, marks=pytest.mark.anywhere),
         {"schedule": "interleaved_1f1b"},
-        pytest.param({"schedule": "zbv"}, marks=pytest.mark.anywhere),
+        # By measured times a cut of so few nodes might leave the shorter graph none for a stage.
+        pytest.param({"schedule": "zbv", "hardware": "cpu"}, marks=pytest.mark.anywhere),
     ],
     ids=str,
 )
