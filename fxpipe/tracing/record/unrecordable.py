@@ -96,7 +96,7 @@ def python_rng_error(modules: frozenset[str] = frozenset()) -> CannotRecord:
     )
 
 
-OPAQUE_REMEDY = ", or in a module inside the model, which recording keeps whole (tracer='record')"
+OPAQUE_REMEDY = ", or in a module inside the model, which recording keeps whole"
 
 # Functions that are refused: what they do, and whether a module that calls them may be kept whole.
 _REFUSED = {
