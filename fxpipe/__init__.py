@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from fxpipe import distributed, errors, optim
     from fxpipe.api import pipeline
     from fxpipe.hardware import Hardware
-    from fxpipe.pipeline_module import Pipeline, unwrap
+    from fxpipe.pipe.pipeline_module import Pipeline, unwrap
+    from fxpipe.pipe.verification import Verification, verify
     from fxpipe.planning import plan
     from fxpipe.plans import Plan
     from fxpipe.plans.simulate_plan import simulate
@@ -27,14 +28,13 @@ if TYPE_CHECKING:
     from fxpipe.tuning.tuner import tune
     from fxpipe.tuning.tuning_result import Tuning
     from fxpipe.utils.locks import is_planning
-    from fxpipe.verification import Verification, verify
 
 __version__ = "0.1.0"
 
 _MODULES = {"distributed", "errors", "optim"}
 _HOMES = {
     "Hardware": "fxpipe.hardware",
-    "Pipeline": "fxpipe.pipeline_module",
+    "Pipeline": "fxpipe.pipe.pipeline_module",
     "Plan": "fxpipe.plans",
     "Tuning": "fxpipe.tuning.tuning_result",
     "Profile": "fxpipe.profiling",
@@ -48,9 +48,9 @@ _HOMES = {
     "simulate": "fxpipe.plans.simulate_plan",
     "trace": "fxpipe.tracing",
     "tune": "fxpipe.tuning.tuner",
-    "Verification": "fxpipe.verification",
-    "unwrap": "fxpipe.pipeline_module",
-    "verify": "fxpipe.verification",
+    "Verification": "fxpipe.pipe.verification",
+    "unwrap": "fxpipe.pipe.pipeline_module",
+    "verify": "fxpipe.pipe.verification",
 }
 
 __all__ = [

@@ -36,8 +36,8 @@ def _torch_facts() -> dict[str, str]:
     try:
         import torch
 
-        from fxpipe import accelerator
         from fxpipe._torch.versions import TESTED_VERSIONS
+        from fxpipe.utils import accelerator
     except ImportError as error:  # it is the report of just that
         return {"torch": f"cannot be imported: {' '.join(str(error).split())}"}
     devices = [f"{device} {accelerator.device_name(device) or ''}".strip() for device in accelerator.local_devices()]

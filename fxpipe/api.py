@@ -13,7 +13,7 @@ from torch import nn
 from fxpipe.config.pipeline_options import PipelineOptions, make_settings
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import Hardware
-from fxpipe.pipeline_module import Pipeline
+from fxpipe.pipe.pipeline_module import Pipeline
 from fxpipe.plans import Plan
 from fxpipe.plans.retarget import replicas_in_turn
 from fxpipe.profiling import Profile

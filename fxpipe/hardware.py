@@ -373,7 +373,7 @@ _COPIES = 7
 
 def local_link(a: torch.device, b: torch.device) -> Link | None:
     """The way from one device of this machine to another, measured once; None where a value is handed over."""
-    from fxpipe import accelerator
+    from fxpipe.utils import accelerator
 
     a, b = accelerator.with_index(a), accelerator.with_index(b)
     return None if a == b else _measure_link(a, b)
@@ -384,7 +384,7 @@ def local_memory(device: torch.device) -> int | None:
 
     None for the CPU, and where the backend does not tell.
     """
-    from fxpipe import accelerator
+    from fxpipe.utils import accelerator
 
     figures = accelerator.memory_figures(accelerator.with_index(device))
     return None if figures is None else figures.available
@@ -402,7 +402,7 @@ def fit_link(small: float, large: float, small_bytes: int = _SMALL_COPY, large_b
 def _measure_link(a: torch.device, b: torch.device) -> Link:
     import torch
 
-    from fxpipe import accelerator
+    from fxpipe.utils import accelerator
 
     def copy_seconds(size: int) -> float:
         source = torch.zeros(size, dtype=torch.uint8, device=a)

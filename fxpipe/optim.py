@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fxpipe import accelerator
 from fxpipe._torch.optimizers import (
     has_step_post_hooks,
     has_step_pre_hooks,
@@ -33,10 +32,11 @@ from fxpipe._torch.optimizers import (
 )
 from fxpipe.config.parse import parse_switch
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
-from fxpipe.parameter_groups import NamedParameters, ParameterGroups, make_parameter_groups, resolve_group
-from fxpipe.pipeline_module import Pipeline
+from fxpipe.pipe.parameter_groups import NamedParameters, ParameterGroups, make_parameter_groups, resolve_group
+from fxpipe.pipe.pipeline_module import Pipeline
 from fxpipe.runtime.losses import are_bitwise_equal
 from fxpipe.runtime.stage_updates import StagewiseOptimizer
+from fxpipe.utils import accelerator
 from fxpipe.utils.equality import equal_values
 from fxpipe.utils.units import with_article
 

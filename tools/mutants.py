@@ -79,10 +79,10 @@ RUNTIME = (
         "attacks/test_streams_of_plans.py::test_a_mini_batch_runs_as_a_whole_over_a_plan_for_another_schedule",
     ),
     Mutant(
-        "accelerator.py",
+        "utils/accelerator.py",
         "dict.fromkeys((None, *here))",
         "(None, *range(device_count()))",
-        "unit/test_accelerator.py::test_no_device_but_the_pipes_is_made_current",
+        "unit/utils/test_accelerator.py::test_no_device_but_the_pipes_is_made_current",
     ),
     Mutant(
         "runtime/stream.py",
@@ -103,7 +103,7 @@ RUNTIME = (
         "behaviour/test_pipedream.py::test_zero_grad_in_the_middle_of_a_stream_loses_no_gradient",
     ),
     Mutant(
-        "train_stream.py",
+        "pipe/train_stream.py",
         "nullcontext() if stream is None else stream.at_rest()",
         "nullcontext()",
         "behaviour/test_pipedream.py::test_another_shape_waits_for_those_before_it_to_end",
@@ -176,7 +176,7 @@ RUNTIME = (
         "behaviour/test_stage_optimizers.py::test_an_optimizer_that_computes_something_of_all_parameters_is_refused",
     ),
     Mutant(
-        "parameter_groups.py",
+        "pipe/parameter_groups.py",
         "        if not equal_values(first, other):",
         "        if False:",
         "behaviour/test_stage_optimizers.py::test_bad_input_is_refused",
@@ -446,7 +446,7 @@ RUNTIME = (
         "attacks/test_tensor_hooks.py",
     ),
     Mutant(
-        "pipeline_module.py",
+        "pipe/pipeline_module.py",
         "count = 1 if bound.moving_buffers else settings.micro_batches(batch)",
         "count = settings.micro_batches(batch)",
         "attacks/test_moving_buffers.py",
@@ -1922,7 +1922,7 @@ DISTRIBUTED = (
         "attacks/test_ignored_arguments.py::test_batch_norm_trains_on_a_small_last_batch",
     ),
     Mutant(
-        "pipeline_state.py",
+        "pipe/pipeline_state.py",
         "if limit is not None and memory.peak > limit:",
         "if limit is not None and memory.peak < limit:",
         "attacks/test_ignored_arguments.py::test_a_memory_limit_holds_or_a_warning_says_what_to_do",

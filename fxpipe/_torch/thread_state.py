@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from fxpipe._torch.versions import optional_name
-from fxpipe.accelerator import accelerator_type
+from fxpipe.utils.accelerator import accelerator_type
 
 _is_any_autocast_enabled: Any = optional_name("torch", "_C._is_any_autocast_enabled")
 

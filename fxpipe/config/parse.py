@@ -13,11 +13,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from fxpipe import accelerator
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import Hardware, parse_hardware
 from fxpipe.profiling import Profile
 from fxpipe.scheduling import CHECKPOINTS
+from fxpipe.utils import accelerator
 from fxpipe.utils.units import parse_count, parse_number, with_article
 
 Devices: TypeAlias = "int | Sequence[str | torch.device]"  # a number of devices, or a list of them

@@ -16,8 +16,8 @@ from fxpipe.distributed.initialization import InitFunction, check_init_fn, initi
 from fxpipe.distributed.materialization import GivenMemory
 from fxpipe.distributed.pipeline import DistributedPipeline, distributed_state
 from fxpipe.errors import ArgumentError
-from fxpipe.pipeline_module import Pipeline
-from fxpipe.pipeline_state import PipelineState
+from fxpipe.pipe.pipeline_module import Pipeline
+from fxpipe.pipe.pipeline_state import PipelineState
 from fxpipe.utils.units import names_text
 
 

@@ -6,7 +6,7 @@ import torch
 
 from fxpipe.distributed.pipeline import DistributedPipeline, distributed_state
 from fxpipe.errors import ArgumentTypeError, StateError
-from fxpipe.pipeline_module import Pipeline
+from fxpipe.pipe.pipeline_module import Pipeline
 from fxpipe.utils.units import with_article
 
 

@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 
-from fxpipe import accelerator
 from fxpipe._torch.process_groups import Store, abort_communicator, communicator
 from fxpipe.distributed.connection import LONG_SECONDS, lost_connection
 from fxpipe.distributed.failures import ConnectionLost
+from fxpipe.utils import accelerator
 
 WAITED_FOR = "the gradients of the other replicas"
 

@@ -34,7 +34,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fxpipe import accelerator
 from fxpipe._torch.process_groups import (
     PrefixStore,
     ProcessGroup,
@@ -45,6 +44,7 @@ from fxpipe._torch.process_groups import (
 )
 from fxpipe.distributed.connection import LONG_SECONDS, lost_connection
 from fxpipe.distributed.failures import ConnectionLost
+from fxpipe.utils import accelerator
 
 RankPair = tuple[int, int]  # from one rank to another
 

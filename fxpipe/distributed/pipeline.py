@@ -25,7 +25,8 @@ from fxpipe.distributed.rank_record import gathered_record
 from fxpipe.distributed.rank_state import TRAINING, RankState
 from fxpipe.distributed.rank_train_stream import RankStreamLoop, RankTrainStream
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
-from fxpipe.pipeline_module import Pipeline, check_can_train, check_optimizer, model_loss
+from fxpipe.pipe.pipeline_module import Pipeline, check_can_train, check_optimizer, model_loss
+from fxpipe.pipe.train_stream import TrainStream, parse_batches, stream_policy
 from fxpipe.plans import Plan
 from fxpipe.runtime import StepRecord
 from fxpipe.runtime.losses import check_loss_function, check_reduction, check_scaler, refuse_inputs_by_name
@@ -33,7 +34,6 @@ from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.scheduling import make_schedule
 from fxpipe.tracing.record.module_hooks import user_hooks_of
 from fxpipe.tracing.tensors import has_values
-from fxpipe.train_stream import TrainStream, parse_batches, stream_policy
 from fxpipe.tuning.auto_options import with_best_schedule
 from fxpipe.utils.units import with_article
 

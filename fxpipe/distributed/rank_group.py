@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxpipe import accelerator
 from fxpipe._torch.process_groups import PrefixStore, ProcessGroup, Store, gloo_group
 from fxpipe.distributed.connection import Connection
 from fxpipe.distributed.device_sums import DeviceSums
@@ -30,6 +29,7 @@ from fxpipe.distributed.failures import (
     meet_ranks,
 )
 from fxpipe.errors import ArgumentError, ArgumentTypeError, DistributedError, InternalError
+from fxpipe.utils import accelerator
 from fxpipe.utils.units import with_article
 
 _pipes_of: Counter[str] = Counter()  # by process group, the pipes that this process has made on it

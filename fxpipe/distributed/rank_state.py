@@ -25,8 +25,8 @@ from fxpipe.distributed.held_tensors import HeldTensors
 from fxpipe.distributed.rank_engine import RankEngine, RankGraph, RankInputs
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.errors import ArgumentError, StateError
-from fxpipe.graph_cache import MAX_GRAPHS, CachedGraph
-from fxpipe.pipeline_state import PipelineState, count_elements, peek_seed, samples_of
+from fxpipe.pipe.graph_cache import MAX_GRAPHS, CachedGraph
+from fxpipe.pipe.pipeline_state import PipelineState, count_elements, peek_seed, samples_of
 from fxpipe.planning import PreparedGraph
 from fxpipe.plans import Plan
 from fxpipe.rewriting.relay_routes import relay_routes

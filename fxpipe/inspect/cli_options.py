@@ -125,7 +125,7 @@ def resolve_devices(devices: DevicesOption | None) -> tuple[str, ...]:
     """The name of each device; a number means so many of the accelerator, or shares of the CPU where there is none."""
     import torch
 
-    from fxpipe import accelerator
+    from fxpipe.utils import accelerator
 
     if isinstance(devices, tuple):
         for name in devices:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from fxpipe.accelerator import generator_position, used_generators
 from fxpipe.errors import ArgumentTypeError, StateError
-from fxpipe.pipeline_module import Pipeline
+from fxpipe.pipe.pipeline_module import Pipeline
+from fxpipe.utils.accelerator import generator_position, used_generators
 from fxpipe.utils.pytree import map_tensor_leaves
 from fxpipe.utils.units import with_article
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import sympy
 from torch import fx
 
-from fxpipe import accelerator
 from fxpipe.cluster import Link
 from fxpipe.hardware import MEMORY_MARGIN, local_link, local_memory
 from fxpipe.partitioning.chain import Chain, Flow, HeldStorage, ParameterUse, StageSite
@@ -28,6 +27,7 @@ from fxpipe.tracing.shapes.tensor_shape import bytes_at, bytes_formula
 from fxpipe.tracing.tensors import has_values, storage_of, tensor_bytes
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import Effects
+from fxpipe.utils import accelerator
 
 if TYPE_CHECKING:
     import torch

@@ -167,12 +167,12 @@ def prepare(
         seed: that of the numbers that forward draws and reads.
         micro_batches: the inputs are one of so many micro-batches; None: they are a mini-batch.
     """
-    from fxpipe import accelerator
     from fxpipe.planning.cost_model import with_memory_at_hand
     from fxpipe.tracing.cache_key import in_mode
     from fxpipe.tracing.model_state import look_on_recording_device
     from fxpipe.tracing.source_lines import warn_user
     from fxpipe.tracing.strategies import imbalance_warnings
+    from fxpipe.utils import accelerator
 
     accelerator.refuse_capture(settings.row_devices if settings.hardware is None else ())
     if plan is None:

@@ -23,7 +23,6 @@ import sympy
 import torch
 from torch import fx, nn
 
-from fxpipe import accelerator
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import HARDWARE, Hardware, NodeWork, parse_hardware
 from fxpipe.profiling.flops import NodeOperations, work_of
@@ -49,6 +48,7 @@ from fxpipe.tracing.model_state import preserve_state
 from fxpipe.tracing.parameter_offload import parameters_at_home
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import Effects
+from fxpipe.utils import accelerator
 from fxpipe.utils.locks import DISPATCH_MODE_LOCK
 from fxpipe.utils.polynomial import SizePoint, fit_counts, polynomial_sum
 from fxpipe.utils.progress import phase, show_progress

@@ -26,13 +26,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe import accelerator
 from fxpipe.profiling.clock import Clock
 from fxpipe.profiling.node_kinds import NodeValue, TensorSignature
 from fxpipe.tracing.interpreter import naming_node
 from fxpipe.tracing.node_devices import set_node_device
 from fxpipe.tracing.tensors import bytes_in, storage_of
 from fxpipe.tracing.traced import CALL_OPS, Traced
+from fxpipe.utils import accelerator
 
 WINDOW_BYTES = 32 << 20  # bytes made by nodes that have still to go back
 # Of what is free of a device's memory, the most that parameters of such nodes may take which were brought there.

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from fxpipe import accelerator
 from fxpipe._torch.error_messages import has_no_way_back
+from fxpipe.utils import accelerator
 
 _TICKS = 30  # for the median
 _LEAST_WAIT = 1e-4  # seconds; a clock of its own measures each part, and they differ by less than that

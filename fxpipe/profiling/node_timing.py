@@ -45,7 +45,6 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fxpipe import accelerator
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.profiling.backward_timing import (
     BackwardQueue,
@@ -78,6 +77,7 @@ from fxpipe.tracing.node_info import info, state_of
 from fxpipe.tracing.tensors import bytes_in, storage_of, tensors_in
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import Effects
+from fxpipe.utils import accelerator
 from fxpipe.utils.polynomial import SizePoint
 from fxpipe.utils.progress import ProgressStep, progress
 

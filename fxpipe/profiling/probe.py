@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe import accelerator
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.dispatch_modes import TorchDispatchMode
 from fxpipe._torch.error_messages import has_no_way_back
@@ -29,6 +28,7 @@ from fxpipe.profiling.flops import operation_flops
 from fxpipe.tracing.node_info import state_of
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import call_node
+from fxpipe.utils import accelerator
 
 
 @dataclass(frozen=True, slots=True)

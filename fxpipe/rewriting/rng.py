@@ -31,7 +31,6 @@ from typing import Any
 
 import torch
 
-from fxpipe import accelerator
 from fxpipe._torch.checkpoint import can_replay_checkpoints, replay_checkpoints
 from fxpipe._torch.dispatch_modes import TorchDispatchMode, pop_dispatch_mode, push_dispatch_mode
 from fxpipe._torch.functions import opname
@@ -40,6 +39,7 @@ from fxpipe._torch.versions import TESTED_VERSIONS
 from fxpipe.errors import StateError
 from fxpipe.rewriting.program import stage_context
 from fxpipe.rewriting.rng_kernels import ANY_DEVICE_KERNELS, RNG_KERNELS
+from fxpipe.utils import accelerator
 from fxpipe.utils.random_generators import generator_lock, mix_seed
 
 _CPU = torch.device("cpu")

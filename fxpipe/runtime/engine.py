@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe import accelerator
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.autograd import leaves_below
 from fxpipe.errors import ArgumentError, LossError, StateError, UnequalOutputsError
@@ -49,6 +48,7 @@ from fxpipe.scheduling import backward_part, forward_part, make_schedule, with_u
 from fxpipe.scheduling.actions import ActionKind, Rows, Schedule
 from fxpipe.scheduling.replicas import replica_of
 from fxpipe.scheduling.validation import check_order
+from fxpipe.utils import accelerator
 from fxpipe.utils.batch_split import rows_of_inputs, samples_per_micro_batch
 from fxpipe.utils.locks import call_in_forked_child, stop_planning_threads
 from fxpipe.utils.pytree import flatten, map_tensor_leaves, refuse_hidden_tensors, refuse_layout

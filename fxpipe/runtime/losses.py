@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from fxpipe import accelerator
 from fxpipe.errors import ArgumentError, ArgumentTypeError, LossError
+from fxpipe.utils import accelerator
 from fxpipe.utils.output_combination import UndeterminedOutput
 from fxpipe.utils.pytree import map_tensor_leaves
 from fxpipe.utils.random_generators import generator_lock

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from fxpipe import accelerator
 from fxpipe.runtime.bound_program import BoundProgram, different_programs
 from fxpipe.scheduling.actions import Action, ActionKind, Schedule
 from fxpipe.scheduling.replicas import replica_of
 from fxpipe.simulation.text_timeline import timeline_lines
 from fxpipe.simulation.timeline import Span, StepTimeline, TransferRecord
 from fxpipe.simulation.timeline_mixin import TimelineMixin
+from fxpipe.utils import accelerator
 from fxpipe.utils.ipython import show_as_printed
 from fxpipe.utils.text_table import text_table
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent

@@ -37,7 +37,6 @@ from typing import Any
 
 import torch
 
-from fxpipe import accelerator
 from fxpipe._torch.autograd import version_of
 from fxpipe._torch.tensor_data import replace_data
 from fxpipe._torch.thread_state import ThreadState
@@ -60,6 +59,7 @@ from fxpipe.runtime.transport import Transport, on_all_streams
 from fxpipe.scheduling.actions import Action, ActionKind, Rows, Schedule
 from fxpipe.scheduling.replicas import replica_of, rows_of_replicas
 from fxpipe.scheduling.streams import StreamSchedule
+from fxpipe.utils import accelerator
 from fxpipe.utils.batch_split import samples_per_micro_batch
 from fxpipe.utils.random_generators import mix_seed
 

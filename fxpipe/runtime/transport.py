@@ -43,8 +43,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from fxpipe import accelerator
 from fxpipe._torch.operators import neg_view
+from fxpipe.utils import accelerator
 
 # A tensor as one piece of memory and the way to read it: what a copy has to move, and how it becomes a tensor again.
 #

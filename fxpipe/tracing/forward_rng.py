@@ -21,13 +21,13 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from fxpipe import accelerator
 from fxpipe._torch.functions import opname
 from fxpipe._torch.module_internals import STORE_NAMES
 from fxpipe._torch.operators import OpOverloadPacket, schema_of
 from fxpipe.tracing.fake_tensors import draws_nothing, fake_draw_count, is_faked
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.tensors import tensors_in
+from fxpipe.utils import accelerator
 
 
 class DrawStream:

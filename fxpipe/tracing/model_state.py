@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fxpipe import accelerator
 from fxpipe._torch.autograd import base_of, version_of
 from fxpipe._torch.error_messages import allocator_error
 from fxpipe._torch.fake_tensor_mode import FakeTensor
@@ -30,6 +29,7 @@ from fxpipe.tracing.record.host_arguments import HostArgumentConversion
 from fxpipe.tracing.record.module_hooks import COMPUTATION_ATTRIBUTES, is_computation_hook
 from fxpipe.tracing.record.unrecordable import CannotRecord, MakesState
 from fxpipe.tracing.tensors import has_values, storage_of, tensor_bytes
+from fxpipe.utils import accelerator
 from fxpipe.utils.pytree import map_tensor_leaves
 
 _KINDS = ("parameter", "buffer", "attribute")  # of tensors of a module, in the order of `tensor_stores`

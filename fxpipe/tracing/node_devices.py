@@ -8,9 +8,9 @@ import torch
 from torch import fx
 
 from fxpipe._torch.functions import opname
-from fxpipe.accelerator import accelerator_type
 from fxpipe.tracing.node_arguments import container_of
 from fxpipe.tracing.node_info import info
+from fxpipe.utils.accelerator import accelerator_type
 
 # Functions that make a tensor from nothing, on the default device where none is given.
 _FACTORIES = frozenset(

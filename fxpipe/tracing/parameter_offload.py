@@ -36,7 +36,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe import accelerator
 from fxpipe._torch.autograd_functions import Apply, FunctionClass, intercept_apply, watch_saved_tensors
 from fxpipe._torch.dispatch_modes import TorchDispatchMode, dispatch_modes_suspended
 from fxpipe._torch.function_modes import without_torch_function
@@ -44,6 +43,7 @@ from fxpipe._torch.operators import DETACH
 from fxpipe._torch.storages import storage_address
 from fxpipe._torch.tensor_data import replace_data
 from fxpipe.tracing.tensors import tensors_in
+from fxpipe.utils import accelerator
 from fxpipe.utils.locks import DISPATCH_MODE_LOCK
 
 # Storages that were read last, of modules or of what autograd has saved, and stay: nobody sees when a kernel that torch

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe import accelerator
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.tensor_data import replace_data
-from fxpipe.pipeline_module import Pipeline
+from fxpipe.pipe.pipeline_module import Pipeline
 from fxpipe.plans import Plan
 from fxpipe.tracing.model_state import preserve_rng, preserve_state, slots_of, without_gradients
 from fxpipe.tracing.verify.equivalence import take_samples
 from fxpipe.tuning.candidate_plans import ModelPlans
 from fxpipe.tuning.candidates import CandidateResult
+from fxpipe.utils import accelerator
 from fxpipe.utils.progress import progress
 from fxpipe.utils.pytree import flatten, map_tensor_leaves
 

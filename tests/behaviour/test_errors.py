@@ -14,9 +14,9 @@ from helpers.oracle import assert_same_gradients, assert_same_state
 from torch import nn
 
 import fxpipe
-from fxpipe import accelerator
 from fxpipe.errors import ArgumentError, ArgumentTypeError, FxpipeError, LossError, PartitionError, StateError
 from fxpipe.hardware import HARDWARE
+from fxpipe.utils import accelerator
 
 
 class Sum(nn.Module):

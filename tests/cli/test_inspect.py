@@ -509,7 +509,7 @@ def test_targets(target: str, model_file: Path, fake_plan: FakePlanning) -> None
 def test_a_number_of_devices_without_cuda(
     model_file: Path, fake_plan: FakePlanning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fxpipe.accelerator.local_devices", lambda: ())
+    monkeypatch.setattr("fxpipe.utils.accelerator.local_devices", lambda: ())
     assert main(["zoo_of_models:make_mlp", "--devices", "3"]) == 0
     assert fake_plan.devices == ("cpu", "cpu", "cpu")
     assert main(["zoo_of_models:make_mlp"]) == 0
@@ -519,9 +519,9 @@ def test_a_number_of_devices_without_cuda(
 def test_a_number_of_devices_with_cuda(
     model_file: Path, fake_plan: FakePlanning, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("fxpipe.accelerator.accelerator_type", lambda: "cuda")
-    monkeypatch.setattr("fxpipe.accelerator.device_count", lambda kind=None: 3)
-    monkeypatch.setattr("fxpipe.accelerator.missing_support", lambda device: None)
+    monkeypatch.setattr("fxpipe.utils.accelerator.accelerator_type", lambda: "cuda")
+    monkeypatch.setattr("fxpipe.utils.accelerator.device_count", lambda kind=None: 3)
+    monkeypatch.setattr("fxpipe.utils.accelerator.missing_support", lambda device: None)
     assert main(["zoo_of_models:make_mlp", "--devices", "2"]) == 0
     assert fake_plan.devices == ("cuda:0", "cuda:1")
     assert main(["zoo_of_models:make_mlp"]) == 0

@@ -1,4 +1,4 @@
-"""Devices are asked for by `fxpipe.accelerator` alone, and no make of them is named but for what only that one has."""
+"""Devices are asked for by `utils.accelerator` alone, and no make of them is named but for what only that one has."""
 
 import ast
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 import fxpipe
 
 ROOT = Path(fxpipe.__file__).parent
-ROOM = "accelerator.py"
+ROOM = "utils/accelerator.py"
 FILES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in ROOT.rglob("*.py")}
 
 MAKES = r"(cuda|xpu|hip|mps|mtia|npu)"

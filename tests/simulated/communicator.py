@@ -24,8 +24,8 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from fxpipe import accelerator
 from fxpipe._torch.process_groups import ProcessGroupGloo
+from fxpipe.utils import accelerator
 
 NAME = "simccl"
 LIMIT = timedelta(seconds=10)  # of one operation: longer, and both sides wait for each other

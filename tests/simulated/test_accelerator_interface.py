@@ -11,12 +11,12 @@ from helpers.oracle import closing
 from torch import nn
 
 import fxpipe
-from fxpipe import accelerator
 from fxpipe._torch.thread_state import ThreadState, autocast_devices
 from fxpipe.config.parse import parse_devices
 from fxpipe.errors import ArgumentError
 from fxpipe.hardware import local_link, local_memory
 from fxpipe.optim import StageOptimizer
+from fxpipe.utils import accelerator
 
 pytestmark = [pytest.mark.simulated, pytest.mark.usefixtures("simulated")]
 CPU = torch.device("cpu")

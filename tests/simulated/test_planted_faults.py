@@ -15,13 +15,13 @@ from helpers.planted import with_fault
 from torch import nn
 
 import fxpipe
-from fxpipe import accelerator
 from fxpipe.optim import StageOptimizer
 from fxpipe.runtime import engine, transport
 from fxpipe.runtime.exchange import Exchange
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.stream import StageWeights
 from fxpipe.runtime.transport import AcceleratorBackend, Transport
+from fxpipe.utils import accelerator
 
 pytestmark = pytest.mark.simulated
 WIDTH = 6

@@ -13,8 +13,8 @@ from helpers.oracle import closing
 from torch import nn
 
 import fxpipe
-from fxpipe import accelerator
 from fxpipe.optim import StageOptimizer
+from fxpipe.utils import accelerator
 
 pytestmark = pytest.mark.simulated
 DEVICES = ["sim:1", "cpu", "sim:0"]

@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe import accelerator
 from fxpipe._torch.process_groups import PrefixStore
 from fxpipe._torch.process_groups import communicator as new_communicator
 from fxpipe.distributed import device_sums, gradient_reduction
 from fxpipe.distributed.device_sums import DeviceSums
 from fxpipe.errors import DistributedError
+from fxpipe.utils import accelerator
 from simulated import communicator
 from simulated.communicator import Communicator
 from simulated.ranks import SimulatedRanks

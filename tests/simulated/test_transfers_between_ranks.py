@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe import accelerator
 from fxpipe.distributed import device_transfers
 from fxpipe.distributed.device_transfers import DeviceTransfers
 from fxpipe.errors import DistributedError
+from fxpipe.utils import accelerator
 from simulated import communicator
 from simulated.communicator import Communicator
 from simulated.ranks import SimulatedRanks

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxpipe
-from fxpipe import accelerator
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import (
     HARDWARE,
@@ -31,6 +30,7 @@ from fxpipe.hardware import (
 )
 from fxpipe.partitioning.chain import Link
 from fxpipe.profiling.roofline import Roofline
+from fxpipe.utils import accelerator
 
 estimating = importlib.import_module("fxpipe.profiling.roofline")  # the package has the function by that name
 NETWORK = Link(1e9, 1e-5)

@@ -29,7 +29,7 @@ from timing import Contestant, ratios, run_rounds, summarise
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe import accelerator
+from fxpipe.utils import accelerator
 
 SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
 CHECKPOINTS = ("never", "except_last", "always")

@@ -21,8 +21,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fxpipe._torch.functions import opname
-from fxpipe.accelerator import accelerator_type
 from fxpipe.tracing.tensors import tensors_in
+from fxpipe.utils.accelerator import accelerator_type
 
 # By function, the place and the name of the argument that it takes from the CPU only, if that is a tensor.
 _HOST_PARAMETERS: Mapping[str, tuple[int, str]] = {

@@ -19,7 +19,7 @@ from fxpipe._torch.module_internals import global_hooks
 from fxpipe._torch.operators import OpOverload
 from fxpipe._torch.storages import storage_address
 from fxpipe.errors import TraceError
-from fxpipe.pipeline_class import class_of_model
+from fxpipe.pipe.pipeline_class import class_of_model
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.tensors import tensors_in
 

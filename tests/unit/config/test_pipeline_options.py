@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import fxpipe
-from fxpipe import accelerator
 from fxpipe.config.parse import parse_devices
 from fxpipe.config.pipeline_options import (
     OPTION_DEFAULTS,
@@ -20,6 +19,7 @@ from fxpipe.config.pipeline_options import (
 )
 from fxpipe.errors import ArgumentError
 from fxpipe.tuning.tuner import PLAN_ARGUMENTS, TUNED_OPTIONS
+from fxpipe.utils import accelerator
 
 ONLY_TO_RUN = {"deferred_batch_norm", "compile"}
 ONLY_TO_PLAN = {"data_parallel", "mesh", "processes"}  # a pipe has them from the mesh of its ranks

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe import accelerator
 from fxpipe.tracing.model_state import (
     look_on_recording_device,
     model_on,
@@ -18,6 +17,7 @@ from fxpipe.tracing.model_state import (
     without_gradients,
 )
 from fxpipe.tracing.parameter_offload import OffloadedParameters
+from fxpipe.utils import accelerator
 
 
 def test_a_model_on_one_device_stays_there():

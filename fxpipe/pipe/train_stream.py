@@ -13,7 +13,7 @@ import torch
 
 from fxpipe.config.micro_batches import FORMS, ModelCall, parse_call, refuse_written, tensor_versions
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
-from fxpipe.pipeline_state import PipelineState, peek_seed
+from fxpipe.pipe.pipeline_state import PipelineState, peek_seed
 from fxpipe.runtime.bound_program import BoundProgram
 from fxpipe.runtime.caller_context import CallerContext
 from fxpipe.runtime.executors import close_all_executors

@@ -18,8 +18,9 @@ from fxpipe.config.micro_batches import parse_micro_batches
 from fxpipe.config.parse import parse_compile, parse_switch
 from fxpipe.config.pipeline_options import OPTION_DEFAULTS, Settings
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
-from fxpipe.pipeline_class import NOT_COMPILED, SLOTS, class_of_model, pipeline_class, replaced_forward, set_up
-from fxpipe.pipeline_state import DROP_IN_SCHEDULE, PipelineState
+from fxpipe.pipe.pipeline_class import NOT_COMPILED, SLOTS, class_of_model, pipeline_class, replaced_forward, set_up
+from fxpipe.pipe.pipeline_state import DROP_IN_SCHEDULE, PipelineState
+from fxpipe.pipe.train_stream import StreamLoop, TrainStream, parse_batches, stream_policy
 from fxpipe.plans import Plan
 from fxpipe.plans.display import plan_html
 from fxpipe.plans.node_groups import node_groups_of
@@ -29,7 +30,6 @@ from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.tracing.record.module_hooks import run_with_user_hooks, user_hooks_of
 from fxpipe.tracing.source_lines import code_of_function, line_of_function, warn_user
 from fxpipe.tracing.tensors import has_values
-from fxpipe.train_stream import StreamLoop, TrainStream, parse_batches, stream_policy
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, with_article
 from fxpipe.viz.html import notebook_fragment, notebook_heading, notebook_note
 
@@ -108,7 +108,7 @@ READABLE_OPTIONS: dict[str, Callable[[Settings], Any]] = {  # of a pipe whose mo
 class Pipeline(nn.Module):
     """A model that runs as a pipeline. Made by `fxpipe.pipeline`.
 
-    It is a model of its model's class (`fxpipe.pipeline_class`): attributes, properties, methods, items and
+    It is a model of its model's class (`fxpipe.pipe.pipeline_class`): attributes, properties, methods, items and
     `isinstance` are the model's, and methods that call the model call the pipe. Beside them it has what stands here.
     `fxpipe.unwrap(pipe)` is the model without the pipeline.
     """

@@ -23,8 +23,8 @@ from fxpipe._torch.thread_state import ThreadState
 from fxpipe.config.micro_batches import ModelCall
 from fxpipe.config.pipeline_options import Settings
 from fxpipe.errors import ArgumentError, FxpipeError, StateError
-from fxpipe.graph_cache import CachedGraph, GraphCache, GraphInputs, StepGraphs
-from fxpipe.optimizer_state import OptimizerStateMover
+from fxpipe.pipe.graph_cache import CachedGraph, GraphCache, GraphInputs, StepGraphs
+from fxpipe.pipe.optimizer_state import OptimizerStateMover
 from fxpipe.planning import PreparedGraph, prepare, prepare_additional_graph
 from fxpipe.planning.dynamic_plan import plan_with_dynamic_sizes
 from fxpipe.planning.evaluation_check import refusal_of_evaluation

@@ -23,13 +23,12 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
-from fxpipe import accelerator
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.autograd import leaves_below
 from fxpipe._torch.error_messages import allocator_error
 from fxpipe._torch.tensor_data import replace_data
 from fxpipe.errors import ArgumentTypeError, StateError
-from fxpipe.pipeline_module import Pipeline, unwrap
+from fxpipe.pipe.pipeline_module import Pipeline, unwrap
 from fxpipe.rewriting.rng import seeded_python_rng
 from fxpipe.runtime.bound_program import BoundProgram
 from fxpipe.runtime.engine import scatter_target
@@ -40,6 +39,7 @@ from fxpipe.tracing.node_arguments import named_arguments
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.effects import NORM_FUNCTIONS
+from fxpipe.utils import accelerator
 from fxpipe.utils.batch_split import rows_of_inputs, samples_per_micro_batch
 from fxpipe.utils.pytree import flatten, map_tensor_leaves
 from fxpipe.utils.random_generators import draw_seed, mix_seed

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe import accelerator
 from fxpipe.config.parse import parse_devices
 from fxpipe.config.pipeline_options import PipelineOptions, make_settings
 from fxpipe.errors import ArgumentError, StateError
-from fxpipe.pipeline_state import PipelineState
+from fxpipe.pipe.pipeline_state import PipelineState
 from fxpipe.planning import cost_model
 from fxpipe.profiling import clock as clock_module
 from fxpipe.profiling.clock import Clock, HeadStart
 from fxpipe.runtime import InlineExecutor
+from fxpipe.utils import accelerator
 
 CPU = torch.device("cpu")
 
