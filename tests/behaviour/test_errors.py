@@ -16,7 +16,6 @@ from torch import nn
 import fxpipe
 from fxpipe.errors import ArgumentError, ArgumentTypeError, FxpipeError, LossError, PartitionError, StateError
 from fxpipe.hardware import HARDWARE
-from fxpipe.utils import accelerator
 
 
 class Sum(nn.Module):
@@ -142,8 +141,8 @@ def test_a_plan_says_that_it_has_no_or_fewer_micro_batches(chunks, hint):
 
 
 def test_unavailable_devices_are_counted(monkeypatch):
-    monkeypatch.setattr(accelerator, "device_count", lambda kind: 2)
-    monkeypatch.setattr(accelerator, "missing_support", lambda device: None)
+    monkeypatch.setattr("fxpipe.utils.accelerator.device_count", lambda kind: 2)
+    monkeypatch.setattr("fxpipe.utils.accelerator.missing_support", lambda device: None)
     with pytest.raises(ArgumentError, match="'cuda:2' is not available: there are 2 CUDA devices"):
         fxpipe.pipeline(_chain(), ["cuda:0", "cuda:1", "cuda:2"])
 
