@@ -78,9 +78,9 @@ def pictures() -> Iterator[tuple[str, str]]:
         )
         simulation = fxpipe.simulate(plan)
         step = replace(simulation.as_step(), memory=())
-        yield f"{schedule}.svg", svg_of(draw_gantt(step, title=schedule).scene)
+        yield f"{schedule}.svg", svg_of(draw_gantt(step, title=schedule))
         if schedule == "1f1b":
-            yield "memory.svg", svg_of(draw_gantt(simulation.as_step(), title="1f1b, with its memory").scene)
+            yield "memory.svg", svg_of(draw_gantt(simulation.as_step(), title="1f1b, with its memory"))
 
 
 def on_files(files: Any, config: Any) -> Any:
