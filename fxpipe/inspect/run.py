@@ -144,6 +144,7 @@ def plan_profiled_model(loaded: LoadedModel, profiled: ProfiledModel, settings: 
 
 def _raise_if_model_fails(model: nn.Module, arguments: ModelArguments) -> None:
     """Ask the plain model, so that its exceptions are told from those of a bug in fxpipe."""
+    from fxpipe.tracing.fake_tensors import names_without_values
     from fxpipe.tracing.source_lines import UNKNOWN_LINE, line_of_error
 
     try:
@@ -152,6 +153,8 @@ def _raise_if_model_fails(model: nn.Module, arguments: ModelArguments) -> None:
         line = line_of_error(error)
         place = "" if line == UNKNOWN_LINE else f" ({line})"
         circumstance = inputs_advice(model, arguments)
+        if "meta" in str(error) and names_without_values(model):
+            circumstance += "; forward reads values there: leave --meta out (a model of fewer layers takes less memory)"
         raise ArgumentError(f"the model raises {describe_error(error)}{place} {circumstance}") from error
 
 

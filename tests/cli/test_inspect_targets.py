@@ -363,6 +363,30 @@ def test_a_model_too_large_for_this_machine_is_answered_with_meta(
     assert main([*line, "--meta", "--hardware", "h100"]) == 0
 
 
+READS_VALUES = """
+from torch import nn
+
+class Reading(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x) if x.sum().item() > 0 else x
+"""
+
+
+def test_a_model_that_reads_values_is_answered_without_meta(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reading.py").write_text(READS_VALUES)
+    line = ["reading.py:Reading", "--input", "8x4", "--devices", "2", "--hardware", "h100", "--meta", "--no-progress"]
+    found = refusal(line, capsys)
+    assert "cannot be called on meta tensors" in found
+    assert "forward reads values there: leave --meta out" in found
+
+
 def test_an_input_too_large_for_this_machine_is_answered_with_meta(
     factories: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
