@@ -1,6 +1,6 @@
 """Graphs of `torch.fx` that others have made.
 
-What is used here is required, and has been the same from torch 2.11 to 2.14.
+The attributes are required, and have been the same from torch 2.11 to 2.14.
 """
 
 from __future__ import annotations

@@ -37,9 +37,9 @@ def load(
         fxpipe.distributed.load(pipe, "checkpoint")
         optimizer = torch.optim.AdamW(pipe.parameters())
 
-    Of a model that was built on the meta device, parameters and buffers get memory on the devices of their stages (over
-    processes each rank's own, which reads these and nothing else), and are read there one by one: the host never holds
-    the model. Parameters stay the same objects; tied ones are read once. Values are cast to the dtype of the model, as
+    The parameters and buffers of a model that was built on the meta device get memory on the devices of their stages,
+    and are read there one by one: the host never holds the model. Over processes, each rank reads those of its stages
+    and nothing else. Parameters stay the same objects; tied ones are read once. Values are cast to the dtype of the model, as
     by `load_state_dict`.
 
     Args:

@@ -461,7 +461,7 @@ def _moved_by_rounding(tensors: Sequence[torch.Tensor], unit: float) -> Iterator
 def _gradients_moved_by_rounding(unit: float) -> Iterator[None]:
     """A block in which so is each number of the gradients that go back into modules.
 
-    The gradient of a bias is a sum that may come near to zero: what it sums tells what rounding makes of it.
+    The gradient of a bias is a sum, which may cancel: its rounding errors are those of the terms.
     """
     generator = torch.Generator().manual_seed(1)
 

@@ -4,7 +4,7 @@ All workers of a process run in one interpreter. On an accelerator the device co
 step is not shorter than the Python of all stages takes, however many devices there are. On a CPU the Python of a node
 is a part of what was measured of it, and only that part is taken in turns.
 
-They are reckoned from the number of calls and operations: what torch 2.13 takes on one core at 2.5 GHz for each. On its
+They are estimated from the numbers of calls and operations, and the times of torch 2.13 on one core at 2.5 GHz. On its
 own core, one thread takes 1 to 7 microseconds for a call on tensors of a few numbers, recording it for autograd (a view
 0.9, a sum 1.4, a linear layer 2.9, GELU 6.1), and 3 to 6 for an operation of backward. Two threads that go forward take
 2.1 times as long as one: torch lets the lock go within each call, but to hand it over takes as long as the call. Two

@@ -1,9 +1,9 @@
 """The callables that run stages: their code as it is, or compiled by `torch.compile`; backward in one, or split.
 
 All that is still rewritten of a graph once its stages are cut is rewritten here: the backward is split where a schedule
-has W (`split_backward`), and random nodes become such as the compiler can have in its graph (`rng_compiled`). A stage
-that is compiled is one node to autograd, which has no edges inside: there B makes all gradients and W none. The runtime
-asks a stage for its callable and knows of none of that.
+has W (`split_backward`), and random nodes become such as the compiler can have in its graph (`rng_compiled`). To
+autograd a compiled stage is one node without edges inside, so B computes all of its gradients and W none. The runtime
+asks a stage for its callable and does not depend on any of this.
 
 A stage compiles at its first F, in its worker, since the compiler bakes in how many threads an operation may take; one
 stage at a time, while others may run. Uneven micro-batches have two sizes, so a stage compiles twice for a graph: torch

@@ -193,7 +193,7 @@ class _RowFigures:
 
 @dataclass(frozen=True, slots=True)
 class GanttLayout:
-    """The place of the rows in a picture, with the texts beside them; lengths in points."""
+    """The rows of a picture with their labels and figures; lengths in points."""
 
     labels: list[str]  # before the rows
     figures: _RowFigures  # behind them

@@ -330,7 +330,7 @@ def _cut_graph(leaves: Sequence[Any]) -> tuple[list[Any], list[torch.Tensor]]:
             ends.append(values[-1])
         else:
             ends.append(torch.empty(0, requires_grad=True))
-            # What a Function returns is a view if it is of a subclass: such a view must not see its memory written to.
+            # Functions return tensors of a subclass as views, which torch forbids to use after a write to their memory.
             same = value.detach() if type(value) is torch.Tensor else value.data
             with torch.enable_grad():
                 values.append(_GraphCut.apply(ends[-1], same))
