@@ -39,8 +39,8 @@ def load(
 
     The parameters and buffers of a model that was built on the meta device get memory on the devices of their stages,
     and are read there one by one: the host never holds the model. Over processes, each rank reads those of its stages
-    and nothing else. Parameters stay the same objects; tied ones are read once. Values are cast to the dtype of the model, as
-    by `load_state_dict`.
+    and nothing else. Parameters stay the same objects; tied ones are read once. Values are cast to the dtype of the
+    model, as by `load_state_dict`.
 
     Args:
         path: of the model's `state_dict()`, or that of any pipe of it: a folder as `torch.distributed.checkpoint.save`
