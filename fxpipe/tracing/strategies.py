@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import nn
 
+from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.module_internals import MODULE_DICT_KEYS, all_modules
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.dynamic_sizes import FixedSizeError
@@ -38,27 +39,28 @@ from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.trace_request import TraceRequest
 from fxpipe.tracing.traced import RecordingOptions, Traced
 from fxpipe.tracing.tracing_passes import run_passes
-from fxpipe.tracing.verify.micro_batch_sizes import OtherMicroBatchesError, refuse_uneven
+from fxpipe.tracing.verify.equivalence import take_samples
+from fxpipe.tracing.verify.micro_batch_sizes import OtherMicroBatchesError, may_replace, refuse_uneven
 from fxpipe.utils.python_state import PythonState
 
 LARGE_NODE_SHARE = 0.5  # share of the parameters from which on one piece is too large
 
 
 def find_graph(request: TraceRequest) -> Traced:
-    """The first graph that is right.
+    """The first graph that is right, of the mini-batch or else of its micro-batches.
 
     If the mini-batch stays whole, a graph that could be cut is still better: it holds for other numbers of samples.
 
     Raises:
         TraceError: no way has led to a graph; says why, and what can be done.
-        ArgumentError: there is no batch dimension, or micro-batches do not make as many rows as the mini-batch.
     """
     try:
         return _graph_of_all_samples(replace(request, is_whole=False))
-    except (ArgumentError, TraceError) as error:
+    except OtherMicroBatchesError as error:
         if not request.is_whole:
-            if isinstance(error, OtherMicroBatchesError):
-                refuse_uneven(error.traced, request.leaves, error.sizes)
+            return _graph_of_micro_batch(request, error)
+    except (ArgumentError, TraceError):
+        if not request.is_whole:
             raise
     return _graph_of_all_samples(request)
 
@@ -297,3 +299,29 @@ def _modules_of_same_class(model: nn.Module, paths: frozenset[str]) -> list[str]
     kinds = {type(modules[path]) for path in paths if not type(modules[path]).__module__.startswith("torch.nn.")}
     same = {path for path, module in modules.items() if path in paths or (path and type(module) in kinds)}
     return [path for path in same if path in paths or not any(p.startswith(f"{path}.") for p in same)]
+
+
+# -- Where the graph of the mini-batch does not hold for its micro-batches -------------------------------------------
+
+
+# No model of the zoo at its sizes: GPT-2 needs it with sequences as long as the batch (behaviour/test_generate.py).
+def _graph_of_micro_batch(request: TraceRequest, error: OtherMicroBatchesError) -> Traced:
+    """The graph of a micro-batch, where it can run in place of the mini-batch's.
+
+    Raises:
+        OtherMicroBatchesError: it cannot.
+        ArgumentError: micro-batches do not make as many rows as the mini-batch.
+    """
+    whole, leaves = error.traced, request.leaves
+    try:
+        args, kwargs = pytree.tree_unflatten(take_samples(whole, leaves, 0, max(error.sizes)), whole.in_spec)
+        parts = _graph_of_all_samples(request.on_micro_batch(args, kwargs))
+        is_right = may_replace(whole, parts, leaves, error.sizes)
+    except Exception as failure:
+        refuse_uneven(whole, leaves, error.sizes)
+        raise error from failure
+    if not is_right:
+        refuse_uneven(whole, leaves, error.sizes)
+        raise error
+    parts.comparisons.accepted_splits.add((whole.batch_of(leaves), error.sizes, parts.dynamic.example))
+    return parts

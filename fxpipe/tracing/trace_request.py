@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx, nn
@@ -78,6 +78,10 @@ class TraceRequest:
         return cls(
             model, args, kwargs, leaves, tracer, whole, in_dims, out_dims, chunks, is_compared, seed, dynamic, is_whole
         )
+
+    def on_micro_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TraceRequest:
+        """The same request for a micro-batch alone."""
+        return replace(self, args=args, kwargs=kwargs, leaves=input_leaves(self.model, args, kwargs)[2], chunks=1)
 
 
 def requested_leaf_modules(model: nn.Module, leaf_modules: Sequence[str | type[nn.Module]]) -> dict[str, str]:

@@ -42,6 +42,7 @@ MECHANISMS = (
         ("lazy state made before it is traced", "tracing.record.lazy_state.make_lazy_state?"),
         ("a function of the user's", "tracing.importers.graph_function.trace_by_function", "tracer="),
         ("checks of arguments in the stages", "tracing.guards.expect"),
+        ("the graph of a micro-batch for the mini-batch", "tracing.strategies._graph_of_micro_batch?"),
         ("not verified", "tracing.verify.equivalence.effects_unverified", "check=False"),
     ),
     *_group(

@@ -5,11 +5,12 @@ concluded from sizes must be so for each size that runs, or do no harm. That is 
 
 1. All conditions hold for the sizes of the micro-batches: nothing is run.
 2. The model does the same as its graph with so many samples: this size is *excused*.
-3. What the graph makes of the micro-batches is, put together, what it makes of the mini-batch.
+3. What the graph of the mini-batch makes of the micro-batches is, put together, what it makes of the mini-batch.
+4. So is what the graph of a micro-batch makes of them, which is another one: it runs in its place.
 
-The last holds for this mini-batch in these micro-batches, and is known by values: without random numbers, and for
-outputs that can be put together. It is asked as well where all conditions hold, but the batch size is, or may be, a
-number in what the graph computes: it is then that of a micro-batch. Where nobody can tell, the graph holds.
+The last two hold for this mini-batch in these micro-batches, and are known by values: without random numbers, and for
+outputs that can be put together. The third is asked as well where all conditions hold, but the batch size is, or may
+be, a number in what the graph computes: it is then that of a micro-batch. Where nobody can tell, the graph holds.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def holds_for_micro_batches(
     traced.comparisons.tried_splits.add(key)
     excuse_sizes(traced, leaves, sizes)
     holds = all(traced.holds_at(size, lengths) for size in sizes)
-    same = None if holds and is_told else _give_same_outputs(traced, leaves, sizes)
+    same = None if holds and is_told else _give_same_outputs(traced, traced, leaves, sizes)
     if same or (holds and same is None):
         traced.comparisons.accepted_splits.add(key)
     return traced.holds_for(batch, sizes, lengths)
@@ -94,6 +95,18 @@ def excuse_sizes(traced: Traced, leaves: Sequence[Any], sizes: Collection[int] =
             excuse_reads(traced, leaves, size, batch, seed)
 
 
+def may_replace(whole: Traced, parts: Traced, leaves: Sequence[Any], sizes: Collection[int]) -> bool:
+    """Tells whether the graph of a micro-batch, `parts`, may run in place of the mini-batch's.
+
+    Args:
+        leaves: the mini-batch.
+        sizes: of its micro-batches.
+    """
+    excuse_sizes(parts, leaves, sizes)
+    guards_hold = parts.guards is None or parts.guards.hold(parts, leaves, parts.seed)
+    return guards_hold and all(map(parts.holds_at, sizes)) and bool(_give_same_outputs(whole, parts, leaves, sizes))
+
+
 def refuse_uneven(traced: Traced, leaves: Sequence[Any], sizes: Collection[int]) -> None:
     """Says so where micro-batches do not even make as many rows as the mini-batch.
 
@@ -104,37 +117,42 @@ def refuse_uneven(traced: Traced, leaves: Sequence[Any], sizes: Collection[int])
     traced.refuse_uneven_outputs(batch, [stop - start for start, stop in _micro_batch_bounds(batch, sizes)])
 
 
-def _give_same_outputs(traced: Traced, leaves: Sequence[Any], sizes: Collection[int]) -> bool | None:
-    """Returns whether what the graph makes of the micro-batches, put together, is what it makes of the mini-batch.
+def _give_same_outputs(whole: Traced, parts: Traced, leaves: Sequence[Any], sizes: Collection[int]) -> bool | None:
+    """Returns whether what `parts` makes of the micro-batches, put together, is what `whole` makes of the mini-batch.
 
     None: nobody can tell.
     """
-    if "stack" in traced.out_dims or not can_run_deterministically(traced):
+    batch = whole.batch_of(leaves)
+    have = (parts.in_dims, parts.out_dims, parts.out_spec)
+    if (whole.in_dims, whole.out_dims, whole.out_spec) != have:
+        return False
+    if "stack" in whole.out_dims or not (can_run_deterministically(whole) and can_run_deterministically(parts)):
         return None
-    outputs = {k: node for k, node in enumerate(traced.outputs) if isinstance(node, fx.Node)}
-    of_parts = outputs | dict(enumerate(traced.pieces, len(traced.outputs)))
-    batch = traced.batch_of(leaves)
+    asked = [{k: node for k, node in enumerate(t.outputs) if isinstance(node, fx.Node)} for t in (whole, parts)]
+    if asked[0].keys() != asked[1].keys():
+        return False
+    asked[1] |= dict(enumerate(parts.pieces, len(parts.outputs)))
     cuts = _micro_batch_bounds(batch, sizes)
     try:
-        with preserve_state(traced.model):
-            want = run_deterministically(traced, outputs, take_samples(traced, leaves, 0, batch))
+        with preserve_state(whole.model):
+            want = run_deterministically(whole, asked[0], take_samples(whole, leaves, 0, batch))
             part_values = [
-                run_deterministically(traced, of_parts, take_samples(traced, leaves, start, stop))
-                for start, stop in cuts
+                run_deterministically(parts, asked[1], take_samples(parts, leaves, start, stop)) for start, stop in cuts
             ]
     except Exception:
         return None
     weights = [(stop - start) / batch for start, stop in cuts]
-    combined = {one.output: one for one in traced.combinations}
+    constants = zip(whole.outputs, parts.outputs, strict=True)
+    combined = {one.output: one for one in parts.combinations}
 
     def together(place: int) -> Any:
         if place in combined:
             return combined[place]([together(piece) for piece in combined[place].pieces])
-        return _join_outputs([part[place] for part in part_values], traced.results[place][1], weights)
+        return _join_outputs([part[place] for part in part_values], parts.results[place][1], weights)
 
-    return all(
+    return all(a == b for a, b in constants if not isinstance(a, fx.Node)) and all(
         _all_close(value, [part[place] for part in part_values])
-        if traced.out_dims[place] is None
+        if whole.out_dims[place] is None
         else _is_close_across_sizes(value, together(place))
         for place, value in want.items()
     )

@@ -78,6 +78,12 @@ def test_fake_tensors_are_recorded_and_not_compared():
     assert (asked.tracer, asked.is_compared) == ("record", False)
 
 
+def test_a_request_for_a_micro_batch_has_its_inputs_and_the_same_options():
+    module = model()
+    part = request(module, seed=7).on_micro_batch((x(2),), {})
+    assert (part.model, part.seed, part.chunks, [leaf.shape for leaf in part.leaves]) == (module, 7, 1, [(2, 6)])
+
+
 def test_every_recording_goes_through_the_passes_with_one_request(monkeypatch):
     asked: list[TraceRequest] = []
 
