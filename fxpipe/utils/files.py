@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, Union
 
-import sympy
-
 from fxpipe.errors import ArgumentError, ArgumentTypeError, FileError
 from fxpipe.utils.polynomial import Polynomial
 from fxpipe.utils.units import with_article
@@ -83,12 +81,12 @@ def _file_error(what: str, path: str | Path, why: str) -> FileError:
 T = TypeVar("T")
 
 
-def dataclass_to_json(value: Any, polynomial_of: Callable[[sympy.Expr], Polynomial] | None = None) -> Any:
+def dataclass_to_json(value: Any, polynomial_of: Callable[[Any], Polynomial] | None = None) -> Any:
     """Makes what JSON keeps of a dataclass: its fields by name, but for one that has its own `to_json`.
 
-    `polynomial_of`: makes the polynomial of a formula, by which a file has it.
+    `polynomial_of`: makes the polynomial of a formula of sympy, by which a file has it.
     """
-    if polynomial_of is not None and isinstance(value, sympy.Expr):
+    if polynomial_of is not None and hasattr(value, "free_symbols"):
         value = polynomial_of(value)
     if hasattr(value, "to_json"):
         return value.to_json()
@@ -111,7 +109,7 @@ def dataclass_from_json(kind: type[T], value: Any, where: str) -> T:
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:
-    if kind is sympy.Expr:
+    if getattr(kind, "__name__", "") == "Expr":  # of sympy, which a plan does without
         return _read(Polynomial, value, where).formula
     if hasattr(kind, "from_json"):
         try:

@@ -85,7 +85,9 @@ def test_help_can_be_read_in_eighty_columns(
     assert "zero_bubble_2p" in " ".join(text.split())
 
 
-def test_the_rest_of_a_search_is_shown_by_an_option(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_rest_of_a_search_is_shown_by_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = str(tmp_path / "plan.json")
+    make_plan(3, 16).save(saved)
     assert main([saved, "--tune"]) == 0
     shown = capsys.readouterr().out
     assert ".rows" not in shown

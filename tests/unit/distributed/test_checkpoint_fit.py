@@ -14,19 +14,19 @@ class Reader:
         return (2, 3)
 
 
-class Connection:
+class State:
     """As of the first of two ranks; the second one has told `other`."""
 
     def __init__(self, other):
         self.other = other
 
-    def all_gather(self, value, what):
+    def from_all(self, value, what):
         return [value, self.other]
 
 
 def check(other, strict=True):
     entries, keys = {"first.weight": torch.zeros(2, 3)}, ["first.weight", "last.weight"]
-    _check_fit(Connection(other), Reader(), entries, keys, "", "saved", strict)
+    _check_fit(State(other), Reader(), entries, keys, "", "saved", strict)
 
 
 def test_what_another_rank_misses_is_told_here():
