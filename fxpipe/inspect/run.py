@@ -153,8 +153,8 @@ def _raise_if_model_fails(model: nn.Module, arguments: ModelArguments) -> None:
         line = line_of_error(error)
         place = "" if line == UNKNOWN_LINE else f" ({line})"
         circumstance = inputs_advice(model, arguments)
-        if "meta" in str(error) and names_without_values(model):
-            circumstance += "; forward reads values there: leave --meta out (a model of fewer layers takes less memory)"
+        if names_without_values(model):
+            circumstance += "; if forward reads values there, leave --meta out (fewer layers take less memory)"
         raise ArgumentError(f"the model raises {describe_error(error)}{place} {circumstance}") from error
 
 

@@ -387,7 +387,7 @@ def test_a_model_that_reads_values_is_answered_without_meta(
     line = ["reading.py:Reading", "--input", "8x4", "--devices", "2", "--hardware", "h100", "--meta", "--no-progress"]
     found = refusal(line, capsys)
     assert "cannot be called on meta tensors" in found
-    assert "forward reads values there: leave --meta out" in found
+    assert "if forward reads values there, leave --meta out" in found
 
 
 def test_an_input_too_large_for_this_machine_is_answered_with_meta(
