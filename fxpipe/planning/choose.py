@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from fxpipe.config.pipeline_options import Settings
+from fxpipe.config.stage_placement import place_stages
 from fxpipe.errors import MemoryLimitError, PartitionError
 from fxpipe.partitioning import cut_by_block, optimal_partition, stage_loads
 from fxpipe.partitioning.chain import Chain, StageLoad, StageSite, sending_seconds
@@ -161,12 +162,7 @@ def memory_advice(problem: CutProblem) -> list[Iterable[RemedyTrial]]:
         return trials  # it is for these sizes
     if is_stream(settings.schedule):
         trials.append(_fewer_versions(problem))
-    if not (
-        settings.pins
-        or settings.replicas
-        or problem.chain.required_cuts
-        or len(settings.placement) > len(settings.workers)
-    ):
+    if not (settings.pins or settings.replicas or problem.chain.required_cuts):
         trials.append(_more_devices(problem))
     trials.append(_smaller_micro_batches(problem))
     return trials
@@ -184,7 +180,7 @@ def _with_asked_balance(problem: CutProblem, chain: Chain, settings: Settings) -
 
 def _more_devices(problem: CutProblem) -> Iterator[RemedyTrial]:
     count, hardware = len(problem.settings.workers), problem.settings.hardware
-    most = min(MAX_DEVICES_FACTOR * count, len(problem.nodes.items()))
+    most = min(MAX_DEVICES_FACTOR * count, len(problem.nodes.items()) // _stages_per_device(problem.settings))
     if hardware is not None and hardware.most_devices is not None:
         most = min(most, hardware.most_devices)
     for more in range(count + 1, most + 1):
@@ -196,6 +192,10 @@ def _more_devices(problem: CutProblem) -> Iterator[RemedyTrial]:
         )
 
 
+def _stages_per_device(settings: Settings) -> int:
+    return len(settings.placement) // len(settings.workers)
+
+
 def _with_devices(settings: Settings, count: int) -> Settings:
     """Extends the settings to so many devices, the further ones like the last one."""
     workers, limits = settings.workers, settings.memory_limits
@@ -203,7 +203,7 @@ def _with_devices(settings: Settings, count: int) -> Settings:
     return replace(
         settings,
         workers=(*workers, *workers[-1:] * more),
-        placement=tuple(range(count)),
+        placement=place_stages(count, _stages_per_device(settings), settings.schedule, settings.chunks, None),
         checkpoint=settings.checkpoint if isinstance(settings.checkpoint, str) else "auto",
         memory_limits=None if limits is None else (*limits, *limits[-1:] * more),
     )

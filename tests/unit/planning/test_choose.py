@@ -124,7 +124,7 @@ def refusal(**options: Any) -> str:
     return str(caught.value)
 
 
-def remedies(message: str) -> list[dict[str, Any]]:
+def remedies(message: str, per_device: int = 1) -> list[dict[str, Any]]:
     """What it says would fit, as arguments of `plan`."""
     said = re.search(r"What would fit: (.*)\.$", message)
     assert said is not None, message
@@ -135,7 +135,7 @@ def remedies(message: str) -> list[dict[str, Any]]:
         elif words == "use balance='optimal'":
             found.append({"balance": "optimal"})
         elif devices := re.fullmatch(r"use (\d+) devices", words):
-            found.append({"stages": int(devices[1])})
+            found.append({"stages": per_device * int(devices[1])})
         else:
             chunks = re.fullmatch(r"use chunks=(\d+) \(micro-batches of (\d+)\)", words)
             assert chunks is not None, words
@@ -170,13 +170,14 @@ def test_a_refusal_says_what_each_stage_needs_what_is_at_fault_and_what_would_fi
         ({"balance": [8, 8, 8]}, 0.6, {"chunks"}),
         ({"balance": ["layers.2"]}, 0.6, {"chunks"}),
         ({"pin": {"layers.0": 0, "layers.5": 0}}, 0.6, {"chunks"}),
-        ({"stages_per_device": 3, "stages": 6, "checkpoint": "never"}, 2.6, {"checkpoint", "chunks"}),
+        ({"stages_per_device": 3, "stages": 6, "checkpoint": "never"}, 2.6, {"checkpoint", "stages", "chunks"}),
+        ({"schedule": "zbv", "stages": 4, "checkpoint": "never"}, 1.1, {"checkpoint", "stages", "chunks"}),
     ],
 )
 def test_every_remedy_that_is_named_works(options: dict[str, Any], share: float, kinds: set[str]) -> None:
     """`share`: of what a stage needs where nothing is limited, a device has."""
     options |= {"memory_limit": int(share * max(needs(planned(**options))))}
-    found = remedies(refusal(**options))
+    found = remedies(refusal(**options), {"zbv": 2}.get(options.get("schedule"), options.get("stages_per_device", 1)))
     assert {key for remedy in found for key in remedy} - {"balance"} == kinds  # that depends on measured seconds
     for remedy in found:
         assert_within(planned(**options | remedy))
