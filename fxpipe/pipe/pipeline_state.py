@@ -120,7 +120,7 @@ class PipelineState:
         return names_without_values(self.model)
 
     def device_of(self, name: str) -> torch.device:
-        """Returns the device of the stage that uses a tensor without values.
+        """Returns the device of the first stage that uses a tensor without values; that of stage 0 if none does.
 
         Raises:
             StateError: that is not known before there is a plan.

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
 from fxpipe._torch import torch_pytree as pytree
@@ -300,8 +299,10 @@ class _Step:
             calls = self._begin(calls, device)
             inputs = self._inputs(calls)
             seed, outputs, losses, divisor = draw_seed(), [], [], None
-            moved = _moved_by_rounding([*model.parameters(), *inputs.values()], unit)
-            with moved, _gradients_moved_by_rounding(unit):
+            with ExitStack() as stack:
+                if unit:
+                    stack.enter_context(_moved_by_rounding([*model.parameters(), *inputs.values()], unit))
+                    stack.enter_context(_gradients_moved_by_rounding(model, unit))
                 for i, call in enumerate(calls):
                     with _SeededDraws(mix_seed(seed, i), device) as draws, draws.as_one_node(model, self.opaque):
                         output = model(*call.args, **call.kwargs)
@@ -458,17 +459,17 @@ def _moved_by_rounding(tensors: Sequence[torch.Tensor], unit: float) -> Iterator
 
 
 @contextmanager
-def _gradients_moved_by_rounding(unit: float) -> Iterator[None]:
+def _gradients_moved_by_rounding(model: nn.Module, unit: float) -> Iterator[None]:
     """A block in which so is each number of the gradients that go back into modules.
 
     The gradient of a bias is a sum, which may cancel: its rounding errors are those of the terms.
     """
-    generator = torch.Generator().manual_seed(1)
 
     def move(gradient: torch.Tensor) -> torch.Tensor:
         if gradient.layout != torch.strided:
             return gradient
-        noise = torch.rand(gradient.shape, generator=generator).to(gradient.device) * 2 - 1
+        numbers = torch.arange(1, gradient.numel() + 1, device=gradient.device, dtype=torch.float32)
+        noise = torch.cos(numbers * numbers).view(gradient.shape)  # nothing is drawn, which vmap forbids
         return (gradient * (1 + unit * noise)).to(gradient.dtype)
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -476,11 +477,11 @@ def _gradients_moved_by_rounding(unit: float) -> Iterator[None]:
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(move)
 
-    handle = register_module_forward_hook(hook) if unit else None
+    handles = [module.register_forward_hook(hook) for module in model.modules()]
     try:
         yield
     finally:
-        if handle is not None:
+        for handle in handles:
             handle.remove()
 
 

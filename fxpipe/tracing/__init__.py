@@ -130,7 +130,7 @@ def trace(
         if was_faked := is_faked():
             traced.constants.update({name: original_of(tensor) for name, tensor in traced.constants.items()})
         check_invariants(traced)
-        has_run = check and not was_faked and traced.tracer == "record"
+        has_run = check and not was_faked and traced.is_recorded
         refuse_side_effects(traced, args, kwargs or {}, has_run)
     if was_faked:
         traced.python_state.take()  # with the model's own tensors in lists and dicts

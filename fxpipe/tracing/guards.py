@@ -150,8 +150,8 @@ def refuse_unguardable(traced: Traced) -> None:
     reads = _reads(traced)
     known = set[fx.Node]().union(*map(_dependencies_of_read, reads))
     sources = {read: source for read in reads if (source := _unknown_source(traced, read, known)) is not None}
-    # What would raise for other values may as well be compared: nothing else is made of it. Of random numbers each
-    # stage would draw others.
+    # A value that is only checked may be compared in its stage, since no other node uses it. But random numbers may
+    # not: each stage would draw others.
     stopping = [
         read for read, source in sources.items() if source == _RANDOM_NUMBERS or not value_read_of(read).is_validation
     ]

@@ -127,7 +127,8 @@ class Traced:
     attributes: tuple[TensorGuard, ...] = ()  # the model's tensors as they were
     switches: tuple[Any, ...] = field(default_factory=torch_switches)  # of torch, as forward saw them
     requires_grad: tuple[bool, ...] | None = None  # of all parameters, where forward has asked a tensor for it
-    tracer: str = "record"
+    tracer: str = "record"  # or the name of the function that made the graph, whatever that is
+    is_recorded: bool = True  # False: something else than a recording of the model made it
     in_dims: tuple[int | None, ...] = ()  # by leaf: the dimension that holds the batch
     out_dims: tuple[
         int | str | None, ...
@@ -138,7 +139,7 @@ class Traced:
     untold: tuple[
         UndeterminedOutput, ...
     ] = ()  # why outputs are taken for means over samples where the graph does not tell
-    size_assumptions: tuple[SizeAssumption, ...] = ()  # of sizes of inputs, by `torch.export` that made the graph
+    size_assumptions: tuple[SizeAssumption, ...] = ()  # of `torch.export`, which made the graph, on input sizes
     batch_conditions: tuple[SizeCondition, ...] = ()  # of mini-batch and micro-batches
     mini_batch_conditions: tuple[SizeCondition, ...] = ()  # what need not hold for micro-batches
     dynamic: DynamicSizes = FIXED_SIZES  # dimensions of inputs, besides the batch, that may differ from the example's

@@ -173,7 +173,7 @@ LONGEST_LABEL = 170.0  # of a device's name
 
 @dataclass(frozen=True, slots=True)
 class _RowFigures:
-    """The figures behind each row."""
+    """The figures at the end of each row."""
 
     busy: list[str]
     bubble: list[str]
@@ -196,7 +196,7 @@ class GanttLayout:
     """The rows of a picture with their labels and figures; lengths in points."""
 
     labels: list[str]  # before the rows
-    figures: _RowFigures  # behind them
+    figures: _RowFigures  # at the ends of the rows
     frame: TimeAxis
     top: float  # of the first row
     pitch: float  # from a row to the next

@@ -218,3 +218,31 @@ def test_what_the_pipe_refuses_is_refused():
 def test_something_else_than_a_pipe_is_refused():
     with pytest.raises(ArgumentTypeError, match="pipe is a Blocks; expected what fxpipe"):
         fxpipe.verify(Blocks(), torch.randn(8, 4))
+
+
+def test_rounding_of_a_sum_that_cancels_is_allowed():
+    """The gradient of the bias is a sum of signs, so that neither it nor a change of weights or inputs tells."""
+    signs = torch.tensor([1.0, -1.0]).repeat(4)[:, None]
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)), torch.randn(8, 3)
+    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,), progress=False)) as pipe:
+        report = fxpipe.verify(pipe, x, target=signs, loss_fn=lambda y, sign: (y * sign).mean())
+    (bias,) = (one for one in report.differences if one.name == "2.bias")
+    assert report
+    assert 0 < bias.allowed < 1e-4
+
+
+class PerSample(nn.Module):
+    """Kept whole, since it uses `vmap`, which lets nobody draw random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.func.vmap(torch.func.grad(lambda row: self.inner(row).square().sum()))(x)
+
+
+def test_transforms_of_functions_are_compared():
+    model, x = nn.Sequential(nn.Linear(4, 4), PerSample(), nn.Linear(4, 4)), torch.randn(8, 4)
+    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,), progress=False)) as pipe:
+        assert fxpipe.verify(pipe, x, target=torch.randn(8, 4), loss_fn=F.mse_loss)

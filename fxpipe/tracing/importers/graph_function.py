@@ -57,7 +57,7 @@ def trace_by_function(
 
 
 def _size_assumptions(graph: fx.Graph, dims: Sequence[int | None]) -> tuple[SizeAssumption, ...]:
-    """Finds what export has concluded from sizes. Nobody else sees it: forward's Python is gone.
+    """Returns the conditions on sizes that export has relied on. Recording the graph does not show them.
 
     Args:
         dims: of the leaves of the inputs: the dimension that may hold the batch.

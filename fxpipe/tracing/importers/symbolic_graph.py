@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import fx, nn
@@ -82,9 +83,8 @@ def symbolic_graph(model: nn.Module) -> Traced:
     output.args = ((tuple(result), {}),)
     _, in_spec = pytree.tree_flatten((tuple(leaf.head for leaf in leaves), {}))
     state = ThreadState.now()
-    return Traced(
-        model, graph, tuple(leaves), in_spec, out_spec, module_flags(model), state, {}, (), PythonState(), tracer="fx"
-    )
+    traced = Traced(model, graph, tuple(leaves), in_spec, out_spec, module_flags(model), state, {}, (), PythonState())
+    return replace(traced, tracer="fx", is_recorded=False)
 
 
 def _symbolic_trace(model: nn.Module) -> fx.Graph:

@@ -273,11 +273,11 @@ def _refuse_other_gradients(
 
 
 def _graph_text(traced: Traced) -> str:
-    return "the traced graph" if traced.tracer == "record" else f"the graph that {traced.tracer!r} made"
+    return "the traced graph" if traced.is_recorded else f"the graph that {traced.tracer!r} made"
 
 
 def _gradient_remedy(traced: Traced) -> str:
-    if traced.tracer == "record":
+    if traced.is_recorded:
         return (
             ": forward does to gradients what no function of torch shows; keep the module around it whole "
             "(leaf_modules=[name or class])"
@@ -293,7 +293,7 @@ def _refuse_other_state(
 ) -> None:
     for name, tensor in want.items():
         if name not in have or not is_close(tensor, have[name], _tolerance(tensor)):
-            leave = "" if traced.tracer == "record" else ", or leave it to recording (tracer='record')"
+            leave = "" if traced.is_recorded else ", or leave it to recording (tracer='record')"
             raise TraceError(
                 f"forward changes {name!r}, and {_graph_text(traced)} does not do the same{when}; keep what forward "
                 f"changes "
@@ -329,7 +329,7 @@ def _gradients_of_model(
     try:
         return _summarize_gradients(outputs, _gradient_leaves(traced, inputs, sample), factor)
     except Exception as error:
-        if traced.tracer == "record":
+        if traced.is_recorded:
             return None
         raise TraceError(
             f"the gradients of the graph that {traced.tracer!r} made cannot be compared with the model's, since "

@@ -179,6 +179,17 @@ def test_a_graph_that_loses_a_backward_is_refused(way: Maker) -> None:
         trace(Doubled(), (x(),), tracer=way(x()))
 
 
+def test_a_function_may_be_called_as_recording_is() -> None:
+    def record(model: nn.Module) -> fx.GraphModule:
+        return fx.symbolic_trace(model)
+
+    record.__qualname__ = "record"
+    traced = trace(nn.Linear(6, 6), (x(),), tracer=record)
+    assert (traced.tracer, traced.is_recorded) == ("record", False)
+    with pytest.raises(TraceError, match=r"the graph that 'record' made is not the model's.*hooks on tensors"):
+        trace(Doubled(), (x(),), tracer=record)
+
+
 def test_export_that_loses_a_hook_is_refused() -> None:
     def forward(m: Forward, a: torch.Tensor) -> torch.Tensor:
         y = m.lin(a)
