@@ -8,7 +8,7 @@ They are estimated from the numbers of calls and operations, and the times of to
 own core, one thread takes 1 to 7 microseconds for a call on tensors of a few numbers, recording it for autograd (a view
 0.9, a sum 1.4, a linear layer 2.9, GELU 6.1), and 3 to 6 for an operation of backward. Two threads that go forward take
 2.1 times as long as one: torch lets the lock go within each call, but to hand it over takes as long as the call. Two
-that go back take 1.2 times as long as one: autograd queues backward in C++. Hence F counts as under the lock, and
+threads in backward take 1.2 times as long as one: autograd queues it in C++. Hence F counts as under the lock, and
 backward does not.
 """
 

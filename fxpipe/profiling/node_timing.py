@@ -157,7 +157,7 @@ class TimingRounds:
                 raise
             self._reuse.forbid()  # values that stand for others may be the reason
             for samples in self.samples.values():
-                del samples.forward[len(samples.backward) :]  # what has not gone back is half a sample
+                del samples.forward[len(samples.backward) :]  # a sample is both ways
             return self._round()
 
     def _round(self) -> bool:

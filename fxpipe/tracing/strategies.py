@@ -5,7 +5,7 @@
 3. Recording with some modules kept whole: the innermost ones around what stands in the way. Where that is the model
    itself, or most of it, recording goes as far as it can, and the rest of forward is one node (`graph_break`).
 
-Where the user gives a function (`tracer=`), the graph that it makes is the only one.
+If the user gives a function (`tracer=`), its graph is the only candidate.
 
 Each recording goes through the same passes (`tracing_passes`): one that is not the model's is an error of its way, and
 the next one is tried. What no graph could carry, and what the model itself raises, ends the search at once.

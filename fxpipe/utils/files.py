@@ -109,7 +109,7 @@ def dataclass_from_json(kind: type[T], value: Any, where: str) -> T:
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:
-    if getattr(kind, "__name__", "") == "Expr":  # of sympy, which a plan does without
+    if getattr(kind, "__name__", "") == "Expr":  # sympy is imported where a formula is made, not here
         return _read(Polynomial, value, where).formula
     if hasattr(kind, "from_json"):
         try:

@@ -116,7 +116,7 @@ def assumed_conditions(traced: Traced, batch: int) -> Iterator[SizeCondition]:
             read = SizeCondition(
                 assumed, f"somewhere in {type(traced.model).__name__}.forward, as {traced.tracer!r} saw it"
             )
-            # Of other sizes than it was made at, the graph is compared with the model at this one.
+            # The graph is compared with the model at this size, which is not one that it was made at.
             yield read if read.holds(batch) else replace(read, condition=sympy.Eq(traced.batch, batch))
 
 
