@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.inspect.gantt import draw_gantt
+from fxpipe.inspect.stage_graph import draw_stage_graph
+from fxpipe.inspect.svg import svg_of
 from fxpipe.scheduling import SCHEDULES, STREAM_POLICIES
-from fxpipe.viz.gantt import draw_gantt
-from fxpipe.viz.stage_graph import draw_stage_graph
-from fxpipe.viz.svg import svg_of
 
 DEVICES, CHUNKS = 4, 8
 WIDTH, SAMPLES = 8192, 2048

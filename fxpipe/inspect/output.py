@@ -43,13 +43,13 @@ def _write_output(findings: Findings, option: str, path: Path) -> None:
     if option == "save":
         findings.plan.save(path)
     elif option == "timeline":
-        from fxpipe.viz.save_timeline import save_timeline
+        from fxpipe.inspect.save_timeline import save_timeline
 
         schedule = findings.simulation.schedule
         step = f"{schedule.name}, {count_text(schedule.micro_batches, 'micro-batch', 'es')}"
         save_timeline(findings.simulation, path, title=f"{title}, {step}")
     elif option == "graph":
-        from fxpipe.viz.stage_graph import save_graph
+        from fxpipe.inspect.stage_graph import save_graph
 
         save_graph(findings.plan, path, title=title)
     else:

@@ -13,6 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fxpipe.inspect import report_sections as sections
+from fxpipe.inspect.gantt import draw_gantt
+from fxpipe.inspect.html import (
+    HtmlCell,
+    HtmlTable,
+    bytes_cell,
+    html_page,
+    missing_cell,
+    number_cell,
+    percent_cell,
+    seconds_cell,
+    text_cell,
+)
+from fxpipe.inspect.memory_chart import memory_bars
 from fxpipe.inspect.report_sections import (
     OUTCOME_HEADERS,
     ChunksVariant,
@@ -24,24 +37,11 @@ from fxpipe.inspect.report_sections import (
     sortable_table,
 )
 from fxpipe.inspect.step_summary import summarize_step
+from fxpipe.inspect.style import MEMORY_COLOURS
+from fxpipe.inspect.svg import escape_markup, svg_of
 from fxpipe.utils import units
 from fxpipe.utils.files import check_output_path, write_atomically
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, three_digits
-from fxpipe.viz.gantt import draw_gantt
-from fxpipe.viz.html import (
-    HtmlCell,
-    HtmlTable,
-    bytes_cell,
-    html_page,
-    missing_cell,
-    number_cell,
-    percent_cell,
-    seconds_cell,
-    text_cell,
-)
-from fxpipe.viz.memory_chart import memory_bars
-from fxpipe.viz.style import MEMORY_COLOURS
-from fxpipe.viz.svg import escape_markup, svg_of
 
 if TYPE_CHECKING:
     from fxpipe.plans import Plan

@@ -7,13 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fxpipe.errors import FxpipeError
-from fxpipe.inspect.step_summary import StepSummary, summarize_schedule, summarize_step
-from fxpipe.plans.display import limiting_node
-from fxpipe.plans.figures import StageFigures, plan_figures, size_figures, slowest_to_mean
-from fxpipe.utils.batch_split import largest_micro_batch
-from fxpipe.utils.text_table import number_ranges, shorten_source_line
-from fxpipe.utils.units import count_text, human_bytes, human_seconds, three_digits
-from fxpipe.viz.html import (
+from fxpipe.inspect.html import (
     HtmlCell,
     HtmlTable,
     bytes_cell,
@@ -26,8 +20,14 @@ from fxpipe.viz.html import (
     table_markup,
     text_cell,
 )
-from fxpipe.viz.stage_graph import draw_stage_graph
-from fxpipe.viz.svg import escape_markup, svg_of
+from fxpipe.inspect.stage_graph import draw_stage_graph
+from fxpipe.inspect.step_summary import StepSummary, summarize_schedule, summarize_step
+from fxpipe.inspect.svg import escape_markup, svg_of
+from fxpipe.plans.display import limiting_node
+from fxpipe.plans.figures import StageFigures, plan_figures, size_figures, slowest_to_mean
+from fxpipe.utils.batch_split import largest_micro_batch
+from fxpipe.utils.text_table import number_ranges, shorten_source_line
+from fxpipe.utils.units import count_text, human_bytes, human_seconds, three_digits
 
 if TYPE_CHECKING:
     from fxpipe.plans import Plan, StagePlan

@@ -11,9 +11,9 @@ from typing import Any
 from fxpipe.errors import ArgumentError
 from fxpipe.inspect.cli_options import DevicesOption, DynamicOption, PlanFile, Subject, cluster_hardware, make_parser
 from fxpipe.inspect.inputs import InputOption
+from fxpipe.inspect.save_timeline import TIMELINE_FORMATS
 from fxpipe.inspect.targets import Target
 from fxpipe.utils.files import check_output_path
-from fxpipe.viz.save_timeline import TIMELINE_FORMATS
 
 # -- Output files, checked before the long work ----------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from fxpipe.config.micro_batches import parse_micro_batches
 from fxpipe.config.parse import parse_compile, parse_switch
 from fxpipe.config.pipeline_options import OPTION_DEFAULTS, Settings
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
+from fxpipe.inspect.html import notebook_fragment, notebook_heading, notebook_note
 from fxpipe.pipe.pipeline_class import NOT_COMPILED, SLOTS, class_of_model, pipeline_class, replaced_forward, set_up
 from fxpipe.pipe.pipeline_state import DROP_IN_SCHEDULE, PipelineState
 from fxpipe.pipe.train_stream import StreamLoop, TrainStream, parse_batches, stream_policy
@@ -31,7 +32,6 @@ from fxpipe.tracing.record.module_hooks import run_with_user_hooks, user_hooks_o
 from fxpipe.tracing.source_lines import code_of_function, line_of_function, warn_user
 from fxpipe.tracing.tensors import has_values
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, with_article
-from fxpipe.viz.html import notebook_fragment, notebook_heading, notebook_note
 
 # A pipe in a few lines, in front of the model that it prints: where it runs, in what order, what each stage is.
 

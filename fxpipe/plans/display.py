@@ -4,6 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fxpipe.inspect.html import (
+    HtmlCell,
+    bytes_cell,
+    code_cell,
+    missing_cell,
+    notebook_fragment,
+    notebook_heading,
+    notebook_note,
+    notebook_table,
+    number_cell,
+    seconds_cell,
+    text_cell,
+)
+from fxpipe.inspect.svg import escape_markup
 from fxpipe.plans.data import HeaviestNode, PlanData, PlannedSize, Portal, StagePlan, TiedParameter
 from fxpipe.plans.figures import PlanFigures, SizeFigures, StageFigures, plan_figures, size_figures
 from fxpipe.utils import units
@@ -18,20 +32,6 @@ from fxpipe.utils.text_table import (
     wrap_text,
 )
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
-from fxpipe.viz.html import (
-    HtmlCell,
-    bytes_cell,
-    code_cell,
-    missing_cell,
-    notebook_fragment,
-    notebook_heading,
-    notebook_note,
-    notebook_table,
-    number_cell,
-    seconds_cell,
-    text_cell,
-)
-from fxpipe.viz.svg import escape_markup
 
 LEAST_CONTENTION = 1.02  # to be told
 LEAST_LIMITING_SHARE = 0.75  # of the slowest stage, for a node to be told

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
+from fxpipe.inspect.style import fit_text, text_width
 from fxpipe.plans.data import StagePlan
-from fxpipe.viz.style import fit_text, text_width
 
 RANGE_DASH = " – "  # from the first to the last
 NUMBER_LETTERS = frozenset("0123456789.…" + RANGE_DASH)

@@ -199,7 +199,7 @@ class StepRecord(TimelineMixin):
         Raises:
             FileError: the file cannot be written.
         """
-        from fxpipe.viz.perfetto import write_perfetto
+        from fxpipe.inspect.perfetto import write_perfetto
 
         write_perfetto(self, path)
 

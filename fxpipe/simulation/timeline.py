@@ -1,6 +1,6 @@
 """The timeline of a step, simulated or measured: spans of its actions, and the memory that follows from them.
 
-All that shows them starts from a `StepTimeline`: `text_timeline.py` as lines of text, `fxpipe.viz` in all other forms.
+All that shows them starts from a `StepTimeline`: `text_timeline.py` as lines of text, `fxpipe.inspect` in other forms.
 """
 
 from __future__ import annotations

@@ -19,11 +19,11 @@ class TimelineMixin:
             ArgumentError: another suffix.
             FileError: a place that cannot be written to.
         """
-        from fxpipe.viz.save_timeline import save_timeline
+        from fxpipe.inspect.save_timeline import save_timeline
 
         save_timeline(self, path, title=title)
 
     def _repr_html_(self: HasTimeline) -> str:
-        from fxpipe.viz.save_timeline import step_html
+        from fxpipe.inspect.save_timeline import step_html
 
         return step_html(self.as_step())

@@ -6,11 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fxpipe.tuning.candidates import CandidateResult
-from fxpipe.utils.ipython import show_as_printed
-from fxpipe.utils.text_table import text_table, wrap_text
-from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
-from fxpipe.viz.html import (
+from fxpipe.inspect.html import (
     bytes_cell,
     code_cell,
     missing_cell,
@@ -22,6 +18,10 @@ from fxpipe.viz.html import (
     seconds_cell,
     text_cell,
 )
+from fxpipe.tuning.candidates import CandidateResult
+from fxpipe.utils.ipython import show_as_printed
+from fxpipe.utils.text_table import text_table, wrap_text
+from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
 
 MAX_PRINTED_CANDIDATES = 20  # rows of the printed table, beside the chosen one
 

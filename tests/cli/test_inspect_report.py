@@ -10,16 +10,16 @@ from helpers.drawn_plans import dense_portals, drawn_plan, portals_between
 
 import fxpipe
 from fxpipe.errors import ArgumentError
+from fxpipe.inspect.memory_chart import memory_bars
 from fxpipe.inspect.report import report_page, save_report
 from fxpipe.inspect.report_sections import chunks_to_compare, chunks_variants, portals_section, schedule_variants
+from fxpipe.inspect.scene import Line, Rect, Text
+from fxpipe.inspect.stage_graph import save_graph
+from fxpipe.inspect.style import text_width
 from fxpipe.plans import Portal
 from fxpipe.scheduling import make_schedule
 from fxpipe.simulation.timeline import MemoryParts
 from fxpipe.utils.units import human_seconds
-from fxpipe.viz.memory_chart import memory_bars
-from fxpipe.viz.scene import Line, Rect, Text
-from fxpipe.viz.stage_graph import save_graph
-from fxpipe.viz.style import text_width
 
 GIB = 2**30
 

@@ -16,6 +16,8 @@ import fxpipe
 from fxpipe.inspect.json_document import plan_document, simulation_document
 from fxpipe.inspect.report import report_page
 from fxpipe.inspect.report_sections import stages_section
+from fxpipe.inspect.scene import Text
+from fxpipe.inspect.stage_graph import draw_stage_graph
 from fxpipe.inspect.step_summary import one_device_text, step_text
 from fxpipe.plans import Plan, StageBytes
 from fxpipe.plans.data import PlannedSize
@@ -26,8 +28,6 @@ from fxpipe.tuning.candidates import CandidateResult
 from fxpipe.tuning.tuning_result import Tuning
 from fxpipe.utils.polynomial import Polynomial
 from fxpipe.utils.units import human_bytes
-from fxpipe.viz.scene import Text
-from fxpipe.viz.stage_graph import draw_stage_graph
 
 
 def table_of(markup: str, headers: str) -> list[dict[str, str]]:

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 
+from fxpipe.inspect.scene import Area, Bars, Curve, Group, Item, Line, Rect, Scene, Text
+from fxpipe.inspect.style import text_width
 from fxpipe.runtime import ActionRecord, DeviceRecord, StepRecord, TransferRecord
 from fxpipe.scheduling import make_schedule
 from fxpipe.scheduling.actions import Action, ActionKind
 from fxpipe.simulation import Simulation, StageCost, simulate_schedule, transfers_of
-from fxpipe.viz.scene import Area, Bars, Curve, Group, Item, Line, Rect, Scene, Text
-from fxpipe.viz.style import text_width
 
 GIB = 2.0**30
 

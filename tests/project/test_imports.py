@@ -56,7 +56,7 @@ def test_a_circle_is_found():
 
 # Who runs a step or computes how long it takes knows no pictures. What shows itself draws when it is asked to.
 NO_DRAWING = ("fxpipe.runtime", "fxpipe.simulation")
-DRAWING = "fxpipe.viz"
+DRAWING = "fxpipe.inspect"
 DRAWS_WHEN_ASKED = {
     ("fxpipe.simulation.timeline_mixin", "TimelineMixin.save_timeline"),
     ("fxpipe.simulation.timeline_mixin", "TimelineMixin._repr_html_"),
@@ -113,7 +113,7 @@ def test_no_drawing_is_loaded_with_runtime_and_simulation():
 
 
 # The compiler: from a model to a program. Of it the runtime may import, and why:
-COMPILER = ("config", "inspect", "partitioning", "planning", "plans", "profiling", "rewriting", "tracing", "tuning")
+COMPILER = ("config", "partitioning", "planning", "plans", "profiling", "rewriting", "tracing", "tuning")
 HANDED_OVER = {
     "fxpipe.rewriting.program": "stages as callables, and who sends what to whom: where compiler and runtime meet",
 }

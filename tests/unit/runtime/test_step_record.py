@@ -17,11 +17,11 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError, ArgumentTypeError, FileError
+from fxpipe.inspect.perfetto import perfetto_trace
 from fxpipe.runtime import InterleavedExecutor
 from fxpipe.runtime.exchange import boundary_value_bytes
 from fxpipe.scheduling import make_schedule
 from fxpipe.scheduling.actions import ActionKind
-from fxpipe.viz.perfetto import perfetto_trace
 
 WIDTH, BATCH = 8, 6  # float32: 32 bytes a sample
 

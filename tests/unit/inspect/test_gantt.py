@@ -10,16 +10,16 @@ import pytest
 from helpers.drawn_steps import GIB, KNOWN, bounds, check_scene, flatten_items, simulated
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.inspect.axes import byte_ticks, time_ticks
+from fxpipe.inspect.gantt import GANTT_MARGIN, MAX_BOXES, draw_gantt, gantt_layout
+from fxpipe.inspect.perfetto import perfetto_trace
+from fxpipe.inspect.save_timeline import TIMELINE_FORMATS, check_timeline_path, save_timeline
+from fxpipe.inspect.scene import Area, Bars, Group, Line, Rect, Scene, Text
+from fxpipe.inspect.style import KIND_COLOURS, RECEIVING_COLOUR
+from fxpipe.inspect.svg import svg_of
 from fxpipe.runtime.step_record import ActionRecord, DeviceRecord, StepRecord
 from fxpipe.scheduling import Action, ActionKind
 from fxpipe.simulation import Simulation
-from fxpipe.viz.axes import byte_ticks, time_ticks
-from fxpipe.viz.gantt import GANTT_MARGIN, MAX_BOXES, draw_gantt, gantt_layout
-from fxpipe.viz.perfetto import perfetto_trace
-from fxpipe.viz.save_timeline import TIMELINE_FORMATS, check_timeline_path, save_timeline
-from fxpipe.viz.scene import Area, Bars, Group, Line, Rect, Scene, Text
-from fxpipe.viz.style import KIND_COLOURS, RECEIVING_COLOUR
-from fxpipe.viz.svg import svg_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 STEPS = {

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate, groupby
 
+from fxpipe.inspect.axes import LegendEntry, TimeAxis, byte_ticks, legend_items
+from fxpipe.inspect.scene import Area, Item, Line, Point, Rect, Scene, Text
+from fxpipe.inspect.style import FAINT, GRID, INK, LIMIT_COLOUR, MEMORY_COLOURS, fit_text, ramp_colour
 from fxpipe.simulation.timeline import MemoryParts, MemoryTimeline
 from fxpipe.utils.units import human_bytes
-from fxpipe.viz.axes import LegendEntry, TimeAxis, byte_ticks, legend_items
-from fxpipe.viz.scene import Area, Item, Line, Point, Rect, Scene, Text
-from fxpipe.viz.style import FAINT, GRID, INK, LIMIT_COLOUR, MEMORY_COLOURS, fit_text, ramp_colour
 
 MAX_PANELS = 8  # devices
 PANEL_HEIGHT, PANEL_GAP = 46.0, 10.0

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fxpipe.inspect.scene import Item, Line, Rect, Text
+from fxpipe.inspect.style import text_width
 from fxpipe.utils.units import human_bytes
-from fxpipe.viz.scene import Item, Line, Rect, Text
-from fxpipe.viz.style import text_width
 
 TIME_UNITS = ((1e-9, "ns"), (1e-6, "µs"), (1e-3, "ms"), (1.0, "s"))
 MINUTE_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 18000, 36000, 86400)  # steps, in seconds

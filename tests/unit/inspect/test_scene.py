@@ -5,9 +5,9 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from helpers.drawn_steps import flatten_items
 
-from fxpipe.viz.scene import Area, Bars, Curve, Group, Line, Rect, Scene, Text, arrow_head
-from fxpipe.viz.style import fit_text, text_width
-from fxpipe.viz.svg import svg_of
+from fxpipe.inspect.scene import Area, Bars, Curve, Group, Line, Rect, Scene, Text, arrow_head
+from fxpipe.inspect.style import fit_text, text_width
+from fxpipe.inspect.svg import svg_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 RED, BLUE = "#ff0000", "#0000ff"

@@ -18,14 +18,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from fxpipe.scheduling.actions import ActionKind
-from fxpipe.simulation.text_timeline import has_looped_stages, span_names
-from fxpipe.simulation.timeline import Span, StepTimeline
-from fxpipe.utils.units import count_text, human_seconds, percent
-from fxpipe.viz.axes import LegendEntry, TimeAxis, legend_items, time_ticks
-from fxpipe.viz.memory_chart import CHART_HEAD, memory_chart
-from fxpipe.viz.scene import Bars, Group, Item, Line, Rect, Scene, Text
-from fxpipe.viz.style import (
+from fxpipe.inspect.axes import LegendEntry, TimeAxis, legend_items, time_ticks
+from fxpipe.inspect.memory_chart import CHART_HEAD, memory_chart
+from fxpipe.inspect.scene import Bars, Group, Item, Line, Rect, Scene, Text
+from fxpipe.inspect.style import (
     FAINT,
     GRID,
     KIND_COLOURS,
@@ -36,6 +32,10 @@ from fxpipe.viz.style import (
     text_colour_on,
     text_width,
 )
+from fxpipe.scheduling.actions import ActionKind
+from fxpipe.simulation.text_timeline import has_looped_stages, span_names
+from fxpipe.simulation.timeline import Span, StepTimeline
+from fxpipe.utils.units import count_text, human_seconds, percent
 
 # -- The boxes of a timeline, one for each action, and the names in them ---------------------------------------------
 

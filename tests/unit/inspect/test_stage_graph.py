@@ -8,11 +8,19 @@ from itertools import combinations, pairwise
 import pytest
 from helpers.drawn_plans import dense_portals, drawn_plan, portals_between
 
+from fxpipe.inspect.scene import Curve, Rect, Scene, Text
+from fxpipe.inspect.stage_graph import (
+    ARC_COLOURS,
+    BAND,
+    DEVICE_COLOURS,
+    MAX_ARCS,
+    MAX_GROUPS,
+    bundles_of,
+    draw_stage_graph,
+)
+from fxpipe.inspect.style import contrast, text_width
 from fxpipe.plans import Plan
 from fxpipe.plans.node_groups import node_groups_of, short_group_name
-from fxpipe.viz.scene import Curve, Rect, Scene, Text
-from fxpipe.viz.stage_graph import ARC_COLOURS, BAND, DEVICE_COLOURS, MAX_ARCS, MAX_GROUPS, bundles_of, draw_stage_graph
-from fxpipe.viz.style import contrast, text_width
 
 PLANS = {
     "one": drawn_plan(1),

@@ -5,11 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from fxpipe.errors import ArgumentTypeError
-from fxpipe.simulation.timeline import HasTimeline, StepTimeline
-from fxpipe.utils.files import check_output_path, write_atomically
-from fxpipe.utils.units import count_text, human_seconds, percent
-from fxpipe.viz.gantt import draw_gantt
-from fxpipe.viz.html import (
+from fxpipe.inspect.gantt import draw_gantt
+from fxpipe.inspect.html import (
     bytes_cell,
     notebook_fragment,
     notebook_heading,
@@ -20,7 +17,10 @@ from fxpipe.viz.html import (
     seconds_cell,
     text_cell,
 )
-from fxpipe.viz.svg import svg_of
+from fxpipe.inspect.svg import svg_of
+from fxpipe.simulation.timeline import HasTimeline, StepTimeline
+from fxpipe.utils.files import check_output_path, write_atomically
+from fxpipe.utils.units import count_text, human_seconds, percent
 
 TIMELINE_FORMATS = ("svg", "json")
 TIMELINE_FILE = "a timeline"
@@ -48,7 +48,7 @@ def save_timeline(source: HasTimeline, path: str | Path, *, title: str = "") -> 
             f"a timeline is that of a Simulation or a StepRecord (pipe.last_step), not of {type(source).__name__}"
         )
     if form == "json":
-        from fxpipe.viz.perfetto import perfetto_text
+        from fxpipe.inspect.perfetto import perfetto_text
 
         content = perfetto_text(source)
     else:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fxpipe.inspect.svg import escape_markup
 from fxpipe.utils import units
 from fxpipe.utils.units import human_bytes, human_seconds
-from fxpipe.viz.svg import escape_markup
 
 MISSING_TEXT = "–"
 

@@ -5,7 +5,7 @@ from math import dist
 
 import pytest
 
-from fxpipe.viz import style as colours
+from fxpipe.inspect import style as colours
 
 EYES = {
     "usual": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),

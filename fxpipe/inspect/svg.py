@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from fxpipe.viz.scene import Area, Bars, Curve, Group, Item, Line, Point, Rect, Scene, Text, arrow_head
-from fxpipe.viz.style import FONTS, printable
+from fxpipe.inspect.scene import Area, Bars, Curve, Group, Item, Line, Point, Rect, Scene, Text, arrow_head
+from fxpipe.inspect.style import FONTS, printable
 
 TEXT_DEFAULTS = Text(0, 0, "")  # what a text has that says nothing else
 
