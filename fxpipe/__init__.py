@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from fxpipe.hardware import Hardware
     from fxpipe.pipe.pipeline_module import Pipeline, unwrap
     from fxpipe.pipe.verification import Verification, verify
-    from fxpipe.planning import plan
-    from fxpipe.plans import Plan
-    from fxpipe.plans.simulate_plan import simulate
+    from fxpipe.planning.entry import plan
+    from fxpipe.planning.plans import Plan
+    from fxpipe.planning.plans.simulate_plan import simulate
+    from fxpipe.planning.tuning.tuner import tune
+    from fxpipe.planning.tuning.tuning_result import Tuning
     from fxpipe.profiling import Profile, profile
     from fxpipe.runtime.recomputing import is_recomputing
     from fxpipe.tracing import trace
     from fxpipe.tracing.record.cut_marker import cut
     from fxpipe.tracing.record.opaque_call import leaf
-    from fxpipe.tuning.tuner import tune
-    from fxpipe.tuning.tuning_result import Tuning
     from fxpipe.utils.locks import is_planning
 
 __version__ = "0.1.0"
@@ -35,19 +35,19 @@ _MODULES = {"distributed", "errors", "optim"}
 _HOMES = {
     "Hardware": "fxpipe.hardware",
     "Pipeline": "fxpipe.pipe.pipeline_module",
-    "Plan": "fxpipe.plans",
-    "Tuning": "fxpipe.tuning.tuning_result",
+    "Plan": "fxpipe.planning.plans",
+    "Tuning": "fxpipe.planning.tuning.tuning_result",
     "Profile": "fxpipe.profiling",
     "cut": "fxpipe.tracing.record.cut_marker",
     "is_planning": "fxpipe.utils.locks",
     "is_recomputing": "fxpipe.runtime.recomputing",
     "leaf": "fxpipe.tracing.record.opaque_call",
     "pipeline": "fxpipe.api",
-    "plan": "fxpipe.planning",
+    "plan": "fxpipe.planning.entry",
     "profile": "fxpipe.profiling",
-    "simulate": "fxpipe.plans.simulate_plan",
+    "simulate": "fxpipe.planning.plans.simulate_plan",
     "trace": "fxpipe.tracing",
-    "tune": "fxpipe.tuning.tuner",
+    "tune": "fxpipe.planning.tuning.tuner",
     "Verification": "fxpipe.pipe.verification",
     "unwrap": "fxpipe.pipe.pipeline_module",
     "verify": "fxpipe.pipe.verification",

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import nn
 
-from fxpipe.config.pipeline_options import PipelineOptions, make_settings
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import Hardware
 from fxpipe.pipe.pipeline_module import Pipeline
-from fxpipe.plans import Plan
-from fxpipe.plans.retarget import replicas_in_turn
+from fxpipe.planning.options.pipeline_options import PipelineOptions, make_settings
+from fxpipe.planning.plans import Plan
+from fxpipe.planning.plans.retarget import replicas_in_turn
+from fxpipe.planning.tuning.auto_options import with_best_schedule
 from fxpipe.profiling import Profile
 from fxpipe.scheduling import ScheduleLike
 from fxpipe.tracing.fake_tensors import names_without_values
 from fxpipe.tracing.trace_request import TracerOption
-from fxpipe.tuning.auto_options import with_best_schedule
 from fxpipe.utils.units import parse_number, with_article
 
 if TYPE_CHECKING:

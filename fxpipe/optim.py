@@ -30,10 +30,10 @@ from fxpipe._torch.optimizers import (
     part_of_optimizer,
     step_without_hooks,
 )
-from fxpipe.config.parse import parse_switch
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
 from fxpipe.pipe.parameter_groups import NamedParameters, ParameterGroups, make_parameter_groups, resolve_group
 from fxpipe.pipe.pipeline_module import Pipeline
+from fxpipe.planning.options.parse import parse_switch
 from fxpipe.runtime.losses import are_bitwise_equal
 from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.utils import accelerator

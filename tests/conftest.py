@@ -82,7 +82,7 @@ def simulated() -> Iterator[Any]:
 @pytest.fixture(autouse=True)
 def _measured_in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hardly any test depends on how well times are known."""
-    monkeypatch.setattr("fxpipe.config.parse.PROFILE_BUDGET", 0.05)
+    monkeypatch.setattr("fxpipe.planning.options.parse.PROFILE_BUDGET", 0.05)
     if devices.is_simulated():  # where a copy takes long, and tells nothing of links
         monkeypatch.setattr("fxpipe.hardware._LARGE_COPY", 1 << 16)
 

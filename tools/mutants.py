@@ -73,7 +73,7 @@ class Mutant:
 
 RUNTIME = (
     Mutant(
-        "config/stage_placement.py",
+        "planning/options/stage_placement.py",
         "plan is not None and plan.schedule == schedule else 1",
         "plan is not None else 1",
         "attacks/test_streams_of_plans.py::test_a_mini_batch_runs_as_a_whole_over_a_plan_for_another_schedule",
@@ -112,7 +112,7 @@ RUNTIME = (
         "partitioning/optimal.py",
         "return 1 + int(spare // (older / (site.versions - 1)))",
         "return int(spare // (older / (site.versions - 1)))",
-        "unit/plans/test_weight_versions.py",
+        "unit/planning/plans/test_weight_versions.py",
     ),
     Mutant(
         "runtime/stream.py",
@@ -783,19 +783,19 @@ SIMULATION = (
         "simulation/events.py",
         "return ActionKind.BACKWARD if self.recomputes_late and kind is ActionKind.RECOMPUTE else kind",
         "return kind",
-        "unit/plans/test_plan_packets.py::test_recomputation_runs_within_backward_once_the_gradient_has_come",
+        "unit/planning/plans/test_plan_packets.py::test_recomputation_runs_within_backward_once_the_gradient_has_come",
     ),
     Mutant(
         "planning/describe_cut.py",
         "        handling=MESSAGE_SECONDS,\n",
         "",
-        "unit/plans/test_plan_packets.py::test_the_tuner_knows_what_a_message_costs",
+        "unit/planning/plans/test_plan_packets.py::test_the_tuner_knows_what_a_message_costs",
     ),
     Mutant(
         "rewriting/relay_routes.py",
         "return routes.placement[cut + 1] not in {routes.rank(user) for user in users}",
         "return False",
-        "unit/plans/test_plan_packets.py::test_packets_have_all_that_crosses_a_cut_and_what_of_it_is_relayed",
+        "unit/planning/plans/test_plan_packets.py::test_packets_have_all_that_crosses_a_cut_and_what_of_it_is_relayed",
     ),
     Mutant(
         "simulation/events.py",
@@ -852,7 +852,7 @@ SIMULATION = (
         "simulation/events.py",
         "{kind: [time + s.action for time, s in zip(times, stages, strict=True)] for kind, times in own.items()}",
         "{kind: [time for time, s in zip(times, stages, strict=True)] for kind, times in own.items()}",
-        "unit/plans/test_retarget.py::test_each_action_has_it",
+        "unit/planning/plans/test_retarget.py::test_each_action_has_it",
     ),
     Mutant(
         "simulation/events.py",
@@ -909,19 +909,19 @@ SIMULATION = (
         "unit/simulation/test_stream_simulation.py",
     ),
     Mutant(
-        "plans/figures.py",
+        "planning/plans/figures.py",
         "seconds[device] += stage.seconds / len(rows)",
         "seconds[device] += stage.seconds",
         "cli/test_shown_figures.py::test_balance_is_that_of_devices",
     ),
     Mutant(
-        "plans/data.py",
+        "planning/plans/data.py",
         "tuple(range(ends[k], ends[k + 1]))",
         "(ends[k],)",
         "cli/test_shown_figures.py::test_the_report_has_the_stages_of_devices_whose_replicas_take_turns",
     ),
     Mutant(
-        "config/pipeline_options.py",
+        "planning/options/pipeline_options.py",
         "names = None if self.hardware is None else",
         "names = None if True else",
         "cli/test_shown_figures.py::test_estimates_are_of_that_hardware_alone",
@@ -939,7 +939,7 @@ SIMULATION = (
         "unit/utils/test_progress.py::test_a_pass_that_takes_long_is_named_while_it_runs",
     ),
     Mutant(
-        "tuning/candidate_search.py",
+        "planning/tuning/candidate_search.py",
         "simulate(plan, updates=False)",
         "simulate(plan)",
         "unit/simulation/test_stream_simulation.py::test_the_tuner_compares_a_stream_by_its_mini_batches",
@@ -1265,7 +1265,7 @@ TRACING = (
         "attacks/test_inputs.py::test_each_layout_has_its_graph",
     ),
     Mutant(
-        "config/micro_batches.py",
+        "pipe/model_calls.py",
         "if version_of(tensor) != version:",
         "if version_of(tensor) < version:",
         "attacks/test_reused_tensors.py::test_micro_batches_that_are_filled_again_are_refused",
@@ -1667,37 +1667,37 @@ PROFILING = (
 
 PLANS = (
     Mutant(
-        "plans/data.py",
+        "planning/plans/data.py",
         "return self.received + self.again if recomputes else self.received",
         "return self.received",
-        "unit/plans/test_resized_plans.py::test_a_stage_that_recomputes_keeps_all_that_it_was_given",
+        "unit/planning/plans/test_resized_plans.py::test_a_stage_that_recomputes_keeps_all_that_it_was_given",
     ),
     Mutant(
-        "plans/data.py",
+        "planning/plans/data.py",
         "return self.portals + self.portals_again if recomputes else self.portals",
         "return self.portals",
-        "unit/plans/test_resized_plans.py::test_a_stage_that_recomputes_keeps_all_that_it_was_given",
+        "unit/planning/plans/test_resized_plans.py::test_a_stage_that_recomputes_keeps_all_that_it_was_given",
     ),
     Mutant(
-        "plans/retarget.py",
+        "planning/plans/retarget.py",
         "    return fixed + (seconds - fixed) * times",
         "    return seconds * times",
-        "unit/tuning/test_auto_chunks.py::test_a_tiny_first_mini_batch_does_not_bind_later_ones",
+        "unit/planning/tuning/test_auto_chunks.py::test_a_tiny_first_mini_batch_does_not_bind_later_ones",
     ),
     Mutant(
-        "plans/retarget.py",
+        "planning/plans/retarget.py",
         "math.ceil(known * self._times)",
         "known",
-        "unit/plans/test_resized_plans.py::test_bytes_without_a_formula_grow_in_proportion",
+        "unit/planning/plans/test_resized_plans.py::test_bytes_without_a_formula_grow_in_proportion",
     ),
     Mutant(
-        "plans/data.py",
+        "planning/plans/data.py",
         "return self.chunks if self.batch is None else min(self.chunks, self.batch)",
         "return self.chunks",
         "unit/planning/test_given_plans.py::test_what_is_planned_for_fewer_samples_than_chunks_is_what_runs",
     ),
     Mutant(
-        "plans/data.py",
+        "planning/plans/data.py",
         "optimizer_bytes=stage.state_bytes - stage.gradient_bytes",
         "optimizer_bytes=stage.state_bytes",
         "unit/simulation/test_simulated_plans.py::test_peaks_are_those_of_the_formulas_of_the_plan",
@@ -1706,16 +1706,16 @@ PLANS = (
         "simulation/costs.py",
         "return static + received * in_flight + saved * activations + working",
         "return static + received * in_flight + saved * activations",
-        "unit/plans/test_saved_plan.py::test_memory_of_a_stage_is_what_was_counted_for_the_planned_size",
+        "unit/planning/plans/test_saved_plan.py::test_memory_of_a_stage_is_what_was_counted_for_the_planned_size",
     ),
     Mutant(
-        "plans/data.py",
+        "planning/plans/data.py",
         'return self.modes[stage] != "never"',
         'return self.modes[stage] == "always"',
-        "unit/plans/test_resized_plans.py::test_a_stage_that_recomputes_all_but_the_last_micro_batch_recomputes",
+        "unit/planning/plans/test_resized_plans.py::test_a_stage_that_recomputes_all_but_the_last_micro_batch_recomputes",
     ),
     Mutant(
-        "plans/data.py",
+        "planning/plans/data.py",
         "input_bytes=sizes.kept(recomputes).at(here) - portals",
         "input_bytes=sizes.kept(recomputes).at(here)",
         "unit/simulation/test_simulated_plans.py::test_peaks_are_those_of_the_formulas_of_the_plan",
@@ -1829,7 +1829,7 @@ DISTRIBUTED = (
         "planning/cut_problem.py",
         "is_relayed=relays_values(placed)",
         "is_relayed=False",
-        "unit/plans/test_plan_packets.py",
+        "unit/planning/plans/test_plan_packets.py",
     ),
     Mutant(
         "partitioning/chain.py",
@@ -1916,7 +1916,7 @@ DISTRIBUTED = (
         "behaviour/test_ends.py::test_no_thread_of_a_connection_is_left_to_the_end_of_the_interpreter",
     ),
     Mutant(
-        "config/pipeline_options.py",
+        "planning/options/pipeline_options.py",
         "return min(self.chunks, max(1, batch // self.least_samples))",
         "return min(self.chunks, batch)",
         "attacks/test_ignored_arguments.py::test_batch_norm_trains_on_a_small_last_batch",

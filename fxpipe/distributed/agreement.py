@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.config.pipeline_options import Settings
 from fxpipe.distributed.failures import rank_names
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.errors import ArgumentError
+from fxpipe.planning.options.pipeline_options import Settings
 from fxpipe.rewriting.program import Program
 from fxpipe.runtime.bound_program import BoundProgram
 from fxpipe.scheduling import Schedule

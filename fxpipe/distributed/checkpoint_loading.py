@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from fxpipe._torch.module_internals import with_metadata
-from fxpipe.config.parse import parse_switch
 from fxpipe.distributed.checkpoint_readers import CheckpointReader, open_checkpoint
 from fxpipe.distributed.initialization import InitFunction, check_init_fn, initialize_missing, refuse_missing_values
 from fxpipe.distributed.materialization import GivenMemory
@@ -18,6 +17,7 @@ from fxpipe.distributed.pipeline import DistributedPipeline, distributed_state
 from fxpipe.errors import ArgumentError
 from fxpipe.pipe.pipeline_module import Pipeline
 from fxpipe.pipe.pipeline_state import PipelineState
+from fxpipe.planning.options.parse import parse_switch
 from fxpipe.utils.units import names_text
 
 

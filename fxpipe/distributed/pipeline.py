@@ -14,9 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fxpipe._torch.module_internals import with_metadata
-from fxpipe.config.micro_batches import ModelCall, parse_micro_batches
-from fxpipe.config.parse import parse_switch
-from fxpipe.config.pipeline_options import PipelineOptions, Settings, check_replicas, make_settings
 from fxpipe.distributed.agreement import check_agreement, model_fields
 from fxpipe.distributed.materialization import GivenMemory
 from fxpipe.distributed.rank_engine import TrainingCall
@@ -25,16 +22,19 @@ from fxpipe.distributed.rank_record import gathered_record
 from fxpipe.distributed.rank_state import TRAINING, RankState
 from fxpipe.distributed.rank_train_stream import RankStreamLoop, RankTrainStream
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
+from fxpipe.pipe.model_calls import ModelCall, parse_micro_batches
 from fxpipe.pipe.pipeline_module import Pipeline, check_can_train, check_optimizer, model_loss
 from fxpipe.pipe.train_stream import TrainStream, parse_batches, stream_policy
-from fxpipe.plans import Plan
+from fxpipe.planning.options.parse import parse_switch
+from fxpipe.planning.options.pipeline_options import PipelineOptions, Settings, check_replicas, make_settings
+from fxpipe.planning.plans import Plan
+from fxpipe.planning.tuning.auto_options import with_best_schedule
 from fxpipe.runtime import StepRecord
 from fxpipe.runtime.losses import check_loss_function, check_reduction, check_scaler, refuse_inputs_by_name
 from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.scheduling import make_schedule
 from fxpipe.tracing.record.module_hooks import user_hooks_of
 from fxpipe.tracing.tensors import has_values
-from fxpipe.tuning.auto_options import with_best_schedule
 from fxpipe.utils.units import with_article
 
 DEFAULT_TIMEOUT = 1800.0  # seconds, as of process groups

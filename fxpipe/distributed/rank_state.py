@@ -18,17 +18,17 @@ from torch import nn
 
 from fxpipe._torch.module_internals import all_modules
 from fxpipe._torch.thread_state import ThreadState
-from fxpipe.config.micro_batches import ModelCall
-from fxpipe.config.pipeline_options import Settings
 from fxpipe.distributed.agreement import check_agreement, graph_fields
 from fxpipe.distributed.held_tensors import HeldTensors
 from fxpipe.distributed.rank_engine import RankEngine, RankGraph, RankInputs
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.errors import ArgumentError, StateError
 from fxpipe.pipe.graph_cache import MAX_GRAPHS, CachedGraph
+from fxpipe.pipe.model_calls import ModelCall
 from fxpipe.pipe.pipeline_state import PipelineState, count_elements, peek_seed, samples_of
-from fxpipe.planning import PreparedGraph
-from fxpipe.plans import Plan
+from fxpipe.planning.options.pipeline_options import Settings
+from fxpipe.planning.passes import PreparedGraph
+from fxpipe.planning.plans import Plan
 from fxpipe.rewriting.relay_routes import relay_routes
 from fxpipe.runtime import BoundProgram, InlineExecutor
 from fxpipe.runtime.bound_program import ModelTensors, different_programs

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from fxpipe.config.micro_batches import ModelCall, parse_call
 from fxpipe.distributed.failures import ConnectionLost
 from fxpipe.distributed.rank_engine import RankGraph, RankInputs
 from fxpipe.distributed.rank_state import STREAM, Job, RankState
 from fxpipe.distributed.rank_stream import RankStream
 from fxpipe.distributed.replicas import ReplicaPart
 from fxpipe.errors import ArgumentError, DistributedError
+from fxpipe.pipe.model_calls import ModelCall, parse_call
 from fxpipe.pipe.pipeline_state import peek_seed
 from fxpipe.pipe.train_stream import READ_AHEAD, StreamLoop, TrainStream, check_can_stream_now
 from fxpipe.runtime.caller_context import CallerContext

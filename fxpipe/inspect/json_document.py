@@ -6,16 +6,16 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.inspect.step_summary import StepSummary
-from fxpipe.plans.figures import StageFigures, plan_figures, size_figures
+from fxpipe.planning.plans.figures import StageFigures, plan_figures, size_figures
 
 if TYPE_CHECKING:
     from fxpipe.cluster import Cluster
     from fxpipe.inspect.run import Findings
     from fxpipe.inspect.sweep import SweepRow
-    from fxpipe.plans import Plan, PlannedTransfer, Portal, StagePlan
+    from fxpipe.planning.plans import Plan, PlannedTransfer, Portal, StagePlan
+    from fxpipe.planning.tuning.candidates import CandidateResult as Tried
     from fxpipe.simulation import Simulation, SteadyState
     from fxpipe.simulation.simulation_result import LinkTraffic
-    from fxpipe.tuning.candidates import CandidateResult as Tried
 
 
 def findings_document(findings: Findings) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def _answer_texts(findings: Findings, request: Request) -> list[str]:
         texts.append(sweep_table(findings.sweep))
     if findings.tuning is not None:
         from fxpipe.inspect.step_summary import one_device_text
-        from fxpipe.tuning.tuning_result import tuning_text
+        from fxpipe.planning.tuning.tuning_result import tuning_text
 
         texts.append(tuning_text(findings.tuning, is_whole=request.all, remaining="--all shows"))
         texts += filter(None, [one_device_text(findings.tuning)])
@@ -77,7 +77,7 @@ def _answer_texts(findings: Findings, request: Request) -> list[str]:
 
 def _plan_texts(findings: Findings) -> list[str]:
     from fxpipe.inspect.step_summary import device_table, packets_table, step_text, summaries_text
-    from fxpipe.plans.display import plan_table
+    from fxpipe.planning.plans.display import plan_table
     from fxpipe.simulation.text_timeline import timeline_text
     from fxpipe.utils.text_table import text_width
 

@@ -44,7 +44,7 @@ from fxpipe.utils.files import check_output_path, write_atomically
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, three_digits
 
 if TYPE_CHECKING:
-    from fxpipe.plans import Plan
+    from fxpipe.planning.plans import Plan
     from fxpipe.simulation import Simulation
     from fxpipe.simulation.timeline import MemoryParts
 

@@ -23,14 +23,14 @@ from fxpipe.inspect.html import (
 from fxpipe.inspect.stage_graph import draw_stage_graph
 from fxpipe.inspect.step_summary import StepSummary, summarize_schedule, summarize_step
 from fxpipe.inspect.svg import escape_markup, svg_of
-from fxpipe.plans.display import limiting_node
-from fxpipe.plans.figures import StageFigures, plan_figures, size_figures, slowest_to_mean
+from fxpipe.planning.plans.display import limiting_node
+from fxpipe.planning.plans.figures import StageFigures, plan_figures, size_figures, slowest_to_mean
 from fxpipe.utils.batch_split import largest_micro_batch
 from fxpipe.utils.text_table import number_ranges, shorten_source_line
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, three_digits
 
 if TYPE_CHECKING:
-    from fxpipe.plans import Plan, StagePlan
+    from fxpipe.planning.plans import Plan, StagePlan
     from fxpipe.simulation import Simulation
 
 
@@ -83,7 +83,7 @@ def chunks_to_compare(plan: Plan) -> Iterator[int]:
 
 def schedule_variants(plan: Plan) -> tuple[ScheduleVariant, ...]:
     """Every schedule there is, and one of the user's own; those that the plan's stages allow are simulated."""
-    from fxpipe.config.stage_placement import COMPARED_SCHEDULES
+    from fxpipe.planning.options.stage_placement import COMPARED_SCHEDULES
 
     variants = []
     for name in dict.fromkeys([*COMPARED_SCHEDULES, plan.schedule]):

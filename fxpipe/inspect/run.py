@@ -31,12 +31,12 @@ from fxpipe.utils.units import human_bytes, with_article
 if TYPE_CHECKING:
     from torch import nn
 
-    from fxpipe.config.pipeline_options import Settings
-    from fxpipe.planning import ProfiledModel
-    from fxpipe.plans import Plan
+    from fxpipe.planning.options.pipeline_options import Settings
+    from fxpipe.planning.passes import ProfiledModel
+    from fxpipe.planning.plans import Plan
+    from fxpipe.planning.tuning.tuning_result import Tuning
     from fxpipe.profiling.loss_cost import PlannedLoss
     from fxpipe.simulation import Simulation
-    from fxpipe.tuning.tuning_result import Tuning
 
 
 # -- From a request to the plan: the model, its example inputs, the plan that they have ------------------------------
@@ -103,7 +103,7 @@ def _load_loss(request: Request) -> PlannedLoss | None:
 
 def settings_for(request: Request, devices: tuple[str, ...], **others: Any) -> Settings:
     """Makes the settings that `fxpipe.plan` would, of the request for these devices; `others` override its options."""
-    from fxpipe.config.pipeline_options import PipelineOptions, make_settings
+    from fxpipe.planning.options.pipeline_options import PipelineOptions, make_settings
 
     options = {
         "devices": devices,
@@ -118,12 +118,12 @@ def settings_for(request: Request, devices: tuple[str, ...], **others: Any) -> S
 
 def profile_loaded_model(loaded: LoadedModel, settings: Settings) -> ProfiledModel:
     """Trace and profile what was loaded."""
-    from fxpipe import planning
+    from fxpipe.planning import passes
     from fxpipe.profiling.loss_cost import LOSS_NOTE
 
     arguments, settings = loaded.arguments, replace(settings, loss=loaded.loss)
     try:
-        return planning.trace_and_profile(loaded.model, arguments.args, arguments.kwargs, settings)
+        return passes.trace_and_profile(loaded.model, arguments.args, arguments.kwargs, settings)
     except FxpipeError:
         raise
     except Exception as error:
@@ -135,11 +135,11 @@ def profile_loaded_model(loaded: LoadedModel, settings: Settings) -> ProfiledMod
 
 def plan_profiled_model(loaded: LoadedModel, profiled: ProfiledModel, settings: Settings) -> Plan:
     """A plan for other settings, of what is known; measures again where workers are others."""
-    from fxpipe import planning
+    from fxpipe.planning import entry, passes
 
     settings = replace(settings, loss=loaded.loss)
     inputs = loaded.arguments.args, loaded.arguments.kwargs
-    return planning.prepare_with_choices(planning.profile_again(profiled, *inputs, settings), *inputs, settings).plan
+    return entry.prepare_with_choices(passes.profile_again(profiled, *inputs, settings), *inputs, settings).plan
 
 
 def _raise_if_model_fails(model: nn.Module, arguments: ModelArguments) -> None:
@@ -217,7 +217,7 @@ def run_request(request: Request) -> Findings:
     if isinstance(request.subject, PlanFile) and request.tune:
         return _inspect_tuning(_tune_plan(load_plan(request.subject.path), request), request)
     if isinstance(request.subject, PlanFile):
-        from fxpipe.plans.simulate_plan import vary_plan
+        from fxpipe.planning.plans.simulate_plan import vary_plan
 
         return _inspect_plan(vary_plan(load_plan(request.subject.path), **request.options), request)
     with explaining_memory_shortage(request):
@@ -230,7 +230,7 @@ def load_plan(path: Path) -> Plan:
     Raises:
         ArgumentError: it cannot be read, or is none.
     """
-    from fxpipe.plans import Plan
+    from fxpipe.planning.plans import Plan
 
     try:
         return Plan.load(path)
@@ -320,7 +320,7 @@ def _model_tune_options(request: Request) -> dict[str, Any]:
 def _tune_plan(plan: Plan, request: Request) -> Tuning:
     """Tunes a plan, whose stages stay."""
     import fxpipe
-    from fxpipe.plans.simulate_plan import vary_plan
+    from fxpipe.planning.plans.simulate_plan import vary_plan
 
     options = dict(request.options)
     devices = {name: options.pop(name, None) for name in ("hardware", "data_parallel", "mesh", "processes")}
@@ -369,7 +369,7 @@ def size_at_least(number: float) -> str:
 def _sweep_rows(
     request: Request, loaded: LoadedModel, profiled: ProfiledModel, devices: tuple[str, ...]
 ) -> tuple[SweepRow, ...]:
-    from fxpipe.config.stage_placement import COMPARED_SCHEDULES
+    from fxpipe.planning.options.stage_placement import COMPARED_SCHEDULES
 
     hardware = request.options.get("hardware")
 

@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING
 from fxpipe.inspect.scene import Curve, Item, Rect, Scene, Text
 from fxpipe.inspect.style import FAINT, INK, fit_text, text_width
 from fxpipe.inspect.svg import svg_of
-from fxpipe.plans.node_groups import NodeGroup, node_groups_of, short_group_name
+from fxpipe.planning.plans.node_groups import NodeGroup, node_groups_of, short_group_name
 from fxpipe.utils.files import check_output_path, write_atomically
 from fxpipe.utils.text_table import number_ranges
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
 
 if TYPE_CHECKING:
-    from fxpipe.plans import Plan, Portal, StagePlan
+    from fxpipe.planning.plans import Plan, Portal, StagePlan
 
 
 # -- Layout of the stage graph: the measures that lanes and arcs share, in points ------------------------------------

@@ -14,9 +14,9 @@ from fxpipe.utils.text_table import EMPTY_CELL, bytes_of_limit, text_table, wrap
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent, three_digits
 
 if TYPE_CHECKING:
-    from fxpipe.plans import Plan
+    from fxpipe.planning.plans import Plan
+    from fxpipe.planning.tuning.tuning_result import Tuning
     from fxpipe.simulation import Simulation
-    from fxpipe.tuning.tuning_result import Tuning
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def one_device_text(tuning: Tuning) -> str:
 
     Empty where replicas share the mini-batch, or there is one device only.
     """
-    from fxpipe.plans.retarget import resize_plan
+    from fxpipe.planning.plans.retarget import resize_plan
 
     plan, batch = tuning.best.plan, tuning.batch
     if plan is None or tuning.best.data_parallel > 1 or len(plan.row_devices) == 1:
@@ -138,7 +138,7 @@ def summarize_schedule(plan: Plan, schedule: str) -> StepSummary:
 
 def compare_schedules(plan: Plan, simulation: Simulation) -> tuple[StepSummary, ...]:
     """The step of the plan, first, and other schedules that can have the stages where they are, by time."""
-    from fxpipe.config.stage_placement import COMPARED_SCHEDULES
+    from fxpipe.planning.options.stage_placement import COMPARED_SCHEDULES
 
     own, others = summarize_step(simulation, plan), list[StepSummary]()
     if len(plan.workers) == 1:  # one after the other, whatever the schedule

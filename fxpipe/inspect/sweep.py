@@ -20,7 +20,7 @@ from fxpipe.utils.text_table import EMPTY_CELL, text_table, wrap_text
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
 
 if TYPE_CHECKING:
-    from fxpipe.plans import Plan
+    from fxpipe.planning.plans import Plan
 
 
 USUAL_DEVICES = 8  # devices that a sweep goes up to, where fewer were asked for

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxpipe._torch import torch_pytree as pytree
-from fxpipe.planning import PreparedGraph
+from fxpipe.planning.passes import PreparedGraph
 from fxpipe.runtime import BoundProgram
 from fxpipe.tracing.cache_key import GraphKey
 from fxpipe.tracing.dynamic_sizes import TOO_LONG, DynamicDims, InputDim

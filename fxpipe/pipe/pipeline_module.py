@@ -14,17 +14,17 @@ from torch import nn
 
 from fxpipe._torch.data_parallel import is_in_data_parallel_forward
 from fxpipe._torch.module_internals import STORE_NAMES
-from fxpipe.config.micro_batches import parse_micro_batches
-from fxpipe.config.parse import parse_compile, parse_switch
-from fxpipe.config.pipeline_options import OPTION_DEFAULTS, Settings
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
 from fxpipe.inspect.html import notebook_fragment, notebook_heading, notebook_note
+from fxpipe.pipe.model_calls import parse_micro_batches
 from fxpipe.pipe.pipeline_class import NOT_COMPILED, SLOTS, class_of_model, pipeline_class, replaced_forward, set_up
 from fxpipe.pipe.pipeline_state import DROP_IN_SCHEDULE, PipelineState
 from fxpipe.pipe.train_stream import StreamLoop, TrainStream, parse_batches, stream_policy
-from fxpipe.plans import Plan
-from fxpipe.plans.display import plan_html
-from fxpipe.plans.node_groups import node_groups_of
+from fxpipe.planning.options.parse import parse_compile, parse_switch
+from fxpipe.planning.options.pipeline_options import OPTION_DEFAULTS, Settings
+from fxpipe.planning.plans import Plan
+from fxpipe.planning.plans.display import plan_html
+from fxpipe.planning.plans.node_groups import node_groups_of
 from fxpipe.runtime import Executor, StepRecord, executor_for
 from fxpipe.runtime.losses import check_loss_function, check_reduction, check_scaler, refuse_inputs_by_name
 from fxpipe.runtime.stage_updates import StagewiseOptimizer

@@ -20,17 +20,18 @@ from torch import fx, nn
 from fxpipe._torch.module_internals import module_flags
 from fxpipe._torch.tensor_data import replace_data
 from fxpipe._torch.thread_state import ThreadState
-from fxpipe.config.micro_batches import ModelCall
-from fxpipe.config.pipeline_options import Settings
 from fxpipe.errors import ArgumentError, FxpipeError, StateError
 from fxpipe.pipe.graph_cache import CachedGraph, GraphCache, GraphInputs, StepGraphs
+from fxpipe.pipe.model_calls import ModelCall
 from fxpipe.pipe.optimizer_state import OptimizerStateMover
-from fxpipe.planning import PreparedGraph, prepare, prepare_additional_graph
 from fxpipe.planning.dynamic_plan import plan_with_dynamic_sizes
+from fxpipe.planning.entry import prepare
 from fxpipe.planning.evaluation_check import refusal_of_evaluation
-from fxpipe.planning.passes import holds_for_lengths, holds_for_sizes
-from fxpipe.plans import Plan
-from fxpipe.plans.simulate_plan import simulate
+from fxpipe.planning.options.pipeline_options import Settings
+from fxpipe.planning.passes import PreparedGraph, holds_for_lengths, holds_for_sizes, prepare_additional_graph
+from fxpipe.planning.plans import Plan
+from fxpipe.planning.plans.simulate_plan import simulate
+from fxpipe.planning.tuning.auto_options import with_best_chunks
 from fxpipe.runtime import BoundProgram, Engine, Executor, StepRecord, executor_for, wire_program
 from fxpipe.runtime.bound_program import ModelTensors, StageReplica
 from fxpipe.runtime.losses import ambiguous_output_message
@@ -50,7 +51,6 @@ from fxpipe.tracing.tensors import has_values
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.effects import least_samples
 from fxpipe.tracing.verify.written_inputs import refuse_unwritable_inputs
-from fxpipe.tuning.auto_options import with_best_chunks
 from fxpipe.utils.batch_split import micro_batch_sizes, samples_per_micro_batch
 from fxpipe.utils.locks import planning_block
 from fxpipe.utils.progress import show_progress

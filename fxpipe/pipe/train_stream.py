@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from fxpipe.config.micro_batches import FORMS, ModelCall, parse_call, refuse_written, tensor_versions
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
+from fxpipe.pipe.model_calls import FORMS, ModelCall, parse_call, refuse_written, tensor_versions
 from fxpipe.pipe.pipeline_state import PipelineState, peek_seed
 from fxpipe.runtime.bound_program import BoundProgram
 from fxpipe.runtime.caller_context import CallerContext

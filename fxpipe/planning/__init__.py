@@ -1,37 +1,9 @@
-"""From a model to a plan, and to what runs it: the passes in order. Trace, profile, decide, rewrite.
+"""From options to a plan, and to what runs it. Nothing is imported here: a plan as data needs neither torch nor sympy.
 
-The first two look at the model and take seconds (`passes`), the others look at what was found and take little
-(`passes`): so one study serves many plans, for other numbers of devices and micro-batches, other schedules,
-checkpoint modes and balances.
+- `options/`: the options as given, and the settings that come of them (`Settings`)
+- `plans/`: a plan as data; the same plan for other sizes, on other hardware; how it prints
+- the files of this folder: what nodes cost (`cost_model.py`), where stages begin (`choose.py`, `cut_problem.py`,
+  `replication.py`), the plan of a cut (`describe_cut.py`), all passes in order (`passes.py`)
+- `tuning/`: many plans, simulated and compared
+- `entry.py`, on top of these: `fxpipe.plan`, and what a pipe runs to be planned
 """
-
-from fxpipe.planning.entry import plan, prepare, prepare_with_choices
-from fxpipe.planning.passes import (
-    PreparedGraph,
-    ProfiledModel,
-    holds_for_chunks,
-    prepare_additional_graph,
-    prepare_cut,
-    prepare_profiled,
-    profile_again,
-    trace_and_profile,
-    with_replicas,
-)
-
-__all__ = [
-    "PreparedGraph",
-    "ProfiledModel",
-    "holds_for_chunks",
-    "plan",
-    "prepare",
-    "prepare_additional_graph",
-    "prepare_cut",
-    "prepare_profiled",
-    "prepare_with_choices",
-    "profile_again",
-    "trace_and_profile",
-    "with_replicas",
-]
-
-
-# -- Planning: from a traced and profiled model to a cut, and the plan that describes it -----------------------------

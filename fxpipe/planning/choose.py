@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from fxpipe.config.pipeline_options import Settings
-from fxpipe.config.stage_placement import place_stages
 from fxpipe.errors import MemoryLimitError, PartitionError
 from fxpipe.partitioning import cut_by_block, optimal_partition, stage_loads
 from fxpipe.partitioning.chain import Chain, StageLoad, StageSite, sending_seconds
@@ -24,8 +22,10 @@ from fxpipe.partitioning.optimal import OptimalCut, RemedyTrial, recompute_trial
 from fxpipe.partitioning.partial_recompute import StagePart, partial_recompute_cuts
 from fxpipe.planning.cost_model import chain_of, largest_lengths, memory_pools, stage_devices_of
 from fxpipe.planning.cut_problem import CutProblem, cut_problems, node_costs_of
+from fxpipe.planning.options.pipeline_options import Settings
+from fxpipe.planning.options.stage_placement import place_stages
+from fxpipe.planning.plans import Bottleneck
 from fxpipe.planning.replication import pipedream_starts
-from fxpipe.plans import Bottleneck
 from fxpipe.profiling import Profile
 from fxpipe.scheduling import SCHEDULES, is_stream, make_schedule
 from fxpipe.scheduling.row_transforms import neighbour_groups

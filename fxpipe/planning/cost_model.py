@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import sympy
-from torch import fx
+import torch
+from torch import fx, nn
 
 from fxpipe.cluster import Link
 from fxpipe.hardware import MEMORY_MARGIN, local_link, local_memory
 from fxpipe.partitioning.chain import Chain, Flow, HeldStorage, ParameterUse, StageSite
-from fxpipe.plans.host_time import LOOPBACK
+from fxpipe.planning.options.pipeline_options import Settings
+from fxpipe.planning.plans.host_time import LOOPBACK
 from fxpipe.profiling import Profile
 from fxpipe.scheduling import (
     activations_in_flight,
@@ -28,12 +29,6 @@ from fxpipe.tracing.tensors import has_values, storage_of, tensor_bytes
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import Effects
 from fxpipe.utils import accelerator
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from fxpipe.config.pipeline_options import Settings
 
 
 def chain_of(

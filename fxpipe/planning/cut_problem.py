@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from fxpipe.config.pipeline_options import Settings
 from fxpipe.errors import ArgumentError, PartitionError
 from fxpipe.partitioning.chain import Chain, StageSite
 from fxpipe.partitioning.manual_cuts import NodeSequence, cuts_by_names, is_by_names, starts_by_counts
 from fxpipe.partitioning.pins import PinnedPlacement, placements_for_pins
 from fxpipe.planning.cost_model import chain_of, remaining_kinds, stage_devices_of
+from fxpipe.planning.options.pipeline_options import Settings
 from fxpipe.profiling import Profile
 from fxpipe.rewriting import forbidden_cuts
 from fxpipe.scheduling import make_schedule

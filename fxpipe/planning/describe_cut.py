@@ -15,12 +15,12 @@ import sympy
 from torch import fx
 
 from fxpipe.cluster import Link
-from fxpipe.config.pipeline_options import Settings
 from fxpipe.hardware import NodeWork, Operation
 from fxpipe.partitioning.chain import flow_of_storage, kept_by_stage
 from fxpipe.planning.choose import Cut
 from fxpipe.planning.cost_model import chain_of, largest_lengths, value_flows, worker_link
-from fxpipe.plans import (
+from fxpipe.planning.options.pipeline_options import Settings
+from fxpipe.planning.plans import (
     HeaviestNode,
     OpaqueNode,
     Plan,
@@ -34,8 +34,8 @@ from fxpipe.plans import (
     StageWork,
     TiedParameter,
 )
-from fxpipe.plans.host_time import LOOPBACK, MESSAGE_SECONDS, reckon_host
-from fxpipe.plans.retarget import action_seconds, transfer_over_link
+from fxpipe.planning.plans.host_time import LOOPBACK, MESSAGE_SECONDS, reckon_host
+from fxpipe.planning.plans.retarget import action_seconds, transfer_over_link
 from fxpipe.profiling import NodeCost, Profile
 from fxpipe.profiling.formulas import size_polynomial
 from fxpipe.profiling.other_sizes import size_point

@@ -24,7 +24,7 @@ from fxpipe.planning.describe_cut import (
     user_line_of,
 )
 from fxpipe.planning.passes import PreparedGraph
-from fxpipe.plans import Plan, Portal, StageGrowth, StagePlan
+from fxpipe.planning.plans import Plan, Portal, StageGrowth, StagePlan
 from fxpipe.profiling import NodeCost, Profile, Seconds
 from fxpipe.profiling.formulas import size_polynomial
 from fxpipe.profiling.memory import count_flops_and_bytes

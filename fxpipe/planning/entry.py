@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
+
+from torch import nn
 
 from fxpipe.errors import ArgumentError
-from fxpipe.hardware import planned_devices
+from fxpipe.hardware import Hardware, planned_devices
+from fxpipe.planning.cost_model import with_memory_at_hand
+from fxpipe.planning.options.parse import Devices, parse_hardware_option, parse_stages_per_device
+from fxpipe.planning.options.pipeline_options import AUTO, DEFAULT_SCHEDULE, PipelineOptions, Settings, make_settings
+from fxpipe.planning.options.stage_placement import parse_training_schedule, worker_count_for
 from fxpipe.planning.passes import (
     PreparedGraph,
     ProfiledModel,
@@ -17,23 +24,21 @@ from fxpipe.planning.passes import (
     trace_batch,
     with_replicas,
 )
-from fxpipe.plans import Plan
+from fxpipe.planning.plans import Plan
+from fxpipe.planning.tuning.auto_options import prepare_best
+from fxpipe.profiling import Profile
+from fxpipe.scheduling import ScheduleLike
+from fxpipe.tracing import Traced
+from fxpipe.tracing.cache_key import in_mode
+from fxpipe.tracing.model_state import look_on_recording_device
+from fxpipe.tracing.source_lines import warn_user
+from fxpipe.tracing.strategies import imbalance_warnings
+from fxpipe.tracing.trace_request import TracerOption
+from fxpipe.tracing.verify.effects import least_samples
+from fxpipe.utils import accelerator
 from fxpipe.utils.locks import planning_block
-from fxpipe.utils.progress import phase, show_phases
+from fxpipe.utils.progress import phase, show_phases, show_progress
 from fxpipe.utils.units import parse_count
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import nn
-
-    from fxpipe.config.parse import Devices
-    from fxpipe.config.pipeline_options import PipelineOptions, Settings
-    from fxpipe.hardware import Hardware
-    from fxpipe.profiling import Profile
-    from fxpipe.scheduling import ScheduleLike
-    from fxpipe.tracing import Traced
-    from fxpipe.tracing.trace_request import TracerOption
 
 
 def plan(
@@ -103,9 +108,6 @@ def plan(
         FxpipeError: an argument cannot be used, or the model cannot be traced or cut so; see `fxpipe.errors`.
         Exception: what the model itself raises on the inputs, with a note.
     """
-    from fxpipe.config.parse import parse_hardware_option
-    from fxpipe.config.pipeline_options import PipelineOptions, make_settings
-    from fxpipe.utils.progress import show_progress
 
     options = PipelineOptions.among(locals())
     if isinstance(stages, Sequence) and not isinstance(stages, str):
@@ -137,9 +139,6 @@ def _planned_devices(stages: int | str | None, options: PipelineOptions) -> list
 
     None: not known.
     """
-    from fxpipe.config.parse import parse_hardware_option, parse_stages_per_device
-    from fxpipe.config.pipeline_options import AUTO, DEFAULT_SCHEDULE
-    from fxpipe.config.stage_placement import parse_training_schedule, worker_count_for
 
     per_device, hardware = parse_stages_per_device(options.stages_per_device), parse_hardware_option(options.hardware)
     if stages is None:
@@ -167,12 +166,6 @@ def prepare(
         seed: that of the numbers that forward draws and reads.
         micro_batches: the inputs are one of so many micro-batches; None: they are a mini-batch.
     """
-    from fxpipe.planning.cost_model import with_memory_at_hand
-    from fxpipe.tracing.cache_key import in_mode
-    from fxpipe.tracing.model_state import look_on_recording_device
-    from fxpipe.tracing.source_lines import warn_user
-    from fxpipe.tracing.strategies import imbalance_warnings
-    from fxpipe.utils import accelerator
 
     accelerator.refuse_capture(settings.row_devices if settings.hardware is None else ())
     if plan is None:
@@ -208,13 +201,10 @@ def prepare_with_choices(
     profiled: ProfiledModel, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings
 ) -> PreparedGraph:
     """Plans a profiled model; the tuner chooses the options that were left to planning."""
-    from fxpipe.tracing.verify.effects import least_samples
 
     phase("cutting")
     settings = replace(settings, least_samples=least_samples(profiled.traced))
     profiled, settings = with_replicas(profiled, settings)
     if settings.left:
-        from fxpipe.tuning.auto_options import prepare_best
-
         return prepare_best(profiled, args, kwargs, settings)
     return prepare_profiled(profiled, settings)

@@ -10,30 +10,45 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
 
 from fxpipe.cluster import replica_batch
 from fxpipe.errors import ArgumentError
-from fxpipe.plans import Plan
+from fxpipe.hardware import Hardware
+from fxpipe.partitioning import cut_least_misplaced
+from fxpipe.planning.choose import Cut, choose_cut
+from fxpipe.planning.cost_model import device_kind, device_kinds
+from fxpipe.planning.cut_problem import is_cut_by_hand
+from fxpipe.planning.describe_cut import plan_of_cut, rematerialized_nodes
+from fxpipe.planning.options.pipeline_options import Settings
+from fxpipe.planning.plans import Plan
+from fxpipe.planning.plans.retarget import resize_plan
+from fxpipe.planning.replication import choose_replicas
+from fxpipe.profiling import Profile, profile
+from fxpipe.profiling.profile_data import profile_for
+from fxpipe.rewriting import Program, forbidden_cuts, split_into_stages
+from fxpipe.rewriting.reorder import reorder_nodes, with_node_order
+from fxpipe.scheduling import schedule_text
+from fxpipe.tracing import Traced, trace
+from fxpipe.tracing.cache_key import in_mode
+from fxpipe.tracing.dynamic_sizes import NO_DYNAMIC_DIMS, DynamicDims
+from fxpipe.tracing.model_state import look_on_recording_device, model_on, move_inputs, preserve_state
+from fxpipe.tracing.print_calls import mute_repeated_prints
+from fxpipe.tracing.tensors import tensor_bytes
+from fxpipe.tracing.traced import attribute_tensor
+from fxpipe.tracing.verify.dynamic_sizes_check import recheck_lengths
+from fxpipe.tracing.verify.effects import least_samples
+from fxpipe.tracing.verify.micro_batch_sizes import OtherMicroBatchesError, agrees_with_model, recheck_micro_batches
 from fxpipe.utils.batch_split import micro_batch_sizes
 from fxpipe.utils.locks import planning_block
 from fxpipe.utils.progress import phase, show_phases
+from fxpipe.utils.pytree import flatten
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import torch
-    from torch import nn
-
-    from fxpipe.config.pipeline_options import Settings
-    from fxpipe.hardware import Hardware
-    from fxpipe.planning.choose import Cut
-    from fxpipe.profiling import Profile
-    from fxpipe.rewriting import Program
-    from fxpipe.tracing import Traced
-    from fxpipe.tracing.dynamic_sizes import DynamicDims
-
-    MeasuredKinds: TypeAlias = tuple[tuple[str, ...], int | None, tuple[Profile, ...]]
+MeasuredKinds: TypeAlias = tuple[tuple[str, ...], int | None, tuple[Profile, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +66,6 @@ class ProfiledModel:
 
     def holds_for(self, settings: Settings) -> bool:
         """Returns True if the seconds are those of the workers that the settings ask for; see `profile_again`."""
-        from fxpipe.planning.cost_model import device_kind
 
         if settings.hardware != self.hardware:
             return False
@@ -63,7 +77,6 @@ class ProfiledModel:
 
     def profiles_for(self, settings: Settings) -> list[Profile]:
         """Returns one profile for each kind among the settings' workers, in order."""
-        from fxpipe.planning.cost_model import device_kind, device_kinds
 
         if self.hardware is not None:
             return [self.profiles[0]]
@@ -80,10 +93,6 @@ def trace_and_profile(
     another size says what others take. The inputs are a mini-batch of all replicas; the result is for the part of it
     that one of them has.
     """
-    from fxpipe.rewriting.reorder import reorder_nodes
-    from fxpipe.tracing.cache_key import in_mode
-    from fxpipe.tracing.model_state import look_on_recording_device
-    from fxpipe.tracing.print_calls import mute_repeated_prints
 
     def look(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, int, MeasuredKinds]:
         in_all = replace(settings, chunks=settings.chunks * settings.data_parallel)
@@ -119,7 +128,6 @@ def batch_of_replica(traced: Traced, batch: int, data: int) -> int:
 
 def with_replicas(profiled: ProfiledModel, settings: Settings) -> tuple[ProfiledModel, Settings]:
     """The study and the settings of one replica, with as many of each stage as planning chooses, if it is to."""
-    from fxpipe.planning.replication import choose_replicas
 
     if not settings.chooses_replicas:
         return profiled, settings
@@ -135,8 +143,6 @@ def profile_again(
     They are not on another kind of device, nor on a CPU for another number of workers, who have other shares of its
     cores. Costs that were given, in `settings.profile`, are taken as they are for any.
     """
-    from fxpipe.tracing.cache_key import in_mode
-    from fxpipe.tracing.model_state import model_on, move_inputs
 
     if profiled.holds_for(settings):
         return profiled
@@ -151,9 +157,6 @@ def holds_for_chunks(
     traced: Traced, batch: int, args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int, settings: Settings
 ) -> bool:
     """Checks that the model takes micro-batches of a `chunks`-th of the batch, and its graph does the same there."""
-    from fxpipe.tracing.cache_key import in_mode
-    from fxpipe.tracing.model_state import model_on, move_inputs
-    from fxpipe.tracing.verify.micro_batch_sizes import agrees_with_model
 
     sizes = micro_batch_sizes(batch, chunks)
     with model_on(traced.model, traced.device), in_mode(traced.model, None):
@@ -165,8 +168,6 @@ def holds_for_sizes(
     traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Collection[int], settings: Settings
 ) -> bool:
     """Checks that the graph is that of these inputs in micro-batches of these sizes, in the mode of the model."""
-    from fxpipe.tracing.model_state import model_on, move_inputs
-    from fxpipe.tracing.verify.micro_batch_sizes import recheck_micro_batches
 
     with model_on(traced.model, traced.device):
         args, kwargs = move_inputs((args, kwargs), traced.device)
@@ -175,8 +176,6 @@ def holds_for_sizes(
 
 def holds_for_lengths(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Compares graph and model on these inputs, where dynamic sizes are far from those compared, and remembers it."""
-    from fxpipe.tracing.model_state import model_on, move_inputs
-    from fxpipe.tracing.verify.dynamic_sizes_check import recheck_lengths
 
     with model_on(traced.model, traced.device):
         args, kwargs = move_inputs((args, kwargs), traced.device)
@@ -192,10 +191,6 @@ def trace_batch(
     dynamic: DynamicDims | None = None,
 ) -> tuple[Traced, int]:
     """The graph, and the number of samples. Where `chunks` is left to planning, the usual number need not do."""
-    from fxpipe.tracing import trace
-    from fxpipe.tracing.dynamic_sizes import NO_DYNAMIC_DIMS
-    from fxpipe.tracing.verify.micro_batch_sizes import OtherMicroBatchesError
-    from fxpipe.utils.pytree import flatten
 
     def traced_for(chunks: int) -> Traced:
         return trace(
@@ -226,7 +221,6 @@ def trace_batch(
 
 def _worker_threads(workers: Sequence[torch.device]) -> int:
     """A worker's share of the cores: what is measured must be what will run."""
-    import torch
 
     return max(1, torch.get_num_threads() // len(workers))
 
@@ -235,10 +229,6 @@ def _profile_kinds(
     traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int, settings: Settings
 ) -> MeasuredKinds:
     """The kinds of devices, the threads that a CPU was measured with, and a profile for each kind."""
-    from fxpipe.planning.cost_model import device_kind, device_kinds
-    from fxpipe.profiling import profile
-    from fxpipe.tracing.model_state import preserve_state
-    from fxpipe.tracing.verify.effects import least_samples
 
     settings = replace(settings, least_samples=least_samples(traced))
     kinds = device_kinds(settings.workers) if settings.hardware is None else list(settings.workers[:1])
@@ -270,7 +260,6 @@ def _profile_kinds(
 
 
 def _given_profile(traced: Traced, profile: Profile | str | Path, settings: Settings) -> Profile:
-    from fxpipe.profiling.profile_data import profile_for
 
     costs = profile_for(traced, profile)
     if settings.loss is not None and costs.loss is None:
@@ -307,7 +296,6 @@ class PreparedGraph:
 
     def on_devices(self, devices: Sequence[torch.device]) -> Program:
         """The same stages for other devices, as replicas have them."""
-        from fxpipe.rewriting import split_into_stages
 
         deferred, compiled = self.settings.deferred_batch_norm, self.settings.compile
         return split_into_stages(self.traced, self.starts, devices, self.copies, deferred, compiled)
@@ -315,8 +303,6 @@ class PreparedGraph:
 
 def prepare_profiled(profiled: ProfiledModel, settings: Settings) -> PreparedGraph:
     """Decides and rewrites: a plan of what was profiled, for workers of which the study holds."""
-    from fxpipe.planning.choose import choose_cut
-    from fxpipe.planning.cut_problem import is_cut_by_hand
 
     orders = profiled.orders[:1] if is_cut_by_hand(profiled.traced, settings) else profiled.orders
     cut = choose_cut(orders, profiled.profiles_for(settings), profiled.batch, settings)
@@ -325,8 +311,6 @@ def prepare_profiled(profiled: ProfiledModel, settings: Settings) -> PreparedGra
 
 def prepare_cut(cut: Cut, fingerprint: str, batch: int, settings: Settings) -> PreparedGraph:
     """The stages of a cut, and the plan that describes them."""
-    from fxpipe.planning.describe_cut import plan_of_cut, rematerialized_nodes
-    from fxpipe.rewriting import split_into_stages
 
     phase("making stages")
     traced = cut.traced
@@ -353,10 +337,6 @@ def _decided_checkpoint(asked: str | tuple[str, ...], recompute: Sequence[bool])
 
 def prepare_given_plan(traced: Traced, asked: Plan, batch: int, settings: Settings) -> PreparedGraph:
     """The stages of a plan. Its figures follow the micro-batches; they stay those of the devices it was made for."""
-    from fxpipe.plans.retarget import resize_plan
-    from fxpipe.rewriting import split_into_stages
-    from fxpipe.rewriting.reorder import with_node_order
-    from fxpipe.scheduling import schedule_text
 
     by_name = {node.name: node for node in traced.nodes}
     names = [name for stage in asked.stages for name in stage.nodes]
@@ -400,10 +380,6 @@ def prepare_additional_graph(
     dynamic: DynamicDims | None = None,
 ) -> PreparedGraph:
     """Another graph of a planned model (for evaluation, say), cut so that nodes stay with their parameters."""
-    from fxpipe.partitioning import cut_least_misplaced
-    from fxpipe.rewriting import forbidden_cuts, split_into_stages
-    from fxpipe.rewriting.reorder import reorder_nodes
-    from fxpipe.tracing.model_state import look_on_recording_device
 
     model = first.traced.model
 
@@ -422,8 +398,6 @@ def prepare_additional_graph(
 
 def _misplacement_costs(first: PreparedGraph, traced: Traced) -> list[list[float]]:
     """Computes, by node and stage, the bytes of parameters that would be elsewhere; least, a node with a known name."""
-    from fxpipe.tracing.tensors import tensor_bytes
-    from fxpipe.tracing.traced import attribute_tensor
 
     homes: dict[str, int] = {}
     for j, stage in enumerate(first.program.stages):

@@ -21,8 +21,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from fxpipe.cluster import MESHES, Cluster
-from fxpipe.config.parse import CHUNKS_PER_WORKER
-from fxpipe.config.pipeline_options import Settings
 from fxpipe.errors import ArgumentError, PartitionError
 from fxpipe.hardware import Hardware, cluster_of
 from fxpipe.partitioning.chain import Chain
@@ -34,7 +32,9 @@ from fxpipe.partitioning.pipedream import (
     pipedream_partition,
 )
 from fxpipe.planning.cost_model import chain_of, planned_workers, worker_link
-from fxpipe.plans.host_time import LOOPBACK
+from fxpipe.planning.options.parse import CHUNKS_PER_WORKER
+from fxpipe.planning.options.pipeline_options import Settings
+from fxpipe.planning.plans.host_time import LOOPBACK
 from fxpipe.profiling import Profile
 from fxpipe.rewriting import forbidden_cuts
 from fxpipe.scheduling import is_stream

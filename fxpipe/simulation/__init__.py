@@ -28,8 +28,8 @@ leaves with the last stage's B.
 
 `events.py` finds what actions need and walks from event to event; `simulation_result.py` holds the result, with the
 critical path: what the end of the step depends on. `stream_simulation.py` simulates a stream of mini-batches, which has
-no flush. `fxpipe.plans.simulate_plan` is `fxpipe.simulate`: the same for a plan, also on hardware, with schedules and
-micro-batches that it was not made for.
+no flush. `fxpipe.planning.plans.simulate_plan` is `fxpipe.simulate`: the same for a plan, also on hardware, with
+schedules and micro-batches that it was not made for.
 """
 
 from __future__ import annotations

@@ -21,12 +21,12 @@ BEGIN = """
     import torch.nn.functional as F
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
-    import fxpipe.config.parse
+    import fxpipe.planning.options.parse
     import fxpipe.optim
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    fxpipe.config.parse.PROFILE_BUDGET = 0.05
+    fxpipe.planning.options.parse.PROFILE_BUDGET = 0.05
     x = torch.randn(8, 4)
     devices, rank = ["cpu", "cpu"], 0
     if "RANK" in os.environ:

@@ -17,8 +17,7 @@ import torch
 from helpers.inspected import MIB, make_plan, refusal
 from torch import nn
 
-import fxpipe.planning
-from fxpipe.config import parse as arguments
+import fxpipe
 from fxpipe.errors import ArgumentError, PartitionError
 from fxpipe.inspect import cli_options as options
 from fxpipe.inspect.cli import main
@@ -28,9 +27,10 @@ from fxpipe.inspect.json_document import plan_document
 from fxpipe.inspect.report_sections import balance_section
 from fxpipe.inspect.run import inputs_advice
 from fxpipe.inspect.targets import Target, parse_target
-from fxpipe.plans import HeaviestNode, OpaqueNode, Plan, Portal, StagePlan, TiedParameter
-from fxpipe.plans.display import plan_table
-from fxpipe.plans.figures import plan_figures
+from fxpipe.planning.options import parse as arguments
+from fxpipe.planning.plans import HeaviestNode, OpaqueNode, Plan, Portal, StagePlan, TiedParameter
+from fxpipe.planning.plans.display import plan_table
+from fxpipe.planning.plans.figures import plan_figures
 from fxpipe.utils.polynomial import Polynomial
 from fxpipe.utils.text_table import number_ranges, shorten_name, shorten_source_line
 
@@ -143,8 +143,8 @@ class FakePlanning:
 @pytest.fixture
 def fake_plan(monkeypatch: pytest.MonkeyPatch) -> FakePlanning:
     fake = FakePlanning()
-    for name in ("trace_and_profile", "profile_again", "prepare_with_choices"):
-        monkeypatch.setattr(fxpipe.planning, name, getattr(fake, name))
+    for name in ("passes.trace_and_profile", "passes.profile_again", "entry.prepare_with_choices"):
+        monkeypatch.setattr(f"fxpipe.planning.{name}", getattr(fake, name.partition(".")[2]))
     return fake
 
 
@@ -729,7 +729,7 @@ def test_real_plan_of_a_model_that_fails(model_file: Path, capsys: pytest.Captur
 
 def test_plan_prints_its_table(model_file: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
-    plan = fxpipe.planning.plan(model, 1, example_args=(torch.randn(4, 4),), devices=("cpu",), chunks=2)
+    plan = fxpipe.plan(model, 1, example_args=(torch.randn(4, 4),), devices=("cpu",), chunks=2)
     assert str(plan) == plan_table(plan)
 
 

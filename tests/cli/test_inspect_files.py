@@ -17,8 +17,8 @@ from helpers.inspected import make_plan, refusal
 import fxpipe
 from fxpipe.inspect.cli import main
 from fxpipe.inspect.step_summary import one_device_text
-from fxpipe.plans import Plan, Portal
-from fxpipe.plans.retarget import resize_plan
+from fxpipe.planning.plans import Plan, Portal
+from fxpipe.planning.plans.retarget import resize_plan
 
 ROOT = str(Path(fxpipe.__file__).parents[1])
 

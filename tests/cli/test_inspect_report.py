@@ -16,7 +16,7 @@ from fxpipe.inspect.report_sections import chunks_to_compare, chunks_variants, p
 from fxpipe.inspect.scene import Line, Rect, Text
 from fxpipe.inspect.stage_graph import save_graph
 from fxpipe.inspect.style import text_width
-from fxpipe.plans import Portal
+from fxpipe.planning.plans import Portal
 from fxpipe.scheduling import make_schedule
 from fxpipe.simulation.timeline import MemoryParts
 from fxpipe.utils.units import human_seconds

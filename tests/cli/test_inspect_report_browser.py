@@ -14,7 +14,7 @@ from helpers.drawn_plans import drawn_plan, portals_between
 import fxpipe
 from fxpipe.inspect.report import save_report
 from fxpipe.inspect.report_sections import chunks_variants
-from fxpipe.plans import OpaqueNode, Plan, TiedParameter
+from fxpipe.planning.plans import OpaqueNode, Plan, TiedParameter
 from fxpipe.utils.units import human_bytes, human_seconds
 
 EVIL = "<script>document.title = 'run'</script>\"'&<img src=x onerror=alert(1)>"

@@ -13,7 +13,6 @@ from helpers.inspected import MIB, make_plan, refusal
 from torch import nn
 
 import fxpipe
-from fxpipe.config.stage_placement import TRAINING_SCHEDULES
 from fxpipe.errors import MemoryLimitError, PartitionError
 from fxpipe.hardware import HARDWARE
 from fxpipe.inspect import json_document as documents
@@ -22,7 +21,8 @@ from fxpipe.inspect.cli_options import first_devices, most_devices
 from fxpipe.inspect.run import size_at_least
 from fxpipe.inspect.step_summary import compare_schedules, device_table, step_text, summaries_text, summarize_step
 from fxpipe.inspect.sweep import counts_up_to, sweep_devices, sweep_table
-from fxpipe.plans import Plan
+from fxpipe.planning.options.stage_placement import TRAINING_SCHEDULES
+from fxpipe.planning.plans import Plan
 from fxpipe.scheduling import SCHEDULES
 
 SCHEDULES_HERE = ("1f1b", "gpipe", "zbv")

@@ -19,13 +19,13 @@ from fxpipe.inspect.report_sections import stages_section
 from fxpipe.inspect.scene import Text
 from fxpipe.inspect.stage_graph import draw_stage_graph
 from fxpipe.inspect.step_summary import one_device_text, step_text
-from fxpipe.plans import Plan, StageBytes
-from fxpipe.plans.data import PlannedSize
-from fxpipe.plans.figures import plan_figures
+from fxpipe.planning.plans import Plan, StageBytes
+from fxpipe.planning.plans.data import PlannedSize
+from fxpipe.planning.plans.figures import plan_figures
+from fxpipe.planning.tuning.candidate_search import NO_SHORTER
+from fxpipe.planning.tuning.candidates import CandidateResult
+from fxpipe.planning.tuning.tuning_result import Tuning
 from fxpipe.simulation import HostCost
-from fxpipe.tuning.candidate_search import NO_SHORTER
-from fxpipe.tuning.candidates import CandidateResult
-from fxpipe.tuning.tuning_result import Tuning
 from fxpipe.utils.polynomial import Polynomial
 from fxpipe.utils.units import human_bytes
 

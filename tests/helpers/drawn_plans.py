@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from fxpipe.plans import Plan, PlannedTransfer, Portal, StageBytes, StagePlan, StageSeconds
+from fxpipe.planning.plans import Plan, PlannedTransfer, Portal, StageBytes, StagePlan, StageSeconds
 from fxpipe.utils.polynomial import Polynomial
 
 MIB = 2**20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fxpipe.inspect.cli import main
-from fxpipe.plans import Plan, Portal, StageBytes, StagePlan
+from fxpipe.planning.plans import Plan, Portal, StageBytes, StagePlan
 from fxpipe.utils.polynomial import ZERO, Polynomial
 
 MIB = 2**20

@@ -65,7 +65,7 @@ def serve(rank: int, size: int, folder: str, calls: Any, backend: str = "gloo", 
         torch.manual_seed(0)
         try:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("fxpipe.config.parse.PROFILE_BUDGET", 0.05)
+                patch.setattr("fxpipe.planning.options.parse.PROFILE_BUDGET", 0.05)
                 answer = True, function(mesh, *arguments)
         except BaseException:
             answer = False, traceback.format_exc()

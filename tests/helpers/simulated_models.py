@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.plans import Plan
+from fxpipe.planning.plans import Plan
 
 # Qi et al. 2023, Zero Bubble Pipeline Parallelism, arXiv 2401.10241 (ICLR 2024): the times of table 4, and the bubble
 # rates of table 5 that follow from them. Both as the authors keep them beside the program that made them:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.config.pipeline_options import PipelineOptions, Settings, make_settings
+from fxpipe.planning.options.pipeline_options import PipelineOptions, Settings, make_settings
 from fxpipe.profiling import Profile
 
 BATCH = 8

@@ -33,6 +33,7 @@ def test_one_person_can_carry_it(folder, most):
 
 def test_the_top_of_the_package_can_be_taken_in_at_a_glance():
     assert len([*(ROOT / "fxpipe").glob("*.py")]) <= 7
+    assert len([*(ROOT / "fxpipe").glob("*/__init__.py")]) <= 14
 
 
 def test_there_are_tests_of_each_kind():

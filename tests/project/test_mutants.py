@@ -43,7 +43,7 @@ def test_each_fault_has_tests_that_are_there(mutants):
 def test_there_are_many_of_all_kinds(mutants):
     assert len(set(mutants.MUTANTS)) == len(mutants.MUTANTS) >= 80
     packages = {mutant.file.partition("/")[0] for mutant in mutants.MUTANTS}
-    wanted = "runtime scheduling rewriting partitioning tracing profiling plans simulation".split()
+    wanted = "runtime scheduling rewriting partitioning tracing profiling planning simulation".split()
     assert packages.issuperset(wanted)
 
 

@@ -12,10 +12,10 @@ from torch import nn
 
 import fxpipe
 from fxpipe._torch.thread_state import ThreadState, autocast_devices
-from fxpipe.config.parse import parse_devices
 from fxpipe.errors import ArgumentError
 from fxpipe.hardware import local_link, local_memory
 from fxpipe.optim import StageOptimizer
+from fxpipe.planning.options.parse import parse_devices
 from fxpipe.utils import accelerator
 
 pytestmark = [pytest.mark.simulated, pytest.mark.usefixtures("simulated")]

@@ -32,8 +32,8 @@ from timing import SETTLE_SECONDS, ratios, summarise, use_one_thread
 from tqdm import tqdm
 
 import fxpipe
-from fxpipe.plans import Plan
-from fxpipe.plans.figures import plan_figures
+from fxpipe.planning.plans import Plan
+from fxpipe.planning.plans.figures import plan_figures
 from fxpipe.profiling import Profile
 from fxpipe.tracing import Traced
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from fxpipe.plans import Plan
+from fxpipe.planning.plans import Plan
 from fxpipe.runtime.step import Step
 from fxpipe.scheduling import Action, ActionKind, make_schedule
 from fxpipe.simulation import StageCost, simulate_schedule

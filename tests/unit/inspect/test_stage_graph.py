@@ -19,8 +19,8 @@ from fxpipe.inspect.stage_graph import (
     draw_stage_graph,
 )
 from fxpipe.inspect.style import contrast, text_width
-from fxpipe.plans import Plan
-from fxpipe.plans.node_groups import node_groups_of, short_group_name
+from fxpipe.planning.plans import Plan
+from fxpipe.planning.plans.node_groups import node_groups_of, short_group_name
 
 PLANS = {
     "one": drawn_plan(1),

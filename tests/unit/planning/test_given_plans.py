@@ -19,7 +19,7 @@ from torch import nn
 import fxpipe
 from fxpipe.errors import ArgumentError
 from fxpipe.partitioning import Link
-from fxpipe.plans.figures import plan_figures
+from fxpipe.planning.plans.figures import plan_figures
 
 
 class Moody(nn.Module):

@@ -12,9 +12,9 @@ from helpers.oracle import assert_same_gradients, assert_same_state, closing, tr
 from torch import nn
 
 import fxpipe
-from fxpipe.config.pipeline_options import PipelineOptions, make_settings
 from fxpipe.errors import ArgumentError, ArgumentTypeError, PartitionError
 from fxpipe.planning.choose import choose_cut
+from fxpipe.planning.options.pipeline_options import PipelineOptions, make_settings
 
 BATCH, CHUNKS = 6, 3
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.partitioning import Link
-from fxpipe.plans.figures import plan_figures
+from fxpipe.planning.plans.figures import plan_figures
 
 
 class Translation(nn.Module):
@@ -94,7 +94,7 @@ def test_never_slower_than_the_traced_order(
     """By the simulator's word."""
     options = {"hardware": hardware(link)}
     plan = estimated(model(), 3, *inputs(), **options)
-    monkeypatch.setattr("fxpipe.rewriting.reorder.reorder_nodes", lambda traced: traced)
+    monkeypatch.setattr("fxpipe.planning.passes.reorder_nodes", lambda traced: traced)
     plain = estimated(model(), 3, *inputs(), **options)
     assert order_of(plain) == as_traced(model(), inputs())
     assert plan_figures(plan).step_seconds <= plan_figures(plain).step_seconds * (1 + 1e-9)

@@ -14,10 +14,10 @@ from torch import nn
 
 import fxpipe
 from fxpipe.cluster import Cluster, Link
-from fxpipe.config.pipeline_options import PipelineOptions, check_replicas, make_settings
 from fxpipe.errors import ArgumentError, PartitionError
 from fxpipe.inspect.cli import main
-from fxpipe.planning import prepare_profiled, trace_and_profile
+from fxpipe.planning.options.pipeline_options import PipelineOptions, check_replicas, make_settings
+from fxpipe.planning.passes import prepare_profiled, trace_and_profile
 from fxpipe.planning.replication import bandwidth_levels
 
 X = torch.zeros(24, 4)

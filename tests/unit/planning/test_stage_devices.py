@@ -17,7 +17,7 @@ from fxpipe.errors import ArgumentError, MemoryLimitError
 from fxpipe.hardware import HARDWARE, Hardware
 from fxpipe.partitioning import Link
 from fxpipe.planning.cost_model import MEMORY_MARGIN, PlannedWorker
-from fxpipe.plans.figures import plan_figures
+from fxpipe.planning.plans.figures import plan_figures
 from fxpipe.profiling import Seconds
 
 
@@ -150,9 +150,11 @@ def two_kinds(monkeypatch: pytest.MonkeyPatch, times: float) -> None:
             estimated_for="",
         )
 
-    monkeypatch.setattr("fxpipe.profiling.profile", profile)
-    monkeypatch.setattr("fxpipe.planning.cost_model.device_kinds", lambda devices: list(devices[:2]))
-    monkeypatch.setattr("fxpipe.planning.ProfiledModel.profiles_for", lambda studied, settings: list(studied.profiles))
+    monkeypatch.setattr("fxpipe.planning.passes.profile", profile)
+    monkeypatch.setattr("fxpipe.planning.passes.device_kinds", lambda devices: list(devices[:2]))
+    monkeypatch.setattr(
+        "fxpipe.planning.passes.ProfiledModel.profiles_for", lambda studied, settings: list(studied.profiles)
+    )
     monkeypatch.setattr("fxpipe.planning.cut_problem.remaining_kinds", lambda before, now: (0, 1))
     monkeypatch.setattr(
         "fxpipe.planning.cost_model.planned_workers", lambda settings: (PlannedWorker(0, None), PlannedWorker(1, None))

@@ -12,13 +12,12 @@ from helpers.plan_models import Deep, rows
 from torch import nn
 
 import fxpipe
-from fxpipe.config.pipeline_options import PipelineOptions, make_settings
 from fxpipe.partitioning.intervals import StageMemory
-from fxpipe.planning import trace_and_profile
 from fxpipe.planning.choose import choose_cut
 from fxpipe.planning.cost_model import chain_of
-from fxpipe.planning.passes import ProfiledModel, prepare_cut
-from fxpipe.plans.figures import plan_figures
+from fxpipe.planning.options.pipeline_options import PipelineOptions, make_settings
+from fxpipe.planning.passes import ProfiledModel, prepare_cut, trace_and_profile
+from fxpipe.planning.plans.figures import plan_figures
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "a chain": (Deep, lambda: (rows(),)),

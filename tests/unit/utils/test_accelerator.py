@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.config.parse import parse_devices
-from fxpipe.config.pipeline_options import PipelineOptions, make_settings
 from fxpipe.errors import ArgumentError, StateError
 from fxpipe.pipe.pipeline_state import PipelineState
 from fxpipe.planning import cost_model
+from fxpipe.planning.options.parse import parse_devices
+from fxpipe.planning.options.pipeline_options import PipelineOptions, make_settings
 from fxpipe.profiling import clock as clock_module
 from fxpipe.profiling.clock import Clock, HeadStart
 from fxpipe.runtime import InlineExecutor

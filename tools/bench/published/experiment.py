@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.hardware import Hardware
-from fxpipe.plans import Plan
+from fxpipe.planning.plans import Plan
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all benchmarks share
 

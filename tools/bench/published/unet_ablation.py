@@ -31,7 +31,7 @@ from paper_models import UNet
 from tables import Cell, Plot, Table
 
 from fxpipe._torch.autograd import takes_gradient
-from fxpipe.plans import Plan
+from fxpipe.planning.plans import Plan
 from fxpipe.rewriting.program import PIPE_INPUT
 from fxpipe.runtime.exchange import BoundaryValue, Exchange
 from fxpipe.runtime.transport import AcceleratorBackend, Transport

@@ -1,0 +1,373 @@
+"""The options of a pipeline: those of `fxpipe.pipeline`, `fxpipe.plan` and `fxpipe.tune`, as they were given.
+
+Each of the three has those that it takes in its signature, for `help`, editors and type checkers to show. Names, order
+and defaults are the ones here (`test_pipeline_options.py` holds them to it), and so each takes them all at once:
+
+    options = PipelineOptions.among(locals())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.cluster import MESHES, Cluster, parse_mesh
+from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.hardware import Hardware, check_device_count, cluster_of, device_names
+from fxpipe.planning.options.parse import (
+    Devices,
+    parse_balance,
+    parse_checkpoint,
+    parse_chunks,
+    parse_compile,
+    parse_devices,
+    parse_hardware_option,
+    parse_leaf_modules,
+    parse_memory_limit,
+    parse_pins,
+    parse_profile_budget,
+    parse_profile_option,
+    parse_stages_per_device,
+    parse_switch,
+)
+from fxpipe.planning.options.stage_placement import chunks_of_schedule, parse_training_schedule, place_stages
+from fxpipe.planning.plans import Plan
+from fxpipe.profiling import Profile
+from fxpipe.profiling.loss_cost import PlannedLoss, parse_loss
+from fxpipe.scheduling import ScheduleLike
+from fxpipe.tracing.trace_request import RECORD, TracerOption, check_tracer
+from fxpipe.utils.batch_split import largest_micro_batch
+from fxpipe.utils.units import parse_count, parse_number, with_article
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineOptions:
+    """The options as given, not checked yet; `fxpipe.pipeline` says what they mean."""
+
+    devices: Devices | None = None
+    chunks: int | str = AUTO
+    balance: str | Sequence[int] | Sequence[str] | Mapping[str, Any] = AUTO
+    pin: Mapping[str, Any] | None = None
+    stages_per_device: int | None = None
+    schedule: ScheduleLike = "1f1b"
+    checkpoint: str | Sequence[str] = AUTO
+    memory_limit: Any = None
+    optimizer_state: float = 2.0
+    hardware: str | Hardware | None = None
+    profile: Profile | str | Path | None = None
+    profile_budget: float | None = None
+    loss_fn: Callable[..., Any] | None = None
+    target: Any = None
+    tracer: TracerOption = RECORD
+    in_dims: Any = None
+    dynamic_shapes: Any = None
+    out_dims: Any = None
+    leaf_modules: Sequence[str | type[nn.Module]] = ()
+    check: bool = True
+    progress: bool = True
+    deferred_batch_norm: bool = False
+    compile: bool | Mapping[str, Any] = False
+    data_parallel: int | None = None
+    mesh: Sequence[str] = MESHES[0]
+    processes: bool = False
+
+    @classmethod
+    def among(cls, arguments: Mapping[str, Any], but: Sequence[str] = ()) -> PipelineOptions:
+        """Picks the options among the arguments of a function; `but` for some, which mean something else there."""
+        return cls(**{name: arguments[name] for name in OPTION_DEFAULTS if name in arguments and name not in but})
+
+
+OPTION_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(PipelineOptions)}
+TRACING_OPTIONS = ("tracer", "in_dims", "dynamic_shapes", "out_dims", "leaf_modules", "check")
+# What planning alone asks for: beside a plan nobody would heed it.
+PLANNING_OPTIONS = (
+    *("balance", "pin", "memory_limit", "optimizer_state"),
+    *("hardware", "profile", "profile_budget", "loss_fn", "target"),
+)
+
+
+def is_default(value: Any, default: Any) -> bool:
+    """Returns whether an argument was left out, or has its default; tensors and the like are never compared."""
+    if isinstance(value, (str, float, int)):
+        return bool(value == default)
+    return value is default or (isinstance(value, (tuple, list, dict)) and not value and not default)
+
+
+def options_with_plan(options: PipelineOptions, plan: Plan) -> PipelineOptions:
+    """Devices, chunks and checkpoint are the plan's, where they were left out. What is for planning has to be.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: it was not; `plan` is none.
+    """
+    if not isinstance(plan, Plan):
+        raise ArgumentTypeError(f"plan is {with_article(plan)}; expected a fxpipe.Plan, as from fxpipe.Plan.load(path)")
+    for name in PLANNING_OPTIONS:
+        value = getattr(options, name)
+        if not is_default(value, OPTION_DEFAULTS[name]):
+            shown = repr(value) if isinstance(value, (str, float, int, Sequence, Mapping)) else type(value).__name__
+            raise ArgumentError(
+                f"{name}={shown} and a plan, which is made already: leave {name} out, or make a new plan with "
+                f"fxpipe.plan(model, ..., {name}=...)"
+            )
+    if options.devices is None and plan.cluster is not None and plan.cluster.nodes > 1:
+        raise ArgumentError(
+            f"plan is for devices in {plan.cluster.nodes} nodes, and this process has those of one: give a DeviceMesh "
+            "as devices, in a process for each, or devices that are here"
+        )
+    return replace(
+        options,
+        devices=plan.row_devices if options.devices is None else options.devices,
+        chunks=plan.chunks if isinstance(options.chunks, str) and options.chunks == AUTO else options.chunks,
+        checkpoint=plan.checkpoint if options.checkpoint == AUTO else options.checkpoint,
+    )
+
+
+def check_replicas(plan: Plan, ranks: int) -> None:
+    """Checks that what PipeDream's planner has chosen is what is to run, with so many ranks for each stage.
+
+    Raises:
+        ArgumentError: it is not.
+    """
+    if plan.balance != "pipedream" or (set(plan.replicas) == {ranks} and not plan.turns):
+        return
+    numbers = "-".join(map(str, plan.replicas))
+    once = "fxpipe.plan(model, ..., balance='pipedream', data_parallel=1)"
+    if plan.turns:
+        raise ArgumentError(
+            f"plan has stages with {numbers} replicas that take micro-batches in turn, and over processes only "
+            "replicas of all stages run, which share mini-batches evenly. Run it in one process "
+            f"(devices=[...] with {len(plan.row_devices)} entries), or plan with a number that is the same for all, as "
+            f"in {once}, or data_parallel=2 for a mesh of two replicas"
+        )
+    count = plan.replicas[0]
+    mesh = f"init_device_mesh(..., ({count}, {len(plan.workers)}), mesh_dim_names=('data', 'pipe'))"
+    if count > 1:
+        raise ArgumentError(
+            f"plan has {numbers} replicas of its stages, and here each has {ranks}: run it with "
+            f"mesh = {mesh}, devices=mesh['pipe'] and data_parallel=mesh['data'], or plan with {once}"
+        )
+    raise ArgumentError(
+        f"plan has each stage once, and data_parallel has {ranks} ranks for each: leave data_parallel out, or plan "
+        f"with data_parallel={ranks}"
+    )
+
+
+# -- Settings: the options checked and in one form, before anything runs ---------------------------------------------
+
+DEFAULT_SCHEDULE = "1f1b"
+TUNABLE_OPTIONS = ("schedule", "chunks", "stages_per_device")  # what may be left to the tuner
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The checked settings of a pipeline. Planning may still extend `placement` and turn `checkpoint` into a mode.
+
+    What is left to the tuner has usual values meanwhile: "1f1b", and 4 micro-batches for each worker.
+    """
+
+    workers: tuple[torch.device, ...]  # for each worker its device
+    placement: tuple[int, ...]  # for each stage its worker
+    chunks: int
+    schedule: ScheduleLike  # a name, or the user's own
+    checkpoint: str | tuple[str, ...]  # "auto", a mode, or one for each stage
+    balance: str | tuple[int, ...] | tuple[str, ...]
+    tracer: TracerOption
+    in_dims: Any = None
+    dynamic_shapes: Any = None  # of the user's; read with the inputs
+    out_dims: Any = None
+    leaf_modules: tuple[str | type[nn.Module], ...] = ()
+    check: bool = True
+    pins: Mapping[str, int] = field(default_factory=dict)  # names of modules or nodes -> worker
+    memory_limits: tuple[int | None, ...] | None = None  # bytes, by worker; None: what the devices have
+    # What a device has for the model, in bytes, looked at once before planning; None: not yet, or nobody knows.
+    memory_at_hand: Mapping[torch.device, int | None] = field(default_factory=dict)
+    optimizer_state: float = 2.0  # bytes for each byte of a trained parameter
+    hardware: Hardware | None = None  # to plan for; None: what is at hand
+    profile: Profile | None = None  # measured before
+    profile_budget: float = 5.0  # seconds
+    loss: PlannedLoss | None = None  # that steps will take of the outputs; None: not known
+    operations: bool = True  # shall the plan know what other hardware would take?
+    deferred_batch_norm: bool = False
+    compile: Mapping[str, Any] | None = None  # keywords of torch.compile; None: stages run as they are
+    progress: bool = True  # bars, where stderr is a terminal
+    processes: bool = False  # each worker has a process of its own
+    left: frozenset[str] = frozenset()  # of LEFT: what the tuner is to choose, once the model has been profiled
+    data_parallel: int = 1  # replicas, each of which has such workers
+    mesh: tuple[str, str] = MESHES[0]  # in which order they stand, if there are several
+    chooses_replicas: bool = False  # is `balance="pipedream"` to say how many each stage has
+    # By worker the devices of its replicas, where these take micro-batches in turn; none: no worker has such.
+    replica_workers: tuple[tuple[torch.device, ...], ...] = ()
+    runs_here: bool = False  # in this process, where replicas that are chosen have to take turns
+    least_samples: int = 1  # each micro-batch has at least: batch norm needs 2 values
+    ranks_per_stage: int = 1  # over processes: replicas that have mini-batches of their own
+
+    @property
+    def cluster(self) -> Cluster | None:
+        """The devices of all replicas by their place in nodes; None for those at hand."""
+        if self.hardware is None:
+            return None
+        return cluster_of(self.hardware, len(self.workers), self.data_parallel, self.mesh, self.replicas)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """By worker the replicas that take micro-batches in turn; empty if no worker has such."""
+        return tuple(map(len, self.replica_workers))
+
+    @property
+    def stage_replicas(self) -> tuple[int, ...]:
+        """By stage the replicas that take micro-batches in turn; empty if no worker has such."""
+        return tuple(self.replicas[k] for k in self.placement) if self.replicas else ()
+
+    @property
+    def row_devices(self) -> tuple[torch.device, ...]:
+        """The device of each row of a schedule: of each worker or, where they take turns, of each replica."""
+        return tuple(device for of_worker in self.replica_workers for device in of_worker) or self.workers
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The device of each stage; of several replicas that of the first, where its parameters are."""
+        return tuple(self.workers[k] for k in self.placement)
+
+    @property
+    def stage_devices(self) -> tuple[tuple[torch.device, ...], ...]:
+        """By stage the devices of all replicas that take turns."""
+        return tuple(self.replica_workers[k] if self.replica_workers else (self.workers[k],) for k in self.placement)
+
+    @property
+    def figure_devices(self) -> tuple[str, ...]:
+        """By worker the device that figures are for: a device of `hardware`, if given, else the worker's own."""
+        names = None if self.hardware is None else device_names(self.hardware, len(self.workers))
+        return tuple(names or map(str, self.workers))
+
+    def micro_batches(self, batch: int) -> int:
+        """Returns the number of micro-batches of a mini-batch: fewer than `chunks` if there are too few samples."""
+        return min(self.chunks, max(1, batch // self.least_samples))
+
+    def largest_micro_batch(self, batch: int) -> int:
+        """Samples in the largest micro-batch of a mini-batch."""
+        return largest_micro_batch(batch, self.micro_batches(batch))
+
+
+def make_settings(
+    options: PipelineOptions, plan: Plan | None = None, *, anywhere: bool = False, runs_here: bool = False
+) -> Settings:
+    """Checks each option by itself. With a plan, what is left to it is the plan's.
+
+    Args:
+        anywhere: the devices need not be here, for nothing will run.
+        runs_here: they are those of one process, which runs what is planned.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: names the argument, what was given, what is accepted.
+        ScheduleError: a schedule of the user's own would not run.
+    """
+    is_any = options.schedule == AUTO
+    order = parse_training_schedule(DEFAULT_SCHEDULE if is_any else options.schedule)
+    per_device = parse_stages_per_device(options.stages_per_device)
+    options = replace(options, chunks=chunks_of_schedule(order, options.chunks, plan))
+    if plan is not None:
+        options = options_with_plan(options, plan)
+    hardware = parse_hardware_option(options.hardware)
+    data = 1 if options.data_parallel is None else parse_count("data_parallel", options.data_parallel)
+    rows = parse_devices(options.devices, anywhere)
+    replica_workers = _workers_that_take_turns(rows, plan) if plan is not None and runs_here else ()
+    workers = tuple(own[0] for own in replica_workers) or _workers_of_replica(rows, data)
+    check_device_count(hardware, len(workers), data)
+    count = parse_chunks(options.chunks, len(workers))
+    placement = place_stages(len(workers), per_device, order, count, plan)
+    if plan is not None and is_any:
+        placement = plan.placement  # its stages stay where they are, and the schedule is chosen for them
+    pins, balance = _merge_pins(options.pin, options.balance, workers)
+    is_free = options.data_parallel is None and plan is None and hardware is not None and len(workers) > 1
+    modes = parse_checkpoint(options.checkpoint, None if pins else len(placement))  # pins may take other stages
+    return Settings(
+        workers=workers,
+        placement=placement,
+        chunks=count,
+        schedule=order,
+        checkpoint=modes,
+        balance=parse_balance(balance, len(placement)),
+        tracer=check_tracer(options.tracer),
+        in_dims=options.in_dims,
+        dynamic_shapes=options.dynamic_shapes,
+        out_dims=options.out_dims,
+        leaf_modules=parse_leaf_modules(options.leaf_modules),
+        check=parse_switch("check", options.check),
+        pins=pins,
+        memory_limits=parse_memory_limit(options.memory_limit, len(workers)),
+        optimizer_state=parse_number("optimizer_state", options.optimizer_state, "bytes for each byte of a parameter"),
+        hardware=hardware,
+        profile=parse_profile_option(options.profile),
+        profile_budget=parse_profile_budget(options.profile_budget),
+        loss=parse_loss(options.loss_fn, options.target),
+        deferred_batch_norm=parse_switch("deferred_batch_norm", options.deferred_batch_norm),
+        compile=parse_compile(options.compile),
+        progress=parse_switch("progress", options.progress),
+        left=_options_for_tuner(options, is_any, pins, plan),
+        data_parallel=data,
+        mesh=parse_mesh(options.mesh),
+        processes=parse_switch("processes", options.processes),
+        chooses_replicas=is_free and isinstance(balance, str) and balance == "pipedream",
+        replica_workers=replica_workers,
+        runs_here=runs_here,
+    )
+
+
+def _workers_of_replica(devices: tuple[torch.device, ...], data: int) -> tuple[torch.device, ...]:
+    """Returns the devices of one replica, of those of all."""
+    if len(devices) % data:
+        raise ArgumentError(
+            f"data_parallel={data}: {len(devices)} devices cannot be shared out evenly; give a multiple of {data}"
+        )
+    return devices[: len(devices) // data]
+
+
+def _workers_that_take_turns(devices: tuple[torch.device, ...], plan: Plan) -> tuple[tuple[torch.device, ...], ...]:
+    """Returns by worker the devices of its replicas, for a plan with such; they follow each other among all devices."""
+    if not plan.turns:
+        return ()
+    if len(devices) != sum(plan.turns):
+        numbers = "-".join(map(str, plan.turns))
+        raise ArgumentError(
+            f"plan has devices with {numbers} replicas, which take micro-batches in turn, but devices has "
+            f"{len(devices)} entries: give {sum(plan.turns)}, those of each one's replicas one after the other; or "
+            "plan without replicas (data_parallel=1)"
+        )
+    ends = [0, *accumulate(plan.turns)]
+    return tuple(devices[first:end] for first, end in pairwise(ends))
+
+
+def _options_for_tuner(
+    options: PipelineOptions, is_any: bool, pins: Mapping[str, int], plan: Plan | None
+) -> frozenset[str]:
+    if plan is not None:
+        return frozenset(("schedule",) if is_any else ())
+    asked = (options.checkpoint, options.balance)
+    is_free = is_any and options.stages_per_device is None and all(isinstance(one, str) for one in asked) and not pins
+    is_free = is_free and options.balance != "pipedream"  # whose stages have devices of their own
+    is_tuned = {"schedule": is_any, "chunks": options.chunks == AUTO, "stages_per_device": is_free}
+    return frozenset(name for name in TUNABLE_OPTIONS if is_tuned[name])
+
+
+def _merge_pins(
+    pin: Mapping[str, Any] | None, balance: Any, workers: Sequence[torch.device]
+) -> tuple[dict[str, int], Any]:
+    """The pins, and the balance beside them: a map of modules to devices is nothing but pins."""
+    pins = {} if pin is None else parse_pins("pin", pin, workers)
+    if isinstance(balance, Mapping):
+        pins = parse_pins("balance", balance, workers) | pins
+        balance = "auto"
+    if pins and not isinstance(balance, str):
+        raise ArgumentError(
+            f"balance={list(balance)!r} and pins of {', '.join(map(repr, pins))}: cut by names or "
+            "numbers, or pin; give one of them"
+        )
+    return pins, balance

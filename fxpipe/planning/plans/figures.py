@@ -1,0 +1,144 @@
+"""The figures that follow from a plan, for the tables and for the document.
+
+Seconds and bytes of a plan are those of its largest micro-batch, and so all figures here err on the high side where the
+micro-batches differ in size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from fxpipe.planning.plans.data import PlanData, Portal
+from fxpipe.planning.plans.host_time import shares_interpreter
+from fxpipe.scheduling import is_stream, with_updates
+from fxpipe.simulation import MemoryFit, Simulation, simulate_schedule, simulate_stream
+
+
+@dataclass(frozen=True, slots=True)
+class StageFigures:
+    """The figures of one stage."""
+
+    portals_in: tuple[Portal, ...]
+    portals_out: tuple[Portal, ...]
+    memory_bytes: int  # at most at one time; see `Plan.memory`
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFigures:
+    """The figures of a plan."""
+
+    stages: tuple[StageFigures, ...]
+    slowest_to_mean: float  # forward and backward seconds of the slowest device over those of the mean device
+    bubble: tuple[float, ...]  # for each device, the share of the step in which it idles
+    # As simulated: all micro-batches forward and backward, and what is sent. Of a stream: of a mini-batch in the steady
+    # state, with its update.
+    step_seconds: float
+    fits: MemoryFit
+    host_note: str = ""  # that the step waits for the host, and what helps, if it does
+
+    @property
+    def mean_bubble(self) -> float:
+        return fmean(self.bubble)
+
+
+def simulate_step(plan: PlanData, overlaps: bool | None = None, updates: bool | None = None) -> Simulation:
+    """Simulates a step as the plan says that it runs; where it has none, a stream.
+
+    Args:
+        overlaps: None, as it is where it runs so.
+        updates: of the weights, at the ends of its rows. A stream has them in any case; if False, they take no time.
+
+    Within a process the device that receives copies before it computes. Between processes a packet is on its way beside
+    computation; to pack and to unpack it takes both ends.
+    """
+    is_over, (costs, transfers) = plan.is_over_processes, plan.costs()
+    overlaps, shares = is_over if overlaps is None else overlaps, shares_interpreter(plan)
+    if is_stream(plan.schedule):
+        simulation = simulate_stream(
+            plan.schedule,
+            [replace(cost, update=0.0) for cost in costs] if updates is False else costs,
+            transfers,
+            micro_batches=plan.micro_batches,
+            modes=plan.modes,
+            overlaps=overlaps,
+            one_interpreter=shares,
+            recomputes_late=is_over,
+            replicas=plan.stage_turns,
+        )
+    else:
+        schedule = with_updates(plan.as_schedule()) if updates else plan.as_schedule()
+        simulation = simulate_schedule(
+            schedule, costs, transfers, overlaps=overlaps, one_interpreter=shares, recomputes_late=is_over
+        )
+    return replace(
+        simulation,
+        devices=plan.row_devices,
+        samples=None if plan.batch is None else plan.batch * plan.data_parallel,
+        cluster=plan.cluster,
+        limits=plan.memory_limits,
+    )
+
+
+def plan_figures(plan: PlanData) -> PlanFigures:
+    """Simulate the plan's schedule and add up what each stage holds."""
+    simulation = simulate_step(plan)
+    stages = tuple(
+        StageFigures(
+            portals_in=tuple(portal for portal in plan.portals if portal.target == stage.index),
+            portals_out=tuple(portal for portal in plan.portals if portal.source == stage.index),
+            memory_bytes=int(plan.memory(stage.index, b=plan.micro_batch)),
+        )
+        for stage in plan.stages
+    )
+    return PlanFigures(
+        stages,
+        slowest_to_mean(plan),
+        tuple(simulation.bubble),
+        simulation.step_seconds,
+        simulation.fits,
+        simulation.host_note,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SizeFigures:
+    """The figures of a plan at some dynamic sizes."""
+
+    sizes: Mapping[str, int]  # by name
+    step_seconds: float
+    slowest_to_mean: float
+    slowest: int  # stage
+    shares: tuple[float, ...]  # of the stages in the seconds of all, 0 to 1
+    memory_bytes: int  # of the stage that needs most
+    fullest: int  # that stage
+    over_bytes: int | None  # over its limit, in the stage that is furthest; None: no limit is known
+
+
+def size_figures(plan: PlanData) -> SizeFigures:
+    """Computes what the sizes of a plan make of its balance, its step and its memory."""
+    figures = plan_figures(plan)
+    seconds = [stage.seconds for stage in plan.stages]
+    memory = [own.memory_bytes for own in figures.stages]
+    limited = [(own, stage.memory_limit) for own, stage in zip(memory, plan.stages, strict=True)]
+    over = [own - limit for own, limit in limited if limit is not None]
+    return SizeFigures(
+        {one.name: one.size for one in plan.sizes},
+        figures.step_seconds,
+        figures.slowest_to_mean,
+        seconds.index(max(seconds)),
+        tuple(one / (sum(seconds) or 1.0) for one in seconds),
+        max(memory),
+        memory.index(max(memory)),
+        max(0, *over) if over else None,
+    )
+
+
+def slowest_to_mean(plan: PlanData) -> float:
+    """1 if all devices take the same time, n if one of n devices takes it all; replicas in turn share a stage."""
+    seconds = [0.0] * len(plan.row_devices)
+    for stage, rows in zip(plan.stages, plan.stage_rows, strict=True):
+        for device in rows:
+            seconds[device] += stage.seconds / len(rows)
+    return max(seconds) / fmean(seconds) if any(seconds) else 1.0

@@ -1,0 +1,137 @@
+"""The nodes of a stage as a few groups that say what the stage does: modules as deep as there is room to show them.
+
+A stage may have a thousand nodes, of which a picture has room for a dozen boxes. So it begins with one group, all of
+the stage, and opens the group that takes the most time, again and again, as one would by hand: a group of several
+modules into those, a module into its children and its own operations, a module without children into its nodes. What
+would be too small to see is put together with its neighbours, and not opened again.
+
+Groups keep the order in which nodes run: a module whose nodes do not run in one go is several groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+from fxpipe.inspect.style import fit_text, text_width
+from fxpipe.planning.plans.data import StagePlan
+
+RANGE_DASH = " – "  # from the first to the last
+NUMBER_LETTERS = frozenset("0123456789.…" + RANGE_DASH)
+MIN_LETTERS = 4.5  # of a name that is cut in its middle; times the size of the letters
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGroup:
+    """Some nodes of a stage that run one after the other."""
+
+    name: str  # of their module or, of several, the first and the last
+    nodes: tuple[str, ...]
+    share: float  # of the stage's seconds, 0 to 1
+    is_elided: bool = False  # put together only because they are small
+
+
+def node_groups_of(stage: StagePlan, most: int, least: float) -> tuple[NodeGroup, ...]:
+    """The stage in at most `most` groups. None but what is left over between larger ones has a share below `least`."""
+    nodes = _stage_nodes(stage)
+    if not nodes:
+        return ()
+    runs, closed = [_NodeRun(nodes)], [False]
+    while not all(closed):
+        at = max((k for k in range(len(runs)) if not closed[k]), key=lambda k: runs[k].share)
+        parts = _join_small(list(_open_run(runs[at])), least)
+        if len(parts) == 1 or len(runs) + len(parts) - 1 > most:
+            closed[at] = True
+            continue
+        runs[at : at + 1] = parts
+        closed[at : at + 1] = [len(part.nodes) == 1 or part.share < least for part in parts]
+    return tuple(run.group() for run in _join_small(runs, least))  # now also those of different modules
+
+
+def short_group_name(name: str, width: float, size: float) -> str:
+    """Shortens a name to the last parts that fit: `transformer.h.0.attn` -> `…0.attn`; or, if vague, to both ends."""
+    first, to, last = name.partition(RANGE_DASH)
+    for depth in range(max(first.count("."), last.count(".")), -1, -1):
+        short = _last_parts(first, depth) + (to + _last_parts(last, depth) if to else "")
+        if text_width(short, size) <= width:
+            if set(short) <= NUMBER_LETTERS:  # of layers, and nothing else
+                break
+            return short
+    return fit_text(name, width, size) if width >= MIN_LETTERS * size else ""
+
+
+def _last_parts(name: str, depth: int) -> str:
+    parts = name.split(".")
+    return name if depth + 1 >= len(parts) else "…" + ".".join(parts[-depth - 1 :])
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    name: str
+    path: tuple[str, ...]  # of its module
+    share: float
+
+
+@dataclass(frozen=True)  # no slots: it remembers its share
+class _NodeRun:
+    nodes: Sequence[_Node]
+    is_elided: bool = False
+    is_outside_module: bool = False  # out of its module, whose name it would bear otherwise
+
+    @cached_property
+    def share(self) -> float:
+        return sum(node.share for node in self.nodes)
+
+    @property
+    def prefix(self) -> tuple[str, ...]:
+        """The common prefix of the paths of all its nodes."""
+        first, last = min(node.path for node in self.nodes), max(node.path for node in self.nodes)
+        length = next((k for k, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), None)
+        return first if length is None else first[:length]
+
+    def group(self) -> NodeGroup:
+        return NodeGroup(self._name(), tuple(node.name for node in self.nodes), self.share, self.is_elided)
+
+    def _name(self) -> str:
+        first, last = self.nodes[0], self.nodes[-1]
+        prefix = self.prefix
+        if len(self.nodes) == 1:
+            return first.name if self.is_outside_module else ".".join(first.path) or first.name
+        if prefix and not self.is_elided:
+            return ".".join(prefix)
+        ends = [".".join(node.path) or node.name for node in (first, last)]
+        return ends[0] if ends[0] == ends[1] else RANGE_DASH.join(ends)
+
+
+def _stage_nodes(stage: StagePlan) -> list[_Node]:
+    """Lists the nodes of a stage, with even shares where the plan has none, and without modules it does not know."""
+    shares = stage.shares or (1 / max(1, len(stage.nodes)),) * len(stage.nodes)
+    modules = stage.modules or ("",) * len(stage.nodes)
+    return [
+        _Node(name, tuple(module.split(".")) if module else (), share)
+        for name, module, share in zip(stage.nodes, modules, shares, strict=True)
+    ]
+
+
+def _open_run(run: _NodeRun) -> Iterator[_NodeRun]:
+    """Yields the parts of a run, one level down."""
+    depth = len(run.prefix)
+    if all(len(node.path) == depth for node in run.nodes):
+        yield from (_NodeRun([node], is_outside_module=True) for node in run.nodes)
+        return
+    for _, nodes in groupby(run.nodes, key=lambda node: node.path[depth : depth + 1]):
+        yield _NodeRun(list(nodes))
+
+
+def _join_small(parts: list[_NodeRun], least: float) -> list[_NodeRun]:
+    """Joins small ones that stand next to each other."""
+    gathered: list[_NodeRun] = []
+    for is_small, runs in groupby(parts, key=lambda run: run.share < least):
+        group = list(runs)
+        if is_small and len(group) > 1:
+            gathered.append(_NodeRun([node for run in group for node in run.nodes], is_elided=True))
+        else:
+            gathered += group
+    return gathered

@@ -1,0 +1,257 @@
+"""A plan on other hardware than it was made for: the same stages, with the seconds, links and memory they have there.
+
+The plan knows the operations of its stages as formulas, so that what was measured on one machine is reckoned for
+another as `fxpipe.plan(..., hardware=...)` does it. The cut stays: on other hardware another one may be better.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TypeVar
+
+from fxpipe.cluster import MESHES, Cluster, Link
+from fxpipe.errors import ArgumentError
+from fxpipe.hardware import Hardware, cluster_of, device_names
+from fxpipe.planning.plans.data import (
+    HeaviestNode,
+    PlanData,
+    PlannedSize,
+    PlannedTransfer,
+    StageGrowth,
+    StagePlan,
+    StageSeconds,
+)
+from fxpipe.planning.plans.host_time import ACTION_SECONDS, LOOPBACK, reckon_host
+from fxpipe.scheduling.streams import is_stream
+from fxpipe.utils.polynomial import Polynomial, polynomial_sum
+
+PlanT = TypeVar("PlanT", bound=PlanData)
+
+# The figures of a plan for micro-batches of another size than it was made for: a plan knows them all by itself.
+#
+# Bytes follow exactly, by the plan's formulas. Seconds follow by what the plan knows of them, a part that is the same
+# for every size and a part that grows with it: by its formula where there are dynamic sizes, else with the samples.
+# Which cuts were compared is forgotten, for it was for the other size.
+
+
+def resize_plan(
+    plan: PlanT,
+    samples: int,
+    checkpoint: str | tuple[str, ...] | None = None,
+    sizes: Mapping[str, int] = MappingProxyType({}),
+) -> PlanT:
+    """The plan with the figures of micro-batches of so many samples at most, and with these checkpoint modes.
+
+    Args:
+        sizes: dynamic sizes by name; others stay as they are.
+    """
+    now = _Resizing(plan.here, {**plan.here, **sizes, "b": samples})
+    if now.before == now.after and checkpoint in (None, plan.checkpoint):
+        return plan
+    plan = plan if checkpoint is None else replace(plan, checkpoint=checkpoint)
+    return replace(
+        plan,
+        stages=tuple(_resize_stage(stage, now, plan.recomputes(stage.index)) for stage in plan.stages),
+        portals=tuple(replace(p, bytes=now.bytes(p.size, p.bytes)) for p in plan.portals),
+        micro_batch=samples,
+        bottlenecks=(),
+        sendings=tuple(_resize_transfer(way, now) for way in plan.sendings),
+        packets=None if plan.packets is None else tuple(_resize_transfer(way, now) for way in plan.packets),
+        heaviest=None if plan.heaviest is None else _resize_node(plan.heaviest, now),
+        sizes=tuple(_resize(one, now.after[one.name]) for one in plan.sizes),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Resizing:
+    """Sizes by name, the samples of a micro-batch among them, before and after."""
+
+    before: Mapping[str, int]
+    after: Mapping[str, int]
+
+    def bytes(self, formula: Polynomial, known: int) -> int:
+        """Computes bytes by the formula; in proportion where a plan (an older file, one made by hand) has none."""
+        return formula.at(self.after) if formula else math.ceil(known * self._times)
+
+    def seconds(self, known: float, fixed: float, growing: Polynomial) -> float:
+        """Computes seconds: what of them grows with the sizes or, where that is not known, with the samples."""
+        if growing:
+            return max(0.0, known + float(growing.value(self.after) - growing.value(self.before)))
+        return _scale_seconds(known, fixed, self._times)
+
+    @property
+    def _times(self) -> float:
+        return self.after["b"] / self.before["b"]
+
+
+def _resize(one: PlannedSize, size: int) -> PlannedSize:
+    return replace(one, size=size, largest=max(one.largest, size))
+
+
+def _resize_stage(stage: StagePlan, now: _Resizing, recomputes: bool) -> StagePlan:
+    fixed, growing = stage.fixed, stage.growing
+    backward = now.seconds(stage.backward_seconds, fixed.backward, growing.backward)
+    return replace(
+        stage,
+        forward_seconds=now.seconds(stage.forward_seconds, fixed.forward, growing.forward),
+        backward_seconds=backward,
+        weight_seconds=min(
+            backward, now.seconds(stage.weight_seconds, fixed.weight, growing.weight)
+        ),  # rounded, a part still
+        loss_seconds=now.seconds(stage.loss_seconds, fixed.loss, growing.loss),
+        activation_bytes=stage.bytes.kept(recomputes).at(now.after) + stage.bytes.held.at(now.after),
+        sent_bytes=now.bytes(stage.sent, stage.sent_bytes),
+    )
+
+
+def _resize_transfer(way: PlannedTransfer, now: _Resizing) -> PlannedTransfer:
+    """Resizes a transfer, with the seconds that so many bytes take on the way that the plan knew."""
+    size = now.bytes(way.size, way.bytes)
+    times = size / way.bytes if way.bytes else 1.0
+    return replace(way, bytes=size, seconds=_scale_seconds(way.seconds, way.fixed_seconds, times))
+
+
+def _resize_node(node: HeaviestNode, now: _Resizing) -> HeaviestNode:
+    return replace(node, seconds=now.seconds(node.seconds, node.fixed_seconds, node.growing))
+
+
+def _scale_seconds(seconds: float, fixed: float, times: float) -> float:
+    return fixed + (seconds - fixed) * times
+
+
+# -- Overhead of an action beside the operations of its stage --------------------------------------------------------
+#
+# Before F, R, B or W can compute, its worker waits at a fence, takes what was sent, and calls the stage's code or
+# autograd; after it, what was made is handed on and noted. That is Python on the host, as long for a small micro-batch
+# as for a large one: so it is what many small micro-batches cost, and what two stages cost that could be one.
+#
+# On a GPU it costs nothing as long as the host is ahead of the device, and what is slower to launch than to run was
+# measured or reckoned as long as it takes to launch. So it counts on the CPU only, here; what the host may be too slow
+# for is in `host_time`.
+
+
+def action_seconds(device: str) -> float:
+    """Seconds that an action takes on a device beside the operations of its stage.
+
+    >>> action_seconds("cuda:0")
+    0.0
+    """
+    return ACTION_SECONDS if device.partition(":")[0] == "cpu" else 0.0
+
+
+def retarget_plan(plan: PlanT, hardware: Hardware, cluster: Cluster | None = None) -> PlanT:
+    """The plan with the figures of this hardware. Which node is the heaviest there is not known.
+
+    Args:
+        cluster: of that hardware; None: without replicas.
+
+    Raises:
+        ArgumentError: the plan does not know its operations.
+    """
+    if not plan.operations:
+        raise ArgumentError(
+            f"hardware={hardware.name!r}: the plan does not know which operations its stages run, for the model was "
+            "profiled on values only (or the plan was made by hand); give hardware to fxpipe.plan"
+        )
+    workers = device_names(hardware, max(plan.placement) + 1)
+    devices = tuple(workers[k] for k in plan.placement)
+    return replace(
+        place_plan(plan, cluster or cluster_of(hardware, len(workers))),
+        stages=tuple(_retarget_stage(plan, stage, devices[stage.index], hardware) for stage in plan.stages),
+        devices=devices,
+        estimated_for=hardware.name,
+        contention=1.0,
+        bottlenecks=(),
+        heaviest=None,
+    )
+
+
+def transfer_over_link(way: PlannedTransfer, link: Link | None) -> PlannedTransfer:
+    """Returns the transfer with the seconds that it takes over this link; None: it is handed over."""
+    if link is None:
+        return replace(way, seconds=0.0, fixed_seconds=0.0)
+    fixed = way.values * link.latency
+    return replace(way, seconds=fixed + way.bytes / link.bytes_per_second, fixed_seconds=fixed)
+
+
+def _retarget_stage(plan: PlanData, stage: StagePlan, device: str, hardware: Hardware) -> StagePlan:
+    worker = plan.placement[stage.index]
+    here, twice = (
+        _stage_seconds(plan, stage, hardware, plan.here | {"b": times * plan.micro_batch}) for times in (1, 2)
+    )
+    return replace(
+        stage,
+        device=device,
+        forward_seconds=here.forward,
+        backward_seconds=here.backward,
+        weight_seconds=here.weight,
+        loss_seconds=here.loss,
+        memory_limit=hardware.usable_memory // plan.placement.count(worker),
+        fixed=StageSeconds(
+            *(
+                max(0.0, 2 * getattr(here, kind) - getattr(twice, kind))  # the line through both
+                for kind in ("forward", "backward", "weight", "loss")
+            )
+        ),
+        growing=_stage_growth(plan, stage, hardware) if plan.sizes else StageGrowth(),
+        action_seconds=action_seconds(device),
+        host=reckon_host(device, len(stage.nodes) + len(stage.copies), stage.work, here.forward),
+        update_seconds=hardware.update_seconds(stage.gradient_bytes, stage.state_bytes - stage.gradient_bytes),
+    )
+
+
+def _stage_growth(plan: PlanData, stage: StagePlan, hardware: Hardware) -> StageGrowth:
+    def total(counted: Iterable[tuple[int, int]]) -> Polynomial:
+        return polynomial_sum(plan.operations[k].growing(hardware, plan.here) * times for k, times in counted)
+
+    work = stage.work
+    backward = total(work.backward)
+    return StageGrowth(total(work.forward), backward, backward + total(work.to_inputs) * -1, total(work.loss))
+
+
+def _stage_seconds(plan: PlanData, stage: StagePlan, hardware: Hardware, sizes: Mapping[str, int]) -> StageSeconds:
+    def total(counted: Iterable[tuple[int, int]]) -> float:
+        return math.fsum(times * plan.operations[k].seconds(hardware, sizes) for k, times in counted)
+
+    work = stage.work
+    backward = total(work.backward)
+    weight = max(0.0, backward - total(work.to_inputs))
+    return StageSeconds(total(work.forward), backward, weight, total(work.loss))
+
+
+def place_plan(plan: PlanT, cluster: Cluster) -> PlanT:
+    """The plan with its devices, and those of its replicas, in these places."""
+    packets = plan.packets
+    return replace(
+        plan,
+        cluster=cluster,
+        sendings=tuple(_place_transfer(plan, way, cluster) for way in plan.sendings),
+        packets=None if packets is None else tuple(_place_transfer(plan, way, cluster, LOOPBACK) for way in packets),
+    )
+
+
+def replicas_in_turn(plan: PlanT, schedule: object) -> PlanT:
+    """The plan as one process runs it: replicas with a part of the mini-batch each take its micro-batches in turn.
+
+    So each has as many as before. With the schedule of a stream the part of each is a mini-batch, as these go round.
+    """
+    cluster, count = plan.cluster, plan.data_parallel
+    if cluster is None or count == 1:
+        return plan
+    in_turn = replace(cluster, data=1, mesh=MESHES[0], replicas=(count,) * cluster.pipe)
+    if is_stream(schedule):
+        return place_plan(plan, in_turn)
+    batch = None if plan.batch is None else plan.batch * count
+    return place_plan(replace(plan, chunks=plan.micro_batches * count, batch=batch), in_turn)
+
+
+def _place_transfer(
+    plan: PlanData, way: PlannedTransfer, cluster: Cluster, handed_over: Link | None = None
+) -> PlannedTransfer:
+    """Places a transfer; `handed_over` is the link where a value would be handed over within one process."""
+    one, other = plan.placement[way.source], plan.placement[way.target]
+    link = cluster.link(one, other) or handed_over
+    return transfer_over_link(replace(way, over=cluster.adapters(one, other)), link)

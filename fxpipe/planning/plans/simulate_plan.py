@@ -1,0 +1,262 @@
+"""`fxpipe.simulate`: a plan, as it is or otherwise: with another schedule, more micro-batches, on other hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from fxpipe.cluster import MESHES, parse_mesh, replica_batch
+from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.hardware import Hardware, check_device_count, cluster_of, parse_hardware
+from fxpipe.planning.plans import Plan
+from fxpipe.planning.plans.figures import simulate_step
+from fxpipe.planning.plans.retarget import place_plan, resize_plan, retarget_plan
+from fxpipe.scheduling import (
+    SCHEDULES,
+    Schedule,
+    ScheduleLike,
+    as_schedule_like,
+    is_stream,
+    make_schedule,
+    schedule_text,
+)
+from fxpipe.simulation.simulation_result import Simulation
+from fxpipe.utils.batch_split import largest_micro_batch
+from fxpipe.utils.units import parse_count, parse_number, with_article
+
+
+def simulate(
+    plan: Plan,
+    *,
+    schedule: ScheduleLike | None = None,
+    chunks: int | None = None,
+    checkpoint: str | Sequence[str] | None = None,
+    batch: int | None = None,
+    hardware: str | Hardware | None = None,
+    data_parallel: int | None = None,
+    mesh: Sequence[str] | None = None,
+    loss_seconds: float | None = None,
+    overlaps: bool | None = None,
+    processes: bool | None = None,
+    updates: bool | None = None,
+    **sizes: int,
+) -> Simulation:
+    """Simulates a step of a plan: its time, bubbles and memory by device. Nothing is run, and no model is needed.
+
+        print(fxpipe.simulate(plan))                        # a timeline, bubbles and memory of each device
+        fxpipe.simulate(plan, schedule="zero_bubble", chunks=32).step_seconds
+        fxpipe.simulate(plan, hardware="h100").fits         # does it fit into their memory, device by device
+        fxpipe.simulate(plan, s=512)                        # of a plan with a dynamic size: at another one
+        fxpipe.simulate(plan, data_parallel=4, batch=512)   # four replicas, each with a quarter of the mini-batch
+
+    The stages are the plan's in any case, and so are the devices that have them. Other micro-batches, checkpoint modes
+    or hardware than the plan was made for might be served better by other cuts: `fxpipe.plan` finds those.
+
+    Args:
+        plan: made for a model, or read from a file. What is not given below is as the plan has it.
+        schedule: a name or one of your own (see `fxpipe.scheduling`); "inference" too.
+        chunks: micro-batches of a step. There are no more than samples.
+        checkpoint: "never", "always" or "except_last", or one of these for each stage.
+        batch: samples of the mini-batch, of all replicas.
+        hardware: seconds, links and memory are those of this hardware, as for `fxpipe.plan`.
+        data_parallel, mesh: so many replicas share the mini-batch, and stand so, as for `fxpipe.plan`. One of them is
+            simulated, and the reduction of gradients over all.
+        loss_seconds: of the loss of a micro-batch, forward and back to the outputs, as `pipe.last_step.loss_seconds`
+            tells of a step that ran. By default what the plan knows: 0 where it was made without a `loss_fn`.
+        overlaps: transfers run beside computation; else the device that receives copies before it computes. By default
+            as it is when a pipe runs: over processes they do, within one they do not.
+        processes: each device has a process of its own, so that none waits for the Python of others. What stages hand
+            each other then goes in packets from stage to stage, values for later ones relayed (`Plan.packets`), and
+            stages recompute once the gradient has come. By default as it was planned: over a DeviceMesh, with replicas,
+            and where devices stand in several nodes.
+        updates: each device updates the weights of its stages when it has gone back through them, while others still
+            run, as with `fxpipe.optim.StageOptimizer(overlap=True)`: U is a part of the step. It takes what it takes to
+            move weights, gradients and the optimizer's state, where the hardware is known. Not over processes. By
+            default it comes after the step. In a stream each mini-batch is updated in any case; updates=False lets that
+            take no time.
+        sizes: dynamic sizes, by name.
+
+    With schedule="pipedream" or "pipedream_2bw" there is no step: mini-batches stream through the stages, from an empty
+    pipe to an empty one, as many as it takes to see what each costs in between. `step_seconds`, `busy`, `bubble` and
+    `sent` are those of a mini-batch in that steady state, with its update; `steady` has the rest, and `seconds` is the
+    time of the whole stream, as a timeline shows it. A step of such a pipe with a flush is that of schedule="1f1b".
+
+    Returns:
+        The simulation. `step_seconds` is the time of forward and backward of the mini-batch with all that is sent;
+        without `updates` the optimizer's update comes after it, and takes `update_seconds` where the hardware is known.
+        All micro-batches take as long as the largest one. With replicas it is also the time of the reductions that are
+        left when the last action has ended, `exposed_reduction_seconds`; `traffic` says what goes within nodes and
+        between them.
+
+    Raises:
+        ArgumentError: an argument cannot be used, or the schedule needs stages on other devices than the plan has them.
+        ArgumentTypeError: an argument is of another type.
+        ScheduleError: a schedule of your own would not run.
+    """
+    if batch is not None and isinstance(plan, Plan):
+        batch = replica_batch(parse_count("batch", batch, "a whole number of samples"), _replicas(plan, data_parallel))
+    variant = vary_plan(
+        plan,
+        schedule=schedule,
+        chunks=chunks,
+        checkpoint=checkpoint,
+        batch=batch,
+        hardware=hardware,
+        data_parallel=data_parallel,
+        mesh=mesh,
+        processes=processes,
+        sizes=sizes,
+    )
+    if loss_seconds is not None:
+        variant = _with_loss(variant, loss_seconds)
+    if updates is not None and not isinstance(updates, bool):
+        raise ArgumentTypeError(f"updates={updates!r}: expected True or False")
+    if updates and variant.turns and not is_stream(variant.schedule):
+        raise ArgumentError(
+            "updates=True with replicas that take turns: of a step the simulation does not know that an update waits "
+            "for all of them; leave updates out, `update_seconds` tells what they take after it"
+        )
+    if updates and variant.is_over_processes and not is_stream(variant.schedule):
+        raise ArgumentError(
+            "updates=True over processes: there a step is settled by all ranks when it has ended, and updates come "
+            "after it, as `update_seconds` tells; leave updates out, or give processes=False"
+        )
+    return simulate_step(variant, overlaps, updates)
+
+
+def _with_processes(plan: Plan, processes: bool) -> Plan:
+    if not isinstance(processes, bool):
+        raise ArgumentTypeError(f"processes={processes!r}: expected True or False")
+    plan = replace(plan, processes=processes)
+    if plan.is_over_processes and not processes:
+        raise ArgumentError(
+            "processes=False: devices in several nodes, and those of several replicas, are in processes of their own; "
+            "leave processes out"
+        )
+    return plan
+
+
+def _with_loss(plan: Plan, seconds: Any) -> Plan:
+    seconds = parse_number("loss_seconds", seconds, "seconds of the loss of a micro-batch")
+    *others, last = plan.stages
+    return replace(plan, stages=(*others, replace(last, loss_seconds=seconds)))
+
+
+def vary_plan(
+    plan: Plan,
+    *,
+    schedule: ScheduleLike | None = None,
+    chunks: int | None = None,
+    checkpoint: str | Sequence[str] | None = None,
+    batch: int | None = None,
+    hardware: str | Hardware | None = None,
+    data_parallel: int | None = None,
+    mesh: Sequence[str] | None = None,
+    processes: bool | None = None,
+    sizes: Mapping[str, int] = MappingProxyType({}),
+) -> Plan:
+    """The plan with what is given, and all figures as they are then; arguments as for `simulate`.
+
+    Args:
+        batch: samples of the mini-batch of one replica.
+    """
+    if not isinstance(plan, Plan):
+        raise ArgumentTypeError(
+            f"plan is {with_article(plan)}; expected a fxpipe.Plan, as fxpipe.plan(...), pipe.plan and "
+            "fxpipe.Plan.load(path) give it"
+        )
+    data = _replicas(plan, data_parallel)
+    plan = _share_of_replica(plan, data)
+    order = as_schedule_like(plan.schedule if schedule is None else schedule)
+    count = _chunks(plan, order, schedule is not None, chunks)
+    modes = plan.checkpoint if checkpoint is None else _modes(checkpoint)
+    samples = _batch(plan, batch, resizes=count != plan.chunks)
+    m = count if samples is None else min(count, samples)
+    _check_schedule(plan, order, m, modes)
+    size = plan.micro_batch if samples is None else largest_micro_batch(samples, count)
+    variant = resize_plan(plan, size, modes, plan.check_sizes(sizes))
+    variant = replace(
+        variant,
+        schedule=schedule_text(order, m, plan.placement),
+        chunks=count,
+        batch=samples if samples else plan.batch,
+    )
+    variant = _on_devices(variant, None if hardware is None else parse_hardware(hardware), data, mesh)
+    return variant if processes is None else _with_processes(variant, processes)
+
+
+def _replicas(plan: Plan, data_parallel: int | None) -> int:
+    return plan.data_parallel if data_parallel is None else parse_count("data_parallel", data_parallel)
+
+
+def _share_of_replica(plan: Plan, data: int) -> Plan:
+    """The plan for the part of its mini-batch that one of so many replicas has."""
+    if plan.batch is None or data == plan.data_parallel:
+        return plan
+    return replace(plan, batch=replica_batch(plan.batch * plan.data_parallel, data))
+
+
+def _on_devices(plan: Plan, hardware: Hardware | None, data: int, mesh: Sequence[str] | None) -> Plan:
+    """The plan with its devices, and those of so many replicas, on this hardware; None: where they are."""
+    if plan.turns:
+        if hardware is not None or mesh is not None or data != 1:
+            raise ArgumentError(
+                f"the plan's stages have {'-'.join(map(str, plan.replicas))} replicas, which were chosen for its "
+                "devices: plan again for others, fxpipe.plan(model, ..., balance='pipedream'), or with data_parallel"
+            )
+        return plan
+    order = plan.cluster.mesh if mesh is None and plan.cluster is not None else parse_mesh(mesh or MESHES[0])
+    if hardware is not None:
+        check_device_count(hardware, len(plan.workers), data)
+        return retarget_plan(plan, hardware, cluster_of(hardware, len(plan.workers), data, order))
+    if plan.cluster is None:
+        check_device_count(None, len(plan.workers), data)
+        return plan
+    cluster = replace(plan.cluster, data=data, mesh=order)
+    return plan if cluster == plan.cluster else place_plan(plan, cluster)
+
+
+def _chunks(plan: Plan, order: ScheduleLike, is_other: bool, asked: int | None) -> int:
+    """A table of one's own says how many micro-batches there are, unless it is said; PipeDream cuts nothing."""
+    if asked is None:
+        if order == "pipedream" and plan.schedule != order:
+            return 1  # as in `fxpipe.pipeline`
+        return order.micro_batches if is_other and isinstance(order, Schedule) else plan.chunks
+    return parse_count("chunks", asked, "a whole number of micro-batches")
+
+
+def _batch(plan: Plan, asked: int | None, resizes: bool) -> int | None:
+    """Samples of the mini-batch; None where they are not known, nor needed."""
+    if asked is not None:
+        return parse_count("batch", asked, "a whole number of samples")
+    if plan.batch is None and resizes:
+        return plan.micro_batch * plan.chunks
+    return plan.batch
+
+
+def _modes(checkpoint: str | Sequence[str]) -> str | tuple[str, ...]:
+    return checkpoint if isinstance(checkpoint, str) or not isinstance(checkpoint, Sequence) else tuple(checkpoint)
+
+
+def _check_schedule(plan: Plan, order: ScheduleLike, m: int, modes: str | tuple[str, ...]) -> None:
+    """Raises, with the remedy, where the schedule cannot have the plan's stages on the plan's devices."""
+    try:
+        make_schedule(order, len(plan.stages), m, modes, plan.placement)
+    except ArgumentError as error:
+        if isinstance(order, str) and SCHEDULES[order].has_fixed_placement and not _fits_placement(order, plan):
+            raise ArgumentError(
+                f"schedule={order!r} cannot run over this plan, whose {len(plan.stages)} stages are on devices "
+                f"{plan.placement}: it needs other stages on other devices; plan for it: "
+                f"fxpipe.plan(model, ..., schedule={order!r})"
+            ) from error
+        raise
+
+
+def _fits_placement(name: str, plan: Plan) -> bool:
+    try:
+        make_schedule(name, len(plan.stages), 1, placement=plan.placement)
+    except ArgumentError:
+        return False
+    return True

@@ -1,0 +1,134 @@
+"""Chooses by the tuner what was left to planning (`chunks="auto"`, `schedule="auto"`), once a model has been profiled.
+
+The choice depends on the profile alone: the same profile, the same choice. The graph was compared with the model for
+the usual micro-batches only, so before others are taken it is compared for them as well; where it is not the model
+there, or the model refuses them (batch norm, of a single value), the next best way is tried. Where no way fits into
+memory planning goes on with the usual values, and says what is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from fxpipe.planning.cost_model import planned_workers
+from fxpipe.planning.options.pipeline_options import Settings
+from fxpipe.planning.options.stage_placement import COMPARED_SCHEDULES, place_stages
+from fxpipe.planning.passes import PreparedGraph, ProfiledModel, holds_for_chunks, prepare_profiled
+from fxpipe.planning.plans import Plan
+from fxpipe.planning.tuning.candidate_plans import ModelPlans, PlanVariants, memory_limits_of, with_memory_limits
+from fxpipe.planning.tuning.candidate_search import MemoryLimits, search_candidates
+from fxpipe.planning.tuning.candidates import (
+    MAX_CHUNKS_PER_WORKER,
+    TRIED_STAGES_PER_DEVICE,
+    Candidate,
+    candidates_of_model,
+    candidates_of_plan,
+    chunks_for_batch,
+    rank_fitting,
+)
+from fxpipe.scheduling import ScheduleLike
+from fxpipe.tracing import Traced
+from fxpipe.utils.progress import progress
+
+
+def prepare_best(
+    profiled: ProfiledModel, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings
+) -> PreparedGraph:
+    """The plan with what `settings.left` names as the tuner would have it."""
+    usual = replace(settings, left=frozenset())
+    plans = ModelPlans(profiled, usual)
+    limits: MemoryLimits = [worker.memory for worker in planned_workers(usual)]
+    candidates = list(_free_candidates(profiled, settings))
+    with progress("tuning", len(candidates), "candidates") as step:
+        rows = search_candidates(candidates, plans, limits, modes=_modes_to_try(settings), step=step)
+    for row in rank_fitting(rows):
+        assert row.plan is not None
+        ready = plans.prepared(row.plan)
+        ready = replace(ready, plan=with_memory_limits(row.plan, limits))
+        are_usual = ready.settings.micro_batches(profiled.batch) == usual.micro_batches(profiled.batch)
+        if are_usual or holds_for_chunks(profiled.traced, profiled.batch, args, kwargs, row.chunks, settings):
+            return _with_usual_chunks(ready, usual, profiled.batch) if "chunks" in settings.left else ready
+    return prepare_profiled(profiled, usual)
+
+
+def _with_usual_chunks(ready: PreparedGraph, usual: Settings, batch: int) -> PreparedGraph:
+    """Sets the usual number of micro-batches where each sample is one already: larger mini-batches may use more."""
+    if ready.settings.chunks < batch or usual.chunks <= batch:
+        return ready
+    settings = replace(ready.settings, chunks=usual.chunks)
+    return replace(ready, settings=settings, plan=replace(ready.plan, chunks=usual.chunks))
+
+
+def _free_candidates(profiled: ProfiledModel, settings: Settings) -> Iterable[Candidate]:
+    left, workers = settings.left, len(settings.workers)
+    each = len(settings.placement) // workers
+    counts = _chunks_to_try(profiled.batch, settings) if "chunks" in left else (settings.chunks,)
+    return candidates_of_model(
+        COMPARED_SCHEDULES if "schedule" in left else (settings.schedule,),
+        counts,
+        TRIED_STAGES_PER_DEVICE if "stages_per_device" in left else (each,),
+    )
+
+
+def _chunks_to_try(batch: int, settings: Settings) -> tuple[int, ...]:
+    """The numbers of micro-batches to try, those that the schedule can have."""
+    workers = len(settings.workers)
+    counts = chunks_for_batch(batch, MAX_CHUNKS_PER_WORKER * len(settings.row_devices))
+    if not callable(settings.schedule):
+        return counts
+    each = len(settings.placement) // workers
+    return tuple(count for count in counts if _has_rows_for(settings.schedule, workers, each, count))
+
+
+def _has_rows_for(function: ScheduleLike, workers: int, each: int, chunks: int) -> bool:
+    """A function of the user's need not know every number of micro-batches."""
+    try:
+        place_stages(workers, each, function, chunks, None)
+    except Exception:
+        return False
+    return True
+
+
+def _modes_to_try(settings: Settings) -> tuple[str, ...] | None:
+    if settings.checkpoint == "auto":
+        return None
+    return (settings.checkpoint,) if isinstance(settings.checkpoint, str) else ("never",)  # these are in the settings
+
+
+def with_best_chunks(
+    plan: Plan, traced: Traced, batch: int, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings
+) -> Plan:
+    """The plan for other mini-batches than it was made for: its stages, in the micro-batches that now suit them best.
+
+    Stages, placement, schedule and checkpoint modes stay. As the plan was where none fits into memory, or the model
+    takes none.
+
+    Args:
+        traced: the graph that will run, to be compared with the model for micro-batches of the new sizes.
+        batch: samples of the mini-batch, which `args` and `kwargs` hold.
+    """
+    each = max(map(plan.placement.count, plan.placement))
+    ways = [Candidate(settings.schedule, count, each) for count in _chunks_to_try(batch, settings)]
+    for row in rank_fitting(
+        search_candidates(ways, PlanVariants(plan, batch), memory_limits_of(plan), modes=(settings.checkpoint,))
+    ):
+        assert row.plan is not None
+        if holds_for_chunks(traced, batch, args, kwargs, row.chunks, settings):
+            return row.plan
+    return plan
+
+
+def with_best_schedule(plan: Plan, settings: Settings) -> Settings:
+    """Sets the schedule that suits the stages of a plan best; the usual one where none fits into memory."""
+    batch = plan.batch or settings.chunks * plan.micro_batch
+    modes = None if settings.checkpoint == "auto" else (settings.checkpoint,)
+    rows = search_candidates(
+        candidates_of_plan(plan, COMPARED_SCHEDULES, (settings.chunks,)),
+        PlanVariants(plan, batch),
+        memory_limits_of(plan),
+        modes=modes,
+    )
+    best = next((row.schedule for row in rank_fitting(rows)), settings.schedule)
+    return replace(settings, schedule=best, left=frozenset())

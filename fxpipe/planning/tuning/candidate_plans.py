@@ -1,0 +1,284 @@
+"""The plans that a tuner simulates: each cut is made once, and serves every candidate that may have it.
+
+A cut depends on where stages are, on the size of micro-batches, and on whether stages recompute. On the schedule it
+depends only by what stages hold at once, so only where that does not fit into memory is it cut anew for each. Two sizes
+that lead to the same cut share its plan: of a plan all figures follow for any size (`fxpipe.planning.plans.retarget`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Protocol, TypeAlias
+
+from fxpipe.errors import ArgumentError
+from fxpipe.partitioning import block_partition
+from fxpipe.planning.choose import Cut, choose_cut
+from fxpipe.planning.cost_model import planned_workers
+from fxpipe.planning.cut_problem import is_cut_by_hand
+from fxpipe.planning.options.pipeline_options import Settings
+from fxpipe.planning.options.stage_placement import place_stages
+from fxpipe.planning.passes import PreparedGraph, ProfiledModel, prepare_cut
+from fxpipe.planning.plans import Plan
+from fxpipe.planning.plans.retarget import action_seconds
+from fxpipe.planning.plans.simulate_plan import vary_plan
+from fxpipe.planning.tuning.candidates import Candidate
+from fxpipe.scheduling import Schedule, is_stream, make_schedule, micro_batches_in_flight
+from fxpipe.simulation import StageCost, simulate_schedule, simulate_stream
+from fxpipe.tracing.shapes.tensor_shape import bytes_at
+from fxpipe.tracing.tensors import tensor_bytes
+from fxpipe.utils.batch_split import largest_micro_batch, micro_batch_sizes
+
+CheckpointMode: TypeAlias = "str | tuple[str, ...]"  # of recomputing: for all stages, or one for each
+
+
+class PlanSource(Protocol):
+    """The source of the plans of candidates."""
+
+    def plan(self, candidate: Candidate, mode: CheckpointMode) -> Plan:
+        """The plan for stages that recompute so, as if memory had no limit.
+
+        Raises:
+            FxpipeError: there is no such plan.
+        """
+
+    def has(self, candidate: Candidate) -> bool:
+        """Returns True if its plan for stages that do not recompute is there already."""
+
+    def within_limits(self, candidate: Candidate, mode: CheckpointMode) -> Plan | None:
+        """The plan that fits; "auto" leaves to planning what is recomputed. None where cuts cannot be moved.
+
+        Raises:
+            FxpipeError: there is no such plan.
+        """
+
+    def bound(self, candidate: Candidate) -> float:
+        """Seconds that no step of the candidate can undercut: all work, shared out evenly; one micro-batch on its way
+        through all stages, there and back."""
+
+    def bound_without_sending(self, candidate: Candidate) -> float:
+        """Seconds of a step with the stages that are most even, if nothing had to be sent between them, and no more
+        recomputed than what fits into the memory of all devices together asks for."""
+
+
+@dataclass
+class ModelPlans:
+    """Plans of a model that was profiled."""
+
+    profiled: ProfiledModel
+    settings: Settings  # all but what candidates are about
+    reckons_recompute: bool = False  # is what memory asks for a part of `bound_without_sending`, about
+    _cuts: dict[tuple[object, ...], PreparedGraph] = field(default_factory=dict)  # by all that the cut depends on
+    _same: dict[tuple[object, ...], PreparedGraph] = field(default_factory=dict)  # by what the cut is
+    _nodes: dict[int, list[StageCost]] = field(default_factory=dict)  # by samples
+
+    def plan(self, candidate: Candidate, mode: CheckpointMode) -> Plan:
+        graph = self._prepared(self._unlimited(candidate, mode))
+        modes = graph.plan.checkpoint if isinstance(self.settings.checkpoint, tuple) else mode
+        return _variant(graph.plan, candidate, self.profiled.batch, modes)
+
+    def has(self, candidate: Candidate) -> bool:
+        try:
+            return self._key(self._unlimited(candidate, "never")) in self._cuts
+        except ArgumentError:
+            return False
+
+    def within_limits(self, candidate: Candidate, mode: CheckpointMode) -> Plan | None:
+        settings = self._settings(candidate)
+        if isinstance(settings.checkpoint, str):
+            settings = replace(settings, checkpoint=mode)
+        graph = self._prepared(settings)
+        modes = graph.plan.checkpoint if mode == "auto" or isinstance(self.settings.checkpoint, tuple) else mode
+        return _variant(graph.plan, candidate, self.profiled.batch, modes)
+
+    def bound(self, candidate: Candidate) -> float:
+        if self.settings.replicas:
+            return 0.0  # that have a part of the micro-batches each
+        m = min(candidate.chunks, self.profiled.batch)
+        nodes = self._fastest(largest_micro_batch(self.profiled.batch, m))
+        total = math.fsum(cost.forward + cost.backward for cost in nodes)
+        even = m * total / len(self.settings.workers)
+        if is_stream(candidate.schedule):  # no mini-batch waits for another one to have gone through all stages
+            return even * (1 - 1e-9)
+        return max(even, total - math.fsum(cost.weight or 0.0 for cost in nodes)) * (1 - 1e-9)  # sums are rounded
+
+    def bound_without_sending(self, candidate: Candidate) -> float:
+        if self.settings.replicas:
+            return 0.0
+        m = min(candidate.chunks, self.profiled.batch)
+        placement = self._placement(candidate)
+        nodes = self._fastest(largest_micro_batch(self.profiled.batch, m))
+        lengths = block_partition([cost.forward + cost.backward for cost in nodes], len(placement))
+        ends = accumulate(lengths)
+        starting = min(map(action_seconds, self.settings.figure_devices))
+        stages = [
+            _stage_of_nodes(nodes[end - length : end], starting) for end, length in zip(ends, lengths, strict=True)
+        ]
+        stages = [
+            _with_reduction(stage, self.settings, k, self._gradient_bytes // len(placement))
+            for stage, k in zip(stages, placement, strict=True)
+        ]
+        schedule = make_schedule(candidate.schedule, len(placement), m, placement=placement)
+        again = self._recomputed_share(schedule, largest_micro_batch(self.profiled.batch, m))
+        stages = [replace(stage, backward=stage.backward + again * stage.forward) for stage in stages]
+        if is_stream(candidate.schedule):
+            return simulate_stream(schedule.name, stages, micro_batches=m).step_seconds
+        return simulate_schedule(schedule, stages).step_seconds
+
+    def _recomputed_share(self, schedule: Schedule, samples: int) -> float:
+        """Reckons the share of all stages that has to recompute, where what is kept is as even as their seconds."""
+        if not self.reckons_recompute or self.settings.checkpoint == "never":
+            return 0.0
+        limits = [worker.memory for worker in planned_workers(self.settings)]
+        traced, profile = self.profiled.traced, self.profiled.profiles[0]
+        saved = sum(bytes_at(one.bytes, traced.batch, samples, profile.lengths) for one in profile.saved)
+        flights = micro_batches_in_flight(schedule)
+        kept = saved * sum(flights) / len(flights)
+        if None in limits or not kept:
+            return 0.0
+        spare = sum(limit or 0.0 for limit in limits) - self._parameter_bytes
+        spare -= self._gradient_bytes * (1 + self.settings.optimizer_state)
+        return min(1.0, max(0.0, 1 - spare / kept))
+
+    @functools.cached_property
+    def _parameter_bytes(self) -> int:
+        return sum(tensor_bytes(one) for one in self.profiled.traced.model.parameters())
+
+    @functools.cached_property
+    def _gradient_bytes(self) -> int:
+        return sum(tensor_bytes(one) for one in self.profiled.traced.model.parameters() if one.requires_grad)
+
+    def prepared(self, plan: Plan) -> PreparedGraph:
+        """Returns the prepared graph that runs a plan that came from here."""
+        nodes = [stage.nodes for stage in plan.stages]
+        graph = next(
+            one
+            for one in self._same.values()
+            if one.plan.placement == plan.placement and [stage.nodes for stage in one.plan.stages] == nodes
+        )
+        schedule = next((c for c in (self.settings.schedule,) if not isinstance(c, str)), plan.schedule)
+        settings = replace(graph.settings, schedule=schedule, chunks=plan.chunks, checkpoint=plan.checkpoint)
+        return replace(graph, plan=plan, settings=settings)
+
+    def _settings(self, candidate: Candidate) -> Settings:
+        settings = self.settings
+        sizes = micro_batch_sizes(self.profiled.batch, candidate.chunks)
+        for size in sizes:
+            if not self.profiled.traced.holds_at(size):
+                raise ArgumentError(f"micro-batches of {size} run another graph")
+        placement = self._placement(candidate)
+        return replace(settings, schedule=candidate.schedule, chunks=candidate.chunks, placement=placement)
+
+    def _placement(self, candidate: Candidate) -> tuple[int, ...]:
+        workers, each, nodes = len(self.settings.workers), candidate.stages_per_device, len(self.profiled.traced.nodes)
+        if workers * each > nodes:
+            raise ArgumentError(f"{workers * each} stages need as many nodes, and the graph has {nodes}")
+        return place_stages(workers, each, candidate.schedule, candidate.chunks, None)
+
+    def _unlimited(self, candidate: Candidate, mode: CheckpointMode) -> Settings:
+        settings = self._settings(candidate)
+        if isinstance(settings.checkpoint, str):
+            # All but the last micro-batch are recomputed: stages are balanced for these.
+            settings = replace(settings, checkpoint="never" if mode == "never" else "always")
+        return replace(settings, memory_limits=(None,) * len(settings.workers))
+
+    def _key(self, settings: Settings) -> tuple[object, ...]:
+        """Returns all that a cut depends on: the schedule too where memory is limited, or where there are pins."""
+        is_limited = any(limit is not None for limit in settings.memory_limits or (1,))
+        of_schedule = settings.schedule if is_limited or settings.pins else None
+        samples = settings.largest_micro_batch(self.profiled.batch)
+        return settings.placement, samples, settings.checkpoint, of_schedule, is_limited
+
+    def _prepared(self, settings: Settings) -> PreparedGraph:
+        profiled, key = self.profiled, self._key(settings)
+        if key not in self._cuts:
+            orders = profiled.orders[:1] if is_cut_by_hand(profiled.traced, settings) else profiled.orders
+            cut = choose_cut(orders, profiled.profiles_for(settings), profiled.batch, settings, explains=False)
+            self._cuts[key] = self._of_cut(cut, settings)
+        return self._cuts[key]
+
+    def _of_cut(self, cut: Cut, settings: Settings) -> PreparedGraph:
+        key = (id(cut.traced), cut.starts, cut.settings.placement, cut.recompute)
+        if key not in self._same:
+            self._same[key] = prepare_cut(cut, self.profiled.fingerprint, self.profiled.batch, settings)
+        return self._same[key]
+
+    def _fastest(self, samples: int) -> list[StageCost]:
+        """Returns the costs of nodes for micro-batches of so many samples, each on the device fastest for it."""
+        if samples not in self._nodes:
+            rows = zip(*(profile.nodes for profile in self.profiled.profiles_for(self.settings)), strict=True)
+            fastest = (min(row, key=lambda cost: (cost.forward + cost.backward).at(samples)) for row in rows)
+            self._nodes[samples] = [
+                StageCost(cost.forward.at(samples), cost.backward.at(samples), weight=cost.weight.at(samples))
+                for cost in fastest
+            ]
+        return self._nodes[samples]
+
+
+def _with_reduction(stage: StageCost, settings: Settings, worker: int, gradient_bytes: int) -> StageCost:
+    """A stage whose gradients take so many bytes, which are reduced over the replicas."""
+    if settings.cluster is None:
+        return stage
+    seconds, buckets = settings.cluster.reduction(worker, gradient_bytes)
+    return replace(stage, reduction=seconds, reduction_buckets=buckets)
+
+
+def _stage_of_nodes(nodes: Sequence[StageCost], starting: float) -> StageCost:
+    """A stage of these nodes."""
+    backward = math.fsum(cost.backward for cost in nodes)
+    weight = min(backward, math.fsum(cost.weight or 0.0 for cost in nodes))  # sums are rounded
+    return StageCost(math.fsum(cost.forward for cost in nodes), backward, weight=weight, action=starting)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanVariants:
+    """Variants of a plan whose stages stay where they are."""
+
+    base: Plan
+    batch: int
+
+    def plan(self, candidate: Candidate, mode: CheckpointMode) -> Plan:
+        return _variant(self.base, candidate, self.batch, mode)
+
+    def has(self, candidate: Candidate) -> bool:
+        return True
+
+    def within_limits(self, candidate: Candidate, mode: CheckpointMode) -> Plan | None:
+        return None
+
+    def bound(self, candidate: Candidate) -> float:
+        return 0.0  # it costs no more to simulate it
+
+    def bound_without_sending(self, candidate: Candidate) -> float:
+        return 0.0
+
+
+def _variant(plan: Plan, candidate: Candidate, batch: int, modes: CheckpointMode) -> Plan:
+    """The same stages with the schedule of a candidate, its micro-batches, and these checkpoint modes."""
+    return vary_plan(plan, schedule=candidate.schedule, chunks=candidate.chunks, checkpoint=modes, batch=batch)
+
+
+def with_memory_limits(plan: Plan, limits: Sequence[float | None]) -> Plan:
+    """The plan with what each stage may take of the memory of its device; several share it by what they need."""
+    shared = len({*plan.placement}) < len(plan.placement)
+    needs = [float(plan.memory(stage.index, plan.micro_batch)) if shared else 1.0 for stage in plan.stages]
+    stages = []
+    for stage, need, k in zip(plan.stages, needs, plan.placement, strict=True):
+        whole = limits[k]
+        together = math.fsum(other for other, place in zip(needs, plan.placement, strict=True) if place == k)
+        share = 1.0 if plan.placement.count(k) == 1 or not together else need / together
+        stages.append(replace(stage, memory_limit=None if whole is None else int(whole * share)))
+    return replace(plan, stages=tuple(stages))
+
+
+def memory_limits_of(plan: Plan) -> list[float | None]:
+    """Returns the memory that the stages of each worker may take."""
+    sums: list[float | None] = []
+    for k in range(len(plan.workers)):
+        limits = [stage.memory_limit for stage, place in zip(plan.stages, plan.placement, strict=True) if place == k]
+        known = [limit for limit in limits if limit is not None]
+        sums.append(math.fsum(known) if len(known) == len(limits) else None)
+    return sums

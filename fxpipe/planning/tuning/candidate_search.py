@@ -1,0 +1,195 @@
+"""The search: every candidate, the most promising first, until none that is left can be faster.
+
+A candidate is simulated on the cut for its placement and its size of micro-batches, with nothing recomputed. If that
+does not fit into memory it is tried with what planning makes of the limit: cuts that move, stages of which some
+recompute. Only where all have to, or nothing fits, everything is recomputed, and all but the last micro-batch.
+
+To cut a graph takes a hundred times as long as to simulate a schedule. So before it is cut, a candidate is asked what
+it can come to at best: no less than all work shared out evenly, and hardly less than its schedule takes with stages
+that are as even as the nodes allow and send nothing. (Hardly: stages of a certain unevenness may suit a schedule.)
+Those for which that is more than the best steps so far are left out, unless another candidate has the same cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from fxpipe.errors import ArgumentError, PartitionError, ScheduleError
+from fxpipe.planning.plans import Plan
+from fxpipe.planning.plans.retarget import resize_plan
+from fxpipe.planning.plans.simulate_plan import simulate
+from fxpipe.planning.tuning.candidate_plans import CheckpointMode, PlanSource
+from fxpipe.planning.tuning.candidates import SAME_STEP_TOLERANCE, Candidate, CandidateResult
+from fxpipe.scheduling import ScheduleLike
+from fxpipe.utils.progress import ignore_progress
+from fxpipe.utils.units import human_bytes
+
+# times the best step without sending: what cannot undercut that is not simulated to see what it can
+PROMISING_FACTOR = 1.5
+EVEN_STAGES_SHARE = 0.98  # of the step without sending: unevenness saves no more
+NO_SHORTER = "no step of it can be as short as those of the best"
+MemoryLimits = Sequence[float | None]  # bytes by worker, of the longest pipeline that is tried; None: no limit
+
+
+def search_candidates(
+    candidates: Iterable[Candidate],
+    plans: PlanSource,
+    limits: MemoryLimits,
+    *,
+    modes: Sequence[CheckpointMode] | None = None,
+    others: Mapping[str, Any] | None = None,
+    wanted: int = 1,
+    least_gain: float = 0.0,
+    step: Callable[[], object] = ignore_progress,
+) -> tuple[CandidateResult, ...]:
+    """A row for each candidate and mode that was looked at.
+
+    Args:
+        modes: of recomputing; None: as much as memory asks for.
+        wanted: how many of the best are to be found for certain.
+        least_gain: the share of a step by which a candidate must be able to be shorter to be cut.
+        step: called after each candidate.
+    """
+    rows: list[CandidateResult] = []
+    hoped = math.inf
+    steps: list[float] = []  # of the best that fit, as many as are wanted
+    waiting: list[tuple[float, int, Candidate]] = []
+    bounds = [(plans.bound(candidate), number, candidate) for number, candidate in enumerate(candidates)]
+    for bound, number, candidate in sorted(bounds, key=lambda one: one[:2]):
+        if bound > PROMISING_FACTOR * hoped:
+            waiting.append((bound, number, candidate))
+            continue
+        with contextlib.suppress(ArgumentError, PartitionError, ScheduleError):  # it will be said when it is cut
+            bound = max(bound, EVEN_STAGES_SHARE * plans.bound_without_sending(candidate))
+        hoped = min(hoped, bound)
+        waiting.append((bound, number, candidate))
+    for bound, _, candidate in sorted(waiting, key=lambda one: one[:2]):
+        best = steps[-1] if len(steps) == wanted else math.inf
+        if bound > (1 + SAME_STEP_TOLERANCE - least_gain) * best and not plans.has(candidate):
+            rows.append(_skipped_candidate(candidate, NO_SHORTER, bound))
+        else:
+            results = list(_try_candidate(candidate, plans, limits, modes, others or {}, best))
+            rows += results
+            steps = sorted([*steps, *(row.step_seconds for row in results if row.fits)])[:wanted]
+        step()
+    return tuple(rows)
+
+
+def _try_candidate(
+    candidate: Candidate,
+    plans: PlanSource,
+    limits: MemoryLimits,
+    modes: Sequence[CheckpointMode] | None,
+    others: Mapping[str, Any],
+    best: float,
+) -> Iterator[CandidateResult]:
+    try:
+        if modes is not None:
+            for mode in modes:
+                row = _simulate_candidate(candidate, plans.plan(candidate, mode), limits, others)
+                yield row
+                if not row.fits:
+                    yield from _try_within_limits(candidate, plans, limits, mode, others)
+            return
+        row = _simulate_candidate(candidate, plans.plan(candidate, "never"), limits, others)
+        yield row
+        if row.fits or row.step_seconds > (1 + SAME_STEP_TOLERANCE) * best:
+            return  # recomputing takes time, and so does what a limit asks for
+        results = list(_try_within_limits(candidate, plans, limits, "auto", others))
+        yield from results
+        if any(row.fits and row.checkpoint != "always" for row in results):
+            return  # no stage recomputes without need
+        for mode in ("except_last", "always"):
+            yield _simulate_candidate(candidate, plans.plan(candidate, mode), limits, others)
+    except (ArgumentError, PartitionError, ScheduleError) as error:
+        yield _skipped_candidate(candidate, str(error).partition("\n")[0])
+
+
+def _try_within_limits(
+    candidate: Candidate, plans: PlanSource, limits: MemoryLimits, mode: CheckpointMode, others: Mapping[str, Any]
+) -> Iterator[CandidateResult]:
+    with contextlib.suppress(ArgumentError, PartitionError, ScheduleError):  # what it lacks, the rows before say
+        plan = plans.within_limits(candidate, mode)
+        if plan is not None:
+            yield _simulate_candidate(candidate, plan, limits, others)
+
+
+def _simulate_candidate(
+    candidate: Candidate, plan: Plan, limits: MemoryLimits, others: Mapping[str, Any]
+) -> CandidateResult:
+    simulation = simulate(plan, updates=False)  # of no schedule: a step has its update behind it
+    largest = resize_plan(plan, plan.micro_batch, sizes=plan.largest_sizes)  # of this memory limits are asked
+    memory = tuple(held.peak for held in (simulation if largest is plan else simulate(largest)).memory)
+    turns = plan.turns or (1,) * len(memory)
+    own = [limit for limit, count in zip(limits, turns, strict=False) for _ in range(count)]  # of a replica
+    lacks = max(
+        (peak - limit for peak, limit in zip(memory, own, strict=True) if limit is not None), default=-float("inf")
+    )
+    return CandidateResult(
+        plan.schedule,
+        candidate.chunks,
+        candidate.stages_per_device,
+        plan.checkpoint,
+        plan,
+        simulation.step_seconds,
+        memory,
+        max(0.0, lacks),
+        others=others,
+        data_parallel=candidate.data_parallel,
+        mesh=candidate.mesh,
+    )
+
+
+def _skipped_candidate(candidate: Candidate, why: str, seconds: float = 0.0) -> CandidateResult:
+    return CandidateResult(
+        _schedule_label(candidate.schedule),
+        candidate.chunks,
+        candidate.stages_per_device,
+        why=why,
+        step_seconds=seconds,
+        data_parallel=candidate.data_parallel,
+        mesh=candidate.mesh,
+    )
+
+
+def _schedule_label(schedule: ScheduleLike) -> str:
+    return schedule if isinstance(schedule, str) else getattr(schedule, "__name__", None) or str(schedule)
+
+
+# -- The message where no candidate fits into memory: the least that would do ----------------------------------------
+
+
+def shortage_message(rows: Sequence[CandidateResult], limits: MemoryLimits) -> str:
+    """The candidate that lacks least, and what it would fit into."""
+    tried = [row for row in rows if row.plan is not None]
+    nearest = min(tried, key=lambda row: (row.lacks, row.step_seconds))
+    limits = limits[: len(nearest.memory)]
+    over = [
+        f"device {k} {human_bytes(peak)} of {human_bytes(limit)}"
+        for k, (peak, limit) in enumerate(zip(nearest.memory, limits, strict=True))
+        if limit is not None and peak > limit
+    ]
+    return (
+        f"none of the {len(tried)} ways to train that were tried fits into memory. The one that lacks least is "
+        f"{nearest}, which needs on {', '.join(over)}: memory_limit={_sufficient_limit(nearest, limits)} would do, "
+        "or more devices, smaller mini-batches (batch_size), an optimizer that keeps less (optimizer_state)"
+    )
+
+
+def _sufficient_limit(row: CandidateResult, limits: MemoryLimits) -> str:
+    """A limit for all devices alike, or one for each, as they were given."""
+    needed = [None if limit is None else max(limit, peak) for peak, limit in zip(row.memory, limits, strict=True)]
+    if len({*limits}) == 1:
+        return _rounded_up_bytes(max(row.memory))
+    return "[" + ", ".join("None" if need is None else _rounded_up_bytes(need) for need in needed) + "]"
+
+
+def _rounded_up_bytes(need: float) -> str:
+    """Formats bytes, rounded up, so that it does fit."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if need >= size:
+            return f"'{-(-int(need * 100) // size) / 100 + 0.01:.2f}{unit}'"
+    return f"{int(need) + 1}"

@@ -1,0 +1,166 @@
+"""Runs the best few candidates for real.
+
+All of them train the one model, in turns: a round is a step of each, so that what disturbs the machine disturbs them
+alike, and the median over the rounds counts. Their graphs are those that were profiled; nothing is traced again. Where
+stages are on GPUs, the parameters move to those of a candidate before its turn, which is not timed. Afterwards the
+model is what it was: its parameters, gradients, buffers and devices, and the random numbers to come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe._torch import torch_pytree as pytree
+from fxpipe._torch.tensor_data import replace_data
+from fxpipe.pipe.pipeline_module import Pipeline
+from fxpipe.planning.plans import Plan
+from fxpipe.planning.tuning.candidate_plans import ModelPlans
+from fxpipe.planning.tuning.candidates import CandidateResult
+from fxpipe.tracing.model_state import preserve_rng, preserve_state, slots_of, without_gradients
+from fxpipe.tracing.verify.equivalence import take_samples
+from fxpipe.utils import accelerator
+from fxpipe.utils.progress import progress
+from fxpipe.utils.pytree import flatten, map_tensor_leaves
+
+MEASURED_CANDIDATES = 4
+MEASURING_ROUNDS = 5  # beside a first one, to warm up: fewer than the steps after which a loss is verified again
+
+
+@dataclass(frozen=True, slots=True)
+class LossArguments:
+    """The arguments of `forward_backward` beside the inputs."""
+
+    loss_fn: Callable[..., Any] | None
+    target: Any
+    reduction: str
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The loss module, if there is one: it may have parameters, which get gradients, and buffers, which change."""
+        return (self.loss_fn,) if isinstance(self.loss_fn, nn.Module) else ()
+
+    def arguments(self, batch: int) -> dict[str, Any]:
+        """Returns the arguments for mini-batches of so many samples."""
+        if self.loss_fn is None and self.target is None:
+            return {"loss_fn": default_loss}
+        return {"loss_fn": self.loss_fn, "target": _target_of_size(self.target, batch), "reduction": self.reduction}
+
+
+def default_loss(output: Any) -> torch.Tensor:
+    """A loss for whom none was given: the output if it is a scalar, else the mean of the squares of all there is."""
+    leaves = [leaf for leaf in flatten(output)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if len(leaves) == 1 and leaves[0].dim() == 0:
+        return leaves[0]
+    means = [leaf.abs().float().square().mean() for leaf in leaves]
+    return torch.stack([mean.to(means[-1].device) for mean in means]).sum()
+
+
+def measure_steps(
+    rows: Sequence[CandidateResult],
+    contestants: Sequence[CandidateResult],
+    plans: ModelPlans,
+    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    loss: LossArguments,
+) -> tuple[CandidateResult, ...]:
+    """The rows, those of the contestants with the median seconds of their steps."""
+    profiled = plans.profiled
+    args, kwargs = _inputs_of_size(plans, inputs)
+    arguments = loss.arguments(profiled.batch)
+    seconds: dict[int, list[float]] = {k: [] for k in range(len(contestants))}
+    model = profiled.traced.model
+    with (
+        _restore_all((model, *loss.modules), (inputs, loss.target)),
+        contextlib.ExitStack() as stack,
+        progress("measuring", MEASURING_ROUNDS + 1, "rounds") as step,
+    ):
+        turns = [_step_timer(model, row.plan, plans, stack) for row in contestants if row.plan is not None]
+        for _ in range(MEASURING_ROUNDS + 1):
+            for k, turn in enumerate(turns):
+                seconds[k].append(turn(args, kwargs, arguments))
+            step()
+    medians = {id(row): statistics.median(seconds[k][1:]) for k, row in enumerate(contestants)}
+    return tuple(replace(row, measured_seconds=medians.get(id(row))) for row in rows)
+
+
+def _step_timer(
+    model: nn.Module, plan: Plan, plans: ModelPlans, stack: contextlib.ExitStack
+) -> Callable[[Any, Any, dict[str, Any]], float]:
+    prepared = plans.prepared(plan)
+    pipe = stack.enter_context(Pipeline(model, prepared.settings))
+    pipe._fxpipe.add_prepared(prepared)
+    devices = [torch.device(name) for name in plan.workers]
+
+    def run(args: Any, kwargs: Any, arguments: dict[str, Any]) -> float:
+        pipe._fxpipe.settle()
+        model.zero_grad(set_to_none=True)
+        accelerator.synchronize(*devices)
+        begin = time.perf_counter()
+        pipe.forward_backward(*args, **arguments, **kwargs)
+        accelerator.synchronize(*devices)
+        return time.perf_counter() - begin
+
+    return run
+
+
+@contextlib.contextmanager
+def _restore_all(modules: Sequence[nn.Module], inputs: Any) -> Iterator[None]:
+    """A block after which modules, gradients of what was given, and random numbers are as before."""
+    leaves = [leaf for leaf in flatten(inputs)[0] if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
+    gradients = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None  # else it would be added to
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(preserve_rng())
+            for module in modules:
+                stack.enter_context(without_gradients(module))
+                stack.enter_context(preserve_state(module))
+                stack.enter_context(_restore_devices(module))
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            yield
+    finally:
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            leaf.grad = gradient
+
+
+@contextlib.contextmanager
+def _restore_devices(module: nn.Module) -> Iterator[None]:
+    """A block after which the tensors of a module are on the devices where they were."""
+    before = [(tensor, tensor.data) for tensor in slots_of(module).values() if not tensor.is_inference()]
+    try:
+        yield
+    finally:
+        for tensor, data in before:
+            replace_data(tensor, data)
+
+
+def _inputs_of_size(
+    plans: ModelPlans, inputs: tuple[tuple[Any, ...], dict[str, Any]]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The example inputs as a mini-batch of the profiled size; what is missing is repeated."""
+    traced, batch = plans.profiled.traced, plans.profiled.batch
+    leaves, spec = flatten(inputs)
+    if traced.batch_of(leaves) == batch:
+        return inputs
+    args, kwargs = pytree.tree_unflatten(take_samples(traced, leaves, 0, batch), spec)
+    return args, kwargs
+
+
+def _target_of_size(target: Any, batch: int) -> Any:
+    """Resizes a target to so many samples in dimension 0."""
+
+    def part(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape[0] == batch:
+            return tensor
+        return tensor[torch.arange(batch, device=tensor.device) % tensor.shape[0]]
+
+    return map_tensor_leaves(part, target)

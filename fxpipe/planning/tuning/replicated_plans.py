@@ -1,0 +1,165 @@
+"""Numbers and orders of replicas to try, and the plans of each: pipeline x data on the devices of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fxpipe.cluster import MESHES, parse_mesh
+from fxpipe.errors import ArgumentError, MemoryLimitError
+from fxpipe.hardware import planned_devices
+from fxpipe.planning.cost_model import planned_workers
+from fxpipe.planning.options.parse import parse_devices, parse_hardware_option
+from fxpipe.planning.options.pipeline_options import PipelineOptions, Settings, make_settings
+from fxpipe.planning.passes import ProfiledModel, batch_of_replica
+from fxpipe.planning.plans import Plan
+from fxpipe.planning.tuning.candidate_plans import CheckpointMode, ModelPlans
+from fxpipe.planning.tuning.candidates import Candidate
+from fxpipe.tracing.tensors import tensor_bytes
+from fxpipe.utils.units import count_text, human_bytes, parse_count
+
+# Evenness that no cut of a large model comes by: what could be shorter by less, with perfect stages, is not cut.
+LEAST_GAIN_OF_REPLICATION = 0.1
+FORWARDS_OF_REPLICA = 2**12  # that are simulated where there are other numbers of replicas: a tenth of a second
+
+
+@dataclass(frozen=True, slots=True)
+class Replication:
+    """A way to share devices and mini-batch among replicas."""
+
+    data: int  # replicas
+    mesh: tuple[str, str]
+    pipe: int  # devices of one
+    batch: int  # samples of one
+
+
+@dataclass(slots=True)
+class ReplicatedPlans:
+    """Plans of a model, for several numbers and orders of replicas."""
+
+    plans: dict[tuple[int, tuple[str, str]], ModelPlans]  # by the number of replicas and their mesh
+
+    def plan(self, candidate: Candidate, mode: CheckpointMode) -> Plan:
+        return self._of(candidate).plan(candidate, mode)
+
+    def has(self, candidate: Candidate) -> bool:
+        return self._of(candidate).has(candidate)
+
+    def within_limits(self, candidate: Candidate, mode: CheckpointMode) -> Plan | None:
+        return self._of(candidate).within_limits(candidate, mode)
+
+    def bound(self, candidate: Candidate) -> float:
+        return self._of(candidate).bound(candidate)
+
+    def bound_without_sending(self, candidate: Candidate) -> float:
+        return self._of(candidate).bound_without_sending(candidate)
+
+    def _of(self, candidate: Candidate) -> ModelPlans:
+        return self.plans[candidate.data_parallel, candidate.mesh]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaOptions:
+    """The numbers and orders of replicas to try, and the options of the pipeline of one."""
+
+    options: PipelineOptions
+    counts: tuple[int, ...]  # ascending: from long pipelines to short ones
+    mesh: tuple[str, str] | None  # None: both
+    is_auto: bool
+
+    @classmethod
+    def of(
+        cls,
+        options: PipelineOptions,
+        devices: int | Sequence[str | torch.device] | None,
+        data_parallel: Any,
+        mesh: Any,
+    ) -> ReplicaOptions:
+        """Reads them from the arguments of `tune`; `options` and `devices` are those of all replicas."""
+        hardware = parse_hardware_option(options.hardware)
+        if devices is None or isinstance(devices, int):
+            count = None if devices is None else parse_count("devices", devices)
+            devices = planned_devices(count, hardware)
+        options = replace(options, devices=devices)
+        is_auto = isinstance(data_parallel, str) and data_parallel == "auto"
+        if not is_auto:
+            counts: tuple[int, ...] = (
+                parse_count("data_parallel", data_parallel, "'auto' or a whole number of replicas"),
+            )
+        elif hardware is None:
+            raise ArgumentError(
+                "data_parallel='auto' without hardware: the links between replicas are not known; give hardware, as in "
+                "hardware='h100'"
+            )
+        else:
+            workers = len(parse_devices(options.devices, anywhere=True))
+            counts = tuple(count for count in range(1, workers + 1) if workers % count == 0)
+        return cls(options, counts, None if mesh is None else parse_mesh(mesh), is_auto)
+
+    def settings_for(self, data: int, mesh: tuple[str, str] = MESHES[0]) -> Settings:
+        """The settings of one of so many replicas, with as many micro-batches as planning would take."""
+        options = replace(self.options, data_parallel=data, mesh=mesh)
+        return make_settings(options, anywhere=options.hardware is not None)
+
+    def plans_of(
+        self, profiled: ProfiledModel, memory_at_hand: Mapping[torch.device, int | None]
+    ) -> tuple[list[Replication], ReplicatedPlans]:
+        """Lists the ways to try, and where their plans come from.
+
+        Raises:
+            ArgumentError: no number of replicas goes with the mini-batch; a `MemoryLimitError` where none has memory
+                enough for the model's parameters and what belongs to them.
+        """
+        replications, plans, lacking = list[Replication](), dict[tuple[int, tuple[str, str]], ModelPlans](), list[str]()
+        for data in self.counts:
+            if self.is_auto and (profiled.batch % data or not profiled.traced.holds_at(profiled.batch // data)):
+                continue
+            batch = batch_of_replica(profiled.traced, profiled.batch, data)
+            for mesh in self._meshes(data):
+                options = replace(self.options, chunks=1)  # each candidate has its own
+                settings = replace(self, options=options).settings_for(data, mesh)
+                settings = replace(settings, left=frozenset(), memory_at_hand=memory_at_hand)
+                lack = _lasting_shortage(profiled, settings) if self.is_auto else ""
+                if lack:
+                    lacking.append(lack)
+                    continue
+                replications.append(Replication(data, mesh, len(settings.workers), batch))
+                plans[data, mesh] = ModelPlans(replace(profiled, batch=batch), settings, self.is_auto)
+        if not plans and lacking:
+            raise MemoryLimitError(f"no number of replicas fits into memory: {lacking[0]}")
+        if not plans:
+            raise ArgumentError(
+                f"data_parallel='auto': a mini-batch of {profiled.batch} samples does not divide over any of "
+                f"{', '.join(map(str, self.counts))} replicas"
+            )
+        return replications, ReplicatedPlans(plans)
+
+    def _meshes(self, data: int) -> tuple[tuple[str, str], ...]:
+        """Returns the orders that differ."""
+        if self.mesh is not None:
+            return (self.mesh,)
+        hardware, devices = parse_hardware_option(self.options.hardware), self.options.devices
+        if hardware is None or devices is None or isinstance(devices, int) or data in (1, len(devices)):
+            return MESHES[:1]
+        return MESHES if len(devices) > hardware.devices_per_node else MESHES[:1]
+
+
+def _lasting_shortage(profiled: ProfiledModel, settings: Settings) -> str:
+    """Says by how much the devices of a replica are too small for what is there all the time; empty if they are not."""
+    limits = [worker.memory for worker in planned_workers(settings)]
+    if None in limits:
+        return ""
+    lasting = sum(
+        tensor_bytes(parameter) * (2 + settings.optimizer_state if parameter.requires_grad else 1)
+        for parameter in profiled.traced.model.parameters()
+    )
+    together = sum(limit for limit in limits if limit is not None)
+    if lasting <= together:
+        return ""
+    return (
+        f"parameters, gradients and optimizer state take {human_bytes(lasting)}, and the "
+        f"{count_text(len(limits), 'device')} of a replica have {human_bytes(together)}"
+    )

@@ -1,0 +1,360 @@
+"""`fxpipe.tune`: its arguments, and the search for a model or for a plan."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fxpipe.cluster import MESHES, replica_batch
+from fxpipe.errors import ArgumentError, ArgumentTypeError, MemoryLimitError
+from fxpipe.hardware import Hardware
+from fxpipe.planning.cost_model import planned_workers, with_memory_at_hand
+from fxpipe.planning.options.parse import BALANCES, Devices, parse_choices, parse_memory_limit, parse_switch
+from fxpipe.planning.options.pipeline_options import (
+    OPTION_DEFAULTS,
+    TRACING_OPTIONS,
+    PipelineOptions,
+    Settings,
+    is_default,
+)
+from fxpipe.planning.options.stage_placement import COMPARED_SCHEDULES, TRAINING_SCHEDULES
+from fxpipe.planning.passes import ProfiledModel, holds_for_chunks, trace_and_profile
+from fxpipe.planning.plans import Plan
+from fxpipe.planning.tuning.candidate_plans import PlanVariants, memory_limits_of, with_memory_limits
+from fxpipe.planning.tuning.candidate_search import MemoryLimits, search_candidates, shortage_message
+from fxpipe.planning.tuning.candidates import (
+    MAX_CHUNKS_PER_WORKER,
+    TRIED_STAGES_PER_DEVICE,
+    Candidate,
+    CandidateResult,
+    candidates_of_model,
+    candidates_of_plan,
+    chunks_for_batch,
+    order_for_table,
+    rank_fitting,
+)
+from fxpipe.planning.tuning.measure_candidates import MEASURED_CANDIDATES, LossArguments, measure_steps
+from fxpipe.planning.tuning.replicated_plans import (
+    FORWARDS_OF_REPLICA,
+    LEAST_GAIN_OF_REPLICATION,
+    ReplicaOptions,
+    ReplicatedPlans,
+    Replication,
+)
+from fxpipe.planning.tuning.tuning_result import Tuning
+from fxpipe.profiling import Profile
+from fxpipe.scheduling import CHECKPOINTS
+from fxpipe.tracing.trace_request import TracerOption
+from fxpipe.utils.locks import planning_block
+from fxpipe.utils.progress import progress as bar
+from fxpipe.utils.progress import show_phases, show_progress
+from fxpipe.utils.units import parse_count, with_article
+
+TUNED_OPTIONS = (
+    "chunks",
+    "checkpoint",
+    "stages_per_device",
+)  # what are options elsewhere, and here several to choose from
+PLAN_ARGUMENTS = ("model_or_plan", "batch_size", "schedules", "chunks", "checkpoint", "memory_limit", "progress")
+
+
+def tune(
+    model_or_plan: nn.Module | Plan,
+    devices: Devices | None = None,
+    *,
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: dict[str, Any] | None = None,
+    batch_size: int | None = None,
+    schedules: Sequence[str] | None = None,
+    chunks: Sequence[int] | None = None,
+    checkpoint: Sequence[str] | None = None,
+    stages_per_device: Sequence[int] | None = None,
+    measure: bool = False,
+    reduction: str = "mean",
+    balance: str = "auto",
+    memory_limit: Any = None,
+    optimizer_state: float = 2.0,
+    hardware: str | Hardware | None = None,
+    profile: Profile | str | Path | None = None,
+    profile_budget: float | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    target: Any = None,
+    tracer: TracerOption = "record",
+    in_dims: Any = None,
+    dynamic_shapes: Any = None,
+    out_dims: Any = None,
+    leaf_modules: Sequence[str | type[nn.Module]] = (),
+    check: bool = True,
+    progress: bool = True,
+    data_parallel: int | str = 1,
+    mesh: Sequence[str] | None = None,
+    processes: bool = False,
+) -> Tuning:
+    """Finds how a model trains fastest: the least simulated step of `forward_backward` that fits into memory.
+
+        tuning = fxpipe.tune(model, ["cuda:0", "cuda:1"], example_args=(x,), memory_limit="70GiB")
+        print(tuning)                                           # what was tried; the choice is marked
+        pipe = fxpipe.pipeline(model, **tuning.best.arguments)
+
+        cluster = replace(HARDWARE["h100"], nodes=4)            # pipeline x data, on 32 devices
+        tuning = fxpipe.tune(model, hardware=cluster, data_parallel="auto", example_args=(x,))
+
+    Every combination is tried of the schedules, of 1, 2, 4, ... micro-batches up to the samples of the mini-batch, and
+    of 1, 2 or 4 stages on a device; each on the cut that is best for it. A candidate that does not fit into memory is
+    tried with stages that recompute: all of them, all but the last micro-batch, and those that have to.
+
+    With data_parallel="auto" so is every number of replicas among which devices and mini-batch can be shared evenly,
+    and whose pipelines hold at least parameters, gradients and optimizer state; in both orders of the mesh, unless all
+    devices stand in one node. One replica is simulated, and the reduction of gradients over all of them.
+
+    Not tried: other orders of the devices, and fewer of them; cuts by hand and pins (for them write chunks="auto",
+    schedule="auto" in `fxpipe.pipeline`); numbers of micro-batches in between, and more than 32 for each device
+    unless nothing fits otherwise; more than 4,096 forwards of one replica where replicas may be fewer or more;
+    recomputing where a candidate fits as it is, or would be slower than the best even with all the memory it likes.
+    Nor is a candidate cut that would be slower than the best even with all work shared out evenly and nothing to
+    send; its row says so. The choice depends on the profile and nothing else: the same profile, the same choice.
+
+    Args:
+        model_or_plan: a module, which is traced, profiled and left as it was; or a plan, of which the stages stay where
+            they are, and schedules, micro-batches and checkpoint modes are tried.
+        devices: as for `fxpipe.pipeline`, of all replicas. With `hardware` they need not be here; if that is a cluster,
+            they are all that it has. A number: so many of `hardware`, or so many CPU workers, as for `fxpipe.plan`.
+            Not beside a plan.
+        example_args, example_kwargs: a mini-batch as training will use it.
+        batch_size: samples of the mini-batch, if it is not that of the example.
+        schedules, chunks, checkpoint, stages_per_device: try these only. Checkpoint modes are "never", "except_last"
+            and "always", and of those given each is tried.
+        measure: run the best few for real, on the devices and with the model's values, in alternation, and choose by
+            the median of what they take. They run `forward_backward`; parameters, gradients, buffers and random
+            numbers are left as they were.
+        loss_fn, target, reduction: of `forward_backward`: the loss is costed with the model, and taken where steps are
+            measured. Without a `loss_fn` the model's output is then the loss if it is a scalar, and the mean of the
+            squares of all outputs if not.
+        balance: how stages are cut: "auto", "block" or "optimal".
+        memory_limit: what stages may take on a device, as for `fxpipe.pipeline`; for a plan it replaces the plan's.
+        hardware: seconds, memory and links are those of this hardware, as for `fxpipe.plan`.
+        optimizer_state, profile, profile_budget, tracer, in_dims, dynamic_shapes, out_dims, leaf_modules, check: as for
+            `fxpipe.pipeline`.
+        progress: show bars, where stderr is a terminal.
+        data_parallel: so many replicas of the pipeline; "auto": as many as are best. Needs `hardware`.
+        mesh: the order in which replicas stand, as for `fxpipe.plan`. None: the better one.
+        processes: each device has a process of its own, as for `fxpipe.plan`: what it takes to send counts.
+
+    Returns:
+        A `Tuning`: `best`, a row with its plan, and `rows`, one for each candidate. `best.arguments` are those for
+        `fxpipe.pipeline`; its drop-in call runs gpipe's order whatever was chosen, and its memory is then gpipe's.
+
+    Raises:
+        MemoryLimitError: nothing fits; says what is the least that would.
+        FxpipeError: an argument cannot be used, or the model cannot be traced or cut; see `fxpipe.errors`.
+    """
+    options = locals()
+    with planning_block(), show_progress(parse_switch("progress", progress)), show_phases("planning"):
+        parse_switch("measure", measure)
+        names = COMPARED_SCHEDULES if schedules is None else parse_choices("schedules", schedules, TRAINING_SCHEDULES)
+        modes = None if checkpoint is None else parse_choices("checkpoint", checkpoint, CHECKPOINTS)
+        counts = None if chunks is None else _parse_counts("chunks", chunks)
+        each = None if stages_per_device is None else _parse_counts("stages_per_device", stages_per_device)
+        size = None if batch_size is None else parse_count("batch_size", batch_size)
+        if isinstance(model_or_plan, Plan):
+            _check_beside_plan(options)
+            return _tune_plan(model_or_plan, size, memory_limit, names, counts, modes)
+        if not isinstance(model_or_plan, nn.Module):
+            raise ArgumentTypeError(
+                f"model_or_plan is {with_article(model_or_plan)}; expected a torch.nn.Module or a fxpipe.Plan"
+            )
+        if not (example_args or example_kwargs):
+            raise ArgumentError("example_args is empty: give a mini-batch to study the model with, as in (x,)")
+        if balance not in BALANCES:
+            raise ArgumentError(f"balance={balance!r}: expected {', '.join(map(repr, BALANCES))}; tune cuts by itself")
+        if measure and hardware is not None:
+            raise ArgumentError("measure=True and hardware: what is not here cannot be run; leave one of them out")
+        ways = ReplicaOptions.of(
+            PipelineOptions.among(options, but=(*TUNED_OPTIONS, "devices", "data_parallel", "mesh")),
+            devices,
+            data_parallel,
+            mesh,
+        )
+        settings = with_memory_at_hand(ways.settings_for(ways.counts[-1]), model_or_plan)
+        if measure and profile is not None:  # the loss is for measuring, also where the profile knows none
+            settings = replace(settings, loss=None)
+        kwargs = example_kwargs or {}
+        whole = replace(settings, data_parallel=1, chunks=settings.chunks * settings.data_parallel)
+        profiled = _for_batch_size(trace_and_profile(model_or_plan, example_args, kwargs, whole), size)
+        others = {
+            name: options[name] for name in TRACING_OPTIONS if not is_default(options[name], OPTION_DEFAULTS[name])
+        }
+        replications, plans = ways.plans_of(profiled, settings.memory_at_hand)
+        longest = max(plans.plans.values(), key=lambda one: len(one.settings.workers))
+        limits: MemoryLimits = [worker.memory for worker in planned_workers(longest.settings)]
+        rows = _search_all(
+            lambda count: candidates_of_model(names, count, each or TRIED_STAGES_PER_DEVICE),
+            replications,
+            plans,
+            limits,
+            counts,
+            modes,
+            others,
+        )
+        if not any(row.fits for row in rows):
+            raise _nothing_fits_error(rows, limits)
+        rows = _check_best(rows, MEASURED_CANDIDATES if measure else 1, profiled, example_args, kwargs, settings)
+        if measure:
+            loss = LossArguments(loss_fn, target, reduction)
+            rows = measure_steps(rows, rank_fitting(rows)[:MEASURED_CANDIDATES], longest, (example_args, kwargs), loss)
+        return _tuning_of_rows(rows, limits, profiled.batch)
+
+
+def _check_beside_plan(options: Mapping[str, Any]) -> None:
+    """Raises `ArgumentError` where something was given that a plan, which has its stages, says itself."""
+    for name, parameter in inspect.signature(tune).parameters.items():
+        if name not in PLAN_ARGUMENTS and not is_default(options[name], parameter.default):
+            raise ArgumentError(f"{name} beside a plan, which has its stages: give the model, or leave {name} out")
+
+
+def _tune_plan(
+    plan: Plan,
+    size: int | None,
+    memory_limit: Any,
+    names: Sequence[str],
+    counts: Sequence[int] | None,
+    modes: Sequence[str] | None,
+) -> Tuning:
+    data = plan.data_parallel
+    batch = plan.batch or plan.chunks * plan.micro_batch
+    if size is not None:
+        batch = replica_batch(size, data, "a plan with data_parallel")
+    replication = Replication(data, MESHES[0] if plan.cluster is None else plan.cluster.mesh, len(plan.workers), batch)
+    own_limits = parse_memory_limit(memory_limit, len(plan.workers))
+    limits: MemoryLimits = memory_limits_of(plan) if own_limits is None else own_limits
+    rows = _search_all(
+        lambda count: candidates_of_plan(plan, names, count),
+        [replication],
+        PlanVariants(plan, batch),
+        limits,
+        counts,
+        modes,
+        {},
+    )
+    if not any(row.fits for row in rows):
+        raise _nothing_fits_error(rows, limits)
+    return _tuning_of_rows(rows, limits, batch * data)
+
+
+def _search_all(
+    of: Callable[[Sequence[int]], Iterable[Candidate]],
+    replications: Sequence[Replication],
+    plans: ReplicatedPlans | PlanVariants,
+    limits: MemoryLimits,
+    counts: Sequence[int] | None,
+    modes: Sequence[str] | None,
+    others: dict[str, Any],
+) -> tuple[CandidateResult, ...]:
+    """The rows; of more micro-batches than are of use otherwise if nothing fits without."""
+    rows: tuple[CandidateResult, ...] = ()
+    for is_usual in (True, False):
+        tried = [
+            replace(candidate, data_parallel=replication.data, mesh=replication.mesh)
+            for replication in replications
+            for candidate in of(_chunks_to_try(replication, counts, is_usual))
+            if len(replications) == 1
+            or replication.pipe * candidate.stages_per_device * candidate.chunks <= FORWARDS_OF_REPLICA
+        ]
+        with bar("tuning", len(tried), "candidates") as step:
+            rows += search_candidates(
+                tried,
+                plans,
+                limits,
+                modes=modes,
+                others=others,
+                wanted=MEASURED_CANDIDATES if len(replications) == 1 else 1,
+                least_gain=0.0 if len(replications) == 1 else LEAST_GAIN_OF_REPLICATION,
+                step=step,
+            )
+        if any(row.fits for row in rows):
+            break
+    return rows
+
+
+def _chunks_to_try(replication: Replication, counts: Sequence[int] | None, is_usual: bool) -> list[int]:
+    """Lists the usual numbers of micro-batches, or the further ones."""
+    if counts is not None:
+        return list(counts) if is_usual else []
+    most = MAX_CHUNKS_PER_WORKER * replication.pipe
+    return [count for count in chunks_for_batch(replication.batch, replication.batch) if (count <= most) == is_usual]
+
+
+def _tuning_of_rows(rows: Sequence[CandidateResult], limits: MemoryLimits, batch: int) -> Tuning:
+    best = rank_fitting(rows)[0]
+    assert best.plan is not None
+    limited = replace(best, plan=with_memory_limits(best.plan, limits))
+    ordered = order_for_table(limited if row is best else row for row in rows)
+    return Tuning(limited, ordered, batch, best.plan.workers, best.plan.estimated_for)
+
+
+def _nothing_fits_error(rows: Sequence[CandidateResult], limits: MemoryLimits) -> ArgumentError | MemoryLimitError:
+    """The error where no row fits."""
+    if any(row.plan is not None for row in rows):
+        return MemoryLimitError(shortage_message(rows, limits))
+    whys = dict.fromkeys(row.why for row in rows)
+    return ArgumentError(
+        "nothing can be tried: " + ("; ".join(whys) or "no schedule goes with stages_per_device; leave it out")
+    )
+
+
+def _for_batch_size(profiled: ProfiledModel, size: int | None) -> ProfiledModel:
+    if size is None or size == profiled.batch:
+        return profiled
+    if not profiled.traced.holds_at(size):
+        raise ArgumentError(
+            f"batch_size={size}: forward reads the batch size, and mini-batches of {size} run another graph than the "
+            f"example of {profiled.batch}: give example_args of {size} samples"
+        )
+    return replace(profiled, batch=size)
+
+
+def _check_best(
+    rows: Sequence[CandidateResult],
+    wanted: int,
+    profiled: ProfiledModel,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    settings: Settings,
+) -> tuple[CandidateResult, ...]:
+    """The rows, after the best ones were tried: so many of them have micro-batches that the model takes."""
+    runs: dict[int, bool] = {}  # by number of micro-batches, of all replicas
+
+    def count(row: CandidateResult) -> int:
+        return row.chunks * row.data_parallel
+
+    def accepted() -> list[CandidateResult]:
+        return rank_fitting(row for row in rows if runs.get(count(row), True))
+
+    # Which are the best is asked anew each time: about equally long steps are those near the best that is left.
+    while (row := next((row for row in accepted()[:wanted] if count(row) not in runs), None)) is not None:
+        runs[count(row)] = holds_for_chunks(profiled.traced, profiled.batch, args, kwargs, count(row), settings)
+    if not accepted():
+        raise ArgumentError(
+            f"the model takes no micro-batches of the sizes that were tried (chunks={[*runs]}), or does something else "
+            "there than on whole mini-batches: give other chunks, or a larger batch_size"
+        )
+    why = "the model does not take micro-batches of this size, or does something else there"
+    refused = [not runs.get(count(row), True) for row in rows]
+    return tuple(
+        replace(row, plan=None, step_seconds=0.0, memory=(), why=why) if is_refused else row
+        for row, is_refused in zip(rows, refused, strict=True)
+    )
+
+
+def _parse_counts(argument: str, value: Any) -> tuple[int, ...]:
+    """Whole numbers, at least 1, each once."""
+    if isinstance(value, (str, int)) or not isinstance(value, Sequence):
+        raise ArgumentTypeError(f"{argument}={value!r}: expected a list of whole numbers, as in [1, 2, 4]")
+    if not value:
+        raise ArgumentError(f"{argument}=[]: expected whole numbers, at least 1")
+    return tuple(dict.fromkeys(parse_count(argument, one) for one in value))

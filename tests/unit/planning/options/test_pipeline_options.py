@@ -1,0 +1,106 @@
+"""`fxpipe.pipeline`, `fxpipe.plan` and `fxpipe.tune` take the same options, in one order, with the same defaults."""
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fxpipe
+from fxpipe.errors import ArgumentError
+from fxpipe.planning.options.parse import parse_devices
+from fxpipe.planning.options.pipeline_options import (
+    OPTION_DEFAULTS,
+    PLANNING_OPTIONS,
+    TRACING_OPTIONS,
+    PipelineOptions,
+    is_default,
+)
+from fxpipe.planning.tuning.tuner import PLAN_ARGUMENTS, TUNED_OPTIONS
+from fxpipe.utils import accelerator
+
+ONLY_TO_RUN = {"deferred_batch_norm", "compile"}
+ONLY_TO_PLAN = {"data_parallel", "mesh", "processes"}  # a pipe has them from the mesh of its ranks
+CHOSEN = {"schedule", "pin", *TUNED_OPTIONS, "data_parallel", "mesh"}  # by the tuner, or several of them to choose from
+TAKEN = {
+    fxpipe.pipeline: OPTION_DEFAULTS.keys() - ONLY_TO_PLAN,
+    fxpipe.plan: OPTION_DEFAULTS.keys() - ONLY_TO_RUN,
+    fxpipe.tune: OPTION_DEFAULTS.keys() - ONLY_TO_RUN - CHOSEN,
+}
+
+
+@pytest.fixture(params=TAKEN, ids=lambda function: function.__name__)
+def function(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    return request.param
+
+
+def test_the_signatures_have_all_options_in_order_with_their_defaults(function: Callable[..., Any]) -> None:
+    parameters = inspect.signature(function).parameters
+    others = {fxpipe.tune: CHOSEN, fxpipe.pipeline: ONLY_TO_PLAN}.get(function, set())  # of another meaning there
+    meant = {name: one for name, one in parameters.items() if name not in others}
+    expected = {name: default for name, default in OPTION_DEFAULTS.items() if name in TAKEN[function]}
+    assert [(name, one.default) for name, one in meant.items() if name in OPTION_DEFAULTS] == [*expected.items()]
+
+
+def test_the_signatures_have_the_types_of_the_options(function: Callable[..., Any]) -> None:
+    parameters = inspect.signature(function).parameters
+    types = {name: PipelineOptions.__annotations__[name].replace("AUTO", '"auto"') for name in TAKEN[function]}
+    if function is fxpipe.tune:
+        types["balance"] = "str"  # no cut by hand
+    if function is fxpipe.pipeline:  # alone runs over processes
+        types["devices"] = "int | Sequence[str | torch.device] | DeviceMesh | ProcessGroup | None"
+    assert {name: parameters[name].annotation for name in types} == types
+
+
+def test_each_argument_is_described(function: Callable[..., Any]) -> None:
+    told = inspect.getdoc(function).partition("Args:")[2].partition("Raises:")[0]  # type: ignore[union-attr]
+    heads = re.findall(r"^    (\w[\w, \n]*?):(?:\s)", told, flags=re.MULTILINE)
+    described = {name for head in heads for name in re.split(r"[,\s]+", head)}
+    assert described == {*inspect.signature(function).parameters}
+
+
+def test_the_groups_name_options_and_arguments() -> None:
+    assert {*PLANNING_OPTIONS, *TRACING_OPTIONS} <= OPTION_DEFAULTS.keys()
+    assert {*TUNED_OPTIONS, *PLAN_ARGUMENTS} <= inspect.signature(fxpipe.tune).parameters.keys()
+
+
+@pytest.mark.parametrize("name", PLANNING_OPTIONS)
+def test_what_is_for_planning_is_refused_beside_a_plan(name: str) -> None:
+    model, x = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), torch.ones(4, 2)
+    plan = fxpipe.plan(model, 2, example_args=(x,), chunks=2, hardware="cpu")
+    given = {"balance": [1, 1], "pin": {"0": 0}, "optimizer_state": 1.0, "hardware": "cpu"}.get(name, 1)
+    with pytest.raises(fxpipe.errors.ArgumentError, match=f"^{name}=.* and a plan, which is made already"):
+        fxpipe.pipeline(model, plan=plan, **{name: given})
+
+
+def test_what_is_left_out_is_never_compared_with_a_tensor() -> None:
+    two = torch.ones(2)
+    assert not is_default(two, None)
+    assert is_default(two, two)
+    assert is_default([], ())
+    assert is_default({}, None)
+    assert not is_default([], "auto")
+    assert is_default(2, 2.0)
+    assert not is_default(1, None)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "pipedream_2bw"])
+def test_a_plan_brings_its_number_of_micro_batches_to_every_schedule(schedule: str) -> None:
+    x = torch.ones(8, 4)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    plan = fxpipe.plan(model, 2, chunks=4, schedule=schedule, example_args=(x,), progress=False)
+    for asked, chunks in (("auto", 4), (2, 2)):
+        with fxpipe.pipeline(model, ["cpu"] * 2, asked, plan=plan, schedule=schedule, progress=False) as pipe:
+            pipe.eval()(x)
+            assert pipe.plan.chunks == chunks
+
+
+def test_a_number_of_devices_takes_the_first_of_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    present = tuple(torch.device("cuda", index) for index in range(3))
+    monkeypatch.setattr(accelerator, "local_devices", lambda: present)
+    assert parse_devices(2) == present[:2]
+    assert parse_devices(None) == present
+    with pytest.raises(ArgumentError, match=r"devices=4: CUDA has 3 here.*\['cpu', 'cpu'\].*hardware"):
+        parse_devices(4)

@@ -1,0 +1,155 @@
+"""A pipe for each schedule by name: where it puts stages, that planning counts what they hold, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import ArgumentError, MemoryLimitError
+from fxpipe.planning.options.stage_placement import TRAINING_SCHEDULES
+from fxpipe.planning.plans.figures import plan_figures
+from fxpipe.scheduling import CHECKPOINTS, make_schedule, micro_batches_in_flight, steady_micro_batches
+
+LOOPED = ["interleaved_1f1b", "interleaved_zero_bubble"]
+V_SHAPED = ["zbv", "dualpipev", "v_half", "v_min"]
+TWICE = ["interleaved_1f1b", "zbv"]
+
+
+def _chain(layers=8):
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(layers)))
+
+
+def _plan(schedule, model=None, devices=2, chunks=4, **options):
+    return fxpipe.plan(
+        model or _chain(),
+        devices=["cpu"] * devices,
+        chunks=chunks,
+        schedule=schedule,
+        example_args=(torch.randn(8, 8),),
+        hardware="a100-80gb",  # no clock: the cuts are the same each time
+        **options,
+    )
+
+
+def _timed(plan, **seconds):
+    """The plan with these seconds for each stage, whatever was measured, and none on the way between them."""
+    return replace(plan, stages=tuple(replace(stage, **seconds) for stage in plan.stages), sendings=())
+
+
+@pytest.mark.parametrize("schedule", TRAINING_SCHEDULES)
+@pytest.mark.parametrize("chunks", [1, 3, 4])
+def test_every_schedule_is_planned_on_its_placement(schedule, chunks):
+    plan = _plan(schedule, chunks=chunks, checkpoint="except_last")
+    plan = _timed(plan, forward_seconds=1, backward_seconds=2, weight_seconds=1, action_seconds=0)
+    want = (0, 1)
+    if schedule in (*LOOPED, *V_SHAPED):
+        want = (0, 1, 0, 1) if schedule in LOOPED else (0, 1, 1, 0)
+    assert (plan.schedule, plan.placement) == (schedule, want)
+    count = steady_micro_batches(schedule, len(want), chunks)  # of a stream others are in flight, too
+    flights = micro_batches_in_flight(make_schedule(schedule, len(want), count))
+    assert tuple(plan.in_flight(j) for j in range(len(want))) == flights
+    assert all(plan.memory(j, b=2) > 0 for j in range(len(want)))
+    assert "bubble" in str(plan)
+
+
+@pytest.mark.parametrize("schedule", TWICE)
+def test_stages_are_twice_the_devices(schedule):
+    x = torch.randn(8, 8)
+    plan = fxpipe.plan(_chain(), 4, chunks=4, schedule=schedule, example_args=(x,), profile_budget=0.1)
+    assert len(plan.workers) == 2
+    with pytest.raises(
+        ArgumentError, match=f"stages=3 cannot be shared out with stages_per_device=2, as '{schedule}' has"
+    ):
+        fxpipe.plan(_chain(), 3, schedule=schedule, example_args=(x,))
+
+
+def test_more_stages_on_each_device():
+    assert _plan("interleaved_1f1b", stages_per_device=3).placement == (0, 1, 0, 1, 0, 1)
+    assert _plan("zero_bubble", stages_per_device=2).placement == (0, 1, 0, 1)
+    assert _plan("zbv", devices=1).placement == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "per_device", "words"),
+    [
+        ("interleaved_1f1b", 1, "needs 2 or more stages on each device, .* is given 2 stages on 2 devices"),
+        ("zbv", 1, "'zbv' needs 2 stages on each device"),
+        ("zbv", 3, "'zbv' needs 2 stages on each device, .* is given 6 stages"),
+        ("inference", None, "schedule='inference' is unknown for training; .* call the pipe under torch.no_grad"),
+    ],
+)
+def test_what_a_schedule_cannot_have_is_refused(schedule, per_device, words):
+    with pytest.raises(ArgumentError, match=words):
+        fxpipe.pipeline(_chain(), ["cpu"] * 2, schedule=schedule, stages_per_device=per_device)
+
+
+def test_pins_that_leave_stages_where_the_schedule_has_them():
+    """The ends are on one device in `zbv`: so a head that shares the embedding's weight is beside it."""
+    plan = _plan("zbv", pin={"0": 0, "7": 0})
+    assert plan.placement == (0, 1, 1, 0)
+    with pytest.raises(
+        ArgumentError, match="with these pins schedule 'interleaved_1f1b' needs 2 or more stages on each"
+    ):
+        _plan("interleaved_1f1b", pin={"0": 1, "7": 1})
+
+
+def test_a_plan_brings_its_placement_and_the_schedule_must_go_with_it():
+    plan = _plan("zbv")
+    with fxpipe.pipeline(_chain(), plan=plan) as pipe:
+        pipe(torch.randn(8, 8))
+        assert (pipe.plan.schedule, pipe.plan.placement) == ("1f1b", (0, 1, 1, 0))
+    with pytest.raises(ArgumentError, match="'interleaved_1f1b' needs 2 or more stages on each device"):
+        fxpipe.pipeline(_chain(), plan=plan, schedule="interleaved_1f1b")
+    with pytest.raises(ArgumentError, match=r"'zbv' needs 2 stages on each device, .* placed as in \(0, 1\)"):
+        fxpipe.pipeline(_chain(), plan=_plan("1f1b"), schedule="zbv")
+
+
+@pytest.mark.parametrize("schedule", TWICE)
+def test_the_drop_in_and_evaluation_run_on_any_placement(schedule):
+    model, x = _chain(), torch.randn(8, 8)
+    with fxpipe.pipeline(_chain(), ["cpu"] * 2, 4, schedule=schedule, profile_budget=0.1) as pipe:
+        torch.testing.assert_close(pipe(x), model(x))
+        assert pipe.last_step.schedule == "gpipe"
+        with torch.no_grad():
+            torch.testing.assert_close(pipe(x), model(x))
+        assert pipe.last_step.schedule == "inference"
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("chunks", [1, 3, 4])
+def test_interleaved_1f1b_equals_the_plain_model(chunks, checkpoint):
+    model, x, t = _chain(), torch.randn(8, 8), torch.randn(8, 8)
+    loss = nn.functional.mse_loss(model(x), t)
+    loss.backward()
+    with fxpipe.pipeline(
+        _chain(), ["cpu"] * 2, chunks, schedule="interleaved_1f1b", checkpoint=checkpoint, profile_budget=0.1
+    ) as pipe:
+        torch.testing.assert_close(pipe.forward_backward(x, target=t, loss_fn=nn.functional.mse_loss), loss.detach())
+        for (name, p), q in zip(model.named_parameters(), pipe.parameters(), strict=True):
+            torch.testing.assert_close(q.grad, p.grad, msg=name)
+        made = make_schedule("interleaved_1f1b", 4, chunks, checkpoint)
+        assert {r.action for r in pipe.last_step.actions} == {action for row in made.rows for action in row}
+
+
+def test_what_would_fit_is_counted_by_the_schedule():
+    """ZB-H2 keeps more than 1F1B: under a limit between the two it recomputes or says so."""
+    model = _chain()
+    needs = {s: max(int(_plan(s, model).memory(j, b=2)) for j in (0, 1)) for s in ("1f1b", "zero_bubble_2p")}
+    assert needs["1f1b"] < needs["zero_bubble_2p"]
+    between = (needs["1f1b"] + needs["zero_bubble_2p"]) // 2
+    assert _plan("1f1b", model, memory_limit=between, checkpoint="never").schedule == "1f1b"
+    with pytest.raises(MemoryLimitError):
+        _plan("zero_bubble_2p", model, memory_limit=between, checkpoint="never")
+
+
+def test_a_split_backward_is_timed_in_two():
+    plan = _plan("zero_bubble")
+    assert all(0 < stage.weight_seconds <= stage.backward_seconds for stage in plan.stages)
+    plan = _timed(plan, forward_seconds=2, backward_seconds=5, weight_seconds=1, action_seconds=0)
+    assert plan_figures(plan).step_seconds == 4 * 7 + (2 + 4 - 1)
+    assert plan_figures(replace(plan, schedule="1f1b")).step_seconds == 4 * 7 + 7

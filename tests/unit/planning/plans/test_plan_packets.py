@@ -1,0 +1,181 @@
+"""What stages hand each other over processes: relays by cut, the seconds of a message, and steps that know both."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from helpers.plan_hardware import hardware
+from helpers.rank_models import DENSE_CUTS, Dense
+from helpers.skipping_models import SKIPPING_CUTS, Skipping
+from torch import nn
+
+import fxpipe
+from fxpipe.cluster import Link
+from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.planning import choose, passes
+from fxpipe.planning.cost_model import stage_devices_of
+from fxpipe.planning.options.pipeline_options import PipelineOptions, make_settings
+from fxpipe.planning.plans.host_time import LOOPBACK, MESSAGE_SECONDS
+from fxpipe.scheduling import Action, ActionKind, make_schedule
+from fxpipe.simulation import StageCost, Transfer, simulate_schedule
+
+X = torch.zeros(8, 16)
+VALUE = 4 * 16 * 4  # bytes of one value of a micro-batch
+
+
+def planned(**options: Any) -> fxpipe.Plan:
+    usual = {"hardware": hardware(Link(1e9, 1e-6)), "chunks": 2, "balance": SKIPPING_CUTS, "processes": True}
+    return fxpipe.plan(Skipping(), 4, example_args=(X,), **usual | options)
+
+
+def test_packets_have_all_that_crosses_a_cut_and_what_of_it_is_relayed():
+    plan = planned()
+    packets = {
+        (one.source, one.target): (one.bytes // VALUE, one.relayed.at(plan.here) // VALUE) for one in plan.packets
+    }
+    assert packets == {
+        (0, 1): (2, 1),  # the first layer's value; the input, which only the last stage uses
+        (1, 2): (3, 2),  # the second layer's; tanh of the first one's, and the input, for the last stage
+        (2, 3): (3, 0),  # the third layer's; both of these, where they are used
+        (3, 2): (2, 1),  # gradients: of the third layer's value; of that for the last stage, to stage 1
+        (2, 1): (2, 0),
+        (1, 0): (1, 0),
+    }
+
+
+@pytest.fixture
+def cuts(monkeypatch):
+    """The cuts that are chosen."""
+    chosen, choose_cut = [], choose.choose_cut
+
+    def note_cut(*arguments: Any) -> Any:
+        chosen.append(choose_cut(*arguments))
+        return chosen[-1]
+
+    monkeypatch.setattr(passes, "choose_cut", note_cut)
+    return chosen
+
+
+@pytest.mark.parametrize(("processes", "link"), [(True, LOOPBACK), (False, None)])
+def test_a_cut_between_processes_on_cpus_is_judged_by_what_they_send(processes, link):
+    settings = make_settings(PipelineOptions(devices=["cpu"] * 4, chunks=2, processes=processes))
+    assert [site.link for site in stage_devices_of(settings, 8)] == [None, link, link, link]
+
+
+@pytest.mark.parametrize("model", [Skipping, Dense])
+def test_a_cut_is_judged_by_the_bytes_of_its_packets(model, cuts):
+    names, x = (SKIPPING_CUTS, X) if model is Skipping else (DENSE_CUTS[4], torch.zeros(8, 4))
+    options = {"hardware": hardware(Link(1e9)), "chunks": 2, "balance": names}
+    plan = fxpipe.plan(model(), 4, example_args=(x,), processes=True, **options)
+    assert {(one.source, one.target): one.bytes for one in cuts[-1].transfers} == {
+        (one.source, one.target): one.bytes for one in plan.packets
+    }
+    fxpipe.plan(model(), 4, example_args=(x,), processes=False, **options)
+    assert len(cuts[-1].transfers) != len(cuts[0].transfers)
+
+
+def test_a_packet_takes_one_latency_and_both_ends_for_its_message():
+    for one in planned().packets:
+        assert one.seconds == pytest.approx(1e-6 + one.bytes / 1e9)
+        assert one.handling == MESSAGE_SECONDS
+    at_hand = planned(hardware="cpu").packets[0]
+    assert at_hand.seconds == pytest.approx(LOOPBACK.latency + at_hand.bytes / LOOPBACK.bytes_per_second)
+
+
+def test_packets_follow_the_size_of_micro_batches_and_the_hardware():
+    plan = planned()
+    larger = plan.at(b=8)
+    assert [one.bytes for one in larger.packets] == [2 * one.bytes for one in plan.packets]
+    slow = fxpipe.simulate(plan, hardware=hardware(Link(1e3)))
+    assert slow.transfers[0].seconds == pytest.approx(plan.packets[0].bytes / 1e3)
+
+
+def test_over_processes_neighbours_send_to_each_other_only():
+    plan = planned()
+    over = fxpipe.simulate(plan)
+    assert {abs(one.source - one.target) for one in over.transfers} == {1}
+    assert not over.one_interpreter
+    within = fxpipe.simulate(plan, processes=False)
+    assert (1, 3) in {(one.source, one.target) for one in within.transfers}
+    assert sum(over.sent.values()) == 2 * (2 + 3 + 3 + 2 + 2 + 1) * VALUE
+    assert fxpipe.simulate(planned(processes=False), processes=True).step_seconds == over.step_seconds
+
+
+def test_a_message_takes_the_actions_at_both_of_its_ends():
+    stages, transfers = (
+        [StageCost(1, 2)] * 3,
+        [Transfer(0, 1, 8), Transfer(1, 2, 8), Transfer(2, 1, 8), Transfer(1, 0, 8)],
+    )
+    plain = simulate_schedule(make_schedule("1f1b", 3, 1), stages, transfers)
+    heavy = [replace(one, handling=0.25) for one in transfers]
+    simulation = simulate_schedule(make_schedule("1f1b", 3, 1), stages, heavy)
+    assert (plain.step_seconds, simulation.step_seconds) == (9, 9 + 8 * 0.25)
+    assert simulation.busy == (3.5, 4.0, 3.5)
+    together = simulate_schedule(make_schedule("1f1b", 3, 1, placement=(0, 0, 0)), stages, heavy)
+    assert together.step_seconds == 9  # nothing is sent
+
+
+def test_recomputation_runs_within_backward_once_the_gradient_has_come():
+    stages = [StageCost(1, 2)] * 2
+    schedule = make_schedule("1f1b", 2, 1, "always")
+    early, late = (simulate_schedule(schedule, stages, recomputes_late=is_late) for is_late in (False, True))
+    spans = {is_late: {str(s.action): s for s in one.spans} for is_late, one in ((False, early), (True, late))}
+    assert spans[False]["0R0"].start == 1  # while stage 1 runs
+    assert spans[True]["0R0"].start == spans[True]["1B0"].end
+    assert spans[True]["0B0"].start == spans[True]["0R0"].end
+    assert (early.step_seconds, late.step_seconds) == (7, 8)
+    assert late.legs[0].start == 0
+    assert late.legs[-1].end == late.step_seconds
+    assert {s.action for s in early.spans} == {s.action for s in late.spans}
+
+
+def test_an_r_of_a_table_that_is_elsewhere_is_moved_to_its_backward():
+    table = "0F0 0F1 0R1 0R0 0B0 0B1"
+    schedule = make_schedule(table, 1, 2)
+    row = [span.action for span in simulate_schedule(schedule, [StageCost(1, 2)], recomputes_late=True).spans]
+    kinds = [(action.kind, action.micro_batch) for action in row][2:]
+    assert kinds == [
+        (ActionKind.RECOMPUTE, 0), (ActionKind.BACKWARD, 0), (ActionKind.RECOMPUTE, 1), (ActionKind.BACKWARD, 1),
+    ]  # fmt: skip
+    assert Action(ActionKind.RECOMPUTE, 0, 0) in row
+
+
+def test_the_tuner_knows_what_a_message_costs():
+    tuning = fxpipe.tune(
+        nn.Sequential(*[nn.Linear(16, 16) for _ in range(8)]),
+        ["cuda:0", "cuda:1"],
+        hardware=hardware(Link(1e12)),
+        example_args=(X,),
+        schedules=["1f1b"],
+        processes=True,
+    )
+    more = {}
+    for row in tuning.rows:
+        if row.plan is not None:
+            assert row.plan.is_over_processes
+            free = replace(row.plan, packets=tuple(replace(one, handling=0.0) for one in row.plan.packets))
+            more[row.chunks, row.stages_per_device] = row.step_seconds - fxpipe.simulate(free).step_seconds
+    assert more[1, 1] == pytest.approx(4 * MESSAGE_SECONDS)  # a packet there and one back, of two ends each
+    assert more[8, 1] > more[1, 1]
+
+
+def test_a_plan_that_does_not_know_its_packets_is_refused_over_processes():
+    older = replace(planned(processes=False), packets=None)
+    assert fxpipe.simulate(older).step_seconds > 0
+    with pytest.raises(ArgumentError, match="does not know what its stages hand each other over processes"):
+        fxpipe.simulate(older, processes=True)
+
+
+def test_what_is_in_several_nodes_is_over_processes():
+    plan = fxpipe.plan(
+        Skipping(), hardware=replace(hardware(), devices_per_node=2, nodes=2), example_args=(X,), chunks=2
+    )
+    assert plan.is_over_processes
+    assert {abs(one.source - one.target) for one in fxpipe.simulate(plan).transfers} == {1}
+    with pytest.raises(ArgumentError, match="processes=False: devices in several nodes"):
+        fxpipe.simulate(plan, processes=False)
+    with pytest.raises(ArgumentTypeError, match="processes=1: expected True or False"):
+        fxpipe.simulate(plan, processes=1)

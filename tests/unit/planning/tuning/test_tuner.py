@@ -1,0 +1,420 @@
+"""`fxpipe.tune`, and what is left to it by chunks="auto" and schedule="auto"."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.tuning_settings import BATCH, Net, settings_for
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import ArgumentError, ArgumentTypeError, MemoryLimitError
+from fxpipe.planning.options.stage_placement import COMPARED_SCHEDULES, TRAINING_SCHEDULES, place_stages
+from fxpipe.planning.passes import prepare_profiled, trace_and_profile
+from fxpipe.planning.tuning.candidates import (
+    SAME_STEP_TOLERANCE,
+    CandidateResult,
+    candidates_of_model,
+    chunks_for_batch,
+    order_for_table,
+    rank_fitting,
+)
+from fxpipe.profiling import Profile, Seconds
+
+
+@pytest.fixture(scope="module")
+def model() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+@pytest.fixture(scope="module")
+def x() -> torch.Tensor:
+    return torch.randn(BATCH, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def profile(model: Net, x: torch.Tensor) -> Profile:
+    """Milliseconds instead of what these small nodes take, with a fixed part, so that small micro-batches cost more."""
+    found = fxpipe.profile(fxpipe.trace(model, (x,)), (x,), hardware="cpu")
+    nodes = []
+    for place, cost in enumerate(found.nodes):
+        times = 1 + place % 3
+        forward = Seconds(1e-4 * times, 4e-4 * times)
+        nodes.append(replace(cost, forward=forward, backward=forward + forward, weight=forward))
+    return replace(found, nodes=tuple(nodes), estimated_for="")
+
+
+def test_numbers_of_micro_batches_double_and_divide_the_batch_where_they_can() -> None:
+    assert chunks_for_batch(32, most=1000) == (1, 2, 4, 8, 16, 32)
+    assert chunks_for_batch(32, most=8) == (1, 2, 4, 8)
+    assert chunks_for_batch(120, most=1000) == (1, 2, 4, 8, 15, 30, 60, 120)
+    assert chunks_for_batch(1, most=64) == (1,)
+    assert chunks_for_batch(7, most=64) == (1, 2, 4, 7)
+
+
+def test_candidates_are_what_schedules_can_have() -> None:
+    found = list(candidates_of_model(TRAINING_SCHEDULES, (1, 2), (1, 2, 4)))
+    assert len({*found}) == len(found)
+    each = {name: {one.stages_per_device for one in found if one.schedule == name} for name in TRAINING_SCHEDULES}
+    assert each["zbv"] == {2}
+    assert each["interleaved_1f1b"] == {2, 4}
+    assert each["1f1b"] == {1, 2, 4}
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_the_best_is_what_trying_all_of_them_finds(model: Net, x: torch.Tensor, profile: Profile, devices: int) -> None:
+    workers = ["cpu"] * devices
+    tuning = fxpipe.tune(model, workers, example_args=(x,), profile=profile, stages_per_device=[1, 2])
+    usual = settings_for(workers, profile)
+    studied = trace_and_profile(model, (x,), {}, usual)
+    steps = {}
+    for one in candidates_of_model(COMPARED_SCHEDULES, (1, 2, 4, 8), (1, 2)):
+        placement = place_stages(devices, one.stages_per_device, one.schedule, one.chunks, None)
+        settings = replace(usual, schedule=one.schedule, chunks=one.chunks, placement=placement)
+        plan = prepare_profiled(studied, settings).plan
+        steps[one.schedule, one.chunks, one.stages_per_device] = fxpipe.simulate(plan).step_seconds
+    # A single sample is refused by batch norm, so that no plan of it can be chosen.
+    least = min(seconds for (_, chunks, _), seconds in steps.items() if chunks < BATCH)
+    best = tuning.best
+    assert best.step_seconds == pytest.approx(steps[best.schedule, best.chunks, best.stages_per_device])
+    assert least <= best.step_seconds * (1 + 1e-9)
+    assert best.step_seconds <= (1 + SAME_STEP_TOLERANCE) * least
+    for row in tuning.rows:  # a bound is none if a real step is below it
+        if row.plan is None and row.step_seconds:
+            assert row.step_seconds <= steps[row.schedule, row.chunks, row.stages_per_device] * (1 + 1e-9)
+
+
+def test_every_row_says_what_its_plan_comes_to(model: Net, x: torch.Tensor, profile: Profile) -> None:
+    tuning = fxpipe.tune(model, ["cpu", "cpu"], example_args=(x,), profile=profile, stages_per_device=[1, 2])
+    cut = [row for row in tuning.rows if row.plan is not None]
+    assert len(cut) >= 4
+    assert tuning.best in tuning.rows
+    for row in cut:
+        assert row.plan is not None
+        assert (row.plan.schedule, row.plan.chunks, row.plan.checkpoint) == (row.schedule, row.chunks, row.checkpoint)
+        assert row.plan.micro_batch == -(-BATCH // row.chunks)
+        assert row.plan.batch == BATCH
+        assert len(row.plan.stages) == 2 * row.stages_per_device
+        assert row.simulation.step_seconds == row.step_seconds == fxpipe.simulate(row.plan).step_seconds
+        assert row.memory == tuple(memory.peak for memory in row.simulation.memory)
+    tried = {(row.schedule, row.chunks, row.stages_per_device) for row in tuning.rows}
+    everything = candidates_of_model(COMPARED_SCHEDULES, (1, 2, 4, 8), (1, 2))
+    assert tried == {(one.schedule, one.chunks, one.stages_per_device) for one in everything}
+
+
+def test_the_plan_of_a_row_is_that_of_fxpipe_plan(model: Net, x: torch.Tensor, profile: Profile) -> None:
+    best = fxpipe.tune(model, ["cpu", "cpu"], example_args=(x,), profile=profile).best
+    plan = fxpipe.plan(
+        model,
+        devices=["cpu", "cpu"],
+        example_args=(x,),
+        schedule=best.schedule,
+        chunks=best.chunks,
+        stages_per_device=best.stages_per_device,
+        profile=profile,
+    )
+    assert best.plan is not None
+    assert [stage.nodes for stage in best.plan.stages] == [stage.nodes for stage in plan.stages]
+    for one, other in zip(best.plan.stages, plan.stages, strict=True):
+        assert one.forward_seconds == pytest.approx(other.forward_seconds)
+        assert one.activation_bytes == other.activation_bytes
+
+
+def test_a_limit_changes_the_choice(model: Net, x: torch.Tensor, profile: Profile) -> None:
+    tried: dict[str, Any] = {"example_args": (x,), "profile": profile, "stages_per_device": [1, 2]}
+    free = fxpipe.tune(model, ["cpu", "cpu"], **tried)
+    limit = int(free.best.peak) - 1
+    tight = fxpipe.tune(model, ["cpu", "cpu"], memory_limit=limit, **tried)
+    assert tight.best.peak <= limit < free.best.peak
+    assert tight.best.step_seconds >= free.best.step_seconds
+    lacking = [row for row in tight.rows if row.lacks]
+    assert lacking
+    assert all(row.lacks == max(row.memory) - limit for row in lacking)
+    assert all(not row.fits for row in lacking)
+    assert "lacks" in str(tight)
+    assert tight.best.plan is not None
+    assert sum(s.memory_limit or 0 for s in tight.best.plan.stages[:1]) <= limit
+
+
+def test_where_nothing_fits_otherwise_stages_recompute(model: Net, x: torch.Tensor, profile: Profile) -> None:
+    tried: dict[str, Any] = {"example_args": (x,), "profile": profile, "chunks": [4], "batch_size": 256}
+    tried["stages_per_device"] = [1]
+    free = fxpipe.tune(model, ["cpu", "cpu"], schedules=["gpipe"], **tried)
+    always = fxpipe.tune(model, ["cpu", "cpu"], schedules=["gpipe"], checkpoint=["always"], **tried)
+    assert free.best.checkpoint == "never"
+    assert always.best.checkpoint == "always"
+    assert always.best.peak < free.best.peak
+    assert always.best.step_seconds > free.best.step_seconds
+    between = always.best.peak + 0.1 * (free.best.peak - always.best.peak)
+    found = fxpipe.tune(model, ["cpu", "cpu"], schedules=["gpipe"], memory_limit=between, **tried).best
+    assert found.checkpoint != "never"
+    assert found.peak <= between
+    assert free.best.step_seconds < found.step_seconds <= always.best.step_seconds
+
+
+def test_nothing_fits_says_what_is_the_least_that_would(model: Net, x: torch.Tensor, profile: Profile) -> None:
+    tried: dict[str, Any] = {"example_args": (x,), "profile": profile, "schedules": ["1f1b"], "chunks": [2, 4]}
+    with pytest.raises(MemoryLimitError, match="lacks least is schedule='1f1b'") as caught:
+        fxpipe.tune(model, ["cpu", "cpu"], memory_limit="1KiB", **tried)
+    told = str(caught.value).split("memory_limit='")[1].split("'")[0]
+    assert fxpipe.tune(model, ["cpu", "cpu"], memory_limit=told, **tried).best.fits
+
+
+def test_the_same_profile_leads_to_the_same_choice(model: Net, x: torch.Tensor, profile: Profile) -> None:
+    one, other = (fxpipe.tune(model, ["cpu", "cpu"], example_args=(x,), profile=profile) for _ in range(2))
+    assert one == other
+
+
+def test_batch_size_is_that_of_training_not_of_the_example(model: Net, x: torch.Tensor, profile: Profile) -> None:
+    tuning = fxpipe.tune(model, ["cpu", "cpu"], example_args=(x,), profile=profile, batch_size=64)
+    assert tuning.batch == 64
+    assert tuning.best.plan is not None
+    assert tuning.best.plan.batch == 64
+    assert max(row.chunks for row in tuning.rows) == 64
+    with fxpipe.pipeline(model, **tuning.best.arguments) as pipe:
+        pipe.forward_backward(torch.randn(64, 8), target=torch.randn(64, 4), loss_fn=F.mse_loss)
+        assert pipe.plan.micro_batches == tuning.best.chunks
+
+
+def test_a_line_makes_the_pipeline_and_it_trains_as_the_model_does(x: torch.Tensor) -> None:
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    model, target = copy.deepcopy(plain), torch.randn(BATCH, 4)
+    tuning = fxpipe.tune(model, ["cpu", "cpu"], example_args=(x,), hardware="cpu")
+    with fxpipe.pipeline(model, **tuning.best.arguments) as pipe:
+        loss = pipe.forward_backward(x, target=target, loss_fn=F.mse_loss)
+        assert pipe.plan.chunks == tuning.best.chunks
+        assert pipe.plan.schedule == tuning.best.schedule
+    _same_gradients(plain, model, x, target, loss)
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "auto"}, {"schedule": "auto", "chunks": 2}, {"schedule": "zbv"}])
+def test_what_is_left_to_the_tuner_trains_as_the_model_does(options: dict[str, Any], x: torch.Tensor) -> None:
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    model, target = copy.deepcopy(plain), torch.randn(BATCH, 4)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], example_args=(x,), profile_budget=0.05, **options) as pipe:
+        assert pipe.plan.chunks == options.get("chunks", pipe.plan.chunks)
+        assert pipe.plan.schedule == options.get("schedule") or options.get("schedule", "auto") == "auto"
+        loss = pipe.forward_backward(x, target=target, loss_fn=F.mse_loss)
+        _same_gradients(plain, model, x, target, loss)
+        plain.zero_grad(), model.zero_grad()
+        loss = F.mse_loss(pipe(x), target)
+        loss.backward()
+    _same_gradients(plain, model, x, target, loss)
+
+
+def _same_gradients(plain: nn.Module, model: nn.Module, x: Any, target: Any, loss: torch.Tensor) -> None:
+    expected = F.mse_loss(plain(x), target)
+    expected.backward()
+    torch.testing.assert_close(loss.detach(), expected.detach())
+    for (name, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert one.grad is not None
+        torch.testing.assert_close(one.grad, other.grad, msg=name)
+
+
+def test_auto_is_what_tune_would_choose(model: Net, x: torch.Tensor, profile: Profile) -> None:
+    given: dict[str, Any] = {"devices": ["cpu", "cpu"], "example_args": (x,), "profile": profile}
+    best = fxpipe.tune(model, **given).best
+    plan = fxpipe.plan(model, schedule="auto", **given)
+    assert (plan.schedule, plan.chunks, len(plan.stages)) == (best.schedule, best.chunks, 2 * best.stages_per_device)
+    best = fxpipe.tune(model, schedules=["1f1b"], stages_per_device=[1], **given).best
+    assert fxpipe.plan(model, schedule="1f1b", **given).chunks == best.chunks
+    best = fxpipe.tune(model, chunks=[2], stages_per_device=[1], **given).best
+    plan = fxpipe.plan(model, schedule="auto", chunks=2, stages_per_device=1, **given)
+    assert (plan.schedule, plan.chunks, len(plan.stages)) == (best.schedule, 2, 2)
+
+
+def test_auto_heeds_what_is_asked_for_beside_it(model: Net, x: torch.Tensor, profile: Profile) -> None:
+    given: dict[str, Any] = {"devices": ["cpu", "cpu"], "example_args": (x,), "profile": profile, "schedule": "auto"}
+    by_hand = fxpipe.plan(model, balance=["layers.1"], **given)
+    assert by_hand.balance == "by hand"
+    assert len(by_hand.stages) == 2
+    pinned = fxpipe.plan(model, pin={"last": 0, "layers.3": 1}, **given)
+    assert next(stage for stage in pinned.stages if any("last" in node for node in stage.nodes)).index != 1
+    modes = fxpipe.plan(model, checkpoint=["always", "never"], **given)
+    assert modes.checkpoint == ("always", "never")
+    assert fxpipe.plan(model, checkpoint="always", **given).checkpoint == "always"
+
+
+def test_a_limit_that_nothing_fits_in_is_explained_as_ever(model: Net, x: torch.Tensor, profile: Profile) -> None:
+    with pytest.raises(MemoryLimitError, match="over by"):
+        fxpipe.plan(model, 2, example_args=(x,), profile=profile, memory_limit="1KiB")
+
+
+def test_one_sample_as_the_first_batch_does_not_bind_later_ones(profile: Profile) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    with fxpipe.pipeline(model, ["cpu", "cpu"], example_args=(torch.randn(1, 8),), profile_budget=0.05) as pipe:
+        assert pipe.plan.chunks > 1
+        assert pipe.plan.micro_batches == 1
+        assert pipe(torch.randn(12, 8)).shape == (12, 4)
+
+
+def test_a_plan_tries_what_needs_no_new_cut(model: Net, x: torch.Tensor, profile: Profile) -> None:
+    plan = fxpipe.plan(model, 2, example_args=(x,), profile=profile, chunks=2)
+    tuning = fxpipe.tune(plan)
+    assert {row.schedule for row in tuning.rows} == {"gpipe", "1f1b", "zero_bubble", "zero_bubble_2p"}
+    assert {row.chunks for row in tuning.rows} == {1, 2, 4, 8}
+    for row in tuning.rows:
+        assert row.plan is not None
+        assert [stage.nodes for stage in row.plan.stages] == [stage.nodes for stage in plan.stages]
+    assert tuning.best.step_seconds <= (1 + SAME_STEP_TOLERANCE) * min(row.step_seconds for row in tuning.rows)
+    assert {row.schedule for row in fxpipe.tune(plan, schedules=["1f1b"], chunks=[4]).rows} == {"1f1b"}
+    assert fxpipe.tune(plan, batch_size=64).best.plan.batch == 64
+    with fxpipe.pipeline(model, plan=plan, schedule="auto") as pipe:
+        assert pipe._fxpipe.settings.schedule == fxpipe.tune(plan, chunks=[2]).best.schedule
+    with pytest.raises(MemoryLimitError, match="lacks least"):
+        fxpipe.tune(plan, memory_limit=10)
+
+
+def test_measured_the_best_few_are_run_and_the_model_is_left_as_it_was(model: Net, x: torch.Tensor) -> None:
+    before = copy.deepcopy(model.state_dict())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    state = torch.get_rng_state()
+    tuning = fxpipe.tune(
+        model,
+        ["cpu", "cpu"],
+        example_args=(x,),
+        target=torch.randn(BATCH, 4, generator=torch.Generator().manual_seed(1)),
+        loss_fn=F.mse_loss,
+        schedules=["gpipe", "1f1b"],
+        stages_per_device=[1],
+        profile_budget=0.1,
+        measure=True,
+        batch_size=12,
+    )
+    ran = [row for row in tuning.rows if row.measured_seconds]
+    assert 1 < len(ran) <= 4
+    assert tuning.best in ran
+    assert tuning.best.measured_seconds == min(row.measured_seconds or 0 for row in ran)
+    assert "measured" in str(tuning)
+    assert "measured" not in str(fxpipe.tune(tuning.best.plan))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters() if p.grad is not None)
+    assert torch.equal(state, torch.get_rng_state())
+    model.zero_grad()
+
+
+def test_without_a_loss_a_simple_one_is_measured(x: torch.Tensor) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            x = torch.relu(self.one(x))
+            return {"hidden": x, "scores": self.two(x)}
+
+    tuning = fxpipe.tune(
+        Two(), ["cpu", "cpu"], example_args=(x,), measure=True, chunks=[2], schedules=["1f1b"], profile_budget=0.05,
+        stages_per_device=[1],
+    )  # fmt: skip
+    assert tuning.best.measured_seconds is not None
+
+
+def test_micro_batches_that_the_model_refuses_are_not_chosen(model: Net, x: torch.Tensor, profile: Profile) -> None:
+    """Batch norm takes no single value, and where nothing is fixed the smallest micro-batches are the fastest."""
+    cheap = tuple(
+        replace(cost, forward=Seconds(0, 1.0), backward=Seconds(0, 2.0), weight=Seconds(0, 1.0))
+        for cost in profile.nodes
+    )
+    tuning = fxpipe.tune(model, ["cpu", "cpu"], example_args=(x,), profile=replace(profile, nodes=cheap))
+    single = [row for row in tuning.rows if row.chunks == BATCH]
+    assert tuning.best.chunks < BATCH
+    refused = [row for row in single if "does not take micro-batches" in row.why]
+    assert refused
+    assert {row.step_seconds for row in refused} == {0.0}  # a time would read as what such a step takes at least
+    with pytest.raises(ArgumentError, match=r"takes no micro-batches of the sizes that were tried \(chunks=\[8\]\)"):
+        fxpipe.tune(model, ["cpu", "cpu"], example_args=(x,), profile=profile, chunks=[BATCH])
+
+
+def test_of_equally_long_steps_the_one_with_least_memory_is_chosen() -> None:
+    plan: Any = object()
+    rows = [
+        CandidateResult("gpipe", 8, 1, plan=plan, step_seconds=1.0, memory=(30.0, 10.0)),
+        CandidateResult("1f1b", 8, 1, plan=plan, step_seconds=1.0 + SAME_STEP_TOLERANCE / 2, memory=(20.0, 10.0)),
+        CandidateResult("zbv", 8, 2, plan=plan, step_seconds=0.9, memory=(50.0, 10.0), lacks=5.0),
+        CandidateResult("zero_bubble", 8, 1, why="too long", step_seconds=1.2),
+        CandidateResult("zero_bubble", 4, 1, why="another graph"),
+    ]
+    assert [row.schedule for row in rank_fitting(rows)] == ["1f1b", "gpipe"]
+    assert order_for_table(rows[::-1]) == (rows[0], rows[1], rows[3], rows[2], rows[4])
+    measured = [replace(rows[0], measured_seconds=2.0), replace(rows[1], measured_seconds=3.0), *rows[2:]]
+    assert rank_fitting(measured)[0].schedule == "gpipe"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedules": "1f1b"}, "schedules='1f1b': expected a list"),
+        ({"schedules": ["inference"]}, "schedules='inference' is unknown"),
+        ({"schedules": []}, "schedules is empty"),
+        ({"chunks": [0]}, "chunks=0: expected a whole number, at least 1"),
+        ({"chunks": 4}, "chunks=4: expected a list"),
+        ({"checkpoint": ["sometimes"]}, "checkpoint='sometimes' is unknown"),
+        ({"stages_per_device": [1.5]}, "stages_per_device=1.5: expected a whole number"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"balance": [3, 4]}, "balance="),
+        ({"example_args": ()}, "example_args is empty"),
+        ({"measure": True, "hardware": "h100"}, "measure=True and hardware"),
+        ({"measure": 3}, "measure=3: expected True or False"),
+        ({"schedules": ["zbv"], "stages_per_device": [1]}, "no schedule goes with"),
+        ({"stages_per_device": [64]}, "nothing can be tried: 128 stages need as many nodes"),
+    ],
+)
+def test_arguments_that_cannot_be_are_named(
+    model: Net, x: torch.Tensor, profile: Profile, options: dict[str, Any], message: str
+) -> None:
+    given: dict[str, Any] = {"example_args": (x,), "profile": profile}
+    if "hardware" in options:
+        given.pop("profile")
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=message):
+        fxpipe.tune(model, ["cpu", "cpu"], **{**given, **options})
+
+
+@pytest.mark.parametrize(("hardware", "names"), [("h100", [f"cuda:{k}" for k in range(4)]), (None, ["cpu"] * 4)])
+def test_a_number_of_devices_is_so_many_as_for_a_plan(x: torch.Tensor, hardware: str | None, names: list[str]) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    of_hardware: dict[str, Any] = {"example_args": (x,), "hardware": hardware}
+    tuning = fxpipe.tune(model, 4, **of_hardware)
+    assert tuning.best.plan is not None
+    assert [*tuning.best.plan.workers] == names
+    assert tuning.best.plan.workers == fxpipe.plan(model, 4, **of_hardware).workers
+    if hardware is not None:
+        replicas = fxpipe.tune(model, 4, data_parallel="auto", **of_hardware)
+        assert {row.data_parallel for row in replicas.rows} == {1, 2, 4}
+    for wrong in (0, True):
+        with pytest.raises((ArgumentError, ArgumentTypeError), match=f"devices={wrong}: expected a whole number"):
+            fxpipe.tune(model, wrong, **of_hardware)
+
+
+def test_beside_a_plan_nothing_that_makes_one_is_accepted(model: Net, x: torch.Tensor, profile: Profile) -> None:
+    plan = fxpipe.plan(model, 2, example_args=(x,), profile=profile)
+    given: list[dict[str, Any]] = [
+        {"devices": ["cpu"]},
+        {"hardware": "h100"},
+        {"measure": True},
+        {"example_args": (x,)},
+    ]
+    given += [{"optimizer_state": 0}, {"balance": "block"}, {"loss_fn": F.mse_loss}, {"in_dims": 0}]
+    for options in given:
+        with pytest.raises(ArgumentError, match=f"{next(iter(options))} beside a plan"):
+            fxpipe.tune(plan, **options)
+    with pytest.raises(ArgumentTypeError, match="model_or_plan is a str"):
+        fxpipe.tune("model")
+
+
+def test_the_table_marks_the_choice(model: Net, x: torch.Tensor, profile: Profile) -> None:
+    tuning = fxpipe.tune(model, ["cpu", "cpu"], example_args=(x,), profile=profile)
+    lines = str(tuning).splitlines()
+    (marked,) = [line for line in lines if line.startswith("->")]
+    assert tuning.best.schedule in marked
+    assert f" {tuning.best.chunks} " in marked
+    assert lines[0].startswith("mini-batches of 8 on 2 x cpu")
