@@ -1,5 +1,4 @@
-"""One pipe over several processes: the stages and the plan of the one-process pipe, on the engine of
-`torch.distributed.pipelining`.
+"""One pipe over several processes: the stages and the plan of the one-process pipe, and the code that runs its rows.
 
     mesh = init_device_mesh("cpu", (2,))                    # under torchrun, in every process
     pipe = fxpipe.pipeline(model, devices=mesh, chunks=8, schedule="1f1b", example_args=(x,))
@@ -19,17 +18,17 @@ gives them the store of the ones before, and gloo may connect to the addresses o
 
 From the bottom:
 
-`connection` (transfers between ranks, of one generation), `failures` (what each rank says when a step has failed) and
-`rank_group` (both together: a block that ends well on all ranks or on none); `packets` (values as messages),
-`relay_routes` (which value crosses which cut), `rank_exchange` (the exchange of one rank), `rank_step` (a step of
-which only this rank's stages are here); `held_tensors` (who has which parameter, and tied ones); `gradient_reduction`
-(the reducer of `DistributedDataParallel`) and `device_sums` (its sums in memory of devices), `replicas` (the part of
-each in a step), `step_report` (what the ranks tell each other at its end) and `rank_gradients` (from sums of stages
-to `.grad`); `agreement` (all ranks have the same model, plan and versions); `rank_engine` (whole steps), `rank_state`
-(graphs, recorded on all ranks at once), `rank_stream` and `rank_train_stream` (streams of mini-batches, of one stage
-and its loop) and `pipeline`, the module
-that users have; `materialization` (memory for this rank's tensors), `checkpoint_readers` and
-`checkpoint_loading`, and `initialization`; `clip_grad_norm`.
+- `connection` (transfers between ranks, of one generation), `failures` (what each rank says when a step has failed),
+  `rank_group` (both together: a block that ends well on all ranks or on none)
+- `packets` (values as messages), `packet_link` (what a row receives before its actions and sends after them),
+  `rank_exchange` (the exchange of one rank), `rank_step` (a step with this rank's stages)
+- `held_tensors` (who has which parameter, and tied ones), `gradient_reduction` (sums over replicas), `device_sums` (the
+  same in memory of devices), `replicas` (the part of each in a step), `step_report` (what the ranks tell each other at
+  its end), `rank_gradients` (from sums of stages to `.grad`)
+- `agreement` (all ranks have the same model, plan and versions), `rank_engine` (whole steps), `rank_state` (graphs,
+  recorded on all ranks together), `rank_stream`, `rank_train_stream` (streams: of one stage, and its loop), `pipeline`
+- `materialization` (memory for this rank's tensors), `checkpoint_readers`, `checkpoint_loading`, `initialization`,
+  `clip_grad_norm`
 """
 
 from fxpipe.distributed.checkpoint_loading import load

@@ -10,9 +10,8 @@ memory of one device to memory of another. What the host does and what the devic
 
 *Order.* A backend matches sends and receives of a communicator by their order alone, and one that waits keeps all
 behind it waiting. So each ordered pair of ranks has a communicator: what goes down and what comes up never wait for
-each other. Within one, the row of the receiver begins its receives in the order of the sender's sends
-(`torch.distributed.pipelining` puts both into the rows at once), provided that a receive is begun where the row has it.
-So only packets whose layout the receiver knows go here; others go by gloo, once (`packets.Mailbox`).
+each other. Within one, the receiver begins its receives in the order of the sender's row (`packet_link`). It begins
+early, so only packets whose layout it knows go here; others go by gloo, once (`packets.Mailbox`).
 
 *Streams.* A send comes behind what its compute stream was given so far. A receive is into memory of a stream that does
 nothing else: on the compute stream it would wait for all that is queued there.

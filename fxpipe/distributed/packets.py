@@ -181,7 +181,7 @@ class Mailbox:
         self.note = 0  # of the packet that was received last
 
     def send(self, key: Hashable, tag: int, peer: int, values: Sequence[PacketValue], note: int = 0) -> None:
-        """Begins to send a packet. `note`: a number that goes with it; see `RankRow`."""
+        """Begins to send a packet. `note`: a number that goes with it; see `packet_link`."""
         connection, known = self._connection, self._known_layout(key)
         layout, payload = encode(values, None if self._transfers is None else self._device)
         self._note_layout(key, layout)

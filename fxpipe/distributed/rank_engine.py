@@ -13,19 +13,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from fxpipe._torch.pipelining import ScheduleEngine
 from fxpipe.distributed.gradient_reduction import GradientReduction
 from fxpipe.distributed.held_tensors import HeldTensors, TensorExchange, TensorTransfers
+from fxpipe.distributed.packet_link import FIRST_FREE_TAG, PacketLink, order_of_step
 from fxpipe.distributed.packets import MAX_KEYS, Layout, Mailbox
 from fxpipe.distributed.rank_gradients import RankGradients
 from fxpipe.distributed.rank_group import RankGroup
-from fxpipe.distributed.rank_step import RankRow, RankStep, first_free_tag
+from fxpipe.distributed.rank_step import RankStep
 from fxpipe.distributed.replicas import ReplicaPart, Replicas, ReplicaStart, digest, loss_of_replica, loss_of_union
 from fxpipe.distributed.step_report import LossVerdict, StepReport, check_scales
-from fxpipe.errors import LossError, StateError
+from fxpipe.errors import LossError
 from fxpipe.rewriting.program import ConstantOutput, Program
 from fxpipe.rewriting.relay_routes import RelayRoutes
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors, different_programs
@@ -44,7 +43,6 @@ from fxpipe.runtime.microbatches import gather
 from fxpipe.runtime.step_inputs import MicroBatch, StepInputs
 from fxpipe.runtime.step_record import StepRecord
 from fxpipe.scheduling import Schedule
-from fxpipe.scheduling.actions import Action, ActionKind
 from fxpipe.utils.pytree import map_tensor_leaves
 
 
@@ -121,7 +119,6 @@ class RankEngine(Engine):
     def __init__(self, model: nn.Module, group: RankGroup):
         super().__init__(model, InlineExecutor(), (group.device,))
         self.group = group
-        self._engines: dict[Schedule, ScheduleEngine] = {}
         self._layouts: dict[Any, Layout] = {}
         self._generation = -1
         self.replicas = Replicas(group)
@@ -143,17 +140,6 @@ class RankEngine(Engine):
 
     # -- rows --------------------------------------------------------------------------------------------------------
 
-    def _engine_for(self, schedule: Schedule) -> ScheduleEngine:
-        engine = self._engines.get(schedule)
-        if engine is None:
-            engine = ScheduleEngine(engine_rows(schedule), self._process_group, self.group.device)
-            self._engines[schedule] = engine
-        return engine
-
-    @property
-    def _process_group(self) -> dist.ProcessGroup:
-        return self.group.process_group
-
     def _mailbox(self, graph: RankGraph) -> Mailbox:
         """Makes the mailbox of a step, which all ranks do at once."""
         if self._generation != self.group.generation or len(self._layouts) > MAX_KEYS:
@@ -164,52 +150,53 @@ class RankEngine(Engine):
             transfers.connect(pairs_of_ranks(graph.routes, graph.transfers))
         return Mailbox(self.group.connection, self.group.device, self._layouts, transfers)
 
-    def _tensor_exchange(
-        self, graph: RankGraph, schedule: Schedule, mailbox: Mailbox, tensors: ModelTensors
-    ) -> TensorExchange:
-        return TensorExchange(mailbox, self.group.rank, tensors, (graph.number, "tensors"), first_free_tag(schedule))
+    def _tensor_exchange(self, graph: RankGraph, mailbox: Mailbox, tensors: ModelTensors) -> TensorExchange:
+        return TensorExchange(mailbox, self.group.rank, tensors, (graph.number, "tensors"), FIRST_FREE_TAG)
 
     def _run_row(
         self,
         graph: RankGraph,
         inputs: RankInputs,
         schedule: Schedule,
-        step: RankStep,
         mailbox: Mailbox,
+        seed: int,
         reduction: GradientReduction | None = None,
-    ) -> None:
+        **more: Any,
+    ) -> RankStep:
         """Runs the row. `reduction`: gets gradients as soon as they are complete, where one program runs."""
-
-        def give(name: str, j: int) -> None:
-            sums = step.totals[j].sums
-            if reduction is not None and (name, j) in reduction.keys and not sums[name].is_sparse:
-                reduction.give((name, j), sums.pop(name))
-
+        rank = self.group.rank
+        link = PacketLink(mailbox, graph.routes, (graph.number, inputs.sizes, schedule.micro_batches))
+        step = RankStep(
+            self._own_inputs(inputs),
+            self.model,
+            seed,
+            schedule,
+            self._caller_context,
+            [one.routes for one in inputs.graphs],
+            self.group,
+            link,
+            reduction=reduction if len(inputs.programs) == 1 else None,
+            **more,
+        )
+        step.samples = inputs.batch
         step.log.begun.append(time.perf_counter())
-        key = (graph.number, inputs.sizes, schedule.micro_batches)
-        is_told = reduction is not None and len(inputs.programs) == 1
-        row = RankRow(step, schedule.rows, mailbox, self.group, key, give if is_told else None)
-        with step.in_row():
-            self._engine_for(schedule).run(row)
+        link.queue(order_of_step(schedule.rows, graph.routes.placement, rank))
+        self.executor.run(step, (schedule.rows[rank],))
         self._note_step(step, schedule)
         step.rank_exchange.check_empty()
         if self.group.transfers is not None:
             self.group.transfers.settle()  # what has not come fails this step, and is not agreed upon
+        return step
 
-    def _open(self, inputs: RankInputs, schedule: Schedule, seed: int, **more: Any) -> RankStep:
+    def _own_inputs(self, inputs: RankInputs) -> StepInputs:
         bounds, shares, leaves = inputs.bounds, shares_of(inputs.samples), inputs.leaves
         if not inputs.graphs[0].routes.is_here(0, self.group.rank):
             parts = tuple(leaves) if inputs.is_handed_over else (leaves,) * len(bounds)
-            own = StepInputs(bounds, parts, tuple(shares), (), ())
-        elif inputs.is_handed_over:
+            return StepInputs(bounds, parts, tuple(shares), (), ())
+        if inputs.is_handed_over:
             calls = [MicroBatch(*one, ()) for one in zip(bounds, leaves, inputs.samples, strict=True)]
-            own = StepInputs.of_micro_batches(calls, shares)
-        else:
-            own = StepInputs.of_mini_batch(bounds[0], leaves, shares)
-        routes = [graph.routes for graph in inputs.graphs]
-        step = RankStep(own, self.model, seed, schedule, self._caller_context, routes, self.group.rank, **more)
-        step.samples = sum(inputs.samples)
-        return step
+            return StepInputs.of_micro_batches(calls, shares)
+        return StepInputs.of_mini_batch(bounds[0], leaves, shares)
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
@@ -220,10 +207,9 @@ class RankEngine(Engine):
         if m > 1 and bound.untold:
             raise LossError(ambiguous_output_message(bound.untold[0]))
         mailbox, tensors = self._mailbox(graph), ModelTensors(self.model, bound.constants)
-        exchange = self._tensor_exchange(graph, schedule, mailbox, tensors)
+        exchange = self._tensor_exchange(graph, mailbox, tensors)
         exchange.borrow(graph.transfers)
-        step = self._open(inputs, schedule, inputs.seed)
-        self._run_row(graph, inputs, schedule, step, mailbox)
+        step = self._run_row(graph, inputs, schedule, mailbox, inputs.seed)
         last, results = graph.routes.rank(n), bound.results
         outputs: list[Any] = []
         if self.group.rank == last:
@@ -262,7 +248,7 @@ class RankEngine(Engine):
         if is_last and not inputs.is_handed_over:
             kind = self.loss_histories.of(call.loss_fn, call.reduction, call.target, bound, (inputs.batch, m))
         mailbox = self._mailbox(graph)
-        exchange = self._tensor_exchange(graph, schedule, mailbox, tensors)
+        exchange = self._tensor_exchange(graph, mailbox, tensors)
         exchange.borrow(graph.transfers)
         gradients = RankGradients(graph.held, graph.transfers, tensors, inputs.programs, self.group, self.replicas)
         part = self._begin(graph, inputs, call, gradients, is_last)
@@ -271,14 +257,13 @@ class RankEngine(Engine):
 
         while True:
             losses = self._losses(inputs, part, call, is_verified) if is_last else None
-            step = self._open(
-                inputs, schedule, part.seed,
+            step = self._run_row(
+                graph, inputs, schedule, mailbox, part.seed, gradients.open_sum(),
                 losses=losses,
                 keep_outputs=is_last and (is_verified or call.with_outputs),
                 look_at_elements=(kind is None or kind.look_at_elements) and looks_at_elements,
                 first_micro_batch=part.first,
             )  # fmt: skip
-            self._run_row(graph, inputs, schedule, step, mailbox, gradients.open_sum())
             report, outputs = StepReport(gradients.have_hooks(step), self._loss_scale(call.scaler)), []
             if step.loss is not None:
                 self.refuse_strange_leaves(step.loss)
@@ -471,18 +456,3 @@ def _write_results(
     }
     with torch.no_grad():
         write_back_results(tensors, by_place, program, values)  # type: ignore[arg-type]
-
-
-def engine_rows(schedule: Schedule) -> dict[int, list[str]]:
-    """Returns the rows in the engine's words: B is I where its micro-batch has W, and R is left to B."""
-    split = schedule.split_backwards
-    return {rank: [_word(action, split) for action in row if action.kind is not ActionKind.RECOMPUTE]
-            for rank, row in enumerate(schedule.rows)}  # fmt: skip
-
-
-def _word(action: Action, split: frozenset[tuple[int, int]]) -> str:
-    is_apart = action.kind is ActionKind.BACKWARD and (action.stage, action.micro_batch) in split
-    kind = "I" if is_apart else action.kind.value
-    if kind not in ("F", "B", "I", "W"):
-        raise StateError(f"{action} cannot run over processes")
-    return f"{action.stage}{kind}{action.micro_batch}"

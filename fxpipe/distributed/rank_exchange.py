@@ -1,7 +1,7 @@
 """The exchange of one rank: what its stages hand each other, and what crosses to and from other ranks.
 
 A value that arrives is entered for all stages of this rank that use it, and waits for the cuts that it still has to
-cross. Packets are made and taken apart here; when each is sent, the engine says.
+cross. Packets are made and taken apart here, and sent by `packet_link`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fxpipe._torch.autograd import takes_gradient
+from fxpipe.distributed.packet_link import cut_of
 from fxpipe.distributed.packets import PacketValue
 from fxpipe.errors import InternalError
 from fxpipe.rewriting.program import PIPE_INPUT, ValueKey
@@ -20,6 +21,7 @@ from fxpipe.runtime.exchange import BoundaryValue, Exchange
 from fxpipe.runtime.step_inputs import StepInputs
 from fxpipe.runtime.transport import Transport
 from fxpipe.runtime.wiring import ValueLink
+from fxpipe.scheduling.actions import Action, ActionKind
 
 
 class RankExchange(Exchange):
@@ -68,32 +70,31 @@ class RankExchange(Exchange):
         else:
             self._returning[(link.value.source, link.value.name, link.gradient_target), i] = gradient
 
-    # -- packets -----------------------------------------------------------------------------------------------------
-
-    def values_of_cut(self, cut: int, i: int) -> list[PacketValue]:
-        """Takes what a micro-batch sends down through a cut."""
-        leaving = self._leaving.pop((cut, i), {})
-        return [leaving[key] for key in self._routes[i].down[cut]]
-
-    def enter_values(self, cut: int, i: int, values: Sequence[PacketValue]) -> None:
-        for key, one in zip(self._routes[i].down[cut], values, strict=True):
-            self._arrived(key, i, one.value, one.requires_grad)
-
-    def gradients_of_cut(self, cut: int, i: int) -> list[PacketValue]:
-        """Takes the gradients that a micro-batch sends up through a cut; None for those that there are not."""
+    def take_packet(self, maker: Action) -> list[PacketValue]:
+        """Takes what an action sends through its cut: of F values, of B gradients or None."""
+        cut, i = cut_of(maker), maker.micro_batch
+        if maker.kind is ActionKind.FORWARD:
+            leaving = self._leaving.pop((cut, i), {})
+            return [leaving[key] for key in self._routes[i].down[cut]]
         return [PacketValue(self._returning.pop((key, i), None)) for key in self._routes[i].up[cut]]
 
-    def enter_gradients_of_cut(self, cut: int, i: int, gradients: Sequence[PacketValue]) -> None:
-        for key, one in zip(self._routes[i].up[cut], gradients, strict=True):
+    def enter_packet(self, maker: Action, values: Sequence[PacketValue]) -> None:
+        """Enters what an action on another rank has sent."""
+        cut, i = cut_of(maker), maker.micro_batch
+        if maker.kind is ActionKind.FORWARD:
+            for key, one in zip(self._routes[i].down[cut], values, strict=True):
+                self._arrived(key, i, one.value, one.requires_grad)
+            return
+        for gradient_key, one in zip(self._routes[i].up[cut], values, strict=True):
             if one.value is None:
                 continue
-            _, name, target = key
+            _, name, target = gradient_key
             if self._is_here(target):
                 if (target, name, i) in self._gradients:
                     raise InternalError(f"two gradients for {name} at stage {target}, micro-batch {i}")
                 self._gradients[target, name, i] = one.value
             else:
-                self._returning[key, i] = one.value
+                self._returning[gradient_key, i] = one.value
 
     def check_empty(self) -> None:
         """Raises `InternalError` where something was sent that nobody has taken."""

@@ -24,8 +24,7 @@ have the layout of the one before it, and both ends agree on which that was.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +33,14 @@ from torch import nn
 from fxpipe.distributed.device_sums import WAITED_FOR
 from fxpipe.distributed.gradient_reduction import StageParameter
 from fxpipe.distributed.held_tensors import write_tensor
+from fxpipe.distributed.packet_link import (
+    JOB_TAG,
+    TAGGED_PACKETS,
+    TAGS_OF_PACKET,
+    PacketLink,
+    PacketOrder,
+    cut_of,
+)
 from fxpipe.distributed.packets import Layout, Mailbox, PacketValue
 from fxpipe.distributed.rank_engine import RankEngine, RankGraph, RankInputs, pairs_of_ranks
 from fxpipe.distributed.rank_exchange import RankExchange
@@ -67,10 +74,6 @@ from fxpipe.runtime.transport import on_all_streams
 from fxpipe.scheduling.actions import Action, ActionKind, Rows
 from fxpipe.scheduling.streams import StreamSchedule
 from fxpipe.utils.pytree import map_tensor_leaves
-
-TAGGED_MICRO_BATCHES = 1 << 20  # far more than are in flight: then tags begin anew
-_DIRECTIONS = {ActionKind.FORWARD: 0, ActionKind.BACKWARD: 1}
-_JOB_TAG = 2
 
 
 class LossReport(NamedTuple):
@@ -152,19 +155,15 @@ class StreamMailbox(Mailbox):
         self._known[key[:-1]] = layout
 
 
-class StreamPackets:
+class StreamLink(PacketLink):
     """The packets of one stage with its neighbours: of values, of gradients, and of jobs."""
 
     def __init__(self, group: RankGroup, routes: RelayRoutes, stage: int, order: StreamSchedule):
-        layouts: dict[Hashable, Layout] = {}
         if group.transfers is not None:
             group.transfers.connect(pairs_of_ranks(routes))
-        self._mailbox = StreamMailbox(group.connection, group.device, layouts, group.transfers)
-        self._group, self._routes, self._stage, self._order = group, routes, stage, order
-        self._due: dict[ActionKind, deque[int]] = {kind: deque() for kind in _DIRECTIONS}  # packets still to come
-        self._is_expected = dict.fromkeys(_DIRECTIONS, False)  # the next of them
-        self._jobs = 0  # that were handed on
-        self._taken = self._given_back = 0  # packets of gradients that came, and those sent whose memory is free again
+        super().__init__(StreamMailbox(group.connection, group.device, {}, group.transfers), routes)
+        self._routes, self._stage, self._order = routes, stage, order
+        self._jobs = 0  # that were passed on
 
     @property
     def is_first(self) -> bool:
@@ -174,86 +173,31 @@ class StreamPackets:
     def is_last(self) -> bool:
         return self._stage == self._order.stages - 1
 
-    def _address(self, kind: ActionKind, cut: int, i: int) -> tuple[tuple[Any, ...], int]:
-        """Returns the key and the tag of a packet: of what crosses a cut before F or B of a micro-batch."""
-        _, k = self._order.place(i)
-        return (kind, cut, k, i), 3 * (i % TAGGED_MICRO_BATCHES) + _DIRECTIONS[kind]
+    def _key(self, maker: Action) -> tuple[Any, ...]:
+        _, k = self._order.place(maker.micro_batch)
+        return maker.kind, cut_of(maker), k, maker.micro_batch
 
-    # -- values and gradients ----------------------------------------------------------------------------------------
+    def _words(self, maker: Action) -> str:
+        t, k = self._order.place(maker.micro_batch)
+        return f"the result of {maker} (stage {maker.stage}, micro-batch {k} of mini-batch {t})"
 
-    def queue(self, actions: Iterable[Action]) -> None:
-        """Takes note of the actions that come next; begins to receive what the first of them need."""
-        for kind, _, i in actions:
-            if (kind is ActionKind.FORWARD and not self.is_first) or (kind is ActionKind.BACKWARD and not self.is_last):
-                self._due[kind].append(i)
-        for kind in _DIRECTIONS:
-            self._expect(kind)
-
-    def _source(self, kind: ActionKind) -> tuple[int, int]:
-        """Returns the cut through which packets come, and the rank behind it."""
-        down = kind is ActionKind.FORWARD
-        cut, other = (self._stage - 1, self._stage - 1) if down else (self._stage, self._stage + 1)
-        return cut, self._routes.rank(other)
-
-    def _expect(self, kind: ActionKind) -> None:
-        if self._due[kind] and not self._is_expected[kind]:
-            cut, peer = self._source(kind)
-            self._mailbox.expect(*self._address(kind, cut, self._due[kind][0]), peer)
-            self._is_expected[kind] = True
-
-    def receive(self, action: Action) -> list[PacketValue] | None:
-        """Waits for what an action needs of a neighbour; returns it, or None where it needs nothing."""
-        kind, _, i = action
-        if kind not in _DIRECTIONS or not self._due[kind] or self._due[kind][0] != i:
-            return None
-        cut, peer = self._source(kind)
-        t, k = self._order.place(i)
-        sender = cut if kind is ActionKind.FORWARD else cut + 1
-        what = f"the result of {Action(kind, sender, i)} (stage {sender}, micro-batch {k} of mini-batch {t})"
-        values = self._mailbox.receive(*self._address(kind, cut, i), peer, what)
-        self._due[kind].popleft()
-        self._is_expected[kind] = False
-        self._expect(kind)
-        if kind is ActionKind.FORWARD:
-            self._give_back(self._mailbox.note)
-        else:  # what has come back depends on what went down: that was taken
-            self._taken += 1
-            self._mailbox.finish_send(self._address(ActionKind.FORWARD, cut, i)[0], what)
-            if k == 0:
-                self._mailbox.finish_send(("job", cut, t), what)
-        return values
-
-    def _give_back(self, taken: int) -> None:
-        """Gives back the memory of packets of gradients that the other side has taken: the first so many."""
-        for i in range(self._given_back, taken):
-            key, _ = self._address(ActionKind.BACKWARD, self._stage - 1, i)
-            self._mailbox.finish_send(key, "its gradients to be taken")
-        self._given_back = max(taken, self._given_back)
-
-    def send(self, action: Action, values: Sequence[PacketValue]) -> None:
-        """Sends what an action has made for the neighbour behind it."""
-        kind, _, i = action
-        down = kind is ActionKind.FORWARD
-        cut, other = (self._stage, self._stage + 1) if down else (self._stage - 1, self._stage - 1)
-        self._mailbox.send(*self._address(kind, cut, i), self._routes.rank(other), values, self._taken)
-
-    def settle(self) -> None:
-        """Returns when all packets have been taken, and all that have come are there."""
-        self._mailbox.settle()
-
-    # -- jobs --------------------------------------------------------------------------------------------------------
+    def _free_values(self, maker: Action, what: str) -> None:
+        super()._free_values(maker, what)
+        t, k = self._order.place(maker.micro_batch)
+        if k == 0:
+            self.mailbox.finish_send(("job", self._stage, t), what)
 
     def pass_job(self, job: Any, t: int) -> Any:
         """Hands on what the leader says of mini-batch t, or of what comes in its place; returns it on all ranks."""
-        tag = 3 * (self._jobs % TAGGED_MICRO_BATCHES) + _JOB_TAG
+        tag = TAGS_OF_PACKET * (self._jobs % TAGGED_PACKETS) + JOB_TAG
         self._jobs += 1
         if not self.is_first:
             address = ("job", self._stage - 1, t), tag, self._routes.rank(self._stage - 1)
-            self._mailbox.expect(*address)
-            ((job, _),) = self._mailbox.receive(*address, f"mini-batch {t} of the stream")
+            self.mailbox.expect(*address)
+            ((job, _),) = self.mailbox.receive(*address, f"mini-batch {t} of the stream")
         if not self.is_last:
             address = ("job", self._stage, t), tag, self._routes.rank(self._stage + 1)
-            self._mailbox.send(*address, [PacketValue(job)])
+            self.mailbox.send(*address, [PacketValue(job)])
         return job
 
 
@@ -261,7 +205,7 @@ class RankStreamRun(StreamRun):
     """Performs the actions of one stage, with the packets around them."""
 
     def __init__(
-        self, *arguments: Any, packets: StreamPackets, group: RankGroup, report: Callable[[MiniBatch], LossReport]
+        self, *arguments: Any, packets: StreamLink, group: RankGroup, report: Callable[[MiniBatch], LossReport]
     ):
         """`report`: of a mini-batch that has gone back through the last stage."""
         super().__init__(*arguments)
@@ -271,33 +215,35 @@ class RankStreamRun(StreamRun):
         raise InternalError("the row of a rank runs in one thread, which waits")
 
     def wait(self, action: Action) -> None:
+        if self.failure is not None:
+            return
         self._group.doing = str(action)
-        values = self._packets.receive(action)
-        if values is None:
+        maker = self._packets.maker_before(action)
+        if maker is None:
             return
-        one, (kind, j, k) = self._at(action)
+        values = self._packets.receive(maker)
+        one, own = self._at(maker)
         step = _rank_step(one)
-        if kind is ActionKind.FORWARD:
-            step.rank_exchange.enter_values(j - 1, k, values)
-            return
-        if k == one.micro_batches - 1:
+        if self._is_end(one, own):
             size = len(LossReport._fields)
             values, report = values[:-size], values[-size:]
             step.report = LossReport(*(one.value for one in report))
-        step.rank_exchange.enter_gradients_of_cut(j, k, values)
+        step.rank_exchange.enter_packet(own, values)
 
     def pass_on(self, action: Action) -> None:
-        one, (kind, j, k) = self._at(action)
-        step, is_end = _rank_step(one), kind is ActionKind.BACKWARD and k == one.micro_batches - 1
+        one, own = self._at(action)
+        step, is_end = _rank_step(one), self._is_end(one, own)
         if is_end and self._packets.is_last:
             step.report = self._report(one)
-        if kind is ActionKind.FORWARD and not self._packets.is_last:
-            self._packets.send(action, step.rank_exchange.values_of_cut(j, k))
-        elif kind is ActionKind.BACKWARD and not self._packets.is_first:
-            gradients = step.rank_exchange.gradients_of_cut(j - 1, k)
+        if self._packets.is_sent(action):
             report = map(PacketValue, step.report) if is_end and step.report is not None else ()
-            self._packets.send(action, [*gradients, *report])
+            self._packets.send(action, [*step.rank_exchange.take_packet(own), *report])
         super().pass_on(action)
+
+    @staticmethod
+    def _is_end(one: MiniBatch, own: Action) -> bool:
+        """Returns whether a mini-batch goes back through a stage for the last time."""
+        return own.kind is ActionKind.BACKWARD and own.micro_batch == one.micro_batches - 1
 
 
 def _rank_step(one: MiniBatch) -> RankStreamStep:
@@ -323,7 +269,7 @@ class RankStream(Stream):
         routes: RelayRoutes,
     ):
         (self._stage,) = [j for j in range(order.stages) if routes.is_here(j, engine.group.rank)]
-        self.packets = StreamPackets(engine.group, routes, self._stage, order)
+        self.packets = StreamLink(engine.group, routes, self._stage, order)
         self._waiting: tuple[Action, ...] = ()  # of the row, behind what has run
         self._replicas = engine.replicas
         # Of the segment: the parameters whose gradients the reducer sums over replicas, the same on all of these,
@@ -433,7 +379,7 @@ class RankStream(Stream):
 
     def _queue(self, rows: Rows) -> None:
         """Runs what was queued before; these follow when more is known, or with a drain."""
-        self.packets.queue(rows[self._stage])
+        self.packets.queue(PacketOrder.of(rows, self.packets.placement, self.engine.group.rank))
         due, self._waiting = self._waiting, rows[self._stage]
         self._run_row(due)
 
@@ -446,7 +392,7 @@ class RankStream(Stream):
         super().drain()
         due, self._waiting = self._waiting, ()
         self._run_row(due)
-        self.packets.settle()
+        self.packets.mailbox.settle()
 
     # -- the loss ------------------------------------------------------------------------------------------------------
 

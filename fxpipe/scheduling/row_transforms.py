@@ -172,23 +172,6 @@ def _recompute_place(row: Sequence[Action], action: Action, recomputed: Sequence
     return place
 
 
-def recompute_before_backward(schedule: Schedule) -> Schedule:
-    """The schedule with each R directly before its B, wherever it was."""
-
-    def moved(row: tuple[Action, ...]) -> tuple[Action, ...]:
-        actions: list[Action] = []
-        for action in row:
-            again = Action(ActionKind.RECOMPUTE, action.stage, action.micro_batch)
-            if action.kind is ActionKind.BACKWARD and again in recomputed:
-                actions.append(again)
-            if action.kind is not ActionKind.RECOMPUTE:
-                actions.append(action)
-        return tuple(actions)
-
-    recomputed = {action for row in schedule.rows for action in row if action.kind is ActionKind.RECOMPUTE}
-    return replace(schedule, rows=tuple(map(moved, schedule.rows))) if recomputed else schedule
-
-
 # -- Updates of the weights within a step ------------------------------------------------------------------------------
 
 

@@ -9,9 +9,8 @@ Three questions, each asked only if the ones before it have been answered well:
 For the third the rows run here in thought: each goes on as long as what its next action needs has been made, and is
 come back to when more has. An action waits for what it needs, and for nothing else; above all nobody waits for another
 to take what he has made. So a result lies until it is taken, as between threads, and as between processes where sends
-do not block and receives are posted in the order in which the other side sends (`torch.distributed.pipelining` makes
-its transfers so). Whoever waits only for results comes as far whatever the order in which rows are looked at; so one
-run answers for all.
+do not block and receives are posted in the order in which the other side sends (`distributed.packet_link`).
+Whoever waits only for results comes as far whatever the order in which rows are looked at; so one run answers for all.
 
 (`gpipe` and `1f1b` would run even from hand to hand, if a row opens the sends of one action and the receives of the
 next together. Where a device has several stages, or W or more forwards stand in between, results have to lie.)

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fxpipe.scheduling import Schedule, recompute_before_backward, validate
+from fxpipe.scheduling import Schedule, validate
 from fxpipe.simulation.costs import HostCost, StageCost, Transfer, check_costs, transfers_of
 from fxpipe.simulation.reductions import ReductionSpan
 from fxpipe.simulation.simulation_result import CriticalLeg, MemoryFit, Simulation, SteadyState, simulate_checked
@@ -53,7 +53,6 @@ def simulate_schedule(
     *,
     overlaps: bool = True,
     one_interpreter: bool = True,
-    recomputes_late: bool = False,
 ) -> Simulation:
     """Computes when every action of `schedule` runs, and what follows from that.
 
@@ -68,8 +67,6 @@ def simulate_schedule(
             all that an action is sent before it computes, one after the other, as the runtime does.
         one_interpreter: the workers of all devices take turns at the host, for what `StageCost.host` says; else each
             device has a host of its own.
-        recomputes_late: R runs within its B, once the gradient has come, as over processes: the engine there has no
-            word for it. Else R runs as soon as its device comes to it, while the gradient is still on its way.
 
     Raises:
         ArgumentError: not one cost for each stage, a number that is negative or not finite, a stage that is not there.
@@ -78,8 +75,7 @@ def simulate_schedule(
     if not schedule.is_validated:  # it takes as long as the simulation
         validate(schedule)
     check_costs(stages, transfers, schedule.stages)
-    schedule = recompute_before_backward(schedule) if recomputes_late else schedule
-    return simulate_checked(schedule, tuple(stages), tuple(transfers), overlaps, one_interpreter, recomputes_late)
+    return simulate_checked(schedule, tuple(stages), tuple(transfers), overlaps, one_interpreter)
 
 
 __all__ = [

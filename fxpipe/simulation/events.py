@@ -191,7 +191,6 @@ class EventSimulation:
     overlaps: bool  # do transfers run beside computation, or does the receiving device copy before it computes
     hosts: Sequence[HostCost | None] = ()  # by stage
     one_interpreter: bool = True  # do all workers take turns; else each has a host of its own
-    recomputes_late: bool = False  # does R wait for what its B waits for
     handling: Mapping[tuple[ActionKind, int], float] = field(default_factory=dict)  # seconds at the end of such actions
     begun: list[list[StartedAction]] = field(init=False)  # by device
     _device_of: dict[tuple[int, int], int] = field(init=False)  # by stage and micro-batch
@@ -244,10 +243,6 @@ class EventSimulation:
                 self._queued(device, place)
         return self.begun
 
-    def _waiting_kind(self, kind: ActionKind) -> ActionKind:
-        """Returns the kind of action whose needs an action of this kind has to wait for."""
-        return ActionKind.BACKWARD if self.recomputes_late and kind is ActionKind.RECOMPUTE else kind
-
     def _next(self, device: int) -> None:
         """The next action of a device is due as soon as nothing is missing and the one before has ended."""
         row, before = self.schedule.rows[device], self.begun[device]
@@ -255,7 +250,6 @@ class EventSimulation:
             return
         action = row[len(before)]
         kind, j, i = action.kind, action.stage, action.micro_batch
-        kind = self._waiting_kind(kind)
         if (kind in self._missing and self._missing[kind][j][i]) or self._unmet.get(action):
             return
         came = self._arrived_last(action)
@@ -269,8 +263,8 @@ class EventSimulation:
 
     def _arrived_last(self, action: Action) -> Arrival | None:
         """Returns what has arrived last of all that an action needs of others."""
-        kind = self._waiting_kind(action.kind)
-        value = self._last[kind][action.stage][action.micro_batch] if kind in self._last else None
+        kind, j, i = action
+        value = self._last[kind][j][i] if kind in self._last else None
         awaited = self._last_met.get(action)
         if value is None or awaited is None:
             return value or awaited
@@ -349,8 +343,8 @@ class EventSimulation:
         if not self._runs_ahead[device] or self._is_asking[device] or len(jobs) == len(row):
             return
         action = row[len(jobs)]
-        kind = self._waiting_kind(action.kind)
-        if kind in self._unqueued and self._unqueued[kind][action.stage][action.micro_batch]:
+        kind, j, i = action
+        if kind in self._unqueued and self._unqueued[kind][j][i]:
             return
         needed, _ = self._needed(action)
         self._is_asking[device] = True
@@ -358,8 +352,7 @@ class EventSimulation:
 
     def _needed(self, action: Action) -> tuple[float, HostJob | tuple[int, int]]:
         """Returns when the last of what an action needs was queued, and by what."""
-        kind = self._waiting_kind(action.kind)
-        return self._last_queued.get((kind, action.stage, action.micro_batch), (0.0, _IDLE_HOST))
+        return self._last_queued.get(action, (0.0, _IDLE_HOST))
 
     def _queue(self, device: int, time: float) -> None:
         jobs = self._jobs[device]

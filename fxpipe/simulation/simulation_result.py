@@ -345,7 +345,6 @@ class Simulation(TimelineMixin):
     limits: tuple[float | None, ...] = ()  # bytes, by device; None, or none at all: not known
     one_interpreter: bool = True  # do the workers of all devices take turns at the interpreter
     overlaps: bool = True  # do transfers run beside computation
-    recomputes_late: bool = False  # does R wait for the gradient
     reductions: tuple[ReductionSpan, ...] = ()  # of gradients over replicas, device after device, each in order
     cluster: Cluster | None = None  # where the devices stand, and those of replicas; None: not known
     steady: SteadyState | None = None  # of a stream; None: it is a step
@@ -570,9 +569,7 @@ class Simulation(TimelineMixin):
     def _with_loss(self, seconds: float) -> Simulation:
         """Simulates again, with a loss that takes so long for each micro-batch."""
         stages = (*self.stages[:-1], replace(self.stages[-1], loss=seconds))
-        again = simulate_checked(
-            self.schedule, stages, self.transfers, self.overlaps, self.one_interpreter, self.recomputes_late
-        )
+        again = simulate_checked(self.schedule, stages, self.transfers, self.overlaps, self.one_interpreter)
         return replace(again, devices=self.devices, samples=self.samples, limits=self.limits, cluster=self.cluster)
 
     _repr_pretty_ = show_as_printed
@@ -629,14 +626,13 @@ def simulate_checked(
     transfers: tuple[Transfer, ...],
     overlaps: bool,
     one_interpreter: bool,
-    recomputes_late: bool = False,
 ) -> Simulation:
     """Simulates a schedule that would run, with costs that can be: see `simulate_schedule`."""
     ways, hosts = dependency_edges(schedule, transfers), tuple(stage.host for stage in stages)
     handling = handling_seconds(schedule, transfers)
 
     def walk(seconds: dict[Action, float]) -> list[list[StartedAction]]:
-        one = EventSimulation(schedule, seconds, ways, overlaps, hosts, one_interpreter, recomputes_late, handling)
+        one = EventSimulation(schedule, seconds, ways, overlaps, hosts, one_interpreter, handling)
         return one.run()
 
     durations = action_durations(schedule, stages)
@@ -653,7 +649,6 @@ def simulate_checked(
         legs=critical_legs(begun, reductions),
         one_interpreter=one_interpreter,
         overlaps=overlaps,
-        recomputes_late=recomputes_late,
         reductions=reductions,
     )
 

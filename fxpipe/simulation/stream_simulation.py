@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fxpipe.scheduling import ActionKind, SteadyWindow, recompute_before_backward, stream_schedule
+from fxpipe.scheduling import ActionKind, SteadyWindow, stream_schedule
 from fxpipe.simulation.costs import StageCost, Transfer, check_costs
 from fxpipe.simulation.simulation_result import Simulation, SteadyState, simulate_checked
 
@@ -37,7 +37,6 @@ def simulate_stream(
     modes: Sequence[str] | None = None,
     overlaps: bool = True,
     one_interpreter: bool = True,
-    recomputes_late: bool = False,
     replicas: Sequence[int] = (),
 ) -> Simulation:
     """Computes when every action of a stream runs, and how long a mini-batch takes in its steady state.
@@ -46,7 +45,7 @@ def simulate_stream(
         name: of the schedule, one of `STREAM_POLICIES`.
         micro_batches: of a mini-batch.
         modes: the checkpoint mode of each stage.
-        stages, transfers, overlaps, one_interpreter, recomputes_late: as for `simulate_schedule`.
+        stages, transfers, overlaps, one_interpreter: as for `simulate_schedule`.
         replicas: of each stage; none: each has one.
     """
     n = len(stages)
@@ -54,8 +53,7 @@ def simulate_stream(
     stages = [replace(cost, update=cost.update + cost.reduction, reduction=0.0) for cost in stages]
     window = SteadyWindow.of(name, n, micro_batches, replicas)
     schedule = stream_schedule(name, n, micro_batches, window.mini_batches, modes, replicas)
-    schedule = recompute_before_backward(schedule) if recomputes_late else schedule
-    whole = simulate_checked(schedule, tuple(stages), tuple(transfers), overlaps, one_interpreter, recomputes_late)
+    whole = simulate_checked(schedule, tuple(stages), tuple(transfers), overlaps, one_interpreter)
     return replace(whole, steady=_steady_state(whole, window, micro_batches))
 
 

@@ -64,14 +64,11 @@ def simulate_step(plan: PlanData, overlaps: bool | None = None, updates: bool | 
             modes=plan.modes,
             overlaps=overlaps,
             one_interpreter=shares,
-            recomputes_late=is_over,
             replicas=plan.stage_turns,
         )
     else:
         schedule = with_updates(plan.as_schedule()) if updates else plan.as_schedule()
-        simulation = simulate_schedule(
-            schedule, costs, transfers, overlaps=overlaps, one_interpreter=shares, recomputes_late=is_over
-        )
+        simulation = simulate_schedule(schedule, costs, transfers, overlaps=overlaps, one_interpreter=shares)
     return replace(
         simulation,
         devices=plan.row_devices,

@@ -68,9 +68,8 @@ def simulate(
         overlaps: transfers run beside computation; else the device that receives copies before it computes. By default
             as it is when a pipe runs: over processes they do, within one they do not.
         processes: each device has a process of its own, so that none waits for the Python of others. What stages hand
-            each other then goes in packets from stage to stage, values for later ones relayed (`Plan.packets`), and
-            stages recompute once the gradient has come. By default as it was planned: over a DeviceMesh, with replicas,
-            and where devices stand in several nodes.
+            each other then goes in packets from stage to stage, values for later ones relayed (`Plan.packets`). By
+            default as it was planned: over a DeviceMesh, with replicas, and where devices are in several nodes.
         updates: each device updates the weights of its stages when it has gone back through them, while others still
             run, as with `fxpipe.optim.StageOptimizer(overlap=True)`: U is a part of the step. It takes what it takes to
             move weights, gradients and the optimizer's state, where the hardware is known. Not over processes. By

@@ -1,4 +1,4 @@
-"""What a rank holds of the packets that it has sent."""
+"""When a rank waits for packets, and what it holds of those that it has sent."""
 
 import torch
 import torch.nn.functional as F
@@ -7,6 +7,11 @@ from helpers.ranks import Ranks
 
 import fxpipe
 from fxpipe.distributed.connection import Connection
+from fxpipe.distributed.packet_link import PacketLink
+from fxpipe.distributed.rank_step import RankStep
+from fxpipe.scheduling import ActionKind
+
+KINDS = ActionKind.FORWARD, ActionKind.BACKWARD
 
 
 def packets_on_their_way(mesh):
@@ -16,7 +21,7 @@ def packets_on_their_way(mesh):
 
     def watched(self, key, *arguments):
         send(self, key, *arguments)
-        held.append([sum(kind in one for one in self._sends) for kind in ("values", "gradients")])
+        held.append([sum(kind in one for one in self._sends) for kind in KINDS])
 
     Connection.send = watched
     try:
@@ -29,8 +34,27 @@ def packets_on_their_way(mesh):
     return tuple(map(max, zip(*held, strict=True)))
 
 
-def test_gradients_and_values_are_given_back_when_they_were_taken():
+def order_of_recomputation(mesh):
+    """The actions of this rank, and the packets that it waits for, in order."""
+    events, receive, perform = [], PacketLink.receive, RankStep.perform
+    PacketLink.receive = lambda link, maker: events.append(f"{maker} comes") or receive(link, maker)
+    RankStep.perform = lambda step, action: events.append(str(action)) or perform(step, action)
+    try:
+        x = torch.randn(2, 4)
+        pipe = fxpipe.pipeline(
+            Dense(), mesh, 1, example_args=(x,), balance=DENSE_CUTS[2], checkpoint="always", progress=False
+        )
+        pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
+    finally:
+        PacketLink.receive, RankStep.perform = receive, perform
+    return events
+
+
+def test_gradients_and_values_are_given_back_when_they_were_taken_and_recomputation_waits_for_none():
     with Ranks(2) as ranks:
         values, gradients = ranks.run(packets_on_their_way)
+        first, last = ranks.run(order_of_recomputation)
     assert values == (2, 0)
     assert gradients == (0, 2)  # of 16
+    assert first == ["0F0", "0R0", "1B0 comes", "0B0"]
+    assert last == ["0F0 comes", "1F0", "1R0", "1B0"]

@@ -8,6 +8,7 @@ from helpers.skipping_models import SKIPPING_CUTS, Skipping
 import fxpipe
 from fxpipe.distributed.connection import Connection
 from fxpipe.distributed.packets import CONTROL_BYTES
+from fxpipe.scheduling import ActionKind
 
 
 def counted(mesh):
@@ -21,7 +22,7 @@ def counted(mesh):
         plain = Connection.send
 
         def send(self, key, peer, tag, memory):
-            if "values" in key or "gradients" in key:
+            if isinstance(key[-3], ActionKind):
                 messages.append((key[-3], key[-2], memory.numel()))
             plain(self, key, peer, tag, memory)
 
@@ -38,7 +39,7 @@ def test_packets_are_as_large_as_planned(four_ranks):
     sent = {}
     for messages, _ in answers:
         for kind, cut, size in messages:
-            ends = (cut, cut + 1) if kind == "values" else (cut + 1, cut)
+            ends = (cut, cut + 1) if kind is ActionKind.FORWARD else (cut + 1, cut)
             sent.setdefault(ends, []).append(size)
     planned = {(source, target): size for source, target, size in answers[0][1]}
     assert planned.keys() == sent.keys()

@@ -19,7 +19,7 @@ from fxpipe.planning import choose, passes
 from fxpipe.planning.cost_model import stage_devices_of
 from fxpipe.planning.options.pipeline_options import PipelineOptions, make_settings
 from fxpipe.planning.plans.host_time import LOOPBACK, MESSAGE_SECONDS
-from fxpipe.scheduling import Action, ActionKind, make_schedule
+from fxpipe.scheduling import make_schedule
 from fxpipe.simulation import StageCost, Transfer, simulate_schedule
 
 X = torch.zeros(8, 16)
@@ -118,29 +118,9 @@ def test_a_message_takes_the_actions_at_both_of_its_ends():
     assert together.step_seconds == 9  # nothing is sent
 
 
-def test_recomputation_runs_within_backward_once_the_gradient_has_come():
-    stages = [StageCost(1, 2)] * 2
-    schedule = make_schedule("1f1b", 2, 1, "always")
-    early, late = (simulate_schedule(schedule, stages, recomputes_late=is_late) for is_late in (False, True))
-    spans = {is_late: {str(s.action): s for s in one.spans} for is_late, one in ((False, early), (True, late))}
-    assert spans[False]["0R0"].start == 1  # while stage 1 runs
-    assert spans[True]["0R0"].start == spans[True]["1B0"].end
-    assert spans[True]["0B0"].start == spans[True]["0R0"].end
-    assert (early.step_seconds, late.step_seconds) == (7, 8)
-    assert late.legs[0].start == 0
-    assert late.legs[-1].end == late.step_seconds
-    assert {s.action for s in early.spans} == {s.action for s in late.spans}
-
-
-def test_an_r_of_a_table_that_is_elsewhere_is_moved_to_its_backward():
-    table = "0F0 0F1 0R1 0R0 0B0 0B1"
-    schedule = make_schedule(table, 1, 2)
-    row = [span.action for span in simulate_schedule(schedule, [StageCost(1, 2)], recomputes_late=True).spans]
-    kinds = [(action.kind, action.micro_batch) for action in row][2:]
-    assert kinds == [
-        (ActionKind.RECOMPUTE, 0), (ActionKind.BACKWARD, 0), (ActionKind.RECOMPUTE, 1), (ActionKind.BACKWARD, 1),
-    ]  # fmt: skip
-    assert Action(ActionKind.RECOMPUTE, 0, 0) in row
+def test_recomputation_does_not_wait_for_the_gradient():
+    spans = {str(s.action): s for s in fxpipe.simulate(planned(), schedule="1f1b", checkpoint="always").spans}
+    assert spans["0R0"].end <= spans["1B0"].end < spans["0B0"].start
 
 
 def test_the_tuner_knows_what_a_message_costs():
