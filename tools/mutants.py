@@ -1887,8 +1887,8 @@ DISTRIBUTED = (
     ),
     Mutant(
         "distributed/gradient_reduction.py",
-        "self._add(self._leaves[key], gradient if earlier is None else gradient + earlier)",
-        "self._add(self._leaves[key], gradient)",
+        "gradient = (gradient if earlier is None else gradient + earlier)",
+        "gradient = (gradient)",
         "behaviour/test_over_ranks_data_parallel.py",
     ),
     Mutant(

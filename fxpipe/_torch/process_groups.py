@@ -1,10 +1,8 @@
 """The parts of process groups of `torch.distributed`: stores, the gloo backend, and the backends of accelerators.
 
-Their names are public and documented, but torch hands them on from a private module, where type checkers look for them.
-Private is how a backend becomes a process group that torch does not know by name: `DistributedDataParallel` wants one,
-and `torch.distributed.new_group` uses names again. Required, with torch 2.11 to 2.14, where a pipe runs over processes,
-and imported only there. How a backend is made of its name is private, too, and optional: without it values between
-accelerators go through the memory of the CPU.
+Their names are public and documented, but torch defines them in a private module, where type checkers look for them.
+Required, with torch 2.11 to 2.14, if a pipe runs over processes, and imported only there. How a backend is made from
+its name is private, and optional: without it values between accelerators go through the memory of the CPU.
 """
 
 from __future__ import annotations
@@ -24,14 +22,12 @@ with required_names():
     from torch._C import _distributed_c10d
     from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 
-require_attributes(ProcessGroup, "_register_backend", "_set_default_backend")
 require_attributes(_distributed_c10d, "AllgatherOptions", "BroadcastOptions")
 
 _OWN_BACKENDS = {"nccl": "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}  # that torch brings; others are registered
 _DESCRIPTION = "_DistributedBackendOptions"  # that some of those are made of
 
 __all__ = [
-    "DeviceTensorsByGloo",
     "PrefixStore",
     "ProcessGroup",
     "ProcessGroupGloo",
@@ -40,41 +36,8 @@ __all__ = [
     "all_gather",
     "broadcast",
     "communicator",
-    "gloo_group",
     "has_communicators",
 ]
-
-
-def gloo_group(store: Store, rank: int, size: int, timeout: float) -> ProcessGroup:
-    """Makes a gloo group of all that call this with the same store. It ends when nobody refers to it any more."""
-    group = ProcessGroup(store, rank, size)
-    backend = ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
-    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
-    group._set_default_backend(ProcessGroup.BackendType.GLOO)
-    return group
-
-
-class DeviceTensorsByGloo(ProcessGroup):
-    """A gloo group that `DistributedDataParallel` can have where its parameters are on an accelerator.
-
-    Its reducer has its buckets summed by a communication hook. What it does by the group itself is to tell the others
-    the order of parameters in buckets, once, in tensors where the parameters are: those go through memory of the CPU.
-    """
-
-    def __init__(self, group: ProcessGroup):
-        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]  # a constructor that is not in the stubs
-        self._group = group
-
-    def getBackendName(self) -> str:
-        return "custom"  # else torch's logger asks gloo's own group for its address
-
-    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:  # type: ignore[override]
-        copies = [tensor.cpu() for tensor in tensors]
-        work = self._group.broadcast(copies, options)
-        work.wait()
-        for tensor, copy in zip(tensors, copies, strict=True):
-            tensor.copy_(copy)
-        return work
 
 
 # gloo runs a collective in a thread of its group, for which the end of the group waits. `Work.wait(timeout)` does not

@@ -1,6 +1,6 @@
 """Sums over replicas in memory of devices, by the backend that the devices have for it: NCCL, XCCL, HCCL, …
 
-The reducer (`gradient_reduction`) copies gradients into buckets. Each bucket that is full is summed in place:
+Gradients are copied into buckets (`gradient_reduction`). Each bucket that is full is summed in place:
 
     compute   last B ──●
     sums               └──▶ copies into a bucket ──●               ●──▶ copies out of it ──▶ the host goes on
@@ -47,9 +47,7 @@ class DeviceSums:
         self._store, self._replica, self._replicas, self._timeout = store, replica, replicas, timeout
         self._communicator: Any = None
         self._stream = accelerator.new_stream(device)
-        self._begun: list[tuple[Any, torch.Tensor, Any]] = []  # operations, their memory, and who is told of the end
         self._memory: list[torch.Tensor] = []  # of this round, in which devices compute sums
-        self._is_ending = False
 
     def connect(self) -> None:
         """Makes the communicator if there is none yet; all replicas do at once."""
@@ -80,30 +78,10 @@ class DeviceSums:
 
     # -- one round ---------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Begins a round: what it sums is waited for at its end."""
-        self._is_ending = False
-
     def sum(self, memory: torch.Tensor) -> Any:
-        """Begins to sum what a bucket has over replicas, in place; returns a future of it, for the reducer."""
-        future = torch.futures.Future(devices=[self.device])  # type: ignore[var-annotated]
+        """Begins to sum a bucket over replicas, in place; `wait()` of the result makes the current stream wait."""
         self._memory.append(memory)
-        self._begun.append((self._communicator.allreduce([memory]), memory, future))
-        if self._is_ending:
-            self._finish_begun()
-        return future
-
-    def finish(self) -> None:
-        """Ends the round: the stream of the sums, which is the current one, waits for all of them."""
-        self._is_ending = True
-        self._finish_begun()
-
-    def _finish_begun(self) -> None:
-        while self._begun:
-            work, memory, future = self._begun[0]
-            work.wait()
-            del self._begun[0]
-            future.set_result(memory)
+        return self._communicator.allreduce([memory])
 
     def settle(self, results: Iterable[torch.Tensor]) -> None:
         """Lets the host wait until these are there, for use by the current stream and all that is queued from now on.
@@ -128,5 +106,4 @@ class DeviceSums:
         if self._communicator is not None and not abort_communicator(self._communicator):
             _NEVER_REUSED.extend(self._memory)
         self._communicator = None
-        self._begun.clear()
         self._memory.clear()

@@ -1,51 +1,51 @@
-"""Gradients summed over the replicas of a pipe by the reducer of `DistributedDataParallel`.
+"""Gradients summed over the replicas of a pipe, in buckets that are on their way while the last backward runs.
 
-The reducer sums what autograd adds to `.grad` of the parameters that it was given, in buckets, each as soon as it is
-full. A pipe must not touch `.grad` of the model before the step has ended well on all ranks. So the reducer is given a
-*leaf* of its own for each parameter and stage, of the same shape and without memory. A gradient that is complete, in
-the last backward of its stage, is handed to the leaf, whose `.grad` in the end is the sum over replicas:
+    last B of a stage ──▶ give("weight", stage) ──▶ bucket ──▶ all-reduce, beside the rest of the step
 
-    last B of a stage ──▶ give("weight", stage) ──▶ leaf ──▶ bucket ──▶ all-reduce, beside the rest of the step
+A bucket has parameters of one dtype, in the order in which a backward completes their gradients. When it has all of its
+gradients, and the buckets before it are on their way, it is all-reduced. So buckets have one order on all replicas.
 
-The iteration of the reducer ends, and waits, when all leaves have theirs. One leaf without use, the last to get one,
-puts that off until the row has come to its end.
-
-Leaves, buckets and sums are on the device of the rank where the replicas have a backend that sums there
-(`device_sums`), else on the CPU, and gloo sums.
+Buckets and sums are on the device of the rank if the replicas have a backend that sums there (`device_sums`), else on
+the CPU, and gloo sums.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from fxpipe._torch.process_groups import DeviceTensorsByGloo, ProcessGroup
+from fxpipe._torch.process_groups import ProcessGroupGloo
+from fxpipe.distributed.connection import lost_connection
 from fxpipe.distributed.device_sums import WAITED_FOR, DeviceSums
-from fxpipe.distributed.failures import ConnectionLost
 
 StageParameter = tuple[str, int]  # a parameter, and a stage that uses it
-BUCKET_MEGABYTES = 25.0  # as of DistributedDataParallel
+BUCKET_BYTES = 25 * 2**20  # as of DistributedDataParallel
 
 
-class _Leaves(nn.Module):
-    """The leaves as a module, which DistributedDataParallel wants. Its forward begins an iteration of the reducer."""
+def buckets_of(parameters: Mapping[StageParameter, torch.Tensor]) -> list[list[StageParameter]]:
+    """Returns the parameters of each bucket, in the order in which buckets are full: of each stage the last one first.
 
-    def __init__(self, leaves: Collection[nn.Parameter]):
-        super().__init__()
-        self.leaves = nn.ParameterList(leaves)
-
-    def forward(self) -> tuple[()]:
-        return ()
-
-
-def _leaf(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Returns a parameter without memory of its own."""
-    return nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(shape))
+    Args:
+        parameters: of the last stage first.
+    """
+    stages = dict.fromkeys(j for _, j in parameters)
+    order = [key for stage in stages for key in reversed([*parameters]) if key[1] == stage]
+    filling: dict[torch.dtype, list[StageParameter]] = {}
+    sizes: dict[torch.dtype, int] = {}
+    full = []
+    for key in order:
+        tensor = parameters[key]
+        if tensor.dtype in filling and sizes[tensor.dtype] + tensor.nbytes > BUCKET_BYTES:
+            full.append(filling.pop(tensor.dtype))
+        if tensor.dtype not in filling:
+            filling[tensor.dtype], sizes[tensor.dtype] = [], 0
+        filling[tensor.dtype].append(key)
+        sizes[tensor.dtype] += tensor.nbytes
+    places = {key: place for place, key in enumerate(order)}
+    return sorted([*full, *filling.values()], key=lambda bucket: places[bucket[-1]])
 
 
 class GradientReduction:
@@ -53,55 +53,33 @@ class GradientReduction:
 
     def __init__(
         self,
-        group: ProcessGroup,
+        group: ProcessGroupGloo,
         parameters: Mapping[StageParameter, torch.Tensor],
         sums: DeviceSums | None = None,
     ):
-        """Makes the reducer, which all replicas do at once.
+        """Makes the buckets.
 
         Args:
-            group: of the replicas; nobody else uses it.
+            group: of the replicas, for nothing else.
             parameters: the same on all replicas, in the same order.
             sums: in memory of the device, if all replicas of the rank have them.
         """
-        self.keys = dict.fromkeys(parameters)
-        self._devices = [tensor.device for tensor in parameters.values()]
-        self._sums, self._device = sums, torch.device("cpu") if sums is None else sums.device
+        self._like = {key: (tensor.shape, tensor.dtype, tensor.device) for key, tensor in parameters.items()}
         self.completed: set[StageParameter] = set()
+        self._group: Any = group
+        self._sums, self._device = sums, torch.device("cpu") if sums is None else sums.device
+        self._buckets = buckets_of(parameters)
+        self._bucket_of = {key: number for number, bucket in enumerate(self._buckets) for key in bucket}
         self._unsynced: Mapping[StageParameter, torch.Tensor] = {}
+        self._gradients: dict[StageParameter, torch.Tensor] = {}  # that wait for their bucket
+        self._missing: list[int] = []  # gradients, by bucket
+        self._begun: list[tuple[Any, torch.Tensor]] = []  # by bucket, the operation and its memory
         if sums is not None:
             sums.connect()
-        with self._on_stream():  # of which the memory of buckets is, and of the leaves' gradients
-            self._leaves = {key: _leaf(tensor.shape, tensor.dtype, self._device) for key, tensor in parameters.items()}
-            dtypes = {tensor.dtype for tensor in parameters.values()}
-            others = (dtype for dtype in (torch.float16, torch.float64, torch.bfloat16, torch.float32))
-            # Of a dtype of its own, so that no bucket of gradients waits for it; first, since the last ones go first.
-            dtype = next((dtype for dtype in others if dtype not in dtypes), torch.float32)
-            self._end = _leaf(torch.Size(), dtype, self._device)
-            self._reducer: DistributedDataParallel | None = self._make_reducer(group)
 
-    def _make_reducer(self, group: ProcessGroup) -> DistributedDataParallel:
-        sums = self._sums
-        reducer = DistributedDataParallel(
-            _Leaves([self._end, *self._leaves.values()]),
-            process_group=group if sums is None else DeviceTensorsByGloo(group),
-            init_sync=False,
-            bucket_cap_mb=BUCKET_MEGABYTES,
-        )
-
-        def begin_sum(group: Any, bucket: Any) -> Any:
-            return group.allreduce([bucket.buffer()]).get_future().then(lambda result: result.value()[0])
-
-        def begin_sum_on_device(sums: Any, bucket: Any) -> Any:
-            return sums.sum(bucket.buffer())
-
-        for hook in (begin_sum, begin_sum_on_device):
-            hook.__annotations__.clear()  # that are texts, where DistributedDataParallel looks for classes
-        if sums is None:
-            reducer.register_comm_hook(group, begin_sum)
-        else:
-            reducer.register_comm_hook(sums, begin_sum_on_device)
-        return reducer
+    def has(self, key: StageParameter) -> bool:
+        """Returns whether it sums the gradients of a parameter in a stage."""
+        return key in self._like
 
     def _on_stream(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self._sums is None else self._sums.on_stream()
@@ -111,67 +89,68 @@ class GradientReduction:
 
         `unsynced`: gradients of earlier calls, scaled as in `Replicas`, which are added.
         """
-        self.completed = set()
-        self._unsynced = unsynced or {}
-        for leaf in (*self._leaves.values(), self._end):
-            leaf.grad = None
-        assert self._reducer is not None
-        if self._sums is not None:
-            self._sums.begin()
-        with self._on_stream():
-            self._or_lost(self._reducer)
+        self.completed, self._unsynced = set(), unsynced or {}
+        self._missing = [len(bucket) for bucket in self._buckets]
+        self._gradients.clear()
+        self._begun.clear()
 
     def close(self) -> None:
         """Closes the connections, whoever still refers to this: who waits for this replica fails."""
-        self._reducer = None
+        self._group = None
+        self._gradients.clear()
+        self._begun.clear()
 
     def give(self, key: StageParameter, gradient: torch.Tensor) -> None:
-        """Gives the gradient of one parameter in one stage. Its bucket begins its way, once it is full."""
+        """Gives the gradient of one parameter in one stage. Its bucket is sent when it is full."""
         self.completed.add(key)
         earlier = self._unsynced.get(key)
-        self._add(self._leaves[key], gradient if earlier is None else gradient + earlier)
+        gradient = (gradient if earlier is None else gradient + earlier).to(self._device)
+        if self._sums is not None:
+            self._sums.take(gradient)
+        self._gradients[key] = gradient
+        self._missing[self._bucket_of[key]] -= 1
+        while len(self._begun) < len(self._buckets) and not self._missing[len(self._begun)]:
+            _or_lost(self._send_next)
+
+    def _send_next(self) -> None:
+        with self._on_stream():
+            memory = torch.cat([self._gradients.pop(key).reshape(-1) for key in self._buckets[len(self._begun)]])
+            work = self._group.allreduce([memory]) if self._sums is None else self._sums.sum(memory)
+            self._begun.append((work, memory))
 
     def give_rest(self, gradients: Mapping[StageParameter, torch.Tensor]) -> None:
-        """Gives the gradients that are left, and zeros where there are none."""
-        for key in self.keys:
+        """Gives the gradients that remain, and zeros instead of those that are missing."""
+        for key, (shape, dtype, _) in self._like.items():
             if key not in self.completed:
                 gradient = gradients.get(key)
-                self.give(key, torch.zeros_like(self._leaves[key]) if gradient is None else gradient)
+                self.give(key, torch.zeros(shape, dtype=dtype, device=self._device) if gradient is None else gradient)
 
     def finish(self) -> dict[StageParameter, torch.Tensor]:
         """Waits for the sums over replicas and returns them, where the parameters are."""
+        gradients: dict[StageParameter, torch.Tensor] = {}
         with self._on_stream():
-            if self._sums is not None:
-                self._or_lost(self._sums.finish)
-            end = torch.zeros_like(self._end)
-            self._or_lost(lambda: torch.autograd.backward([self._end], [end]))
-        gradients = {key: leaf.grad for key, leaf in self._leaves.items()}
+            for bucket in self._buckets:
+                _or_lost(self._wait_for_first)
+                _, memory = self._begun.pop(0)
+                parts = memory.split([self._like[key][0].numel() for key in bucket])
+                for key, part in zip(bucket, parts, strict=True):
+                    shape, _, device = self._like[key]
+                    gradients[key] = part.view(shape).to(device, copy=True)
         if self._sums is not None:
-            self._sums.settle([gradient for gradient in gradients.values() if gradient is not None])
-        sums = {}
-        for (key, gradient), device in zip(gradients.items(), self._devices, strict=True):
-            assert gradient is not None
-            sums[key], self._leaves[key].grad = gradient.to(device), None
-        return sums
+            self._sums.settle(gradients.values())
+        return {key: gradients[key] for key in self._like}
 
-    def _add(self, leaf: nn.Parameter, gradient: torch.Tensor) -> None:
-        gradient = gradient.to(self._device)
-        if self._sums is not None:
-            self._sums.take(gradient)
-        with self._on_stream():
-            self._or_lost(lambda: torch.autograd.backward([leaf], [gradient]))
+    def _wait_for_first(self) -> None:
+        self._begun[0][0].wait()
 
-    @staticmethod
-    def _or_lost(function: Callable[[], object]) -> None:
-        text = None
-        try:
-            function()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            text = str(error)
-        del function
-        if text is not None:  # an exception of its own: the traceback of torch's would keep the connections open
-            is_timeout = "timed out" in text.lower() or "timeout" in text.lower()
-            what = f"{WAITED_FOR} (timed out)" if is_timeout else WAITED_FOR
-            raise ConnectionLost(what, text.splitlines()[0] if text else "", is_timeout)
+
+def _or_lost(function: Callable[[], object]) -> None:
+    failure = None
+    try:
+        function()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        failure = lost_connection(WAITED_FOR, error)
+    if failure is not None:  # raised out here: with torch's error as its context it would keep the connections open
+        raise failure

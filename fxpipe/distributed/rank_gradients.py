@@ -48,7 +48,7 @@ class RankGradients:
         self._group, self._replicas = group, replicas
         self.trained = self._trained()
         own = held.used_by_stages(group.rank)
-        # By stage, what the reducer sums: the same in each step, whatever graph it takes.
+        # By stage, what the reduction sums: the same in each step, whatever graph it takes.
         self.parameters = replicas.reducible({(n, j): self.trained[n] for n, j in own if n in self.trained})
         self._reduction: GradientReduction | None = None
         self._sums: dict[StageParameter, torch.Tensor] = {}
@@ -82,7 +82,7 @@ class RankGradients:
         return {(name, j or 0): parameter.grad for name, j, parameter in at_home if parameter.grad is not None}
 
     def _reducible_unsynced(self) -> dict[StageParameter, torch.Tensor]:
-        """Returns those of them that the reducer sums."""
+        """Returns those of them that the reduction sums."""
         return {k: g for k, g in self._unsynced().items() if k in self.parameters and not g.is_sparse}
 
     def open_sum(self) -> GradientReduction | None:
@@ -94,7 +94,7 @@ class RankGradients:
         return self._replicas.open_sum(self._reducible_unsynced())
 
     def give_rest(self, step: RankStep, report: StepReport) -> None:
-        """Gives the reducer what the row has left, and reports what it does not sum."""
+        """Gives the reduction what the row has left, and reports what it does not sum."""
         replicas = self._replicas
         if replicas.count == 1 or not replicas.is_synced:
             return
@@ -156,7 +156,7 @@ class RankGradients:
     def sum_late(
         self, step: RankStep, reports: Reports, others: Mapping[StageParameter, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Returns the sums over replicas of what the reducer does not sum, by parameter; of loss_fn's in its place."""
+        """Returns, by parameter, sums over replicas of what the reduction leaves; puts those of loss_fn in place."""
         everybody = [report for of_replica in reports for report in of_replica]
         if not any(report.late or report.loss_parameters for report in everybody):
             return {}

@@ -12,12 +12,13 @@ import hashlib
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxpipe._torch.process_groups import PrefixStore, ProcessGroup, Store, gloo_group
+from fxpipe._torch.process_groups import PrefixStore, ProcessGroupGloo, Store
 from fxpipe.distributed.connection import Connection
 from fxpipe.distributed.device_sums import DeviceSums
 from fxpipe.distributed.device_transfers import DeviceTransfers, device_backend
@@ -189,13 +190,13 @@ class RankGroup:
             value = self.replicas.broadcast(value, 0, what, is_long=True)
         return self.connection.broadcast(value, 0, what, is_long=True)
 
-    def data_parallel_group(self) -> ProcessGroup:
+    def data_parallel_group(self) -> ProcessGroupGloo:
         """Makes a group of the ranks that have the same stages in all replicas, for this generation."""
         assert self._data_store is not None
         try:
             store = PrefixStore(f"gradients/{self._data_groups}", self._data_store)
             self._data_groups += 1
-            return gloo_group(store, self.replica, self.replica_count, self.timeout)
+            return ProcessGroupGloo(store, self.replica, self.replica_count, timedelta(seconds=self.timeout))
         except RuntimeError as error:
             raise ConnectionLost("the other replicas", str(error), False) from None
 

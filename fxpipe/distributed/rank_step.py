@@ -93,7 +93,7 @@ class RankStep(Step):
     def _give(self, j: int, name: str) -> None:
         """Gives a gradient that is complete to the reduction, if that sums it."""
         sums, reduction = self.totals[j].sums, self._reduction
-        if reduction is not None and (name, j) in reduction.keys and not sums[name].is_sparse:
+        if reduction is not None and reduction.has((name, j)) and not sums[name].is_sparse:
             reduction.give((name, j), sums.pop(name))
 
     def pass_on(self, action: Action) -> None:

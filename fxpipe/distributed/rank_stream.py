@@ -272,7 +272,7 @@ class RankStream(Stream):
         self.packets = StreamLink(engine.group, routes, self._stage, order)
         self._waiting: tuple[Action, ...] = ()  # of the row, behind what has run
         self._replicas = engine.replicas
-        # Of the segment: the parameters whose gradients the reducer sums over replicas, the same on all of these,
+        # Of the segment: the parameters whose gradients the reduction sums over replicas, the same on all of these,
         self._summed: Mapping[StageParameter, torch.Tensor] = {}
         self._digest = ""  # of them,
         self._changes_buffers = self._first_changes_buffers = False  # and does forward, here and on the first replica

@@ -12,9 +12,9 @@ A loss that is a pair (total, weight) is divided by the weights of all replicas 
 
 Gradients are sums over replicas. Within `no_sync()` they stay on their replica, and `.grad` of n replicas has n times
 its part, as with `DistributedDataParallel`: the mean over replicas is right then whatever else `.grad` has, and goes
-with the gradients of the next call without `no_sync()`. What the reducer cannot sum, sparse gradients and those of
+with the gradients of the next call without `no_sync()`. What the reduction cannot sum, sparse gradients and those of
 graphs beside the first one, which other replicas may not have run, is *late*: it is summed behind the step, through
-memory of the CPU also where the reducer sums in memory of devices.
+memory of the CPU also where the reduction sums in memory of devices.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class Replicas:
     # -- before the rows ---------------------------------------------------------------------------------------------
 
     def reducible(self, parameters: Mapping[StageParameter, torch.Tensor]) -> dict[StageParameter, torch.Tensor]:
-        """Returns those of the parameters whose gradients the reducer sums."""
+        """Returns those of the parameters whose gradients the reduction sums."""
         if self.count == 1:
             return {}
         return {key: p for key, p in parameters.items() if p.is_floating_point() and key not in self._unreducible}
@@ -283,7 +283,7 @@ class Replicas:
         self.may_differ = False
 
     def prepare_sum(self, parameters: Mapping[StageParameter, torch.Tensor], their_digest: str) -> None:
-        """Makes the reducer of these parameters, where there is none yet; all replicas do. They are `reducible`."""
+        """Makes the reduction of these parameters, where there is none yet; all replicas do. They are `reducible`."""
         reduced = (self.group.generation, their_digest)
         if self._reduced != reduced:
             self.close()
@@ -298,7 +298,7 @@ class Replicas:
 
     @property
     def sums_at_once(self) -> bool:
-        """Tells whether gradients go to the reducer as they come.
+        """Tells whether gradients go to the reduction as they come.
 
         Not where those of earlier calls go with them, but what to divide by is only known when the step has ended.
         """
@@ -333,7 +333,7 @@ class Replicas:
         self._unreducible.update(keys)
 
     def sum_late(self, gradients: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
-        """Returns the sums over replicas of gradients that the reducer has not summed, of which each has some."""
+        """Returns the sums over replicas of gradients that the reduction has not summed, of which each has some."""
         sums: dict[Any, torch.Tensor] = {}
         own = {key: gradient.detach().cpu() for key, gradient in gradients.items()}
         for part in self.group.replicas.all_gather(own, "the gradients of the other replicas"):

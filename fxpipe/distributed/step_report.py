@@ -28,8 +28,8 @@ class StepReport:
     weights_of_elements: dict[Any, Any] = field(default_factory=dict)  # that the loss weighting check has noted here
     # Of gradients that are to be summed over replicas:
     missing: frozenset[StageParameter] = frozenset()  # those that this rank has none of
-    late: frozenset[StageParameter] = frozenset()  # those that the reducer does not sum
-    sparse: frozenset[StageParameter] = frozenset()  # those that the reducer can never sum
+    late: frozenset[StageParameter] = frozenset()  # those that the reduction does not sum
+    sparse: frozenset[StageParameter] = frozenset()  # those that the reduction can never sum
     loss_parameters: int = 0  # that loss_fn uses
 
 

@@ -22,6 +22,7 @@ from fxpipe._torch.process_groups import PrefixStore
 from fxpipe._torch.process_groups import communicator as new_communicator
 from fxpipe.distributed import device_sums, gradient_reduction
 from fxpipe.distributed.device_sums import DeviceSums
+from fxpipe.distributed.gradient_reduction import GradientReduction
 from fxpipe.errors import DistributedError
 from fxpipe.utils import accelerator
 from simulated import communicator
@@ -99,7 +100,7 @@ def train_on_both(mesh, schedule, loss_fn):
     """What training has on devices and on the CPU, the number of sums in memory of devices, and races."""
     machine = devices.simulated_machine()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradient_reduction, "BUCKET_MEGABYTES", 1e-5)  # a bucket for each gradient
+        patch.setattr(gradient_reduction, "BUCKET_BYTES", 10)  # a bucket for each gradient
         before = all_reduces()
         machine.begin(host_ahead=True)
         on_devices = trained("sim", schedule, loss_fn)
@@ -155,31 +156,33 @@ def test_four_replicas_of_one_rank_each_sum_in_memory_of_devices(four_devices):
 FAULTS = {
     "nothing": ((), ""),
     "sums are not waited for": (
-        ("_finish_begun", "work.wait()", "pass"),
+        (GradientReduction, "_wait_for_first", "self._begun[0][0].wait()", "pass"),
         "read too early",
     ),
     "sums are waited for on another stream": (
         (
-            "_finish_begun",
-            "work.wait()",
-            "with accelerator.current_streams(accelerator.new_stream(self.device)): work.wait()",
+            GradientReduction,
+            "_wait_for_first",
+            "self._begun",
+            "from fxpipe.utils import accelerator\n    "
+            "with accelerator.current_streams(accelerator.new_stream(self._device)): self._begun",
         ),
         "read too early",
     ),
     "sums are used before they are there": (
-        ("settle", "if not accelerator.wait_on_host(event, seconds):", "if False:"),
+        (DeviceSums, "settle", "if not accelerator.wait_on_host(event, seconds):", "if False:"),
         "read too early",
     ),
     "a gradient is read before it is there": (
-        ("take", "self._stream.wait_event(", "("),
+        (DeviceSums, "take", "self._stream.wait_event(", "("),
         "read too early",
     ),
     "no stream is recorded for a gradient": (
-        ("take", "accelerator.keep_for_stream(tensor, self._stream)", "pass"),
+        (DeviceSums, "take", "accelerator.keep_for_stream(tensor, self._stream)", "pass"),
         "given back too early",
     ),
     "no stream is recorded for a sum": (
-        ("settle", "accelerator.keep_for_stream(result, stream)", "pass"),
+        (DeviceSums, "settle", "accelerator.keep_for_stream(result, stream)", "pass"),
         "given back too early",
     ),
 }
@@ -190,8 +193,8 @@ def train_with_fault(mesh, lines):
     machine = devices.simulated_machine()
     with pytest.MonkeyPatch.context() as patch:
         if lines:
-            name, *texts = lines
-            patch.setattr(DeviceSums, name, with_fault(getattr(DeviceSums, name), *texts))
+            cls, name, *texts = lines
+            patch.setattr(cls, name, with_fault(getattr(cls, name), *texts))
         machine.begin(host_ahead=True)
         pipe, _ = pipe_over("sim")
         x = torch.linspace(-1, 1, 32).reshape(8, 4)

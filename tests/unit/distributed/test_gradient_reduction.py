@@ -1,13 +1,19 @@
 """Gradients go to the other replicas as soon as they are complete, and their sums are those of all replicas."""
 
+import threading
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from helpers.rank_models import DENSE_CUTS, Dense
 from helpers.ranks import square_mesh
 
 import fxpipe
-from fxpipe.distributed.gradient_reduction import GradientReduction
+from fxpipe._torch.process_groups import ProcessGroupGloo
+from fxpipe.distributed import gradient_reduction
+from fxpipe.distributed.gradient_reduction import GradientReduction, buckets_of
 from fxpipe.runtime.step import Step
 
 
@@ -49,3 +55,46 @@ def test_gradients_go_to_the_other_replicas_while_the_last_backward_runs(four_ra
         assert len(places) == 4, rank  # two blocks of weight and bias
         for place in places:  # within an action, not behind it
             assert kinds[:place].count("begin") == kinds[:place].count("end") + 1
+
+
+def test_buckets_are_in_the_order_in_which_a_backward_completes_gradients(monkeypatch):
+    monkeypatch.setattr(gradient_reduction, "BUCKET_BYTES", 32)
+    half = {"dtype": torch.float16}
+    parameters = {
+        ("c", 1): torch.ones(4), ("d", 1): torch.ones(4), ("e", 1): torch.ones(2, **half),
+        ("a", 0): torch.ones(20), ("b", 0): torch.ones(2), ("f", 1): torch.ones(1, **half),
+    }  # fmt: skip
+    assert buckets_of(parameters) == [[("f", 1), ("e", 1)], [("d", 1), ("c", 1)], [("b", 0)], [("a", 0)]]
+
+
+def test_sums_are_those_of_all_replicas_in_the_shapes_of_the_parameters(monkeypatch):
+    monkeypatch.setattr(gradient_reduction, "BUCKET_BYTES", 32)
+    parameters = {
+        ("a", 1): torch.ones(2, 3),
+        ("b", 1): torch.ones(4),
+        ("a", 0): torch.ones(2, 3),
+        ("s", 0): torch.ones(()),
+    }
+    store, results = dist.HashStore(), [None, None]
+
+    def replica(rank):
+        group = ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))
+        reduction = GradientReduction(group, parameters)
+        for _ in range(2):
+            reduction.begin({("b", 1): torch.ones(4)})
+            reduction.give(("s", 0), torch.tensor(float(rank)))
+            reduction.give(("b", 1), torch.full((4,), rank + 1.0))
+            reduction.give_rest({("a", 1): torch.arange(6.0).reshape(3, 2).t()})
+            results[rank] = reduction.finish()
+
+    threads = [threading.Thread(target=replica, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for sums in results:
+        assert list(sums) == list(parameters)
+        assert torch.equal(sums["s", 0], torch.tensor(1.0))
+        assert torch.equal(sums["b", 1], torch.full((4,), 5.0))
+        assert torch.equal(sums["a", 0], torch.zeros(2, 3))
+        assert torch.equal(sums["a", 1], 2 * torch.arange(6.0).reshape(3, 2).t())
