@@ -1776,9 +1776,9 @@ DISTRIBUTED = (
         Mutant(file, text, other, f"behaviour/test_over_ranks_streams.py::{test}")
         for file, text, other, test in [
             (
-                "distributed/rank_stream.py",
-                "                losses.portion = part.portion\n",
-                "",
+                "distributed/rank_engine.py",
+                "losses.portion, losses.unit = part.portion,",
+                "losses.unit =",
                 "test_a_stream_of_replicas_is_that_of_their_mini_batches_together",
             ),
             (
@@ -1788,9 +1788,9 @@ DISTRIBUTED = (
                 "test_replicas_draw_the_numbers_of_the_mini_batches_together",
             ),
             (
-                "distributed/rank_stream.py",
-                "        if group.replica != 0:\n",
-                "        if False:\n",
+                "distributed/held_tensors.py",
+                "    if group.replica != 0:\n",
+                "    if False:\n",
                 "test_sparse_gradients_are_summed_and_buffers_are_those_of_the_first_replica",
             ),
             (

@@ -18,6 +18,7 @@ from torch import nn
 
 from fxpipe._torch.tensor_data import replace_data
 from fxpipe.distributed.packets import Mailbox, PacketValue
+from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_step import RankStep
 from fxpipe.errors import StateError
 from fxpipe.rewriting.program import Program
@@ -163,6 +164,16 @@ class TensorExchange:
 
     def _detached(self, name: str) -> torch.Tensor:
         return self._tensors.get(name).detach()
+
+
+@torch.no_grad()
+def share_buffers(group: RankGroup, tensors: ModelTensors, names: Iterable[str]) -> None:
+    """Writes the buffers that forward has changed in the first replica into the model of all."""
+    own = {name: tensors.get(name).detach().cpu() for name in names} if group.replica == 0 else {}
+    values = group.replicas.broadcast(own, 0, "the buffers that forward has changed")
+    if group.replica != 0:
+        for name, value in values.items():
+            write_tensor(tensors, name, value.to(group.device))
 
 
 def write_tensor(tensors: ModelTensors, name: str, value: torch.Tensor) -> None:

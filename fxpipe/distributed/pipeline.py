@@ -70,10 +70,9 @@ class DistributedPipeline(Pipeline):
     model on it, also where replicas have unequal numbers of samples, or of tokens where the loss is a pair (total,
     weight). So nothing is to be divided by the number of replicas. (A loss that is no mean over samples is found out
     where micro-batches of one replica show it; replicas with one micro-batch each are not compared.) Gradients are
-    summed in buckets while the last backward of each stage runs; calls
-    within `no_sync()` leave that to the next one. Parameters and buffers begin with the values of the first replica;
-    buffers that a step of training changes are then those of the first replica on all, as DDP has them at its next
-    forward.
+    summed in buckets while the last backward of each stage runs; calls within `no_sync()` leave that to the next one.
+    Parameters and buffers begin with the values of the first replica; buffers that a step of training changes are then
+    those of the first replica on all, as DDP has them at its next forward.
 
     Random numbers are those of one process that trains on the union: replicas draw different ones, from the generator
     of the first replica's first stage. Evaluation is each replica's own.

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fxpipe.distributed.gradient_reduction import GradientReduction
-from fxpipe.distributed.held_tensors import HeldTensors, TensorExchange, TensorTransfers
+from fxpipe.distributed.held_tensors import HeldTensors, TensorExchange, TensorTransfers, share_buffers
 from fxpipe.distributed.packet_link import FIRST_FREE_TAG, PacketLink, order_of_step
 from fxpipe.distributed.packets import MAX_KEYS, Layout, Mailbox
 from fxpipe.distributed.rank_gradients import RankGradients
@@ -167,7 +167,7 @@ class RankEngine(Engine):
         rank = self.group.rank
         link = PacketLink(mailbox, graph.routes, (graph.number, inputs.sizes, schedule.micro_batches))
         step = RankStep(
-            self._own_inputs(inputs),
+            self.own_inputs(inputs),
             self.model,
             seed,
             schedule,
@@ -188,7 +188,8 @@ class RankEngine(Engine):
             self.group.transfers.settle()  # what has not come fails this step, and is not agreed upon
         return step
 
-    def _own_inputs(self, inputs: RankInputs) -> StepInputs:
+    def own_inputs(self, inputs: RankInputs) -> StepInputs:
+        """Returns the inputs of the stages of this rank."""
         bounds, shares, leaves = inputs.bounds, shares_of(inputs.samples), inputs.leaves
         if not inputs.graphs[0].routes.is_here(0, self.group.rank):
             parts = tuple(leaves) if inputs.is_handed_over else (leaves,) * len(bounds)
@@ -256,7 +257,7 @@ class RankEngine(Engine):
         is_verified, is_again = kind is not None and kind.is_due and m > 1, False
 
         while True:
-            losses = self._losses(inputs, part, call, is_verified) if is_last else None
+            losses = self.losses_of(inputs, part, call, is_verified) if is_last else None
             step = self._run_row(
                 graph, inputs, schedule, mailbox, part.seed, gradients.open_sum(),
                 losses=losses,
@@ -357,12 +358,12 @@ class RankEngine(Engine):
             step.commit_buffers()
             exchange.spread_changes(graph.transfers)
         if self.replicas.count > 1 and part.changes_buffers:
-            own = {name: tensors.get(name).detach().cpu() for name in self.changed_here(graph, inputs)}
-            values = self.group.replicas.broadcast(own, 0, "the buffers that forward has changed")
-            if self.group.replica != 0:
-                exchange.write(values)
+            share_buffers(self.group, tensors, self.changed_here(graph, inputs))
 
-    def _losses(self, inputs: RankInputs, part: ReplicaPart, call: TrainingCall, is_verified: bool) -> MicroBatchLosses:
+    def losses_of(
+        self, inputs: RankInputs, part: ReplicaPart, call: TrainingCall, is_verified: bool
+    ) -> MicroBatchLosses:
+        """Returns the losses of this replica's micro-batches, on the rank of the last stage."""
         device, target, samples = self.group.device, call.target, inputs.samples
         whole = copied_target(target, device) if is_verified else None
         rest = call.loss_fn, call.reduction

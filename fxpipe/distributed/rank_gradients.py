@@ -21,7 +21,7 @@ from fxpipe.distributed.gradient_reduction import GradientReduction, StageParame
 from fxpipe.distributed.held_tensors import HeldTensors, TensorTransfers, gradient_of
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_step import RankStep
-from fxpipe.distributed.replicas import Replicas, put_sums
+from fxpipe.distributed.replicas import Replicas, give_totals, put_sums
 from fxpipe.distributed.step_report import StepReport
 from fxpipe.rewriting.program import Program
 from fxpipe.runtime.bound_program import ModelTensors
@@ -100,24 +100,14 @@ class RankGradients:
             return
         completed = self._reduction.completed if self._reduction is not None else frozenset()
         left = {(name, j): g for j, totals in enumerate(step.totals) for name, g in totals.sums.items()}
-        sparse = frozenset(key for key, gradient in left.items() if gradient.is_sparse)
         unsynced, reduced = self._unsynced(), self._reducible_unsynced()
-        report.missing = frozenset(self.parameters) - completed - (left.keys() - sparse) - reduced.keys()
-        report.late = sparse | (left.keys() - self.parameters.keys()) | (unsynced.keys() - reduced.keys())
-        report.sparse = sparse & self.parameters.keys()
+        report.note_gradients(left, self.parameters)
+        report.missing -= completed | reduced.keys()
+        report.late |= unsynced.keys() - reduced.keys()
         if step.loss is not None:
             report.loss_parameters = len(parameters_of_loss(step))
         if self._reduction is not None:
-            self._give_totals(step, self._reduction)
-
-    def _give_totals(self, step: RankStep, reduction: GradientReduction) -> None:
-        left = {
-            (name, j): totals.sums.pop(name)
-            for j, totals in enumerate(step.totals)
-            for name, gradient in [*totals.sums.items()]
-            if (name, j) in self.parameters and not gradient.is_sparse
-        }
-        reduction.give_rest(left)
+            give_totals(step.totals, self._reduction)
 
     def finish_sum(self) -> None:
         """Waits for the sums of what was given."""
@@ -137,9 +127,7 @@ class RankGradients:
             return
         if self._reduction is None:
             self._divide(step, divisor)  # what is in `.grad`, and goes with them, is divided already
-            reduction = self._begin_sum()
-            self._give_totals(step, reduction)
-            self._sums = self._finish(reduction)
+            self._sums = self._finish(give_totals(step.totals, self._begin_sum()))
         put_sums(step.totals, self._sums, [of_replica[rank].missing for of_replica in reports])
         replicas.note_unreducible(key for of_replica in reports for key in of_replica[rank].sparse)
         self._sums = {}

@@ -32,7 +32,7 @@ from torch import nn
 
 from fxpipe.distributed.device_sums import WAITED_FOR
 from fxpipe.distributed.gradient_reduction import StageParameter
-from fxpipe.distributed.held_tensors import write_tensor
+from fxpipe.distributed.held_tensors import share_buffers
 from fxpipe.distributed.packet_link import (
     JOB_TAG,
     TAGGED_PACKETS,
@@ -42,7 +42,7 @@ from fxpipe.distributed.packet_link import (
     cut_of,
 )
 from fxpipe.distributed.packets import Layout, Mailbox, PacketValue
-from fxpipe.distributed.rank_engine import RankEngine, RankGraph, RankInputs, pairs_of_ranks
+from fxpipe.distributed.rank_engine import RankEngine, RankGraph, RankInputs, TrainingCall, pairs_of_ranks
 from fxpipe.distributed.rank_exchange import RankExchange
 from fxpipe.distributed.rank_gradients import RankGradients, parameters_of_loss
 from fxpipe.distributed.rank_group import RankGroup
@@ -51,18 +51,16 @@ from fxpipe.distributed.replicas import (
     ReplicaPart,
     ReplicaStart,
     digest,
+    give_totals,
     loss_of_replica,
     loss_of_union,
     put_sums,
-    unit_of_samples,
-    unit_of_union,
 )
 from fxpipe.distributed.step_report import LossVerdict, StepReport
 from fxpipe.errors import InternalError, LossError
 from fxpipe.rewriting.relay_routes import RelayRoutes
 from fxpipe.runtime.bound_program import ModelTensors
 from fxpipe.runtime.caller_context import CallerContext
-from fxpipe.runtime.engine import copied_target, losses_of_mini_batch, shares_of
 from fxpipe.runtime.exchange import Exchange
 from fxpipe.runtime.loss_verification import LossHistory
 from fxpipe.runtime.losses import LOSS_REMEDIES, MODEL_LOSS_REMEDIES
@@ -128,21 +126,12 @@ class RankStreamStep(StreamStep):
     @torch.no_grad()
     def commit_buffers_of(self, j: int) -> None:
         """Writes those that a stage has changed: on all replicas those of the first one."""
-        group = self._group
-        if group.replica == 0:
+        if self._group.replica == 0:
             super().commit_buffers_of(j)
-        if group.replica_count == 1 or not self._first_changes_buffers:
-            return
-        (program,) = self.open_programs
-        values: dict[str, torch.Tensor] = {}
-        if group.replica == 0:
+        if self._group.replica_count > 1 and self._first_changes_buffers:
+            (program,) = self.open_programs
             stage = program.bound.program.stages[j]
-            names = dict.fromkeys((*stage.changed_buffers, *stage.assigns))
-            values = {name: program.tensors.get(name).detach().cpu() for name in names}
-        values = group.replicas.broadcast(values, 0, "the buffers that forward has changed")
-        if group.replica != 0:
-            for name, value in values.items():
-                write_tensor(program.tensors, name, value.to(group.device))
+            share_buffers(self._group, program.tensors, dict.fromkeys((*stage.changed_buffers, *stage.assigns)))
 
 
 class StreamMailbox(Mailbox):
@@ -276,7 +265,6 @@ class RankStream(Stream):
         self._summed: Mapping[StageParameter, torch.Tensor] = {}
         self._digest = ""  # of them,
         self._changes_buffers = self._first_changes_buffers = False  # and does forward, here and on the first replica
-        self._unit: float | None = None  # of losses that are pairs, the same on all replicas
         super().__init__(name, engine, context, order, stage_devices, optimizer, parameters, loss, seed=0)
         self.stages = (self._stage,)
 
@@ -329,39 +317,27 @@ class RankStream(Stream):
 
     def admit_part(self, graph: RankGraph, inputs: RankInputs, target: tuple[Any, ...], part: ReplicaPart) -> None:
         """Queues this rank's part of a mini-batch. `target`: where the last stage is."""
-        bound, group = graph.bound, self.engine.group
+        bound = graph.bound
         t, count = self._order.admitted, len(inputs.samples)
-        shares = shares_of(inputs.samples)
         history, losses, is_verified = LossHistory(is_cheap=True), None, False
         if self.packets.is_last:
             sizes = inputs.batch, count
-            history = self.engine.loss_histories.of(*self._loss_arguments, target, bound, sizes)
+            history = self.engine.loss_histories.of(self.loss.function, self.loss.reduction, target, bound, sizes)
             is_verified = history.is_due and count > 1
         looks_at_elements = part.micro_batches > 1 and (history.look_at_elements or not self.packets.is_last)
         self._run.state = bound.state
         with on_all_streams(self._run.transport, bound.devices, bound.devices[-1]):
             if self.packets.is_last:
-                whole = copied_target(target, bound.devices[-1]) if is_verified else None
-                losses = losses_of_mini_batch(
-                    bound, inputs.leaves, inputs.batch, count, *self._loss_arguments, target, None, whole,
-                    map_tensor_leaves(lambda t: t.to(group.device), dict(part.known or {})),
-                )  # fmt: skip
-                losses.portion = part.portion
-                if self._replicas.count > 1:
-                    losses.unit = unit_of_samples(part.batch) if self._unit is None else self._unit
-            own = (
-                StepInputs.of_mini_batch(bound, inputs.leaves, shares)
-                if self.packets.is_first
-                else StepInputs(inputs.bounds, (inputs.leaves,) * count, tuple(shares), (), ())
-            )
+                call = TrainingCall(self.loss.function, target, self.loss.reduction, None, False, False)
+                losses = self.engine.losses_of(inputs, part, call, is_verified)
             step = RankStreamStep(
-                own,
+                self.engine.own_inputs(inputs),
                 self.engine.model,
                 part.seed,
                 self._order.recomputed(count),
                 self._context,
                 graph.routes,
-                group,
+                self.engine.group,
                 part,
                 self._first_changes_buffers,
                 losses=losses,
@@ -372,10 +348,6 @@ class RankStream(Stream):
         self._run.add(t, MiniBatch(step, bound, self._updates_now(), history, is_verified, {*self.stages}))
         step.log.begun.append(time.perf_counter())
         self._queue(self._order.admit(count))
-
-    @property
-    def _loss_arguments(self) -> tuple[Callable[..., Any], str]:
-        return self.loss.function, self.loss.reduction
 
     def _queue(self, rows: Rows) -> None:
         """Runs what was queued before; these follow when more is known, or with a drain."""
@@ -421,8 +393,7 @@ class RankStream(Stream):
         reports = self._replicas.group.replicas.all_gather((loss, len(own)), "the losses of the other replicas")
         losses = [one for one, _ in reports]
         result = loss_of_union(losses, step.part, self.loss.reduction)
-        if losses[0].weight is not None:
-            self._unit = unit_of_union(losses)
+        self._replicas.note_unit(losses)
         if any(count for _, count in reports):
             sums = self._replicas.sum_late({k: gradient for k, (_, gradient, _) in enumerate(own)})
             for k, (leaf, gradient, count) in enumerate(own):
@@ -450,8 +421,7 @@ class RankStream(Stream):
         report = self._report_of_stage(step, own)
         reports: list[StepReport] = replicas.group.replicas.all_gather(report, WAITED_FOR)
         LossVerdict.of([[one] for one in reports], 0, step.part).check()
-        reduction = replicas.open_sum({})
-        reduction.give_rest({key: gradient for key, gradient in own.items() if key not in report.late})
+        reduction = give_totals(step.totals, replicas.open_sum({}))
         sums.clear()
         put_sums(step.totals, reduction.finish(), [one.missing for one in reports])
         if replicas.group.device_sums is not None:  # one that hangs does so for some: no replica updates then
@@ -469,21 +439,19 @@ class RankStream(Stream):
 
     def _report_of_stage(self, step: RankStreamStep, own: Mapping[StageParameter, torch.Tensor]) -> StepReport:
         """Returns what this replica tells the others of its gradients of a stage, before they are summed."""
-        sparse = frozenset(key for key, gradient in own.items() if gradient.is_sparse)
         report = step.report
         assert report is not None
         shares = report.shares.tolist()
-        return StepReport(
+        result = StepReport(
             shares=shares,
             wrong=step.loss_weighting.difference(shares.__getitem__),
             wrong_means=step.loss_weighting.difference(shares.__getitem__, means_only=True),
             can_verify=report.is_verified,
             is_verified=report.is_verified,
             weights_of_elements=dict(step.loss_weighting.gradients),
-            missing=frozenset(self._summed) - (own.keys() - sparse),
-            late=sparse | (own.keys() - self._summed.keys()),
-            sparse=sparse & self._summed.keys(),
         )
+        result.note_gradients(own, self._summed)
+        return result
 
     def _checked_loss(self, one: MiniBatch) -> torch.Tensor:
         step = _rank_step(one)

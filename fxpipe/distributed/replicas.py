@@ -326,7 +326,11 @@ class Replicas:
                 "one kind in all calls whose gradients are summed together"
             )
         self._is_weighted = is_weighted
-        if is_weighted:
+        self.note_unit(losses)
+
+    def note_unit(self, losses: Sequence[ReplicaLoss]) -> None:
+        """Notes the unit of the next losses that are pairs."""
+        if losses[0].weight is not None:
             self._unit = unit_of_union(losses)
 
     def note_unreducible(self, keys: Iterable[StageParameter]) -> None:
@@ -340,6 +344,18 @@ class Replicas:
             for key, gradient in part.items():
                 sums[key] = sums[key] + gradient if key in sums else gradient
         return sums
+
+
+def give_totals(totals: Sequence[StageTotals], reduction: GradientReduction) -> GradientReduction:
+    """Gives a reduction all gradients of a step that it sums and does not have yet; returns it."""
+    remaining = {
+        (name, j): of_stage.sums.pop(name)
+        for j, of_stage in enumerate(totals)
+        for name, gradient in [*of_stage.sums.items()]
+        if reduction.has((name, j)) and not gradient.is_sparse
+    }
+    reduction.give_rest(remaining)
+    return reduction
 
 
 def put_sums(

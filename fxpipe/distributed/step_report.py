@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from fxpipe.distributed.gradient_reduction import StageParameter
 from fxpipe.distributed.replicas import ReplicaLoss, ReplicaPart
@@ -31,6 +33,15 @@ class StepReport:
     late: frozenset[StageParameter] = frozenset()  # those that the reduction does not sum
     sparse: frozenset[StageParameter] = frozenset()  # those that the reduction can never sum
     loss_parameters: int = 0  # that loss_fn uses
+
+    def note_gradients(
+        self, own: Mapping[StageParameter, torch.Tensor], summed: Mapping[StageParameter, torch.Tensor]
+    ) -> None:
+        """Notes which gradients this rank has. `summed`: the parameters whose gradients the reduction sums."""
+        sparse = frozenset(key for key, gradient in own.items() if gradient.is_sparse)
+        self.missing = frozenset(summed) - (own.keys() - sparse)
+        self.late = sparse | (own.keys() - summed.keys())
+        self.sparse = sparse & summed.keys()
 
 
 @dataclass(frozen=True, slots=True)
