@@ -1,13 +1,12 @@
 """Transfers between the ranks of a pipe, on a gloo group of its own.
 
-A group that has failed cannot be used again: what was on its way would be taken for what comes next. So a group lives
-for one *generation*, to the first failure, and is then closed and made anew under another name in the store. That is
-why it is made here and not by `torch.distributed.new_group`, which uses names again and needs all processes of the
-world.
+A group that has failed cannot be used again: messages on their way would be taken for later ones. So a group lives for
+one *generation*, up to the first failure, and the next one has another name in the store. `torch.distributed.new_group`
+would use names again, and needs all processes of the world.
 
-A message is one tensor of bytes with a tag of its own, so that no order of sending and receiving matters. A group lives
-as long as anything of torch's that waits in it: each `Work` stands in the tables of the connection and nowhere else, so
-that an exception, whose traceback holds frames, keeps no socket open.
+A message is one tensor of bytes with a tag of its own, so the order of sends and receives does not matter. A group
+lives as long as anything of torch's that waits in it: each `Work` is in the tables of the connection and nowhere else,
+so an exception, whose traceback holds frames, keeps no socket open.
 """
 
 from __future__ import annotations

@@ -6,18 +6,16 @@ Gradients are copied into buckets (`gradient_reduction`). Each bucket that is fu
     sums               └──▶ copies into a bucket ──●               ●──▶ copies out of it ──▶ the host goes on
     backend                                        └──▶ all-reduce ┘
 
-*Order.* A backend matches operations of a communicator by their order alone. This one has the buckets and nothing else,
-which are in the same order on all replicas.
+*Order.* A communicator matches operations by their order alone. This one has only buckets, in one order everywhere.
 
-*Streams.* What goes into buckets and comes out of them does so on a stream that does nothing else: on the compute
-stream the rest of the backward would wait for the sum. It waits for the compute stream when a gradient is given, and
-for the sums behind the row: before that nobody reads them.
+*Streams.* Copies into and out of buckets have a stream of their own: on the compute stream the rest of the backward
+would wait for sums. It waits for the compute stream when a gradient is given, and for the sums after the row.
 
-*Memory.* What a gradient is in is used by this stream, too (`record_stream`), and what a sum is in by the compute
-stream. A bucket is kept here until the host has waited for its sum. Where something has failed, the communicator is
-aborted before any memory goes, since devices may still write to it.
+*Memory.* This stream uses the memory of gradients, and the compute stream that of sums (`record_stream`). A bucket is
+kept until the host has waited for its sum. After a failure the communicator is aborted before memory is freed, since
+devices may still write to it.
 
-*Failure.* Nothing here makes the host wait but `settle`, which is bounded by the timeout, and the first operation of a
+*Failure.* The host waits only in `settle`, which is bounded by the timeout, and in the first operation of a
 communicator, by which the replicas meet.
 """
 

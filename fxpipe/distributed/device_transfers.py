@@ -1,27 +1,26 @@
 """Transfers of device memory between ranks, by the backend that the devices have for it: NCCL, XCCL, HCCL, …
 
-Packets (`packets`) say by gloo what comes, and whether a rank fails; the bytes of tensors on accelerators go here, from
-memory of one device to memory of another. What the host does and what the devices do is apart:
+Packets (`packets`) say by gloo what comes, and whether a rank fails; bytes of tensors on accelerators go here, from
+memory of one device to memory of another:
 
     rank a   compute   value ──●                        ●─▶ the value's memory is given back
              a → b             └──▶ send ═══════════════┘
     rank b   a → b                  recv ═══╗ (in memory of a stream of its own)
              compute             ... F ...  ╚═●─▶ F of this value
 
-*Order.* A backend matches sends and receives of a communicator by their order alone, and one that waits keeps all
-behind it waiting. So each ordered pair of ranks has a communicator: what goes down and what comes up never wait for
-each other. Within one, the receiver begins its receives in the order of the sender's row (`packet_link`). It begins
-early, so only packets whose layout it knows go here; others go by gloo, once (`packets.Mailbox`).
+*Order.* A communicator matches sends and receives by their order alone, and one that waits holds up those after it. So
+each ordered pair of ranks has one: values and gradients never wait for each other. The receiver begins its receives in
+the order of the sender's row (`packet_link`), and early: so only packets whose layout it knows go here, others by gloo.
 
-*Streams.* A send comes behind what its compute stream was given so far. A receive is into memory of a stream that does
+*Streams.* A send follows what its compute stream was given so far. A receive is into memory of a stream that does
 nothing else: on the compute stream it would wait for all that is queued there.
 
-*Memory.* What is sent is kept until the compute stream has been told to wait for the end of the send. What arrives is
-used by computations nobody knows the end of: `record_stream`. Where something has failed, communicators are aborted
-before any memory goes, since devices may still write to it.
+*Memory.* A message is kept until the compute stream waits for the end of its send. What arrives is used by later
+computations: `record_stream`. After a failure communicators are aborted before memory is freed, since devices may still
+write to it.
 
-*Failure.* Nothing here makes the host wait but `settle`, at the end of a row, which is bounded by our timeout. A step
-is only committed when all ranks have come that far.
+*Failure.* The host waits only in `settle`, at the end of a row, which is bounded by the timeout. A step is committed
+only when all ranks have come that far.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The parameters and buffers that a rank holds, and those that several ranks hold, kept equal.
 
-The first graph decides: a rank holds the tensors that its stages use. A tied weight is held by several ranks; each step
-all of them get the gradients of all stages, and sum them in the order of stages, as one process does. The first holder
-is a tensor's *home*. A graph beside the first one (for evaluation, say) may use a tensor on a rank that does not hold
-it: then it is *borrowed* from its home for each step, and what that rank has of it, gradients or a changed buffer, goes
-to the holders.
+A rank holds the tensors that its stages use in the first graph. Several ranks hold a tied weight: in each step all get
+the gradients of all stages, and sum them in the order of stages, as one process does. The first holder is a tensor's
+*home*. A later graph (for evaluation, say) may use a tensor on a rank that does not hold it: then the rank *borrows* it
+from its home for each step, and sends gradients or a changed buffer to the holders.
 """
 
 from __future__ import annotations

@@ -1,20 +1,19 @@
-"""Values on their way between ranks: a list of values is a layout and a payload.
+"""Values on their way between ranks: a packet is a layout and a payload.
 
-The receiver must know what comes before it can receive it: sizes, strides, which values are tensors at all. That is the
-*layout*. It is the same in each step, as a rule, so both ends remember that of the step before:
+The receiver must know the *layout* first: sizes, strides, which values are tensors. As a rule it is the same in each
+step, so both ends remember it:
 
-    control     24 bytes: is the layout that of the last step, or how many bytes has the new one; and a note
-    payload     the memory of all tensors in one message, expected early where the layout is known
-    layout      where it is a new one; then the payload once more, with the sizes that it says
+    control     24 bytes: is the layout that of the last step, or the length of a new one; and a note
+    payload     the memory of all tensors in one message, expected early if the layout is known
+    layout      if it is new; then the payload again, with the sizes of the layout
 
-Where the devices of the ranks have a backend of their own (`device_transfers`), the payload of what is on a device is a
-second message, from device to device. A payload behind a new layout always goes through memory of the CPU: when it is
-received depends on who asks for it, and communicators of devices know nothing but the order of messages.
+If the devices of the ranks have a backend (`device_transfers`), the payload of what is on a device is a second message,
+from device to device. A payload after a new layout always goes through memory of the CPU, since communicators of
+devices match messages by their order alone.
 
-A sender whose layout has changed cannot call back what the receiver expects, so it sends that many bytes of nothing
-first. What is remembered changes at the end of a step only, so both ends always agree on it. Nothing is predicted:
-sizes that depend on values, gradients that are missing, flags and None are layouts like any others, and strides are
-those of the sender, as within one process (`runtime.transport`).
+A sender whose layout has changed cannot call back what the receiver expects, so it first sends that many bytes of
+nothing. What is remembered changes only at the end of a step, so both ends agree. Nothing is predicted: sizes that
+depend on values, missing gradients, flags and None are layouts like any others, and strides are those of the sender.
 """
 
 from __future__ import annotations

@@ -1,24 +1,20 @@
-"""A stream of mini-batches of which only one stage is here: the part of `train_stream` that one rank runs.
+"""The part of `train_stream` that one rank runs: one stage of a stream of mini-batches.
 
-The order of a stream is data (`scheduling.streams`), and each rank has a row of it, which it runs in the thread that
-asks for losses. No rank waits for any other than its neighbours, and nobody gathers anything while mini-batches are in
-flight: what all ranks have to know goes along the stages.
+The order of a stream is data (`scheduling.streams`), and each rank runs its row in the thread that asks for losses.
+While mini-batches are in flight, ranks wait for neighbours only. What all ranks must know goes along the stages:
 
-    job      what the leader has read: which graph, how many samples, or that nothing comes any more; down, ahead of
-    values   what the stages hand each other; down
-    report   the loss of the mini-batch, and by what gradients are to be divided; up, with the last of the
+    job      what the leader has read: which graph, how many samples, or the end; down, ahead of
+    values   what the stages send each other; down
+    report   the loss of the mini-batch, and the divisor of gradients; up, with the last of the
     gradients
 
-So the report is at a stage when its update needs it. (`runtime.stream` has mini-batches, versions and updates, which
-are those of one process.)
+So the report is at a stage when its update needs it. (Mini-batches, versions and updates are in `runtime.stream`.)
 
-With replicas, the leaders settle with each other what part each has in a mini-batch, the ranks of the last stage what
-the loss of all is; and before U the ranks of a stage sum its gradients over replicas. Rows are the same on all
-replicas, so they do that in the same order.
+With replicas, the leaders agree on the part of each in a mini-batch, the ranks of the last stage on the loss of all,
+and before U the ranks of a stage sum its gradients. Rows are the same on all replicas, and so is the order of these.
 
-A row is run one mini-batch behind what is known of it, so that packets come while the stage is at the one before. Of
-each direction the next packet is expected as soon as the one before it has come, and not sooner: a packet is taken to
-have the layout of the one before it, and both ends agree on which that was.
+A row runs one mini-batch after it is known, so that packets come while the stage is busy with the one before. A packet
+is expected when the one before it has come, whose layout it is taken to have: so both ends agree on the layout.
 """
 
 from __future__ import annotations

@@ -1,20 +1,18 @@
 """The replicas of a pipe in one step: what part of all mini-batches each has, and the loss and gradients of all.
 
-With data parallelism a step is that of the *union*: one mini-batch that has those of all replicas in it, one behind the
-other. So before it the replicas tell each other how many samples each has, and a sample counts the same wherever it is;
-micro-batches are numbered through, and random numbers depend on those numbers, so that no replica draws what another
-draws.
+A step is that of the *union*: one mini-batch with those of all replicas, one after another. Before it the replicas
+exchange their numbers of samples, so a sample counts the same on each. Micro-batches are numbered over all replicas;
+random numbers depend on those numbers, so replicas draw different ones.
 
     replica 0     samples 0 ... 6     micro-batches 0, 1, 2
     replica 1     samples 7 ... 9     micro-batches 3, 4
 
-A loss that is a pair (total, weight) is divided by the weights of all replicas when all are known, at the end.
+A loss that is a pair (total, weight) is divided by the weights of all replicas at the end.
 
 Gradients are sums over replicas. Within `no_sync()` they stay on their replica, and `.grad` of n replicas has n times
-its part, as with `DistributedDataParallel`: the mean over replicas is right then whatever else `.grad` has, and goes
-with the gradients of the next call without `no_sync()`. What the reduction cannot sum, sparse gradients and those of
-graphs beside the first one, which other replicas may not have run, is *late*: it is summed behind the step, through
-memory of the CPU also where the reduction sums in memory of devices.
+its part, as with `DistributedDataParallel`; it goes with the gradients of the next call without `no_sync()`. Gradients
+that buckets cannot have, sparse ones and those of later graphs, which other replicas may not have run, are *late*: they
+are summed after the step, through memory of the CPU.
 """
 
 from __future__ import annotations
