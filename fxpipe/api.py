@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard, Unpack
 
 import torch
 from torch import nn
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.hardware import Hardware
 from fxpipe.pipe.pipeline_module import Pipeline
-from fxpipe.planning.options.pipeline_options import PipelineOptions, make_settings
+from fxpipe.planning.options.pipeline_options import CutAndModelOptions, make_settings, shows_options
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.retarget import replicas_in_turn
 from fxpipe.planning.tuning.auto_options import with_best_schedule
-from fxpipe.profiling import Profile
-from fxpipe.scheduling import ScheduleLike
 from fxpipe.tracing.fake_tensors import names_without_values
-from fxpipe.tracing.trace_request import TracerOption
 from fxpipe.utils.units import parse_number, with_article
 
 if TYPE_CHECKING:
@@ -38,6 +32,7 @@ def is_over_ranks(devices: Any) -> TypeGuard[DeviceMesh | ProcessGroup]:
     return isinstance(devices, (DeviceMesh, ProcessGroup)) or devices is GroupMember.NON_GROUP_MEMBER
 
 
+@shows_options(CutAndModelOptions, after="example_kwargs")
 def pipeline(
     model: nn.Module,
     devices: int | Sequence[str | torch.device] | DeviceMesh | ProcessGroup | None = None,
@@ -45,31 +40,13 @@ def pipeline(
     *,
     example_args: tuple[Any, ...] = (),
     example_kwargs: dict[str, Any] | None = None,
-    balance: str | Sequence[int] | Sequence[str] | Mapping[str, Any] = "auto",
-    pin: Mapping[str, Any] | None = None,
-    stages_per_device: int | None = None,
-    schedule: ScheduleLike = "1f1b",
-    checkpoint: str | Sequence[str] = "auto",
-    memory_limit: Any = None,
-    optimizer_state: float = 2.0,
-    hardware: str | Hardware | None = None,
-    profile: Profile | str | Path | None = None,
-    profile_budget: float | None = None,
-    loss_fn: Callable[..., Any] | None = None,
-    target: Any = None,
-    tracer: TracerOption = "record",
-    in_dims: Any = None,
-    dynamic_shapes: Any = None,
-    out_dims: Any = None,
-    leaf_modules: Sequence[str | type[nn.Module]] = (),
-    check: bool = True,
-    progress: bool = True,
     deferred_batch_norm: bool = False,
     compile: bool | Mapping[str, Any] = False,
     plan: Plan | None = None,
     outputs: str = "last",
     timeout: float | None = None,
     data_parallel: DeviceMesh | ProcessGroup | None = None,
+    **options: Unpack[CutAndModelOptions],
 ) -> Pipeline:
     """Makes a pipeline of any module.
 
@@ -202,7 +179,12 @@ def pipeline(
         UserWarning: the model can be trained so, but will be refused when it is evaluated; says why. Told with the
             plan, unless the plan was given.
     """
-    options = PipelineOptions.among(locals(), but=("data_parallel",))  # which has ranks here
+    arguments: dict[str, Any] = {
+        **options,
+        "chunks": chunks,
+        "deferred_batch_norm": deferred_batch_norm,
+        "compile": compile,
+    }
     if isinstance(model, Pipeline):
         raise ArgumentTypeError("model is a Pipeline already; give the model it was made from: fxpipe.unwrap(pipe)")
     if not isinstance(model, nn.Module):
@@ -218,7 +200,7 @@ def pipeline(
         return pipeline_over_ranks(
             model,
             devices,
-            replace(options, data_parallel=1),
+            {**arguments, "data_parallel": 1},
             plan,
             outputs,
             seconds,
@@ -234,8 +216,8 @@ def pipeline(
                 "it out"
             )
     if isinstance(plan, Plan):
-        plan = replicas_in_turn(plan, schedule)
-    settings = make_settings(options, plan, runs_here=True)
+        plan = replicas_in_turn(plan, options.get("schedule"))
+    settings = make_settings({**arguments, "devices": devices}, plan, runs_here=True)
     if plan is not None and settings.left:
         settings = with_best_schedule(plan, settings)
     pipe = Pipeline(model, settings, plan)

@@ -26,7 +26,7 @@ from fxpipe.pipe.model_calls import ModelCall, parse_micro_batches
 from fxpipe.pipe.pipeline_module import Pipeline, check_can_train, check_optimizer, model_loss
 from fxpipe.pipe.train_stream import TrainStream, parse_batches, stream_policy
 from fxpipe.planning.options.parse import parse_switch
-from fxpipe.planning.options.pipeline_options import PipelineOptions, Settings, check_replicas, make_settings
+from fxpipe.planning.options.pipeline_options import Settings, check_replicas, make_settings
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.tuning.auto_options import with_best_schedule
 from fxpipe.runtime import StepRecord
@@ -426,7 +426,7 @@ def _refuse_wrapped(model: nn.Module) -> None:
 def pipeline_over_ranks(
     model: nn.Module,
     devices: DeviceMesh | dist.ProcessGroup,
-    options: PipelineOptions,
+    options: Mapping[str, Any],
     plan: Plan | None,
     outputs: str,
     timeout: float,
@@ -440,7 +440,7 @@ def pipeline_over_ranks(
         if outputs not in OUTPUTS:
             raise ArgumentError(f"outputs={outputs!r} is unknown; accepted are 'last' and 'all'")
         _refuse_wrapped(model)
-        settings = make_settings(replace(options, devices=[str(group.device)] * group.size), plan)
+        settings = make_settings({**options, "devices": [str(group.device)] * group.size}, plan)
         settings = replace(settings, processes=True, ranks_per_stage=group.replica_count)
         if plan is not None:
             check_replicas(plan, group.replica_count)

@@ -103,7 +103,7 @@ def _load_loss(request: Request) -> PlannedLoss | None:
 
 def settings_for(request: Request, devices: tuple[str, ...], **others: Any) -> Settings:
     """Makes the settings that `fxpipe.plan` would, of the request for these devices; `others` override its options."""
-    from fxpipe.planning.options.pipeline_options import PipelineOptions, make_settings
+    from fxpipe.planning.options.pipeline_options import make_settings
 
     options = {
         "devices": devices,
@@ -112,7 +112,7 @@ def settings_for(request: Request, devices: tuple[str, ...], **others: Any) -> S
         **({"dynamic_shapes": dynamic_shapes_of(request.dynamic)} if request.dynamic else {}),
         **request.options,
     }
-    settings = make_settings(PipelineOptions(**options | others), anywhere="hardware" in request.options)
+    settings = make_settings(options | others, anywhere="hardware" in request.options)
     return replace(settings, operations=any(output.option == "save" for output in request.outputs))
 
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
 from fxpipe.errors import ArgumentError
-from fxpipe.hardware import Hardware, planned_devices
+from fxpipe.hardware import planned_devices
 from fxpipe.planning.cost_model import with_memory_at_hand
 from fxpipe.planning.options.parse import Devices, parse_hardware_option, parse_stages_per_device
-from fxpipe.planning.options.pipeline_options import AUTO, DEFAULT_SCHEDULE, PipelineOptions, Settings, make_settings
+from fxpipe.planning.options.pipeline_options import (
+    AUTO,
+    DEFAULT_SCHEDULE,
+    CutAndModelOptions,
+    Settings,
+    make_settings,
+    shows_options,
+)
 from fxpipe.planning.options.stage_placement import parse_training_schedule, worker_count_for
 from fxpipe.planning.passes import (
     PreparedGraph,
@@ -26,14 +32,11 @@ from fxpipe.planning.passes import (
 )
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.tuning.auto_options import prepare_best
-from fxpipe.profiling import Profile
-from fxpipe.scheduling import ScheduleLike
 from fxpipe.tracing import Traced
 from fxpipe.tracing.cache_key import in_mode
 from fxpipe.tracing.model_state import look_on_recording_device
 from fxpipe.tracing.source_lines import warn_user
 from fxpipe.tracing.strategies import imbalance_warnings
-from fxpipe.tracing.trace_request import TracerOption
 from fxpipe.tracing.verify.effects import least_samples
 from fxpipe.utils import accelerator
 from fxpipe.utils.locks import planning_block
@@ -41,6 +44,7 @@ from fxpipe.utils.progress import phase, show_phases, show_progress
 from fxpipe.utils.units import parse_count
 
 
+@shows_options(CutAndModelOptions, after="chunks")
 def plan(
     model: nn.Module,
     stages: Devices | None = None,
@@ -49,28 +53,10 @@ def plan(
     example_kwargs: dict[str, Any] | None = None,
     devices: Devices | None = None,
     chunks: int | str = "auto",
-    balance: str | Sequence[int] | Sequence[str] | Mapping[str, Any] = "auto",
-    pin: Mapping[str, Any] | None = None,
-    stages_per_device: int | None = None,
-    schedule: ScheduleLike = "1f1b",
-    checkpoint: str | Sequence[str] = "auto",
-    memory_limit: Any = None,
-    optimizer_state: float = 2.0,
-    hardware: str | Hardware | None = None,
-    profile: Profile | str | Path | None = None,
-    profile_budget: float | None = None,
-    loss_fn: Callable[..., Any] | None = None,
-    target: Any = None,
-    tracer: TracerOption = "record",
-    in_dims: Any = None,
-    dynamic_shapes: Any = None,
-    out_dims: Any = None,
-    leaf_modules: Sequence[str | type[nn.Module]] = (),
-    check: bool = True,
-    progress: bool = True,
     data_parallel: int | None = None,
     mesh: Sequence[str] = ("data", "pipe"),
     processes: bool = False,
+    **options: Unpack[CutAndModelOptions],
 ) -> Plan:
     """Plans a pipeline without making it: traces, profiles, cuts, and leaves the model as it was.
 
@@ -109,19 +95,27 @@ def plan(
         Exception: what the model itself raises on the inputs, with a note.
     """
 
-    options = PipelineOptions.among(locals())
     if isinstance(stages, Sequence) and not isinstance(stages, str):
         if devices is not None:
             raise ArgumentError(f"stages={stages!r} and devices={devices!r}: give the devices once")
-        options, devices, stages = replace(options, devices=stages), stages, None
+        devices, stages = stages, None
     if stages is not None and data_parallel is None:
-        options = replace(options, data_parallel=1)
+        data_parallel = 1
+    hardware = options.get("hardware")
     if isinstance(devices, int):
         count = parse_count("devices", devices, "a number of devices, or a list of them")
-        options = replace(options, devices=planned_devices(count, parse_hardware_option(hardware)))
+        devices = planned_devices(count, parse_hardware_option(hardware))
     elif devices is None:
-        options = replace(options, devices=_planned_devices(stages, options))
-    settings = make_settings(options, anywhere=hardware is not None)
+        devices = _planned_devices(stages, options, data_parallel or 1)
+    arguments: dict[str, Any] = {
+        **options,
+        "devices": devices,
+        "chunks": chunks,
+        "data_parallel": data_parallel,
+        "mesh": mesh,
+        "processes": processes,
+    }
+    settings = make_settings(arguments, anywhere=hardware is not None)
     if stages is not None and stages != len(settings.placement):
         each = len(settings.placement) // len(settings.workers)
         shared = f" of {each} stages" if each > 1 else ""
@@ -134,19 +128,19 @@ def plan(
         return prepare(model, example_args, example_kwargs or {}, settings).plan
 
 
-def _planned_devices(stages: int | str | None, options: PipelineOptions) -> list[str] | int | None:
-    """Returns one device for each worker that so many stages take, in all replicas; those of a cluster if not told.
-
-    None: not known.
-    """
-
-    per_device, hardware = parse_stages_per_device(options.stages_per_device), parse_hardware_option(options.hardware)
+def _planned_devices(
+    stages: int | str | None, options: CutAndModelOptions, data_parallel: Any
+) -> list[str] | int | None:
+    """Returns a device for each worker that this number of stages takes, in all replicas; without a number those of
+    the cluster, or None if the hardware is none."""
+    hardware = parse_hardware_option(options.get("hardware"))
     if stages is None:
         return planned_devices(None, hardware)
-    stages = parse_count("stages", stages)
-    order = parse_training_schedule(DEFAULT_SCHEDULE if options.schedule == AUTO else options.schedule)
-    count = worker_count_for(stages, order, per_device) * parse_count("data_parallel", options.data_parallel or 1)
-    return planned_devices(count, hardware)
+    asked = options.get("schedule", AUTO)
+    order = parse_training_schedule(DEFAULT_SCHEDULE if asked == AUTO else asked)
+    per_device = parse_stages_per_device(options.get("stages_per_device"))
+    count = worker_count_for(parse_count("stages", stages), order, per_device)
+    return planned_devices(count * parse_count("data_parallel", data_parallel), hardware)
 
 
 @planning_block()

@@ -71,8 +71,8 @@ def _parse_row(d: int, line: str) -> tuple[Action, ...]:
     return _parse_actions(line[label.end() :] if label else line)
 
 
-ScheduleFunction: TypeAlias = Callable[[int, int], "Schedule | str | Iterable[str | Iterable[Action | str]]"]
-ScheduleLike: TypeAlias = "str | Schedule | ScheduleFunction"  # a name or text, a table, a function
+ScheduleFunction: TypeAlias = Callable[[int, int], Schedule | str | Iterable[str | Iterable[Action | str]]]
+ScheduleLike: TypeAlias = str | Schedule | ScheduleFunction  # a name or text, a table, a function
 
 _ANY_ACTION = re.compile(r"(?<![^\s,(])\d+[FRBIWU]\d+(?![^\s,;])")
 

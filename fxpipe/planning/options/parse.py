@@ -20,7 +20,7 @@ from fxpipe.scheduling import CHECKPOINTS
 from fxpipe.utils import accelerator
 from fxpipe.utils.units import parse_count, parse_number, with_article
 
-Devices: TypeAlias = "int | Sequence[str | torch.device]"  # a number of devices, or a list of them
+Devices: TypeAlias = int | Sequence[str | torch.device]  # a number of devices, or a list of them
 
 CHUNKS_PER_WORKER = 4  # GPipe, section 2.3: the bubble is negligible from there on
 PROFILE_BUDGET = 5.0  # seconds

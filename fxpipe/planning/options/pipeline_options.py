@@ -1,18 +1,18 @@
-"""The options of a pipeline: those of `fxpipe.pipeline`, `fxpipe.plan` and `fxpipe.tune`, as they were given.
+"""The options of a pipeline, as `fxpipe.pipeline`, `fxpipe.plan` and `fxpipe.tune` take them, and its settings.
 
-Each of the three has those that it takes in its signature, for `help`, editors and type checkers to show. Names, order
-and defaults are the ones here (`test_pipeline_options.py` holds them to it), and so each takes them all at once:
-
-    options = PipelineOptions.among(locals())
+The type and the default of an option are here alone: the three take `**options`, which `shows_options` shows in their
+signatures.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict, TypeVar, cast, get_type_hints
 
 import torch
 from torch import nn
@@ -48,50 +48,97 @@ from fxpipe.utils.units import parse_count, parse_number, with_article
 AUTO = "auto"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineOptions:
-    """The options as given, not checked yet; `fxpipe.pipeline` says what they mean."""
+class CutOptions(TypedDict, total=False):
+    """The options of how a graph is cut, each with its type and its default."""
 
-    devices: Devices | None = None
-    chunks: int | str = AUTO
-    balance: str | Sequence[int] | Sequence[str] | Mapping[str, Any] = AUTO
-    pin: Mapping[str, Any] | None = None
-    stages_per_device: int | None = None
-    schedule: ScheduleLike = "1f1b"
-    checkpoint: str | Sequence[str] = AUTO
-    memory_limit: Any = None
-    optimizer_state: float = 2.0
-    hardware: str | Hardware | None = None
-    profile: Profile | str | Path | None = None
-    profile_budget: float | None = None
-    loss_fn: Callable[..., Any] | None = None
-    target: Any = None
-    tracer: TracerOption = RECORD
-    in_dims: Any = None
-    dynamic_shapes: Any = None
-    out_dims: Any = None
-    leaf_modules: Sequence[str | type[nn.Module]] = ()
-    check: bool = True
-    progress: bool = True
-    deferred_batch_norm: bool = False
-    compile: bool | Mapping[str, Any] = False
-    data_parallel: int | None = None
-    mesh: Sequence[str] = MESHES[0]
-    processes: bool = False
-
-    @classmethod
-    def among(cls, arguments: Mapping[str, Any], but: Sequence[str] = ()) -> PipelineOptions:
-        """Picks the options among the arguments of a function; `but` for some, which mean something else there."""
-        return cls(**{name: arguments[name] for name in OPTION_DEFAULTS if name in arguments and name not in but})
+    balance: Annotated[str | Sequence[int] | Sequence[str] | Mapping[str, Any], AUTO]
+    pin: Annotated[Mapping[str, Any] | None, None]
+    stages_per_device: Annotated[int | None, None]
+    schedule: Annotated[ScheduleLike, "1f1b"]
+    checkpoint: Annotated[str | Sequence[str], AUTO]
 
 
-OPTION_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(PipelineOptions)}
+class ModelOptions(TypedDict, total=False):
+    """The options of what is known of the model and its devices, and of how the model is traced."""
+
+    memory_limit: Annotated[Any, None]
+    optimizer_state: Annotated[float, 2.0]
+    hardware: Annotated[str | Hardware | None, None]
+    profile: Annotated[Profile | str | Path | None, None]
+    profile_budget: Annotated[float | None, None]
+    loss_fn: Annotated[Callable[..., Any] | None, None]
+    target: Annotated[Any, None]
+    tracer: Annotated[TracerOption, RECORD]
+    in_dims: Annotated[Any, None]
+    dynamic_shapes: Annotated[Any, None]
+    out_dims: Annotated[Any, None]
+    leaf_modules: Annotated[Sequence[str | type[nn.Module]], ()]
+    check: Annotated[bool, True]
+    progress: Annotated[bool, True]
+
+
+class CutAndModelOptions(CutOptions, ModelOptions, total=False):
+    """The options that `fxpipe.pipeline` and `fxpipe.plan` share."""
+
+
+class PipelineOptions(CutAndModelOptions, total=False):
+    """All options; `fxpipe.pipeline` says what they mean."""
+
+    devices: Annotated[Devices | None, None]
+    chunks: Annotated[int | str, AUTO]
+    deferred_batch_norm: Annotated[bool, False]
+    compile: Annotated[bool | Mapping[str, Any], False]
+    data_parallel: Annotated[int | None, None]
+    mesh: Annotated[Sequence[str], MESHES[0]]
+    processes: Annotated[bool, False]
+
+
+OPTION_DEFAULTS: dict[str, Any] = {
+    name: annotation.__metadata__[0]
+    for name, annotation in get_type_hints(PipelineOptions, include_extras=True).items()
+}
 TRACING_OPTIONS = ("tracer", "in_dims", "dynamic_shapes", "out_dims", "leaf_modules", "check")
-# What planning alone asks for: beside a plan nobody would heed it.
+# What planning alone asks for: refused beside a plan.
 PLANNING_OPTIONS = (
     *("balance", "pin", "memory_limit", "optimizer_state"),
     *("hardware", "profile", "profile_budget", "loss_fn", "target"),
 )
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def shows_options(options: type, after: str) -> Callable[[F], F]:
+    """A decorator for a function with `**options`: its signature shows each, and any other keyword is a `TypeError`.
+
+    Args:
+        after: the parameter that they follow in the signature.
+    """
+
+    def decorate(function: F) -> F:
+        signature = inspect.signature(function)
+        own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        place = 1 + [one.name for one in own].index(after)
+        own[place:place] = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=OPTION_DEFAULTS[name],
+                annotation=annotation.__forward_arg__.removeprefix("Annotated[").rpartition(",")[0],
+            )
+            for name, annotation in options.__annotations__.items()
+        ]
+        names = {one.name for one in own}
+
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            if unknown := kwargs.keys() - names:
+                raise TypeError(f"{function.__name__}() got an unexpected keyword argument {min(unknown)!r}")
+            return function(*args, **kwargs)
+
+        checked.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+        return cast(F, checked)
+
+    return decorate
 
 
 def is_default(value: Any, default: Any) -> bool:
@@ -101,7 +148,7 @@ def is_default(value: Any, default: Any) -> bool:
     return value is default or (isinstance(value, (tuple, list, dict)) and not value and not default)
 
 
-def options_with_plan(options: PipelineOptions, plan: Plan) -> PipelineOptions:
+def options_with_plan(options: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """Devices, chunks and checkpoint are the plan's, where they were left out. What is for planning has to be.
 
     Raises:
@@ -110,24 +157,25 @@ def options_with_plan(options: PipelineOptions, plan: Plan) -> PipelineOptions:
     if not isinstance(plan, Plan):
         raise ArgumentTypeError(f"plan is {with_article(plan)}; expected a fxpipe.Plan, as from fxpipe.Plan.load(path)")
     for name in PLANNING_OPTIONS:
-        value = getattr(options, name)
+        value = options[name]
         if not is_default(value, OPTION_DEFAULTS[name]):
             shown = repr(value) if isinstance(value, (str, float, int, Sequence, Mapping)) else type(value).__name__
             raise ArgumentError(
                 f"{name}={shown} and a plan, which is made already: leave {name} out, or make a new plan with "
                 f"fxpipe.plan(model, ..., {name}=...)"
             )
-    if options.devices is None and plan.cluster is not None and plan.cluster.nodes > 1:
+    if options["devices"] is None and plan.cluster is not None and plan.cluster.nodes > 1:
         raise ArgumentError(
             f"plan is for devices in {plan.cluster.nodes} nodes, and this process has those of one: give a DeviceMesh "
             "as devices, in a process for each, or devices that are here"
         )
-    return replace(
-        options,
-        devices=plan.row_devices if options.devices is None else options.devices,
-        chunks=plan.chunks if isinstance(options.chunks, str) and options.chunks == AUTO else options.chunks,
-        checkpoint=plan.checkpoint if options.checkpoint == AUTO else options.checkpoint,
-    )
+    chunks, checkpoint = options["chunks"], options["checkpoint"]
+    return {
+        **options,
+        "devices": plan.row_devices if options["devices"] is None else options["devices"],
+        "chunks": plan.chunks if isinstance(chunks, str) and chunks == AUTO else chunks,
+        "checkpoint": plan.checkpoint if checkpoint == AUTO else checkpoint,
+    }
 
 
 def check_replicas(plan: Plan, ranks: int) -> None:
@@ -257,7 +305,7 @@ class Settings:
 
 
 def make_settings(
-    options: PipelineOptions, plan: Plan | None = None, *, anywhere: bool = False, runs_here: bool = False
+    options: Mapping[str, Any], plan: Plan | None = None, *, anywhere: bool = False, runs_here: bool = False
 ) -> Settings:
     """Checks each option by itself. With a plan, what is left to it is the plan's.
 
@@ -269,25 +317,26 @@ def make_settings(
         ArgumentError, ArgumentTypeError: names the argument, what was given, what is accepted.
         ScheduleError: a schedule of the user's own would not run.
     """
-    is_any = options.schedule == AUTO
-    order = parse_training_schedule(DEFAULT_SCHEDULE if is_any else options.schedule)
-    per_device = parse_stages_per_device(options.stages_per_device)
-    options = replace(options, chunks=chunks_of_schedule(order, options.chunks, plan))
+    options = {**OPTION_DEFAULTS, **options}
+    is_any = options["schedule"] == AUTO
+    order = parse_training_schedule(DEFAULT_SCHEDULE if is_any else options["schedule"])
+    per_device = parse_stages_per_device(options["stages_per_device"])
+    options = {**options, "chunks": chunks_of_schedule(order, options["chunks"], plan)}
     if plan is not None:
         options = options_with_plan(options, plan)
-    hardware = parse_hardware_option(options.hardware)
-    data = 1 if options.data_parallel is None else parse_count("data_parallel", options.data_parallel)
-    rows = parse_devices(options.devices, anywhere)
+    hardware = parse_hardware_option(options["hardware"])
+    data = 1 if options["data_parallel"] is None else parse_count("data_parallel", options["data_parallel"])
+    rows = parse_devices(options["devices"], anywhere)
     replica_workers = _workers_that_take_turns(rows, plan) if plan is not None and runs_here else ()
     workers = tuple(own[0] for own in replica_workers) or _workers_of_replica(rows, data)
     check_device_count(hardware, len(workers), data)
-    count = parse_chunks(options.chunks, len(workers))
+    count = parse_chunks(options["chunks"], len(workers))
     placement = place_stages(len(workers), per_device, order, count, plan)
     if plan is not None and is_any:
         placement = plan.placement  # its stages stay where they are, and the schedule is chosen for them
-    pins, balance = _merge_pins(options.pin, options.balance, workers)
-    is_free = options.data_parallel is None and plan is None and hardware is not None and len(workers) > 1
-    modes = parse_checkpoint(options.checkpoint, None if pins else len(placement))  # pins may take other stages
+    pins, balance = _merge_pins(options["pin"], options["balance"], workers)
+    is_free = options["data_parallel"] is None and plan is None and hardware is not None and len(workers) > 1
+    modes = parse_checkpoint(options["checkpoint"], None if pins else len(placement))  # pins may take other stages
     return Settings(
         workers=workers,
         placement=placement,
@@ -295,26 +344,28 @@ def make_settings(
         schedule=order,
         checkpoint=modes,
         balance=parse_balance(balance, len(placement)),
-        tracer=check_tracer(options.tracer),
-        in_dims=options.in_dims,
-        dynamic_shapes=options.dynamic_shapes,
-        out_dims=options.out_dims,
-        leaf_modules=parse_leaf_modules(options.leaf_modules),
-        check=parse_switch("check", options.check),
+        tracer=check_tracer(options["tracer"]),
+        in_dims=options["in_dims"],
+        dynamic_shapes=options["dynamic_shapes"],
+        out_dims=options["out_dims"],
+        leaf_modules=parse_leaf_modules(options["leaf_modules"]),
+        check=parse_switch("check", options["check"]),
         pins=pins,
-        memory_limits=parse_memory_limit(options.memory_limit, len(workers)),
-        optimizer_state=parse_number("optimizer_state", options.optimizer_state, "bytes for each byte of a parameter"),
+        memory_limits=parse_memory_limit(options["memory_limit"], len(workers)),
+        optimizer_state=parse_number(
+            "optimizer_state", options["optimizer_state"], "bytes for each byte of a parameter"
+        ),
         hardware=hardware,
-        profile=parse_profile_option(options.profile),
-        profile_budget=parse_profile_budget(options.profile_budget),
-        loss=parse_loss(options.loss_fn, options.target),
-        deferred_batch_norm=parse_switch("deferred_batch_norm", options.deferred_batch_norm),
-        compile=parse_compile(options.compile),
-        progress=parse_switch("progress", options.progress),
+        profile=parse_profile_option(options["profile"]),
+        profile_budget=parse_profile_budget(options["profile_budget"]),
+        loss=parse_loss(options["loss_fn"], options["target"]),
+        deferred_batch_norm=parse_switch("deferred_batch_norm", options["deferred_batch_norm"]),
+        compile=parse_compile(options["compile"]),
+        progress=parse_switch("progress", options["progress"]),
         left=_options_for_tuner(options, is_any, pins, plan),
         data_parallel=data,
-        mesh=parse_mesh(options.mesh),
-        processes=parse_switch("processes", options.processes),
+        mesh=parse_mesh(options["mesh"]),
+        processes=parse_switch("processes", options["processes"]),
         chooses_replicas=is_free and isinstance(balance, str) and balance == "pipedream",
         replica_workers=replica_workers,
         runs_here=runs_here,
@@ -346,14 +397,16 @@ def _workers_that_take_turns(devices: tuple[torch.device, ...], plan: Plan) -> t
 
 
 def _options_for_tuner(
-    options: PipelineOptions, is_any: bool, pins: Mapping[str, int], plan: Plan | None
+    options: Mapping[str, Any], is_any: bool, pins: Mapping[str, int], plan: Plan | None
 ) -> frozenset[str]:
     if plan is not None:
         return frozenset(("schedule",) if is_any else ())
-    asked = (options.checkpoint, options.balance)
-    is_free = is_any and options.stages_per_device is None and all(isinstance(one, str) for one in asked) and not pins
-    is_free = is_free and options.balance != "pipedream"  # whose stages have devices of their own
-    is_tuned = {"schedule": is_any, "chunks": options.chunks == AUTO, "stages_per_device": is_free}
+    asked = (options["checkpoint"], options["balance"])
+    is_free = (
+        is_any and options["stages_per_device"] is None and all(isinstance(one, str) for one in asked) and not pins
+    )
+    is_free = is_free and options["balance"] != "pipedream"  # whose stages have devices of their own
+    is_tuned = {"schedule": is_any, "chunks": options["chunks"] == AUTO, "stages_per_device": is_free}
     return frozenset(name for name in TUNABLE_OPTIONS if is_tuned[name])
 
 

@@ -13,7 +13,7 @@ from fxpipe.errors import ArgumentError, MemoryLimitError
 from fxpipe.hardware import planned_devices
 from fxpipe.planning.cost_model import planned_workers
 from fxpipe.planning.options.parse import parse_devices, parse_hardware_option
-from fxpipe.planning.options.pipeline_options import PipelineOptions, Settings, make_settings
+from fxpipe.planning.options.pipeline_options import Settings, make_settings
 from fxpipe.planning.passes import ProfiledModel, batch_of_replica
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.tuning.candidate_plans import CheckpointMode, ModelPlans
@@ -65,7 +65,7 @@ class ReplicatedPlans:
 class ReplicaOptions:
     """The numbers and orders of replicas to try, and the options of the pipeline of one."""
 
-    options: PipelineOptions
+    options: Mapping[str, Any]
     counts: tuple[int, ...]  # ascending: from long pipelines to short ones
     mesh: tuple[str, str] | None  # None: both
     is_auto: bool
@@ -73,17 +73,17 @@ class ReplicaOptions:
     @classmethod
     def of(
         cls,
-        options: PipelineOptions,
+        options: Mapping[str, Any],
         devices: int | Sequence[str | torch.device] | None,
         data_parallel: Any,
         mesh: Any,
     ) -> ReplicaOptions:
         """Reads them from the arguments of `tune`; `options` and `devices` are those of all replicas."""
-        hardware = parse_hardware_option(options.hardware)
+        hardware = parse_hardware_option(options.get("hardware"))
         if devices is None or isinstance(devices, int):
             count = None if devices is None else parse_count("devices", devices)
             devices = planned_devices(count, hardware)
-        options = replace(options, devices=devices)
+        options = {**options, "devices": devices}
         is_auto = isinstance(data_parallel, str) and data_parallel == "auto"
         if not is_auto:
             counts: tuple[int, ...] = (
@@ -95,14 +95,14 @@ class ReplicaOptions:
                 "hardware='h100'"
             )
         else:
-            workers = len(parse_devices(options.devices, anywhere=True))
+            workers = len(parse_devices(devices, anywhere=True))
             counts = tuple(count for count in range(1, workers + 1) if workers % count == 0)
         return cls(options, counts, None if mesh is None else parse_mesh(mesh), is_auto)
 
     def settings_for(self, data: int, mesh: tuple[str, str] = MESHES[0]) -> Settings:
         """The settings of one of so many replicas, with as many micro-batches as planning would take."""
-        options = replace(self.options, data_parallel=data, mesh=mesh)
-        return make_settings(options, anywhere=options.hardware is not None)
+        options: dict[str, Any] = {**self.options, "data_parallel": data, "mesh": mesh}
+        return make_settings(options, anywhere=options.get("hardware") is not None)
 
     def plans_of(
         self, profiled: ProfiledModel, memory_at_hand: Mapping[torch.device, int | None]
@@ -119,7 +119,7 @@ class ReplicaOptions:
                 continue
             batch = batch_of_replica(profiled.traced, profiled.batch, data)
             for mesh in self._meshes(data):
-                options = replace(self.options, chunks=1)  # each candidate has its own
+                options: dict[str, Any] = {**self.options, "chunks": 1}  # each candidate has its own
                 settings = replace(self, options=options).settings_for(data, mesh)
                 settings = replace(settings, left=frozenset(), memory_at_hand=memory_at_hand)
                 lack = _lasting_shortage(profiled, settings) if self.is_auto else ""
@@ -141,7 +141,7 @@ class ReplicaOptions:
         """Returns the orders that differ."""
         if self.mesh is not None:
             return (self.mesh,)
-        hardware, devices = parse_hardware_option(self.options.hardware), self.options.devices
+        hardware, devices = parse_hardware_option(self.options.get("hardware")), self.options.get("devices")
         if hardware is None or devices is None or isinstance(devices, int) or data in (1, len(devices)):
             return MESHES[:1]
         return MESHES if len(devices) > hardware.devices_per_node else MESHES[:1]

@@ -5,22 +5,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
 from fxpipe.cluster import MESHES, replica_batch
 from fxpipe.errors import ArgumentError, ArgumentTypeError, MemoryLimitError
-from fxpipe.hardware import Hardware
 from fxpipe.planning.cost_model import planned_workers, with_memory_at_hand
 from fxpipe.planning.options.parse import BALANCES, Devices, parse_choices, parse_memory_limit, parse_switch
 from fxpipe.planning.options.pipeline_options import (
     OPTION_DEFAULTS,
     TRACING_OPTIONS,
-    PipelineOptions,
+    ModelOptions,
     Settings,
     is_default,
+    shows_options,
 )
 from fxpipe.planning.options.stage_placement import COMPARED_SCHEDULES, TRAINING_SCHEDULES
 from fxpipe.planning.passes import ProfiledModel, holds_for_chunks, trace_and_profile
@@ -47,22 +46,16 @@ from fxpipe.planning.tuning.replicated_plans import (
     Replication,
 )
 from fxpipe.planning.tuning.tuning_result import Tuning
-from fxpipe.profiling import Profile
 from fxpipe.scheduling import CHECKPOINTS
-from fxpipe.tracing.trace_request import TracerOption
 from fxpipe.utils.locks import planning_block
 from fxpipe.utils.progress import progress as bar
 from fxpipe.utils.progress import show_phases, show_progress
 from fxpipe.utils.units import parse_count, with_article
 
-TUNED_OPTIONS = (
-    "chunks",
-    "checkpoint",
-    "stages_per_device",
-)  # what are options elsewhere, and here several to choose from
 PLAN_ARGUMENTS = ("model_or_plan", "batch_size", "schedules", "chunks", "checkpoint", "memory_limit", "progress")
 
 
+@shows_options(ModelOptions, after="balance")
 def tune(
     model_or_plan: nn.Module | Plan,
     devices: Devices | None = None,
@@ -77,23 +70,10 @@ def tune(
     measure: bool = False,
     reduction: str = "mean",
     balance: str = "auto",
-    memory_limit: Any = None,
-    optimizer_state: float = 2.0,
-    hardware: str | Hardware | None = None,
-    profile: Profile | str | Path | None = None,
-    profile_budget: float | None = None,
-    loss_fn: Callable[..., Any] | None = None,
-    target: Any = None,
-    tracer: TracerOption = "record",
-    in_dims: Any = None,
-    dynamic_shapes: Any = None,
-    out_dims: Any = None,
-    leaf_modules: Sequence[str | type[nn.Module]] = (),
-    check: bool = True,
-    progress: bool = True,
     data_parallel: int | str = 1,
     mesh: Sequence[str] | None = None,
     processes: bool = False,
+    **options: Unpack[ModelOptions],
 ) -> Tuning:
     """Finds how a model trains fastest: the least simulated step of `forward_backward` that fits into memory.
 
@@ -153,8 +133,10 @@ def tune(
         MemoryLimitError: nothing fits; says what is the least that would.
         FxpipeError: an argument cannot be used, or the model cannot be traced or cut; see `fxpipe.errors`.
     """
-    options = locals()
-    with planning_block(), show_progress(parse_switch("progress", progress)), show_phases("planning"):
+    arguments = {**locals(), **options}
+    hardware, memory_limit = options.get("hardware"), options.get("memory_limit")
+    show = parse_switch("progress", options.get("progress", True))
+    with planning_block(), show_progress(show), show_phases("planning"):
         parse_switch("measure", measure)
         names = COMPARED_SCHEDULES if schedules is None else parse_choices("schedules", schedules, TRAINING_SCHEDULES)
         modes = None if checkpoint is None else parse_choices("checkpoint", checkpoint, CHECKPOINTS)
@@ -162,7 +144,7 @@ def tune(
         each = None if stages_per_device is None else _parse_counts("stages_per_device", stages_per_device)
         size = None if batch_size is None else parse_count("batch_size", batch_size)
         if isinstance(model_or_plan, Plan):
-            _check_beside_plan(options)
+            _check_beside_plan(arguments)
             return _tune_plan(model_or_plan, size, memory_limit, names, counts, modes)
         if not isinstance(model_or_plan, nn.Module):
             raise ArgumentTypeError(
@@ -175,19 +157,23 @@ def tune(
         if measure and hardware is not None:
             raise ArgumentError("measure=True and hardware: what is not here cannot be run; leave one of them out")
         ways = ReplicaOptions.of(
-            PipelineOptions.among(options, but=(*TUNED_OPTIONS, "devices", "data_parallel", "mesh")),
+            {**options, "balance": balance, "processes": processes},
             devices,
             data_parallel,
             mesh,
         )
         settings = with_memory_at_hand(ways.settings_for(ways.counts[-1]), model_or_plan)
-        if measure and profile is not None:  # the loss is for measuring, also where the profile knows none
+        if (
+            measure and options.get("profile") is not None
+        ):  # the loss is for measuring, also where the profile knows none
             settings = replace(settings, loss=None)
         kwargs = example_kwargs or {}
         whole = replace(settings, data_parallel=1, chunks=settings.chunks * settings.data_parallel)
         profiled = _for_batch_size(trace_and_profile(model_or_plan, example_args, kwargs, whole), size)
         others = {
-            name: options[name] for name in TRACING_OPTIONS if not is_default(options[name], OPTION_DEFAULTS[name])
+            name: arguments[name]
+            for name in TRACING_OPTIONS
+            if name in options and not is_default(arguments[name], OPTION_DEFAULTS[name])
         }
         replications, plans = ways.plans_of(profiled, settings.memory_at_hand)
         longest = max(plans.plans.values(), key=lambda one: len(one.settings.workers))
@@ -205,15 +191,15 @@ def tune(
             raise _nothing_fits_error(rows, limits)
         rows = _check_best(rows, MEASURED_CANDIDATES if measure else 1, profiled, example_args, kwargs, settings)
         if measure:
-            loss = LossArguments(loss_fn, target, reduction)
+            loss = LossArguments(options.get("loss_fn"), options.get("target"), reduction)
             rows = measure_steps(rows, rank_fitting(rows)[:MEASURED_CANDIDATES], longest, (example_args, kwargs), loss)
         return _tuning_of_rows(rows, limits, profiled.batch)
 
 
-def _check_beside_plan(options: Mapping[str, Any]) -> None:
+def _check_beside_plan(arguments: Mapping[str, Any]) -> None:
     """Raises `ArgumentError` where something was given that a plan, which has its stages, says itself."""
     for name, parameter in inspect.signature(tune).parameters.items():
-        if name not in PLAN_ARGUMENTS and not is_default(options[name], parameter.default):
+        if name in arguments and name not in PLAN_ARGUMENTS and not is_default(arguments[name], parameter.default):
             raise ArgumentError(f"{name} beside a plan, which has its stages: give the model, or leave {name} out")
 
 

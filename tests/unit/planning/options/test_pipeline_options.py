@@ -18,12 +18,20 @@ from fxpipe.planning.options.pipeline_options import (
     PipelineOptions,
     is_default,
 )
-from fxpipe.planning.tuning.tuner import PLAN_ARGUMENTS, TUNED_OPTIONS
+from fxpipe.planning.tuning.tuner import PLAN_ARGUMENTS
 from fxpipe.utils import accelerator
 
 ONLY_TO_RUN = {"deferred_batch_norm", "compile"}
 ONLY_TO_PLAN = {"data_parallel", "mesh", "processes"}  # a pipe has them from the mesh of its ranks
-CHOSEN = {"schedule", "pin", *TUNED_OPTIONS, "data_parallel", "mesh"}  # by the tuner, or several of them to choose from
+CHOSEN = {
+    "schedule",
+    "pin",
+    "chunks",
+    "checkpoint",
+    "stages_per_device",
+    "data_parallel",
+    "mesh",
+}  # by the tuner, or several of them to choose from
 TAKEN = {
     fxpipe.pipeline: OPTION_DEFAULTS.keys() - ONLY_TO_PLAN,
     fxpipe.plan: OPTION_DEFAULTS.keys() - ONLY_TO_RUN,
@@ -36,22 +44,21 @@ def function(request: pytest.FixtureRequest) -> Callable[..., Any]:
     return request.param
 
 
-def test_the_signatures_have_all_options_in_order_with_their_defaults(function: Callable[..., Any]) -> None:
+def test_the_signatures_have_all_options_with_their_types_and_defaults(function: Callable[..., Any]) -> None:
     parameters = inspect.signature(function).parameters
-    others = {fxpipe.tune: CHOSEN, fxpipe.pipeline: ONLY_TO_PLAN}.get(function, set())  # of another meaning there
-    meant = {name: one for name, one in parameters.items() if name not in others}
-    expected = {name: default for name, default in OPTION_DEFAULTS.items() if name in TAKEN[function]}
-    assert [(name, one.default) for name, one in meant.items() if name in OPTION_DEFAULTS] == [*expected.items()]
-
-
-def test_the_signatures_have_the_types_of_the_options(function: Callable[..., Any]) -> None:
-    parameters = inspect.signature(function).parameters
-    types = {name: PipelineOptions.__annotations__[name].replace("AUTO", '"auto"') for name in TAKEN[function]}
+    types = {name: PipelineOptions.__annotations__[name].__forward_arg__ for name in TAKEN[function]}
+    types = {name: text.removeprefix("Annotated[").rpartition(",")[0] for name, text in types.items()}
     if function is fxpipe.tune:
         types["balance"] = "str"  # no cut by hand
     if function is fxpipe.pipeline:  # alone runs over processes
         types["devices"] = "int | Sequence[str | torch.device] | DeviceMesh | ProcessGroup | None"
     assert {name: parameters[name].annotation for name in types} == types
+    assert {name: parameters[name].default for name in types} == {name: OPTION_DEFAULTS[name] for name in types}
+
+
+def test_another_keyword_is_refused_as_python_does(function: Callable[..., Any]) -> None:
+    with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) got an unexpected keyword argument 'chunk'$"):
+        function(None, chunk=4)
 
 
 def test_each_argument_is_described(function: Callable[..., Any]) -> None:
@@ -63,7 +70,7 @@ def test_each_argument_is_described(function: Callable[..., Any]) -> None:
 
 def test_the_groups_name_options_and_arguments() -> None:
     assert {*PLANNING_OPTIONS, *TRACING_OPTIONS} <= OPTION_DEFAULTS.keys()
-    assert {*TUNED_OPTIONS, *PLAN_ARGUMENTS} <= inspect.signature(fxpipe.tune).parameters.keys()
+    assert {*PLAN_ARGUMENTS} <= inspect.signature(fxpipe.tune).parameters.keys()
 
 
 @pytest.mark.parametrize("name", PLANNING_OPTIONS)
