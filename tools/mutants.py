@@ -310,7 +310,7 @@ RUNTIME = (
         "runtime/step.py",
         "            total = total + gradient",
         "            total = gradient",
-        "behaviour/test_transparency.py::test_forward_backward_equals_the_plain_model",
+        "behaviour/test_transparency.py::test_steps_equal_the_plain_model",
     ),
     Mutant(
         "runtime/step.py",
@@ -340,7 +340,7 @@ RUNTIME = (
         "runtime/wiring.py",
         "max((k for k in others if k < user), default=value.source)",
         "value.source",
-        "unit/runtime/test_every_schedule.py::test_steps_equal_the_plain_model",
+        "behaviour/test_transparency.py::test_every_schedule_equals_the_plain_model",
     ),
     Mutant(
         "runtime/wiring.py",

@@ -4,79 +4,89 @@ from __future__ import annotations
 
 import copy
 import functools
+from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.case_steps import (
     BATCH,
-    assert_drop_in_step,
+    assert_drop_in_training,
+    assert_evaluation,
     assert_training_steps,
     case_and_pipe,
-    optimizer_of,
     set_options,
 )
 from helpers.models import BY_NAME, CASES
-from helpers.oracle import assert_same_gradients, assert_same_state, train_step
+from helpers.oracle import assert_same_gradients, train_step
 from torch import nn
-from torch.utils import _pytree as pytree
 
 import fxpipe
 import fxpipe.errors
-from fxpipe.scheduling import CHECKPOINTS
+from fxpipe.scheduling import CHECKPOINTS, ActionKind, make_schedule
 
-MODES = [(schedule, checkpoint) for schedule in ("1f1b", "gpipe") for checkpoint in CHECKPOINTS]
 NAMES = [case.name for case in CASES]
+MODES = [(schedule, checkpoint) for schedule in ("1f1b", "gpipe") for checkpoint in CHECKPOINTS]
+PLACES = [(1, 1), (2, 1), (3, 1), (2, 2), (1, 3), (3, 2)]  # devices, stages of each
 
 
-@pytest.mark.parametrize("chunks", [1, 3, 4])
-@pytest.mark.parametrize("stages", [1, 2, 3])
-@pytest.mark.parametrize("name", NAMES)
-def test_forward_backward_equals_the_plain_model(name, stages, chunks):
-    case, plain, pipe = case_and_pipe(name, stages, chunks)
+def _matrix():
+    """Each pair of a model, devices and a number of micro-batches; three devices also on simulated accelerators."""
+    for (k, (devices, per_device)), (i, name) in product(enumerate(PLACES), enumerate(NAMES)):
+        marks = [pytest.mark.anywhere] if (devices, per_device) == (3, 1) else []
+        yield pytest.param(k + i, name, devices, per_device, marks=marks, id=f"{name}-{devices}-{per_device}")
+
+
+@pytest.mark.parametrize(("number", "name", "devices", "per_device"), [*_matrix()])
+def test_steps_equal_the_plain_model(number, name, devices, per_device):
+    """Those of `forward_backward` bit for bit, the drop-in's to a tolerance, with evaluation in between."""
+    chunks, stages = (1, 3, 4)[number % 3], devices * per_device
+    case, plain, pipe = case_and_pipe(name, devices, chunks, stages_per_device=per_device)
+    by_stage = tuple(CHECKPOINTS[(j + number) % 3] for j in range(stages))
+    modes = [*MODES[number % 2 :: 2], (("1f1b", "gpipe")[number % 2], by_stage)]
     with pipe:
-        assert_training_steps(case, plain, pipe, MODES, chunks)
+        assert pipe.plan.placement == tuple(range(devices)) * per_device
+        assert_training_steps(case, plain, pipe, modes, chunks)
+        recomputed = {r.action.stage for r in pipe.last_step.actions if r.action.kind is ActionKind.RECOMPUTE}
+        assert recomputed == {
+            j for j, mode in enumerate(by_stage) if mode != "never" and (mode, chunks) != ("except_last", 1)
+        }
+        assert_evaluation(case, plain, pipe)
+        assert_drop_in_training(case, plain, pipe, (CHECKPOINTS[number % 3], by_stage), chunks)
+        assert_evaluation(case, plain, pipe)
+        assert len(pipe._fxpipe.graphs) == 2  # one for training and one for evaluation
 
 
-@pytest.mark.parametrize("chunks", [1, 3, 4])
-@pytest.mark.parametrize("stages", [1, 2, 3])
-@pytest.mark.parametrize("name", NAMES)
-def test_drop_in_equals_the_plain_model(name, stages, chunks):
-    case, plain, pipe = case_and_pipe(name, stages, chunks)
-    optimizers = [optimizer_of(plain), optimizer_of(pipe)]
+# With stages on the same devices.
+ALIKE = [
+    ("zero_bubble", "zero_bubble_2p"),
+    ("interleaved_1f1b", "interleaved_zero_bubble"),
+    ("zbv", "dualpipev", "v_half", "v_min"),
+]
+WHOLE = ("interleaved_1f1b",)  # in one piece is the backward of it
+
+
+def _schedules():
+    """Each schedule with each model, and on simulated accelerators with one that draws no random numbers."""
+    for schedules, (i, name) in product(ALIKE, enumerate(NAMES)):
+        marks = [pytest.mark.anywhere] if name == "unet" else []
+        yield pytest.param(i, name, schedules, marks=marks, id=f"{name}-{schedules[0]}")
+
+
+@pytest.mark.parametrize(("number", "name", "schedules"), [*_schedules()])
+def test_every_schedule_equals_the_plain_model(number, name, schedules):
+    """Schedules that split backward, and those that are bound to a placement; the others are in every test."""
+    case, plain, pipe = case_and_pipe(name, 2, 4, schedule=schedules[0])
+    ways = [(4, "never"), (3, "except_last"), (1, "always")]
     with pipe:
-        for step, checkpoint in enumerate(CHECKPOINTS):
-            set_options(pipe, checkpoint=checkpoint)
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            assert_drop_in_step(case, plain, pipe, step, chunks)
-            for optimizer in optimizers:
-                optimizer.step()
-            assert_same_state(pipe, plain, exact=False)
-
-
-@pytest.mark.parametrize("chunks", [1, 4])
-@pytest.mark.parametrize("name", NAMES)
-def test_eval_equals_the_plain_model(name, chunks):
-    """A graph of its own is recorded for eval, over the same parameters, and leaves buffers alone."""
-    case, plain, pipe = case_and_pipe(name, 2, chunks)
-    with pipe:
-        for _ in range(2):
-            args, kwargs = case.inputs(BATCH)
-            target = case.target(BATCH)
-            pipe.forward_backward(*args, target=target, loss_fn=case.loss, **kwargs)
-            plain.load_state_dict(pipe.state_dict())
-            pipe.eval()
-            plain.eval()
-            with torch.no_grad():
-                want, have = plain(*args, **kwargs), pipe(*args, **kwargs)
-            assert pytree.tree_structure(want) == pytree.tree_structure(have)
-            for w, h in zip(pytree.tree_leaves(want), pytree.tree_leaves(have), strict=True):
-                torch.testing.assert_close(h, w)
-            assert_same_state(pipe, plain)
-            pipe.train()
-            plain.train()
-        assert len(pipe._fxpipe.graphs) == 2
+        for k, schedule in enumerate(schedules):
+            chunks, checkpoint = ways[(number + k) % 3]
+            set_options(pipe, chunks=chunks)
+            assert_training_steps(case, plain, pipe, [(schedule, checkpoint)], chunks)
+            made = make_schedule(schedule, len(pipe.plan.stages), chunks, checkpoint, pipe.plan.placement)
+            actions = {r.action for r in pipe.last_step.actions}
+            assert actions == {action for row in made.rows for action in row}
+            assert (ActionKind.WEIGHT in {action.kind for action in actions}) == (schedule not in WHOLE)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 5, 9])
@@ -180,22 +190,6 @@ def test_the_pipe_shows_the_models_own_parameters():
         torch.testing.assert_close(pipe.model(*args), pipe(*args))  # the model itself stays usable on CPU
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_same_seed_same_numbers_for_every_cut_and_checkpoint_mode(schedule):
-    """A node's random numbers depend on the step's seed, the micro-batch and the node, on nothing else."""
-    found = []
-    for stages, checkpoint in [(1, "never"), (2, "never"), (3, "always"), (2, "except_last")]:
-        case, _, pipe = case_and_pipe("gpt", stages, 3, checkpoint=checkpoint, schedule=schedule)
-        with pipe:
-            torch.manual_seed(3)
-            args, _ = case.inputs(BATCH)
-            target = case.target(BATCH)
-            losses = [pipe.forward_backward(*args, target=target, loss_fn=case.loss) for _ in range(2)]
-            assert not torch.equal(*losses)  # successive steps draw anew
-            found.append(losses)
-    assert all(torch.equal(a, b) for losses in found[1:] for a, b in zip(found[0], losses, strict=True))
-
-
 def test_a_model_without_random_nodes_leaves_the_generator_alone():
     case, _, pipe = case_and_pipe("unet", 2, 2)
     with pipe:
@@ -216,46 +210,11 @@ def test_planning_waits_for_the_first_call_without_example_inputs():
         assert len(pipe.plan.stages) == 2
 
 
-def _compare_losses(pipe, plain, loss_of_pipe, loss_of_plain, x, target, extra=()):
-    """Gradients of both models, and of what else the losses depend on, after a step of each."""
-    loss_of_plain(plain(x), target).backward()
-    pipe.forward_backward(x, target=target, loss_fn=loss_of_pipe)
-    assert_same_gradients(pipe, plain, loose=[n for n, _ in plain.named_parameters()])
-    for ours, theirs in extra:
-        torch.testing.assert_close(ours.grad, theirs.grad)
-
-
 def _linear_pair():
     plain = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
     x, target = torch.randn(BATCH, 6), torch.randn(BATCH, 4)
     pipe = fxpipe.pipeline(copy.deepcopy(plain), ["cpu", "cpu"], 3, example_args=(x,))
     return plain, pipe, x, target
-
-
-def test_parameters_that_a_loss_function_uses_get_their_gradients():
-    plain, pipe, x, target = _linear_pair()
-    ours = torch.nn.Linear(4, 4)
-    theirs = copy.deepcopy(ours)
-    with pipe:
-        _compare_losses(
-            pipe,
-            plain,
-            lambda o, t: F.mse_loss(ours(o), t),
-            lambda o, t: F.mse_loss(theirs(o), t),
-            x,
-            target,
-            extra=[(ours.weight, theirs.weight), (ours.bias, theirs.bias)],
-        )
-
-
-def test_a_penalty_on_the_models_parameters_in_the_loss_counts():
-    plain, pipe, x, target = _linear_pair()
-
-    def penalised(model):
-        return lambda o, t: F.mse_loss(o, t) + 0.1 * sum(p.pow(2).sum() for p in model.parameters())
-
-    with pipe:
-        _compare_losses(pipe, plain, penalised(pipe), penalised(plain), x, target)
 
 
 def test_another_loss_of_the_same_kind_is_verified_as_well():
@@ -277,17 +236,6 @@ def test_an_attribute_that_forward_reads_may_change():
         plain[1].p = 0.0
         torch.testing.assert_close(pipe(x), plain(x))
         assert len(pipe._fxpipe.graphs) == 2
-
-
-def test_parameters_tied_after_planning_are_one():
-    plain = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.Linear(6, 6))
-    x, target = torch.randn(BATCH, 6), torch.randn(BATCH, 6)
-    with fxpipe.pipeline(copy.deepcopy(plain), ["cpu", "cpu"], 2, example_args=(x,)) as pipe:
-        for model in (plain, pipe.model):
-            model[2].weight = model[0].weight
-        F.mse_loss(plain(x), target).backward()
-        pipe.forward_backward(x, target=target, loss_fn=F.mse_loss)
-        assert_same_gradients(pipe, plain, loose=[n for n, _ in plain.named_parameters()])
 
 
 def test_the_batch_in_another_dimension_may_be_viewed():

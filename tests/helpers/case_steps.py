@@ -77,16 +77,40 @@ def assert_training_steps(case: Any, plain: Any, pipe: Any, modes: Any, chunks: 
             optimizers[0].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
 
 
-def assert_drop_in_step(case: Any, plain: Any, pipe: Any, step: int, chunks: int) -> None:
-    """Loss and gradients of a drop-in step equal the plain model's. Gradients of before are the caller's to clear."""
+def assert_drop_in_training(case: Any, plain: Any, pipe: Any, checkpoints: Any, chunks: int) -> None:
+    """Drop-in steps with these checkpoint modes equal those of the plain model to a tolerance."""
+    optimizers = [optimizer_of(plain), optimizer_of(pipe)]
+    for step, checkpoint in enumerate(checkpoints):
+        set_options(pipe, checkpoint=checkpoint)
+        args, kwargs = case.inputs(BATCH)
+        target = case.target(BATCH)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        torch.manual_seed(step)
+        seed = draw_seed(draws_random_numbers(pipe))
+        want = train_step(plain, args, kwargs, target, case.loss, chunks=chunks, order="gpipe", seed=seed, batch=BATCH)
+        torch.manual_seed(step)
+        loss = case.loss(pipe(*args, **kwargs), pytree.tree_map_only(torch.Tensor, devices.last_device(pipe), target))
+        loss.backward()
+        torch.testing.assert_close(loss.detach().cpu(), want)
+        # The loss of the whole mini-batch divides once, those of micro-batches each: not bit for bit.
+        assert_same_gradients(pipe, plain, loose=[n for n, _ in plain.named_parameters()])
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_same_state(pipe, plain, exact=False)
+
+
+def assert_evaluation(case: Any, plain: Any, pipe: Any) -> None:
+    """Evaluation gives the outputs of the plain model, and leaves parameters and buffers as they are."""
+    plain.load_state_dict(pipe.state_dict())
     args, kwargs = case.inputs(BATCH)
-    target = case.target(BATCH)
-    torch.manual_seed(step)
-    seed = draw_seed(draws_random_numbers(pipe))
-    want = train_step(plain, args, kwargs, target, case.loss, chunks=chunks, order="gpipe", seed=seed, batch=BATCH)
-    torch.manual_seed(step)
-    loss = case.loss(pipe(*args, **kwargs), pytree.tree_map_only(torch.Tensor, devices.last_device(pipe), target))
-    loss.backward()
-    torch.testing.assert_close(loss.detach().cpu(), want)
-    # The loss of the whole mini-batch divides once, those of micro-batches each: not bit for bit.
-    assert_same_gradients(pipe, plain, loose=[n for n, _ in plain.named_parameters()])
+    for model in (plain, pipe):
+        model.eval()
+    with torch.no_grad():
+        want, have = plain(*args, **kwargs), devices.on_cpu(pipe(*args, **kwargs))
+    assert pytree.tree_structure(want) == pytree.tree_structure(have)
+    for w, h in zip(pytree.tree_leaves(want), pytree.tree_leaves(have), strict=True):
+        torch.testing.assert_close(h, w)
+    assert_same_state(pipe, plain)
+    for model in (plain, pipe):
+        model.train()
