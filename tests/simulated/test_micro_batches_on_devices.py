@@ -33,14 +33,13 @@ class Normed(nn.Module):
         return self.last(self.second(h) * 2 + skip if x.shape[1] > 8 else h)
 
 
-@pytest.mark.parametrize("where", ["cpu", "sim:0", "sim:1"])
 @pytest.mark.parametrize(
-    "options",
+    ("options", "where"),
     [
-        {},
-        {"schedule": "zero_bubble"},
-        {"checkpoint": "always"},
-        {"schedule": "zero_bubble_2p", "deferred_batch_norm": True},
+        ({}, "cpu"),
+        ({"schedule": "zero_bubble"}, "sim:0"),
+        ({"checkpoint": "always"}, "sim:1"),
+        ({"schedule": "zero_bubble_2p", "deferred_batch_norm": True}, "sim:0"),
     ],
     ids=str,
 )

@@ -57,8 +57,9 @@ def _assert_equal_training(plain, want, pipe, have, steps=3):
             torch.testing.assert_close(torch.as_tensor(have.state[other][key]).cpu(), torch.as_tensor(value), msg=key)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("is_planned_first", [True, False], ids=["planned at once", "planned by the first step"])
+@pytest.mark.parametrize(
+    ("kind", "is_planned_first"), [("AdamW", False), *((kind, True) for kind in KINDS), ("Adagrad", False)]
+)
 def test_an_optimizer_that_has_stepped_before_the_pipe_goes_on(kind, is_planned_first):
     plain = _model()
     want = KINDS[kind](plain.parameters())

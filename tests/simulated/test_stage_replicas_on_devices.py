@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.cases import each_once
 from helpers.oracle import closing
 from torch import nn
 
@@ -66,8 +67,7 @@ def assert_same(model, plain):
         torch.testing.assert_close(one.cpu(), other, msg=name, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
-@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize(("places", "schedule"), each_once(PLACES, ("gpipe", "1f1b", "zero_bubble")))
 def test_steps_come_to_the_weights_of_the_plain_model(places, schedule):
     torch.manual_seed(7)
     plain = Net()

@@ -94,10 +94,16 @@ def replicated(model, places, schedule, chunks="auto", **options):
 
 
 # Forwards go one after the other where there is batch norm, and side by side where there is none.
+NORMS = [(nn.BatchNorm1d, "auto"), (nn.LayerNorm, "auto"), (nn.LayerNorm, 2), (nn.LayerNorm, 3)]
+
+
 @pytest.mark.parametrize(
-    ("norm", "chunks"), [(nn.BatchNorm1d, "auto"), (nn.LayerNorm, "auto"), (nn.LayerNorm, 2), (nn.LayerNorm, 3)]
+    ("places", "norm", "chunks"),
+    [
+        *(("2-3 with a CPU", *norm) for norm in NORMS),
+        *((places, *norm) for places, norm in zip(("2-1", "1-2", "3-1", "3"), NORMS, strict=True)),
+    ],
 )
-@pytest.mark.parametrize("places", PLACES)
 def test_replicas_come_to_the_weights_of_delayed_updates_by_rounds(places, norm, chunks):
     """The number of micro-batches decides how many mini-batches make an update; without one each runs as a whole."""
     torch.manual_seed(7)

@@ -18,8 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe._torch.process_groups import PrefixStore
-from fxpipe._torch.process_groups import communicator as new_communicator
 from fxpipe.distributed import device_sums, gradient_reduction
 from fxpipe.distributed.device_sums import DeviceSums
 from fxpipe.distributed.gradient_reduction import GradientReduction
@@ -124,32 +122,6 @@ def test_sums_in_memory_of_devices_have_the_bits_of_those_by_gloo(four_devices, 
                 assert torch.equal(value, other[key]), key
 
 
-def train_one_stage(mesh):
-    """Each replica is one rank: four of them."""
-    data = init_device_mesh("sim", (4, 1), mesh_dim_names=("data", "pipe"))
-    x = torch.linspace(-1, 1, 128).reshape(32, 4)
-    own = x.chunk(4)[data["data"].get_local_rank()]
-    options = QUICK | {"data_parallel": data["data"], "example_args": (own,)}
-    machine = devices.simulated_machine()
-    machine.begin(host_ahead=True)
-    with fxpipe.pipeline(Tied(), data["pipe"], 4, **options) as pipe:
-        for _ in range(3):
-            pipe.zero_grad()
-            pipe.forward_backward(own, target=own, loss_fn=F.mse_loss)
-        gradients = {name: p.grad.cpu() for name, p in pipe.named_parameters()}
-        return gradients, pipe.last_step.transport, pipe.last_step.reduction, machine.races()
-
-
-def test_four_replicas_of_one_rank_each_sum_in_memory_of_devices(four_devices):
-    model, x = Tied(), torch.linspace(-1, 1, 128).reshape(32, 4)
-    F.mse_loss(model(x), x).backward()
-    for gradients, transport, reduction, races in four_devices.run(train_one_stage):
-        assert races == []
-        assert (transport, reduction) == ("memory of the CPU, by gloo", "simccl")
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, model.get_parameter(name).grad)
-
-
 # -- planted faults ----------------------------------------------------------------------------------------------------
 
 
@@ -212,22 +184,6 @@ def test_a_planted_fault_is_seen_and_nothing_else_is(four_devices, name):
         assert any(text.startswith(kind) for text in seen), seen
     else:
         assert seen == []
-
-
-def sum_of_unequal_sizes(mesh):
-    store = PrefixStore("unequal", torch.distributed.group.WORLD.get_group_store())
-    channel = new_communicator(communicator.NAME, store, mesh.get_rank(), (0, 1, 2, 3), 10.0)
-    memory = torch.ones(2, device="sim")
-    channel.allreduce([memory]).wait()
-    longer = torch.ones(3 if mesh.get_rank() == 2 else 2, device="sim")
-    with pytest.raises(RuntimeError, match="different sizes"):
-        channel.allreduce([longer]).wait()
-    channel.abort()
-    return memory.tolist()
-
-
-def test_simccl_sums_over_all_processes_and_refuses_sizes_that_differ(four_devices):
-    assert four_devices.run(sum_of_unequal_sizes) == [[4.0, 4.0]] * 4
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------

@@ -272,22 +272,3 @@ def test_lightning(whole: bool, tmp_path: Path) -> None:
             trainer.validate(module, loader(), verbose=False)
         weights[name] = on_cpu(copy.deepcopy(module))
     torch.testing.assert_close(weights["pipe"], weights["plain"], **CLOSE)
-
-
-def test_fabric() -> None:
-    L = pytest.importorskip("lightning", reason="lightning is not installed: pip install fxpipe[trainers]")
-    from lightning.fabric.strategies import SingleDeviceStrategy
-
-    results = []
-    for model, options in (
-        (piped(net()), {"strategy": SingleDeviceStrategy("sim:0", simulated_accelerator())}),
-        (net(), {"accelerator": "cpu"}),
-    ):
-        fabric = L.Fabric(devices=1, **options)
-        wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-        for x, target in fabric.setup_dataloaders(loader()):
-            fabric.backward(F.cross_entropy(wrapped(x), target))
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append(on_cpu(model))
-    torch.testing.assert_close(*results, **CLOSE)

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from helpers.models import GPT
 
 import fxpipe
 
@@ -16,36 +16,9 @@ TOKENS, WIDTH, LENGTH, BATCH, CHUNKS = 17, 8, 5, 6, 3
 TWO, FOUR = ["sim:0", "sim:1"], ["sim:0", "sim:1", "sim:2", "sim:3"]
 
 
-class Block(nn.Module):
-    def __init__(self, dropout: float):
-        super().__init__()
-        self.norm, self.second_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention = nn.Linear(WIDTH, 3 * WIDTH)
-        self.mix = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x):
-        q, k, v = self.attention(self.norm(x)).view(*x.shape[:2], 2, -1).transpose(1, 2).chunk(3, -1)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + self.dropout(attended)
-        return x + self.dropout(self.mix(self.second_norm(x)))
-
-
-class Language(nn.Module):
+def language(blocks: int = 4, dropout: float = 0.0) -> GPT:
     """As GPT-2: the first weight is the last one, too."""
-
-    def __init__(self, blocks: int = 4, dropout: float = 0.0):
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(TOKENS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(dropout) for _ in range(blocks))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, TOKENS, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, tokens):
-        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+    return GPT(TOKENS, WIDTH, blocks, 2, dropout)
 
 
 def loss_of(logits, target):
@@ -65,7 +38,7 @@ def assert_equal_models(pipe, plain):
 @pytest.mark.parametrize("devices", [TWO, FOUR], ids=["two", "four"])
 def test_a_language_model_trains_as_on_one_device(devices, schedule):
     """With an optimizer made before the pipe, whose moments follow the parameters."""
-    plain = Language().double()  # of a gradient that is nothing but rounding Adam makes a step as large as any
+    plain = language().double()  # of a gradient that is nothing but rounding Adam makes a step as large as any
     model = copy.deepcopy(plain)
     optimizers = [torch.optim.AdamW(m.parameters(), 1e-2) for m in (plain, model)]
     data = batches(3)
@@ -88,7 +61,7 @@ def test_a_language_model_trains_as_on_one_device(devices, schedule):
 @pytest.mark.parametrize("in_one", [True, False])
 def test_losses_are_scaled_over_devices(in_one):
     """Autocast on the devices, and a scaler that skips a step with gradients that are infinite."""
-    plain = Language(2)
+    plain = language(2)
     model = copy.deepcopy(plain).to("sim:0")  # planned where it runs, in the precision in which it runs
     plain.to("sim:0")
     optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (plain, model)]
@@ -111,7 +84,7 @@ def test_losses_are_scaled_over_devices(in_one):
 
 
 def test_an_infinite_gradient_on_one_device_skips_the_step_on_all():
-    model = Language(2)
+    model = language(2)
     optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("sim", init_scale=2.0**20)
     (tokens, target), *_ = batches(1)
     with fxpipe.pipeline(model, TWO, 2, example_args=(tokens,)) as pipe:
@@ -138,7 +111,7 @@ CUTS = {
 def test_dropout_is_the_same_whatever_the_cut(name):
     """Random numbers are those of the seed, the micro-batch and the node, not of a device, a schedule or its timing."""
     (tokens, target), *_ = batches(1)
-    start = Language(4, dropout=0.3)
+    start = language(4, dropout=0.3)
     results = []
     for devices, chunks, options in ((["sim:0", "sim:0"], 4, {}), CUTS[name]):
         with fxpipe.pipeline(copy.deepcopy(start), devices, chunks, example_args=(tokens,), **options) as pipe:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import gc
 import weakref
 from collections import defaultdict
 
@@ -136,54 +134,6 @@ def test_an_output_is_freed_when_its_loss_has_been_taken(watched, schedule):
         pipe.forward_backward(x, loss_fn=_loss)
     for i in range(CHUNKS):
         assert i not in alive[Action(ActionKind.FORWARD, STAGES - 1, i)][STAGES]
-
-
-def _tensors():
-    return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
-
-
-def _fail(y):
-    raise KeyError("on purpose")
-
-
-def _failed(pipe, x):
-    with pytest.raises(KeyError):
-        pipe.forward_backward(x, loss_fn=_fail)
-
-
-WAYS = {
-    "forward_backward": lambda pipe, x: pipe.forward_backward(x, loss_fn=_loss),
-    "drop-in": lambda pipe, x: _loss(pipe(x)).backward(),
-    "drop-in without backward": lambda pipe, x: pipe(x),
-    "no_grad": torch.no_grad()(lambda pipe, x: pipe(x)),
-    "failed": _failed,
-}
-
-
-@pytest.mark.usefixtures("only_new_objects")
-@pytest.mark.parametrize("model", [Saved, Unsaved])
-def test_nothing_of_a_step_is_alive_behind_it(watched, model):
-    crossed, _, steps = watched
-    pipe, x = pipe_of(model())
-    with pipe:
-        for schedule, checkpoint in (("gpipe", "never"), ("1f1b", "never"), ("1f1b", "always")):
-            inside = pipe._fxpipe
-            inside.settings = dataclasses.replace(inside.settings, schedule=schedule, checkpoint=checkpoint)
-            for name, way in WAYS.items():
-                way(pipe, x)  # the first one makes graphs and verifies the loss
-                pipe.zero_grad()
-                gc.collect()
-                gc.disable()
-                try:
-                    before = _tensors()
-                    way(pipe, x)
-                    pipe.zero_grad()
-                    where = f"{name}, {schedule}, checkpoint {checkpoint}"
-                    assert all(ref() is None for pair in steps for ref in pair), f"{where}: a step is alive"
-                    assert all(storage.expired() for storage in crossed.values()), where
-                    assert _tensors() == before, where
-                finally:
-                    gc.enable()
 
 
 def test_inputs_are_let_go_by_the_stage_that_uses_them_last(monkeypatch):

@@ -172,8 +172,9 @@ def _disarmed():
     Bomb.arm()
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "drop-in"])
+@pytest.mark.parametrize(
+    ("schedule", "checkpoint"), [("gpipe", "except_last"), ("1f1b", "never"), ("1f1b", "always"), ("drop-in", "always")]
+)
 def test_a_failure_at_every_action(schedule, checkpoint):
     """The original object arrives with a note, nothing has changed, and the next step equals a fresh pipe's bits."""
     order, run = ("gpipe", _drop_in) if schedule == "drop-in" else (schedule, _step)
@@ -205,9 +206,16 @@ def test_a_failure_at_every_action(schedule, checkpoint):
             _reset(model, before)
 
 
-@pytest.mark.parametrize("kind", [ActionKind.FORWARD, ActionKind.BACKWARD])
 @pytest.mark.parametrize(
-    "error", [KeyboardInterrupt, SystemExit, GeneratorExit, StopIteration, MemoryError, torch.OutOfMemoryError]
+    ("kind", "error"),
+    [
+        (ActionKind.FORWARD, KeyboardInterrupt),
+        (ActionKind.BACKWARD, KeyboardInterrupt),
+        (ActionKind.FORWARD, SystemExit),
+        (ActionKind.BACKWARD, GeneratorExit),
+        (ActionKind.FORWARD, StopIteration),
+        (ActionKind.BACKWARD, torch.OutOfMemoryError),
+    ],
 )
 def test_every_kind_of_exception_arrives(kind, error):
     with _make(Model()) as pipe:
@@ -274,7 +282,7 @@ def test_others_stop_before_their_next_action():
 
 
 @pytest.mark.anywhere
-@pytest.mark.parametrize("place", range(CHUNKS))
+@pytest.mark.parametrize("place", [0, CHUNKS - 1])
 def test_a_failing_loss_fn(place):
     model = Model()
     with _make(model) as pipe:
@@ -461,21 +469,6 @@ def test_an_exception_keeps_no_activation_alive(run, kind):
             assert Bomb.watched
             alive = [ref for ref in Bomb.watched if ref() is not None]
             assert not alive, f"{len(alive)} of {len(Bomb.watched)} activations are alive"
-        finally:
-            gc.enable()
-
-
-@pytest.mark.parametrize("run", [_step, _drop_in])
-def test_a_step_that_went_well_keeps_no_activation_alive(run):
-    with _make(Model(), checkpoint="except_last") as pipe:
-        run(pipe)
-        gc.collect()
-        gc.disable()
-        try:
-            Bomb.arm(watch=True)
-            run(pipe)
-            assert len(Bomb.watched) >= STAGES * CHUNKS
-            assert all(ref() is None for ref in Bomb.watched)
         finally:
             gc.enable()
 

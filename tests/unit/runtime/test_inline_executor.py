@@ -13,7 +13,6 @@ from helpers.oracle import closing
 from torch import nn
 
 import fxpipe
-from fxpipe.errors import StateError
 from fxpipe.runtime import InlineExecutor, InterleavedExecutor, ThreadedExecutor, executor_for
 
 CPU = torch.device("cpu")
@@ -184,21 +183,6 @@ def test_under_autocast_backward_has_none():
         found.clear()
         pipe.forward_backward(x, target=t, loss_fn=lambda y, t: F.cross_entropy(y.float(), t))
     assert found == {"forward": True, "backward": False}
-
-
-def test_closing():
-    x, t = _data()
-    pipe = _pipe()
-
-    def loss_fn(y, t):
-        pipe.close()
-        return F.cross_entropy(y, t)
-
-    with pytest.raises(StateError, match="inside a step"):
-        pipe.forward_backward(x, target=t, loss_fn=loss_fn)
-    pipe.close()
-    with pytest.raises(StateError, match="closed"):
-        pipe(x)
 
 
 def test_closing_while_another_thread_runs_a_step():

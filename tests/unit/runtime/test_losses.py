@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import operator
 import threading
 import weakref
 from typing import Any
@@ -472,32 +471,6 @@ def test_a_model_without_loss_fn():
     plain = copy.deepcopy(model)
     with pipe_of(model) as pipe:
         assert_equal_step(pipe, plain, (torch.randn(7, 4).double(),), None, None, lambda y: y)
-
-
-def test_a_language_model_of_transformers():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        vocab_size=11, n_positions=8, n_embd=8, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-    )
-    model = transformers.GPT2LMHeadModel(config).double()
-    plain = copy.deepcopy(model)
-    ids = torch.randint(0, 11, (4, 6))
-    mask = torch.tensor([[1] * n + [0] * (6 - n) for n in (6, 5, 3, 2)])
-    labels = ids.masked_fill(mask == 0, IGNORED)
-
-    def of_pipe(out, t):
-        n = (t[:, 1:] != IGNORED).sum()
-        return out.loss * n, n
-
-    with pipe_of(model, 2) as pipe:
-        own = operator.attrgetter("loss")
-        for given, target, loss_fn in [(ids, None, own), (labels, None, own), (labels, labels, of_pipe)]:
-            want = plain(input_ids=ids, attention_mask=mask, labels=given).loss
-            want.backward()
-            options = {"input_ids": ids, "attention_mask": mask, "labels": given, "target": target}
-            have = pipe.forward_backward(**options, loss_fn=loss_fn)
-            torch.testing.assert_close(have, want.detach())
-            assert_same_gradients(pipe, plain, [n for n, _ in plain.named_parameters()])
 
 
 @pytest.mark.parametrize("out_dims", [None, "mean", {"loss": "mean"}], ids=["found", "one", "field"])

@@ -17,7 +17,6 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError, ArgumentTypeError, FileError
-from fxpipe.inspect.perfetto import perfetto_trace
 from fxpipe.runtime import InterleavedExecutor
 from fxpipe.runtime.exchange import boundary_value_bytes
 from fxpipe.scheduling import make_schedule
@@ -92,13 +91,6 @@ def test_metrics_are_numbers_by_name_for_loggers():
         assert pipe.last_step.metrics()["samples_per_second"] == BATCH / pipe.last_step.seconds
         pipe.forward_backward(micro_batches=[_x()[:2], _x()[:1]], loss_fn=lambda y: y.mean())
         assert pipe.last_step.metrics()["samples_per_second"] == 3 / pipe.last_step.seconds
-
-
-def test_there_is_none_before_the_first_step():
-    with _pipe() as pipe:
-        assert pipe.last_step is None
-        _step(pipe)
-        assert pipe.last_step is pipe.last_step, "it is made once"
 
 
 @pytest.mark.parametrize("executor", ["workers", "one thread"])
@@ -186,15 +178,6 @@ def test_a_drop_in_is_recorded_without_what_the_caller_does_in_between():
     assert {(t.maker.stage, t.user.stage) for t in record.transfers} == {(0, 1), (0, 2), (1, 2), (2, 1), (1, 0)}
 
 
-def test_evaluation_is_recorded():
-    with _pipe() as pipe, torch.no_grad():
-        pipe(_x())
-        record = pipe.last_step
-    _check(record)
-    assert record.schedule == "inference"
-    assert not any(t.is_gradient for t in record.transfers)
-
-
 def test_several_stages_of_a_device_are_one_row():
     with _pipe(devices=2, chunks=2, stages_per_device=2, balance="auto") as pipe:
         _step(pipe)
@@ -266,27 +249,6 @@ def test_a_record_prints_as_a_table_and_a_timeline():
         "",
         "device 0: F0= .............B0",
         "device 1: ......F0= B0=== ....",
-    ]
-
-
-def test_a_trace_has_a_row_for_each_device_and_arrows_between_actions():
-    trace = perfetto_trace(KNOWN)
-    events = trace["traceEvents"]
-    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert names == {0: "device 0: cpu", 1: "device 1: cuda:0"}
-    spans = [(e["tid"], e["name"], e["cat"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
-    assert spans == [
-        (0, "0F0", "forward", 0, 2000),
-        (1, "1F0", "forward", 3000, 2000),
-        (1, "1B0", "backward", 5000, 3000),
-        (0, "0B0", "backward", 8500, 1500),
-    ]
-    arrows = [(e["ph"], e["name"], e["id"], e["tid"], e["ts"], e["args"]["bytes"]) for e in events if e["ph"] in "sf"]
-    assert arrows == [
-        ("s", "value", 1, 0, 1999.999, 2048),
-        ("f", "value", 1, 1, 3000, 2048),
-        ("s", "gradient", 2, 1, 7999.999, 2048),
-        ("f", "gradient", 2, 0, 8500, 2048),
     ]
 
 

@@ -1,23 +1,22 @@
-"""Tensors between devices: alike to the last stride, and ordered by events, whatever the order of the host."""
+"""Tensors between devices are alike to the last stride; that copies are ordered is seen on simulated devices."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import random
 
 import pytest
 import torch
 from helpers.devices import forced_copies
-from helpers.fake_streams import CPU, FakeMachine, Stream
 from helpers.models import BY_NAME
 from torch import nn
-from torch.utils import _pytree as pytree
 
 import fxpipe
 from fxpipe.runtime import InterleavedExecutor
 from fxpipe.runtime.exchange import Exchange
-from fxpipe.runtime.transport import PackedTensor, Transport, covered_extent, is_packable, pack
+from fxpipe.runtime.transport import Transport, covered_extent, is_packable, pack
+
+CPU = torch.device("cpu")
 
 # -- packing ---------------------------------------------------------------------------------------------------------
 
@@ -240,158 +239,3 @@ def test_what_is_odd_crosses_alike(monkeypatch):
                 grads.append([x.grad, *(p.grad for p in pipe.parameters())])
             assert_same(*grads)
     assert seen >= {"dense", "gaps", "overlaps", "conj", "sparse"}
-
-
-# -- the order of streams ----------------------------------------------------------------------------------------------
-
-ONE, TWO = torch.device("cuda", 0), torch.device("cuda", 1)
-PLACES = {"two": [ONE, TWO, ONE], "mixed": [CPU, ONE, CPU], "three": [TWO, CPU, ONE], "one": [ONE, ONE, ONE]}
-
-
-@pytest.fixture(scope="module")
-def unet():
-    """Cut in three, with skips past the middle; its loss has been verified on the devices that there are."""
-    torch.manual_seed(3)
-    case = BY_NAME["unet"]
-    pipe, *given = pipe_of(case)
-    assert pipe.plan.portals
-    with pipe:
-        want = {drop_in: results(pipe, case, *given, drop_in) for drop_in in (False, True)}  # the loss is verified now
-        yield pipe, case, given, want
-
-
-@pytest.fixture
-def pretend(unet, monkeypatch):
-    """`pretend(devices, seed)`: the stages are on these devices; returns the machine."""
-    pipe = unet[0]
-    graphs, executor = list(pipe._fxpipe.graphs), pipe._fxpipe.engine.executor
-
-    def begin(devices, seed):
-        machine = FakeMachine(seed)
-        for given in pytree.tree_leaves(unet[2]):
-            machine.place(given, CPU)
-        pipe._fxpipe.graphs.entries[:] = [(p, dataclasses.replace(a, devices=tuple(devices))) for p, a in graphs]
-        pipe._fxpipe.engine.executor = InterleavedExecutor(seed)
-        for kind in (one for of_kind in pipe._fxpipe.engine.loss_histories.kinds.values() for one in of_kind.values()):
-            kind.passes = 1  # not verified in the 10th step, which would ask a real GPU for its random numbers
-        monkeypatch.setattr(Transport, "of", lambda stages, given: Transport([*stages, ONE, TWO], machine))
-        unpack, enter = PackedTensor.unpack, Exchange.enter_gradients
-
-        def used(self):
-            machine.use(self.memory)
-            return unpack(self)
-
-        monkeypatch.setattr(PackedTensor, "unpack", used)
-        for module in "step", "action_performer":  # events of torch are no stand-ins
-            monkeypatch.setattr(f"fxpipe.runtime.{module}.mark_time", lambda stream: 0.0)
-
-        def placed(self, place, gradients):
-            for gradient in gradients:
-                machine.place(gradient, devices[-1])
-            enter(self, place, gradients)
-
-        monkeypatch.setattr(Exchange, "enter_gradients", placed)
-        return machine
-
-    yield begin
-    pipe._fxpipe.graphs.entries[:] = graphs
-    pipe._fxpipe.engine.executor = executor
-
-
-@pytest.mark.parametrize("drop_in", [False, True])
-@pytest.mark.parametrize("places", PLACES)
-def test_who_reads_comes_after_who_wrote_in_any_order_of_the_host(unet, pretend, places, drop_in):
-    pipe, case, given, want = unet
-    for seed in range(2):
-        with forced_copies() if places == "one" else Transport([]).at(CPU):
-            machine = pretend(PLACES[places], seed)
-            assert_same(results(pipe, case, *given, drop_in), want[drop_in])
-        machine.look_at_freed()
-        assert machine.counts["copies"] > 20
-        assert machine.counts["waits"] > 20
-        # What is on its way, and inputs: all that was sent is given back when the step has ended.
-        assert not [m for m in machine.memories.values() if m.pool and not m.ref.expired()]
-        assert machine.counts["freed"] > 20
-        if places in ("two", "one"):
-            assert machine.counts["host waits"] == 0, "GPUs wait for each other, and nobody for them"
-
-
-@pytest.mark.parametrize(
-    "missing", ["copies wait for nobody", "users wait for nobody", "nothing is kept", "nothing is held", "not settled"]
-)
-def test_an_order_that_is_missing_is_seen(unet, pretend, monkeypatch, missing):
-    """What the fake machine is worth."""
-    pipe, case, given, _ = unet
-    machine = pretend(PLACES["two"], 0)
-    wait = Stream.wait_event
-
-    def wait_event(self, event):
-        if self.name.startswith("copy") != (missing == "copies wait for nobody"):
-            wait(self, event)
-
-    if missing in ("copies wait for nobody", "users wait for nobody"):
-        monkeypatch.setattr(Stream, "wait_event", wait_event)
-    elif missing == "nothing is kept":
-        monkeypatch.setattr(FakeMachine, "keep", lambda *_: None)
-    elif missing == "nothing is held":
-        monkeypatch.setattr(Transport, "_hold", lambda *_: None)
-    else:
-        monkeypatch.setattr(Transport, "settle", lambda self: self._held.clear())
-    with pytest.raises(AssertionError, match=r"reads before|given back before"):  # noqa: PT012 - the step or the end of it
-        results(pipe, case, *given, False)
-        machine.look_at_freed()
-    pipe.zero_grad()
-
-
-def test_the_end_of_a_step_follows_the_thread_that_calls_it(unet, pretend):
-    """Autograd calls the drop-in's backward in a thread of its own, with current streams of its own."""
-    pipe, case, (args, kwargs, target), _want = unet
-    machine = pretend(PLACES["two"], 0)
-    torch.manual_seed(5)
-    loss = case.loss(pipe(*args, **kwargs), target)
-    others = [Stream(machine, device, f"other on {device}") for device in (ONE, TWO)]
-    marks = [stream.tick() for stream in others]
-    with machine.on(*others):
-        loss.backward()
-    pipe.zero_grad()
-    for other, mark in zip(others, marks, strict=True):
-        compute = machine.current(other.device)
-        assert compute is not other
-        assert compute.clock.is_behind(mark), "the step comes after what the thread has queued"
-        assert other.clock.is_behind((compute.name, compute.clock[compute.name])), "and the thread after the step"
-
-
-@pytest.mark.parametrize("drop_in", [False, True])
-def test_pinned_memory_of_the_caller_may_be_written_to_behind_the_call(unet, pretend, drop_in):
-    """It is read in place, so the host waits for those copies, and for nothing else."""
-    pipe, case, (args, kwargs, target), _ = unet
-    machine = pretend(PLACES["two"], 0)
-    machine.place(args[0], CPU)
-    machine.place(target, CPU)
-    given = [machine._memory(args[0]), *([] if drop_in else [machine._memory(target)])]
-    for memory in given:
-        memory.is_pinned = True
-    if drop_in:
-        made = pipe(*args, **kwargs)
-    else:
-        pipe.forward_backward(*args, target=target, loss_fn=case.loss, **kwargs)
-    for memory in given:
-        assert memory.read, "it was copied from where it is"
-        assert all(machine.host.is_behind(mark) for mark in memory.read)
-    assert 0 < machine.counts["host waits"] <= len(given)
-    if drop_in:
-        case.loss(made, target).backward()
-    pipe.zero_grad()
-
-
-def test_a_value_goes_once_to_each_device(unet, pretend):
-    pipe, case, (args, kwargs, target), _ = unet
-    machine = pretend([ONE, TWO, TWO], 0)
-    program = pipe._fxpipe.graphs[0][0].program
-    pipe.forward_backward(*args, target=target, loss_fn=case.loss, **kwargs)
-    pipe.zero_grad()
-    users = {(r.source, r.name) for j, stage in enumerate(program.stages) for r in stage.receives if r.source == 0 < j}
-    inputs = sum(r.source < 0 for stage in program.stages for r in stage.receives)
-    values = 3 * (inputs + 2 * len(users))  # with their gradients
-    once = 1 + sum(len(stage.attributes) for stage in program.stages)  # the target; parameters, which are on the CPU
-    assert machine.counts["copies"] == values + once
