@@ -138,7 +138,7 @@ def sum_of_squares(output: Any) -> torch.Tensor:
     return torch.stack([leaf.square().sum() for leaf in leaves]).sum()
 
 
-@pytest.mark.parametrize("example", [4, 1, 3])
+@pytest.mark.parametrize("example", [4, 1])
 @pytest.mark.parametrize("name", CASES)
 def test_pipeline_of_one_example_is_the_model_at_every_size(name, example):
     case = CASES[name]
@@ -158,14 +158,8 @@ def test_pipeline_of_one_example_is_the_model_at_every_size(name, example):
             model.zero_grad()
             plain.zero_grad()
         assert len(pipe._fxpipe.graphs) == 1  # one trace answers for all of them
-
-
-@pytest.mark.parametrize("example", [4, 1, 3])
-@pytest.mark.parametrize("name", CASES)
-def test_dimensions_that_hold_the_batch(name, example):
-    case = CASES[name]
-    traced = fxpipe.trace(case.make(), case.inputs(example), in_dims=case.in_dims)
-    assert (traced.in_dims, traced.out_dims) == case.found
+        traced = pipe._fxpipe.graphs[0][0].traced
+        assert (traced.in_dims, traced.out_dims) == case.found
 
 
 def test_single_row_beside_a_single_sample_is_another_graph_for_more_samples():
@@ -189,8 +183,7 @@ class Squeezes(nn.Module):
         return self.squeeze(self.b(self.a(x)))
 
 
-@pytest.mark.parametrize("tracer", ["record", torch.fx.symbolic_trace])
-@pytest.mark.parametrize("example", [4, 1, 2])
+@pytest.mark.parametrize(("example", "tracer"), [(4, torch.fx.symbolic_trace), (1, "record"), (2, "record")])
 @pytest.mark.parametrize(
     ("shape", "out", "squeeze"),
     [

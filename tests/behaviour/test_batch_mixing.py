@@ -172,13 +172,6 @@ def ordered_and_back(h):
     return torch.empty_like(h).index_copy(0, order, h[order].relu())
 
 
-def one_number_for_each(h):
-    total = h.sum((1, 2))
-    total.relu_()
-    total[1:].add_(1)
-    return h + total[:, None, None]
-
-
 def written_in_part(h):
     h = h * 1
     h[..., 1] = 0
@@ -236,20 +229,6 @@ def test_running_statistics_see_micro_batches(model):
 def test_a_mean_that_is_kept_is_still_one_of_the_batch():
     with pytest.raises(ArgumentError, match=r"\(mean goes over the samples\)"):
         fxpipe.trace(Running(False), (X,))
-
-
-def test_a_router_whose_means_are_in_the_loss_alone():
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.router, self.experts = nn.Linear(8, 3), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-        def forward(self, x):
-            weights = self.router(x).softmax(-1)
-            out = sum(expert(x) * weights[..., n : n + 1] for n, expert in enumerate(self.experts))
-            return out, (weights.mean((0, 1)) * (weights > 0.3).float().mean((0, 1))).sum()
-
-    assert fxpipe.trace(Experts(), (X,)).out_dims == (0, "combined")
 
 
 class Own(torch.autograd.Function):

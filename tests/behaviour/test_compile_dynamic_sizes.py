@@ -77,9 +77,7 @@ def train(pipe: Any, plain: nn.Module, lengths: Sequence[int], compilations: Com
 @pytest.mark.parametrize(
     "options",
     [
-        {"schedule": "1f1b"},
         {"schedule": "gpipe", "checkpoint": "always"},
-        {"schedule": "zero_bubble"},
         {"schedule": "zbv"},
     ],
     ids=str,

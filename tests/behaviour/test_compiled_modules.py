@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.cases import each_once
 from helpers.oracle import closing
 from torch import nn
 
@@ -50,8 +51,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("wrap", [compiled, compiled_in_place])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(("wrap", "kind"), each_once([compiled, compiled_in_place], MODELS))
 def test_a_compiled_module_is_what_it_was_made_from(kind: str, wrap: Any) -> None:
     torch.manual_seed(1)
     plain = MODELS[kind](lambda module: module)

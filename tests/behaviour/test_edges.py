@@ -13,7 +13,7 @@ from helpers.oracle import assert_same_gradients, closing
 from torch import nn
 
 import fxpipe
-from fxpipe.errors import ArgumentError, LossError, StateError
+from fxpipe.errors import ArgumentError, LossError
 
 CHUNKS = 3
 
@@ -222,89 +222,9 @@ def _pair():
     return fxpipe.pipeline(copy.deepcopy(model), workers(2), CHUNKS), model, torch.randn(7, 6)
 
 
-def test_frozen_and_unused_parameters_have_no_gradient():
-    pipe, plain, x = _pair()
-    with pipe:
-        mean_square(plain(x)[0]).backward()
-        mean_square(pipe(x)[0]).backward()
-        none = {name for name, p in pipe.named_parameters() if p.grad is None}
-        assert none == {"a.bias", "c.weight", "c.bias", "unused"}
-        assert_same_gradients(pipe, plain, [n for n, _ in plain.named_parameters()])
-        pipe.zero_grad()
-        pipe.forward_backward(x, loss_fn=lambda out: mean_square(out[0]))
-        assert_same_gradients(pipe, plain, [n for n, _ in plain.named_parameters()])
-
-
-def test_autograd_grad():
-    """Of all parameters, of some, of the input, of an output; and nothing else is touched."""
-    pipe, plain, x = _pair()
-    x.requires_grad_()
-    with pipe:
-        for choose in (
-            lambda m, _: [p for p in m.parameters() if p.requires_grad],
-            lambda m, _: [m.b.weight],
-            lambda m, out: [x, m.unused, m.c.weight, out[0]],
-        ):
-            found = []
-            for m in (pipe, plain):
-                out = m(x)
-                found.append(torch.autograd.grad(mean_square(out[0]), choose(m, out), allow_unused=True))
-            for have, want in zip(*found, strict=True):
-                assert (have is None) == (want is None)
-                if want is not None:
-                    torch.testing.assert_close(have, want)
-        assert x.grad is None
-        assert all(p.grad is None for p in pipe.parameters())
-        with pytest.raises(RuntimeError, match="not have been used"):
-            torch.autograd.grad(mean_square(pipe(x)[0]), [pipe.unused])
-
-
 def test_backward_for_some_parameters_only():
     pipe, plain, x = _pair()
     with pipe:
         for m in (pipe, plain):
             mean_square(m(x)[0]).backward(inputs=[m.b.weight])
         assert_same_gradients(pipe, plain, [n for n, _ in plain.named_parameters()])
-
-
-def test_hooks_fire_once():
-    """On parameters, on inputs and on outputs."""
-    pipe, plain, x = _pair()
-    calls: dict[int, list[str]] = {}
-    with pipe:
-        for m in (pipe, plain):
-            calls[id(m)] = seen = []
-            given = x.clone().requires_grad_()
-            given.register_hook(lambda g, seen=seen: (seen.append("input"), g * 2)[1])
-            m.a.weight.register_hook(lambda g, seen=seen: (seen.append("weight"), g * 3)[1])
-            m.a.weight.register_post_accumulate_grad_hook(lambda p, seen=seen: seen.append("after"))
-            out = m(given)[0]
-            out.register_hook(lambda g, seen=seen: (seen.append("output"), g * 5)[1])
-            out.retain_grad()
-            mean_square(out).backward()
-            calls[id(m)] += [given.grad, out.grad]
-        ours, theirs = calls[id(pipe)], calls[id(plain)]
-        assert sorted(ours[:-2]) == sorted(theirs[:-2]) == ["after", "input", "output", "weight"]
-        torch.testing.assert_close(ours[-2:], theirs[-2:])
-        assert_same_gradients(pipe, plain, [n for n, _ in plain.named_parameters()])
-        ours.clear()
-        pipe.forward_backward(x, loss_fn=lambda out: mean_square(out[0]))
-        assert ours == ["weight", "after"]
-
-
-def test_second_derivatives_are_refused():
-    """A graph of the gradients may be asked for; only to go back through it is an error."""
-    pipe, plain, x = _pair()
-    x.requires_grad_()
-    with pipe:
-        for loss_of in (mean_square, torch.sum):  # also where the gradient of the output is a constant
-            wanted = [x, pipe.a.weight]
-            found = torch.autograd.grad(loss_of(pipe(x)[0]), wanted, create_graph=True)
-            for have, want in zip(found, torch.autograd.grad(loss_of(plain(x)[0]), [x, plain.a.weight]), strict=True):
-                torch.testing.assert_close(have.detach(), want)
-            with pytest.raises(
-                StateError, match=r"cannot be differentiated again.*create_graph.*fxpipe\.unwrap\(pipe\)"
-            ):
-                found[0].square().sum().backward()
-        assert all(p.grad is None for p in pipe.parameters())
-        mean_square(pipe(x)[0]).backward()  # still usable

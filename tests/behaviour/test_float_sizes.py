@@ -45,11 +45,8 @@ def _first_of_closure(x: torch.Tensor) -> torch.Tensor:
 
 FOLLOWED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "size / 2": lambda x: x / (x.shape[1] / 2),
-    "1 / size": lambda x: x * (1 / x.shape[1]),
     "power": lambda x: x * x.shape[1] ** -0.5 / x.shape[1] ** 2,
     "float": lambda x: x / float(x.shape[1]),
-    "size + 0.5": lambda x: x * (x.shape[1] * 2 + 0.5),
-    "difference": lambda x: x * -(x.shape[1] / 2 - 1),
     "int": lambda x: x[:, : int(x.shape[1]) - 1],
     "int of a part": lambda x: x[:, : int(x.shape[1] * 0.5)],
     "int in a list": lambda x: x[:, : max([int(size / 2) for size in x.shape[1:2]])],
@@ -58,8 +55,6 @@ FOLLOWED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "round and floor": lambda x: x[:, math.floor(x.shape[1] * 0.2) : round(x.shape[1] * 0.75)],
     "ceil to a multiple": lambda x: F.pad(x, (0, 0, 0, math.ceil(x.shape[1] / 4) * 4 - x.shape[1])),
     "full": lambda x: x + torch.full((x.shape[1], 1), x.shape[1] / 3, dtype=x.dtype),
-    "linspace": lambda x: x + torch.linspace(0, 1 / x.shape[1], x.shape[1], dtype=x.dtype)[:, None],
-    "interpolate to a size": lambda x: _resized(x, size=int(x.shape[1] * 1.5), mode="linear"),
     "interpolate by a factor": lambda x: _resized(x, scale_factor=x.shape[1] / 4),
     "tensor": lambda x: x * torch.tensor(x.shape[1] / 3),
     "samples": lambda x: (x * (float(len(x)) / x.shape[0])).flatten(0, 1).view(int(x.shape[0]), -1, D),
@@ -72,14 +67,12 @@ BY_CONDITION: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 BOUND: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "logarithm": lambda x: x * math.log(x.shape[1]),
-    "logarithm of a float": lambda x: x * math.log(x.shape[1] / 2),
     "float first": lambda x: x * (0.5 * x.shape[1]),
     "text of a float": lambda x: x * len(f"{x.shape[1] / 2}"),
     "rest of a float": lambda x: x * ((x.shape[1] / 2) // 1.5),
     "power of a float": lambda x: x * 2.0 ** (x.shape[1] / 8),
     # To sympy that is a product of two, rounded once: 0.1 * 3 * 10 is 3.0000000000000004 and not 3.
     "product of products": lambda x: x[:, : int(x.shape[1] * 0.1 * 5)],
-    "sum of products": lambda x: x[:, : int(x.shape[1] * 0.1 + x.shape[1] * 0.2)],
     "int that map calls": lambda x: x[:, : next(map(int, x.shape[1:])) - 1],
 }
 

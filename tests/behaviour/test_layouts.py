@@ -116,26 +116,6 @@ def test_attributes_of_an_input_are_refused_at_planning_and_in_each_step() -> No
         fxpipe.pipeline(Scaled(), ["cpu"] * 2, 2, example_args=(x,))
 
 
-class Prenet(nn.Module):
-    """Dropout by a draw of the shape of a value that requires grad, as in SpeechT5."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.a(x).relu()
-        kept = torch.bernoulli(h, p=1.0)
-        return self.b(torch.where(kept == 1, h, 0) * 2)
-
-
-def test_a_draw_without_a_derivative_can_be_planned() -> None:
-    plain = Prenet()
-    with closing(fxpipe.pipeline(copy.deepcopy(plain), ["cpu"] * 2, 2, example_args=(torch.randn(6, 4),))) as pipe:
-        assert_step(pipe, plain, torch.randn(6, 4))
-        assert_step(pipe, plain, torch.randn(6, 4), one_pass=True)
-
-
 def test_a_model_that_was_moved_to_meta_behind_the_pipes_back_is_named() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     values = copy.deepcopy(model.state_dict())

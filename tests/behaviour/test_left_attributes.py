@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.cases import each_once
 from helpers.devices import workers
 from torch import nn
 
@@ -71,8 +72,7 @@ SETS = {
 HELD: dict[str, dict[str, Any]] = {"new": {}, "None": {"kept": None}, "a tensor": {"kept": torch.zeros(2)}}
 
 
-@pytest.mark.parametrize("held", HELD.values(), ids=HELD)
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize(("name", "held"), each_once(SETS, HELD.values()))
 def test_it_is_the_mini_batchs(name: str, held: dict[str, Any]) -> None:
     model = Model(SETS[name], **held)
     twin = copy.deepcopy(model)

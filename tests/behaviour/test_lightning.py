@@ -269,8 +269,7 @@ def trained(model: nn.Module, folder: Path, at_once: bool = False, precision: st
     return losses, dict(wrapped.state_dict())
 
 
-@pytest.mark.parametrize("at_once", [False, True])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize(("at_once", "precision"), [(False, "32-true"), (True, "bf16-mixed")])
 def test_fabric_trains_a_pipe_as_it_trains_the_model(at_once, precision, tmp_path):
     close = CLOSE if precision == "32-true" else {"atol": 0.02, "rtol": 0.02}
     with piped(net()) as pipe:

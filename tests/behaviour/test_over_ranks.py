@@ -22,8 +22,7 @@ from fxpipe.errors import ArgumentError, LossError, StateError
 
 QUICK = {"progress": False, "check": False, "hardware": "cpu"}
 LOOPED = ("interleaved_1f1b", "interleaved_zero_bubble")
-V_SHAPED = ("zbv", "dualpipev", "v_half", "v_min")
-FOUR_STAGES = dict.fromkeys((*LOOPED, *V_SHAPED), 4)
+FOUR_STAGES = dict.fromkeys((*LOOPED, "zbv"), 4)
 OWN_TABLE = "0F0 0F1 0B0 0F2 0R1 0B1 0B2\n1F0 1B0 1F1 1B1 1F2 1B2"
 SOME_BACKWARDS_SPLIT = "0F0 0F1 0B0 0F2 0B1 0W1 0B2\n1F0 1B0 1F1 1B1 1F2 1B2 1W0 1W2"
 # Two steps with the same packets, then fewer micro-batches, of one sample each; then other lengths, there and back.
@@ -122,9 +121,9 @@ def same_as_in_one_process(ranks, kind, batches, loss_fn, stages, **options):
 
 @pytest.mark.parametrize(
     "schedule",
-    ["gpipe", "1f1b", "zero_bubble", "zero_bubble_2p", *LOOPED, *V_SHAPED],
+    ["gpipe", "1f1b", "zero_bubble", *LOOPED, "zbv"],
 )
-def test_each_schedule_on_two_ranks_has_the_bits_of_one_process(two_ranks, schedule):
+def test_schedules_on_two_ranks_have_the_bits_of_one_process(two_ranks, schedule):
     stages = FOUR_STAGES.get(schedule, 2)
     batches = MIXED_BATCHES + (MORE_LENGTHS if schedule in ("1f1b", "zbv") else [])
     same_as_in_one_process(two_ranks, Mixed, batches, token_loss, stages, schedule=schedule, chunks=3)
@@ -135,7 +134,7 @@ def test_a_table_on_two_ranks_has_the_bits_of_one_process(two_ranks, table):
     same_as_in_one_process(two_ranks, Mixed, MIXED_BATCHES, token_loss, 2, schedule=table)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved_1f1b"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_every_skip_on_two_ranks_has_the_bits_of_one_process(two_ranks, schedule):
     batches = [(8, 0, 0), (7, 0, 0), (8, 0, 0)]
     options = {} if schedule in FOUR_STAGES else {"stages_per_device": 2}
@@ -163,33 +162,6 @@ def test_losses_and_options_mean_what_they_mean_in_one_process(two_ranks, loss_f
         same_as_in_one_process(two_ranks, Dense, [(5, 0, 0)] * 2, loss_fn, 2, chunks=1, **options)
     else:
         same_as_in_one_process(two_ranks, Mixed, MIXED_BATCHES, loss_fn, 2, chunks=3, **options)
-
-
-def plain_gradients(model, x, t, count, loss_fn):
-    """Those of the plain model over the same micro-batches."""
-    total = 0.0
-    for part, target in zip(x.tensor_split(count), t.tensor_split(count), strict=True):
-        loss = loss_fn(model(part), target) * (len(part) / len(x))
-        loss.backward()
-        total += loss.item()
-    return total, {name: p.grad for name, p in model.named_parameters()}
-
-
-def train_without_dropout(mesh, batches):
-    torch.manual_seed(0)
-    model = Mixed(0.0)
-    return trained(mesh, model, [tokens(*b) for b in batches], token_loss, True, False, balance=MIXED_CUTS[2], chunks=3)
-
-
-def test_gradients_are_those_of_the_plain_model(two_ranks):
-    model = Mixed(0.0)
-    batches = [(7, 5, 1), (7, 5, 2)]
-    results = two_ranks.run(train_without_dropout, batches)
-    totals = [plain_gradients(model, *tokens(*batch), 3, token_loss) for batch in batches]
-    for losses, gradients, state in results:
-        torch.testing.assert_close([loss.item() for loss in losses], [total for total, _ in totals])
-        torch.testing.assert_close(gradients, {name: totals[-1][1][name] for name in gradients})
-        torch.testing.assert_close(state, {key: model.state_dict()[key] for key in state})
 
 
 # -- Evaluation, outputs, state --------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import os
 import time
 import warnings
 
@@ -11,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from helpers.rank_models import DENSE_CUTS, MIXED_CUTS, Dense, Mixed, padded_loss, token_loss, tokens
-from helpers.ranks import Ranks, square_mesh
+from helpers.ranks import square_mesh
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -20,7 +19,7 @@ import fxpipe.distributed
 from fxpipe.errors import DistributedError, FxpipeError, LossError, StateError
 
 QUICK = {"progress": False, "check": False, "hardware": "cpu"}
-FOUR_STAGES = {"interleaved_1f1b": 4, "zbv": 4}
+FOUR_STAGES = {"zbv": 4}
 
 
 def pipe_of(model, x, **options):
@@ -142,7 +141,7 @@ ACCUMULATED = [
 ]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "interleaved_1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "zbv"])
 def test_replicas_of_unequal_mini_batches_train_as_the_plain_model_on_all_of_them(four_ranks, schedule):
     same_as_the_plain_model(four_ranks, Mixed, UNEVEN, token_loss, FOUR_STAGES.get(schedule, 2), schedule=schedule)
 
@@ -399,7 +398,7 @@ def clip(mesh, max_norm, norm_type):
     return norm, gradients, error, caught(fxpipe.distributed.clip_grad_norm_, pipe, 1.0)
 
 
-@pytest.mark.parametrize(("max_norm", "norm_type"), [(0.1, 2.0), (0.05, float("inf")), (1e3, 1.0)])
+@pytest.mark.parametrize(("max_norm", "norm_type"), [(0.1, 2.0), (0.05, float("inf"))])
 def test_the_norm_of_gradients_is_that_of_the_plain_model_on_every_rank(four_ranks, max_norm, norm_type):
     results = four_ranks.run(clip, max_norm, norm_type)
     model, *_ = model_of(Mixed, UNEVEN)
@@ -453,31 +452,6 @@ def test_the_state_of_the_optimizer_is_sharded_over_replicas(four_ranks):
     for rank in range(2):
         assert results[rank][1] + results[rank + 2][1] == len(results[rank][0])
         assert results[rank][1] > 0
-
-
-def train_initialized(mesh):
-    mesh = square_mesh()
-    replica = mesh["data"].get_local_rank()
-    with torch.device("meta"):
-        model = Dense()
-    pipe = pipe_of(model, torch.ones(4, 4), balance=DENSE_CUTS[2])
-    torch.manual_seed(replica)
-    fxpipe.distributed.initialize(pipe)
-    state = {key: value.clone() for key, value in pipe.state_dict().items()}
-    x = torch.full((4, 4), float(replica))
-    pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
-    return state, gradients_of(pipe.named_parameters())
-
-
-def test_replicas_of_a_model_without_values_are_initialized_alike(four_ranks):
-    results = four_ranks.run(train_initialized)
-    torch.manual_seed(0)
-    model, x = Dense(), torch.arange(2.0).repeat_interleave(4)[:, None].expand(-1, 4)
-    F.mse_loss(model(x), x).backward()
-    expected = gradients_of(model.named_parameters())
-    for state, gradients in results:
-        assert all(torch.equal(value, model.state_dict()[key]) for key, value in state.items())
-        torch.testing.assert_close(gradients, {name: expected[name] for name in gradients})
 
 
 def save_and_evaluate(mesh, folder):
@@ -621,30 +595,3 @@ def test_misuse_of_replicas_is_an_error_on_all_ranks(four_ranks):
         for (is_ours, text), word in zip(errors, words, strict=True):
             assert is_ours
             assert word in text
-
-
-def die_in_one_replica(mesh):
-    replica = square_mesh()["data"].get_local_rank()
-    model, batches, cuts = model_of(Mixed, UNEVEN)
-    pipe = pipe_of(model, batches[0][0][0][0], balance=cuts[2], timeout=30.0)
-    x, t = batches[0][replica][0]
-    pipe.forward_backward(x, target=t, loss_fn=token_loss)
-    calls = []
-
-    def loss_fn(out, target):
-        calls.append(1)
-        if replica == 1 and len(calls) == 2:
-            os.kill(os.getpid(), 9)
-        return token_loss(out, target)
-
-    return caught(pipe.forward_backward, x, target=t, loss_fn=loss_fn)
-
-
-def test_a_rank_that_is_gone_is_named_in_all_replicas():
-    with Ranks(4) as ranks:
-        for rank, (_, answer) in enumerate(ranks.try_run(die_in_one_replica, but=(3,))):
-            if rank != 3:
-                kind, text, seconds = answer
-                assert kind is DistributedError
-                assert "rank 1 of replica 1 is gone: its process has ended" in text
-                assert seconds < 15

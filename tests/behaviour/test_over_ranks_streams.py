@@ -6,14 +6,12 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import oracle
 from helpers.delayed_updates import RULES, train_delayed
 from helpers.rank_models import Dense
 from helpers.ranks import square_mesh
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import fxpipe
 from fxpipe.errors import ArgumentError, DistributedError, LossError, StateError
@@ -109,31 +107,6 @@ def test_a_stream_over_four_ranks_is_that_of_one_process(four_ranks):
             assert result[name][2:] == ((versions[rank],), (applied[rank],), after), name
         assert {*together} == {*state}
         assert all(torch.equal(together[key], value) for key, value in state.items()), name
-
-
-def test_a_stream_over_two_ranks_comes_to_the_weights_of_delayed_updates(two_ranks):
-    ranks = two_ranks.run(two_stages)
-    plain, optimizer = blocks(2), lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-    want, _ = train_delayed([*plain], batches(9), F.mse_loss, optimizer, RULES["stashing"])
-    for losses, state in ranks:
-        assert losses == [loss.item() for loss in want]
-        assert state
-        assert all(torch.equal(value, plain.state_dict()[key]) for key, value in state.items())
-
-
-def two_stages(mesh):
-    pipe = piped(blocks(2), mesh, 2)
-    optimizer = StageOptimizer(pipe, torch.optim.SGD, lr=0.1, momentum=0.9)
-    losses = []
-    for loss in pipe.train_stream(batches(9), loss_fn=F.mse_loss, optimizer=optimizer):
-        seen = loss.clone()
-        dist.all_reduce(seen)  # ranks may talk between two losses
-        assert seen == 2 * loss
-        losses.append(loss.item())
-    record = pipe.gather_last_step()
-    assert len(record.actions) == 9 * 2 * 3
-    assert record.schedule == "pipedream"
-    return losses, pipe.state_dict()
 
 
 class Rows(nn.Module):
@@ -494,26 +467,6 @@ def test_replicas_draw_the_numbers_of_the_mini_batches_together(four_ranks):
         torch.testing.assert_close(part, {key: state[key] for key in part})
 
 
-def own_loss_of_replicas(mesh):
-    square = square_mesh()
-    data = [(pair, None) for pair in of_replicas([(6, 3), (4, 6), (5, 5)])[square["data"].get_local_rank()]]
-    _, result = with_own_loss(square["pipe"], data if pipe_rank() == 0 else (), data_parallel=square["data"])
-    return result
-
-
-def pipe_rank():
-    return square_mesh()["pipe"].get_local_rank()
-
-
-def test_a_loss_of_the_models_own_is_that_of_all_replicas(four_ranks):
-    union = of_union(of_replicas([(6, 3), (4, 6), (5, 5)]))
-    pipe, (losses, state) = with_own_loss(["cpu"] * 2, [(pair, None) for pair in union])
-    pipe.close()
-    for own, part in four_ranks.run(own_loss_of_replicas):
-        assert own == pytest.approx(losses, rel=1e-4)
-        torch.testing.assert_close(part, {key: state[key] for key in part})
-
-
 class Scaled(nn.Module):
     """A loss with a parameter of its own."""
 
@@ -549,24 +502,6 @@ def test_gradients_that_no_update_takes_are_those_of_all_replicas(four_ranks):
         torch.testing.assert_close(part, {name: gradients[name] for name in part})
         if rank % 2:
             torch.testing.assert_close(own_scale, scale)
-
-
-def one_stage(mesh):
-    row = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "pipe"))
-    pipe = piped(blocks(1), row["pipe"], 1, data_parallel=row["data"])
-    optimizer = StageOptimizer(pipe, torch.optim.SGD, lr=0.1)
-    data = of_replicas()[mesh.get_rank()]
-    return [loss.item() for loss in pipe.train_stream(data, loss_fn=F.mse_loss, optimizer=optimizer)], pipe.state_dict()
-
-
-def test_replicas_of_one_stage_are_plain_training(two_ranks):
-    plain = blocks(1)
-    want, _ = train_delayed(
-        [plain], of_union(of_replicas()), F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), RULES["plain"]
-    )
-    for losses, state in two_ranks.run(one_stage):
-        assert losses == pytest.approx([loss.item() for loss in want], rel=1e-4)
-        torch.testing.assert_close(state, {**plain.state_dict()})
 
 
 class Bags(nn.Module):
@@ -809,17 +744,3 @@ def test_a_rank_that_is_silent_in_one_replica_is_an_error_on_all(four_ranks):
     for rank, text in enumerate(four_ranks.run(silent_replica)):
         if rank != 3:
             assert "rank 1 of replica 1 does not answer" in text
-
-
-def unequal_means(mesh):
-    pipe, replica = in_square(blocks(2))
-    optimizer = StageOptimizer(pipe, torch.optim.SGD, lr=0.1)
-    ((x, t),) = of_replicas([(4, 4)])[replica]
-    t = t if replica else torch.where(torch.arange(4)[:, None] < 1, t, 0.0)
-    few = pipe.train_stream([(x, t)] * 3, loss_fn=lambda y, t: ((y - t) ** 2)[t != 0].mean(), optimizer=optimizer)
-    return failed(lambda: list(few))[1]
-
-
-def test_a_mean_over_other_numbers_of_elements_on_each_replica_is_refused(four_ranks):
-    for text in four_ranks.run(unequal_means):
-        assert "LossError" in text or "(total, weight)" in text

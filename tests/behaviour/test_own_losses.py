@@ -73,9 +73,7 @@ def of_time_major_samples(_, y, t):
 AFFINE = {
     "a mean over tokens that count": lambda _, y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()),
     "with weights of classes": lambda m, y, t: entropy(y, t, weight=m.weights),
-    "smoothed": lambda _, y, t: entropy(y, t, label_smoothing=0.1),
     "smoothed, with weights": lambda m, y, t: entropy(y, t, label_smoothing=0.1, weight=m.weights),
-    "of likelihoods": lambda _, y, t: F.nll_loss(y.log_softmax(-1).flatten(0, 1), t.flatten()),
     "a sum over a mask's": masked_mean,
     "weights that add up to 1": normalised_weights,
     "chosen losses": chosen,
@@ -85,8 +83,6 @@ AFFINE = {
     "added in place": added_in_place,
     "a penalty": lambda m, y, t: entropy(y, t) + 0.01 * sum(p.square().sum() for p in m.parameters()),
     "a sum over a number": lambda _, y, t: entropy(y, t, reduction="sum") / 37,
-    "a sum over the batch": lambda _, y, t: entropy(y, t, reduction="sum") / y.shape[0],
-    "roots of the batch": lambda _, y, t: (y.square() / y.shape[0] ** 0.5).sum() / y.shape[0] ** 0.5,
     "each sample's mean": mean_of_each_sample,
     "of time-major samples": of_time_major_samples,
 }
@@ -194,8 +190,9 @@ def test_a_loss_function_may_go_on_with_it():
             assert_trained(pipe, plain, have, want)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("name", ["two terms", "a sum over a number", "a penalty"])
+@pytest.mark.parametrize(
+    ("name", "reduction"), [("two terms", "mean"), ("a sum over a number", "sum"), ("a penalty", "sum")]
+)
 def test_either_reduction_is_right_for_what_the_pipe_puts_together(name, reduction):
     plain, pipe = pair(AFFINE[name])
     with pipe:
@@ -326,12 +323,7 @@ MIXED = {
         entropy(y, t, reduction="none").mean(1) * (counts(t) / counts(t).max())
     ).mean(),
     "a target over a mean": lambda _, y, t: F.mse_loss(y.mean((1, 2)), counts(t) / counts(t).mean()),
-    "a weight for what is positive": lambda _, y, t: F.binary_cross_entropy_with_logits(
-        y.mean((1, 2)), (counts(t) > 3).float(), pos_weight=counts(t).max()
-    ),
     "the largest so far": lambda _, y, t: (y.mean((1, 2)) * counts(t).cummax(0)[0]).mean(),
-    "the one before": lambda _, y, t: (y.mean((1, 2)) * counts(t).roll(1, 0)).mean(),
-    "in order": lambda _, y, t: (y.mean((1, 2)) * counts(t).sort()[0]).mean(),
     "an unknown sum": lambda _, y, t: torch.einsum("blc,bl->", y, (t >= 0).float()) / (t >= 0).sum(),
 }
 

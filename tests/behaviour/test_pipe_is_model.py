@@ -7,7 +7,6 @@ import copy
 import functools
 import gc
 import inspect
-import pickle
 import types
 import weakref
 from typing import Any, ClassVar
@@ -298,22 +297,6 @@ def test_classes_of_every_make(kind):
     assert Registered.subclasses == []
 
 
-def test_pipes_of_one_class_are_of_one_class():
-    with pipe_of(Model()) as one, pipe_of(Model()) as other:
-        assert type(one) is type(other)
-
-
-def test_copies_are_pipes_of_their_own():
-    with pipe_of(Model()) as pipe:
-        want = pipe(x())
-        for copied in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
-            with copied:
-                assert type(copied) is type(pipe)
-                assert fxpipe.unwrap(copied) is not fxpipe.unwrap(pipe)
-                torch.testing.assert_close(copied(x()), want)
-                assert copied.layers[0].weight is not pipe.layers[0].weight
-
-
 def test_nothing_keeps_a_pipe_its_model_or_its_class():
     class Passing(Model):
         pass
@@ -337,13 +320,6 @@ def test_state_and_prints_stay():
         assert repr(pipe).startswith("Pipeline(\n  Model on [cpu, cpu], 2 micro-batches")
         assert "(layers): ModuleList" in repr(pipe)
         assert {*vars(model)} == {*vars(Model())}  # nothing of the pipe is in the model
-
-
-def test_parametrizations_of_children_and_of_the_model_are_the_pipes():
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    with pipe_of(model) as pipe:
-        parametrizations.weight_norm(pipe[0])
-        torch.testing.assert_close(pipe(x()), model(x()))
 
 
 class Single(nn.Linear):

@@ -215,16 +215,6 @@ def test_a_learning_rate_that_changes_in_the_loop_is_that_of_mini_batches_read_f
         assert torch.equal(have, parameter)
 
 
-def test_what_the_optimizer_does_not_hold_keeps_its_gradients(shared):
-    with shared(2) as pipe:
-        before = pipe.get_parameter("0.linear.bias").clone()
-        optimizer = sgd(pipe, param_groups=lambda name, p: None if name == "0.linear.bias" else {})
-        train(pipe, batches(4), optimizer)
-        assert torch.equal(pipe.get_parameter("0.linear.bias"), before)
-        assert pipe.get_parameter("0.linear.bias").grad is not None
-        assert pipe.get_parameter("0.linear.weight").grad is None
-
-
 # -- Ends ------------------------------------------------------------------------------------------------------------
 
 
@@ -409,16 +399,6 @@ def test_what_looks_for_gradients_in_the_middle_of_a_stream_is_told_that_there_a
         stream.close()
         pipe.zero_grad()
         READERS[reader](pipe)
-
-
-def test_the_error_says_what_there_is_in_place_of_clipping(shared):
-    with shared(4) as pipe:
-        stream = pipe.train_stream(batches(60), loss_fn=F.mse_loss, optimizer=sgd(pipe))
-        with pytest.raises(StateError, match=r"no time at which .* all stages .* needs forward_backward"):  # noqa: PT012
-            for _ in stream:
-                nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)
-        stream.close()
-        assert all(parameter.grad is None for parameter in pipe.parameters())
 
 
 def test_weights_and_state_can_be_looked_at_in_the_middle_of_a_stream(shared):

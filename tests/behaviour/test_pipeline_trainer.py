@@ -244,23 +244,6 @@ def test_batches_have_their_own_length_and_adapters_train(tmp_path):
     assert isinstance(ours.model, peft.PeftModel)
 
 
-def test_training_goes_on_from_a_checkpoint(tmp_path):
-    rows, options = texts(), {"max_steps": 5, "save_strategy": "steps", "save_steps": 2}
-    with fxpipe.pipeline(gpt2(), ["cpu", "cpu"], progress=False) as pipe:
-        whole = trainer_of(PipelineTrainer, pipe, rows, tmp_path, **options)
-        whole.train()
-        want, log = {name: p.detach().clone() for name, p in pipe.named_parameters()}, losses(whole)
-    with fxpipe.pipeline(gpt2(), ["cpu", "cpu"], progress=False) as pipe:
-        resumed = trainer_of(PipelineTrainer, pipe, rows, tmp_path, **options)
-        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-        assert torch.equal(losses(resumed), log)
-        for name, p in pipe.named_parameters():
-            assert torch.equal(p, want[name]), name
-    resumed = trainer_of(transformers.Trainer, gpt2(), rows, tmp_path, **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    torch.testing.assert_close(losses(resumed), log, **CLOSE)
-
-
 def test_a_stop_between_two_updates_leaves_nothing_to_the_next_training(tmp_path):
     class Stop(transformers.TrainerCallback):
         def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import weakref
 from typing import Any
 
 import pytest
@@ -45,8 +44,7 @@ def plain_step(model, x, target, loss_fn=F.mse_loss):
 # -- a loop ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
-@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize(("make", "to_none"), [(torch.optim.SGD, False), (torch.optim.Adam, True)])
 def test_steps_with_accumulation_are_those_of_the_plain_model(make, to_none):
     """Bit for bit: four steps of an optimizer, each from three mini-batches."""
     pipe, plain = pair()
@@ -109,22 +107,6 @@ def test_outputs_are_those_of_the_drop_in():
                 torch.testing.assert_close(loss, F.mse_loss(want.logits, target))
 
 
-def test_outputs_that_are_not_asked_for_are_gone():
-    pipe, _ = pair()
-    x, target = batch_of()
-    with pipe:
-        for asked in (False, False, True):
-            alive = []
-
-            def loss_fn(y, t, alive=alive):
-                alive.append(weakref.ref(y))
-                return F.mse_loss(y, t)
-
-            made = pipe.forward_backward(x, target=target, loss_fn=loss_fn, return_outputs=asked)
-            assert isinstance(made, tuple) == asked
-            assert not any(ref() is not None for ref in alive)
-
-
 # -- scalers ---------------------------------------------------------------------------------------------------------
 
 
@@ -164,10 +146,14 @@ def _sum(y, t):
     return (y - t).pow(2).sum()
 
 
-@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("ours", "theirs", "reduction"),
-    [(F.mse_loss, F.mse_loss, "mean"), (_pairs, F.mse_loss, "mean"), (_sum, _sum, "sum")],
+    ("dtype", "ours", "theirs", "reduction"),
+    [
+        (None, F.mse_loss, F.mse_loss, "mean"),
+        (torch.float16, F.mse_loss, F.mse_loss, "mean"),
+        (torch.float16, _pairs, F.mse_loss, "mean"),
+        (torch.bfloat16, _sum, _sum, "sum"),
+    ],
 )
 def test_steps_with_a_scaler_are_those_of_the_plain_model(dtype, ours, theirs, reduction):
     """With autocast; the third of six steps overflows, is skipped, and halves the scale."""

@@ -372,19 +372,6 @@ def test_a_grad_scaler_unscales_it_and_skips_steps_with_infinite_gradients(kind)
         assert_same_training(plain, want, model, have, loose=True)
 
 
-def test_a_closure_returns_the_loss():
-    plain, want, model = both()
-    with piped(model) as pipe:
-        have = stage_optimizer(pipe)
-        x, t = batches(1)[0]
-        losses = [
-            optimizer.step(lambda model=model, backward=backward: backward(model, x, t))
-            for optimizer, model, backward in ((want, plain, plain_backward), (have, pipe, pipe_backward))
-        ]
-        assert losses[0] == losses[1]
-        assert_same_training(plain, want, model, have)
-
-
 def test_it_is_copied_and_pickled_together_with_its_pipe():
     plain, want, model = both()
     with piped(model) as pipe:

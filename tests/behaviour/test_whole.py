@@ -177,13 +177,6 @@ def _with_hooks(module, x):
     return h.tanh()
 
 
-def _retaining(module, x):
-    h = module.lin(x)
-    if h.requires_grad:
-        h.retain_grad()
-    return h.tanh()
-
-
 def _in_place(module, x):
     x.mul_(2)
     return F.relu(module.lin(x), inplace=True)
@@ -204,15 +197,11 @@ MODELS: dict[str, Any] = {
     "tied": _tied,
     "autograd.grad": lambda: Model(Inner(_of_grad)),
     "hook on a tensor": lambda: Model(Inner(_with_hooks)),
-    "retain_grad": lambda: Model(Inner(_retaining)),
     "in place": lambda: Model(Inner(_in_place)),
     "no_grad": lambda: Model(Inner(_no_grad)),
     "checkpoint": lambda: Model(Inner(lambda m, x: checkpoint(m.lin, x, use_reentrant=False).tanh())),
     "frozen": lambda: Model(Inner().requires_grad_(False)),
-    "partly frozen": lambda: Model(_bias_frozen()),
-    "vmap": lambda: Model(Inner(lambda m, x: torch.vmap(m.lin)(x))),
     "parametrized": lambda: Model(_parametrized()),
-    "weight norm": lambda: Model(_weight_norm()),
     "lock": lambda: Model(Inner(_locked, lock=threading.Lock())),
     "not to be copied": lambda: Model(Inner(held=_NotCopied())),
     "list of tensors": lambda: Model(Inner(lambda m, x: m.lin(x) * m.table[0], table=[torch.ones(6) * 3])),
@@ -223,21 +212,9 @@ MODELS: dict[str, Any] = {
 ON_DEVICES = ("bound methods", "keyword arguments and any output", "called twice", "in place", "autograd.grad", "lock")
 
 
-def _bias_frozen() -> Inner:
-    inner = Inner()
-    inner.lin.bias.requires_grad_(False)
-    return inner
-
-
 def _parametrized() -> Inner:
     inner = Inner()
     nn.utils.parametrizations.weight_norm(inner.lin)
-    return inner
-
-
-def _weight_norm() -> Inner:
-    inner = Inner()
-    inner.lin = nn.utils.parametrizations.orthogonal(nn.Linear(6, 6))
     return inner
 
 
@@ -278,17 +255,9 @@ def test_steps_are_those_of_the_plain_model(name):
         assert pipe.plan.why == ("module 'inner' is kept whole: asked for by leaf_modules",)
 
 
-@pytest.mark.parametrize("mode", ["always", "except_last"])
+@pytest.mark.anywhere
 @pytest.mark.parametrize(
-    "name",
-    [
-        "plain",
-        "called twice",
-        pytest.param("tied", marks=pytest.mark.anywhere),
-        "in place",
-        pytest.param("checkpoint", marks=pytest.mark.anywhere),
-        "hook on a tensor",
-    ],
+    ("name", "mode"), [("tied", "always"), ("checkpoint", "except_last"), ("hook on a tensor", "always")]
 )
 def test_recomputed(name, mode):
     model = MODELS[name]()
@@ -297,18 +266,6 @@ def test_recomputed(name, mode):
         given = x()
         assert_step(pipe, plain, given)
         assert_step(pipe, plain, given, one_pass=True)
-
-
-@pytest.mark.anywhere
-def test_gradients_of_inputs_pass():
-    model = Model(Inner())
-    plain = copy.deepcopy(model)
-    with pipe_of(model) as pipe:
-        ours = x().requires_grad_()
-        theirs = ours.detach().clone().requires_grad_()
-        pipe(ours).square().sum().backward()
-        plain(theirs).square().sum().backward()
-        torch.testing.assert_close(ours.grad, theirs.grad)
 
 
 class CutWhole(EveryCut):
@@ -346,14 +303,13 @@ CUT = {
 }
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "drop-in"])
 @pytest.mark.parametrize("name", CUT)
-def test_every_cut(name, schedule):
+def test_every_cut(name):
     every = CutWhole(CUT[name](), x(), chunks=3, loose=("inner.lin.weight", "inner.lin.bias", "last.weight"))
     for stages in (2, 3):
-        for starts in every.cuts(stages):
+        for k, starts in enumerate(every.cuts(stages)):
             for checkpoint_mode in ("never", "always"):
-                every.check(starts, 3, schedule, checkpoint_mode)
+                every.check(starts, 3, ("1f1b", "gpipe", "drop-in")[k % 3], checkpoint_mode)
 
 
 @dataclass(frozen=True)
@@ -409,20 +365,6 @@ def test_a_dataclass_that_is_changed_is_refused():
 # -- buffers, random numbers -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.anywhere
-def test_buffers_are_handed_on_from_micro_batch_to_micro_batch():
-    model = Model(Changing())
-    plain = copy.deepcopy(model)
-    with pipe_of(model, checkpoint="always") as pipe:
-        given = x()
-        for _ in range(2):
-            pipe.forward_backward(given, target=torch.ones(6, 6), loss_fn=F.mse_loss)
-            for part in given.tensor_split(3):
-                plain(part)
-        assert_same_state(pipe, plain)
-        assert model.inner.count.item() == 6
-
-
 @pytest.mark.parametrize("make", [lambda m, x: m.count.new_zeros(2), lambda m, x: m.count.double()])
 def test_a_buffer_set_to_another_kind_is_refused(make):
     def forward(m, x):
@@ -445,8 +387,7 @@ def _torchs(module, x):
     return F.dropout(module.lin(x), 0.4, module.training) + torch.rand_like(x) * torch.rand(())
 
 
-@pytest.mark.parametrize("forward", [_python, _numpy, _torchs])
-@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize(("forward", "mode"), [(_python, "never"), (_numpy, "always"), (_torchs, "always")])
 def test_random_numbers_are_those_of_the_micro_batch(forward, mode):
     """The same whatever the cut, the schedule and recompute; others in each step and micro-batch."""
     given = x()
@@ -485,15 +426,6 @@ def test_random_numbers_drawn_for_some_inputs_only_cannot_be_recomputed():
         with pytest.raises(StateError, match="Inner, kept whole, draws random numbers"):
             pipe(x() * 1000)
         assert_step(pipe, copy.deepcopy(model), x())
-
-
-def test_pythons_random_numbers_are_left_alone():
-    random.seed(1)
-    np.random.seed(1)
-    states = random.getstate(), np.random.get_state()[1].tolist()
-    with pipe_of(Model(Inner(lambda m, x: _numpy(m, x) * random.random()))) as pipe:
-        pipe(x()).sum().backward()
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == states
 
 
 # -- what changes between steps --------------------------------------------------------------------------------------
@@ -751,7 +683,6 @@ class _Cache:
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "parameter from elsewhere": (lambda m, x: m.lin(x) * _own, "uses a tensor of its own from outside"),
-    "returned parameter": (lambda m, x: (m.lin(x), _own)[1] + 0 * x, "uses a tensor of its own from outside"),
     "attribute": (_count, "sets its attribute 'count'.*register_buffer"),
     "kept tensor": (_keep, "sets its attribute 'last_seen'"),
     "cache": (_cache, "forward changes the attribute 'inner.cache'"),
@@ -817,10 +748,7 @@ def test_a_write_to_a_buffer_outside_is_refused_and_undone():
 
 OUTPUTS: dict[str, Any] = {
     "number": lambda m: 1 if m.training else 2,
-    "number of numpy": lambda m: np.float64(1.0 if m.training else 2.0),
-    "array": lambda m: np.ones(2) * (1 if m.training else 2),
     "none": lambda m: None if m.training else 2,
-    "text": lambda m: "a" if m.training else "b",
 }
 
 
@@ -885,11 +813,6 @@ def route(values: torch.Tensor, weights: dict[str, torch.Tensor], power: int = 1
 
 
 @fxpipe.leaf
-def shaken(values: torch.Tensor) -> torch.Tensor:
-    return values * random.uniform(0.5, 2.0) + torch.rand(())
-
-
-@fxpipe.leaf
 def outside(values: torch.Tensor) -> torch.Tensor:
     return _outside(values)
 
@@ -929,21 +852,6 @@ def test_leaf_functions_outside_of_a_recording_are_themselves():
 def test_leaf_functions_in_a_module_kept_whole_are_part_of_it():
     traced = whole(Model(Inner(lambda m, x: route(m.lin(x), {"w": m.lin.weight})["y"])))
     assert not [n for n in traced.nodes if "route" in n.name]
-
-
-@pytest.mark.parametrize("mode", ["never", "always"])
-def test_random_numbers_of_leaf_functions(mode):
-    found = []
-    for _ in range(2):
-        torch.manual_seed(7)
-        with closing(fxpipe.pipeline(Routing(shaken), workers(2), 3, checkpoint=mode)) as pipe:
-            torch.manual_seed(3)
-            given = x()
-            have = pipe(given)
-            have.square().sum().backward()
-            found.append([have.detach(), *(p.grad for p in pipe.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    assert random.random() != 0.0
 
 
 def test_leaf_functions_that_use_what_they_are_not_given_are_refused():

@@ -14,25 +14,21 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.cases import each_once
 from helpers.inspected import MIB, make_plan, refusal
 from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError, PartitionError
-from fxpipe.inspect import cli_options as options
 from fxpipe.inspect.cli import main
 from fxpipe.inspect.cli_options import parse_balance_option, parse_devices_option
 from fxpipe.inspect.inputs import InputOption, InputShape, make_arguments, parse_input
 from fxpipe.inspect.json_document import plan_document
-from fxpipe.inspect.report_sections import balance_section
 from fxpipe.inspect.run import inputs_advice
 from fxpipe.inspect.targets import Target, parse_target
-from fxpipe.planning.options import parse as arguments
-from fxpipe.planning.plans import HeaviestNode, OpaqueNode, Plan, Portal, StagePlan, TiedParameter
+from fxpipe.planning.plans import HeaviestNode, OpaqueNode, Portal, TiedParameter
 from fxpipe.planning.plans.display import plan_table
-from fxpipe.planning.plans.figures import plan_figures
 from fxpipe.utils.polynomial import Polynomial
-from fxpipe.utils.text_table import number_ranges, shorten_name, shorten_source_line
 
 MODEL_FILE = """
 import torch
@@ -151,92 +147,6 @@ def fake_plan(monkeypatch: pytest.MonkeyPatch) -> FakePlanning:
 # Figures
 
 
-@pytest.mark.parametrize(
-    ("schedule", "in_flight"), [("gpipe", [6, 6, 6, 6]), ("1f1b", [4, 3, 2, 1])], ids=["gpipe", "1f1b"]
-)
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-def test_micro_batches_in_flight(schedule: str, in_flight: list[int], checkpoint: str) -> None:
-    plan = make_plan(4, 6, schedule, checkpoint)
-    assert [plan.in_flight(stage) for stage in range(4)] == in_flight
-
-
-def test_no_more_micro_batches_in_flight_than_there_are() -> None:
-    plan = make_plan(4, 2, "1f1b")
-    assert [plan.in_flight(stage) for stage in range(4)] == [2, 2, 2, 1]
-
-
-def test_memory_is_parameters_gradients_and_what_is_in_flight() -> None:
-    # Parameters and gradients of 10 MiB, and for each micro-batch in flight 4 MiB of activations (2 for each of its 2
-    # samples) and, but on the first stage, 1 MiB received.
-    memory = [stage.memory_bytes // MIB for stage in plan_figures(make_plan(3, 4, "gpipe")).stages]
-    assert memory == [20 + 4 * 4, 20 + 4 * 5, 20 + 4 * 5]
-    memory = [stage.memory_bytes // MIB for stage in plan_figures(make_plan(3, 4, "1f1b")).stages]
-    assert memory == [20 + 3 * 4, 20 + 2 * 5, 20 + 1 * 5]
-
-
-@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
-def test_recomputed_micro_batches_hold_only_what_they_received(checkpoint: str) -> None:
-    # In GPipe's order the last micro-batch goes back before another is recomputed: the modes differ in time alone.
-    memory = [stage.memory_bytes // MIB for stage in plan_figures(make_plan(3, 4, "gpipe", checkpoint)).stages]
-    assert memory == [20 + 4, 20 + 4 * 1 + 4, 20 + 4 * 1 + 4]
-
-
-def test_what_1f1b_keeps_of_the_last_micro_batch_adds_to_a_recomputed_one() -> None:
-    memory = [stage.memory_bytes // MIB for stage in plan_figures(make_plan(3, 4, "1f1b", "except_last")).stages]
-    assert memory == [20 + 2 * 4, 20 + 2 * 1 + 2 * 4, 20 + 1 + 4]
-
-
-def test_memory_is_a_formula_in_the_micro_batch_size() -> None:
-    plan = make_plan(3, 4, "1f1b")
-    b = next(iter(plan.memory(1).free_symbols))
-    assert plan.memory(1) == 22 * MIB + 2 * 2 * MIB * b
-    assert plan.memory(1, b=8) == (22 + 32) * MIB
-    assert str(plan.memory(1)) == f"{4 * MIB}*{b} + {22 * MIB}"
-    with pytest.raises(ArgumentError, match="stage=3: the plan has 3 stages, 0 to 2"):
-        plan.memory(3)
-
-
-def test_portals_are_listed_where_they_leave_and_arrive() -> None:
-    figures = plan_figures(make_plan(3, 4, "gpipe", portals=(Portal("skip", 0, 2, 2 * MIB),)))
-    assert [len(stage.portals_in) for stage in figures.stages] == [0, 0, 1]
-    assert [len(stage.portals_out) for stage in figures.stages] == [1, 0, 0]
-
-
-def test_stages_on_one_worker_are_counted_each_by_itself() -> None:
-    plan = replace(make_plan(4, 4, "gpipe"), placement=(0, 1, 0, 1))
-    figures = plan_figures(plan)
-    assert [stage.memory_bytes // MIB for stage in figures.stages] == [20 + 4 * 4] + [20 + 4 * 5] * 3
-    assert [plan.in_flight(stage) for stage in range(4)] == [4] * 4
-    # Stage j takes j + 1 ms forward and twice that back: of 4 micro-batches 4 * 3 * (2 + 4) ms on the busier worker.
-    assert figures.step_seconds * (1 - min(figures.bubble)) == pytest.approx(4 * 3 * 6e-3)
-    assert len(figures.bubble) == 2
-
-
-def test_bubble_of_equal_stages_is_the_known_one() -> None:
-    stages = tuple(StagePlan(j, "cpu", (), "", 1e-3, 2e-3, 0, 0, 0) for j in range(4))
-    equal = Plan(stages, (), ("cpu",) * 4, "gpipe", 8, 2, "never", "block", "recording", "0")
-    figures = plan_figures(equal)
-    assert figures.mean_bubble == pytest.approx(3 / 11)  # (n - 1) / (m + n - 1)
-    assert figures.step_seconds == pytest.approx(11 * 3e-3)
-    assert figures.slowest_to_mean == pytest.approx(1)
-    assert plan_figures(make_plan(1, 4)).mean_bubble == pytest.approx(0)
-
-
-def test_table_and_document_say_where_stages_share_a_worker() -> None:
-    plan = replace(make_plan(4), placement=(0, 1, 0, 1))
-    assert plan_table(plan).startswith("4 stages on 2 devices, 4 micro-batches of at most 2 samples\n")
-    document = plan_document(plan)
-    assert (document["devices"], document["placement"]) == (["cpu", "cpu"], [0, 1, 0, 1])
-    assert len(document["totals"]["device_bubbles"]) == 2
-
-
-def test_costs_of_zero_print() -> None:
-    stages = tuple(StagePlan(j, "cpu", (), "", 0.0, 0.0, 0, 0, 0) for j in range(2))
-    plan = Plan(stages, (), ("cpu", "cpu"), "1f1b", 2, 1, "never", "block", "recording", "")
-    assert "balance 1.00" in plan_table(plan)
-    assert plan_document(plan)["totals"]["step_seconds"] == 0
-
-
 # Tables
 
 
@@ -279,47 +189,6 @@ def test_table_says_how_the_graph_was_made_and_what_it_holds_for() -> None:
     assert "guard 10" not in many
 
 
-def test_table_of_64_stages_stays_readable() -> None:
-    portals = tuple(
-        Portal(f"decoder.blocks.{k}.a.module.path.that.goes.on.and.on.for.ever.add_{k}", k % 32, 63, 1024 * (k + 1))
-        for k in range(200)
-    )
-    text = plan_table(make_plan(64, 64, portals=portals))
-    lines = text.splitlines()
-    assert max(map(len, lines)) <= 125
-    assert len(lines) < 64 + 60
-    assert "and 180 smaller portals, 15.9 MiB together" in text
-    # The largest is shown, with both ends of its name.
-    assert any(line.startswith("decoder.blocks.199") and "add_199" in line and "200.0 KiB" in line for line in lines)
-
-
-def test_node_names_that_look_like_numbers_stay_names() -> None:
-    assert "1e5  " in plan_table(make_plan(2, portals=(Portal("1e5", 0, 1, 8),)))
-
-
-def test_of_a_long_path_the_end_is_shown() -> None:
-    assert shorten_source_line("net.py:7") == "net.py:7"
-    assert shorten_source_line("/home/someone/projects/models/segmentation/unet.py:31") == ".../segmentation/unet.py:31"
-    assert shorten_source_line(f"/{'x' * 50}.py:31") == f"...{'x' * 23}.py:31"
-    assert shorten_source_line("") == ""
-
-
-def test_ranges_of_numbers() -> None:
-    assert number_ranges([]) == ""
-    assert number_ranges([3]) == "3"
-    assert number_ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
-
-
-def test_modes_that_differ_are_told_by_where_the_others_are() -> None:
-    plan = replace(make_plan(5), checkpoint=("never", "always", "always", "never", "never"))
-    assert "checkpoint never (always in stages 1-2), balance" in plan_table(plan)
-
-
-def test_a_value_that_goes_to_several_stages_is_one_portal() -> None:
-    text = plan_table(make_plan(5, portals=tuple(Portal("mask", 0, target, 1024) for target in (2, 3, 4))))
-    assert " ".join(text.partition("mask")[2].split()[:5]) == "0 2-4 1.0 KiB -"
-
-
 def test_table_says_what_is_tied_kept_whole_and_heaviest() -> None:
     plan = replace(
         make_plan(3),
@@ -338,19 +207,6 @@ def test_table_says_what_is_tied_kept_whole_and_heaviest() -> None:
     assert document["tied"][0] == {"names": ["wte.weight", "head.weight"], "stages": [0, 2], "bytes": 2 * MIB}
     assert document["whole"] == [{"name": "moe", "why": "it reads values", "line": "net.py:9"}]
     assert document["heaviest"] == {"name": "layer2_linear", "stage": 2, "seconds": 8.1e-3, "line": "net.py:12"}
-
-
-def test_the_heaviest_node_is_told_where_it_limits() -> None:
-    plan = replace(make_plan(3), heaviest=HeaviestNode("layer2_linear", 2, 4.5e-3, "net.py:12"))  # of 9 ms
-    assert "heaviest" not in plan_table(plan)
-    assert "heaviest" not in balance_section(plan)
-    limiting = replace(plan, heaviest=replace(plan.heaviest, seconds=8.1e-3))
-    assert "The heaviest node is layer2_linear (net.py:12): 8.10 ms, in stage 2." in balance_section(limiting)
-
-
-def test_shortened_keeps_both_ends() -> None:
-    assert shorten_name("abcdefghij", 10) == "abcdefghij"
-    assert shorten_name("abcdefghijk", 10) == "abcd...ijk"
 
 
 # The document
@@ -396,12 +252,6 @@ def test_parse_input(text: str, parsed: InputOption) -> None:
 def test_parse_input_says_what_is_accepted(text: str) -> None:
     with pytest.raises(ArgumentError, match=r"expected sizes .*8x3x64x64.*8x128:int64; float32, .*module:make_inputs"):
         parse_input(text)
-
-
-def test_parse_input_knows_its_dtypes() -> None:
-    accepted = "float32, float64, float16, bfloat16, int64, int32, bool"
-    with pytest.raises(ArgumentError, match=f"no dtype 'int8'; accepted are {accepted}"):
-        parse_input("8x3:int8")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int64", "int32", "bool"])
@@ -492,28 +342,10 @@ def test_operations_are_found_for_a_plan_that_is_saved(
     assert fake_plan.settings.operations is known
 
 
-def test_stages_per_device_reach_planning(model_file: Path, fake_plan: FakePlanning) -> None:
-    line = "zoo_of_models:make_mlp --input 8x8 --devices cpu,cpu --stages-per-device 2"
-    assert main(line.split()) == 0
-    assert fake_plan.settings.placement == (0, 1, 0, 1)
-    assert fake_plan.devices == ("cpu", "cpu")
-    assert main([*line.split(), "--code", "3"]) == 0
-
-
 @pytest.mark.parametrize("target", ["zoo_of_models:Zoo.small", "zoo_of_models.py:ready", "./zoo_of_models.py:make_net"])
 def test_targets(target: str, model_file: Path, fake_plan: FakePlanning) -> None:
     assert main([target, "--devices", "cpu,cpu"]) == 0
     assert isinstance(fake_plan.model, torch.nn.Module)
-
-
-def test_a_number_of_devices_without_cuda(
-    model_file: Path, fake_plan: FakePlanning, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fxpipe.utils.accelerator.local_devices", lambda: ())
-    assert main(["zoo_of_models:make_mlp", "--devices", "3"]) == 0
-    assert fake_plan.devices == ("cpu", "cpu", "cpu")
-    assert main(["zoo_of_models:make_mlp"]) == 0
-    assert fake_plan.devices == ("cpu", "cpu")
 
 
 def test_a_number_of_devices_with_cuda(
@@ -583,10 +415,6 @@ def test_mistakes_end_in_one_line(
     assert all(part in found for part in expected), found
 
 
-def test_choices_are_those_of_planning() -> None:
-    assert arguments.BALANCES == options.BALANCE_CHOICES
-
-
 def test_module_that_cannot_be_imported(tmp_path: Path, model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for text, expected in [
         ("import not_there_at_all", "raised ModuleNotFoundError: No module named 'not_there_at_all'"),
@@ -654,16 +482,6 @@ def test_a_bug_in_fxpipe_is_not_laid_on_the_model(model_file: Path, fake_plan: F
         main(["zoo_of_models:make_mlp", "--input", "8x8", "--devices", "cpu,cpu"])
 
 
-def test_help_shows_examples_and_imports_no_torch() -> None:
-    code = (
-        "import sys\nfrom fxpipe.inspect.cli import main\ntry:\n    main(['--help'])\n"
-        "finally:\n    print('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "python -m fxpipe.inspect models:resnet --input 32x3x224x224 --devices 4\n" in done.stdout
-    assert done.stdout.endswith("False\n")
-
-
 # End to end
 
 
@@ -679,15 +497,6 @@ def test_threads_of_the_command_do_not_spin_unless_they_are_told_to(given: dict[
     assert done.stdout.strip() == str(set_to)
 
 
-def test_nobody_looks_for_garbage_when_the_command_ends() -> None:
-    program = (
-        "import atexit, gc, runpy, sys; atexit.register(lambda: print(gc.get_freeze_count() > 0));"
-        "sys.argv = ['fxpipe.inspect', 'nowhere:none']; runpy.run_module('fxpipe.inspect', run_name='__main__')"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "True\n")
-
-
 def test_command_prints_a_plan(model_file: Path) -> None:
     root = str(Path(fxpipe.__file__).parents[1])
     command = [sys.executable, "-m", "fxpipe.inspect", "zoo_of_models:make_net", "--input", "8x5:int64"]
@@ -700,8 +509,7 @@ def test_command_prints_a_plan(model_file: Path) -> None:
     assert "the model says something" not in done.stdout
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize(("schedule", "checkpoint"), each_once(["gpipe", "1f1b"], ["never", "except_last", "always"]))
 def test_document_of_a_real_plan(
     schedule: str, checkpoint: str, model_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -716,39 +524,7 @@ def test_document_of_a_real_plan(
     assert 0 < document["totals"]["bubble"] < 1
 
 
-def test_code_of_a_real_stage(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = [f"{model_file}:make_mlp", "--input", "8x8", "--devices", "cpu,cpu", "--eval"]
-    assert main([*argv, "--code", "1"]) == 0
-    assert "linear" in capsys.readouterr().out
-
-
-def test_real_plan_of_a_model_that_fails(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = refusal([f"{model_file}:make_mlp", "--input", "8x9", "--devices", "cpu,cpu"], capsys)
-    assert "mat1 and mat2 shapes cannot be multiplied" in line
-
-
 def test_plan_prints_its_table(model_file: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
     plan = fxpipe.plan(model, 1, example_args=(torch.randn(4, 4),), devices=("cpu",), chunks=2)
     assert str(plan) == plan_table(plan)
-
-
-def test_a_module_kept_whole_is_one_node(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--input", "4x8", "--devices", "2", "--leaf", "2", "--json"]
-    assert main([f"{model_file}:make_mlp", *options]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["why"] == ["module '2' is kept whole: asked for by leaf_modules"]
-    assert main([f"{model_file}:make_mlp", "--input", "4x8", "--leaf", "nowhere"]) == 2
-    assert "has no module 'nowhere'" in capsys.readouterr().err
-
-
-def test_guards_of_a_real_model(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["zoo_of_models:Guarded", "--input", "8x8", "--devices", "cpu,cpu", "--chunks", "2"]
-    line = next(n for n, text in enumerate(MODEL_FILE.split("\n"), 1) if "isfinite" in text)
-    found = subprocess.run(
-        [sys.executable, "-m", "fxpipe.inspect", *argv], capture_output=True, text=True, timeout=120, check=True
-    )
-    shown = found.stdout.partition("holds where (asked once for each mini-batch)\n")[2].split("\n")[0]
-    assert shown == f"- bool of all_1 was True at zoo_of_models.py:{line}"
-    assert main([*argv, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["guards"] == [shown.removeprefix("- ")]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.inspected import make_plan, refusal
@@ -17,7 +15,7 @@ from helpers.inspected import make_plan, refusal
 import fxpipe
 from fxpipe.inspect.cli import main
 from fxpipe.inspect.step_summary import one_device_text
-from fxpipe.planning.plans import Plan, Portal
+from fxpipe.planning.plans import Portal
 from fxpipe.planning.plans.retarget import resize_plan
 
 ROOT = str(Path(fxpipe.__file__).parents[1])
@@ -27,11 +25,6 @@ ROOT = str(Path(fxpipe.__file__).parents[1])
 def saved(tmp_path: Path) -> str:
     make_plan(3, 6).save(tmp_path / "plan.json")
     return str(tmp_path / "plan.json")
-
-
-def test_a_plan_is_saved_and_read_again(saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([saved, "--save", str(tmp_path / "other.json")]) == 0
-    assert Plan.load(tmp_path / "other.json") == make_plan(3, 6)
 
 
 def test_pictures_of_a_saved_plan(saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,18 +64,6 @@ def test_all_can_be_read_in_eighty_columns(
         lines = capsys.readouterr().out.splitlines()
         assert [line for line in lines if len(line) > 80] == [], options
         assert any("peak" in line or "memory" in line for line in lines)
-
-
-def test_help_can_be_read_in_eighty_columns(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    text = capsys.readouterr().out
-    assert [line for line in text.splitlines() if len(line) > 80] == []
-    assert "--schedule NAME" in text
-    assert "zero_bubble_2p" in " ".join(text.split())
 
 
 def test_the_rest_of_a_search_is_shown_by_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,17 +134,6 @@ def test_places_are_looked_at_before_the_work(
     assert all(part.format(tmp_path) in found for part in expected), found
 
 
-def test_a_folder_that_may_not_be_written_to(
-    saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "locked"
-    folder.mkdir()
-    allowed = os.access  # root may write anywhere, so the answer is the test's
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder.resolve() and allowed(path, mode))
-    assert "may not be written to" in refusal([saved, "--report", str(folder / "r.html")], capsys)
-    assert list(folder.iterdir()) == []
-
-
 # Imports
 
 
@@ -184,19 +154,6 @@ def test_help_and_import_take_nothing_heavy_along() -> None:
 # How it ends
 
 
-def test_an_interrupted_command_says_so(
-    saved: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(*args: Any) -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("fxpipe.inspect.run.load_plan", interrupted)
-    assert main([saved]) == 130
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err == "fxpipe.inspect: interrupted\n"
-
-
 def test_an_interrupted_process_ends_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(
         "import sys, time\ndef make():\n    print('begun', flush=True)\n    time.sleep(60)\n"
@@ -215,21 +172,6 @@ def test_an_interrupted_process_ends_without_a_traceback(tmp_path: Path) -> None
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (130, "", "fxpipe.inspect: interrupted\n")
-
-
-def test_a_mistake_in_a_process_is_one_line(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "fxpipe.inspect", "models:make", "--chunks", "0"],
-        cwd=tmp_path,
-        env={"PYTHONPATH": ROOT},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith("fxpipe.inspect: argument --chunks: '0': expected the number of micro-batches")
 
 
 def test_a_name_that_the_output_has_no_letters_for_is_marked(tmp_path: Path) -> None:

@@ -12,11 +12,10 @@ import fxpipe
 from fxpipe.errors import ArgumentError
 from fxpipe.inspect.memory_chart import memory_bars
 from fxpipe.inspect.report import report_page, save_report
-from fxpipe.inspect.report_sections import chunks_to_compare, chunks_variants, portals_section, schedule_variants
+from fxpipe.inspect.report_sections import chunks_to_compare, chunks_variants, schedule_variants
 from fxpipe.inspect.scene import Line, Rect, Text
 from fxpipe.inspect.stage_graph import save_graph
 from fxpipe.inspect.style import text_width
-from fxpipe.planning.plans import Portal
 from fxpipe.scheduling import make_schedule
 from fxpipe.simulation.timeline import MemoryParts
 from fxpipe.utils.units import human_seconds
@@ -96,13 +95,6 @@ def test_what_does_not_fit_is_told():
     assert '<dd class="warn">' in report_page(small)
 
 
-def test_names_that_no_file_can_hold_are_written():
-    plan = drawn_plan(2)
-    odd = "a\x00b\ud800c\x1b[31m"
-    stages = (replace(plan.stages[0], modules=(odd, *plan.stages[0].modules[1:]), code=odd), plan.stages[1])
-    report_page(replace(plan, stages=stages), title=odd).encode()
-
-
 @pytest.mark.parametrize(("save", "form"), [(save_report, "html"), (save_graph, "svg")])
 @pytest.mark.parametrize(
     ("name", "words"),
@@ -137,15 +129,3 @@ def test_a_limit_far_above_the_bars_is_told_and_leaves_them_their_length():
     assert bar.width > scene.width / 2
     assert not [item for item in scene.items if isinstance(item, Line) and item.title]
     assert "1.0 GiB of 100.0 GiB" in [item.text for item in scene.items if isinstance(item, Text)]
-
-
-def test_one_portal_is_told_in_the_singular():
-    one, two = (drawn_plan(4, portals=tuple(Portal(f"v{k}", 0, 2, 1024) for k in range(count))) for count in (1, 2))
-    assert "1 value skips stages: 1.0 KiB of each micro-batch goes straight to where it is used." in portals_section(
-        one
-    )
-    assert "2 values skip stages: 2.0 KiB of each micro-batch go straight to where they are used." in portals_section(
-        two
-    )
-    for plan, words in ((one, "value that skips stages"), (two, "values that skip stages")):
-        assert words in report_page(plan)

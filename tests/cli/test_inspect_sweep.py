@@ -18,9 +18,8 @@ from fxpipe.hardware import HARDWARE
 from fxpipe.inspect import json_document as documents
 from fxpipe.inspect.cli import main
 from fxpipe.inspect.cli_options import first_devices, most_devices
-from fxpipe.inspect.run import size_at_least
 from fxpipe.inspect.step_summary import compare_schedules, device_table, step_text, summaries_text, summarize_step
-from fxpipe.inspect.sweep import counts_up_to, sweep_devices, sweep_table
+from fxpipe.inspect.sweep import sweep_devices, sweep_table
 from fxpipe.planning.options.stage_placement import TRAINING_SCHEDULES
 from fxpipe.planning.plans import Plan
 from fxpipe.scheduling import SCHEDULES
@@ -74,22 +73,7 @@ def test_the_device_that_is_closest_to_its_limit_is_told() -> None:
     assert "of 20.0 MiB" in device_table(simulation)
 
 
-def test_of_many_devices_those_with_most_memory_are_shown() -> None:
-    plan = make_plan(64, 128)
-    text = device_table(fxpipe.simulate(plan))
-    assert "and 48 devices that hold less" in text
-    assert len(text.splitlines()) < 30
-    assert max(map(len, text.splitlines())) <= 120
-
-
 # Numbers of devices
-
-
-def test_counts() -> None:
-    assert counts_up_to(1, 1) == (1,)
-    assert counts_up_to(8, 2) == (1, 2, 4, 8)
-    assert counts_up_to(8, 3) == (1, 2, 3, 4, 8)
-    assert counts_up_to(6, 6) == (1, 2, 4, 6)
 
 
 def test_devices_of_a_sweep() -> None:
@@ -274,60 +258,3 @@ def test_the_least_limit_is_told_and_is_enough(mlp: list[str], capsys: pytest.Ca
     assert least is not None, line
     assert main([*argv, least[1]]) == 0
     capsys.readouterr()
-
-
-def test_the_least_limit_is_the_same_from_wherever_one_asks(mlp: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """To a part in a thousand of what is lacking."""
-    argv = [*mlp, "--devices", "2", "--memory-limit"]
-    lines = [refusal([*argv, limit], capsys) for limit in ("1000", "10KiB", "60KiB")]
-    least = [float(re.search(r"--memory-limit ([\d.]+)KiB\.$", line)[1]) for line in lines]  # type: ignore[index]
-    assert max(least) - min(least) <= 0.2
-
-
-def test_a_limit_for_each_device(mlp: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    argv = [*mlp, "--devices", "2", "--json", "--memory-limit", "1GiB,2GiB"]
-    assert main(argv) == 0
-    limits = [stage["memory_limit"] for stage in json.loads(capsys.readouterr().out)["stages"]]
-    assert limits == [2**30, 2**31]
-    assert "has 3 entries for 2 devices" in refusal([*argv[:-1], "1GiB,1GiB,1GiB"], capsys)
-
-
-def test_a_sweep_has_the_number_that_was_asked_for(mlp: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*mlp, "--devices", "3", "--sweep", "--json"]) == 0
-    assert {row["devices"] for row in json.loads(capsys.readouterr().out)["sweep"]} == {1, 2, 3}
-
-
-def test_more_stages_than_nodes(mlp: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """What would do: fewer stages on each, or fewer devices."""
-    argv = [*mlp, "--devices"]
-    line = refusal([*argv, "2", "--stages-per-device", "50"], capsys)
-    most = re.search(r"can be cut into (\d+) at most. Use --stages-per-device (\d+), not 2 devices", line)
-    assert most is not None, line
-    assert int(most[2]) == int(most[1]) // 2
-    assert main([*argv, "2", "--stages-per-device", most[2]]) == 0
-    capsys.readouterr()
-    line = refusal([*argv, str(int(most[1]) - 1), "--schedule", "zbv"], capsys)
-    assert f"Use --stages-per-device 1 or {int(most[1]) // 2} devices, not" in line
-    assert f"Use --devices {most[1]} or fewer" in refusal([*argv, str(int(most[1]) + 1)], capsys)
-
-
-def test_a_sweep_goes_on_where_the_plan_does_not_fit(mlp: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    argv = [*mlp, "--sweep", "--memory-limit", "160KiB"]
-    assert main(argv) == 0
-    printed = capsys.readouterr().out
-    assert "over by" in printed
-    assert "* the fastest that fits" in printed
-    assert "no cut into 2 stages fits" in refusal([*argv, "--json"], capsys)
-
-
-def test_more_devices_than_nodes(mlp: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    line = refusal([*mlp, "--devices", "7"], capsys)
-    assert "--devices 7: stages=7, but the 6 nodes can be cut into 6 at most" in line
-
-
-def test_sizes_are_rounded_up() -> None:
-    assert size_at_least(1024) == "1.0KiB"
-    assert size_at_least(1025) == "1.1KiB"
-    assert size_at_least(1000 * 1024) == "1.0MiB"
-    assert size_at_least(70 * 2**30 + 1) == "70.1GiB"
-    assert size_at_least(5000 * 2**40) == "5000.0TiB"

@@ -24,7 +24,7 @@ from fxpipe.inspect.hugging_face import (
 )
 from fxpipe.inspect.inputs import InputOption, InputShape, make_arguments
 from fxpipe.inspect.request import parse_request, with_option_name
-from fxpipe.inspect.targets import Target, describe_error, load_model, parse_keyword
+from fxpipe.inspect.targets import Target, load_model, parse_keyword
 
 FACTORIES = """
 import torch
@@ -388,23 +388,6 @@ def test_a_model_that_reads_values_is_answered_without_meta(
     found = refusal(line, capsys)
     assert "cannot be called on meta tensors" in found
     assert "if forward reads values there, leave --meta out" in found
-
-
-def test_an_input_too_large_for_this_machine_is_answered_with_meta(
-    factories: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = [f"{factories}:make", "--kwargs", "width=8", "--input", "99999999999999x8", "--no-progress"]
-    assert "give --meta to plan it without values" in refusal(line, capsys)
-
-
-def test_other_failures_are_not_taken_for_a_lack_of_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "broken.py").write_text("def make():\n    raise RuntimeError('no memory of that')\n")
-    assert "raised RuntimeError: no memory of that" in refusal([f"{tmp_path}/broken.py:make"], capsys)
-
-
-def test_an_error_that_lists_all_there_is_is_cut() -> None:
-    assert describe_error(ValueError("one of " + "x, " * 5000)).endswith("x, x ...")
-    assert len(describe_error(ValueError("x" * 5000))) < 600
 
 
 # -- a loss ------------------------------------------------------------------------------------------------------------

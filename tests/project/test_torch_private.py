@@ -145,14 +145,15 @@ def test_the_required_names_are_found():
     }
 
 
-@pytest.mark.parametrize(("file", "name"), REQUIRED)
-def test_without_a_required_name_the_error_tells_the_versions(file, name):
+@pytest.mark.parametrize("file", sorted({file for file, _ in REQUIRED}))
+def test_without_a_required_name_the_error_tells_the_versions(file):
     path = WALL / f"{file}.py"
-    text = re.sub(rf"\b{name}\b", f"{name}_gone", path.read_text())
-    with pytest.raises(TorchVersionError) as caught:
-        exec(compile(text, str(path), "exec"), {"__name__": f"fxpipe._torch.{file}"})
-    _tells_the_versions(caught.value)
-    assert f"{name}_gone" in str(caught.value)
+    for name in [name for of_file, name in REQUIRED if of_file == file]:
+        text = re.sub(rf"\b{name}\b", f"{name}_gone", path.read_text())
+        with pytest.raises(TorchVersionError) as caught:
+            exec(compile(text, str(path), "exec"), {"__name__": f"fxpipe._torch.{file}"})
+        _tells_the_versions(caught.value)
+        assert f"{name}_gone" in str(caught.value)
 
 
 def _tells_the_versions(error: BaseException) -> None:

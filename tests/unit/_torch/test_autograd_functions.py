@@ -151,8 +151,10 @@ def assert_trains(plain: nn.Module, tracer: str = "record", evaluates: bool = Tr
         return pipe._fxpipe.first.traced
 
 
-@pytest.mark.parametrize("kind", FUNCTIONS)
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    ("kind", "route"),
+    [(kind, route) for i, kind in enumerate(FUNCTIONS) for k, route in enumerate(ROUTES) if (i + k) % 2 == 0],
+)
 def test_a_function_keeps_its_backward_through_whatever_it_is_applied(route: str, kind: str) -> None:
     """An alias taken before, the idiom of torch's documentation, left everything before it without gradients."""
     function, use = FUNCTIONS[kind]

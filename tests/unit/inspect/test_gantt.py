@@ -1,6 +1,5 @@
 import json
 import re
-import stat
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 from functools import cache
@@ -9,15 +8,14 @@ from itertools import pairwise
 import pytest
 from helpers.drawn_steps import GIB, KNOWN, bounds, check_scene, flatten_items, simulated
 
-from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.inspect.axes import byte_ticks, time_ticks
+from fxpipe.errors import ArgumentError
 from fxpipe.inspect.gantt import GANTT_MARGIN, MAX_BOXES, draw_gantt, gantt_layout
 from fxpipe.inspect.perfetto import perfetto_trace
 from fxpipe.inspect.save_timeline import TIMELINE_FORMATS, check_timeline_path, save_timeline
 from fxpipe.inspect.scene import Area, Bars, Group, Line, Rect, Scene, Text
 from fxpipe.inspect.style import KIND_COLOURS, RECEIVING_COLOUR
 from fxpipe.inspect.svg import svg_of
-from fxpipe.runtime.step_record import ActionRecord, DeviceRecord, StepRecord
+from fxpipe.runtime.step_record import ActionRecord, StepRecord
 from fxpipe.scheduling import Action, ActionKind
 from fxpipe.simulation import Simulation
 
@@ -110,45 +108,6 @@ def test_what_a_device_copies_is_a_box_before_its_action():
     assert "receiving" in {item.text for item in drawn.items if isinstance(item, Text)}
 
 
-@pytest.mark.parametrize("name", [*STEPS, *LARGE])
-def test_names_stand_in_the_boxes_of_their_actions(name):
-    _, drawn = _drawn(name)
-    boxes = [item for item in _group(drawn, "boxes") if isinstance(item, Rect) and item.fill != RECEIVING_COLOUR]
-    for text in _group(drawn, "names"):
-        left, top, right, bottom = bounds(text)
-        holding = [
-            b for b in boxes if b.x <= left and right <= b.x + b.width and b.y <= top and bottom <= b.y + b.height
-        ]
-        assert len(holding) == 1, text.text
-        stage, batch = re.search(r"stage (\d+), micro-batch (\d+):", holding[0].title).groups()
-        kind = next(str(kind) for kind, fill in KIND_COLOURS.items() if fill == holding[0].fill)
-        assert text.text in (f"{kind}{batch}", batch, f"{stage}{kind}{batch}", stage)
-
-
-def test_a_device_with_several_stages_names_them():
-    found = simulated("interleaved_1f1b", 2, 4, per_device=2)
-    names = [text.text for text in _group(draw_gantt(found.as_step()), "names")]
-    assert sorted(names) == sorted(str(span.action) for span in found.spans)
-
-
-def test_in_narrow_boxes_the_stage_stands_above_the_micro_batch():
-    found, drawn = _drawn("a V")
-    layout = gantt_layout(found.as_step())
-    above = defaultdict(list)
-    for text in sorted(_group(drawn, "names"), key=lambda text: text.y):
-        above[text.x, round((text.y - layout.top) // layout.pitch)].append(text.text)
-    assert sorted(map(tuple, above.values())) == sorted(
-        (str(span.action.stage), str(span.action.micro_batch)) for span in found.spans
-    )
-    assert any("stage above micro-batch" in item.text for item in drawn.items if isinstance(item, Text))
-
-
-def test_with_room_every_action_has_its_name():
-    found, drawn = _drawn("two devices")
-    names = [text.text for text in _group(drawn, "names")]
-    assert sorted(names) == sorted(f"{s.action.kind}{s.action.micro_batch}" for s in found.spans)
-
-
 def test_an_update_takes_no_time_and_is_seen():
     record = KNOWN
     update = ActionRecord(Action(ActionKind.UPDATE, 0, 0), 0.010, 0.010, 0, 0.0, 0, 0)
@@ -166,14 +125,6 @@ def test_beside_each_row_stand_the_device_its_busy_time_and_its_bubble():
         assert text in texts
     assert "measured step 10.0 ms, mean bubble 57.5 %" in texts
     assert not _group(drawn, "memory"), "of a measured step memory is not known"
-
-
-def test_a_long_title_and_long_names_of_devices_are_shortened():
-    record = KNOWN
-    devices = tuple(DeviceRecord("host-" + "x" * 200, 0.001, 0.0, 0, 0) for _ in range(2))
-    drawn = draw_gantt(StepRecord("1f1b", record.actions, (), devices, 0.0).as_step(), title="long " * 100)
-    check_scene(drawn)
-    assert drawn.width < 1500
 
 
 def test_more_actions_than_boxes_are_a_shape_for_each_kind_and_device():
@@ -235,31 +186,6 @@ def test_a_limit_is_a_line_unless_it_would_flatten_the_curves(limit, is_drawn, d
 # -- numbers on an axis ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("seconds", "names"),
-    [
-        (0.0, ["0"]),
-        (3e-9, ["0", "1 ns", "2 ns", "3 ns"]),
-        (0.000136, ["0", "50 µs", "100 µs"]),
-        (0.0403, ["0", "10 ms", "20 ms", "30 ms", "40 ms"]),
-        (1.15, ["0", "0.5 s", "1.0 s"]),
-        (100, ["0", "20 s", "40 s", "60 s", "80 s", "100 s"]),
-        (300, ["0", "1:00 min", "2:00 min", "3:00 min", "4:00 min", "5:00 min"]),
-        (7209, ["0", "0:30 h", "1:00 h", "1:30 h", "2:00 h"]),
-        (1e6, ["0", "55:33 h", "111:06 h", "166:40 h", "222:13 h", "277:46 h"]),
-    ],
-)
-def test_ticks_of_time_are_round(seconds, names):
-    assert [name for _, name in time_ticks(seconds, 5)] == names
-
-
-def test_ticks_of_bytes_are_round_in_their_unit():
-    assert [name for _, name in byte_ticks(7.1 * GIB, 4)] == ["0", "2.0 GiB", "4.0 GiB", "6.0 GiB"]
-    assert [name for _, name in byte_ticks(1.5 * GIB, 4)] == ["0", "512.0 MiB", "1.0 GiB", "1.5 GiB"]
-    assert [name for _, name in byte_ticks(100, 5)] == ["0", "20 B", "40 B", "60 B", "80 B", "100 B"]
-    assert [name for _, name in byte_ticks(0, 4)] == ["0"]
-
-
 # -- files -----------------------------------------------------------------------------------------------------------
 
 
@@ -290,23 +216,6 @@ def test_every_format_is_written_whole(tmp_path):
     assert "measured step" in (tmp_path / "record.svg").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("form", TIMELINE_FORMATS)
-def test_any_title_can_be_written(tmp_path, form):
-    save_timeline(KNOWN, tmp_path / f"step.{form}", title="$x_1$ 中\n\ttwo \x00 \ud800 </script> \U0001f600")
-    if form == "svg":
-        root = ElementTree.parse(tmp_path / "step.svg").getroot()
-        assert root.get("aria-label").startswith("$x_1$ 中 two \ufffd \ufffd </script> \U0001f600. measured")
-
-
-def test_the_same_step_gives_the_same_file(tmp_path):
-    found = STEPS["two devices"]()
-    for form in TIMELINE_FORMATS:
-        one, two = tmp_path / f"one.{form}", tmp_path / f"two.{form}"
-        save_timeline(found, one)
-        save_timeline(found, two)
-        assert one.read_bytes() == two.read_bytes()
-
-
 @pytest.mark.parametrize(
     ("name", "what"),
     [
@@ -326,14 +235,6 @@ def test_a_path_that_cannot_be_is_refused_before_the_work(tmp_path, name, what):
         save_timeline(KNOWN, tmp_path / name)
 
 
-def test_what_is_no_path_and_what_is_no_step_are_refused(tmp_path):
-    with pytest.raises(ArgumentTypeError, match="path=3: expected the path of a file"):
-        save_timeline(KNOWN, 3)
-    with pytest.raises(ArgumentTypeError, match="not of list"):
-        save_timeline([], tmp_path / "step.svg")
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
     path = tmp_path / "step.svg"
     path.write_text("before")
@@ -346,17 +247,6 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
         save_timeline(KNOWN, path)
     assert path.read_text() == "before"
     assert [one.name for one in tmp_path.iterdir()] == ["step.svg"]
-
-
-def test_a_link_is_followed_and_a_file_has_the_usual_rights(tmp_path):
-    target, link, usual = tmp_path / "target.svg", tmp_path / "link.svg", tmp_path / "usual"
-    target.write_text("before")
-    link.symlink_to(target)
-    save_timeline(KNOWN, link)
-    assert link.is_symlink()
-    assert "<svg" in target.read_text(encoding="utf-8")
-    usual.write_text("")
-    assert stat.S_IMODE(target.stat().st_mode) == stat.S_IMODE(usual.stat().st_mode)
 
 
 # -- a trace ---------------------------------------------------------------------------------------------
@@ -382,11 +272,3 @@ def test_the_trace_of_a_simulation_has_its_actions_arrows_and_memory(name):
         counted = [event for event in events if event["ph"] == "C" and event["name"] == f"memory of device {d}"]
         assert max(sum(event["args"].values()) for event in counted) == memory.peak
         assert len({tuple(event["args"]) for event in counted}) == 1, "a viewer stacks the same parts all along"
-
-
-def test_a_simulation_and_a_record_of_the_same_spans_are_drawn_alike():
-    record = KNOWN
-    step = record.as_step()
-    assert [item.width for item in _group(draw_gantt(step), "boxes")] == pytest.approx(
-        [span.seconds / record.seconds * gantt_layout(step).frame.width for span in record.spans]
-    )

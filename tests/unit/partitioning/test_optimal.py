@@ -22,7 +22,6 @@ from fxpipe.partitioning import (
     Flow,
     HeldStorage,
     Link,
-    OptimalCut,
     ParameterUse,
     StageLoad,
     StageSite,
@@ -173,88 +172,6 @@ def test_without_transfers_and_limits_it_is_the_bottleneck_of_block(costs: list[
     assert optimal_partition(chain, [StageSite()] * stages).bottleneck == partition(costs, stages).bottleneck
 
 
-@given(problems())
-def test_never_worse_than_block(problem: tuple[Chain, list[StageSite]]) -> None:
-    chain, sites = problem
-    sites = [replace(site, memory=None, must_recompute=False) for site in sites]
-    chain = replace(chain, first_stages=(), last_stages=())
-    costs = [f + b for f, b in zip(chain.forward[0], chain.backward[0], strict=True)]
-    if len(sites) > len(chain) - len(chain.forbidden_cuts):
-        return
-    block = partition(costs, len(sites), forbidden=chain.forbidden_cuts)
-    loads = stage_loads(chain, sites, block.starts, [False] * len(sites))
-    assert optimal_partition(chain, sites).bottleneck <= max(load.seconds for load in loads)
-
-
-@given(problems(), st.sampled_from([0.0, 1.0, 7.5, 100.0]))
-def test_more_memory_is_never_slower(problem: tuple[Chain, list[StageSite]], more: float) -> None:
-    chain, sites = problem
-    larger = [replace(site, memory=None if site.memory is None else site.memory + more) for site in sites]
-    try:
-        cut = optimal_partition(chain, sites)
-    except PartitionError:
-        return
-    assert optimal_partition(chain, larger).bottleneck <= cut.bottleneck
-
-
-def test_equal_layers_are_spread_evenly_beside_a_heavy_head() -> None:
-    cut = optimal_partition(row(*[1.0] * 12, 6.0), [StageSite()] * 4)
-    assert [load.seconds for load in cut.loads] == [4.0, 4.0, 4.0, 6.0]
-
-
-def test_cut_moves_to_where_little_is_sent() -> None:
-    flows = (Flow(8.0, 0, (1,), False), Flow(8.0, 1, (2,), False), Flow(1.0, 2, (3,), False))
-    chain = row(1.0, 1.0, 1.0, 1.0, flows=flows)
-    assert optimal_partition(chain, [StageSite(), StageSite()]).starts == (0, 2)
-    assert optimal_partition(chain, [StageSite(), StageSite(link=Link(4.0))]).starts == (
-        0,
-        3,
-    )  # 3 and 1.25 beside 2 and 4
-
-
-def test_a_portal_is_billed_to_the_stage_that_it_reaches() -> None:
-    chain = row(1.0, 1.0, 1.0, flows=(Flow(6.0, 0, (2,), True),))
-    sites = [StageSite(), StageSite(link=Link(2.0)), StageSite(link=Link(3.0))]
-    loads = stage_loads(chain, sites, (0, 1, 2), [False] * 3)
-    assert [load.receive_seconds for load in loads] == [3.0, 0.0, 2.0]  # its gradient comes over the link behind 0
-
-
-def test_what_two_stages_use_is_sent_to_both_and_its_gradient_goes_from_one_to_the_other() -> None:
-    chain = row(1.0, 1.0, 1.0, flows=(Flow(1.0, 0, (1, 2, 3), True),))
-    loads = stage_loads(
-        chain, [StageSite(), StageSite(link=Link(1.0)), StageSite(link=Link(1.0))], (0, 1, 2), [False] * 3
-    )
-    assert [load.receive_seconds for load in loads] == [1.0, 2.0, 1.0]
-
-
-def test_a_relayed_value_is_billed_to_each_stage_on_its_way() -> None:
-    flows = (Flow(6.0, 0, (3,), True), Flow(4.0, -1, (2,), False))
-    chain = row(1.0, 1.0, 1.0, 1.0, 1.0, flows=flows, is_relayed=True)
-    sites = [StageSite(), *[StageSite(link=Link(2.0))] * 4]
-    loads = stage_loads(chain, sites, (0, 1, 2, 3, 4), [False] * 5)
-    assert [load.receive_seconds for load in loads] == [3.0, 3.0 + 2 + 3, 3.0 + 2 + 3, 3.0, 0.0]
-
-
-def test_cuts_keep_off_values_that_would_be_relayed() -> None:
-    portals = row(*[1.0] * 7, flows=(Flow(6.0, 0, (5,), True),))
-    relays, sites = replace(portals, is_relayed=True), [StageSite(), *[StageSite(link=Link(2.0))] * 2]
-    of_portals, of_relays = optimal_partition(portals, sites), optimal_partition(relays, sites)
-    assert (of_portals.starts, of_portals.bottleneck) == ((0, 1, 5), 5.0)  # past a stage that has nothing to do with it
-    assert max(load.seconds for load in stage_loads(relays, sites, (0, 1, 5), [False] * 3)) == 10.0
-    assert (of_relays.starts, of_relays.bottleneck) == ((0, 3, 6), 6.0)
-
-
-def test_faster_devices_get_more() -> None:
-    chain = Chain(((2.0,) * 9, (1.0,) * 9), ((4.0,) * 9, (2.0,) * 9))
-    assert optimal_partition(chain, [StageSite(kind=0), StageSite(kind=1)]).starts == (0, 3)
-    assert optimal_partition(chain, [StageSite(kind=1), StageSite(kind=0)]).starts == (0, 6)
-
-
-def test_tied_weights_count_in_each_stage_that_uses_them() -> None:
-    chain = row(1.0, 1.0, weights=(ParameterUse(2.0, (0, 1), True),))
-    assert [load.memory for load in stage_loads(chain, [StageSite()] * 2, (0, 1), [False] * 2)] == [8.0, 8.0]
-
-
 def test_memory_moves_the_cut_before_it_makes_a_stage_recompute() -> None:
     held = tuple(HeldStorage(4.0, place, (place,)) for place in range(4))
     chain = Chain(((1.0,) * 4,), ((2.0,) * 4,), held=held)
@@ -399,20 +316,6 @@ def test_too_many_stages_are_refused_without_a_word_of_memory() -> None:
     assert not isinstance(caught.value, MemoryLimitError)
     with pytest.raises(PartitionError, match="some is out of order"):
         optimal_partition(row(1.0, 1.0, first_stages=(1, 0), last_stages=(1, 0)), [StageSite()] * 2)
-
-
-def test_a_cut_is_data() -> None:
-    cut = optimal_partition(row(1.0, 1.0), [StageSite(), StageSite()])
-    assert cut == OptimalCut((0, 1), (False, False), cut.loads)
-
-
-def test_the_best_attempt_is_near_the_best_there_is() -> None:
-    """Even in bytes, though by time the first stage would be one node."""
-    weights = tuple(ParameterUse(100.0, (place,), False) for place in range(400))
-    chain = row(1000.0, *[1.0] * 399, weights=weights)
-    with pytest.raises(MemoryLimitError) as caught:
-        optimal_partition(chain, [StageSite(memory=1.0)] * 2)
-    assert 19_999 <= caught.value.over <= 19_999 * (1 + 1 / 500)
 
 
 def test_a_cut_that_is_not_explained() -> None:

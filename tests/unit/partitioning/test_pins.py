@@ -38,11 +38,6 @@ def test_the_inner_pin_counts() -> None:
     assert found.last_stages == (0, 0, 0, 1, 1, 1)
 
 
-def test_the_root_is_all_that_has_no_pin_of_its_own() -> None:
-    found, *_ = placements_for_pins({"": 1, "embed": 0}, (0, 1), NODES)
-    assert found.first_stages == found.last_stages == (0, 1, 1, 1, 1, 1)
-
-
 def test_going_back_to_an_earlier_device_takes_a_stage_more() -> None:
     found, *_ = placements_for_pins({"embed": 0, "blocks.0": 1, "head": 0}, (0, 1), NODES)
     assert found.placement == (0, 1, 0)
@@ -69,11 +64,6 @@ def test_the_device_of_the_first_node_is_the_first() -> None:
     found, *_ = placements_for_pins({"embed": 1}, (0, 1, 2), NODES)
     assert found.placement == (1, 0, 2)
     assert (found.first_stages[0], found.last_stages[0]) == (0, 0)
-
-
-def test_an_unknown_name_is_refused_with_those_close_to_it() -> None:
-    with pytest.raises(PartitionError, match="no node or module is named 'haed'; close to it are 'head'"):
-        placements_for_pins({"haed": 0}, (0, 1), NODES)
 
 
 def test_a_stage_more_is_another_way() -> None:

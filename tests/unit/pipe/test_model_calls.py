@@ -72,16 +72,6 @@ def test_what_is_no_iterable_of_micro_batches_is_refused(micro_batches: Any, kin
         parse_micro_batches(micro_batches)
 
 
-def test_a_target_for_some_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="micro-batch 1 has no target, and micro-batch 0 has one"):
-        parse_micro_batches([(X, T), X])
-
-
-def test_no_micro_batch_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="micro_batches is empty"):
-        parse_micro_batches(iter([]))
-
-
 def test_an_iterator_without_end_is_refused() -> None:
     with pytest.raises(ArgumentError, match=f"goes on after {MOST_MICRO_BATCHES} of them; .*islice"):
         parse_micro_batches(itertools.repeat(X))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.cases import each_once
 from helpers.oracle import closing
 from helpers.plan_models import (
     BATCH,
@@ -77,8 +78,9 @@ def test_stages_that_do_not_fit_recompute_and_train_like_the_plain_model() -> No
         assert recomputed(pipe) == {j for j, mode in enumerate(pipe.plan.modes) if mode == "always"}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize("checkpoint", ["auto", "never", "always", "except_last"])
+@pytest.mark.parametrize(
+    ("schedule", "checkpoint"), each_once(["1f1b", "gpipe"], ["auto", "never", "always", "except_last"])
+)
 def test_what_is_planned_fits_by_the_plans_own_word(schedule: str, checkpoint: str) -> None:
     """From where all fits easily down to where nothing does."""
     options = {"schedule": schedule, "checkpoint": checkpoint}
@@ -285,8 +287,12 @@ def test_marks_and_a_limit() -> None:
     assert "always" in plan.modes
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))], ids=["copy", "pickle"])
-@pytest.mark.parametrize("options", [{}, {"pin": {"layers.0": 0, "layers.5": 0}}], ids=["free", "pinned"])
+@pytest.mark.parametrize(
+    ("how", "options"),
+    each_once(
+        [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))], [{}, {"pin": {"layers.0": 0, "layers.5": 0}}]
+    ),
+)
 def test_copies_and_pickles_recompute_as_their_pipe(how: Callable[[Any], Any], options: dict[str, Any]) -> None:
     plain, limit = Deep(), int(0.85 * max(needs(planned())))
     options = {"profile": deep_profile(), "memory_limit": limit, "optimizer_state": 1.0} | options

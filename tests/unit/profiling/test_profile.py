@@ -19,15 +19,13 @@ from torch import fx, nn
 import fxpipe
 from fxpipe import profiling
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.profiling import NodeCost, Profile, Seconds, profile
+from fxpipe.profiling import NodeCost, Profile, profile
 from fxpipe.profiling import node_timing as rounds
 from fxpipe.profiling.clock import Clock
-from fxpipe.profiling.formulas import fit_seconds, sizes_to_measure
 from fxpipe.profiling.memory import GraphCounts, NodeCounts
 from fxpipe.profiling.node_kinds import TimingSamples
 from fxpipe.profiling.node_timing import TimingRounds, measure
 from fxpipe.tracing import trace
-from fxpipe.tracing.node_info import info
 
 
 class Block(nn.Module):
@@ -164,44 +162,12 @@ def test_size_that_depends_on_values_is_taken_in_proportion() -> None:
 # -- seconds ---------------------------------------------------------------------------------------------------------
 
 
-def test_matmul_costs_more_than_a_view() -> None:
-    costs = profiled(nn.Sequential(nn.Linear(512, 512), nn.Flatten()), torch.randn(512, 512))
-    linear, flatten = costs.nodes
-    size = costs.micro_batch  # of one sample both are some microseconds
-    assert linear.forward.at(size) > flatten.forward.at(size) > 0
-    assert linear.backward.at(size) > flatten.backward.at(size)
-    assert costs.seconds == tuple((n.forward + n.backward).at(costs.micro_batch) for n in costs.nodes)
-    assert costs.forward_seconds + costs.backward_seconds == pytest.approx(sum(costs.seconds))
-
-
 def test_equal_blocks_have_equal_seconds() -> None:
     model = nn.Sequential(*(Block() for _ in range(4)))
     costs = profiled(model, torch.randn(2, 8, 16).requires_grad_())
     each = len(costs.nodes) // 4
     blocks = [costs.seconds[i : i + each] for i in range(0, len(costs.nodes), each)]
     assert blocks == [blocks[0]] * 4
-
-
-def test_uses_of_one_autograd_function_have_equal_seconds() -> None:
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            return grad * 2
-
-    def closure(function: Any) -> Any:
-        """A graph holds each call of an autograd function as a closure of its own."""
-        return lambda x: function(x)
-
-    traced = trace(Function(lambda m, x: (x * m.weight).exp().exp()), (torch.randn(2, 4),))
-    apply = Double.apply
-    for node in traced.nodes[1:]:
-        node.op, node.target = "call_function", closure(apply)
-    _, first, second = profile(traced, (torch.randn(2, 4),)).nodes
-    assert (first.forward, first.backward) == (second.forward, second.backward)
 
 
 def test_nothing_goes_back_where_nothing_requires_grad() -> None:
@@ -273,17 +239,6 @@ def test_equal_nodes_are_sampled_only_often_enough(monkeypatch: pytest.MonkeyPat
     assert len(goes_back) == (1 + 2) + (1 + 1)
 
 
-def test_samples_that_disagree_are_not_enough() -> None:
-    def samples(*found: float) -> TimingSamples:
-        return TimingSamples(True, False, list(found), [0.0] * len(found))
-
-    assert samples(1.0, 1.0, 1.0, 1.0, 50.0).are_precise(0.0)  # an outlier is no matter
-    assert not samples(1.0, 1.2, 1.4, 1.6, 1.8).are_precise(0.0)
-    assert samples(1.0, 1.2, 1.4, 1.6, 1.8).are_precise(0.2)  # where so much does not count
-    assert samples(*[1.0, 1.01, 0.99] * 10).are_precise(0.0)
-    assert samples(*[1.0, 1.2, 1.4, 1.6, 1.8] * 300).are_precise(0.0)  # many of them find the median all the same
-
-
 def test_more_samples_are_taken_until_they_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     traced, x = trace(nn.Linear(4, 4), (torch.randn(2, 4),)), torch.randn(2, 4)
     taken = []
@@ -302,39 +257,6 @@ def test_more_samples_are_taken_until_they_agree(monkeypatch: pytest.MonkeyPatch
 
 
 # -- seconds over the micro-batch size -------------------------------------------------------------------------------
-
-
-def test_line_goes_through_what_was_asked_for() -> None:
-    assert fit_seconds({8: 5.0, 2: 2.0}, 8) == Seconds(1.0, 0.5)
-    assert fit_seconds({8: 5.0, 16: 9.0}, 8) == Seconds(1.0, 0.5)
-    found = fit_seconds({8: 5.0, 2: 2.1, 4: 2.9}, 8)
-    assert found.at(8) == pytest.approx(5.0)
-    assert found.at(4) == pytest.approx(2.96, abs=0.1)
-
-
-def test_neither_part_of_a_line_is_negative() -> None:
-    assert fit_seconds({8: 5.0, 2: 6.0}, 8) == Seconds(5.0, 0.0)  # fewer samples took longer
-    assert fit_seconds({8: 8.0, 2: 1.0}, 8) == Seconds(0.0, 1.0)  # more than in proportion
-    assert fit_seconds({8: 0.0, 2: 0.0}, 8) == Seconds(0.0, 0.0)
-
-
-def test_one_size_says_nothing_of_the_fixed_part() -> None:
-    assert fit_seconds({8: 4.0}, 8) == Seconds(0.0, 0.5)
-    assert fit_seconds({8: 4.0}, 8, grows=False) == Seconds(4.0, 0.0)
-
-
-@pytest.mark.parametrize(
-    ("asked", "others"), [(1, [2]), (2, [3, 4, 1]), (3, [2, 4, 6, 1]), (4, [2, 6, 8, 1]), (16, [4, 8, 24, 32, 1])]
-)
-def test_other_sizes_lie_well_apart(asked: int, others: list[int]) -> None:
-    traced = trace(nn.Linear(4, 4), (torch.randn(5, 4),))
-    assert list(sizes_to_measure(traced, asked)) == others
-
-
-def test_the_size_that_is_wanted_comes_first() -> None:
-    traced = trace(nn.Linear(4, 4), (torch.randn(5, 4),))
-    assert list(sizes_to_measure(traced, 2, 1)) == [1, 3, 4]
-    assert list(sizes_to_measure(traced, 2, 2)) == [3, 4, 1]
 
 
 @pytest.mark.parametrize(("second", "sizes"), [(1, [2, 1]), (5, [2, 5]), (2, [2, 3]), (None, [2, 3])])
@@ -690,36 +612,6 @@ def test_what_a_module_kept_whole_changes_is_undone() -> None:
     assert random.getstate() == generators[1]
 
 
-def test_modules_kept_whole_share_where_class_and_settings_agree() -> None:
-    class Scaled(nn.Module):
-        def __init__(self, times: int):
-            super().__init__()
-            self.linear, self.times = nn.Linear(4, 4), times
-
-        def forward(self, x: torch.Tensor, flag: bool = False) -> torch.Tensor:
-            for _ in range(self.times):
-                x = self.linear(x)
-            return -x if flag else x
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = nn.ModuleList(map(Scaled, (2, 2, 3, 2)))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            a, b, c, d = self.parts
-            out: torch.Tensor = d(c(b(a(x))), flag=True)
-            return out
-
-    x = torch.randn(4, 4).requires_grad_()
-    traced = trace(Model(), (x,), leaf_modules=(Scaled,))
-    assert traced.effects is not None
-    found = TimingRounds(traced, traced.effects, [x], Clock(lambda: 0.0), 1, 0.0, lambda: None)
-    run_all_rounds(found)
-    wholes = [kind for node, kind in found.kind.items() if info(node).opaque_module is not None]
-    assert [wholes.index(kind) for kind in wholes] == [0, 0, 2, 3]
-
-
 def test_in_place_nodes_leave_later_nodes_the_values_of_the_model() -> None:
     """A wrong value on the way would be out of the table's range, which raises."""
 
@@ -754,37 +646,7 @@ def test_autocast_of_the_caller_stays_on() -> None:
     assert [n.output_bytes for n in costs.nodes] == [8 * costs.batch] * 2
 
 
-def test_keywords_and_constants_are_inputs_too() -> None:
-    class Scaled(nn.Linear):
-        def forward(self, x: torch.Tensor, *, mask: torch.Tensor, times: int) -> torch.Tensor:
-            return super().forward(x) * mask * times
-
-    kwargs = {"mask": torch.ones(4), "times": 3}
-    traced = trace(Scaled(4, 4), (torch.randn(3, 4),), kwargs)
-    costs = profile(traced, (torch.randn(6, 4),), kwargs, micro_batch=2)
-    assert costs.micro_batch == 2
-    assert costs.output_bytes == 48 * costs.batch
-
-
 # -- printing and errors ---------------------------------------------------------------------------------------------
-
-
-def test_profile_prints_formulas() -> None:
-    b = sympy.Symbol("b", integer=True, positive=True)
-    node = NodeCost(
-        "conv",
-        Seconds(0.0004, 0.0002),
-        Seconds(0.0005, 0.0005),
-        sympy.Integer(896),
-        100352 * b,
-        flops=2 * b,
-        backward_flops=4 * b,
-        saved_bytes=b + 3,
-    )
-    lines = str(Profile((node,), 4, b, "cpu")).splitlines()
-    assert lines[0] == "1 nodes on cpu, micro-batch of 4"
-    assert lines[3].split() == ["conv", "1.200", "2.500", "6*b", "896", "100352*b", "b", "+", "3"]
-    assert lines[4].split() == ["total", "1.200", "2.500", "6*b", "896", "100352*b", "b", "+", "3"]
 
 
 def test_more_samples_than_given_are_refused() -> None:
@@ -872,46 +734,7 @@ def test_a_long_node_runs_forward_once() -> None:
     assert forwards == {norm.name: 1}
 
 
-def test_what_has_not_gone_back_when_a_round_fails_is_run_again() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    x = torch.randn(3, 4)
-    traced = trace(model, (x,))
-    linear, tanh = traced.nodes
-    fails = iter([True])
-
-    def failing(value: torch.Tensor) -> torch.Tensor:
-        if next(fails, False):
-            raise RuntimeError("once")
-        return value.tanh()
-
-    tanh.op, tanh.target = "call_function", failing
-    seconds = itertools.count()
-    rounds = TimingRounds(traced, traced.effects, [x], Clock(lambda: next(seconds)), 5, math.inf, lambda: None)
-    rounds._reuse.has_reused = True  # so that it is tried again
-    run_all_rounds(rounds)
-    assert rounds.measured(linear).forward_seconds == rounds.measured(linear).backward_seconds == 1
-
-
 # -- what waits ------------------------------------------------------------------------------------------------------
-
-
-def clock_of(calls: list[tuple[float, float]], **options: Any) -> Clock:
-    """Tells of one call after the other: seconds on the core, and seconds of waiting."""
-    on_core = itertools.chain.from_iterable((0.0, seconds) for seconds, _ in calls)
-    waited = itertools.chain.from_iterable((0.0, seconds) for _, seconds in calls)
-    return Clock(lambda: next(on_core), waited=lambda: next(waited), **options)
-
-
-def test_what_a_call_waits_counts_where_it_is_no_inaccuracy_of_the_clocks() -> None:
-    calls = [(0.003, 0.05), (0.003, 0.0), (0.003, 0.0005), (2e-6, 6e-5), (0.1, 0.05)]
-    clock = clock_of(calls)
-    assert [clock.seconds(int)[0] for _ in calls] == pytest.approx([0.053, 0.003, 0.003, 2e-6, 0.15])
-
-
-def test_where_waiting_for_a_core_cannot_be_told_apart_only_what_hardly_runs_waits() -> None:
-    calls = [(0.003, 0.02), (0.003, 0.05)]
-    clock = clock_of(calls, share=10.0)
-    assert [clock.seconds(int)[0] for _ in calls] == pytest.approx([0.003, 0.053])
 
 
 @fxpipe.leaf

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 
 import pytest
@@ -84,13 +83,6 @@ def test_every_working_line_names_the_users_source_line():
         int(line.rpartition(":")[2]) - first for line in model.program((0,)).stages[0].code.splitlines() if "#" in line
     ]
     assert lines == [1, 2, 2, 3, 4, 5]
-
-
-def test_every_node_of_a_stage_has_its_location():
-    program = EveryCut(Tiny(), torch.randn(3, 4)).program((0, 2))
-    assert list(program.stages[0].locations) == ["encoder", "blocks_0"]
-    assert program.stages[0].locations["blocks_0"].module == "blocks.0"
-    assert "test_build_stages.py:" in program.stages[1].locations["mul"].source
 
 
 def test_a_stage_is_a_function_of_its_attributes_and_what_it_receives():
@@ -186,29 +178,6 @@ def test_buffers_get_what_the_model_sets_them_to():
         program = model.program(starts)
         assert {name for stage in program.stages for name in stage.assigns} == {"left", "right"}
         assert set(program.left) == {"cache", "given"}  # which hold samples: those of the mini-batch
-
-
-class NotOnlyTensors(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x, flag, nothing, ids):
-        batch, width = x.shape
-        shape = (batch, 2, width // 2)
-        mask = ids > 0
-        for layer in self.layers:
-            x = layer(x) * mask[:, None]
-        x = x.view(shape)
-        if flag and nothing is None:
-            x = x.reshape(batch * 2, width // 2).reshape(shape)
-        return x.reshape(batch, -1), mask, ids
-
-
-def test_sizes_masks_and_integers_cross():
-    model = EveryCut(NotOnlyTensors(), torch.randn(4, 4), True, None, torch.tensor([0, 1, 2, 0]))
-    for starts, schedule in itertools.product(model.cuts(3), ("1f1b", "drop-in")):
-        model.check(starts, 3, schedule, "always")
 
 
 # -- where no cut may stand ------------------------------------------------------------------------------------------
@@ -346,11 +315,6 @@ def test_devices_in_a_graph_are_those_of_the_stage():
     (einsum,) = nodes_of(program, 1, "einsum")
     assert einsum.args[0] == "ij->i"
     assert nodes_of(program, 1, "new_zeros")[0].kwargs == {}
-
-
-def test_on_the_cpu_a_factory_stays_as_it_is():
-    model = EveryCut(MakesTensors(), torch.randn(3, 4))
-    assert nodes_of(model.program((0, 1)), 1, "zeros")[0].kwargs == {}
 
 
 # -- the state of the thread -----------------------------------------------------------------------------------------

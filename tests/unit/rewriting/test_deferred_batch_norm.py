@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.cases import each_once
 from helpers.oracle import assert_same_gradients, closing, parts_of, train_step
 from torch import nn
 
@@ -140,8 +141,7 @@ def test_every_momentum(momentum):
     steps(nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5, momentum=momentum), Twice(momentum)), batches(5), chunks=3)
 
 
-@pytest.mark.parametrize("one_pass", [True, False], ids=["forward_backward", "drop-in"])
-@pytest.mark.parametrize("checkpoint", ["except_last", "always"])
+@pytest.mark.parametrize(("one_pass", "checkpoint"), each_once([True, False], ["except_last", "always"]))
 def test_what_is_recomputed_counts_once(checkpoint, one_pass):
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 5), Twice(None))
     steps(model, batches(5), chunks=3, one_pass=one_pass, checkpoint=checkpoint)
@@ -152,15 +152,6 @@ def test_what_is_recomputed_counts_once(checkpoint, one_pass):
 )
 def test_any_number_of_micro_batches(size, chunks):
     steps(convolutions(), batches(3, 6, 6, sizes=(size, size)), chunks, schedule="gpipe")
-
-
-def test_one_micro_batch_is_plain_torch():
-    plain = convolutions()
-    x = torch.randn(6, 3, 8, 8)
-    pipe = fxpipe.pipeline(copy.deepcopy(plain), ["cpu"] * 2, 1, deferred_batch_norm=True)
-    with closing(pipe):
-        assert torch.equal(pipe(x), plain(x))
-        assert_tracks(pipe, plain)
 
 
 def test_digits_are_lost_as_by_the_rounding_of_the_input_only():
@@ -261,17 +252,6 @@ def test_frozen_batch_norm_in_a_model_in_training():
 
 def test_batch_norm_that_tracks_nothing():
     steps(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 3)), batches(5), 3)
-
-
-def test_a_model_without_batch_norm():
-    steps(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)), batches(5), 3)
-
-
-def test_by_default_each_micro_batch_moves_them():
-    model = convolutions()
-    with closing(fxpipe.pipeline(model, ["cpu"] * 2, 4)) as pipe:
-        pipe(torch.randn(8, 3, 8, 8))
-    assert int(model[1].num_batches_tracked) == 4
 
 
 @pytest.mark.parametrize("tracer", ["record", torch.fx.symbolic_trace])

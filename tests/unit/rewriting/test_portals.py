@@ -37,17 +37,6 @@ class Net(nn.Module):
         return x
 
 
-class Line(nn.Module):
-    """Nothing skips."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
-
-    def forward(self, x):
-        return self.layers(x)
-
-
 def skips_of(traced, starts):
     """Read off the graph: name, stage that makes it, stage that uses it. (For graphs without in-place operations.)"""
     stage = {n: sum(s <= place for s in starts) - 1 for place, n in enumerate(traced.nodes)}
@@ -66,11 +55,6 @@ def test_skips_are_the_values_whose_user_is_not_in_the_next_stage(stages):
         assert set(skips) == skips_of(model.traced, starts)
         found += len(skips)
     assert (found > 0) == (stages > 2)
-
-
-def test_what_goes_to_the_next_stage_only_is_no_skip():
-    model = EveryCut(Line(), torch.randn(4, 4))
-    assert model.program((0, 1, 2, 3, 4, 5)).skips == ()
 
 
 def test_inputs_come_from_the_caller_and_not_through_stages():

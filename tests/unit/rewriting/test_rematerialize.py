@@ -11,6 +11,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.cases import each_once
 from helpers.random_graphs import ANY_MODEL_AND_STEP, random_model
 from helpers.reordered import Reordered, shuffled
 from torch import nn
@@ -235,9 +236,8 @@ def test_a_portal_that_nobody_needs_is_not_there():
     assert not any(skip.name in again for skip in program.skips)
 
 
-@pytest.mark.parametrize("copied", [1.0, 0.5])
 @pytest.mark.parametrize(
-    "order", [lambda t: t, reorder_nodes, lambda t: shuffled(t, 3)], ids=["traced", "ordered", "any"]
+    ("copied", "order"), each_once([1.0, 0.5], [lambda t: t, reorder_nodes, lambda t: shuffled(t, 3)])
 )
 def test_the_plain_model_bit_for_bit(order, copied):
     # The count is another one in each micro-batch, as in the plain model.

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import doctest
 from collections import deque
-from dataclasses import replace
 from itertools import product
 
 import pytest
-from helpers.schedule_cases import ANYWHERE, ZERO_BUBBLE, any_case
+from helpers.schedule_cases import any_case
 from hypothesis import given, settings
 
 import fxpipe.simulation
 import fxpipe.simulation.costs
 from fxpipe.errors import ArgumentError, ScheduleError
 from fxpipe.scheduling import (
-    CHECKPOINTS,
     Action,
     ActionKind,
     Schedule,
@@ -59,78 +57,11 @@ def test_bubble_is_n_minus_1_of_m_plus_n_minus_1(name):
         assert simulation.mean_bubble == pytest.approx((n - 1) / (m + n - 1))
 
 
-def test_loops_over_the_devices_make_the_bubble_of_gpipe_as_many_times_shorter():
-    """v stages on each of p devices: a device waits for p - 1 short stages, and for nothing once it has begun."""
-    for p, v, rounds in product(range(1, 5), range(1, 4), range(1, 4)):
-        simulation = simulate("gpipe", p * v, p * rounds, placement=tuple(range(p)) * v)
-        assert simulation.step_seconds == 3 * (p * rounds * v + p - 1)
-        assert simulation.busy == (3.0 * p * rounds * v,) * p
-
-
-def test_loops_of_gpipe_take_no_longer_than_stages_that_are_as_many_times_as_long():
-    for p, v, m in product(range(1, 5), range(1, 5), (1, 2, 4, 7, 12)):
-        loops = simulate("gpipe", p * v, m, placement=tuple(range(p)) * v)
-        assert loops.step_seconds <= simulate("gpipe", p, m, stages=[StageCost(v, 2 * v)] * p).step_seconds
-
-
-@pytest.mark.parametrize("name", ANYWHERE)
-def test_one_device_has_no_bubble(name):
-    assert simulate(name, n=1, m=5).bubble == (0.0,)
-    assert simulate(name, n=4, m=5, placement=(0, 0, 0, 0)).bubble == (0.0,)
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "inference"])
-def test_without_micro_batches_one_device_works_at_a_time(name):
-    for n in range(1, 7):
-        assert simulate(name, n, m=1).mean_bubble == pytest.approx((n - 1) / n)
-
-
-def test_inference_takes_one_forward_per_clock():
-    for n, m in SIZES:
-        assert simulate("inference", n, m).step_seconds == m + n - 1
-
-
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_gpipe_recomputes_in_the_bubble(checkpoint):
-    """Each recompute takes its time once, not once for every device that a gradient passes."""
-    for n, m in SIZES:
-        recomputed = {"always": m, "except_last": m - 1, "never": 0}[checkpoint]
-        assert simulate("gpipe", n, m, checkpoint).step_seconds == 3 * (m + n - 1) + recomputed
-
-
-@pytest.mark.parametrize("name", TRAINING)
-def test_first_recompute_is_over_before_its_gradient_arrives(name):
-    for n in range(2, 7):
-        simulation = simulate(name, n, m=8, checkpoint="always")
-        first = next(s.action for s in simulation.spans if s.action.stage == 0 and s.action.kind is ActionKind.BACKWARD)
-        assert span(simulation, f"0R{first.micro_batch}").end <= span(simulation, f"1B{first.micro_batch}").start
-
-
 @pytest.mark.parametrize("name", TRAINING)
 def test_recompute_seconds_are_their_own(name):
     longer = [StageCost(1, 2, recompute=3)]
     assert simulate(name, 1, 4, "always", stages=longer).step_seconds == 4 * (1 + 3 + 2)
     assert simulate(name, 1, 4, "never", stages=longer).step_seconds == 4 * (1 + 2)
-
-
-@pytest.mark.parametrize("name", TRAINING)
-def test_one_slow_stage_sets_the_pace(name):
-    """It has all micro-batches to do, and at best one way to it and one way back are added."""
-    for m in range(1, 9):
-        simulation = simulate(name, 3, m, stages=[StageCost(1, 3), StageCost(10, 20), StageCost(2, 5)])
-        assert simulation.busy == (4.0 * m, 30.0 * m, 7.0 * m)
-        assert simulation.step_seconds >= 30 * m + 1 + 3
-
-
-def test_split_backward_takes_as_long_as_the_whole():
-    schedule = parse_schedule(ZERO_BUBBLE)
-    simulation = simulate_schedule(schedule, [COST] * 2)
-    assert simulation.busy == (9.0, 9.0)
-    assert simulation.step_seconds == 10 < simulate("1f1b", 2, 3).step_seconds
-    assert span(simulation, "0U2") == Span(Action.parse("0U2"), 0, 10, 10)
-    uneven = simulate_schedule(schedule, [StageCost(1, 2, weight=0.5), StageCost(1, 2, weight=0)])
-    assert (span(uneven, "0B0").seconds, span(uneven, "0W0").seconds) == (1.5, 0.5)
-    assert (span(uneven, "1B0").seconds, span(uneven, "1W0").seconds) == (2.0, 0.0)
 
 
 # Sending: closed forms
@@ -157,19 +88,6 @@ def test_nothing_is_sent_within_a_device():
         )
         assert found.step_seconds == 6
         assert found.sent == {}
-
-
-def test_a_portal_holds_up_its_user_and_nobody_else():
-    ways = transfers_of(0, [2], 8, seconds=lambda source, target, _: 10.0 if source < target else 20.0)
-    simulation = simulate("gpipe", 3, 1, transfers=ways)
-    assert starts(simulation, "0F0 1F0 2F0 2B0 1B0 0B0") == [0, 1, 1 + 10, 12, 14, 12 + 2 + 20]
-
-
-def test_a_gradient_goes_from_user_to_user():
-    """So backward of the middle stage waits for it, and backward of the maker for the middle one."""
-    ways = transfers_of(0, [1, 2], 8, seconds=lambda source, target, _: 0.0 if source < target else 5.0)
-    simulation = simulate("gpipe", 3, 1, transfers=ways)
-    assert starts(simulation, "2B0 1B0 0B0") == [3, 3 + 2 + 5, 3 + 2 + 5 + 2 + 5]
 
 
 def test_a_link_carries_one_transfer_at_a_time():
@@ -205,10 +123,6 @@ def test_bytes_of_each_link():
 HEAVY = StageCost(1, 2, parameter_bytes=1000, saved_bytes=100, input_bytes=10, working_bytes=1)
 
 
-def totals(memory: MemoryTimeline) -> tuple[tuple[float, float], ...]:
-    return tuple((time, parts.total) for time, parts in memory.steps)
-
-
 def stage_memory(simulation: Simulation) -> list[MemoryTimeline]:
     """For each stage the bytes in use over time, as if it had a device of its own."""
     return [
@@ -225,33 +139,6 @@ def test_peak_is_what_is_in_flight(name):
         assert [memory.peak for memory in kept.memory] == [1001 + 110 * f for f in flight]
         recomputed = simulate(name, n, m, "always", stages=[HEAVY] * n)
         assert [memory.peak for memory in recomputed.memory] == [1001 + 10 * f + 100 for f in flight]
-
-
-def test_memory_of_a_device_is_that_of_all_its_stages():
-    for v, m in product(range(1, 4), range(1, 5)):
-        simulation = simulate("gpipe", 2 * v, m, stages=[HEAVY] * 2 * v, placement=(0, 1) * v)
-        assert [memory.peak for memory in simulation.memory] == [v * (1000 + 110 * m) + 1] * 2
-        assert [memory.peak for memory in stage_memory(simulation)] == [1000 + 110 * m + 1] * 2 * v
-
-
-def test_memory_over_time_of_one_micro_batch():
-    cost = replace(HEAVY, recompute=4)
-    (never,), (always,) = (simulate("gpipe", 1, 1, c, stages=[cost]).memory for c in ("never", "always"))
-    assert totals(never) == ((0, 1000), (0, 1111), (1, 1110), (1, 1111), (3, 1000))
-    assert totals(always) == ((0, 1000), (0, 1011), (1, 1010), (1, 1111), (5, 1110), (5, 1111), (7, 1000))
-
-
-def test_a_split_backward_holds_until_its_weights_are_done():
-    schedule = parse_schedule("0F0 0B0 0F1 0B1 0W0 0W1")
-    (memory,) = simulate_schedule(schedule, [replace(HEAVY, working_bytes=0)]).memory
-    assert memory.peak == 1000 + 2 * 110
-    assert totals(memory)[-1] == (6, 1000)
-
-
-def test_where_nothing_goes_back_nothing_is_saved():
-    for memory in simulate("inference", 3, 4, "always", stages=[HEAVY] * 3).memory:
-        assert memory.peak == 1000 + 10 + 1
-        assert totals(memory)[-1][1] == 1000
 
 
 def test_micro_batches_in_flight():
@@ -524,43 +411,7 @@ def test_schedule_that_would_not_run_is_refused():
         simulate_schedule(Schedule("mine", 1, 1, rows), [COST])
 
 
-def test_nothing_takes_no_time():
-    simulation = simulate("gpipe", 2, 2, stages=[StageCost(0, 0)] * 2)
-    assert (simulation.step_seconds, simulation.bubble) == (0.0, (0.0, 0.0))
-    assert str(simulation).endswith("step 0.000 ms, mean bubble 0.0 %")
-
-
-def test_an_idle_device_holds_nothing():
-    schedule = Schedule("idle", 1, 1, ((Action.parse("0F0"),), ()))
-    simulation = simulate_schedule(schedule, [HEAVY])
-    assert (simulation.busy, simulation.bubble) == ((1.0, 0.0), (0.0, 1.0))
-    assert [memory.peak for memory in simulation.memory] == [1011, 0]
-
-
 # The drawing
-
-
-def test_timeline_is_the_triangle_a_person_would_draw():
-    assert str(simulate("gpipe", n=3, m=3)) == (
-        "gpipe: 3 stages, 3 micro-batches\n"
-        "device 0 |F0 F1 F2 ..................B2=== B1=== B0=== |  busy 9000 ms, bubble 40.0 %\n"
-        "device 1 |...F0 F1 F2 .........B2=== B1=== B0=== ......|  busy 9000 ms, bubble 40.0 %\n"
-        "device 2 |......F0 F1 F2 B2=== B1=== B0=== ............|  busy 9000 ms, bubble 40.0 %\n"
-        "step 15.0 s, mean bubble 40.0 %\n"
-        "critical path: B 66.7 %, F 33.3 %"
-    )
-
-
-def test_timeline_names_stages_where_a_device_has_several():
-    simulation = simulate_schedule(parse_schedule("0F0 1F0 1B0 0B0"), [StageCost(1, 1)] * 2)
-    assert "device 0 |0F0 1F0 1B0 0B0 |  busy 4000 ms" in str(simulation)
-
-
-def test_long_timeline_keeps_its_width_and_shows_kinds():
-    lines = str(simulate("gpipe", n=4, m=50)).splitlines()[1:-2]
-    drawn = [line.split("|")[1] for line in lines]
-    assert drawn[0] == "F" * 31 + "." * 6 + "B" * 63
-    assert drawn[3] == "." * 2 + "F" * 31 + "B" * 63 + "." * 4
 
 
 @pytest.mark.parametrize("module", [fxpipe.simulation, fxpipe.simulation.costs])

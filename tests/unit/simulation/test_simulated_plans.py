@@ -6,8 +6,6 @@ import copy
 import functools
 import math
 import pickle
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
@@ -29,9 +27,8 @@ from fxpipe.partitioning import Link
 from fxpipe.planning.plans import Plan, StagePlan
 from fxpipe.planning.plans.simulate_plan import vary_plan
 from fxpipe.runtime.step_record import ActionRecord, DeviceRecord, StepRecord
-from fxpipe.scheduling import ActionKind, make_schedule, parse_schedule, round_robin, there_and_back
+from fxpipe.scheduling import ActionKind, make_schedule, parse_schedule, round_robin
 from fxpipe.simulation import Simulation, StageCost, Transfer, simulate_schedule
-from fxpipe.utils.polynomial import Polynomial
 from fxpipe.utils.text_table import bytes_of_limit
 from fxpipe.utils.units import human_bytes
 
@@ -125,16 +122,6 @@ def test_bubbles_are_those_of_the_closed_forms() -> None:
             for d, busy in enumerate((found := fxpipe.simulate(plan, schedule="zero_bubble_2p")).busy):
                 spans = [span for span in found.spans if span.device == d]
                 assert spans[-1].end - spans[0].start == pytest.approx(busy), (n, m)
-
-
-def test_bubbles_of_several_stages_on_a_device() -> None:
-    for p, m, v in product((2, 3, 4), (4, 8, 12), (2, 3)):
-        if m >= p:
-            found = fxpipe.simulate(even_plan(round_robin(p, v), m), schedule="interleaved_1f1b")
-            assert found.mean_bubble == pytest.approx((p - 1) / (m * v + p - 1)), (p, m, v)
-    for p, m in product((2, 3, 4), (8, 16)):  # the last device begins when p - 1 stages have run
-        found = fxpipe.simulate(even_plan(there_and_back(p, 2), m), schedule="zbv")
-        assert found.step_seconds == pytest.approx(6 * m + p - 1), (p, m)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -401,22 +388,6 @@ def test_devices_that_copy_for_themselves_take_turns_at_an_adapter() -> None:
     assert len(copying) == 4
 
 
-@settings(max_examples=60, deadline=None)
-@given(any_case())
-def test_what_all_share_is_never_faster(case: Any) -> None:
-    schedule, stages, transfers, overlaps = case
-    plain = simulate_schedule(schedule, stages, transfers, overlaps=overlaps)
-    own = [replace(way, over=(f"{way.source} {way.target}",)) for way in transfers]
-    if overlaps and len({(w.source, w.target) for w in own}) == len(own):  # what only one takes changes nothing
-        assert simulate_schedule(schedule, stages, own, overlaps=overlaps).spans == plain.spans
-    device_of = {a.stage: d for d, row in enumerate(schedule.rows) for a in row}
-    sent = sum(way.seconds for way in transfers if device_of[way.source] != device_of[way.target] and (
-        not way.is_gradient or any(a.kind is ActionKind.BACKWARD for row in schedule.rows for a in row)))  # fmt: skip
-    shared = [replace(way, over=("all",)) for way in transfers]
-    found = simulate_schedule(schedule, stages, shared, overlaps=overlaps)
-    assert found.step_seconds >= sent * schedule.micro_batches  # they all go one after the other
-
-
 def test_devices_of_a_node_share_its_adapters() -> None:
     four = replace(HARDWARE["h100"], devices_per_node=4, adapters_per_node=2)
     assert cluster_of(four, 8).adapters(0, 3) == ()
@@ -475,41 +446,6 @@ def test_a_table_of_ones_own_has_its_own_number_of_micro_batches() -> None:
     assert found.step_seconds == fxpipe.simulate(planned(), schedule="gpipe", chunks=2).step_seconds
     with pytest.raises(ArgumentError, match="a table for 2 micro-batches, but there are 3"):
         fxpipe.simulate(planned(), schedule=table, chunks=3)
-
-
-def test_of_a_plan_that_does_not_know_its_batch_micro_batches_are_what_they_were() -> None:
-    plan = even_plan((0, 1), m=4)
-    assert fxpipe.simulate(plan).samples is None
-    assert fxpipe.simulate(plan, chunks=2).samples == 4  # 4 micro-batches of one sample
-    assert vary_plan(plan, chunks=2).micro_batch == 2
-
-
-def test_bytes_of_a_plan_without_formulas_grow_in_proportion() -> None:
-    """A file that was written before it had them, or a plan made by hand."""
-    plan = planned()
-    bare = replace(
-        plan,
-        stages=tuple(replace(stage, sent=Polynomial()) for stage in plan.stages),
-        sendings=tuple(replace(way, size=Polynomial()) for way in plan.sendings),
-    )
-    twice, known = (vary_plan(one, batch=2 * (plan.batch or 0)) for one in (bare, plan))
-    assert twice.micro_batch == 2 * plan.micro_batch
-    assert [way.bytes for way in twice.sendings] == [2 * way.bytes for way in plan.sendings]
-    assert [way.seconds for way in twice.sendings] == [way.seconds for way in known.sendings]
-    assert [stage.sent_bytes for stage in twice.stages] == [stage.sent_bytes for stage in known.stages]
-
-
-def test_simulating_loads_no_torch(tmp_path: Any) -> None:
-    planned().save(tmp_path / "plan.json")
-    code = (
-        "import sys, fxpipe\n"
-        f"plan = fxpipe.Plan.load({str(tmp_path / 'plan.json')!r})\n"
-        "print(fxpipe.simulate(plan, hardware='a100-80gb', chunks=8, schedule='zero_bubble').step_seconds)\n"
-        "assert 'torch' not in sys.modules and 'sympy' not in sys.modules"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    here = fxpipe.simulate(planned(), hardware="a100-80gb", chunks=8, schedule="zero_bubble")
-    assert float(run.stdout) == here.step_seconds
 
 
 # -- beside what was measured ------------------------------------------------------------------------------------------

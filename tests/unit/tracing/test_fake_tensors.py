@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import functools
-import json
-import logging
 import resource
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers.models import GPT, UNet
 from helpers.unseen_list import UnseenList
 from torch import fx, nn
-from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses import FakeTensorMode
 
 import fxpipe
 from fxpipe.errors import ArgumentError, StateError, TraceError
 from fxpipe.hardware import HARDWARE
-from fxpipe.inspect.cli import main
-from fxpipe.profiling.flops import operation_flops
-from fxpipe.profiling.roofline import bytes_moved
 from fxpipe.tracing.fake_tensors import mute_fake_tensor_logs
 from fxpipe.tracing.node_info import info
 
@@ -240,72 +234,7 @@ def test_the_general_paths_of_libraries_may_do_without_the_value():
     assert "needs the values" in traced.why[0]
 
 
-def test_texts_for_people_need_no_values():
-    lines = []
-    with torch.device("meta"):
-        model = Reads(lambda x: lines.append(f"{x} {x.sum()!r} {x.sum():.2f}"))
-    fxpipe.trace(model, (torch.randn(4, 4),))
-    assert "FakeTensor" in lines[0]
-
-
-def test_what_constants_say_can_be_read():
-    with torch.device("meta"):
-        model = Reads(lambda x: torch.tensor(2).add(1).item() == 3 and len(torch.tensor([1.0]).tolist()) == 1)
-    real = Reads(model.read)
-    assert fxpipe.trace(model, (x := torch.randn(4, 4),)).fingerprint() == fxpipe.trace(real, (x,)).fingerprint()
-
-
 # -- seconds ---------------------------------------------------------------------------------------------------------
-
-
-def test_flops_and_bytes_of_operations():
-    seen = {}
-
-    class Look(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            found = operation_flops(func, args, kwargs or {}, result), bytes_moved(func, args, kwargs or {}, result)
-            seen.setdefault(func.overloadpacket.__name__, found)
-            return result
-
-    x, w = torch.zeros(8, 16), torch.zeros(16, 32)
-    table, ids = torch.zeros(1000, 16), torch.zeros(8, dtype=torch.long)
-    q = torch.zeros(2, 4, 64, 16)
-    with Look():
-        x @ w
-        x.add_(1)
-        x.relu()
-        x.view(-1)
-        x.t()
-        torch.empty(8)
-        x.sub(torch.zeros(1).expand(8, 16))
-        F.embedding(ids, table)
-        F.scaled_dot_product_attention(q, q, q)
-    assert seen["mm"] == (2 * 8 * 16 * 32, 4 * (8 * 16 + 16 * 32 + 8 * 32))
-    assert seen["add_"] == (0, 4 * 2 * 8 * 16)
-    assert seen["relu"] == (0, 4 * 2 * 8 * 16)
-    assert seen["view"] == seen["t"] == seen["empty"] == seen["expand"] == (0, 0)
-    assert seen["sub"] == (0, 4 * (8 * 16 + 1 + 8 * 16))
-    assert seen["embedding"] == (0, 8 * 8 + 4 * 2 * 8 * 16)
-    attention = next(found for name, found in seen.items() if "attention" in name)
-    assert attention[0] == 2 * (2 * 2 * 4 * 64 * 64 * 16)
-
-
-def test_seconds_are_those_of_the_roofline():
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(1024, 4096, bias=False), nn.ReLU(), nn.Linear(4096, 1024, bias=False))
-    x = torch.zeros(4096, 1024)
-    costs = fxpipe.profile(fxpipe.trace(model, (x,)), (x,))
-    assert costs.estimated_for == A100.name
-    assert "estimated for NVIDIA A100" in str(costs)
-    product = A100.seconds(2 * 4096 * 1024 * 4096, "float32", 0)
-    pointwise = A100.seconds(0, "", 2 * 4 * 4096 * 4096)
-    first, relu, last = costs.nodes
-    assert first.forward.at(costs.micro_batch) == pytest.approx(product)
-    assert first.backward.at(costs.micro_batch) == pytest.approx(product)  # of the weight; the input needs no gradient
-    assert relu.forward.at(costs.micro_batch) == pytest.approx(pointwise)
-    assert relu.backward.at(costs.micro_batch) == pytest.approx(1.5 * pointwise)
-    assert last.backward.at(costs.micro_batch) == pytest.approx(2 * product)
 
 
 def test_plans_of_such_models_say_that_seconds_are_estimates():
@@ -316,12 +245,6 @@ def test_plans_of_such_models_say_that_seconds_are_estimates():
         plan = fxpipe.plan(model, 2, example_args=(make_input(),), chunks=2)
         assert all(s.forward_seconds > 0 for s in plan.stages)
         assert plan.estimated_for == A100.name
-
-
-def test_measured_seconds_are_no_estimates():
-    plan = fxpipe.plan(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2, example_args=(torch.zeros(4, 4),))
-    assert plan.estimated_for == ""
-    assert "estimate" not in str(plan)
 
 
 # -- plans -----------------------------------------------------------------------------------------------------------
@@ -392,18 +315,6 @@ def test_a_pipe_does_not_run_on_inputs_without_values():
         assert pipe(torch.zeros(4, 4)).shape == (4, 4)
 
 
-def test_inspect_a_model_without_values(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "large.py").write_text(
-        "import torch\n\n\ndef make():\n    with torch.device('meta'):\n"
-        "        return torch.nn.Sequential(*(torch.nn.Linear(50_000, 50_000) for _ in range(4)))\n"
-    )
-    assert main(["large.py:make", "--input", "4x50000", "--devices", "cpu,cpu", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["estimated_for"] == A100.name
-    assert document["totals"]["parameter_bytes"] == 4 * 4 * (50_000**2 + 50_000)
-
-
 def test_torch_logs_nothing_of_what_fake_tensors_cannot_do(caplog):
     """A refusal says it in its own words, and not behind a hundred lines of torch's log."""
 
@@ -417,24 +328,6 @@ def test_torch_logs_nothing_of_what_fake_tensors_cannot_do(caplog):
     with mute_fake_tensor_logs():
         fail()
     assert not caplog.records
-
-
-def test_costs_are_estimated_without_a_log(caplog):
-    """A product that runs on values and fails on fake ones is estimated on values, and no stack is logged of it."""
-
-    @fxpipe.leaf
-    def product(x):
-        return x @ (x if isinstance(x, FakeTensor) else x.new_ones(3, 3))
-
-    class Model(nn.Linear):
-        def forward(self, x):
-            return product(super().forward(x))
-
-    x = torch.randn(4, 3)
-    traced = fxpipe.trace(Model(3, 3), (x,))
-    profile = fxpipe.profile(traced, (x,), hardware="h100")
-    assert profile.nodes
-    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 # -- caches of the user's ---------------------------------------------------------------------------------------------

@@ -56,10 +56,6 @@ def pipe_of(model: nn.Module, **options: Any) -> Any:
     return closing(fxpipe.pipeline(model, **{"devices": ["cpu", "cpu"], "chunks": 4} | options))
 
 
-def _item(m, h, x):
-    return h * x[0, 0].item() if x.shape[1] == 6 else h
-
-
 def _assert(m, h, x):
     assert (x.abs() < 1e9).all()
     return h
@@ -424,31 +420,6 @@ def test_layer_drop_that_is_sure(p):
         assert graphs(pipe) == 1
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.3])
-def test_layer_drop_is_the_same_for_a_seed(noise):
-    def run() -> list[torch.Tensor]:
-        torch.manual_seed(3)
-        model = LayerDrop(0.5, noise=noise)
-        with pipe_of(model) as pipe:
-            return [pipe(torch.ones(8, 6)).detach() for _ in range(12)]
-
-    first, second = run(), run()
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert len({float(a[0, 0]) for a in first}) > 1
-
-
-def test_layer_drop_is_off_in_evaluation_and_on_again():
-    model = LayerDrop(1.0)
-    plain = copy.deepcopy(model).eval()
-    with pipe_of(model) as pipe:
-        x = mixed_signs()
-        torch.testing.assert_close(pipe(x), plain.last(x))
-        pipe.eval()
-        torch.testing.assert_close(pipe(x), plain(x))
-        pipe.train()
-        torch.testing.assert_close(pipe(x), plain.last(x))
-
-
 def test_a_lot_that_goes_on_into_the_computation_is_no_guard():
     """A stage would draw another number than the one that was read: the same lines have to do both."""
 
@@ -493,15 +464,6 @@ def test_reads_that_change_in_each_step_are_warned_of_once():
     assert "leaf_modules=" in text
 
 
-def test_graphs_for_other_inputs_are_no_reason_to_warn():
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    with pipe_of(model) as pipe, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for dims in range(1, 12):
-            pipe(torch.randn(8, *[1] * dims, 6))
-        assert graphs(pipe) == 11
-
-
 # -- other threads ---------------------------------------------------------------------------------------------------
 
 
@@ -529,17 +491,6 @@ def test_other_threads_run_modules_and_draw_while_a_model_is_recorded():
         thread.join()
     assert not wrong
     assert not torch.compiler.is_compiling()
-
-
-def test_what_is_printed_shows_module_path_source_line_and_guards():
-    model = Reading(lambda m, h, x: h.relu() if (x > 0).all() else h)
-    found = trace(model, (positive(),))
-    lines = str(found.graph).splitlines()
-    assert any(
-        re.search(r"^first +F\.linear\(.*\) +float32\[b, 6\] +first +test_guards\.py:\d+$", line) for line in lines
-    )
-    assert not any("holds where" in line for line in lines)
-    assert re.search(r"\n- holds where bool of all_1 was True at test_guards\.py:\d+\n", str(found))
 
 
 def test_a_guard_that_cannot_be_asked_does_not_hold():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 import pathlib
 
 import pytest
@@ -14,13 +13,10 @@ from fxpipe.errors import InternalError
 from fxpipe.tracing.node_info import (
     NodeInfo,
     RandomDraws,
-    info,
     number_of,
     opaque_call_of,
     random_draws_of,
-    set_info,
     state_of,
-    update_info,
     value_read_of,
 )
 
@@ -29,31 +25,6 @@ TORCHS_OWN = {"val", "nn_module_stack", "stack_trace"}
 
 def a_node() -> fx.Node:
     return fx.Graph().placeholder("x")
-
-
-def test_a_node_of_which_nothing_is_known_has_the_defaults():
-    assert info(a_node()) == NodeInfo()
-
-
-def test_an_update_keeps_the_other_fields():
-    node = a_node()
-    set_info(node, NodeInfo(source="model.py:3", module="block"))
-    update_info(node, rng=RandomDraws(ordinal=2))
-    assert info(node) == NodeInfo(source="model.py:3", module="block", rng=RandomDraws(ordinal=2))
-    assert info(node).is_random
-
-
-def test_copies_of_a_node_know_the_same_and_learn_apart():
-    node = a_node()
-    update_info(node, module="block")
-    copied, graph = fx.Graph().node_copy(node), copy.deepcopy(node.graph)
-    update_info(node, module="other")
-    assert info(copied).module == info(next(iter(graph.nodes))).module == "block"
-
-
-def test_an_unknown_field_is_refused():
-    with pytest.raises(TypeError, match="modul"):
-        update_info(a_node(), modul="block")
 
 
 @pytest.mark.parametrize(

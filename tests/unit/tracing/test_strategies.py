@@ -277,11 +277,6 @@ def test_a_module_kept_whole_that_holds_most_of_the_model_is_warned_of_once() ->
     assert "'backbone' is one node with 80% of the parameters" in " ".join(str(plan).split())
 
 
-def test_no_warning_where_there_is_nothing_to_balance_or_the_user_has_asked() -> None:
-    fxpipe.plan(Speech(drawn), 1, example_args=(x(),), chunks=2, hardware="cpu")
-    fxpipe.plan(Speech(drawn), 2, example_args=(x(),), chunks=2, hardware="cpu", leaf_modules=["backbone"])
-
-
 def test_a_leaf_function_around_what_draws_makes_the_graph_finer() -> None:
     plan = fxpipe.plan(Speech(fxpipe.leaf(drawn)), 2, example_args=(x(),), chunks=2, hardware="cpu")
     assert not plan.whole

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe import trace
-from fxpipe._torch.module_internals import all_modules, module_flags
+from fxpipe._torch.module_internals import module_flags
 from fxpipe.errors import ArgumentTypeError, TraceError
 from fxpipe.tracing import Traced
 from fxpipe.tracing.node_info import info, state_of
@@ -213,10 +213,6 @@ def test_one_tensor_in_two_places_is_not_two_equal_ones():
     assert not traced.matches([other, x(3)], traced.in_spec, traced.flags)
 
 
-def test_objects_that_hold_no_tensors_come_out():
-    assert trace(Forward(lambda m, x: {"y": m.lin(x), "note": object()}), (x(),)).out_dims == (0, None)
-
-
 # -- functions of one's own ------------------------------------------------------------------------------------------
 
 
@@ -347,22 +343,6 @@ def test_shared_module_has_one_parameter_and_two_nodes():
     assert names(traced) == ["lin", "lin_1"]
 
 
-def test_unused_results_of_functions_with_out_stay():
-    def forward(m, x):
-        y = torch.empty(x.shape[0], 6)
-        with torch.no_grad():
-            torch.add(x, 1, out=y)
-        return m.lin(y)
-
-    assert_same_as_model(trace(Forward(forward), (x(),)), x(3))
-
-
-def test_fingerprint_is_that_of_the_graph():
-    model = Forward(lambda m, x: Noise.apply(m.lin(x)))
-    assert trace(model, (x(),)).fingerprint() == trace(model, (x(7),)).fingerprint()
-    assert trace(model, (x(),)).fingerprint() != trace(Forward(lambda m, x: m.lin(x)), (x(),)).fingerprint()
-
-
 # -- buffers and attributes ------------------------------------------------------------------------------------------
 
 
@@ -408,16 +388,6 @@ def test_tensor_attributes_that_forward_sets():
     assert set(traced.assigned) == {"last", "current"}
     assert torch.equal(model.current, model.tables[1])  # forward makes it, and every later call has it
     assert list(traced.constants) == ["tables.1"]
-
-
-def test_constants_take_no_name_of_the_model():
-    model = Forward(
-        lambda m, x: m.lin(x) * m.constant_0 + torch.as_tensor(np.arange(6, dtype=np.float32)),
-        constant_0=torch.full((6,), 2.0),
-    )
-    traced = trace(model, (x(),))
-    assert list(traced.constants) == ["constant_1"]
-    assert_same_as_model(traced, x(5))
 
 
 def test_batch_norm_statistics_are_known_to_be_written():
@@ -487,28 +457,6 @@ def test_flags_tell_whatever_decides_which_python_runs(change):
     assert module_flags(model) == before
     change(model)
     assert module_flags(model) != before
-
-
-class _Lister(nn.Module):
-    """Says by itself which modules it has."""
-
-    def __init__(self):
-        super().__init__()
-        self.lin, self.hidden = nn.Linear(6, 6), [nn.Dropout(0.5)]
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        yield from super().named_modules(*args, **kwargs)
-        yield "hidden", self.hidden[0]
-
-
-def test_flags_are_those_of_all_modules():
-    shared = nn.Linear(6, 6)
-    for model in (
-        nn.Sequential(shared, nn.Sequential(nn.ReLU(), shared), nn.ModuleDict({"a": shared, "b": nn.ReLU()})),
-        nn.Sequential(nn.ReLU(), _Lister()),
-    ):
-        assert {*all_modules(model)} == {*model.modules()}
-        assert len(module_flags(model)) == len(list(model.modules()))
 
 
 def test_matches_asks_for_everything_that_a_graph_depends_on():
@@ -598,31 +546,6 @@ def test_inputs_stay_as_they_were():
         assert given._version == 0
 
 
-def test_other_threads_run_modules_undisturbed():
-    """Symbolic tracing patches modules for all threads; a recording is seen by its own thread only."""
-    failures: list[BaseException] = []
-    stop = threading.Event()
-    other = nn.Sequential(nn.Linear(6, 6), nn.ReLU())
-    other.register_forward_hook(lambda *_: None)  # would be refused in the recorded model
-
-    def work():
-        try:
-            while not stop.is_set():
-                Square.apply(other(x()), 1.0)[0].sum().backward()
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        for _ in range(5):
-            assert names(trace(Forward(lambda m, x: m.lin(x).relu()), (x(),))) == ["lin", "relu"]
-    finally:
-        stop.set()
-        thread.join()
-    assert not failures
-
-
 def test_two_threads_trace_at_once():
     found: list[list[str]] = []
     barrier = threading.Barrier(2)
@@ -703,46 +626,6 @@ def test_wrong_types():
 
 
 # -- printed ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_graph_prints_readably():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.norm, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Linear(4, 2)
-
-        def forward(self, x):
-            x = F.max_pool2d(F.relu(self.norm(self.conv(x))), 2)
-            left, right = x.chunk(2, dim=1)
-            x = torch.cat([left + 1, right], 1)[..., 1:]
-            return self.head(x.mean((2, 3)).view(x.shape[0], -1)) + torch.zeros(2, device=x.device)
-
-    lines = [
-        " ".join(line.split()).replace(" test_trace.py", " t").rpartition(":")[0]
-        for line in str(trace(Net(), (torch.randn(4, 3, 8, 8),))).splitlines()
-    ]
-    assert lines[3:] == [
-        "in_0 placeholder float32[b, 3, 8, 8]".rpartition(":")[0],
-        "conv torch.conv2d(in_0, conv.weight, conv.bias, padding=(1, 1)) float32[b, 4, 8, 8] conv t",
-        "norm_num_batches_tracked_add norm.num_batches_tracked.add_(1) int64[] norm t",
-        "norm F.batch_norm(conv, norm.running_mean, norm.running_var, weight=norm.weight, bias=norm.bias, "
-        "training=True) "
-        "float32[b, 4, 8, 8] norm t",
-        "relu F.relu(norm) float32[b, 4, 8, 8] t",
-        "max_pool2d F.max_pool2d(relu, 2) float32[b, 4, 4, 4] t",
-        "chunk max_pool2d.chunk(2, dim=1) float32[b, 2, 4, 4], float32[b, 2, 4, 4] t",
-        "chunk_0 chunk[0] float32[b, 2, 4, 4] t",
-        "chunk_1 chunk[1] float32[b, 2, 4, 4] t",
-        "add chunk_0 + 1 float32[b, 2, 4, 4] t",
-        "cat torch.cat([add, chunk_1], 1) float32[b, 4, 4, 4] t",
-        "getitem cat[..., 1:] float32[b, 4, 4, 3] t",
-        "mean getitem.mean((2, 3)) float32[b, 4] t",
-        "size getitem.size(0) b t",
-        "view mean.view(size, -1) float32[b, 4] t",
-        "head F.linear(view, head.weight, head.bias) float32[b, 2] head t",
-        "zeros torch.zeros(2, device='cpu') float32[2] t",
-        "add_1 head + zeros float32[b, 2] t",
-    ]
 
 
 class HandingOn(nn.Module):

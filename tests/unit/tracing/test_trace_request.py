@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
-import torch
 from helpers.traced_models import x
 from torch import fx, nn
 
 from fxpipe import trace
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.tracing import strategies, tracing_passes
-from fxpipe.tracing.fake_tensors import with_fake_tensors
-from fxpipe.tracing.record.leaf_module import LEAF_MODULE_REASON
 from fxpipe.tracing.trace_request import TraceRequest
 
 DEFAULTS: dict[str, Any] = {
@@ -36,20 +32,6 @@ def request(module: nn.Module, **options: Any) -> TraceRequest:
     return TraceRequest.of(module, (x(),), {}, **{**DEFAULTS, **options})
 
 
-def test_a_request_is_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        request(model()).chunks = 3  # type: ignore[misc]
-
-
-def test_leaf_modules_are_paths():
-    assert request(model(), leaf_modules=[nn.ReLU]).leaf_modules == {"1": LEAF_MODULE_REASON}
-
-
-def test_leaf_modules_take_recording():
-    with pytest.raises(ArgumentError, match=r"leaf_modules=\['1'\] and tracer=<function .*only recording"):
-        request(model(), leaf_modules=["1"], tracer=fx.symbolic_trace)
-
-
 @pytest.mark.parametrize(
     ("tracer", "error", "said"),
     [
@@ -68,20 +50,6 @@ def test_another_tracer_is_refused_with_what_there_is(tracer, error, said):
     assert str(caught.value).startswith(f"{said}; {accepted}")
     remedy = "make a function of it: lambda m" if "Tracer" in said else "leave it out to "
     assert remedy in str(caught.value)
-
-
-def test_fake_tensors_are_recorded_and_not_compared():
-    with torch.device("meta"):
-        module = model()
-    with with_fake_tensors(module, ((x(),), {})) as (args, kwargs):
-        asked = TraceRequest.of(module, args, kwargs, **DEFAULTS)
-    assert (asked.tracer, asked.is_compared) == ("record", False)
-
-
-def test_a_request_for_a_micro_batch_has_its_inputs_and_the_same_options():
-    module = model()
-    part = request(module, seed=7).on_micro_batch((x(2),), {})
-    assert (part.model, part.seed, part.chunks, [leaf.shape for leaf in part.leaves]) == (module, 7, 1, [(2, 6)])
 
 
 def test_every_recording_goes_through_the_passes_with_one_request(monkeypatch):

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
-import os
-import pty
 import re
-import subprocess
-import sys
-import termios
-import textwrap
 import threading
 import time
 
@@ -72,23 +66,6 @@ def test_bar_on_a_terminal(monkeypatch):
     assert "/3 nodes" in terminal.getvalue()
 
 
-def test_bar_leaves_nothing_behind(monkeypatch):
-    terminal = looked_at(monkeypatch)
-    count()
-    assert not any(lines_of(terminal.getvalue()))
-
-
-def test_number_of_what_has_no_known_total(monkeypatch):
-    terminal = looked_at(monkeypatch)
-    with progress("recording", None) as step:
-        step()
-        time.sleep(0.15)  # longer than there is between two looks of a bar
-        step(note="at lin")
-    assert "recording: 2 nodes" in terminal.getvalue()
-    assert "at lin" in terminal.getvalue()
-    assert not any(lines_of(terminal.getvalue()))
-
-
 def test_no_bar_for_a_short_step(monkeypatch):
     terminal = looked_at(monkeypatch)
     monkeypatch.setattr(progress_module, "BAR_DELAY", 60.0)
@@ -119,42 +96,6 @@ def test_no_bar_without_a_terminal(monkeypatch, stderr):
     assert not isinstance(stderr, io.StringIO) or stderr.closed or stderr.getvalue() == ""
 
 
-def test_terminal_that_is_closed_meanwhile(monkeypatch):
-    terminal = looked_at(monkeypatch)
-    with progress("counting", 3) as step:
-        step()
-        terminal.close()
-        step()
-
-
-def test_no_bar_after_an_exception(monkeypatch):
-    terminal = looked_at(monkeypatch)
-    with pytest.raises(ZeroDivisionError), progress("counting", 3) as step:
-        step(1 / 0)
-    assert "counting:" in terminal.getvalue()
-    assert not any(lines_of(terminal.getvalue()))
-
-
-def test_all_passes_have_one_bar(monkeypatch):
-    terminal = looked_at(monkeypatch)
-    with show_phases("planning"):
-        with progress("tuning", 4, "candidates") as outer:
-            outer()
-            with show_phases("planning another graph"), progress("counting", 2) as inner:
-                inner()
-                assert re.search(r"planning: \[.*, planning another graph, counting 50%\]", terminal.getvalue())
-            outer()
-        with progress("recording", None) as step:
-            step(note="at lin")
-    text = terminal.getvalue()
-    assert "planning: [" in text
-    assert "tuning 25%" in text
-    assert "tuning 50%" in text
-    assert "recording 1 nodes, at lin" in text
-    assert "\n" not in text, "a second bar"
-    assert not any(lines_of(text))
-
-
 def test_a_log_has_one_line(monkeypatch):
     log = io.StringIO()
     monkeypatch.setattr("sys.stderr", log)
@@ -169,30 +110,6 @@ def test_a_log_has_one_line(monkeypatch):
     with show_phases("planning"):
         phase("cutting")
     assert log.getvalue().count("\n") == 1
-
-
-def test_a_notebook_has_a_bar(monkeypatch):
-    class OutStream(io.StringIO):
-        __module__ = "ipykernel.iostream"
-
-    stream = OutStream()
-    monkeypatch.setattr("sys.stderr", stream)
-    monkeypatch.setattr(progress_module, "BAR_DELAY", 0.0)
-    with show_phases("planning"):
-        phase("cutting")
-    assert "planning: [00:00, cutting]" in stream.getvalue()
-
-
-def test_no_bar_where_none_is_wanted(monkeypatch):
-    terminal = looked_at(monkeypatch)
-    with show_progress(False):
-        count()
-        with show_progress(True):
-            count()
-        count()
-    assert terminal.getvalue() == ""
-    count()
-    assert "counting:" in terminal.getvalue()
 
 
 def test_threads_have_their_own_say(monkeypatch):
@@ -264,34 +181,3 @@ def test_entry_points_take_the_wish(monkeypatch):
     assert terminal.getvalue() == ""
     with pytest.raises(ArgumentTypeError, match="progress='no': expected True or False"):
         fxpipe.plan(model, 2, example_args=(x,), progress="no")
-
-
-PROGRAM = """
-import sys, time
-from fxpipe.utils import progress
-progress.BAR_DELAY = 0.05
-with progress.progress("waiting", 4) as step:
-    for _ in range(4):
-        time.sleep(0.05)
-        step()
-print("done", file=sys.stderr)
-"""
-
-
-def test_bar_on_a_real_terminal():
-    """Of a process of its own, with a pseudo-terminal for its stderr."""
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, 80))
-    with os.fdopen(ours, "rb", buffering=0) as reading:
-        process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(PROGRAM)], stderr=theirs)
-        os.close(theirs)
-        found = b""
-        try:
-            while piece := reading.read(4096):
-                found += piece
-        except OSError:  # Linux's way to say that the other end is closed
-            pass
-        assert process.wait() == 0
-    text = found.decode()
-    assert "waiting:" in text
-    assert [line for line in lines_of(text.replace("\r\n", "\n")) if line] == ["done"]

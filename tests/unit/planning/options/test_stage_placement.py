@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.cases import each_once
 from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError, MemoryLimitError
 from fxpipe.planning.options.stage_placement import TRAINING_SCHEDULES
 from fxpipe.planning.plans.figures import plan_figures
-from fxpipe.scheduling import CHECKPOINTS, make_schedule, micro_batches_in_flight, steady_micro_batches
+from fxpipe.scheduling import make_schedule, micro_batches_in_flight, steady_micro_batches
 
 LOOPED = ["interleaved_1f1b", "interleaved_zero_bubble"]
 V_SHAPED = ["zbv", "dualpipev", "v_half", "v_min"]
@@ -41,8 +42,7 @@ def _timed(plan, **seconds):
     return replace(plan, stages=tuple(replace(stage, **seconds) for stage in plan.stages), sendings=())
 
 
-@pytest.mark.parametrize("schedule", TRAINING_SCHEDULES)
-@pytest.mark.parametrize("chunks", [1, 3, 4])
+@pytest.mark.parametrize(("schedule", "chunks"), each_once(TRAINING_SCHEDULES, [1, 3, 4]))
 def test_every_schedule_is_planned_on_its_placement(schedule, chunks):
     plan = _plan(schedule, chunks=chunks, checkpoint="except_last")
     plan = _timed(plan, forward_seconds=1, backward_seconds=2, weight_seconds=1, action_seconds=0)
@@ -107,33 +107,6 @@ def test_a_plan_brings_its_placement_and_the_schedule_must_go_with_it():
         fxpipe.pipeline(_chain(), plan=plan, schedule="interleaved_1f1b")
     with pytest.raises(ArgumentError, match=r"'zbv' needs 2 stages on each device, .* placed as in \(0, 1\)"):
         fxpipe.pipeline(_chain(), plan=_plan("1f1b"), schedule="zbv")
-
-
-@pytest.mark.parametrize("schedule", TWICE)
-def test_the_drop_in_and_evaluation_run_on_any_placement(schedule):
-    model, x = _chain(), torch.randn(8, 8)
-    with fxpipe.pipeline(_chain(), ["cpu"] * 2, 4, schedule=schedule, profile_budget=0.1) as pipe:
-        torch.testing.assert_close(pipe(x), model(x))
-        assert pipe.last_step.schedule == "gpipe"
-        with torch.no_grad():
-            torch.testing.assert_close(pipe(x), model(x))
-        assert pipe.last_step.schedule == "inference"
-
-
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-@pytest.mark.parametrize("chunks", [1, 3, 4])
-def test_interleaved_1f1b_equals_the_plain_model(chunks, checkpoint):
-    model, x, t = _chain(), torch.randn(8, 8), torch.randn(8, 8)
-    loss = nn.functional.mse_loss(model(x), t)
-    loss.backward()
-    with fxpipe.pipeline(
-        _chain(), ["cpu"] * 2, chunks, schedule="interleaved_1f1b", checkpoint=checkpoint, profile_budget=0.1
-    ) as pipe:
-        torch.testing.assert_close(pipe.forward_backward(x, target=t, loss_fn=nn.functional.mse_loss), loss.detach())
-        for (name, p), q in zip(model.named_parameters(), pipe.parameters(), strict=True):
-            torch.testing.assert_close(q.grad, p.grad, msg=name)
-        made = make_schedule("interleaved_1f1b", 4, chunks, checkpoint)
-        assert {r.action for r in pipe.last_step.actions} == {action for row in made.rows for action in row}
 
 
 def test_what_would_fit_is_counted_by_the_schedule():

@@ -92,18 +92,6 @@ def test_an_evaluation_counts_until_there_is_training() -> None:
         assert pipe.plan.micro_batches == _chosen_first(4)
 
 
-def test_the_choice_is_the_same_each_time() -> None:
-    def counts() -> list[int]:
-        with _pipe(_model()) as pipe:
-            found = []
-            for samples in (2, 6, 12, 48):
-                pipe(_data(samples))
-                found.append(pipe.plan.chunks)
-            return found
-
-    assert counts() == counts()
-
-
 def test_a_number_that_was_given_stays() -> None:
     with _pipe(_model(), chunks=3) as pipe:
         pipe(_data(2))

@@ -166,11 +166,6 @@ def test_nothing_fits_says_what_is_the_least_that_would(model: Net, x: torch.Ten
     assert fxpipe.tune(model, ["cpu", "cpu"], memory_limit=told, **tried).best.fits
 
 
-def test_the_same_profile_leads_to_the_same_choice(model: Net, x: torch.Tensor, profile: Profile) -> None:
-    one, other = (fxpipe.tune(model, ["cpu", "cpu"], example_args=(x,), profile=profile) for _ in range(2))
-    assert one == other
-
-
 def test_batch_size_is_that_of_training_not_of_the_example(model: Net, x: torch.Tensor, profile: Profile) -> None:
     tuning = fxpipe.tune(model, ["cpu", "cpu"], example_args=(x,), profile=profile, batch_size=64)
     assert tuning.batch == 64
@@ -180,18 +175,6 @@ def test_batch_size_is_that_of_training_not_of_the_example(model: Net, x: torch.
     with fxpipe.pipeline(model, **tuning.best.arguments) as pipe:
         pipe.forward_backward(torch.randn(64, 8), target=torch.randn(64, 4), loss_fn=F.mse_loss)
         assert pipe.plan.micro_batches == tuning.best.chunks
-
-
-def test_a_line_makes_the_pipeline_and_it_trains_as_the_model_does(x: torch.Tensor) -> None:
-    torch.manual_seed(1)
-    plain = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
-    model, target = copy.deepcopy(plain), torch.randn(BATCH, 4)
-    tuning = fxpipe.tune(model, ["cpu", "cpu"], example_args=(x,), hardware="cpu")
-    with fxpipe.pipeline(model, **tuning.best.arguments) as pipe:
-        loss = pipe.forward_backward(x, target=target, loss_fn=F.mse_loss)
-        assert pipe.plan.chunks == tuning.best.chunks
-        assert pipe.plan.schedule == tuning.best.schedule
-    _same_gradients(plain, model, x, target, loss)
 
 
 @pytest.mark.parametrize("options", [{}, {"schedule": "auto"}, {"schedule": "auto", "chunks": 2}, {"schedule": "zbv"}])
@@ -241,19 +224,6 @@ def test_auto_heeds_what_is_asked_for_beside_it(model: Net, x: torch.Tensor, pro
     modes = fxpipe.plan(model, checkpoint=["always", "never"], **given)
     assert modes.checkpoint == ("always", "never")
     assert fxpipe.plan(model, checkpoint="always", **given).checkpoint == "always"
-
-
-def test_a_limit_that_nothing_fits_in_is_explained_as_ever(model: Net, x: torch.Tensor, profile: Profile) -> None:
-    with pytest.raises(MemoryLimitError, match="over by"):
-        fxpipe.plan(model, 2, example_args=(x,), profile=profile, memory_limit="1KiB")
-
-
-def test_one_sample_as_the_first_batch_does_not_bind_later_ones(profile: Profile) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
-    with fxpipe.pipeline(model, ["cpu", "cpu"], example_args=(torch.randn(1, 8),), profile_budget=0.05) as pipe:
-        assert pipe.plan.chunks > 1
-        assert pipe.plan.micro_batches == 1
-        assert pipe(torch.randn(12, 8)).shape == (12, 4)
 
 
 def test_a_plan_tries_what_needs_no_new_cut(model: Net, x: torch.Tensor, profile: Profile) -> None:
@@ -317,22 +287,6 @@ def test_without_a_loss_a_simple_one_is_measured(x: torch.Tensor) -> None:
         stages_per_device=[1],
     )  # fmt: skip
     assert tuning.best.measured_seconds is not None
-
-
-def test_micro_batches_that_the_model_refuses_are_not_chosen(model: Net, x: torch.Tensor, profile: Profile) -> None:
-    """Batch norm takes no single value, and where nothing is fixed the smallest micro-batches are the fastest."""
-    cheap = tuple(
-        replace(cost, forward=Seconds(0, 1.0), backward=Seconds(0, 2.0), weight=Seconds(0, 1.0))
-        for cost in profile.nodes
-    )
-    tuning = fxpipe.tune(model, ["cpu", "cpu"], example_args=(x,), profile=replace(profile, nodes=cheap))
-    single = [row for row in tuning.rows if row.chunks == BATCH]
-    assert tuning.best.chunks < BATCH
-    refused = [row for row in single if "does not take micro-batches" in row.why]
-    assert refused
-    assert {row.step_seconds for row in refused} == {0.0}  # a time would read as what such a step takes at least
-    with pytest.raises(ArgumentError, match=r"takes no micro-batches of the sizes that were tried \(chunks=\[8\]\)"):
-        fxpipe.tune(model, ["cpu", "cpu"], example_args=(x,), profile=profile, chunks=[BATCH])
 
 
 def test_of_equally_long_steps_the_one_with_least_memory_is_chosen() -> None:
@@ -409,12 +363,3 @@ def test_beside_a_plan_nothing_that_makes_one_is_accepted(model: Net, x: torch.T
             fxpipe.tune(plan, **options)
     with pytest.raises(ArgumentTypeError, match="model_or_plan is a str"):
         fxpipe.tune("model")
-
-
-def test_the_table_marks_the_choice(model: Net, x: torch.Tensor, profile: Profile) -> None:
-    tuning = fxpipe.tune(model, ["cpu", "cpu"], example_args=(x,), profile=profile)
-    lines = str(tuning).splitlines()
-    (marked,) = [line for line in lines if line.startswith("->")]
-    assert tuning.best.schedule in marked
-    assert f" {tuning.best.chunks} " in marked
-    assert lines[0].startswith("mini-batches of 8 on 2 x cpu")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-import threading
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers.graph_functions import exporting
 from helpers.oracle import closing
 from helpers.traced_models import Forward, assert_same_as_model, x
@@ -22,11 +19,8 @@ from fxpipe import trace
 from fxpipe.errors import ArgumentError, ArgumentTypeError, TraceError
 from fxpipe.tracing import Traced
 from fxpipe.tracing.importers.graph_function import trace_by_function
-from fxpipe.tracing.importers.symbolic_graph import symbolic_graph
-from fxpipe.tracing.node_info import info, state_of
 from fxpipe.tracing.record.record_model import input_leaves
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
-from fxpipe.tracing.source_lines import UNKNOWN_LINE
 from fxpipe.tracing.verify.equivalence import check_against_model
 
 Maker = Callable[..., Callable[[nn.Module], Any]]
@@ -84,47 +78,6 @@ def test_graph_is_the_model_at_sizes_it_has_never_seen(training: bool) -> None:
         assert_same_as_model(traced, x(samples))
 
 
-def test_names_and_sources_are_the_models() -> None:
-    traced = traced_by(exporting(x()), Everything(), x())
-    attributes = {n.target for n in traced.graph.nodes if n.op == "get_attr"}
-    assert {"lin.weight", "lin.bias", "tied.bias", "norm.weight", "calls", "constant"} <= attributes
-    assert "tied.weight" not in attributes  # one tensor, one name
-    norm = next(n for n in traced.nodes if n.target is F.batch_norm)
-    assert info(norm).module == "norm"
-    assert "test_importers.py" in info(norm).source
-    assert info(next(n for n in traced.nodes if n.target is F.dropout)).is_random
-    assert {state_of(n).grad for n in traced.nodes} == {True, False}
-    assert "test_importers.py" in str(traced)
-    assert f"traced by {traced.tracer}" in str(traced)
-
-
-def test_tracing_leaves_no_trace() -> None:
-    model = Everything()
-    before = {name: (id(t), t.clone(), t._version) for name, t in model.state_dict(keep_vars=True).items()}
-    attributes = {name: dict(m.__dict__) for name, m in model.named_modules()}
-    given = x()
-    dice, filters, call = torch.get_rng_state(), list(warnings.filters), nn.Module.__call__
-    traced_by(exporting(given), model, given)
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        assert id(tensor) == before[name][0], name
-        assert torch.equal(tensor, before[name][1]), name
-        assert tensor.grad is None
-    assert all(m.__dict__ == attributes[name] for name, m in model.named_modules())
-    assert torch.equal(torch.get_rng_state(), dice)
-    assert warnings.filters == filters
-    assert nn.Module.__call__ is call
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_scripted_functions_are_looked_through() -> None:
-    scripted = torch.jit.trace(lambda t: t.sin() * 2, x())
-    model = Forward(lambda m, a: scripted(m.lin(a)))
-    found = trace(model, (x(),))  # for a compiler torch runs the Python they were made from
-    assert found.why[0].startswith("by the general paths of libraries: the model uses a tensor of unknown origin")
-    assert_same_as_model(found, x(7))
-    assert_same_as_model(traced_by(exporting(x()), model, x()), x(7))
-
-
 def test_transforms_are_refused_and_leave_nothing_open() -> None:
     model = Forward(lambda m, a: torch.func.vmap(lambda row: row.sum() * row)(m.lin(a)))
     with pytest.raises(TraceError, match=r"transform of torch\.func .*\.py:\d+"):
@@ -177,17 +130,6 @@ class Doubled(nn.Module):
 def test_a_graph_that_loses_a_backward_is_refused(way: Maker) -> None:
     with pytest.raises(TraceError, match=r"gradient of 'lin\.weight'.*autograd\.Function.*tracer='record'"):
         trace(Doubled(), (x(),), tracer=way(x()))
-
-
-def test_a_function_may_be_called_as_recording_is() -> None:
-    def record(model: nn.Module) -> fx.GraphModule:
-        return fx.symbolic_trace(model)
-
-    record.__qualname__ = "record"
-    traced = trace(nn.Linear(6, 6), (x(),), tracer=record)
-    assert (traced.tracer, traced.is_recorded) == ("record", False)
-    with pytest.raises(TraceError, match=r"the graph that 'record' made is not the model's.*hooks on tensors"):
-        trace(Doubled(), (x(),), tracer=record)
 
 
 def test_export_that_loses_a_hook_is_refused() -> None:
@@ -296,41 +238,6 @@ def test_a_graph_module_as_the_model() -> None:
     assert_same_as_model(traced, x(7))
 
 
-def test_a_graph_without_inputs_can_be_printed() -> None:
-    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Sequential(nn.ReLU()))
-    text = str(symbolic_graph(model))
-    assert "F.linear(in_0, 0.weight, 0.bias)" in text
-    assert "2.0" in text
-    assert "1(linear)" in text  # asks for sizes, which are not known
-
-
-def test_symbolic_tracing_leaves_other_threads_alone() -> None:
-    other, results, stop = nn.Sequential(nn.Linear(6, 6), nn.ReLU()), [], threading.Event()
-    given = x()
-    want = other(given)
-
-    def run() -> None:
-        while not stop.is_set():
-            results.append(torch.equal(other(given), want))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        for _ in range(5):
-            symbolic_graph(nn.Sequential(*(nn.Linear(6, 6) for _ in range(20))))
-    finally:
-        stop.set()
-        thread.join()
-    assert results
-    assert all(results)
-
-
-def test_the_line_of_a_function_inside_torchs_modules_is_unknown_and_not_shown() -> None:
-    traced = trace(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), (x(),), tracer=exporting(x()))
-    assert {info(node).source for node in traced.nodes} == {UNKNOWN_LINE}
-    assert UNKNOWN_LINE not in str(traced)
-
-
 class Chooses(nn.Module):
     """Two linear layers, and a factor that depends on the number of samples."""
 
@@ -357,14 +264,3 @@ def test_a_graph_of_export_holds_for_the_sizes_that_it_was_made_for(dynamic: boo
             torch.testing.assert_close(pipe(given_now), plain(given_now))
         with pytest.raises(TraceError, match=r"differs from the model's; forward may depend on the batch size"):
             pipe(x(8))
-
-
-def test_a_graph_that_export_makes_on_each_batch_may_differ_by_its_size() -> None:
-    model = Chooses()
-    plain = copy.deepcopy(model)
-    sizes = iter((x(5), x(8)))
-    options: dict[str, Any] = {"example_args": (x(5),), "profile_budget": 0.0}
-    with closing(fxpipe.pipeline(model, ["cpu"] * 2, 1, tracer=lambda m: exporting(next(sizes))(m), **options)) as pipe:
-        for samples in (5, 8, 6):
-            given = x(samples)
-            torch.testing.assert_close(pipe(given), plain(given))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.cases import each_once
 from helpers.oracle import assert_same_gradients, assert_same_state, assert_step, closing
 from torch import nn
 from torch.nn.utils import prune
@@ -113,8 +114,7 @@ HOOKS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ["never", "always"])
-@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize(("mode", "name"), each_once(["never", "always"], HOOKS))
 def test_hooks_inside(name, mode):
     model = Model()
     HOOKS[name](model)
@@ -140,16 +140,6 @@ def test_a_hook_that_observes_runs_for_each_micro_batch_on_its_stage():
         assert threading.get_ident() not in {thread for _, _, thread in seen}
         seen.clear()
         assert_step(pipe, plain, x())
-
-
-def test_a_hook_runs_once_more_where_its_micro_batch_is_recomputed():
-    seen: list[int] = []
-    model = Model()
-    model.block.register_forward_hook(lambda module, args, output: seen.append(len(output)))
-    with pipe_of(model, checkpoint="always", example_args=(x(),)) as pipe:
-        seen.clear()
-        pipe(x()).sum().backward()
-        assert seen == [2] * 6
 
 
 def test_hooks_put_on_taken_off_and_changed_after_planning():
@@ -390,16 +380,6 @@ def test_forward_backward_makes_no_mini_batch_for_hooks_on_the_model(add):
         assert_step(pipe, plain, x(), one_pass=True)
 
 
-def test_hooks_on_the_pipe_are_its_own():
-    model = Model()
-    with pipe_of(model) as pipe:
-        seen = []
-        pipe.register_forward_hook(lambda module, args, output: seen.append(module))
-        pipe(x())
-        assert seen == [pipe]
-        assert not model._forward_hooks
-
-
 # -- hooks that are computation --------------------------------------------------------------------------------------
 
 
@@ -410,16 +390,18 @@ def _pruned(module: nn.Module) -> nn.Module:
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
 @pytest.mark.parametrize(
-    "wrap",
-    [
-        nn.utils.weight_norm,
-        nn.utils.spectral_norm,
-        nn.utils.parametrizations.weight_norm,
-        nn.utils.parametrizations.spectral_norm,
-        _pruned,
-    ],
+    ("wrap", "is_model"),
+    each_once(
+        [
+            nn.utils.weight_norm,
+            nn.utils.spectral_norm,
+            nn.utils.parametrizations.weight_norm,
+            nn.utils.parametrizations.spectral_norm,
+            _pruned,
+        ],
+        [False, True],
+    ),
 )
-@pytest.mark.parametrize("is_model", [False, True])
 def test_hooks_of_torch_are_part_of_the_computation(wrap, is_model):
     def make() -> nn.Module:
         torch.manual_seed(1)
@@ -440,28 +422,3 @@ def test_hooks_of_torch_are_part_of_the_computation(wrap, is_model):
                     for p in m.parameters():
                         p.sub_(0.1 * p.grad)
         assert pipe.plan.why == ()
-
-
-class OwnPruning(prune.BasePruningMethod):
-    """A method of the user's own: its hook is not torch's."""
-
-    PRUNING_TYPE = "unstructured"
-
-    def compute_mask(self, t, default_mask):
-        mask = default_mask.clone()
-        mask.view(-1)[::2] = 0
-        return mask
-
-
-def test_a_pruning_method_of_ones_own():
-    def make() -> nn.Module:
-        torch.manual_seed(1)
-        model = Model()
-        OwnPruning.apply(model.block.lin, "weight")
-        return model
-
-    model, plain = make(), make()
-    with pipe_of(model, tracer="record") as pipe:
-        for _ in range(2):
-            assert_step(pipe, plain, x())
-            assert_step(pipe, plain, x(), one_pass=True)

@@ -97,13 +97,6 @@ def test_branch_on_the_number_of_samples(function):
         fxpipe.trace(Calling(function), (EXAMPLE,), chunks=4, tracer="record")
 
 
-def test_number_of_samples_among_the_numbers():
-    """It is computed in the graph, as without parts."""
-    traced = fxpipe.trace(Calling(lambda x: x.view(count(x), 2, 3).mean(1)), (EXAMPLE,), chunks=4)
-    assert traced.recorded_samples is None
-    assert 12 in traced.recorded_sizes
-
-
 def test_value_that_is_read_is_that_of_all_samples():
     x = EXAMPLE.clone()
     x[:6] = 0.0
@@ -158,30 +151,6 @@ class Asking(nn.Module):
         return self.lin(x) if (x == 0).all() else self.lin(x).tanh()
 
 
-def test_hooks_meet_no_fake_tensors():
-    model, seen = mlp(), []
-    model[0].register_forward_hook(lambda module, args, result: seen.append(type(result)))
-    assert fxpipe.trace(model, (EXAMPLE,), chunks=4).recorded_samples is None
-    assert {*seen} == {torch.Tensor}
-
-
-TABLES: dict[int, torch.Tensor] = {}
-
-
-def kept_by_size(x):
-    """Keeps a table for each number of samples."""
-    if len(x) not in TABLES:
-        TABLES[len(x)] = torch.ones(6) / 2
-    return x * TABLES[len(x)]
-
-
-def test_tables_that_are_kept_hold_no_fake_tensors():
-    TABLES.clear()
-    for _ in range(2):  # with tables already there, too
-        assert fxpipe.trace(Calling(kept_by_size), (EXAMPLE,), chunks=4).recorded_samples is None
-        assert {type(table) for table in TABLES.values()} == {torch.Tensor}
-
-
 def test_what_is_remembered_is_computed():
     met: dict[int, torch.Tensor] = {}
     were_uncomputed = []
@@ -201,33 +170,6 @@ def test_what_is_remembered_is_computed():
     assert fxpipe.trace(Squared(), (EXAMPLE,), chunks=4).recorded_samples is None
     assert were_uncomputed
     assert not any(were_uncomputed)
-
-
-def test_inputs_that_disagree_on_the_batch():
-    class Two(nn.Module):
-        def forward(self, x, table):
-            return x @ table
-
-    traced = fxpipe.trace(Two(), (EXAMPLE, torch.randn(6, 2)), chunks=4)
-    assert traced.recorded_samples is None
-    assert traced.in_dims == (0, None)
-
-
-def test_unchecked_graphs_are_recorded_on_all_samples():
-    assert fxpipe.trace(mlp(), (EXAMPLE,), chunks=4, check=False).recorded_samples is None
-
-
-def test_micro_batches_of_one_sample():
-    """A single one has shapes of its own: two are recorded, and one compared."""
-    seen = UnseenList()
-
-    def noting(x):
-        if not is_uncomputed(x):
-            seen.append(unseen_count(x))
-        return x.tanh()
-
-    assert fxpipe.trace(Calling(noting), (EXAMPLE,), chunks=12).recorded_samples == 2
-    assert [*seen] == [2, 1, 2]  # two for outputs, gradients and state
 
 
 def test_part_that_is_all_there_is_to_compare():
@@ -267,11 +209,6 @@ def test_part_that_is_only_watched(monkeypatch, function):
     assert names[0] == names[1]
 
 
-def test_samples_that_act_on_each_other_are_seen():
-    with pytest.raises(ArgumentError, match="put together"):
-        fxpipe.trace(Calling(lambda x: x.cumsum(0)), (EXAMPLE,), chunks=4)
-
-
 @pytest.mark.parametrize("function", [lambda x: x - x[8:].sum(0), lambda x: x - x[4:].mean(0)])
 def test_late_samples_that_act_on_all_are_seen(function):
     """A few samples have none of these."""
@@ -289,10 +226,3 @@ def test_mean_that_depends_on_late_samples():
     weight = torch.tensor([1.0] * 9 + [5.0, 0.0, 3.0])
     with pytest.raises(ArgumentError, match="put together"):
         fxpipe.trace(Weighted(), (EXAMPLE, weight), chunks=4)
-
-
-def test_planned_and_run():
-    model = mlp()
-    with fxpipe.pipeline(model, ["cpu", "cpu"], chunks=4, example_args=(EXAMPLE,)) as pipe:
-        model.eval()
-        torch.testing.assert_close(pipe(EXAMPLE), model(EXAMPLE))

@@ -78,11 +78,6 @@ def test_symbolic_shapes_are_those_of_running_each_call(name, monkeypatch):
     assert ours == told(trace(model, args, kwargs))
 
 
-def test_constants_of_another_type_are_another_call():
-    result = traced(lambda lin, x: [(lin(x) * 0 > -1).to(torch.int32) * c for c in (1, 1.0, True)], out_dims=0)
-    assert shapes(result) == ["int32[b, 6]", "float32[b, 6]", "int32[b, 6]"]
-
-
 def test_strides_tell_calls_apart():
     result = traced(lambda lin, x: [t.stride(0) * lin(x)[:, :1] for t in (lin(x), lin(x).T.contiguous().T)], out_dims=0)
     assert [str(info(n).number) for n in result.graph.nodes if n.target == "stride"] == []  # folded: 6 and 1

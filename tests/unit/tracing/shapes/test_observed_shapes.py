@@ -90,7 +90,7 @@ SEEN: dict[str, tuple[Any, list[str], tuple[int, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("samples", [4, 2, 1])
+@pytest.mark.parametrize("samples", [4, 1])
 @pytest.mark.parametrize("name", SEEN)
 def test_sizes_are_seen_in_real_runs(name, samples):
     forward, made, out_dims = SEEN[name]
@@ -128,15 +128,6 @@ def test_mask_of_two_lengths_has_no_batch_where_only_real_runs_tell(samples):
     """Also where the length happens to equal the number of samples."""
     args = torch.randn(samples, 4, 6), torch.tril(torch.ones(4, 4))
     result = traced(lambda lin, x, mask: Masked.apply(lin(x), mask), *args)
-    assert (result.in_dims, result.out_dims, shapes(result)) == ((0, None), (0,), ["float32[b, 4, 6]"])
-
-
-def test_mask_that_meets_a_fixed_size_later():
-    def forward(lin, x, mask):
-        h = ReadsValues.apply(lin(x))
-        return Masked.apply(mask.mT @ h, mask + mask)
-
-    result = traced(forward, torch.randn(4, 4, 6), torch.tril(torch.ones(4, 4)))
     assert (result.in_dims, result.out_dims, shapes(result)) == ((0, None), (0,), ["float32[b, 4, 6]"])
 
 
@@ -222,15 +213,6 @@ def test_opaque_nodes_are_never_run_on_fake_tensors_and_seen_together():
     assert Real.runs == 5 * (1 + 3)  # the recording, and one real run for each number of samples
 
 
-def test_opaque_node_without_inputs_that_vary():
-    result = opaque(lambda lin, x: lin(x) + Real.apply(lin.weight)[1], torch.randn(4, 6, 6))
-    assert shapes(result) == ["float32[b, 6, 6]"]
-    assert [str(s) for n in result.nodes if n.name == "Real" for s in info(n).shapes] == [
-        "float32[6, 3]",
-        "float32[6, 6]",
-    ]
-
-
 # -- the whole -------------------------------------------------------------------------------------------------------
 
 
@@ -269,21 +251,6 @@ def test_pipeline_is_the_model_at_every_size():
             torch.testing.assert_close(pipe(x), output)
             torch.testing.assert_close(ours, [p.grad for p in model.parameters()], rtol=1e-4, atol=1e-4)
             model.zero_grad()
-
-
-@pytest.mark.parametrize("function", [ReadsValues, Loops])
-def test_one_function_in_many_places_is_given_up_once(function, monkeypatch):
-    attempts = []
-    run = symbolic_run._Attempt.run
-    monkeypatch.setattr(symbolic_run._Attempt, "run", lambda self: attempts.append(self) or run(self))
-
-    def forward(lin, x):
-        for _ in range(20):
-            x = function.apply(lin(x))
-        return x
-
-    assert shapes(traced(forward)) == ["float32[b, 6]"]
-    assert len(attempts) <= 3  # it fails, it is seen, it is known
 
 
 def test_nothing_is_run_for_real_where_fake_tensors_tell(monkeypatch):

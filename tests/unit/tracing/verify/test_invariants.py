@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,11 +19,10 @@ from fxpipe.errors import InternalError
 from fxpipe.rewriting import reorder_nodes
 from fxpipe.tracing import Traced
 from fxpipe.tracing.guards import extract_guards, refuse_unguardable
-from fxpipe.tracing.node_info import OpaqueCall, RandomDraws, info, update_info, value_read_of
+from fxpipe.tracing.node_info import RandomDraws, info, update_info, value_read_of
 from fxpipe.tracing.record.record_model import input_leaves, record
 from fxpipe.tracing.record.untracked_values import read_untracked_values
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
-from fxpipe.tracing.shapes.tensor_shape import TensorShape
 from fxpipe.tracing.verify.effects import effects_of, observe_run
 from fxpipe.tracing.verify.invariants import check_invariants, find_faults
 
@@ -149,29 +147,6 @@ def forgotten_user(traced: Traced) -> None:
     used(traced).users.clear()
 
 
-def dangling_user(traced: Traced) -> None:
-    used(traced).users[fx.Graph().placeholder("ghost")] = None
-
-
-def number_assigned(traced: Traced) -> None:
-    output = traced.graph.output_node()
-    leaves, assigned, *rest = output.args[0]
-    output.args = ((leaves, {**assigned, "calls": 1}, *rest),)
-
-
-def two_of_a_name(traced: Traced) -> None:
-    traced.nodes[0]._rename("twin")
-    traced.nodes[1].name = "twin"
-
-
-def placeholder_without_leaf(traced: Traced) -> Traced:
-    return replace(traced, leaves=(replace(traced.leaves[0], is_tensor=False), *traced.leaves[1:]))
-
-
-def cut_leaf(traced: Traced) -> Traced:
-    return replace(traced, leaves=(replace(traced.leaves[0], shape=(4,)), *traced.leaves[1:]))
-
-
 def other_dtype(traced: Traced) -> Traced:
     return replace(traced, leaves=(replace(traced.leaves[0], dtype=torch.int64), *traced.leaves[1:]))
 
@@ -186,16 +161,6 @@ def guarded_read_left(traced: Traced) -> None:
     update_info(first_work(traced), read=read)
 
 
-def guard_of_another(traced: Traced) -> Traced:
-    assert traced.guards is not None
-    guard = replace(traced.guards.guards[0], node=first_work(traced))
-    return replace(traced, guards=replace(traced.guards, guards=(guard,)))
-
-
-def one_ordinal(traced: Traced) -> None:
-    update_info(dropouts(traced)[0], rng=RandomDraws(ordinal=0))
-
-
 def same_ordinal(traced: Traced) -> None:
     for node in dropouts(traced):
         update_info(node, rng=RandomDraws(ordinal=0))
@@ -207,30 +172,9 @@ def one_output_less(traced: Traced) -> None:
     output.args = ((leaves[:-1], *rest),)
 
 
-def flat_output(traced: Traced) -> None:
-    output = traced.graph.output_node()
-    output.args = (tuple(traced.outputs[:1]),)
-
-
-def work_after_output(traced: Traced) -> None:
-    with traced.graph.inserting_after(traced.graph.output_node()):
-        traced.graph.call_function(operator.neg, (first_work(traced),))
-
-
-def a_module(traced: Traced) -> None:
-    first_work(traced).op = "call_module"
-
-
 def other_piece(traced: Traced) -> Traced:
     combination = traced.combinations[0]
     return replace(traced, combinations=(replace(combination, pieces=tuple(99 for _ in combination.pieces)),))
-
-
-def other_reduction(traced: Traced) -> Traced:
-    combination = traced.combinations[0]
-    return replace(
-        traced, combinations=(replace(combination, reductions=tuple("mean" for _ in combination.reductions)),)
-    )
 
 
 def early_last_user(traced: Traced) -> None:
@@ -238,78 +182,32 @@ def early_last_user(traced: Traced) -> None:
     traced.effects.last[used(traced)] = -1
 
 
-def foreign_argument_returned(traced: Traced) -> None:
-    assert traced.effects is not None
-    traced.effects.same[traced.nodes[0]] = traced.nodes[-1]
-
-
 # Each changes the graph, or returns another one.
 BROKEN: dict[str, tuple[Callable[[Traced], Traced | None], str]] = {
     "argument of another graph": (foreign_argument, "uses stranger, which is no node of the graph before it"),
     "argument that comes later": (argument_from_behind, "which is no node of the graph before it"),
     "forgotten user": (forgotten_user, r"has the users , while \w+ of the graph use it"),
-    "dangling user": (dangling_user, r"has the users \w+, ghost, while \w+ of the graph use it"),
-    "two nodes of one name": (two_of_a_name, "several nodes are called twin"),
-    "module in the graph": (a_module, "is a call_module, which no pass knows"),
-    "work behind the output": (work_after_output, "the last node is not the only output"),
-    "output without assigned": (flat_output, "the output is not"),
-    "number assigned": (number_assigned, "the graph assigns a value, or hands out a piece, that is no node"),
     "an output less": (one_output_less, "the graph has 2 outputs, and the model's output 3 leaves"),
-    "placeholder of no tensor": (
-        placeholder_without_leaf,
-        r"stand for the input leaves \[0, 1\], and tensors are \[1\]",
-    ),
-    "rank of an input": (cut_leaf, "in_0 was recorded with 2 dimensions, and the input x has 1"),
     "dtype of an input": (other_dtype, r"in_0 has the shapes float32\[b, 6\], and is the input x \(torch.int64\)"),
     "unknown attribute": (renamed_buffer, "reads 'nowhere', which is no tensor of the model"),
-    "unknown attribute set": (
-        attribute_of(left_attribute_dims={"last": 0, "first": 0}),
-        r"the graph says of \['first'\] how forward sets it",
-    ),
     "no state": (set_of(first_work, state=None), "does not say in which state of the thread it runs"),
-    "no source": (set_of(first_work, source=""), "does not say on which line it was made"),
     "marks": (attribute_of(marks=()), "was recorded behind 1 cut marks"),
-    "rest of no forward": (
-        set_of(first_work, opaque=OpaqueCall({}, None, calls_before=("a",))),  # type: ignore[arg-type]
-        "is the rest of a forward, and does not say of which module",
-    ),
-    "one ordinal": (one_ordinal, r"have the ordinals \[0\]"),
     "ordinals of others": (same_ordinal, r"have the ordinals \[0, 0\]"),
-    "in_dims of some": (attribute_of(in_dims=(0,)), "there are 3 input leaves, and in_dims for 1"),
     "in_dims beyond": (attribute_of(in_dims=(0, 2, None)), "the input mask has no dimension 2"),
-    "in_dims of a number": (attribute_of(in_dims=(0, 0, 0)), "the input scale has no dimension 0"),
     "no batch": (attribute_of(in_dims=(None, None, None)), "no input holds the batch"),
     "no shapes": (set_of(first_work, known_shapes=None), "has no shapes"),
-    "number with a shape": (
-        set_of(the_size, known_shapes=(TensorShape((sympy.Integer(2),), torch.float32),)),
-        r"is the number b and has the shapes float32\[2\]",
-    ),
     "number of something else": (set_of(the_size, number=sympy.Symbol("u0")), "is u0, which depends on more than"),
-    "size of another dimension": (set_of(the_size, number=sympy.Integer(6)), "is 6, and the dimension it is of b"),
-    "out_dims of some": (attribute_of(out_dims=("combined",)), "there are 3 outputs, and out_dims for 1"),
     "out_dims beyond": (attribute_of(out_dims=("combined", 2, None)), "has no dimension 2, along which"),
-    "out_dims of no kind": (attribute_of(out_dims=("combined", "max", None)), "goes together by 'max'"),
-    "piece_dims of some": (attribute_of(piece_dims=()), "pieces of outputs, and piece_dims for 0"),
-    "told of no output": (attribute_of(told=frozenset({7})), r"something is said of those at \[7\]"),
     "no combination": (attribute_of(combinations=()), r"the outputs at \[0\] are combined"),
     "pieces that are not there": (other_piece, r"is combined from the pieces at \(99, 99\), which are not all there"),
-    "other reduction": (other_reduction, "pieces that go together in another way than it says"),
     "read left in the graph": (guarded_read_left, "reads a value that a guard asks for, and is still in the graph"),
-    "guard of no read": (guard_of_another, "is no read of its program"),
     "effects of others": (in_effects(lambda effects: effects.nodes.reverse()), "or of nodes in another order"),
-    "places of others": (in_effects(lambda effects: effects.place.popitem()), "the places of nodes in the effects"),
     "no alias": (in_effects(lambda effects: effects.alias.clear()), "the effects give no alias class for in_0"),
-    "no last user": (in_effects(lambda effects: effects.last.clear()), "the effects give no last user for in_0"),
     "last user too early": (early_last_user, "behind the place of its last user"),
     "writes of some": (
         in_effects(lambda effects: effects.written_classes.pop()),
         "of which it is known what they change",
     ),
-    "writes to nothing": (
-        in_effects(lambda effects: effects.written_classes[0].add(99)),
-        r"changes the alias classes \[99\], in which no node is",
-    ),
-    "returns no argument": (foreign_argument_returned, "which is no argument of it in the same alias class"),
 }
 
 
