@@ -9,13 +9,9 @@ from fxpipe.inspect.step_summary import StepSummary
 from fxpipe.planning.plans.figures import StageFigures, plan_figures, size_figures
 
 if TYPE_CHECKING:
-    from fxpipe.cluster import Cluster
     from fxpipe.inspect.run import Findings
-    from fxpipe.inspect.sweep import SweepRow
-    from fxpipe.planning.plans import Plan, PlannedTransfer, Portal, StagePlan
-    from fxpipe.planning.tuning.candidates import CandidateResult as Tried
-    from fxpipe.simulation import Simulation, SteadyState
-    from fxpipe.simulation.simulation_result import LinkTraffic
+    from fxpipe.planning.plans import Plan
+    from fxpipe.simulation import Simulation
 
 
 def findings_document(findings: Findings) -> dict[str, Any]:
@@ -48,12 +44,31 @@ def findings_document(findings: Findings) -> dict[str, Any]:
     document["inputs"] = list(map(str, findings.drawn))
     if findings.plan is not None and findings.simulation is not None:
         document["simulation"] = simulation_document(findings.simulation)
-        document["schedules"] = list(map(_summary_document, findings.schedules))
+        document["schedules"] = list(map(_summary_values, findings.schedules))
     if findings.sweep:
-        document["sweep"] = list(map(_sweep_row_document, findings.sweep))
+        document["sweep"] = [
+            _values(row, "devices schedule speedup fits problem")
+            | {"run": row.run and _summary_values(row.run), "over_bytes": round(row.over_bytes)}
+            for row in findings.sweep
+        ]
     if findings.tuning is not None:
-        document["tuning"] = list(map(_tuning_row_document, findings.tuning.rows))
+        names = "schedule chunks stages_per_device data_parallel mesh checkpoint step_seconds measured_seconds fits"
+        document["tuning"] = [
+            _values(row, names)
+            | {"peak_bytes": round(row.peak), "over_bytes": round(max(0.0, row.lacks)), "problem": row.why}
+            for row in findings.tuning.rows
+        ]
     return document
+
+
+def _values(source: object, names: str) -> dict[str, Any]:
+    """The attributes of these names; tuples are lists, as in JSON."""
+    values = {name: getattr(source, name) for name in names.split()}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def _summary_values(run: StepSummary) -> dict[str, Any]:
+    return asdict(run) | {"over_bytes": run.over_bytes}
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:
@@ -119,39 +134,32 @@ def plan_document(plan: Plan) -> dict[str, Any]:
             parameter_bytes  of all stages
     """
     figures = plan_figures(plan)
+    names = "chunks micro_batches micro_batch estimated_for schedule checkpoint balance tracer fingerprint why guards"
+    sizes = map(size_figures, plan.at_sizes() if plan.sizes else ())
     return {
-        "chunks": plan.chunks,
-        "micro_batches": plan.micro_batches,
-        "micro_batch": plan.micro_batch,
-        "estimated_for": plan.estimated_for,
-        "schedule": plan.schedule,
-        "checkpoint": plan.checkpoint if isinstance(plan.checkpoint, str) else list(plan.checkpoint),
-        "balance": plan.balance,
-        "tracer": plan.tracer,
-        "fingerprint": plan.fingerprint,
-        "why": list(plan.why),
-        "guards": list(plan.guards),
+        **_values(plan, names),
         "sizes": [asdict(one) | {"dims": list(one.dims)} for one in plan.sizes],
-        "sizes_compared": [
-            asdict(row) | {"shares": list(row.shares)}
-            for row in map(size_figures, plan.at_sizes() if plan.sizes else ())
-        ],
+        "sizes_compared": [asdict(row) | {"shares": list(row.shares)} for row in sizes],
         "devices": list(plan.row_devices),
-        "placement": [rows[0] for rows in plan.stage_rows],
+        "placement": [stage.rows[0] for stage in figures.stages],
         "replicas": list(plan.replicas),
-        "stages": [_stage_document(plan, stage, own) for stage, own in zip(plan.stages, figures.stages, strict=True)],
-        "portals": list(map(_portal_document, plan.portals)),
-        "sendings": [
-            {"source": way.source, "target": way.target, "bytes": way.bytes, "seconds": way.seconds}
-            for way in plan.sendings
+        "stages": [_stage_values(plan, stage) for stage in figures.stages],
+        "portals": [
+            _values(portal, "name source target bytes line") | {"formula": str(portal.size) if portal.size else ""}
+            for portal in plan.portals
         ],
+        "sendings": [_values(one, "source target bytes seconds") for one in plan.sendings],
         "processes": plan.is_over_processes,
-        "packets": None if plan.packets is None else [_packet_document(plan, packet) for packet in plan.packets],
-        "tied": [{"names": list(tied.names), "stages": list(tied.stages), "bytes": tied.bytes} for tied in plan.tied],
-        "whole": [{"name": whole.name, "why": whole.why, "line": whole.line} for whole in plan.whole],
-        "heaviest": None
-        if plan.heaviest is None
-        else {name: getattr(plan.heaviest, name) for name in ("name", "stage", "seconds", "line")},
+        "packets": None
+        if plan.packets is None
+        else [
+            _values(packet, "source target bytes")
+            | {"relayed_bytes": packet.relayed.at(plan.here), "seconds": packet.seconds + 2 * packet.handling}
+            for packet in plan.packets
+        ],
+        "tied": [_values(one, "names stages bytes") for one in plan.tied],
+        "whole": [_values(one, "name why line") for one in plan.whole],
+        "heaviest": plan.heaviest and _values(plan.heaviest, "name stage seconds line"),
         "bottlenecks": list(map(asdict, plan.bottlenecks)),
         "totals": {
             "slowest_to_mean": figures.slowest_to_mean,
@@ -160,6 +168,21 @@ def plan_document(plan: Plan) -> dict[str, Any]:
             "step_seconds": figures.step_seconds,
             "parameter_bytes": sum(stage.parameter_bytes for stage in plan.stages),
         },
+    }
+
+
+def _stage_values(plan: Plan, figures: StageFigures) -> dict[str, Any]:
+    stage = figures.stage
+    names = (
+        "index device nodes code forward_seconds backward_seconds loss_seconds parameter_bytes gradient_bytes "
+        "state_bytes activation_bytes copies sent_bytes memory_limit"
+    )
+    return _values(stage, names) | {
+        "flops": stage.flops.at(plan.here),
+        "checkpoint": figures.mode,
+        "in_flight": figures.in_flight,
+        "memory_bytes": figures.memory_bytes,
+        "memory_formula": str(plan.memory(stage.index)),
     }
 
 
@@ -199,140 +222,43 @@ def simulation_document(simulation: Simulation) -> dict[str, Any]:
                          of the workers) and "reducing" the share of the step, as a map
     critical_path        list of texts: these actions in order, as in `1F0`, stage 1, forward, micro-batch 0
     """
-    memory = simulation.memory
+    steady, cluster, traffic = simulation.steady, simulation.cluster, simulation.traffic
+    names = "step_seconds micro_batches samples update_seconds host_seconds reduction_seconds exposed_reduction_seconds"
+    devices = zip(
+        simulation.devices, simulation.busy, simulation.bubble, simulation.memory, simulation.limits, strict=True
+    )
     return {
+        **_values(simulation, names),
         "schedule": simulation.schedule.name,
-        "micro_batches": simulation.micro_batches,
-        "step_seconds": simulation.step_seconds,
-        "stream": None if simulation.steady is None else _stream_document(simulation.steady),
-        "samples": simulation.samples,
-        "update_seconds": simulation.update_seconds,
+        "stream": steady
+        and _values(steady, "mini_batches first last")
+        | {"warm_up_seconds": steady.warm_up, "drain_seconds": steady.drain},
         "bubble": simulation.mean_bubble,
-        "host_seconds": simulation.host_seconds,
         "devices": [
             {
                 "device": name,
-                "busy_seconds": simulation.busy[d],
-                "bubble": simulation.bubble[d],
-                "peak_bytes": round(memory[d].peak),
-                "peak": {part: round(size) for part, size in asdict(memory[d].at_peak).items()},
-                "limit_bytes": simulation.limits[d],
+                "busy_seconds": busy,
+                "bubble": bubble,
+                "peak_bytes": round(memory.peak),
+                "peak": _rounded(asdict(memory.at_peak)),
+                "limit_bytes": limit,
             }
-            for d, name in enumerate(simulation.devices)
+            for name, busy, bubble, memory, limit in devices
         ],
         "sent": [
             {"source": source, "target": target, "bytes": round(size)}
             for (source, target), size in simulation.sent.items()
         ],
-        "cluster": None if simulation.cluster is None else _cluster_document(simulation.cluster),
-        "traffic": None if simulation.traffic is None else _traffic_document(simulation.traffic),
-        "reduction_seconds": simulation.reduction_seconds,
-        "exposed_reduction_seconds": simulation.exposed_reduction_seconds,
-        "reductions": [
-            {name: getattr(one, name) for name in ("stage", "device", "bytes", "seconds", "start", "end")}
-            for one in simulation.reductions
-        ],
+        "cluster": cluster and _values(cluster, "nodes devices_per_node pipe data mesh"),
+        "traffic": traffic
+        and {
+            name: _rounded(asdict(link)) for name, link in zip(("within_nodes", "between_nodes"), traffic, strict=True)
+        },
+        "reductions": [_values(one, "stage device bytes seconds start end") for one in simulation.reductions],
         "critical_shares": simulation.critical_shares,
         "critical_path": [str(span.action) for span in simulation.critical_path],
     }
 
 
-def _stream_document(steady: SteadyState) -> dict[str, Any]:
-    return {
-        "mini_batches": steady.mini_batches,
-        "first": steady.first,
-        "last": steady.last,
-        "warm_up_seconds": steady.warm_up,
-        "drain_seconds": steady.drain,
-    }
-
-
-def _cluster_document(cluster: Cluster) -> dict[str, Any]:
-    numbers = {name: getattr(cluster, name) for name in ("nodes", "devices_per_node", "pipe", "data")}
-    return {**numbers, "mesh": list(cluster.mesh)}
-
-
-def _traffic_document(traffic: tuple[LinkTraffic, LinkTraffic]) -> dict[str, Any]:
-    return {
-        name: {kind: round(size) for kind, size in asdict(own).items()}
-        for name, own in zip(("within_nodes", "between_nodes"), traffic, strict=True)
-    }
-
-
-def _stage_document(plan: Plan, stage: StagePlan, figures: StageFigures) -> dict[str, Any]:
-    return {
-        "index": stage.index,
-        "device": stage.device,
-        "nodes": list(stage.nodes),
-        "code": stage.code,
-        "forward_seconds": stage.forward_seconds,
-        "backward_seconds": stage.backward_seconds,
-        "loss_seconds": stage.loss_seconds,
-        "flops": stage.flops.at(plan.here),
-        "parameter_bytes": stage.parameter_bytes,
-        "gradient_bytes": stage.gradient_bytes,
-        "state_bytes": stage.state_bytes,
-        "activation_bytes": stage.activation_bytes,
-        "checkpoint": plan.modes[stage.index],
-        "copies": list(stage.copies),
-        "sent_bytes": stage.sent_bytes,
-        "in_flight": plan.in_flight(stage.index),
-        "memory_bytes": figures.memory_bytes,
-        "memory_limit": stage.memory_limit,
-        "memory_formula": str(plan.memory(stage.index)),
-    }
-
-
-def _packet_document(plan: Plan, packet: PlannedTransfer) -> dict[str, Any]:
-    return {
-        "source": packet.source,
-        "target": packet.target,
-        "bytes": packet.bytes,
-        "relayed_bytes": packet.relayed.at(plan.here),
-        "seconds": packet.seconds + 2 * packet.handling,
-    }
-
-
-def _portal_document(portal: Portal) -> dict[str, Any]:
-    return {
-        "name": portal.name,
-        "source": portal.source,
-        "target": portal.target,
-        "bytes": portal.bytes,
-        "formula": str(portal.size) if portal.size else "",
-        "line": portal.line,
-    }
-
-
-def _summary_document(run: StepSummary) -> dict[str, Any]:
-    return asdict(run) | {"over_bytes": run.over_bytes}
-
-
-def _sweep_row_document(row: SweepRow) -> dict[str, Any]:
-    run = None if row.run is None else _summary_document(row.run)
-    return {
-        "devices": row.devices,
-        "schedule": row.schedule,
-        "run": run,
-        "speedup": row.speedup,
-        "fits": row.fits,
-        "over_bytes": round(row.over_bytes),
-        "problem": row.problem,
-    }
-
-
-def _tuning_row_document(row: Tried) -> dict[str, Any]:
-    return {
-        "schedule": row.schedule,
-        "chunks": row.chunks,
-        "stages_per_device": row.stages_per_device,
-        "data_parallel": row.data_parallel,
-        "mesh": list(row.mesh),
-        "checkpoint": row.checkpoint if isinstance(row.checkpoint, str) else list(row.checkpoint),
-        "step_seconds": row.step_seconds,
-        "measured_seconds": row.measured_seconds,
-        "peak_bytes": round(row.peak),
-        "fits": row.fits,
-        "over_bytes": round(max(0.0, row.lacks)),
-        "problem": row.why,
-    }
+def _rounded(sizes: dict[str, float]) -> dict[str, int]:
+    return {name: round(size) for name, size in sizes.items()}

@@ -63,12 +63,12 @@ def _answer_texts(findings: Findings, request: Request) -> list[str]:
     """Formats the answers to the questions that were asked."""
     texts = []
     if findings.sweep:
-        from fxpipe.inspect.sweep import sweep_table
+        from fxpipe.inspect.sweep import sweep_text
 
-        texts.append(sweep_table(findings.sweep))
+        texts.append(sweep_text(findings.sweep))
     if findings.tuning is not None:
         from fxpipe.inspect.step_summary import one_device_text
-        from fxpipe.planning.tuning.tuning_result import tuning_text
+        from fxpipe.inspect.tuning_text import tuning_text
 
         texts.append(tuning_text(findings.tuning, is_whole=request.all, remaining="--all shows"))
         texts += filter(None, [one_device_text(findings.tuning)])
@@ -76,19 +76,19 @@ def _answer_texts(findings: Findings, request: Request) -> list[str]:
 
 
 def _plan_texts(findings: Findings) -> list[str]:
-    from fxpipe.inspect.step_summary import device_table, packets_table, step_text, summaries_text
-    from fxpipe.planning.plans.display import plan_table
+    from fxpipe.inspect.plan_text import plan_text
+    from fxpipe.inspect.step_summary import device_text, packets_text, step_text, summaries_text
     from fxpipe.simulation.text_timeline import timeline_text
     from fxpipe.utils.text_table import text_width
 
     assert findings.plan is not None
     assert findings.simulation is not None
     texts = [
-        plan_table(findings.plan),
+        plan_text(findings.plan),
         step_text(findings.simulation, findings.plan),
         timeline_text(findings.simulation, columns=text_width()),
-        device_table(findings.simulation),
-        *filter(None, [packets_table(findings.plan)]),
+        device_text(findings.simulation),
+        *filter(None, [packets_text(findings.plan)]),
     ]
     if findings.plan.sizes:
         texts.append(findings.plan.compare_sizes())

@@ -1,201 +1,54 @@
-"""A report: all that is known of a plan as one HTML file, which needs nothing else, and asks nobody else for anything.
+"""A report: a plan and its steps as one HTML file, which needs no other file and no network.
 
-It is read by all whom the decision concerns, also by those who have no Python: it can be mailed, opened from a disk,
-and printed. Without scripts it has all tables and pictures; scripts sort the tables, and show the step for other
-numbers of micro-batches, which were simulated when it was written. A content security policy forbids the rest.
+It can be mailed, opened from a disk and printed. Without scripts it has all tables and pictures; scripts sort the
+tables, and show the step for other numbers of micro-batches, which were simulated when the report was written.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fxpipe.inspect import report_sections as sections
+from fxpipe.errors import FxpipeError
 from fxpipe.inspect.gantt import draw_gantt
-from fxpipe.inspect.html import (
-    HtmlCell,
-    HtmlTable,
-    bytes_cell,
-    html_page,
-    missing_cell,
-    number_cell,
-    percent_cell,
-    seconds_cell,
-    text_cell,
-)
+from fxpipe.inspect.html import html_page, list_markup
 from fxpipe.inspect.memory_chart import memory_bars
-from fxpipe.inspect.report_sections import (
-    OUTCOME_HEADERS,
-    ChunksVariant,
-    chunks_variants,
-    least_step_seconds,
-    note_paragraph,
-    outcome_cells,
-    schedule_variants,
-    sortable_table,
+from fxpipe.inspect.plan_text import (
+    STAGE_COLUMNS,
+    balance_lines,
+    plan_choices,
+    plan_facts,
+    plan_headline,
+    plan_lists,
+    portals_table,
+    sizes_table,
 )
-from fxpipe.inspect.step_summary import summarize_step
-from fxpipe.inspect.style import MEMORY_COLOURS
+from fxpipe.inspect.scene import Scene
+from fxpipe.inspect.stage_graph import draw_stage_graph
+from fxpipe.inspect.step_summary import (
+    DeviceFigures,
+    StepSummary,
+    device_table,
+    run_columns,
+    schedule_outcomes,
+    schedules_table,
+    summarize_step,
+)
 from fxpipe.inspect.svg import escape_markup, svg_of
-from fxpipe.utils import units
+from fxpipe.inspect.sweep import outcome_of, sweep_table, with_speedups
+from fxpipe.inspect.table import Cell, Column, Table, bytes_column, code_column, number_column, text_column
+from fxpipe.planning.plans.figures import StageFigures, plan_figures
+from fxpipe.utils.batch_split import largest_micro_batch
 from fxpipe.utils.files import check_output_path, write_atomically
-from fxpipe.utils.units import count_text, human_bytes, human_seconds, three_digits
+from fxpipe.utils.text_table import number_ranges
+from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent, three_digits
 
 if TYPE_CHECKING:
     from fxpipe.planning.plans import Plan
     from fxpipe.simulation import Simulation
-    from fxpipe.simulation.timeline import MemoryParts
-
-
-# The part of a report that depends on the number of micro-batches: figures, timeline and memory of a step, for each.
-
-MAX_PATH_SHARES, LEAST_PATH_SHARE = 6, 0.03  # of the critical path that are named
-
-
-def step_figures(plan: Plan, simulation: Simulation, memory: Sequence[MemoryParts]) -> str:
-    """Formats the main figures of a step as a list in HTML. `memory`: of each device at its peak."""
-    peaks = [parts.total for parts in memory]
-    lacks = [0.0 if limit is None else peak - limit for peak, limit in zip(peaks, simulation.limits, strict=True)]
-    over = max(lacks) > 0
-    fullest = max(range(len(peaks)), key=(lacks if over else peaks).__getitem__)
-    limit = simulation.limits[fullest]
-    of = f"of {human_bytes(limit)}, " if limit is not None else ""
-    step, samples = simulation.step_seconds, simulation.samples
-    rate = f"{three_digits(samples / step)} samples a second" if samples and step else ""
-    parameters = sum(stage.parameter_bytes for stage in plan.stages)
-    update = f"{human_seconds(simulation.update_seconds)} of updates after it" if simulation.update_seconds else ""
-    notes = ", ".join(filter(None, (rate, update)))
-    entries = [
-        ("Step" if simulation.steady is None else "Mini-batch of a stream", human_seconds(step), notes, False),
-        ("Bubble", units.percent(simulation.mean_bubble), "of device time", False),
-        ("Most memory", human_bytes(peaks[fullest]), f"{of}device {fullest}", over),
-        ("Parameters", human_bytes(parameters), f"in {count_text(len(plan.stages), 'stage')}", False),
-    ]
-    if plan.portals:
-        entries.append(
-            (
-                "Portals",
-                str(len(plan.portals)),
-                "value that skips stages" if len(plan.portals) == 1 else "values that skip stages",
-                False,
-            )
-        )
-    return '<dl class="facts">\n' + "\n".join(_figure_markup(*one) for one in entries) + "\n</dl>"
-
-
-def _figure_markup(name: str, value: str, note: str, is_over: bool) -> str:
-    warned = ' class="warn"' if is_over else ""
-    value, note = escape_markup(value), escape_markup(note)
-    return f"<div><dt>{escape_markup(name)}</dt><dd{warned}>{value}<small>{note}</small></dd></div>"
-
-
-def steps_section(plan: Plan, chunked: Sequence[ChunksVariant], own: int) -> str:
-    """A part for each number of micro-batches, the plan's own to be seen, and the slider, which needs a script."""
-    slider = (
-        '<div class="chunks" hidden>\n<label for="chunks">Micro-batches</label>\n'
-        f'<input id="chunks" type="range" min="0" max="{len(chunked) - 1}" step="1" value="{own}" autocomplete="off">\n'
-        f'<output for="chunks">{escape_markup(_chunks_label(chunked[own]))}</output>\n</div>'
-    )
-    parts = [_chunks_part(plan, variant, is_own=k == own) for k, variant in enumerate(chunked)]
-    return "\n".join([*([slider] if len(chunked) > 1 else []), *parts, _chunks_overview(plan, chunked, own)])
-
-
-def _chunks_label(variant: ChunksVariant) -> str:
-    most = "" if variant.chunks == 1 else "at most "
-    return f"{count_text(variant.chunks, 'micro-batch', 'es')} of {most}{count_text(variant.samples, 'sample')}"
-
-
-def _chunks_part(plan: Plan, variant: ChunksVariant, is_own: bool) -> str:
-    simulation = variant.simulation
-    names = device_names(simulation)
-    memory = [variant.at_peak for variant in simulation.memory]
-    bars = memory_bars(names, memory, simulation.limits)
-    timeline = svg_of(draw_gantt(simulation.as_step()))
-    parts = (
-        step_figures(plan, simulation, memory),
-        f'<figure class="wide" tabindex="0" aria-label="timeline">\n{timeline}</figure>',
-        note_paragraph(_critical_path_line(simulation)),
-        note_paragraph(f"The step is {simulation.host_note}.") if simulation.host_note else "",
-        "<h3>Memory at its peak</h3>",
-        f'<figure class="wide" tabindex="0" aria-label="memory">\n{svg_of(bars)}</figure>',
-        "<h3>Devices</h3>",
-        _devices_table(plan, simulation, memory, names),
-        _links_table(simulation, names),
-    )
-    hidden = "" if is_own else " hidden"
-    label = escape_markup(_chunks_label(variant))
-    return f'<div data-chunks="{variant.chunks}" data-label="{label}"{hidden}>\n' + "\n".join(parts) + "\n</div>"
-
-
-def device_names(simulation: Simulation) -> list[str]:
-    return [f"{d}: {name}" if name else str(d) for d, name in enumerate(simulation.devices)]
-
-
-def _critical_path_line(simulation: Simulation) -> str:
-    """Formats the shares of the critical path: what would have to be faster for the step to be."""
-    spent: defaultdict[str, float] = defaultdict(float)
-    for leg in simulation.legs:
-        what = leg.kind if leg.kind in ("sending", "waiting", "reducing") else f"in stage {leg.span.action.stage}"
-        spent[what] += leg.seconds
-    total = simulation.seconds or 1.0
-    named = [what for what in sorted(spent, key=lambda what: -spent[what]) if spent[what] > LEAST_PATH_SHARE * total]
-    shares = [f"{100 * spent[what] / total:.0f} % {what}" for what in named[:MAX_PATH_SHARES]]
-    others = 1 - sum(spent[what] for what in named[:MAX_PATH_SHARES]) / total
-    rest = [f"{100 * others:.0f} % others"] if others > 0.005 else []
-    return f"Of the critical path, which decides how long the step is: {', '.join([*shares, *rest])}."
-
-
-def _devices_table(plan: Plan, simulation: Simulation, memory: Sequence[MemoryParts], names: Sequence[str]) -> str:
-    has_limits = any(limit is not None for limit in simulation.limits)
-    headers = ("device", "stages", "busy", "bubble", "memory", *["limit"] * has_limits, *MEMORY_COLOURS)
-    rows = []
-    busy, bubble = simulation.busy, simulation.bubble
-    for d, (parts, limit) in enumerate(zip(memory, simulation.limits, strict=True)):
-        stages = ", ".join(str(j) for j, rows in enumerate(plan.stage_rows) if d in rows)
-        limits = [missing_cell() if limit is None else bytes_cell(limit)] * has_limits
-        rows.append(
-            (
-                HtmlCell(names[d], d),
-                text_cell(stages),
-                seconds_cell(busy[d]),
-                percent_cell(bubble[d]),
-                bytes_cell(parts.total),
-                *limits,
-                *(bytes_cell(getattr(parts, part)) for part in MEMORY_COLOURS),
-            )
-        )
-    return sortable_table(HtmlTable(headers, tuple(rows)), "devices")
-
-
-def _links_table(simulation: Simulation, names: Sequence[str]) -> str:
-    rows = tuple(
-        (HtmlCell(names[source], source), HtmlCell(names[target], target), bytes_cell(sent))
-        for (source, target), sent in simulation.sent.items()
-        if sent
-    )
-    return (
-        "<h3>Sent in a step</h3>\n" + sortable_table(HtmlTable(("from", "to", "bytes"), rows), "links") if rows else ""
-    )
-
-
-def _chunks_overview(plan: Plan, chunked: Sequence[ChunksVariant], own: int) -> str:
-    if len(chunked) == 1:
-        return ""
-    runs = [summarize_step(variant.simulation, plan) for variant in chunked]
-    least = least_step_seconds(runs)
-    rows = tuple(
-        (
-            number_cell(variant.chunks, "the plan's" if k == own else ""),
-            number_cell(variant.samples),
-            *outcome_cells(runs[k], least),
-        )
-        for k, variant in enumerate(chunked)
-    )
-    table = sortable_table(HtmlTable(("micro-batches", "samples in one", *OUTCOME_HEADERS), rows), "micro-batches")
-    return "<h3>Numbers of micro-batches compared</h3>\n" + table
-
 
 REPORT_FILE = "a report"
 
@@ -213,42 +66,36 @@ def save_report(plan: Plan, path: str | Path, *, title: str = "", sweep: Sequenc
     Raises:
         ArgumentError: the path has another suffix, or (a `FileError`) cannot be written.
     """
-    check_report_path(path)
+    check_output_path(path, ("html",), REPORT_FILE)
     write_atomically(path, report_page(plan, title=title, sweep=sweep).encode(), REPORT_FILE)
-
-
-def check_report_path(path: str | Path) -> str:
-    """Before there is a plan: raises as `save_report` would; writes nothing."""
-    return check_output_path(path, ("html",), REPORT_FILE)
 
 
 def report_page(plan: Plan, *, title: str = "", sweep: Sequence[Plan] = ()) -> str:
     """The text of the page."""
-    import fxpipe
+    from fxpipe import __version__
 
-    chunked = chunks_variants(plan)
-    own = next(k for k, variant in enumerate(chunked) if variant.chunks == plan.micro_batches)
-    compared = [(one, fxpipe.simulate(one)) for one in sorted(sweep, key=lambda one: len(one.row_devices))]
-    parts = (
-        ("step", "A step", steps_section(plan, chunked, own)),
-        ("stages", "Stages", sections.stages_section(plan)),
-        ("graph", "Graph", sections.graph_section(plan)),
-        ("portals", "Portals", sections.portals_section(plan)),
-        ("balance", "What bounds the balance", sections.balance_section(plan)),
-        ("sizes", "Other sizes", sections.sizes_section(plan)),
-        ("schedules", "Schedules", sections.schedules_section(plan, schedule_variants(plan))),
-        ("devices", "Numbers of devices", sections.sweep_section(compared)),
-        ("tied", "Tied parameters", sections.tied_parameters_section(plan)),
-        ("whole", "Modules kept whole", sections.opaque_nodes_section(plan)),
-        ("tracing", "How it was traced", sections.tracing_section(plan)),
-        ("code", "Code of the stages", sections.stage_code_section(plan)),
+    sections = (
+        ("step", "A step", steps_section(plan)),
+        ("stages", "Stages", stages_section(plan)),
+        ("graph", "Graph", _figure("graph", draw_stage_graph(plan))),
+        ("portals", "Portals", portals_section(plan)),
+        ("balance", "What bounds the balance", balance_section(plan)),
+        ("sizes", "Other sizes", sizes_table(plan.at_sizes()).for_report("other sizes") if plan.sizes else ""),
+        ("schedules", "Schedules", schedules_table(schedule_outcomes(plan)).for_report("schedules")),
+        ("devices", "Numbers of devices", sweep_section(sweep)),
+        ("facts", "Of the plan", _facts_section(plan)),
+        ("code", "Code of the stages", _code_section(plan)),
     )
-    heading = title or count_text(len(plan.stages), "stage")
-    links = "\n".join(f'<a href="#{name}">{escape_markup(label)}</a>' for name, label, body in parts if body)
-    body = "\n".join(sections.section_markup(name, label, body) for name, label, body in parts)
+    heading = escape_markup(title or count_text(len(plan.stages), "stage"))
+    links = "\n".join(f'<a href="#{name}">{label}</a>' for name, label, body in sections if body)
+    body = "\n".join(
+        f'<section id="{name}">\n<h2>{label}</h2>\n{body}\n</section>' for name, label, body in sections if body
+    )
+    source = f"estimates for {plan.estimated_for}" if plan.estimated_for else "measured"
+    footer = f"Written by fxpipe {__version__}. Seconds of nodes are {source}; steps are simulated."
     content = f"""<header>
-<h1>{escape_markup(heading)}</h1>
-<p class="lead">{escape_markup(_lead_line(plan))}</p>
+<h1>{heading}</h1>
+<p class="lead">{escape_markup(f"{plan_headline(plan)}, {plan_choices(plan)}")}</p>
 <nav aria-label="sections">
 {links}
 </nav>
@@ -256,26 +103,249 @@ def report_page(plan: Plan, *, title: str = "", sweep: Sequence[Plan] = ()) -> s
 <main>
 {body}
 </main>
-<footer>{escape_markup(_footer_line(plan))}</footer>"""
-    return html_page(f"{heading}: pipeline", _read_resource("page.css"), content, _read_resource("page.js"))
-
-
-def _lead_line(plan: Plan) -> str:
-    modes = "/".join(sorted(set(plan.modes)))
-    return (
-        f"{count_text(len(plan.stages), 'stage')} on {count_text(len(plan.row_devices), 'device')}, "
-        f"{count_text(plan.micro_batches, 'micro-batch', 'es')} of {'' if plan.micro_batches == 1 else 'at most '}"
-        f"{count_text(plan.micro_batch, 'sample')}, schedule {plan.schedule.partition(':')[0]}, checkpoint {modes}, "
-        f"balance {plan.balance}"
-    )
-
-
-def _footer_line(plan: Plan) -> str:
-    from fxpipe import __version__
-
-    source = f"estimates for {plan.estimated_for}" if plan.estimated_for else "measured"
-    return f"Written by fxpipe {__version__}. Seconds of nodes are {source}; steps are simulated."
+<footer>{escape_markup(footer)}</footer>"""
+    title = f"{title or count_text(len(plan.stages), 'stage')}: pipeline"
+    return html_page(title, _read_resource("page.css"), content, _read_resource("page.js"))
 
 
 def _read_resource(name: str) -> str:
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+def _figure(label: str, scene: Scene) -> str:
+    return f'<figure class="wide" tabindex="0" aria-label="{label}">\n{svg_of(scene)}</figure>'
+
+
+def _note(line: str) -> str:
+    return f'<p class="aside">{escape_markup(line)}</p>'
+
+
+# -- Steps with several numbers of micro-batches, and a slider that chooses one of them --------------------------------
+
+MAX_CHUNKS = 512
+MAX_STAGE_CELLS = 10_000  # stages times micro-batches: more takes seconds to simulate, and a picture of it is grey
+MAX_PATH_SHARES, LEAST_PATH_SHARE = 6, 0.03  # of the critical path that are named
+
+
+@dataclass(frozen=True, slots=True)
+class ChunksVariant:
+    """A step with this many micro-batches."""
+
+    chunks: int
+    samples: int  # of the largest micro-batch
+    simulation: Simulation
+    run: StepSummary
+    is_own: bool  # the number of the plan
+
+    @property
+    def label(self) -> str:
+        most = "" if self.chunks == 1 else "at most "
+        return f"{count_text(self.chunks, 'micro-batch', 'es')} of {most}{count_text(self.samples, 'sample')}"
+
+    @property
+    def over_bytes(self) -> float:
+        return self.run.over_bytes
+
+
+def chunks_variants(plan: Plan) -> tuple[ChunksVariant, ...]:
+    """1, 2, 4, ... micro-batches and the plan's own number; that alone if the schedule is a table for it."""
+    import fxpipe
+
+    batch, variants = plan.batch or plan.micro_batch * plan.micro_batches, []
+    for chunks in chunks_to_compare(plan):
+        is_own = chunks == plan.micro_batches
+        try:
+            simulation = fxpipe.simulate(plan, chunks=chunks)
+        except FxpipeError:
+            if is_own:
+                raise
+            continue
+        samples, run = largest_micro_batch(batch, chunks), summarize_step(simulation, plan)
+        variants.append(ChunksVariant(chunks, samples, simulation, run, is_own))
+    return tuple(variants)
+
+
+def chunks_to_compare(plan: Plan) -> Iterator[int]:
+    most = min(plan.batch or 4 * plan.chunks, MAX_CHUNKS, max(plan.micro_batches, MAX_STAGE_CELLS // len(plan.stages)))
+    powers = {2**k for k in range(most.bit_length()) if 2**k <= most}
+    yield from sorted(powers | {plan.micro_batches})
+
+
+def steps_section(plan: Plan) -> str:
+    """A part for each number of micro-batches, of which the plan's own is visible, and the slider."""
+    variants = chunks_variants(plan)
+    parts = [_step_part(plan, variant) for variant in variants]
+    if len(variants) == 1:
+        return parts[0]
+    own = next(k for k, variant in enumerate(variants) if variant.is_own)
+    slider = (
+        '<div class="chunks" hidden>\n<label for="chunks">Micro-batches</label>\n'
+        f'<input id="chunks" type="range" min="0" max="{len(variants) - 1}" step="1" value="{own}" '
+        'autocomplete="off">\n'
+        f'<output for="chunks">{variants[own].label}</output>\n</div>'
+    )
+    columns: list[Column[ChunksVariant]] = [
+        Column("micro-batches", lambda row: Cell(str(row.chunks), row.chunks, "the plan's" if row.is_own else "")),
+        number_column("samples in one", lambda row: row.samples),
+        *run_columns(variants),
+    ]
+    overview = Table(columns, variants).for_report("micro-batches")
+    return "\n".join([slider, *parts, "<h3>Numbers of micro-batches compared</h3>", overview])
+
+
+def _step_part(plan: Plan, variant: ChunksVariant) -> str:
+    simulation = variant.simulation
+    names = [f"{d}: {name}".removesuffix(": ") for d, name in enumerate(simulation.devices)]
+    bars = memory_bars(names, [one.at_peak for one in simulation.memory], simulation.limits)
+    parts = [
+        f'<div data-chunks="{variant.chunks}" data-label="{variant.label}"{"" if variant.is_own else " hidden"}>',
+        _step_figures(plan, variant),
+        _figure("timeline", draw_gantt(simulation.as_step())),
+        _note(_critical_path_line(simulation)),
+        _note(f"The step is {simulation.host_note}.") if simulation.host_note else "",
+        "<h3>Memory at its peak</h3>",
+        _figure("memory", bars),
+        "<h3>Devices</h3>",
+        _devices_table(plan, simulation).for_report("devices"),
+    ]
+    if simulation.sent:
+        columns: list[Column[tuple[tuple[int, int], float]]] = [
+            Column("from", lambda row: Cell(names[row[0][0]], row[0][0])),
+            Column("to", lambda row: Cell(names[row[0][1]], row[0][1])),
+            bytes_column("bytes", lambda row: row[1]),
+        ]
+        table = Table(columns, [row for row in simulation.sent.items() if row[1]])
+        parts += ["<h3>Sent in a step</h3>", table.for_report("links")]
+    return "\n".join([*parts, "</div>"])
+
+
+def _devices_table(plan: Plan, simulation: Simulation) -> Table[DeviceFigures]:
+    def stages(row: DeviceFigures) -> str:
+        return ", ".join(str(j) for j, rows in enumerate(plan.stage_rows) if row.index in rows)
+
+    table = device_table(simulation)
+    return replace(table, columns=[*table.columns[:2], text_column("stages", stages), *table.columns[2:]])
+
+
+def _step_figures(plan: Plan, variant: ChunksVariant) -> str:
+    """Formats the main figures of a step as a list in HTML."""
+    simulation, run = variant.simulation, variant.run
+    step, samples = run.step_seconds, simulation.samples
+    rate = f"{three_digits(samples / step)} samples a second" if samples and step else ""
+    update = f"{human_seconds(simulation.update_seconds)} of updates after it" if simulation.update_seconds else ""
+    of_limit = "" if run.limit_bytes is None else f"of {human_bytes(run.limit_bytes)}, "
+    parameters = sum(stage.parameter_bytes for stage in plan.stages)
+    portals = "value that skips stages" if len(plan.portals) == 1 else "values that skip stages"
+    entries = [
+        (
+            "Step" if simulation.steady is None else "Mini-batch of a stream",
+            human_seconds(step),
+            ", ".join(filter(None, (rate, update))),
+        ),
+        ("Bubble", percent(run.bubble), "of device time"),
+        ("Most memory", human_bytes(run.peak_bytes), f"{of_limit}device {run.device}"),
+        ("Parameters", human_bytes(parameters), f"in {count_text(len(plan.stages), 'stage')}"),
+        *([("Portals", str(len(plan.portals)), portals)] if plan.portals else []),
+    ]
+    lines = []
+    for name, value, note in entries:
+        warned = ' class="warn"' if name == "Most memory" and run.over_bytes else ""
+        lines.append(f"<div><dt>{name}</dt><dd{warned}>{value}<small>{escape_markup(note)}</small></dd></div>")
+    return "\n".join(['<dl class="facts">', *lines, "</dl>"])
+
+
+def _critical_path_line(simulation: Simulation) -> str:
+    """Formats the shares of the critical path by stage: what has to become faster for a shorter step."""
+    spent: defaultdict[str, float] = defaultdict(float)
+    for leg in simulation.legs:
+        what = leg.kind if leg.kind in ("sending", "waiting", "reducing") else f"in stage {leg.span.action.stage}"
+        spent[what] += leg.seconds
+    total = simulation.seconds or 1.0
+    named = [what for what in sorted(spent, key=lambda what: -spent[what]) if spent[what] > LEAST_PATH_SHARE * total]
+    shares = [f"{100 * spent[what] / total:.0f} % {what}" for what in named[:MAX_PATH_SHARES]]
+    others = 1 - sum(spent[what] for what in named[:MAX_PATH_SHARES]) / total
+    rest = [f"{100 * others:.0f} % others"] if others > 0.005 else []
+    return f"Of the critical path, which decides how long the step is: {', '.join([*shares, *rest])}."
+
+
+# -- The other sections ------------------------------------------------------------------------------------------------
+
+
+def _nodes_cell(row: StageFigures) -> Cell:
+    copies = len(row.stage.copies)
+    return Cell(str(len(row.stage.nodes)), len(row.stage.nodes), f"+ {copies} again" if copies else "")
+
+
+REPORT_STAGE_COLUMNS: tuple[Column[StageFigures], ...] = (
+    STAGE_COLUMNS[0],
+    Column("device", lambda row: Cell(f"{number_ranges(row.rows)}: {' '.join(row.devices)}", row.rows[0])),
+    Column("nodes", _nodes_cell),
+    *STAGE_COLUMNS[3:6],
+    Column("both", lambda row: Cell(human_seconds(row.stage.seconds), row.stage.seconds, is_marked=row.is_slowest)),
+    number_column("GFLOP", lambda row: row.flops / 1e9, three_digits),
+    text_column("checkpoint", lambda row: row.mode),
+    *STAGE_COLUMNS[6:],
+)
+FORMULA_COLUMNS: tuple[Column[tuple[int, str]], ...] = (
+    number_column("stage", lambda row: row[0]),
+    code_column("bytes", lambda row: row[1]),
+)
+
+
+def stages_section(plan: Plan) -> str:
+    formulas = Table(FORMULA_COLUMNS, [(stage.index, str(plan.memory(stage.index))) for stage in plan.stages])
+    return "\n".join(
+        [
+            Table(REPORT_STAGE_COLUMNS, plan_figures(plan).stages).for_report("stages"),
+            _note("Seconds and bytes are those of one micro-batch; memory is what a stage holds at most in a step."),
+            "<details>\n<summary>Memory as formulas, with micro-batches of b samples</summary>",
+            formulas.for_report("formulas"),
+            "</details>",
+        ]
+    )
+
+
+def portals_section(plan: Plan) -> str:
+    if not plan.portals:
+        return ""
+    total, many = human_bytes(sum(portal.bytes for portal in plan.portals)), count_text(len(plan.portals), "value")
+    skips, goes, it_is = ("skips", "goes", "it is") if len(plan.portals) == 1 else ("skip", "go", "they are")
+    note = _note(f"{many} {skips} stages: {total} of each micro-batch {goes} straight to where {it_is} used.")
+    return note + portals_table(plan.portals)[0].for_report("portals")
+
+
+def balance_section(plan: Plan) -> str:
+    slowest = max(plan.stages, key=lambda stage: stage.seconds)
+    ratio = plan_figures(plan).slowest_to_mean
+    return list_markup(
+        [
+            f"stage {slowest.index} is the slowest: {human_seconds(slowest.seconds)} for each micro-batch; the slowest "
+            f"device takes {ratio:.2f} times the mean device",
+            *balance_lines(plan),
+        ]
+    )
+
+
+def sweep_section(plans: Sequence[Plan]) -> str:
+    if not plans:
+        return ""
+    rows = [outcome_of(len(plan.row_devices), plan.schedule, plan) for plan in plans]
+    rows.sort(key=lambda row: row.devices)
+    first = rows[0].run
+    return sweep_table(with_speedups(rows, first.step_seconds) if first else rows).for_report("numbers of devices")
+
+
+def _facts_section(plan: Plan) -> str:
+    """The lines and lists that the plan prints."""
+    parts = [list_markup(plan_facts(plan))]
+    parts += [f"<h3>{escape_markup(name)}</h3>\n{list_markup(lines)}" for name, lines in plan_lists(plan)]
+    return "\n".join(parts)
+
+
+def _code_section(plan: Plan) -> str:
+    return "\n".join(
+        f"<details>\n<summary>Stage {stage.index}"
+        f"<small>{escape_markup(f'{stage.device}, ' + count_text(len(stage.nodes), 'node'))}</small></summary>\n"
+        f'<pre tabindex="0"><code>{escape_markup(stage.code)}</code></pre>\n</details>'
+        for stage in plan.stages
+    )

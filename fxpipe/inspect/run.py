@@ -23,8 +23,8 @@ from fxpipe.inspect.cli_options import (
 from fxpipe.inspect.hugging_face import ModelType, example_inputs, load_hugging_face_model, vocabulary_size
 from fxpipe.inspect.inputs import InputOption, ModelArguments, make_arguments
 from fxpipe.inspect.request import Request, check_outputs
-from fxpipe.inspect.step_summary import StepSummary, compare_schedules
-from fxpipe.inspect.sweep import USUAL_DEVICES, SweepRow, counts_up_to, sweep_devices
+from fxpipe.inspect.step_summary import Outcome, StepSummary, compare_schedules
+from fxpipe.inspect.sweep import USUAL_DEVICES, counts_up_to, sweep_devices
 from fxpipe.inspect.targets import call_target, describe_error, load_model, load_target
 from fxpipe.utils.units import human_bytes, with_article
 
@@ -207,7 +207,7 @@ class Findings:
     simulation: Simulation | None = None  # of a step of the plan
     schedules: tuple[StepSummary, ...] = ()  # the plan's own, first, and others
     drawn: tuple[InputOption, ...] = ()  # inputs that nobody gave
-    sweep: tuple[SweepRow, ...] = ()
+    sweep: tuple[Outcome, ...] = ()
     tuning: Tuning | None = None  # then the plan is the best that it found
 
 
@@ -368,7 +368,7 @@ def size_at_least(number: float) -> str:
 
 def _sweep_rows(
     request: Request, loaded: LoadedModel, profiled: ProfiledModel, devices: tuple[str, ...]
-) -> tuple[SweepRow, ...]:
+) -> tuple[Outcome, ...]:
     from fxpipe.planning.options.stage_placement import COMPARED_SCHEDULES
 
     hardware = request.options.get("hardware")

@@ -6,17 +6,8 @@ from pathlib import Path
 
 from fxpipe.errors import ArgumentTypeError
 from fxpipe.inspect.gantt import draw_gantt
-from fxpipe.inspect.html import (
-    bytes_cell,
-    notebook_fragment,
-    notebook_heading,
-    notebook_picture,
-    notebook_table,
-    number_cell,
-    percent_cell,
-    seconds_cell,
-    text_cell,
-)
+from fxpipe.inspect.html import notebook_picture, notebook_view
+from fxpipe.inspect.step_summary import MEMORY_PARTS, device_table
 from fxpipe.inspect.svg import svg_of
 from fxpipe.simulation.timeline import HasTimeline, StepTimeline
 from fxpipe.utils.files import check_output_path, write_atomically
@@ -63,19 +54,10 @@ def check_timeline_path(path: str | Path) -> str:
 
 def step_html(step: StepTimeline) -> str:
     """A step in a notebook: the timeline, and for each device its time and, of a simulation, its memory."""
-    headers = ["device", "", "busy", "bubble", *(["most memory"] if step.memory else [])]
-    rows = []
-    for d, (name, busy, bubble) in enumerate(zip(step.devices, step.busy, step.bubble, strict=True)):
-        memory = (bytes_cell(step.memory[d].peak),) if step.memory else ()
-        rows.append((number_cell(d), text_cell(name), seconds_cell(busy), percent_cell(bubble), *memory))
     title = f"{step.schedule}: step {human_seconds(step.seconds)}, bubble {percent(step.mean_bubble)}"
     facts = (
         f"{'simulated' if step.is_simulated else 'measured'}: {count_text(step.stages, 'stage')}, "
         f"{count_text(step.micro_batches, 'micro-batch', 'es')}"
     )
-    parts = [
-        notebook_heading(title, facts),
-        notebook_picture(svg_of(draw_gantt(step))),
-        notebook_table(headers, rows),
-    ]
-    return notebook_fragment(parts)
+    table = device_table(step, *MEMORY_PARTS)
+    return notebook_view(title, facts, notebook_picture(svg_of(draw_gantt(step))), table.for_notebook())

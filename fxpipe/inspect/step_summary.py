@@ -1,20 +1,30 @@
-"""Ways to run a step, side by side: how long each takes, what idles, whether it fits."""
+"""A simulated step as a summary, as text and in tables, and the same stages in other schedules."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Protocol
 
-from fxpipe.errors import ArgumentError, ScheduleError
+from fxpipe.errors import FxpipeError
+from fxpipe.inspect.table import (
+    Cell,
+    Column,
+    Table,
+    bytes_column,
+    number_column,
+    seconds_column,
+    share_column,
+    text_column,
+)
 from fxpipe.scheduling.actions import ActionKind
-from fxpipe.utils.text_table import EMPTY_CELL, bytes_of_limit, text_table, wrap_text
+from fxpipe.simulation.timeline import MemoryParts, StepTimeline
+from fxpipe.utils.text_table import bytes_of_limit, wrap_text
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent, three_digits
 
 if TYPE_CHECKING:
-    from fxpipe.planning.plans import Plan
+    from fxpipe.planning.plans import Plan, PlannedTransfer
     from fxpipe.planning.tuning.tuning_result import Tuning
     from fxpipe.simulation import Simulation
 
@@ -136,31 +146,216 @@ def summarize_schedule(plan: Plan, schedule: str) -> StepSummary:
     return replace(run, step_seconds=run.step_seconds + step.update_seconds)
 
 
-def compare_schedules(plan: Plan, simulation: Simulation) -> tuple[StepSummary, ...]:
-    """The step of the plan, first, and other schedules that can have the stages where they are, by time."""
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A step of the model in some schedule on some devices, or why there is none."""
+
+    schedule: str  # a name
+    devices: int
+    run: StepSummary | None = None  # None: there is no such step
+    plan: Plan | None = None
+    speedup: float | None = None  # over one device; None: not known
+    over_bytes: float = 0.0  # on the device, or in the stage, that is furthest over its limit
+    problem: str = ""  # why there is no step, where memory is not the reason
+
+    @property
+    def fits(self) -> bool:
+        return self.run is not None and not self.over_bytes
+
+
+def schedule_outcomes(plan: Plan) -> tuple[Outcome, ...]:
+    """The schedule of the plan, then the others that its stages allow, by time, then those that they do not allow."""
     from fxpipe.planning.options.stage_placement import COMPARED_SCHEDULES
 
-    own, others = summarize_step(simulation, plan), list[StepSummary]()
-    if len(plan.workers) == 1:  # one after the other, whatever the schedule
+    outcomes = []
+    for name in dict.fromkeys([plan.schedule, *COMPARED_SCHEDULES]):
+        short_name = name.partition(":")[0]  # in front of a table of the user's own
+        try:
+            run = summarize_schedule(plan, name)
+            outcomes.append(Outcome(short_name, len(plan.row_devices), run, plan, over_bytes=run.over_bytes))
+        except FxpipeError as error:
+            problem = _short_problem(name, str(error))
+            outcomes.append(Outcome(short_name, len(plan.row_devices), problem=problem))
+    own, *others = outcomes
+    return (own, *sorted(others, key=lambda one: math.inf if one.run is None else one.run.step_seconds))
+
+
+def _short_problem(schedule: str, error: str) -> str:
+    """Shortens the reason of an error if it is the number of stages."""
+    from fxpipe.scheduling import SCHEDULES
+
+    recipe = SCHEDULES.get(schedule)
+    if recipe is None or not recipe.has_fixed_placement:
+        return error
+    return f"needs a plan with stages_per_device={recipe.stages_per_device}"
+
+
+def compare_schedules(plan: Plan, simulation: Simulation) -> tuple[StepSummary, ...]:
+    """The step of the plan, first, and other schedules that can have the stages where they are, by time."""
+    own = summarize_step(simulation, plan)
+    if len(plan.workers) == 1:  # the same order in each schedule
         return (own,)
-    for name in COMPARED_SCHEDULES:
-        if name == own.schedule:
-            continue
-        with contextlib.suppress(ArgumentError, ScheduleError):  # it wants its stages elsewhere
-            others.append(summarize_schedule(plan, name))
-    return (own, *sorted(others, key=lambda run: run.step_seconds))
+    return (own, *(one.run for one in schedule_outcomes(plan)[1:] if one.run is not None))
+
+
+# -- Tables ----------------------------------------------------------------------------------------------------------
+
+
+class HasRun(Protocol):
+    @property
+    def run(self) -> StepSummary | None: ...
+
+    @property
+    def over_bytes(self) -> float: ...
+
+
+def run_columns(rows: Sequence[HasRun]) -> tuple[Column[HasRun], Column[HasRun], Column[HasRun], Column[HasRun]]:
+    """The step, the bubble, the peak memory, and whether it fits; the shortest step that fits is marked."""
+    least = min((row.run.step_seconds for row in rows if row.run is not None and not row.over_bytes), default=None)
+
+    def step(row: HasRun) -> Cell | None:
+        if row.run is None:
+            return None
+        seconds = row.run.step_seconds
+        return Cell(human_seconds(seconds), seconds, is_marked=not row.over_bytes and seconds == least)
+
+    def fits(row: HasRun) -> Cell | None:
+        if row.over_bytes:
+            return Cell(f"over by {human_bytes(row.over_bytes)}", row.over_bytes)
+        return None if row.run is None or row.run.limit_bytes is None else Cell("yes", 0)
+
+    return (
+        Column("step", step),
+        share_column("bubble", lambda row: None if row.run is None else row.run.bubble),
+        bytes_column("peak memory", lambda row: None if row.run is None else row.run.peak_bytes),
+        Column("fits", fits),
+    )
+
+
+def schedules_table(outcomes: Sequence[Outcome]) -> Table[Outcome]:
+    """The same stages in several schedules; the first is the plan's."""
+    first = outcomes[0].run
+
+    def change(row: Outcome) -> Cell | None:
+        if row.run is None or first is None or row is outcomes[0] or not first.step_seconds:
+            return None
+        share = row.run.step_seconds / first.step_seconds - 1
+        return Cell(f"{100 * share:+.1f} %", share)
+
+    step, bubble, peak, fits = run_columns(outcomes)
+    columns: list[Column[Outcome]] = [
+        text_column("schedule", lambda row: row.schedule),
+        step,
+        Column("change", change),
+        bubble,
+        peak,
+        number_column("on device", lambda row: None if row.run is None else row.run.device),
+        fits,
+    ]
+    if any(one.problem for one in outcomes):
+        columns.append(Column("why not", lambda row: Cell(row.problem, is_prose=True)))
+    return Table(columns, outcomes)
+
+
+def summaries_text(runs: Sequence[StepSummary]) -> str:
+    """The same stages in other schedules; the first is the plan's."""
+    head = f"these stages in other schedules, {count_text(runs[0].micro_batches, 'micro-batch', 'es')}"
+    if counts := {run.micro_batches for run in runs[1:]} - {runs[0].micro_batches}:
+        head += f"; beside the stream steps with their updates, {count_text(max(counts), 'micro-batch', 'es')}"
+    return f"{head}\n\n{schedules_table([Outcome(run.schedule, 0, run, over_bytes=run.over_bytes) for run in runs])}"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFigures:
+    """A device in a step."""
+
+    index: int
+    name: str
+    busy: float  # seconds
+    bubble: float  # share of the step
+    parts: MemoryParts  # at the peak
+    limit: float | None  # bytes
+
+
+def _part_column(part: str) -> Column[DeviceFigures]:
+    return bytes_column(part, lambda row: getattr(row.parts, part) or None)
+
+
+MEMORY_PARTS = tuple(field.name for field in fields(MemoryParts))
+DEVICE_COLUMNS: tuple[Column[DeviceFigures], ...] = (
+    number_column("device", lambda row: row.index),
+    text_column("", lambda row: row.name),
+    seconds_column("busy", lambda row: row.busy),
+    share_column("bubble", lambda row: row.bubble),
+    bytes_column("peak memory", lambda row: row.parts.total, lambda row: row.limit),
+    *map(_part_column, MEMORY_PARTS),
+)
+MAX_DEVICE_ROWS = 16  # rows; of more, those that come closest to their limits
+
+
+def device_table(step: Simulation | StepTimeline, *without: str) -> Table[DeviceFigures]:
+    """A table of devices: busy time and bubble, and the memory at the peak by what it is for, if it is known."""
+    count = len(step.devices)
+    parts = [one.at_peak for one in step.memory]
+    hidden = {*without} if parts else {*without, "peak memory", *MEMORY_PARTS}
+    busy, bubble, limits = step.busy, step.bubble, step.limits or (None,) * count
+    rows = [
+        DeviceFigures(
+            d,
+            step.devices[d],
+            busy[d],
+            bubble[d],
+            parts[d] if parts else MemoryParts(),
+            limits[d],
+        )
+        for d in range(count)
+    ]
+    return Table([column for column in DEVICE_COLUMNS if column.name not in hidden], rows)
+
+
+def device_text(simulation: Simulation) -> str:
+    """The table of devices as text: of many devices, those that come closest to their limits."""
+    table, rest = device_table(simulation, "busy"), ""
+    if len(table.rows) > MAX_DEVICE_ROWS:
+        rest = f"\nand {len(table.rows) - MAX_DEVICE_ROWS} devices that hold less"
+        fullest = sorted(table.rows, key=lambda row: -row.parts.total / (row.limit or 1))[:MAX_DEVICE_ROWS]
+        table = replace(table, rows=sorted(fullest, key=lambda row: row.index))
+    return f"{table}{rest}"
+
+
+MAX_PACKET_ROWS = 16  # of more, those that relay the most
+
+
+def packets_text(plan: Plan) -> str:
+    """What processes send to each other for one micro-batch, by boundary of stages; empty in one process."""
+    if not (plan.is_over_processes and plan.packets):
+        return ""
+
+    def columns(index: int) -> tuple[Column[tuple[PlannedTransfer, PlannedTransfer]], ...]:
+        return (
+            bytes_column("gradients" if index else "values", lambda row: row[index].bytes),
+            bytes_column("of it\nrelayed", lambda row: row[index].relayed.at(plan.here) or None),
+            seconds_column("on the way", lambda row: row[index].seconds),
+        )
+
+    by_cut = {(one.source, one.target): one for one in plan.packets}
+    rows = [(one, by_cut[one.target, one.source]) for one in plan.packets if not one.is_gradient]
+    rest = ""
+    if len(rows) > MAX_PACKET_ROWS:
+        rest = f"\nand {len(rows) - MAX_PACKET_ROWS} boundaries that relay less"
+        largest = sorted(rows, key=lambda row: -row[0].relayed.at(plan.here))[:MAX_PACKET_ROWS]
+        rows = sorted(largest, key=lambda row: row[0].source)
+    cut: Column[tuple[PlannedTransfer, PlannedTransfer]] = text_column(
+        "stages", lambda row: f"{row[0].source} | {row[0].target}", is_left=False
+    )
+    handling = human_seconds(2 * rows[0][0].handling)
+    head = f"between processes, for one micro-batch; to pack and to unpack a packet takes {handling} more"
+    return f"{head}\n\n{Table((cut, *columns(0), *columns(1)), rows)}{rest}"
 
 
 # The text of a simulated step: what each device does and holds, and how the same stages fare in other schedules.
 
 LEAST_UPDATE_SHARE = 1e-3  # of a step, for the optimizer to be told
-MAX_DEVICE_ROWS = 16  # rows; of more, those that come closest to their limits
-
-DEVICE_HEADERS = (
-    "device", "", "bubble", "peak memory", "parameters", "gradients", "optimizer", "activations", "portals",
-    "working",
-)  # fmt: skip
-SUMMARY_HEADERS = ("schedule", "step", "change", "bubble", "peak memory", "on device", "fits")
 
 
 def step_text(simulation: Simulation, plan: Plan) -> str:
@@ -219,69 +414,9 @@ def _cluster_lines(simulation: Simulation) -> list[str]:
     return lines
 
 
-MAX_PACKET_ROWS = 16  # of more, those that relay the most
-PACKET_HEADERS = ("stages", "values", "of it\nrelayed", "on the way", "gradients", "of it\nrelayed", "on the way")
-
-
-def packets_table(plan: Plan) -> str:
-    """Formats what stages hand each other over processes, for one micro-batch; nothing in one process."""
-    if not (plan.is_over_processes and plan.packets):
-        return ""
-    here = plan.here
-    by_cut = {(one.source, one.target): one for one in plan.packets}
-    cuts = [one for one in plan.packets if not one.is_gradient]
-    rest = ""
-    if len(cuts) > MAX_PACKET_ROWS:
-        largest = sorted(cuts, key=lambda one: -one.relayed.at(here))[:MAX_PACKET_ROWS]
-        rest = f"\nand {len(cuts) - MAX_PACKET_ROWS} boundaries that relay less"
-        cuts = sorted(largest, key=lambda one: one.source)
-    rows = []
-    for one in cuts:
-        cells = [f"{one.source} | {one.target}"]
-        for way in (one, by_cut[one.target, one.source]):
-            relayed = way.relayed.at(here)
-            cells += [human_bytes(way.bytes), human_bytes(relayed) if relayed else EMPTY_CELL]
-            cells.append(human_seconds(way.seconds))
-        rows.append(tuple(cells))
-    handling = human_seconds(2 * cuts[0].handling)
-    head = f"between processes, for one micro-batch; to pack and to unpack a packet takes {handling} more"
-    return f"{head}\n\n{text_table(rows, PACKET_HEADERS)}{rest}"
-
-
-def summaries_text(runs: Sequence[StepSummary]) -> str:
-    """The same stages in other schedules; the first is the plan's."""
-    rows = [
-        (
-            run.schedule,
-            human_seconds(run.step_seconds),
-            EMPTY_CELL if run is runs[0] else _change_text(run.step_seconds, runs[0].step_seconds),
-            percent(run.bubble),
-            human_bytes(run.peak_bytes),
-            str(run.device),
-            fits_cell(run.limit_bytes, run.over_bytes),
-        )
-        for run in runs
-    ]
-    head = f"these stages in other schedules, {count_text(runs[0].micro_batches, 'micro-batch', 'es')}"
-    if counts := {run.micro_batches for run in runs[1:]} - {runs[0].micro_batches}:
-        head += f"; beside the stream steps with their updates, {count_text(max(counts), 'micro-batch', 'es')}"
-    return f"{head}\n\n{text_table(rows, SUMMARY_HEADERS, left=('schedule',))}"
-
-
-def fits_cell(limit: int | None, over: float) -> str:
-    """`yes`, or by how much it does not; nothing where no limit is known."""
-    if over:
-        return f"over by {human_bytes(over)}"
-    return EMPTY_CELL if limit is None else "yes"
-
-
 def _path_word(kind: str) -> str:
     """`forward` of "F"; "sending" and "waiting" are words already."""
     return ActionKind(kind).words if len(kind) == 1 else kind
-
-
-def _change_text(seconds: float, first: float) -> str:
-    return f"{100 * (seconds / first - 1):+.1f} %" if first else EMPTY_CELL
 
 
 def _memory_text(run: StepSummary) -> str:
@@ -289,20 +424,3 @@ def _memory_text(run: StepSummary) -> str:
         return f"{human_bytes(run.peak_bytes)} (no limit known)"
     over = f", over by {human_bytes(run.over_bytes)}" if run.over_bytes else ""
     return bytes_of_limit(run.peak_bytes, run.limit_bytes) + over
-
-
-def device_table(simulation: Simulation) -> str:
-    """Formats a table of devices: the bubble of each, and its memory at its peak, by what it is for."""
-    limits, memory, bubbles, names = simulation.limits, simulation.memory, simulation.bubble, simulation.devices
-    shown, rest = list(range(len(names))), ""
-    if len(names) > MAX_DEVICE_ROWS:
-        by_peak = sorted(shown, key=lambda d: -memory[d].peak / (limits[d] or 1))
-        shown, rest = sorted(by_peak[:MAX_DEVICE_ROWS]), f"\nand {len(names) - MAX_DEVICE_ROWS} devices that hold less"
-    rows = []
-    for d in shown:
-        parts, limit = memory[d].at_peak, limits[d]
-        sizes = (parts.parameters, parts.gradients, parts.optimizer, parts.activations, parts.portals, parts.working)
-        peak = human_bytes(parts.total) if limit is None else bytes_of_limit(parts.total, limit)
-        cells = (human_bytes(size) if size else EMPTY_CELL for size in sizes)
-        rows.append((str(d), names[d], percent(bubbles[d]), peak, *cells))
-    return text_table(rows, DEVICE_HEADERS, left=("",)) + rest

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from fxpipe.errors import FxpipeError, MemoryLimitError
 from fxpipe.inspect.request import as_options
-from fxpipe.inspect.step_summary import StepSummary, fits_cell, summarize_step
+from fxpipe.inspect.step_summary import Outcome, run_columns, summarize_step
+from fxpipe.inspect.table import Cell, Column, Table, number_column, text_column
 from fxpipe.scheduling import SCHEDULES
-from fxpipe.utils.text_table import EMPTY_CELL, text_table, wrap_text
-from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
+from fxpipe.utils.text_table import wrap_text
+from fxpipe.utils.units import count_text
 
 if TYPE_CHECKING:
     from fxpipe.planning.plans import Plan
@@ -26,23 +27,6 @@ if TYPE_CHECKING:
 USUAL_DEVICES = 8  # devices that a sweep goes up to, where fewer were asked for
 
 PlanFor: TypeAlias = "Callable[[int, str], Plan]"  # (devices, schedule)
-
-
-@dataclass(frozen=True, slots=True)
-class SweepRow:
-    """The result for one number of devices and one schedule."""
-
-    devices: int
-    schedule: str
-    run: StepSummary | None = None  # None: there is no such plan
-    plan: Plan | None = None  # that was run so
-    speedup: float | None = None  # over one device; None: one device cannot do it
-    over_bytes: float = 0.0  # on the device, or in the stage, that is furthest over its limit
-    problem: str = ""  # why there is no such plan, where memory is not the reason
-
-    @property
-    def fits(self) -> bool:
-        return self.run is not None and not self.over_bytes
 
 
 def counts_up_to(most: int, asked: int) -> tuple[int, ...]:
@@ -56,7 +40,7 @@ def sweep_devices(
     per_device: int | None,
     plan_for: PlanFor,
     shares_plans: bool = True,
-) -> list[SweepRow]:
+) -> list[Outcome]:
     """A row for each number of devices and schedule; for one device, where all are alike, a single one.
 
     Args:
@@ -65,76 +49,87 @@ def sweep_devices(
         plan_for: makes a plan, or raises a `FxpipeError`.
         shares_plans: schedules that have their stages on the same devices share a plan.
     """
-    rows: list[SweepRow] = []
+    rows: list[Outcome] = []
     for count in counts:
         rows += _rows_of_count(count, schedules[:1] if count == 1 else schedules, per_device, plan_for, shares_plans)
     alone = next((row.run for row in rows if row.devices == 1), None)
-    if alone is None:
-        return rows
-    return [replace(row, speedup=alone.step_seconds / row.run.step_seconds) if row.run else row for row in rows]
+    return rows if alone is None else with_speedups(rows, alone.step_seconds)
+
+
+def with_speedups(rows: Sequence[Outcome], seconds: float) -> list[Outcome]:
+    """The rows, each with how many times as fast it is as a step of these seconds."""
+    return [replace(row, speedup=seconds / row.run.step_seconds) if row.run else row for row in rows]
 
 
 def _rows_of_count(
     count: int, schedules: tuple[str, ...], per_device: int | None, plan_for: PlanFor, shares_plans: bool
-) -> list[SweepRow]:
+) -> list[Outcome]:
     plans: dict[tuple[int, ...], Plan] = {}  # by where the stages are asked to be
     rows = []
     for schedule in schedules:
         recipe = SCHEDULES[schedule]
         placement = recipe.placement(count, per_device or recipe.stages_per_device)
         shared = plans.get(placement) if shares_plans else None
-        row = None if shared is None else _sweep_row(count, schedule, shared)
+        row = None if shared is None else outcome_of(count, schedule, shared)
         if row is None or not row.fits:
             try:
                 plan = plan_for(count, schedule)
                 plans.setdefault(placement, plan)
-                row = _sweep_row(count, schedule, plan)
+                row = outcome_of(count, schedule, plan)
             except MemoryLimitError as error:
-                row = row or SweepRow(count, schedule, over_bytes=error.over, problem="" if error.over else error.brief)
+                row = row or Outcome(schedule, count, over_bytes=error.over, problem="" if error.over else error.brief)
             except FxpipeError as error:
-                row = SweepRow(count, schedule, problem=" ".join(str(error).split()))
+                row = Outcome(schedule, count, problem=" ".join(str(error).split()))
         rows.append(row)
     return rows
 
 
-def _sweep_row(count: int, schedule: str, plan: Plan) -> SweepRow:
+def outcome_of(count: int, schedule: str, plan: Plan) -> Outcome:
+    """The step of a plan in a schedule."""
     import fxpipe
 
     try:
         run = summarize_step(fxpipe.simulate(plan, schedule=schedule), plan)
     except FxpipeError as error:  # it cannot have its stages where the plan has them
-        return SweepRow(count, schedule, problem=" ".join(str(error).split()))
-    return SweepRow(count, schedule, run, plan, over_bytes=run.over_bytes)
+        return Outcome(schedule, count, problem=" ".join(str(error).split()))
+    return Outcome(schedule, count, run, plan, over_bytes=run.over_bytes)
 
 
 # -- The text of a sweep: a row for each number of devices and schedule ----------------------------------------------
 
-SWEEP_HEADERS = (
-    "devices",
-    "schedule",
-    "micro-\nbatches",
-    "checkpoint",
-    "step",
-    "speed-up",
-    "bubble",
-    "peak memory",
-    "fits",
-)
 
-
-def sweep_table(rows: Sequence[SweepRow]) -> str:
-    """A `*` marks the fastest that fits of each number of devices."""
+def sweep_table(rows: Sequence[Outcome]) -> Table[Outcome]:
+    """A row for each number of devices and schedule; `*`: the fastest that fits of each number of devices."""
     best = {row.devices: row for row in sorted(rows, key=_step_seconds, reverse=True) if row.fits}
-    firsts = [k == 0 or rows[k - 1].devices != row.devices for k, row in enumerate(rows)]
-    cells = [_sweep_cells(row, best.get(row.devices) is row, first) for row, first in zip(rows, firsts, strict=True)]
-    notes = [wrap_text(f"- {line}") for line in _problem_lines(rows)]
-    legend = ("* the fastest that fits" if best else "nothing fits") + _cores_note(rows)
+    firsts = {row.devices: row for row in reversed(rows)}
+
+    def number(row: Outcome) -> Cell:
+        return Cell(str(row.devices) if firsts[row.devices] is row else "", row.devices)
+
+    step, bubble, peak, fits = run_columns(rows)
+    columns: list[Column[Outcome]] = [
+        Column("devices", number),
+        text_column("schedule", lambda row: f"{row.schedule} *" if best.get(row.devices) is row else row.schedule),
+        number_column("micro-\nbatches", lambda row: None if row.run is None else row.run.micro_batches),
+        text_column("checkpoint", lambda row: None if row.run is None else row.run.checkpoint),
+        step,
+        number_column("speed-up", lambda row: row.speedup, "{:.2f}".format),
+        bubble,
+        peak,
+        fits,
+    ]
+    return Table(columns, rows, keys=2)
+
+
+def sweep_text(rows: Sequence[Outcome]) -> str:
     head = "numbers of devices and schedules, as simulated; each number is cut anew, once for schedules placed alike"
-    lines = [wrap_text(head), "", text_table(cells, SWEEP_HEADERS, left=("schedule", "checkpoint"), keys=2), "", legend]
-    return "\n".join(lines + (["", "no plan for", *notes] if notes else []))
+    legend = ("* the fastest that fits" if any(row.fits for row in rows) else "nothing fits") + _cores_note(rows)
+    notes = [wrap_text(f"- {line}") for line in _problem_lines(rows)]
+    problems = ["\n".join(["no plan for", *notes])] if notes else []
+    return "\n\n".join([wrap_text(head), str(sweep_table(rows)), legend, *problems])
 
 
-def _cores_note(rows: Sequence[SweepRow]) -> str:
+def _cores_note(rows: Sequence[Outcome]) -> str:
     """Warns where plans for CPUs have more devices than there are cores: measurements assume a core for each."""
     cores, plans = os.cpu_count() or 1, [row.plan for row in rows if row.plan is not None]
     are_here = [plan for plan in plans if not plan.estimated_for and {*plan.workers} == {"cpu"}]
@@ -143,7 +138,7 @@ def _cores_note(rows: Sequence[SweepRow]) -> str:
     return f"\nCPU devices are simulated as if each had a core; there {'is' if cores == 1 else 'are'} {cores} here"
 
 
-def _problem_lines(rows: Sequence[SweepRow]) -> list[str]:
+def _problem_lines(rows: Sequence[Outcome]) -> list[str]:
     """Says why there is no plan, once for each number of devices and reason."""
     schedules: dict[tuple[int, str], list[str]] = {}
     for row in rows:
@@ -155,25 +150,5 @@ def _problem_lines(rows: Sequence[SweepRow]) -> list[str]:
     ]
 
 
-def _step_seconds(row: SweepRow) -> float:
+def _step_seconds(row: Outcome) -> float:
     return row.run.step_seconds if row.run is not None else 0.0
-
-
-def _sweep_cells(row: SweepRow, is_best: bool, is_first: bool) -> tuple[str, ...]:
-    number = str(row.devices) if is_first else ""
-    name = f"{row.schedule} *" if is_best else row.schedule
-    run = row.run
-    if run is None:
-        fits = fits_cell(None, row.over_bytes)
-        return (number, name, *[EMPTY_CELL] * 6, fits)
-    return (
-        number,
-        name,
-        str(run.micro_batches),
-        run.checkpoint,
-        human_seconds(run.step_seconds),
-        EMPTY_CELL if row.speedup is None else f"{row.speedup:.2f}",
-        percent(run.bubble),
-        human_bytes(run.peak_bytes),
-        fits_cell(run.limit_bytes, row.over_bytes),
-    )

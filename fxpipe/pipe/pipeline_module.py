@@ -15,7 +15,6 @@ from torch import nn
 from fxpipe._torch.data_parallel import is_in_data_parallel_forward
 from fxpipe._torch.module_internals import STORE_NAMES
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
-from fxpipe.inspect.html import notebook_fragment, notebook_heading, notebook_note
 from fxpipe.pipe.model_calls import parse_micro_batches
 from fxpipe.pipe.pipeline_class import NOT_COMPILED, SLOTS, class_of_model, pipeline_class, replaced_forward, set_up
 from fxpipe.pipe.pipeline_state import DROP_IN_SCHEDULE, PipelineState
@@ -23,7 +22,6 @@ from fxpipe.pipe.train_stream import StreamLoop, TrainStream, parse_batches, str
 from fxpipe.planning.options.parse import parse_compile, parse_switch
 from fxpipe.planning.options.pipeline_options import OPTION_DEFAULTS, Settings
 from fxpipe.planning.plans import Plan
-from fxpipe.planning.plans.display import plan_html
 from fxpipe.planning.plans.node_groups import node_groups_of
 from fxpipe.runtime import Executor, StepRecord, executor_for
 from fxpipe.runtime.losses import check_loss_function, check_reduction, check_scaler, refuse_inputs_by_name
@@ -65,10 +63,13 @@ def pipeline_lines(model: str, settings: Settings, plan: Plan | None) -> list[st
 
 def pipeline_html(model: str, settings: Settings, plan: Plan | None) -> str:
     """The same as notebooks show it: what it is and where, and its plan, once there is one."""
+    from fxpipe.inspect.html import notebook_note, notebook_view
+    from fxpipe.inspect.plan_text import plan_html
+
     first, *rest = pipeline_lines(model, settings, plan)
     if plan is None:
-        return notebook_fragment([notebook_heading("Pipeline", first), *map(notebook_note, rest)])
-    return notebook_fragment([notebook_heading("Pipeline", first)]) + plan_html(plan)
+        return notebook_view("Pipeline", first, *map(notebook_note, rest))
+    return notebook_view("Pipeline", first) + plan_html(plan)
 
 
 def schedule_name(settings: Settings) -> str:

@@ -24,10 +24,10 @@ from fxpipe.inspect.cli import main
 from fxpipe.inspect.cli_options import parse_balance_option, parse_devices_option
 from fxpipe.inspect.inputs import InputOption, InputShape, make_arguments, parse_input
 from fxpipe.inspect.json_document import plan_document
+from fxpipe.inspect.plan_text import plan_text
 from fxpipe.inspect.run import inputs_advice
 from fxpipe.inspect.targets import Target, parse_target
 from fxpipe.planning.plans import HeaviestNode, OpaqueNode, Portal, TiedParameter
-from fxpipe.planning.plans.display import plan_table
 from fxpipe.utils.polynomial import Polynomial
 
 MODEL_FILE = """
@@ -151,7 +151,7 @@ def fake_plan(monkeypatch: pytest.MonkeyPatch) -> FakePlanning:
 
 
 def test_table_of_two_stages() -> None:
-    text = plan_table(
+    text = plan_text(
         make_plan(2, portals=(Portal("encoder_relu", 0, 1, 3 * 1024, Polynomial.in_b(0, 1536), "net.py:7"),))
     )
     assert text == (
@@ -179,12 +179,12 @@ balance 1.33 (slowest device / mean), bubble 33.3 % of device time, step 27.0 ms
 
 def test_table_says_how_the_graph_was_made_and_what_it_holds_for() -> None:
     plan = replace(make_plan(2), why=("module 'moe' is kept whole: it reads",), guards=("item of max was 3 at a.py:7",))
-    assert "how it was traced\n- module 'moe' is kept whole: it reads\n\nholds where" in plan_table(plan)
-    assert "mini-batch)\n- item of max was 3 at a.py:7\n\nbalance" in plan_table(plan)
+    assert "how it was traced\n- module 'moe' is kept whole: it reads\n\nholds where" in plan_text(plan)
+    assert "mini-batch)\n- item of max was 3 at a.py:7\n\nbalance" in plan_text(plan)
     document = plan_document(plan)
     assert document["why"] == list(plan.why)
     assert document["guards"] == list(plan.guards)
-    many = plan_table(replace(plan, guards=tuple(f"guard {k}" for k in range(30))))
+    many = plan_text(replace(plan, guards=tuple(f"guard {k}" for k in range(30))))
     assert "- guard 9\n- and 20 more" in many
     assert "guard 10" not in many
 
@@ -197,7 +197,7 @@ def test_table_says_what_is_tied_kept_whole_and_heaviest() -> None:
         why=("module 'moe' is kept whole: it reads values", "recorded with general paths"),
         heaviest=HeaviestNode("layer2_linear", 2, 8.1e-3, "net.py:12"),
     )
-    text = plan_table(plan)
+    text = plan_text(plan)
     assert "- wte.weight = head.weight, 2.0 MiB, in stages 0 and 2: the other copies it for each step" in text
     assert "- a = b, 8 B, in stage 1" in text
     assert "modules kept whole, each one node\n- moe (net.py:9): it reads values" in text
@@ -368,7 +368,7 @@ def test_outputs(model_file: Path, fake_plan: FakePlanning, capsys: pytest.Captu
     argv = ["zoo_of_models:make_mlp", "--input", "8x8", "--devices", "cpu,cpu"]
     assert main(argv) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith(plan_table(make_plan(2)) + "\n\na step as simulated, 1f1b, 4 micro-batches\n")
+    assert printed.startswith(plan_text(make_plan(2)) + "\n\na step as simulated, 1f1b, 4 micro-batches\n")
     assert "these stages in other schedules" in printed
     assert main([*argv, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -527,4 +527,4 @@ def test_document_of_a_real_plan(
 def test_plan_prints_its_table(model_file: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
     plan = fxpipe.plan(model, 1, example_args=(torch.randn(4, 4),), devices=("cpu",), chunks=2)
-    assert str(plan) == plan_table(plan)
+    assert str(plan) == plan_text(plan)

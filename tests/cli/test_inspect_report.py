@@ -11,10 +11,10 @@ from helpers.drawn_plans import dense_portals, drawn_plan, portals_between
 import fxpipe
 from fxpipe.errors import ArgumentError
 from fxpipe.inspect.memory_chart import memory_bars
-from fxpipe.inspect.report import report_page, save_report
-from fxpipe.inspect.report_sections import chunks_to_compare, chunks_variants, schedule_variants
+from fxpipe.inspect.report import chunks_to_compare, chunks_variants, report_page, save_report
 from fxpipe.inspect.scene import Line, Rect, Text
 from fxpipe.inspect.stage_graph import save_graph
+from fxpipe.inspect.step_summary import schedule_outcomes
 from fxpipe.inspect.style import text_width
 from fxpipe.scheduling import make_schedule
 from fxpipe.simulation.timeline import MemoryParts
@@ -68,13 +68,13 @@ def test_a_large_plan_is_not_simulated_for_more_micro_batches_than_one_can_see()
 
 def test_schedules_are_compared_and_those_that_cannot_be_say_why():
     plan = drawn_plan(4)
-    found = {one.schedule: one for one in schedule_variants(plan)}
+    found = {one.schedule: one for one in schedule_outcomes(plan)}
     for name in ("gpipe", "1f1b", "zero_bubble", "zero_bubble_2p"):
         run = found[name].run
         assert run is not None
         assert run.step_seconds == fxpipe.simulate(plan, schedule=name).step_seconds
     assert found["zbv"].run is None
-    assert found["zbv"].why == "needs a plan with stages_per_device=2"
+    assert found["zbv"].problem == "needs a plan with stages_per_device=2"
     assert "inference" not in found
 
 

@@ -12,8 +12,7 @@ import pytest
 from helpers.drawn_plans import drawn_plan, portals_between
 
 import fxpipe
-from fxpipe.inspect.report import save_report
-from fxpipe.inspect.report_sections import chunks_variants
+from fxpipe.inspect.report import chunks_variants, save_report
 from fxpipe.planning.plans import OpaqueNode, Plan, TiedParameter
 from fxpipe.utils.units import human_bytes, human_seconds
 

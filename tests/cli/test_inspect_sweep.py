@@ -18,8 +18,8 @@ from fxpipe.hardware import HARDWARE
 from fxpipe.inspect import json_document as documents
 from fxpipe.inspect.cli import main
 from fxpipe.inspect.cli_options import first_devices, most_devices
-from fxpipe.inspect.step_summary import compare_schedules, device_table, step_text, summaries_text, summarize_step
-from fxpipe.inspect.sweep import sweep_devices, sweep_table
+from fxpipe.inspect.step_summary import compare_schedules, device_text, step_text, summaries_text, summarize_step
+from fxpipe.inspect.sweep import sweep_devices, sweep_text
 from fxpipe.planning.options.stage_placement import TRAINING_SCHEDULES
 from fxpipe.planning.plans import Plan
 from fxpipe.scheduling import SCHEDULES
@@ -70,7 +70,7 @@ def test_the_device_that_is_closest_to_its_limit_is_told() -> None:
     text = step_text(simulation, plan)
     assert "- takes most memory on device 2: " in text
     assert "of 20.0 MiB, over by" in text
-    assert "of 20.0 MiB" in device_table(simulation)
+    assert "of 20.0 MiB" in device_text(simulation)
 
 
 # Numbers of devices
@@ -103,12 +103,12 @@ def test_a_sweep_has_a_row_for_each_number_and_schedule() -> None:
     ]
     # Of n equal stages and m micro-batches a step takes (m + n - 1) / m of an even share.
     assert [row.speedup for row in rows if row.schedule == "1f1b"] == pytest.approx([1, 2 * 16 / 17, 4 * 16 / 19])
-    text = sweep_table(rows)
+    text = sweep_text(rows)
     marked = [line.split() for line in text.splitlines() if " * " in line]
-    assert "as if each had a core" not in sweep_table(rows[:1])
+    assert "as if each had a core" not in sweep_text(rows[:1])
     many = {"devices": ("cpu",) * 4096, "placement": tuple(range(4096))}
     crowded = [replace(row, plan=replace(row.plan, **many)) for row in rows if row.plan]
-    assert "CPU devices are simulated as if each had a core; there " in sweep_table(crowded)
+    assert "CPU devices are simulated as if each had a core; there " in sweep_text(crowded)
     assert [line[0] for line in marked] == ["1", "zbv", "zbv"]  # a number stands in the first row of each
 
 
@@ -144,10 +144,10 @@ def test_what_does_not_fit_and_what_cannot_be_cut_are_rows() -> None:
     rows = sweep_devices((1, 2, 4), ("1f1b",), None, hard)
     assert [row.fits for row in rows] == [False, True, False]
     assert all(row.speedup is None for row in rows)
-    text = sweep_table(rows)
+    text = sweep_text(rows)
     assert "over by 3.0 GiB" in text
     assert text.endswith("no plan for\n- 4 devices, 1f1b: only 3 nodes")
-    assert "nothing fits" in sweep_table(rows[:1])
+    assert "nothing fits" in sweep_text(rows[:1])
 
 
 # The command

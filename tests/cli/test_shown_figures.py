@@ -14,8 +14,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.inspect.json_document import plan_document, simulation_document
-from fxpipe.inspect.report import report_page
-from fxpipe.inspect.report_sections import stages_section
+from fxpipe.inspect.report import report_page, stages_section
 from fxpipe.inspect.scene import Text
 from fxpipe.inspect.stage_graph import draw_stage_graph
 from fxpipe.inspect.step_summary import one_device_text, step_text

@@ -10,16 +10,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from fxpipe.planning.plans.data import PlanData, Portal
+from fxpipe.planning.plans.data import HeaviestNode, PlanData, Portal, StagePlan
 from fxpipe.planning.plans.host_time import shares_interpreter
 from fxpipe.scheduling import is_stream, with_updates
 from fxpipe.simulation import MemoryFit, Simulation, simulate_schedule, simulate_stream
+
+LEAST_LIMITING_SHARE = 0.75  # of the slowest stage, from which a node limits the balance
 
 
 @dataclass(frozen=True, slots=True)
 class StageFigures:
     """The figures of one stage."""
 
+    stage: StagePlan
+    rows: tuple[int, ...]  # the devices that have it, by number
+    devices: tuple[str, ...]  # their names
+    mode: str  # of checkpointing
+    in_flight: int  # micro-batches that have gone forward and not yet back, at most
+    flops: float  # of one micro-batch, forward and backward
+    is_slowest: bool
     portals_in: tuple[Portal, ...]
     portals_out: tuple[Portal, ...]
     memory_bytes: int  # at most at one time; see `Plan.memory`
@@ -81,13 +90,21 @@ def simulate_step(plan: PlanData, overlaps: bool | None = None, updates: bool | 
 def plan_figures(plan: PlanData) -> PlanFigures:
     """Simulate the plan's schedule and add up what each stage holds."""
     simulation = simulate_step(plan)
+    slowest = max(stage.seconds for stage in plan.stages)
     stages = tuple(
         StageFigures(
+            stage,
+            rows,
+            tuple(dict.fromkeys(plan.row_devices[row] for row in rows)),
+            mode,
+            plan.in_flight(stage.index),
+            float(stage.flops.at(plan.here)),
+            stage.seconds == slowest,
             portals_in=tuple(portal for portal in plan.portals if portal.target == stage.index),
             portals_out=tuple(portal for portal in plan.portals if portal.source == stage.index),
             memory_bytes=int(plan.memory(stage.index, b=plan.micro_batch)),
         )
-        for stage in plan.stages
+        for stage, rows, mode in zip(plan.stages, plan.stage_rows, plan.modes, strict=True)
     )
     return PlanFigures(
         stages,
@@ -139,3 +156,11 @@ def slowest_to_mean(plan: PlanData) -> float:
         for device in rows:
             seconds[device] += stage.seconds / len(rows)
     return max(seconds) / fmean(seconds) if any(seconds) else 1.0
+
+
+def limiting_node(plan: PlanData) -> HeaviestNode | None:
+    """The heaviest node if it takes nearly all the time of the slowest stage: more stages would not help."""
+    node, slowest = plan.heaviest, max(stage.seconds for stage in plan.stages)
+    if node is None or not plan.stages[node.stage].seconds:
+        return None
+    return node if 0 < LEAST_LIMITING_SHARE * slowest <= node.seconds else None

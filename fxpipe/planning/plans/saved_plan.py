@@ -65,9 +65,9 @@ class Plan(PlanData):
         Raises:
             ArgumentError: there is no such size, the graph is not one for it, or sizes have unequal numbers of values.
         """
-        from fxpipe.planning.plans.display import sizes_table
+        from fxpipe.inspect.plan_text import sizes_text
 
-        return sizes_table(self.at_sizes(**sizes))
+        return sizes_text(self.at_sizes(**sizes))
 
     def at_sizes(self, **sizes: Sequence[int]) -> tuple[Plan, ...]:
         """The same stages at each of several sizes, as for `compare_sizes`."""
@@ -163,13 +163,13 @@ class Plan(PlanData):
         return True
 
     def __str__(self) -> str:
-        from fxpipe.planning.plans.display import plan_table
+        from fxpipe.inspect.plan_text import plan_text
 
-        return plan_table(self)
+        return plan_text(self)
 
     _repr_pretty_ = show_as_printed
 
     def _repr_html_(self) -> str:
-        from fxpipe.planning.plans.display import plan_html
+        from fxpipe.inspect.plan_text import plan_html
 
         return plan_html(self)

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.inspect.report_sections import schedule_variants
-from fxpipe.inspect.step_summary import compare_schedules, step_text, summaries_text
+from fxpipe.inspect.step_summary import compare_schedules, schedule_outcomes, step_text, summaries_text
 from fxpipe.scheduling import ActionKind, SteadyWindow, stream_schedule, validate
 from fxpipe.simulation import StageCost, Transfer, simulate_stream
 from fxpipe.simulation.simulation_result import simulate_checked
@@ -168,7 +167,7 @@ def test_other_schedules_beside_a_stream_have_their_updates_and_enough_micro_bat
     assert "1 micro-batch; beside the stream steps with their updates, 4 micro-batches\n" in summaries_text(
         [own, flush]
     )
-    runs = {variant.schedule: variant.run for variant in schedule_variants(plan)}
+    runs = {variant.schedule: variant.run for variant in schedule_outcomes(plan)}
     assert (runs["pipedream"], runs["1f1b"]) == (own, flush)
 
 

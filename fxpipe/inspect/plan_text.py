@@ -1,0 +1,320 @@
+"""A plan as text and in notebooks: its head, tables of its stages and portals, lists, and the totals of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fxpipe.inspect.html import notebook_note, notebook_view
+from fxpipe.inspect.svg import escape_markup
+from fxpipe.inspect.table import (
+    Cell,
+    Column,
+    Table,
+    bytes_column,
+    code_column,
+    number_column,
+    seconds_column,
+    text_column,
+)
+from fxpipe.planning.plans.data import PlanData, PlannedSize, Portal, TiedParameter
+from fxpipe.planning.plans.figures import (
+    PlanFigures,
+    SizeFigures,
+    StageFigures,
+    limiting_node,
+    plan_figures,
+    size_figures,
+)
+from fxpipe.utils.text_table import (
+    EMPTY_CELL,
+    MAX_LIST_LINES,
+    number_ranges,
+    shorten_name,
+    shorten_source_line,
+    wrap_text,
+)
+from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
+
+LEAST_CONTENTION = 1.02  # from which it is shown
+MAX_TEXT_PORTALS = 20  # rows: a dense network has hundreds of portals, and the largest matter
+MAX_HTML_STAGES = 64  # rows
+
+# -- Tables ----------------------------------------------------------------------------------------------------------
+
+
+def _portal_cell(row: StageFigures) -> Cell | None:
+    counts = len(row.portals_in), len(row.portals_out)
+    return Cell("/".join(str(count or EMPTY_CELL) for count in counts), sum(counts)) if any(counts) else None
+
+
+STAGE_COLUMNS: tuple[Column[StageFigures], ...] = (
+    number_column("stage", lambda row: row.stage.index),
+    text_column("device", lambda row: row.stage.device),
+    number_column("nodes", lambda row: len(row.stage.nodes)),
+    bytes_column("parameters", lambda row: row.stage.parameter_bytes),
+    seconds_column("forward", lambda row: row.stage.forward_seconds),
+    seconds_column("backward", lambda row: row.stage.backward_seconds),
+    number_column("in\nflight", lambda row: row.in_flight),
+    bytes_column("memory", lambda row: row.memory_bytes, lambda row: row.stage.memory_limit),
+    bytes_column("sends", lambda row: row.stage.sent_bytes or None),
+    Column("portals\nin/out", _portal_cell),
+)
+
+
+def _fits_cell(row: SizeFigures) -> Cell | None:
+    over = row.over_bytes
+    return None if over is None else Cell(f"over by {human_bytes(over)}" if over else "yes", over)
+
+
+SIZE_COLUMNS: tuple[Column[SizeFigures], ...] = (
+    seconds_column("step", lambda row: row.step_seconds),
+    number_column("balance", lambda row: row.slowest_to_mean, "{:.2f}".format),
+    number_column("slowest\nstage", lambda row: row.slowest),
+    text_column(
+        "share of each stage", lambda row: "/".join(f"{100 * share:.0f}" for share in row.shares) + " %", is_left=False
+    ),
+    bytes_column("most memory", lambda row: row.memory_bytes),
+    number_column("in\nstage", lambda row: row.fullest),
+    Column("fits", _fits_cell),
+)
+
+
+def sizes_table(plans: Sequence[PlanData]) -> Table[SizeFigures]:
+    """The same stages at several sizes, a row for each plan."""
+
+    def size_column(name: str) -> Column[SizeFigures]:
+        return number_column(name, lambda row: row.sizes[name])
+
+    columns = (*(size_column(one.name) for one in plans[0].sizes), *SIZE_COLUMNS)
+    return Table(columns, [size_figures(plan) for plan in plans])
+
+
+def sizes_text(plans: Sequence[PlanData]) -> str:
+    head = f"these stages at other sizes, micro-batches of {count_text(plans[0].micro_batch, 'sample')}"
+    return f"{head}\n\n{sizes_table(plans)}"
+
+
+# The portals of one value, which goes to several stages; bytes are those that each of them receives.
+PORTAL_COLUMNS: tuple[Column[Sequence[Portal]], ...] = (
+    code_column("portal", lambda row: shorten_name(row[0].name)),
+    number_column("from", lambda row: row[0].source),
+    Column("to", lambda row: Cell(number_ranges(sorted(one.target for one in row)), min(one.target for one in row))),
+    bytes_column("bytes", lambda row: row[0].bytes),
+    code_column("of b samples", lambda row: str(row[0].size) if row[0].size else None, is_left=False),
+    code_column("line", lambda row: shorten_source_line(row[0].line)),
+)
+
+
+def portals_table(portals: Sequence[Portal], most: int | None = None) -> tuple[Table[Sequence[Portal]], str]:
+    """The table of portals, a row for each value; if there are more than `most`, the largest, and what is left out."""
+    by_value: dict[tuple[str, int, int], list[Portal]] = {}
+    for portal in portals:
+        by_value.setdefault((portal.name, portal.source, portal.bytes), []).append(portal)
+    rows, left_out = list(by_value.values()), ""
+    if most is not None and len(rows) > most:
+        rows.sort(key=lambda same: -same[0].bytes)
+        others = [portal for same in rows[most:] for portal in same]
+        total = human_bytes(sum(portal.bytes for portal in others))
+        rows, left_out = rows[:most], f"and {count_text(len(others), 'smaller portal')}, {total} together"
+    return Table(PORTAL_COLUMNS, rows), left_out
+
+
+# -- Text ------------------------------------------------------------------------------------------------------------
+
+
+def plan_text(plan: PlanData) -> str:
+    """The plan as it prints. Seconds and bytes are those of one micro-batch; memory is a step's (`Plan.memory`)."""
+    figures = plan_figures(plan)
+    head = "\n".join([plan_headline(plan), *map(wrap_text, plan_facts(plan))])
+    blocks = [head, str(Table(STAGE_COLUMNS, figures.stages))]
+    if plan.portals:
+        table, left_out = portals_table(plan.portals, MAX_TEXT_PORTALS)
+        blocks.append("\n".join(filter(None, [str(table), left_out])))
+    lists = ["\n".join([name, *_list_items(lines)]) for name, lines in plan_lists(plan)]
+    return "\n\n".join([*blocks, *lists, _totals(plan, figures)])
+
+
+def plan_headline(plan: PlanData) -> str:
+    """`3 stages on 2 devices, 4 micro-batches of at most 16 samples, s=128`."""
+    most = "" if plan.micro_batches == 1 else "at most "
+    rows = len(plan.row_devices)
+    devices = f" on {count_text(rows, 'device')}" if rows != len(plan.stages) else ""
+    sizes = "".join(f", {one.name}={one.size}" for one in plan.sizes)
+    micro_batches = f"{count_text(plan.micro_batches, 'micro-batch', 'es')} of {most}"
+    return (
+        f"{count_text(len(plan.stages), 'stage')}{devices}, {micro_batches}{count_text(plan.micro_batch, 'sample')}"
+        f"{sizes}"
+    )
+
+
+def plan_choices(plan: PlanData) -> str:
+    name = plan.schedule.partition(":")[0]  # in front of a table of the user's own
+    return (
+        f"schedule {name}, checkpoint {_checkpoint_text(plan)}, balance {plan.balance}, tracer {plan.tracer}, "
+        f"graph {plan.fingerprint[:12]}"
+    )
+
+
+def plan_facts(plan: PlanData) -> list[str]:
+    """The lines below the headline: choices, and what bounds the step."""
+    hint = ""
+    if plan.chunks > plan.micro_batches:
+        hint = f"chunks={plan.chunks}, but the mini-batch has {count_text(plan.micro_batches, 'sample')}"
+    elif plan.micro_batches == 1 and len(plan.row_devices) > 1 and plan.weight_versions(0) == 1:
+        hint = "one micro-batch: the devices work one after another; larger mini-batches or chunks= let them overlap"
+    last = plan.stages[-1]
+    lines = [
+        hint,
+        plan_choices(plan),
+        _replicas(plan),
+        f"seconds are estimates for {plan.estimated_for}" if plan.estimated_for else "",
+        *balance_lines(plan),
+        _versions(plan),
+        f"loss {human_seconds(last.loss_seconds)} of each F of stage {last.index}, beside its forward"
+        if last.loss_seconds
+        else "",
+        f"workers slow each other down by {plan.contention:.2f}×: the step time includes this, the stage times do not"
+        if plan.contention >= LEAST_CONTENTION
+        else "",
+    ]
+    return list(filter(None, lines))
+
+
+def balance_lines(plan: PlanData) -> list[str]:
+    """What bounds the balance: the slowest stage with each cut that was compared, and a node that no cut divides."""
+    lines = [f"slowest stage: {_bottlenecks(plan)}"] if plan.bottlenecks else []
+    node = limiting_node(plan)
+    if node is not None:
+        share = node.seconds / plan.stages[node.stage].seconds
+        lines.append(
+            f"heaviest node {shorten_name(node.name)}, {human_seconds(node.seconds)}, {100 * min(1.0, share):.0f} % of "
+            f"stage {node.stage}{_line_suffix(node.line)}: no cut makes the slowest stage faster than that"
+        )
+    return lines
+
+
+def _bottlenecks(plan: PlanData) -> str:
+    """Formats the slowest stage with each cut that was compared, the plan's own first."""
+    compared = sorted(plan.bottlenecks, key=lambda bottleneck: bottleneck.balance != plan.balance)
+    used = [" (used)" if bottleneck.balance == plan.balance and len(compared) > 1 else "" for bottleneck in compared]
+    return ", ".join(
+        f'{human_seconds(bottleneck.seconds)} with cut "{bottleneck.balance}"{mark}'
+        + ("" if bottleneck.fits else ", which does not fit")
+        for bottleneck, mark in zip(compared, used, strict=True)
+    )
+
+
+def _checkpoint_text(plan: PlanData) -> str:
+    """Formats one mode, or that of most stages and where there are others: `never (always in stages 1-2, 5)`."""
+    most, *others = sorted({*plan.modes}, key=lambda mode: -plan.modes.count(mode))
+    where = []
+    for mode in others:
+        places = [j for j, one in enumerate(plan.modes) if one == mode]
+        where.append(f"{mode} in stage{'' if len(places) == 1 else 's'} {number_ranges(places)}")
+    return f"{most} ({'; '.join(where)})" if where else most
+
+
+def _versions(plan: PlanData) -> str:
+    """Tells how many versions of their weights the stages of a stream hold."""
+    versions = [plan.weight_versions(stage.index) for stage in plan.stages]
+    if max(versions) == 1:
+        return ""
+    numbers = ", ".join(map(str, versions))
+    stream = "as mini-batches stream through them (train_stream)"
+    return (
+        f"versions of the weights, by stage: {numbers}, {stream}; a step, as told here, is one of them in the steady "
+        "state, with its update"
+    )
+
+
+def _replicas(plan: PlanData) -> str:
+    """Says how many replicas each stage has, where PipeDream's planner was to say so, or they take turns."""
+    if plan.balance != "pipedream" and not plan.turns:
+        return ""
+    from fxpipe.scheduling import is_stream
+
+    replicas = f"replicas {'-'.join(map(str, plan.replicas))}"
+    if plan.turns:
+        what = "and update it by the mean of a round" if is_stream(plan.schedule) else "and add up its gradients"
+        return (
+            f"{replicas}: the devices of a stage take micro-batches in turn, "
+            f"{what}; seconds and memory of stages are those of one of them"
+        )
+    if plan.data_parallel > 1 and plan.cluster is not None:
+        return (
+            f"{replicas}: data_parallel={plan.data_parallel}, mesh "
+            f"{plan.cluster.mesh}; figures are those of one pipeline and its part of the mini-batch"
+        )
+    return replicas
+
+
+def _line_suffix(line: str) -> str:
+    return f" ({shorten_source_line(line)})" if line else ""
+
+
+def plan_lists(plan: PlanData) -> list[tuple[str, tuple[str, ...]]]:
+    """Sizes; formulas of memory; tied parameters; modules that are one node; how the graph was traced; guards."""
+    memory = tuple(f"stage {stage.index}: {plan.memory(stage.index)}" for stage in plan.stages)
+    opaque = tuple(f"{module.name}{_line_suffix(module.line)}: {module.why}" for module in plan.whole)
+    known = tuple(f"{name} is kept whole" for module in plan.whole for name in (f"module {module.name!r}", module.name))
+    lists = (
+        ("sizes that differ from batch to batch", tuple(map(_size_line, plan.sizes))),
+        ("memory in bytes, with micro-batches of b samples", memory),
+        ("tied parameters", tuple(map(_tied_line, plan.tied))),
+        ("modules kept whole, each one node", opaque),
+        ("how it was traced", tuple(why for why in plan.why if not why.startswith(known))),
+        ("holds where (asked once for each mini-batch)", plan.guards),
+    )
+    return [(name, lines) for name, lines in lists if lines]
+
+
+def _size_line(size: PlannedSize) -> str:
+    largest = f"; memory limits are asked at {size.largest}" if size.largest > size.size else ""
+    return f"{size.name}, {', '.join(size.dims)}: {size.size} in these figures, may be {size.bounds}{largest}"
+
+
+def _tied_line(tied: TiedParameter) -> str:
+    """`wte.weight = lm_head.weight, 147.2 MiB, in stages 0 and 3, which copy it for each step`."""
+    names = " = ".join(tied.names)
+    if len(tied.stages) == 1:
+        return f"{names}, {human_bytes(tied.bytes)}, in stage {tied.stages[0]}"
+    stages = f"{', '.join(map(str, tied.stages[:-1]))} and {tied.stages[-1]}"
+    others = "the other copies" if len(tied.stages) == 2 else "the others copy"
+    return f"{names}, {human_bytes(tied.bytes)}, in stages {stages}: {others} it for each step"
+
+
+def _list_items(lines: Sequence[str]) -> list[str]:
+    items = [wrap_text(f"- {line}") for line in lines[:MAX_LIST_LINES]]
+    return items + ([f"- and {len(lines) - MAX_LIST_LINES} more"] if len(lines) > MAX_LIST_LINES else [])
+
+
+def _totals(plan: PlanData, figures: PlanFigures) -> str:
+    parameters = human_bytes(sum(stage.parameter_bytes for stage in plan.stages))
+    totals = (
+        f"balance {figures.slowest_to_mean:.2f} (slowest device / mean), bubble {percent(figures.mean_bubble)} "
+        f"of device time, step {human_seconds(figures.step_seconds)}, parameters {parameters}"
+    )
+    fits = str(figures.fits) if {*figures.fits} != {None} else ""
+    return "\n".join(wrap_text(line) for line in (totals, fits, figures.host_note) if line)
+
+
+# -- A plan in notebooks ---------------------------------------------------------------------------------------------
+
+
+def plan_html(plan: PlanData) -> str:
+    """The stages, the largest portals, and the figures of a step."""
+    figures = plan_figures(plan)
+    facts = (
+        f"schedule {plan.schedule.partition(':')[0]}; step {human_seconds(figures.step_seconds)}, "
+        f"bubble {percent(figures.mean_bubble)}, slowest device {figures.slowest_to_mean:.2f} times the mean one"
+    )
+    parts = [Table(STAGE_COLUMNS, figures.stages[:MAX_HTML_STAGES]).for_notebook()]
+    if len(plan.stages) > MAX_HTML_STAGES:
+        parts.append(notebook_note(f"and {len(plan.stages) - MAX_HTML_STAGES} more stages"))
+    if plan.portals:
+        total = human_bytes(sum(portal.bytes for portal in plan.portals))
+        summary = escape_markup(f"{count_text(len(plan.portals), 'portal')}, {total} of each micro-batch")
+        table, left_out = portals_table(plan.portals, MAX_TEXT_PORTALS)
+        body = table.for_notebook() + (notebook_note(left_out) if left_out else "")
+        parts.append(f"<details><summary>{summary}</summary>{body}</details>")
+    return notebook_view(plan_headline(plan), facts, *parts)

@@ -1,0 +1,170 @@
+"""A table: columns that read a figure of each row. The same table is text, HTML of a notebook and HTML of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
+
+from fxpipe.inspect.svg import escape_markup
+from fxpipe.utils.text_table import EMPTY_CELL, bytes_of_limit, text_table
+from fxpipe.utils.units import human_bytes, human_seconds, percent
+
+Row = TypeVar("Row")
+ReadRow = TypeVar("ReadRow", contravariant=True)
+Value = TypeVar("Value")
+
+LONG_TABLE_ROWS = 24  # from here on a table of a report scrolls by itself
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A cell of a table: the text that it shows, and the number that a report sorts it by."""
+
+    text: str
+    value: float | None = None  # None: sorted by the text
+    note: str = ""  # after the text; smaller in HTML
+    is_code: bool = False
+    is_prose: bool = False  # a sentence, which HTML wraps
+    is_marked: bool = False  # in bold letters in a report
+
+
+@dataclass(frozen=True, slots=True)
+class Column(Generic[ReadRow]):
+    """A column. `cell` makes the cell of a row; None is a value that is missing."""
+
+    name: str  # may have line breaks, for text
+    cell: Callable[[ReadRow], Cell | None]
+    is_left: bool = False  # aligned to the left in text
+
+
+def text_column(name: str, read: Callable[[Row], object], *, is_left: bool = True) -> Column[Row]:
+    return Column(name, _cell_maker(read, lambda value: Cell(str(value))), is_left)
+
+
+def code_column(name: str, read: Callable[[Row], str | None], *, is_left: bool = True) -> Column[Row]:
+    """A column of names and lines of code; an empty text is missing."""
+    return Column(name, _cell_maker(lambda row: read(row) or None, partial(Cell, is_code=True)), is_left)
+
+
+def number_column(name: str, read: Callable[[Row], float | None], show: Callable[[float], str] = str) -> Column[Row]:
+    return Column(name, _cell_maker(read, lambda value: Cell(show(value), value)))
+
+
+def seconds_column(name: str, read: Callable[[Row], float | None]) -> Column[Row]:
+    return number_column(name, read, human_seconds)
+
+
+def share_column(name: str, read: Callable[[Row], float | None]) -> Column[Row]:
+    """A column of numbers from 0 to 1, shown as percentages."""
+    return number_column(name, read, percent)
+
+
+def bytes_column(
+    name: str, read: Callable[[Row], float | None], limit: Callable[[Row], float | None] = lambda row: None
+) -> Column[Row]:
+    """A column of bytes, each with its limit if there is one: `3.1 of 8.0 GiB`."""
+
+    def cell(row: Row) -> Cell | None:
+        size, most = read(row), limit(row)
+        if size is None:
+            return None
+        return Cell(human_bytes(size) if most is None else bytes_of_limit(size, most), size)
+
+    return Column(name, cell)
+
+
+def _cell_maker(read: Callable[[Row], Value | None], show: Callable[[Value], Cell]) -> Callable[[Row], Cell | None]:
+    def cell(row: Row) -> Cell | None:
+        value = read(row)
+        return None if value is None else show(value)
+
+    return cell
+
+
+@dataclass(frozen=True, slots=True)
+class Table(Generic[Row]):
+    columns: Sequence[Column[Row]]
+    rows: Sequence[Row]
+    keys: int = 1  # columns, the first, that each part of a divided text has
+    missing: str = EMPTY_CELL  # the text of a missing value
+
+    def __str__(self) -> str:
+        cells = [[self._text_of(column.cell(row)) for column in self.columns] for row in self.rows]
+        names = [column.name for column in self.columns]
+        return text_table(cells, names, [column.name for column in self.columns if column.is_left], keys=self.keys)
+
+    def for_notebook(self) -> str:
+        """The table as HTML without style sheet and script: styles stand in its elements."""
+        cells = self._html_cells()
+        styles = [f"{_CELL_STYLE};text-align:{'right' if number else 'left'}" for number in self._are_numbers(cells)]
+        head = "".join(
+            f'<th style="{style};font-weight:normal;opacity:.75">{self._header(column)}</th>'
+            for column, style in zip(self.columns, styles, strict=True)
+        )
+        body = "".join(
+            '<tr style="background:transparent">'
+            + "".join(f'<td style="{style}">{_markup(cell)}</td>' for cell, style in zip(row, styles, strict=True))
+            + "</tr>"
+            for row in cells
+        )
+        table = f'<table style="{_TABLE_STYLE}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+        return f'<div style="overflow-x:auto;max-width:100%">{table}</div>'
+
+    def for_report(self, label: str) -> str:
+        """The table as HTML of a report, whose script sorts it; it scrolls if it is too wide or too long."""
+        cells = self._html_cells()
+        numbers = self._are_numbers(cells)
+        head = "".join(
+            f'<th scope="col"{_class_attribute(number=is_number)}>{self._header(column)}</th>'
+            for column, is_number in zip(self.columns, numbers, strict=True)
+        )
+        rows = [f"<tr>{''.join(map(_report_cell, row, numbers))}</tr>" for row in cells]
+        table = [
+            '<table class="sortable">',
+            f"<thead><tr>{head}</tr></thead>",
+            "<tbody>",
+            *rows,
+            "</tbody>",
+            "</table>",
+        ]
+        which = "wide long" if len(rows) > LONG_TABLE_ROWS else "wide"
+        opening = f'<div class="{which}" role="region" aria-label="{escape_markup(label)}" tabindex="0">'
+        return "\n".join([opening, *table, "</div>"])
+
+    def _text_of(self, cell: Cell | None) -> str:
+        return self.missing if cell is None else f"{cell.text} {cell.note}".rstrip()
+
+    def _html_cells(self) -> list[list[Cell]]:
+        return [[column.cell(row) or _MISSING for column in self.columns] for row in self.rows]
+
+    def _are_numbers(self, cells: Sequence[Sequence[Cell]]) -> list[bool]:
+        return [any(row[k].value is not None for row in cells) for k in range(len(self.columns))]
+
+    def _header(self, column: Column[Row]) -> str:
+        return escape_markup(column.name.replace("-\n", "-").replace("\n", " "))
+
+
+_MISSING = Cell("–")
+_TABLE_STYLE = "border-collapse:collapse;border:0;margin:0.4em 0;font-variant-numeric:tabular-nums"
+_CELL_STYLE = (
+    "padding:0.15em 0.9em 0.15em 0;border:0;border-bottom:1px solid rgba(128,128,128,.3);background:transparent;"
+    "color:inherit;white-space:nowrap"
+)
+
+
+def _report_cell(cell: Cell, is_number: bool) -> str:
+    shown = f'<div class="prose">{_markup(cell)}</div>' if cell.is_prose else _markup(cell)
+    by = "" if cell.value is None else f' data-value="{cell.value!r}"'
+    return f"<td{_class_attribute(number=is_number, marked=cell.is_marked)}{by}>{shown}</td>"
+
+
+def _markup(cell: Cell) -> str:
+    shown = f"<code>{escape_markup(cell.text)}</code>" if cell.is_code else escape_markup(cell.text)
+    return shown + (f" <small>{escape_markup(cell.note)}</small>" if cell.note else "")
+
+
+def _class_attribute(**which: bool) -> str:
+    names = " ".join(name for name, holds in which.items() if holds)
+    return f' class="{names}"' if names else ""
