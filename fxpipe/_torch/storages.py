@@ -7,19 +7,15 @@ To get a storage back from a weak reference is optional.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxpipe._torch.dispatch_modes import is_traceable_wrapper_subclass
-from fxpipe._torch.versions import optional_name, require_attributes
+from fxpipe._torch.versions import require_attributes
 
 require_attributes(torch.UntypedStorage, "_cdata")
 require_attributes(torch.Tensor, "_indices", "_values")  # also of tensors that are not coalesced
-
-# The storage of a StorageWeakRef's `cdata`, or None where it is gone; is None itself where torch has no such function.
-storage_of_weak_reference: Any = optional_name("torch", "UntypedStorage._new_with_weak_ptr")
 
 _SPARSE_PARTS = {
     torch.sparse_coo: ("_indices", "_values"),

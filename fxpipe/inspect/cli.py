@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from fxpipe.utils.progress import is_terminal, show_progress
             from fxpipe.utils.text_table import use_text_width
 
-            with show_progress(request.progress and is_terminal()):
+            with show_progress(not request.no_progress and is_terminal()):
                 findings = run_request(request)
             with use_text_width(_width_of(out)):
                 text = output_text(findings, request)

@@ -250,6 +250,98 @@ the model needs fixing, or 130 if interrupted
 """
 
 
+# The option's groups and options with their values, as `--help` shows them.
+OPTIONS_TEXT = """\
+# the model
+--kwargs NAME=VALUE
+    arguments of the factory, or fields of the configuration of hf:TYPE; values as in JSON or Python, anything
+    else is text: depth=4 rate=0.1 flag=true sizes=[8,16] name=small
+--input INPUT
+    an example input, a whole mini-batch; repeat it for more arguments. {inputs} which returns a tensor, a tuple
+    of positional arguments or a dict of keyword arguments. Integers are drawn from 0 and 1, those of hf:TYPE
+    from its vocabulary; there, inputs are drawn if none are given
+--loss LOSS
+    the loss that steps take of the output, whose cost is then a part of the plan: a function (output, target)
+    -> loss, or a class to make one (torch.nn.functional:cross_entropy, losses.py:FocalLoss)
+--target TARGET
+    the target of --loss for the mini-batch: sizes and a dtype (8:int64), or a function that makes it
+--meta
+    build the model without memory for its weights, under torch.device('meta'); seconds are estimates
+--eval
+    call model.eval() first
+--dynamic INPUT:DIM=NAME
+    a dimension besides the batch whose size differs from batch to batch, with the name that formulas have for
+    it (input_ids:1=s) and, if known, its least and its largest size (input_ids:1=s:2-512), of which memory
+    limits are asked; repeat it for more
+--leaf MODULE
+    name of a module to keep whole, as one node; repeat it for more
+# the pipeline
+--devices N|LIST
+    how many devices, or their names: 2, or cpu,cpu, or cuda:0,cuda:1. A number takes devices of the
+    accelerator, or shares of the CPU where there is none. Default: all of them, or two shares of the CPU
+--hardware NAME|FILE
+    plan for this hardware, which need not be here: seconds, memory and links are estimates for it. A name
+    (h100, 4090, cpu, ...) or a .json file with the figures of your own
+--nodes N
+    plan for all devices of a cluster of such nodes of --hardware, joined by its network; pipeline x data is
+    then chosen by simulation, unless --data-parallel says it
+--devices-per-node K
+    devices in a node of --hardware. Default: 8, and 2 of cpu
+--data-parallel D|auto
+    share the devices and the mini-batch among so many replicas of the pipeline, or among as many as make the
+    shortest step; needs --hardware. Default: 1, with --nodes auto
+--processes
+    a process for each device, as over a DeviceMesh: what they send each other, values that are relayed among
+    it, and no host in common. So it is with replicas and where devices stand in several nodes
+--mesh ORDER
+    how replicas stand in the nodes: data,pipe keeps each pipeline in as few nodes as can be, pipe,data the
+    devices that reduce gradients together. Default: data,pipe, or the better one where replicas are chosen
+--chunks M|auto
+    number of micro-batches. Default: auto, the number with the shortest simulated step that fits into memory;
+    with --sweep for each row
+--schedule NAME
+    order of forward and backward: {schedules}
+--checkpoint MODE
+    which micro-batches are recomputed in backward: auto, {checkpoints}
+--stages-per-device K
+    number of stages of each device, in loops over them. Default: what the schedule wants, 1 or 2
+--balance HOW
+    block (by time), optimal (by time, transfers and memory) or auto, which takes what fits the case; pipedream,
+    which with --hardware also chooses how many replicas each stage has, unless --data-parallel says; or by
+    hand: each stage's count of nodes (10,12,9), or the names of nodes or modules after which a stage ends
+    (layer2,layer3)
+--pin NAME=DEVICE
+    put a module or node on a device, by its number or name (lm_head=0); repeat it for more
+--memory-limit SIZE
+    what stages may take on each device: 70GiB, bytes, or one for each (70GiB,40GiB)
+--optimizer-state X
+    bytes of the optimizer's state for each byte of a parameter: 2 for Adam (the default), 0 for SGD
+# what to show
+--sizes NAME=SIZE
+    show all figures at these sizes of dynamic dimensions, not those of the example; the stages stay: s=512
+--sweep
+    compare 1, 2, 4 ... devices, up to --devices (8), and schedules: step, speed-up, bubble, memory
+--tune
+    search schedule, micro-batches and checkpointing; print what was compared
+--all
+    with --tune: print every row, not the first ones alone
+--json
+    print it all as JSON; python -m pydoc fxpipe.inspect.json_document says what its keys are
+--code N
+    print the code of stage N
+--save PLAN.json
+    write the plan to a file
+--timeline FILE
+    draw a step: .svg, or .json for Perfetto
+--graph FILE
+    draw the stages and what goes between them: .svg
+--report FILE
+    write one page with all of it, for a browser: .html
+--no-progress
+    show no progress bars
+"""
+
+
 class _Parser(argparse.ArgumentParser):
     """argparse, with this command's way of refusing: one line and no usage."""
 
@@ -269,215 +361,73 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    _add_model(parser)
-    _add_pipeline(parser)
-    _add_outputs(parser)
-    return parser
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target",
         type=_argparse_type(parse_subject),
         metavar="TARGET",
-        help=f"{TARGET_FORMS}, which returns the nn.Module (the current directory is searched); hf:TYPE, a model "
-        f"type of the "
-        "installed transformers, as in hf:gpt2; or plan.json, a plan that was saved",
+        help=f"{TARGET_FORMS}, which returns the nn.Module (the current directory is searched); hf:TYPE, a model type "
+        "of the installed transformers, as in hf:gpt2; or plan.json, a plan that was saved",
     )
-    add = parser.add_argument_group("the model").add_argument
-    add(
-        "--kwargs",
-        action="extend",
-        nargs="+",
-        default=[],
-        type=_argparse_type(parse_keyword),
-        metavar="NAME=VALUE",
-        help="arguments of the factory, or fields of the configuration of hf:TYPE; values as in JSON or Python, "
-        "anything else is text: depth=4 rate=0.1 flag=true sizes=[8,16] name=small",
-    )
-    add(
-        "--input",
-        action="append",
-        default=[],
-        type=_argparse_type(parse_input),
-        metavar="INPUT",
-        help=f"an example input, a whole mini-batch; repeat it for more arguments. {ACCEPTED_INPUTS.capitalize()} "
-        f"which "
-        "returns a tensor, a tuple of positional arguments or a dict of keyword arguments. Integers are drawn from 0 "
-        "and 1, those of hf:TYPE from its vocabulary; there, inputs are drawn if none are given",
-    )
-    add(
-        "--loss",
-        type=_argparse_type(parse_target),
-        metavar="LOSS",
-        help="the loss that steps take of the output, whose cost is then a part of the plan: a function (output, "
-        "target) -> loss, or a class to make one (torch.nn.functional:cross_entropy, losses.py:FocalLoss)",
-    )
-    add(
-        "--target",
-        dest="loss_target",
-        type=_argparse_type(parse_input),
-        metavar="TARGET",
-        help="the target of --loss for the mini-batch: sizes and a dtype (8:int64), or a function that makes it",
-    )
-    add(
-        "--meta",
-        action="store_true",
-        help="build the model without memory for its weights, under torch.device('meta'); seconds are estimates",
-    )
-    add("--eval", action="store_true", help="call model.eval() first")
-    add(
-        "--dynamic",
-        action="append",
-        default=[],
-        type=_argparse_type(parse_dynamic_option),
-        metavar="INPUT:DIM=NAME",
-        help="a dimension besides the batch whose size differs from batch to batch, with the name that formulas have "
-        "for it (input_ids:1=s) and, if known, its least and its largest size (input_ids:1=s:2-512), of which memory "
-        "limits are asked; repeat it for more",
-    )
-    add(
-        "--leaf",
-        action="append",
-        default=[],
-        metavar="MODULE",
-        help="name of a module to keep whole, as one node; repeat it for more",
-    )
+    _add_options(parser)
+    return parser
 
 
-def _add_pipeline(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("the pipeline").add_argument
-    add(
-        "--devices",
-        type=_argparse_type(parse_devices_option),
-        metavar="N|LIST",
-        help="how many devices, or their names: 2, or cpu,cpu, or cuda:0,cuda:1. A number takes devices of the "
-        "accelerator, or shares of the CPU where there is none. Default: all of them, or two shares of the CPU",
-    )
-    add(
-        "--hardware",
-        type=_argparse_type(_parse_hardware_option),
-        metavar="NAME|FILE",
-        help="plan for this hardware, which need not be here: seconds, memory and links are estimates for it. A name "
-        "(h100, 4090, cpu, ...) or a .json file with the figures of your own",
-    )
-    add(
-        "--nodes",
-        type=_argparse_type(_whole_number_parser("nodes of a cluster", 5)),
-        metavar="N",
-        help="plan for all devices of a cluster of such nodes of --hardware, joined by its network; pipeline x data is "
-        "then chosen by simulation, unless --data-parallel says it",
-    )
-    add(
-        "--devices-per-node",
-        type=_argparse_type(_whole_number_parser("devices of a node", 4)),
-        metavar="K",
-        help="devices in a node of --hardware. Default: 8, and 2 of cpu",
-    )
-    add(
-        "--data-parallel",
-        type=_argparse_type(_parse_data_parallel),
-        metavar="D|auto",
-        help="share the devices and the mini-batch among so many replicas of the pipeline, or among as many as make "
-        "the shortest step; needs --hardware. Default: 1, with --nodes auto",
-    )
-    add(
-        "--processes",
-        action="store_true",
-        default=None,
-        help="a process for each device, as over a DeviceMesh: what they send each other, values that are relayed "
-        "among it, and no host in common. So it is with replicas and where devices stand in several nodes",
-    )
-    add(
-        "--mesh",
-        type=_argparse_type(_parse_mesh_option),
-        metavar="ORDER",
-        help="how replicas stand in the nodes: data,pipe keeps each pipeline in as few nodes as can be, pipe,data the "
-        "devices that reduce gradients together. Default: data,pipe, or the better one where replicas are chosen",
-    )
-    add(
-        "--chunks",
-        type=_argparse_type(_parse_chunks),
-        metavar="M|auto",
-        help="number of micro-batches. Default: auto, the number with the shortest simulated step that fits into "
-        "memory; with --sweep for each row",
-    )
-    add(
-        "--schedule",
-        type=_argparse_type(parse_schedule_option),
-        choices=[name for name in SCHEDULES if name != "inference"],
-        metavar="NAME",
-        help=f"order of forward and backward: {', '.join(name for name in SCHEDULES if name != 'inference')}",
-    )
-    add("--checkpoint", choices=("auto", *CHECKPOINTS), help="which micro-batches are recomputed in backward")
-    add(
-        "--stages-per-device",
-        type=_argparse_type(_whole_number_parser("stages of a device", 4)),
-        metavar="K",
-        help="number of stages of each device, in loops over them. Default: what the schedule wants, 1 or 2",
-    )
-    add(
-        "--balance",
-        type=_argparse_type(parse_balance_option),
-        metavar="HOW",
-        help="block (by time), optimal (by time, transfers and memory) or auto, which takes what fits the case; "
-        "pipedream, which with --hardware also chooses how many replicas each stage has, unless --data-parallel "
-        "says; or by hand: each stage's count of nodes (10,12,9), or the names of nodes or modules after which a "
-        "stage ends (layer2,layer3)",
-    )
-    add(
-        "--pin",
-        action="append",
-        default=[],
-        type=_argparse_type(parse_pin_option),
-        metavar="NAME=DEVICE",
-        help="put a module or node on a device, by its number or name (lm_head=0); repeat it for more",
-    )
-    add(
-        "--memory-limit",
-        type=_argparse_type(parse_memory_limit_option),
-        metavar="SIZE",
-        help="what stages may take on each device: 70GiB, bytes, or one for each (70GiB,40GiB)",
-    )
-    add(
-        "--optimizer-state",
-        type=_argparse_type(_parse_optimizer_state),
-        metavar="X",
-        help="bytes of the optimizer's state for each byte of a parameter: 2 for Adam (the default), 0 for SGD",
-    )
+def _parser_of_option() -> dict[str, Callable[[str], Any]]:
+    """How the text of an option is read; of others it stays text."""
+    return {
+        "--kwargs": parse_keyword,
+        "--input": parse_input,
+        "--loss": parse_target,
+        "--target": parse_input,
+        "--dynamic": parse_dynamic_option,
+        "--devices": parse_devices_option,
+        "--hardware": _parse_hardware_option,
+        "--nodes": _whole_number_parser("nodes of a cluster", 5),
+        "--devices-per-node": _whole_number_parser("devices of a node", 4),
+        "--data-parallel": _parse_data_parallel,
+        "--mesh": _parse_mesh_option,
+        "--chunks": _parse_chunks,
+        "--schedule": parse_schedule_option,
+        "--stages-per-device": _whole_number_parser("stages of a device", 4),
+        "--balance": parse_balance_option,
+        "--pin": parse_pin_option,
+        "--memory-limit": parse_memory_limit_option,
+        "--optimizer-state": _parse_optimizer_state,
+        "--sizes": parse_size_option,
+        "--code": int,
+        **dict.fromkeys(("--save", "--timeline", "--graph", "--report"), Path),
+    }
 
 
-def _add_outputs(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what to show")
-    add = group.add_argument
-    add(
-        "--sizes",
-        action="extend",
-        nargs="+",
-        default=[],
-        type=_argparse_type(parse_size_option),
-        metavar="NAME=SIZE",
-        help="show all figures at these sizes of dynamic dimensions, not those of the example; the stages stay: s=512",
+REPEATED = ("--input", "--dynamic", "--leaf", "--pin")
+WITH_SEVERAL_VALUES = ("--kwargs", "--sizes")
+CHOICES = {"--schedule": [name for name in SCHEDULES if name != "inference"], "--checkpoint": ["auto", *CHECKPOINTS]}
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parsers, group = _parser_of_option(), parser.add_argument_group()
+    text = OPTIONS_TEXT.format(
+        inputs=ACCEPTED_INPUTS.capitalize(),
+        schedules=", ".join(CHOICES["--schedule"]),
+        checkpoints=", ".join(CHECKPOINTS),
     )
-    add(
-        "--sweep",
-        action="store_true",
-        help="compare 1, 2, 4 ... devices, up to --devices (8), and schedules: step, speed-up, bubble, memory",
-    )
-    add("--tune", action="store_true", help="search schedule, micro-batches and checkpointing; print what was compared")
-    add("--all", action="store_true", help="with --tune: print every row, not the first ones alone")
-    alone = group.add_mutually_exclusive_group()
-    alone.add_argument(
-        "--json",
-        action="store_true",
-        help="print it all as JSON; python -m pydoc fxpipe.inspect.json_document says what its keys are",
-    )
-    alone.add_argument("--code", type=int, metavar="N", help="print the code of stage N")
-    add("--save", type=Path, metavar="PLAN.json", help="write the plan to a file")
-    add("--timeline", type=Path, metavar="FILE", help="draw a step: .svg, or .json for Perfetto")
-    add("--graph", type=Path, metavar="FILE", help="draw the stages and what goes between them: .svg")
-    add("--report", type=Path, metavar="FILE", help="write one page with all of it, for a browser: .html")
-    add("--no-progress", action="store_true", help="show no progress bars")
+    for block in re.split(r"\n(?=\S)", text.rstrip()):
+        head, *lines = block.splitlines()
+        name, _, metavar = head.partition(" ")
+        if name == "#":
+            group = parser.add_argument_group(metavar)
+            continue
+        keywords: dict[str, Any] = {"help": " ".join(map(str.strip, lines)).replace("%", "%%")}
+        if not metavar:
+            group.add_argument(name, action="store_true", **keywords)
+            continue
+        if name in REPEATED:
+            keywords |= {"action": "append", "default": []}
+        elif name in WITH_SEVERAL_VALUES:
+            keywords |= {"action": "extend", "nargs": "+", "default": []}
+        parse = _argparse_type(parsers[name]) if name in parsers else str
+        dest = "loss_target" if name == "--target" else None
+        group.add_argument(name, type=parse, metavar=metavar, choices=CHOICES.get(name), dest=dest, **keywords)
 
 
 def parse_memory_limit_option(text: str) -> str | list[str]:

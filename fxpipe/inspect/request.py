@@ -52,13 +52,13 @@ def check_outputs(outputs: Sequence[OutputFile]) -> None:
 class Request:
     """An option that was not given is None or empty, and `fxpipe.plan` has the say."""
 
-    subject: Subject
+    target: Subject
     kwargs: dict[str, Any] = field(default_factory=dict)  # of the factory, or fields of the configuration
     inputs: tuple[InputOption, ...] = ()
     loss: Target | None = None
     loss_target: InputOption | None = None
-    on_meta: bool = False  # build the model without memory
-    evaluating: bool = False
+    meta: bool = False  # build the model without memory
+    eval: bool = False
     devices: DevicesOption | None = None
     stages_per_device: int | None = None
     options: dict[str, Any] = field(default_factory=dict)  # of `fxpipe.plan`: those that were given
@@ -70,7 +70,7 @@ class Request:
     tune: bool = False
     all: bool = False  # every row of --tune
     outputs: tuple[OutputFile, ...] = ()
-    progress: bool = True
+    no_progress: bool = False
     data_parallel: int | str | None = None  # replicas; None: not said
     is_cluster: bool = False  # has a number of nodes
 
@@ -93,6 +93,10 @@ PLAN_OPTIONS = (
 STEP_OPTIONS = ("chunks", "schedule", "checkpoint", "hardware", "mesh", "processes")
 
 
+PLAIN_OPTIONS = (
+    *("target", "loss", "loss_target", "meta", "eval", "devices", "stages_per_device", "data_parallel"),
+    *("json", "code", "sweep", "tune", "all", "no_progress"),
+)
 OPTION_ARGUMENTS = (*PLAN_OPTIONS, "devices", "stages_per_device", "pin", "data_parallel")
 
 
@@ -100,6 +104,7 @@ def parse_request(argv: Sequence[str]) -> Request:
     """The command line as data; nothing of the user's has been looked at yet."""
     arguments = make_parser().parse_args(argv)
     options = {name: getattr(arguments, name) for name in PLAN_OPTIONS}
+    options["processes"] = arguments.processes or None
     options["hardware"] = cluster_hardware(
         arguments.hardware, arguments.nodes, arguments.devices_per_node, arguments.devices
     )
@@ -108,29 +113,16 @@ def parse_request(argv: Sequence[str]) -> Request:
     options["leaf_modules"] = tuple(arguments.leaf) or None
     options["pin"] = _dict_without_repeats(arguments.pin, "--pin") or None
     request = Request(
-        subject=arguments.target,
         kwargs=_dict_without_repeats(arguments.kwargs, "--kwargs"),
         inputs=tuple(arguments.input),
-        loss=arguments.loss,
-        loss_target=arguments.loss_target,
-        on_meta=arguments.meta,
-        evaluating=arguments.eval,
-        devices=arguments.devices,
-        stages_per_device=arguments.stages_per_device,
         options={name: value for name, value in options.items() if value is not None},
         dynamic=tuple(arguments.dynamic),
         sizes=_dict_without_repeats(arguments.sizes, "--sizes"),
-        json=arguments.json,
-        code=arguments.code,
-        sweep=arguments.sweep,
-        tune=arguments.tune,
-        all=arguments.all,
         outputs=tuple(
             OutputFile(name, path) for name in OUTPUT_FORMATS if (path := getattr(arguments, name)) is not None
         ),
-        progress=not arguments.no_progress,
-        data_parallel=arguments.data_parallel,
         is_cluster=arguments.nodes is not None,
+        **{name: getattr(arguments, name) for name in PLAIN_OPTIONS},
     )
     _check_option_combination(request)
     return request
@@ -180,7 +172,7 @@ def _check_option_combination(request: Request) -> None:
         raise ArgumentError(f"--code prints the code of a stage and nothing else; leave --{other} out")
     if request.chooses_replicas and request.sweep:
         raise ArgumentError("--sweep compares numbers of devices, and a cluster has as many as it has: leave one out")
-    is_plan = isinstance(request.subject, PlanFile)
+    is_plan = isinstance(request.target, PlanFile)
     if request.data_parallel is not None and "hardware" not in request.options and not is_plan:
         raise ArgumentError("--data-parallel without --hardware: the links between replicas are not known; give it")
     if request.sweep and request.tune:
@@ -189,7 +181,7 @@ def _check_option_combination(request: Request) -> None:
         raise ArgumentError("--all shows every row of --tune; give that, or leave --all out")
     if request.loss_target is not None and request.loss is None:
         raise ArgumentError("--target without --loss: give both, or neither where the model returns its loss")
-    if not isinstance(request.subject, PlanFile):
+    if not isinstance(request.target, PlanFile):
         return
     if request.data_parallel == "auto":
         raise ArgumentError("--data-parallel auto needs the model: a plan has its devices; give a number of replicas")
@@ -198,8 +190,8 @@ def _check_option_combination(request: Request) -> None:
         "--input": request.inputs,
         "--loss": request.loss,
         "--target": request.loss_target,
-        "--meta": request.on_meta,
-        "--eval": request.evaluating,
+        "--meta": request.meta,
+        "--eval": request.eval,
         "--dynamic": request.dynamic,
         "--devices": request.devices,
         "--stages-per-device": request.stages_per_device,
@@ -211,5 +203,5 @@ def _check_option_combination(request: Request) -> None:
     for name, is_given in of_the_model.items():
         if is_given:
             raise ArgumentError(
-                f"{name} needs the model, and {request.subject} is a plan that is made already; give the factory"
+                f"{name} needs the model, and {request.target} is a plan that is made already; give the factory"
             )

@@ -66,20 +66,20 @@ def load_requested_model(request: Request) -> LoadedModel:
     """The model in the mode that was asked for, and its inputs."""
     import torch
 
-    assert not isinstance(request.subject, PlanFile)
-    is_shipped = isinstance(request.subject, ModelType)
-    with torch.device("meta") if request.on_meta else contextlib.nullcontext():
-        if isinstance(request.subject, ModelType):
-            model = load_hugging_face_model(request.subject, request.kwargs)
+    assert not isinstance(request.target, PlanFile)
+    is_shipped = isinstance(request.target, ModelType)
+    with torch.device("meta") if request.meta else contextlib.nullcontext():
+        if isinstance(request.target, ModelType):
+            model = load_hugging_face_model(request.target, request.kwargs)
         else:
-            model = load_model(request.subject, request.kwargs)
-    if request.evaluating:
+            model = load_model(request.target, request.kwargs)
+    if request.eval:
         model.eval()
     drawn: tuple[InputOption, ...] = ()
     if is_shipped and not request.inputs:
         drawn = example_inputs(model, request.options.get("chunks", 1))
     below = vocabulary_size(model) if is_shipped else 2
-    arguments = make_arguments(request.inputs or drawn, integers_below=below, on_meta=request.on_meta)
+    arguments = make_arguments(request.inputs or drawn, integers_below=below, on_meta=request.meta)
     return LoadedModel(model, arguments, drawn, _load_loss(request))
 
 
@@ -95,7 +95,7 @@ def _load_loss(request: Request) -> PlannedLoss | None:
         raise ArgumentError(f"--loss {request.loss} is {kind}, not a function (output, target) -> loss")
     if request.loss_target is None:
         return PlannedLoss(loss_fn)
-    target = make_arguments([request.loss_target], on_meta=request.on_meta)
+    target = make_arguments([request.loss_target], on_meta=request.meta)
     if target.kwargs or len(target.args) != 1:
         raise ArgumentError(f"--target {request.loss_target}: expected one value, without a name")
     return PlannedLoss(loss_fn, target.args)
@@ -187,13 +187,13 @@ def explaining_memory_shortage(request: Request) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        cause = None if request.on_meta else allocator_error(error)
+        cause = None if request.meta else allocator_error(error)
         if cause is None:
             raise
         asked = requested_bytes(cause)
         at_once = "" if asked is None else f", where {human_bytes(asked)} were asked for at once"
         raise ArgumentError(
-            f"{request.subject}: the memory here does not hold the model and its inputs{at_once}; give --meta to plan "
+            f"{request.target}: the memory here does not hold the model and its inputs{at_once}; give --meta to plan "
             "it without values, and --hardware for the devices that are to hold it"
         ) from error
 
@@ -214,12 +214,12 @@ class Findings:
 def run_request(request: Request) -> Findings:
     """Runs a request. Files are looked at first: a mistake should not show after a minute."""
     check_outputs(request.outputs)
-    if isinstance(request.subject, PlanFile) and request.tune:
-        return _inspect_tuning(_tune_plan(load_plan(request.subject.path), request), request)
-    if isinstance(request.subject, PlanFile):
+    if isinstance(request.target, PlanFile) and request.tune:
+        return _inspect_tuning(_tune_plan(load_plan(request.target.path), request), request)
+    if isinstance(request.target, PlanFile):
         from fxpipe.planning.plans.simulate_plan import vary_plan
 
-        return _inspect_plan(vary_plan(load_plan(request.subject.path), **request.options), request)
+        return _inspect_plan(vary_plan(load_plan(request.target.path), **request.options), request)
     with explaining_memory_shortage(request):
         return _inspect_model(request)
 
@@ -253,7 +253,7 @@ def _inspect_model(request: Request) -> Findings:
     except MemoryLimitError as error:
         if not request.sweep or request.needs_plan:
             raise _with_least_limit(error, settings) from None
-        findings = Findings(str(request.subject))
+        findings = Findings(str(request.target))
     except TooManyStagesError as error:
         remedy = error.remedy or f"--devices {error.most} or fewer"
         raise TooManyStagesError(f"--devices {len(devices)}: {error.problem}", error.most, remedy) from None
@@ -269,7 +269,7 @@ def _inspect_plan(plan: Plan, request: Request) -> Findings:
     _check_code_stage(request, len(plan.stages))
     plan = _at_sizes(plan, request)
     simulation = fxpipe.simulate(plan)
-    return Findings(str(request.subject), plan, simulation, compare_schedules(plan, simulation))
+    return Findings(str(request.target), plan, simulation, compare_schedules(plan, simulation))
 
 
 def _at_sizes(plan: Plan, request: Request) -> Plan:

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from fxpipe.inspect import random_weights as repeating
 from fxpipe.inspect.random_weights import DRAWN_NUMBERS, RepeatedRandomWeights
 
 
@@ -60,25 +59,6 @@ def test_what_is_read_or_written_to_has_been_drawn():
     assert 0.9 < first.abs().max() <= 1
     assert not embedding.weight[5].any()
     assert embedding.weight[6].all()
-
-
-def test_each_storage_gets_numbers_once_and_what_has_gone_none(monkeypatch):
-    filled = []
-    fill = repeating._PendingDraw.fill
-
-    def noting(draw):
-        filled.append(draw.storage.expired())
-        fill(draw)
-
-    monkeypatch.setattr(repeating._PendingDraw, "fill", noting)
-    with RepeatedRandomWeights():
-        kept, tied = nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False)
-        for layer in (kept, tied):
-            nn.init.normal_(layer.weight, 3.0, 0.5)
-        tied.weight = kept.weight
-        assert filled == []
-    assert filled == [False, True]
-    assert kept.weight.mean().item() == pytest.approx(3.0, abs=0.02)
 
 
 def test_numbers_of_a_generator_are_drawn_at_once():

@@ -17,7 +17,6 @@ import fxpipe
 from fxpipe._torch import autograd, checkpoint, dispatch_modes
 from fxpipe._torch.fake_tensor_mode import FakeTensorMode
 from fxpipe.errors import TorchVersionError
-from fxpipe.inspect import random_weights
 
 ROOT = Path(fxpipe.__file__).parent
 WALL = ROOT / "_torch"
@@ -233,15 +232,6 @@ def test_without_an_optional_name_two_steps_come_to_the_same(name, trained_witho
     warns = [line for line in trained_without.splitlines() if line.startswith(f"{name} warns")]
     assert bool(warns) == name.startswith("checkpoint:")
     assert all("2.11 to 2.14" in line for line in warns)
-
-
-def test_without_weak_storages_weights_are_drawn_as_ever(monkeypatch):
-    monkeypatch.setattr(random_weights, "storage_of_weak_reference", None)
-    torch.manual_seed(0)
-    with random_weights.RepeatedRandomWeights():
-        layer = torch.nn.Linear(300, 300)
-    torch.manual_seed(0)
-    assert torch.equal(layer.weight, torch.nn.Linear(300, 300).weight)
 
 
 # -- Nothing of torch stays replaced -----------------------------------------------------------------------------------
