@@ -96,7 +96,7 @@ def sizes_text(plans: Sequence[PlanData]) -> str:
 
 # The portals of one value, which goes to several stages; bytes are those that each of them receives.
 PORTAL_COLUMNS: tuple[Column[Sequence[Portal]], ...] = (
-    code_column("portal", lambda row: shorten_name(row[0].name)),
+    code_column("portal", lambda row: row[0].name),
     number_column("from", lambda row: row[0].source),
     Column("to", lambda row: Cell(number_ranges(sorted(one.target for one in row)), min(one.target for one in row))),
     bytes_column("bytes", lambda row: row[0].bytes),
@@ -106,17 +106,23 @@ PORTAL_COLUMNS: tuple[Column[Sequence[Portal]], ...] = (
 
 
 def portals_table(portals: Sequence[Portal], most: int | None = None) -> tuple[Table[Sequence[Portal]], str]:
-    """The table of portals, a row for each value; if there are more than `most`, the largest, and what is left out."""
+    """The table of portals, a row for each value, and a line that counts those left out.
+
+    Args:
+        most: rows; with a limit long names are shortened, too.
+    """
     by_value: dict[tuple[str, int, int], list[Portal]] = {}
     for portal in portals:
         by_value.setdefault((portal.name, portal.source, portal.bytes), []).append(portal)
-    rows, left_out = list(by_value.values()), ""
+    rows, columns, left_out = list(by_value.values()), PORTAL_COLUMNS, ""
+    if most is not None:
+        columns = (code_column("portal", lambda row: shorten_name(row[0].name)), *PORTAL_COLUMNS[1:])
     if most is not None and len(rows) > most:
         rows.sort(key=lambda same: -same[0].bytes)
         others = [portal for same in rows[most:] for portal in same]
         total = human_bytes(sum(portal.bytes for portal in others))
         rows, left_out = rows[:most], f"and {count_text(len(others), 'smaller portal')}, {total} together"
-    return Table(PORTAL_COLUMNS, rows), left_out
+    return Table(columns, rows), left_out
 
 
 # -- Text ------------------------------------------------------------------------------------------------------------

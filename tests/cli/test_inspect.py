@@ -402,7 +402,10 @@ MISTAKES = {
     ),
     "code": ("zoo_of_models:make_mlp --devices cpu,cpu --code 2", "--code 2: no such stage; stages are 0 to 1"),
     "code_below": ("zoo_of_models:make_mlp --devices cpu,cpu --code -1", "--code -1: no such stage"),
-    "code_and_json": ("zoo_of_models:make_mlp --code 1 --json", "not allowed with argument --code"),
+    "code_and_json": (
+        "zoo_of_models:make_mlp --code 1 --json",
+        "--code prints the code of a stage and nothing else; leave --json out",
+    ),
 }
 
 
