@@ -4,11 +4,9 @@
     print(costs)            # every node: milliseconds forward and backward, bytes as formulas such as 100352*b
     costs.seconds           # one number for each node: what partitioning balances
 
-`formulas` gives bytes for every batch size at once, from the shapes of the trace. `measure` gives seconds, from real
-runs of each node at two micro-batch sizes, and `formulas` makes of them a fixed cost and a cost per sample, so that one
-profile serves any number of micro-batches. Of a graph with dynamic sizes all of that is told for these as well. Where
-model or inputs have no values (meta or fake tensors), `estimate` says what hardware known by name would take at least.
-The model stays as it was.
+`memory` and `formulas` give bytes and FLOPs for every batch size. `node_timing` measures the seconds of each node at
+two micro-batch sizes, of which `formulas` makes a fixed cost and a cost per sample, so one profile serves any number of
+micro-batches. Without values (meta or fake tensors), `roofline` estimates the seconds on hardware known by name.
 """
 
 from __future__ import annotations

@@ -1,18 +1,12 @@
-"""Takes samples of how long nodes take to go back, many nodes in a row, as in a real backward.
+"""Measures the backward of nodes, many in a row, as in a real backward.
 
-What is measured must be as warm, and lie in memory in the same way, as what runs. So nodes wait until those that have
-gone forward have made `WINDOW_BYTES` bytes, or have had parameters brought to the device that take too much of it; then
-all go back, the last first. (Samples that each went forward and back
-at once were up to twice as long as in a real step for small nodes, whose code was cold each time, and too short for
-large ones, whose values were still warm.)
+Nodes wait until those that have gone forward have made `WINDOW_BYTES` bytes, or parameters brought to the device take
+too much memory; then all go back, the last first. If each node went back directly after its forward, small nodes would
+take up to twice as long, since their code is cold, and large ones too little, since their values are still warm.
 
-Some nodes go back twice: to all that wants a gradient, and to their inputs alone. The second way waits until all have
-gone the first, which it would leave warm weights behind for. Two sorts of nodes need no other forward, and their second
-way follows at once, over the same graph:
-
-- A product shares nothing between the gradients of its parameters and those of its inputs. So it goes to the ones and
-  then to the others, as it does when it goes to both, but is timed apart. The sum is what it takes to go to both.
-- Beside a node that takes long it is little that something is warm.
+A node with inputs and parameters goes back twice: to all of them, and to its inputs alone. The second pass waits until
+all nodes have made the first, with two exceptions over the same graph: a product, whose gradients of inputs and of
+parameters share nothing and are timed apart; and a node that takes long, for which being warm matters little.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
 """Clocks for each kind of device, and the time that a call of autograd takes by itself.
 
-- On an accelerator events in its stream are the clock: they tell when the device came by. It is kept busy with other
-  work while the host queues the node and both events (`HeadStart`), as it is in a step whose host runs ahead. So a node
-  takes as long as its kernels do, and not as long as it takes to launch them, which for small nodes is longer
-  (`plans.host_time` has that).
-- On the CPU with one thread it is the processor time of this thread, which stands still while another process has the
-  core. On a quiet machine that is the time that passes; on a busy one it is what the node costs all the same. It stands
-  still as well while the node waits (for a disk, a lock, a server), as a step will: that time is added. Linux tells it
-  from the time in which another process has the core.
-- With several threads it is the time that passes.
+- Accelerators: events in the device's stream. The device is kept busy (`HeadStart`) while the host queues the node and
+  both events, as in a step whose host runs ahead, so a node takes as long as its kernels and not as their launches
+  (`planning.plans.host_time` has those).
+- The CPU with one thread: the processor time of this thread, which stands still while another process has the core.
+  Time in which the node waits (for a disk, a lock, a server) is added.
+- The CPU with several threads: the time that passes.
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
-"""Measures what workers on CPUs cost each other: caches, memory and clock are shared, and a profile is of one thread.
+"""Measures how workers on CPUs slow each other down: a profile is of one thread, and caches and memory are shared.
 
-The graph is split into as many parts of consecutive nodes as there are workers, each as long as the others. Of each
-part the nodes that take longest run forward and back, once for each kind: one part alone, and then all parts at once,
-each in a thread of its own.
+The graph is cut into a part of consecutive nodes for each worker. Of each part the nodes that take longest run forward
+and back: one part alone, and then all parts at the same time, each in a thread.
 
     alone      |part 0| |part 1|
-    at once    |part 0 ====|          seconds at once / seconds alone = the contention
+    together   |part 0 ====|          seconds together / seconds alone = the contention
                |part 1 ====|
 
-Both are taken in turns, so that what else disturbs the machine disturbs them alike, and in processor time where each
-worker has one thread: so a machine that is busy with other things does not count as contention, as far as these leave
-the caches alone.
+Both alternate, so other load disturbs both; and if each worker has one thread, the time is that of the processor.
 """
 
 from __future__ import annotations

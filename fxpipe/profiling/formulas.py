@@ -1,7 +1,7 @@
-"""Formulas in the batch size and the dynamic sizes: one trace answers for every micro-batch.
+"""Formulas in the batch size and the dynamic sizes: one profile answers for every micro-batch.
 
-Bytes of parameters and outputs follow from the shapes of the trace. What no shape tells is counted at a few sizes and
-fitted (`fxpipe.utils.polynomial.fit_counts`).
+Bytes of parameters and outputs follow from the shapes of the trace. Other counts are made at a few sizes and fitted
+(`fxpipe.utils.polynomial.fit_counts`).
 """
 
 from __future__ import annotations
@@ -97,11 +97,11 @@ def grown_with_sizes(counted: Polynomial, here: SizePoint) -> Polynomial:
     )
 
 
-# Seconds as a line over the micro-batch size: at which sizes to measure, and what follows from what was found there.
+# Seconds as a line over the micro-batch size.
 #
-# seconds │            ╱● asked for         The line goes through what was found at the size that was asked for.
-#         │       ╱●                        Neither its fixed part nor that of a sample is negative: where noise, or a
-#   fixed ├──╱                              kernel that changes with the size, says so, the other one is all.
+# seconds │            ╱● asked for         The line goes through the seconds at the size that was asked for.
+#         │       ╱●                        Neither its fixed part nor that of a sample is negative: if noise makes one
+#   fixed ├──╱                              of them so, the other one is all.
 #         └───────┴─────┴── samples
 
 
@@ -134,8 +134,8 @@ def fit_seconds(by_size: Mapping[int, float], micro_batch: int, grows: bool = Tr
     return Seconds(max(0.0, here - slope * micro_batch), slope)
 
 
-# Where sizes besides the batch are dynamic, the line goes over the work of a node in place of the samples: FLOPs or,
-# where there are none, the bytes of what it reads and makes, as formulas in all sizes.
+# With other dynamic sizes the line goes over the work of a node, not over samples: its FLOPs or, if it has none, the
+# bytes that it reads and makes.
 
 
 def work_formulas(node: fx.Node, flops: sympy.Expr, backward_flops: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:

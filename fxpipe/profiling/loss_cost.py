@@ -1,11 +1,11 @@
-"""The cost of the loss, which `forward_backward` takes of each micro-batch right behind the last stage's forward.
+"""The cost of the loss, which `forward_backward` takes of each micro-batch after the forward of the last stage.
 
     outputs, detached ──▶ loss_fn(output, target) ──▶ loss
             ▲                                          │
             └────────────── gradients ◀────────────────┘
 
-It is costed like a node, on the outputs that the graph gives while its nodes are measured or estimated; among their
-timings it stands under the graph's output node. Both ways are part of F of the last stage.
+It is measured or estimated like a node, on the outputs of the graph, under the graph's output node. Both directions are
+part of F of the last stage.
 """
 
 from __future__ import annotations

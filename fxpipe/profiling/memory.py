@@ -1,8 +1,7 @@
-"""Bytes that autograd keeps, bytes that are taken for a moment, and FLOPs: counted, and said for every batch size.
+"""Bytes that autograd keeps, bytes that are needed for a moment, and FLOPs, as formulas in the sizes.
 
-The graph runs once with the samples of one micro-batch, and at two other sizes, the smallest ones that it holds for.
-Where sizes besides the batch are dynamic, it runs at some of those as well: each by itself, and then together, as many
-as it takes for what has grown so.
+The graph runs with the samples of one micro-batch, and at two other numbers of samples, the smallest that it holds for.
+Graphs with other dynamic sizes run at some of those as well: each size by itself, then combinations of what has grown.
 
     size s
       │   ·  ·           Of counts that grow with b and s**2 these tell all terms, b*s**2 too.
@@ -11,19 +10,13 @@ as it takes for what has grown so.
       │   ·  ·     ●     planned
       └───┴──┴─────┴── samples
 
-What is saved is as seen in the first run: whether `reshape` copies depends on the size, and so do kernels. How much it
-is comes from shapes where a value shows it, else from what was counted at all sizes (`fit_counts`).
+Which storages are saved is observed in the first run. Their bytes are the formula of a shape if a value shows them,
+else they are fitted to the counts (`fit_counts`). Values do not matter: on the CPU zeros replace matrix products
+(`SkipMatmul`), and in the other runs one node of each kind runs. A run that depends on values is repeated with values.
 
-Values do not count, so on the CPU zeros do for matrix products (`SkipMatmul`), and in the other runs one node of each
-kind does for all. Where something depends on values after all, such a run comes to an end, and another one computes
-everything.
-
-What cannot be exact:
-
-- another micro-batch than the one that was looked at, where views become copies or other kernels run there;
-- memory that a library allots in steps (the workspace of an LSTM in oneDNN), for other sizes;
-- a view that is sent to another device: the copy there takes the size of the view, not that of its storage;
-- what a function keeps in other places than autograd and the attributes of its context.
+Not exact: other micro-batches for which views become copies or other kernels run; workspaces that a library allots in
+steps; a view sent to another device, of which the copy has the view's size; tensors that a function keeps outside of
+autograd and of its context's attributes.
 """
 
 from __future__ import annotations
@@ -54,17 +47,16 @@ from fxpipe.tracing.traced import Traced, runs_python
 from fxpipe.tracing.verify.effects import Effects
 from fxpipe.utils.polynomial import Monomial, SizePoint, fit_counts, polynomial_through
 
-# -- Memory that a stage needs for a moment, beside parameters, their gradients and what autograd keeps --------------
+# -- Memory that a stage needs for a moment, in addition to parameters, gradients and saved storages -----------------
 #
-# `working_bytes_of` is a number for each node, whatever the cut; a stage is taken to need all that it saves, and the
-# most that one of its nodes works on:
+# A stage is taken to need all that it saves, and the most of `working_bytes_of` its nodes:
 #
-#     forward    what the node reads and returns, where nothing keeps it so far for backward, and its temporary
+#     forward    what the node reads and returns and no node has saved so far, and its temporary
 #     backward   the gradients of these, and its temporary
 #     working    the larger of both
 #
-# This is too much as saved storages are not all there at the moment that counts, and too little where other values are
-# alive beside the node (the residual of a block, while its branch runs).
+# It is too much since not all saved storages are there at that moment, and too little if other values are alive (the
+# residual of a block, while its branch runs).
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +132,7 @@ def larger_formula(
     return max(left, right, key=lambda formula: bytes_at(formula, batch, samples, lengths))
 
 
-# -- Nodes of which nobody reads a value: nothing that follows from it comes to code that runs as it is --------------
-#
-# A function of torch is asked for a result, and a dispatch mode sees what it does. A hook, a module kept whole or an
-# opaque function is Python, and may look at the values it is given in ways that no mode sees.
+# -- Nodes whose values no Python reads (a hook, a module kept whole, an opaque function), directly or later ----------
 
 
 def unread_nodes(effects: Effects) -> frozenset[fx.Node]:

@@ -1,8 +1,8 @@
 """Kinds of nodes, and their samples: nodes of one kind take the same time, so they share what is measured.
 
-Noise must not decide where a model of equal blocks is cut. Of one kind are nodes with the same function, constants and
-thread state, whose inputs agree in shape, stride, dtype, device and requires_grad: what a module of the same class with
-the same sizes does. A module kept whole is a function of its own, so there class and settings stand for the function.
+Otherwise noise would decide where a model of equal blocks is cut. Nodes of one kind have the same function, constants
+and thread state, and inputs of equal shape, stride, dtype, device and requires_grad. For a module that is one opaque
+node, its class and settings stand for the function.
 """
 
 from __future__ import annotations
@@ -189,15 +189,10 @@ def _describe_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 # -- Values that stand for others: where only the time of nodes counts, those of one kind need not all run -----------
 #
-# A node whose samples are taken would run for its value alone, for nodes behind it. If another node of its kind has run
-# in the same round, its value will do: it has the same shapes, strides and dtypes. Not so values that
-#
-# - are written to, or share memory with what is;
-# - are no floating point numbers: an index out of one table may lie beyond another;
-# - have a size that depends on values: it may be another one;
-# - a hook sees.
-#
-# A value is kept as long as a node is still to come that may be of its kind.
+# A node with enough samples runs for its value alone. If another node of its kind has run in the same round, its value
+# has the same shapes, strides and dtypes, and is used instead. Excluded are values that are written to (or share memory
+# with one that is), that a hook sees, whose size depends on values, or that are not floating-point: an index of one
+# table may be outside another.
 
 
 class ValueReuse:

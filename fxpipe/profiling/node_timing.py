@@ -1,32 +1,22 @@
-"""Runs a graph node by node, and takes samples of how long each node takes, forward and backward apart.
+"""Measures the seconds of every node of a graph, forward and backward apart, node by node.
 
-The graph is run in rounds. In each round every value is made as in the real run but cut off from what made it, so that
-the autograd graph of a node is its own and can go back alone.
+The graph runs in rounds. In each round every value is detached from what made it, so the autograd graph of a node is
+its own and can go back alone:
 
         values, detached ──▶ node ──▶ its value ──▶ detached ──▶ next node
               ▲                           │
               └── autograd.grad (ones) ◀──┘
 
-What is measured must be what runs: nodes go forward in a row, and then back in a row, as `backward_timing` says.
+Nodes go forward in a row and then back in a row (`backward_timing`), as in a step. A value is freed after its last
+user, and a tensor of the model is on the device only between its first and its last user, so a model that fits no
+single device can be measured on one.
 
-A value is freed after its last user; a parameter, a buffer or an input comes to the device when it is first used, and
-leaves it after its last user. So no more is there than one node and the values that cross it: what fits no single
-device can be measured on one. Nothing is timed but the nodes.
+The first sample of a kind of nodes warms up and is dropped. A kind has enough samples if they agree, or if the budget
+is spent; its nodes then only make their values, or take the value of an equal node (`ValueReuse`). A node that writes
+to its inputs gets copies while it is timed, and then runs once more, without gradients, on the values themselves.
 
-The first sample of a kind of nodes warms up and is dropped. A kind has enough when its samples agree, or once the
-budget is spent and it has one; its nodes then only make their values, or take that of another node of their kind
-(`ValueReuse`). So twelve equal blocks are measured in little more than one round, in which few of them run, and the
-samples of a node without equals lie apart in time: a short disturbance misses most. Of a node that takes long fewer
-samples are enough, and the first counts.
-
-What a node writes to it gets as a copy while it is timed; then it runs once more, without gradients, on the values
-themselves. The model is only read.
-
-What no node does by itself counts for the node that makes it happen:
-
-- Where a value has several users, backward sums what comes back from them: each user adds, but the last, from which the
-  first gradient comes.
-- The gradient of a parameter is added to those of the micro-batches before.
+Two costs belong to no node alone. The sum of the gradients of a value with several users counts for all users but the
+last; the sum of a parameter's gradients over micro-batches counts for the node that uses the parameter.
 """
 
 from __future__ import annotations
@@ -444,10 +434,7 @@ def _have_equal_signatures(left: NodeValue, right: NodeValue) -> bool:
     return list(map(TensorSignature.of, tensors_in(left))) == list(map(TensorSignature.of, tensors_in(right)))
 
 
-# -- Seconds of every node of a graph, forward and backward apart, measured node by node on real values --------------
-#
-# Rounds over the graph at several micro-batch sizes take turns, so that a machine which slows down does so for all of
-# them. `TimingRounds` says how one round goes; `node_kinds`, when there are enough.
+# -- Rounds at several micro-batch sizes alternate, so that a slower machine affects all sizes ------------------------
 
 
 @dataclass(frozen=True, slots=True)

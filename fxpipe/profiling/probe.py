@@ -1,9 +1,8 @@
-"""Counts of one node by itself: arithmetic, and memory for a moment, forward and backward.
+"""Counts one node by itself: its FLOPs, and the memory that it needs for a moment, forward and backward.
 
-A node runs once, and back, on detached values. Everything below autograd passes a dispatch mode, which counts the
-arithmetic of each operation, and what is allocated and freed by weak references to storages. On an accelerator the
-allocator's own numbers are taken, which also know what kernels need inside (workspaces). They are the most bytes since
-a reset, so the peak that the user reads of a device (`max_memory_allocated`) begins anew: torch cannot set it back.
+The node runs forward and back on detached values under a dispatch mode, which counts the FLOPs of each operation, and
+the bytes of new storages. On an accelerator the allocator's peak is used, which includes the workspaces of kernels;
+that resets the peak that users read (`max_memory_allocated`).
 
     forward  ──▶  temporary: most bytes at one time, less those that are still there at the end (outputs, saved ones)
     backward ──▶  temporary: the same, less the gradients of its inputs

@@ -1,10 +1,7 @@
-"""The cost of the nodes of a graph, as plain frozen data: bytes and FLOPs as formulas in the batch size `b`.
+"""The costs of the nodes of a graph, as frozen data: bytes and FLOPs as formulas in `b` and dynamic sizes.
 
-Where sizes besides the batch are dynamic, the formulas are in these as well, by their names (`Profile.sizes`).
-
-All of it is of one micro-batch with `b` samples; nothing here depends on where the graph will be cut. What does is said
-by places (indexes of nodes in order of running): a storage that several nodes keep for backward counts once in a stage
-that holds them both, and twice in two.
+All costs are of one micro-batch with `b` samples, and independent of a cut. What depends on it names indexes of nodes:
+a storage that several nodes keep for backward counts once in a stage that holds them all.
 """
 
 from __future__ import annotations
@@ -195,15 +192,10 @@ def _formula_sum(expressions: Iterable[sympy.Expr]) -> sympy.Expr:
     return sympy.Add(*expressions)
 
 
-# -- A profile as a file: JSON of its fields, with numbers and nothing that is run or parsed as a formula -------------
+# -- A profile as a file: JSON of its fields, with formulas as coefficients of polynomials ---------------------------
 #
-#     profile.save("profile.json")
-#     fxpipe.Profile.load("profile.json")
-#
-# Bytes and FLOPs are coefficients of polynomials in the batch size and the dynamic sizes (`Polynomial.to_json`;
-# `utils/polynomial_bound.py` says what becomes of other formulas). What is read is checked against the types of fields
-# (`utils.files`) and for what goes together: a file of another kind, a damaged one or a forged one is an
-# `ArgumentError`, and so is one of another graph.
+# `utils/polynomial_bound.py` bounds formulas that are no polynomials. A file is checked against the types of the fields
+# (`utils.files`) and for consistency.
 
 PROFILE_FORMAT, PROFILE_VERSION = "fxpipe profile", 8
 

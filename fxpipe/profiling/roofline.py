@@ -1,18 +1,14 @@
-"""Seconds that cannot be measured, estimated: what each node would take on some hardware.
+"""Estimates the seconds of nodes on hardware that is not here.
 
-An operation takes as long as its arithmetic, its memory traffic or its launch does, whichever is longest (Williams,
+An operation takes as long as its arithmetic, its memory traffic or its launch, whichever is longest (Williams,
 Waterman and Patterson, Roofline: an insightful visual performance model, CACM 52(4), 2009; the launch is a third roof).
-Arithmetic is that of the formulas of `torch.utils.flop_counter`, at the rate of the type that is really multiplied,
-autocast and TF32 heeded; the traffic is each tensor that is read or written, once. What hardware reaches of its peaks
-is `fxpipe.hardware`'s to say. Nothing is said of caches, nor of kernels that other devices would choose: operations are
-those that torch runs on the device that the model is on.
+Arithmetic is that of `torch.utils.flop_counter`, at the rate of the type that is multiplied, with autocast and TF32;
+traffic is each tensor that is read or written, once. `Hardware` says what share of its peaks is reached. Caches, and
+kernels that other devices would choose, are not modelled.
 
-The graph is walked once for a batch size, and every value made as a tensor without values
-(`tracing.fake_tensors`). Each *kind* of node runs once more under a clock that goes on by what operations
-would take, forward and backward on tensors of its own. Kinds are calls that are alike (`tracing.shapes.node_cache`)
-and have the same gradients: eighty equal layers take little longer than one.
-
-A function that asks for values has no fake result. If the model has values, it is then walked on them, node by node.
+The graph runs once for each size on fake tensors (`tracing.fake_tensors`), and each kind of node (equal calls with
+equal gradients, `tracing.shapes.node_cache`) once more, forward and backward, while its operations are noted. A model
+that needs values runs on them, if it has any.
 """
 
 from __future__ import annotations

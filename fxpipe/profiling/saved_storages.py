@@ -1,17 +1,14 @@
-"""Storages that autograd saves, one by one, seen in a run of the graph.
+"""Observes the storages that autograd saves in a run of the graph, by `torch.autograd.graph.saved_tensors_hooks`.
 
-Each storage is followed through one forward of the graph, which runs as the model does: with autograd, node after node.
-`torch.autograd.graph.saved_tensors_hooks` show what is saved. Of a saved tensor it is its storage that stays, all of
-it, and once, whatever number of tensors and views of it are saved:
+A saved tensor keeps all of its storage, which counts once, whatever number of its views are saved:
 
     h = x @ w                  h: made here
     a, g = h.chunk(2, -1)      two views: no storage of their own
     y = a * g.sigmoid()        saves a, g.sigmoid() and, for sigmoid, its result again: two storages, h and the sigmoid
 
-A storage belongs to the node whose value it is; what no value shows (statistics of a norm, the mask of a dropout, casts
-under autocast) belongs to the node that saves it. The model's own tensors stay in memory anyway and do not count.
-
-The hooks keep nothing, so the run takes the memory of a forward without gradients.
+A storage belongs to the node whose value it is; if no value shows it (statistics of a norm, a dropout mask, casts under
+autocast), to the node that saves it. The model's own tensors do not count. The hooks keep nothing, so the run takes the
+memory of a forward without gradients.
 """
 
 from __future__ import annotations

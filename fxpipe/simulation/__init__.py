@@ -1,8 +1,6 @@
 """Simulates schedules by discrete events over their rows: how long a step takes, its bubbles, and memory by device.
 
-Every action starts as soon as its device has ended the one before and all that it needs has ended and, if that was on
-another device, has arrived. Nothing is decided in between, for a schedule is an order; so one walk from event to event
-gives every start and end, exactly.
+An action starts as soon as its device has ended the action before, and all that it needs has ended and has arrived.
 
 >>> from fxpipe.scheduling import make_schedule
 >>> print(simulate_schedule(make_schedule("1f1b", stages=3, micro_batches=4), [StageCost(forward=1, backward=2)] * 3))
@@ -13,23 +11,18 @@ device 2 |......F0 B0=== F1 B1=== F2 B2=== F3 B3=== ............|  busy 12.0 s, 
 step 18.0 s, mean bubble 33.3 %
 critical path: B 66.7 %, F 33.3 %
 
-F and B of a stage need those of its neighbours, as every schedule has it, and beside that whatever `transfers` bring
-them. What goes from one device to another takes a link, one for each direction of each pair of devices, and beside it
-what several links share (`Transfer.over`: the network adapter of a node). Each carries one transfer at a time, in the
-order in which they are handed over: so a link can be what a pipeline waits for. Where a pipeline has replicas, each
-device reduces the gradients of its stages with those that have the same ones (`reductions.py`).
+F and B of a stage need those of its neighbours, and what `transfers` bring them. A transfer takes a link, one for each
+direction of each pair of devices, and what several links share (`Transfer.over`: the network adapter of a node). Each
+carries one transfer at a time, in the order in which they are sent. Replicas of a pipeline reduce the gradients of
+their stages (`reductions.py`). Actions also need the host that queues them (`HostCost`).
 
-What queues the actions is one more thing that there may be too little of: the host (`HostCost`).
+Simplified: a stage takes as long for every micro-batch; copies do not slow down computation; a loss takes no time
+unless the plan knows it; values on their way, and gradients of values, take no memory; the gradient of an output that
+the loss takes from an earlier stage leaves with the last stage's B.
 
-Simpler than the real thing: a stage takes as long for every micro-batch; copying disturbs no computation; starting an
-action takes as long as any other; a loss takes no time unless the plan was made with it; a value on its
-way takes no memory, nor do the gradients of values; the gradient of an output that the loss takes from an earlier stage
-leaves with the last stage's B.
-
-`events.py` finds what actions need and walks from event to event; `simulation_result.py` holds the result, with the
-critical path: what the end of the step depends on. `stream_simulation.py` simulates a stream of mini-batches, which has
-no flush. `fxpipe.planning.plans.simulate_plan` is `fxpipe.simulate`: the same for a plan, also on hardware, with
-schedules and micro-batches that it was not made for.
+`events.py` walks from event to event; `simulation_result.py` holds the result, with the critical path: what the end of
+the step depends on. `stream_simulation.py` simulates a stream of mini-batches, which has no flush.
+`fxpipe.planning.plans.simulate_plan` is `fxpipe.simulate`: the same for a plan.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The costs that a simulation starts from: those of stages, and of transfers between them, in plain numbers.
+"""The costs that a simulation starts from: of stages and of transfers, in plain numbers, for one micro-batch.
 
-All is for one micro-batch. A transfer is one way. Its direction says what it is: from an earlier stage to a later one
-goes a value, after F of the one and before F of the other; from a later one to an earlier one goes a gradient, after B
-of the one and before B of the other. So any wiring can be written down, also that of the runtime, in which a gradient
-goes from a user of the value to the next earlier user, and from the first user to the maker:
+A transfer goes one way. From an earlier to a later stage goes a value, after F of the one and before F of the other;
+from a later to an earlier stage goes a gradient, after B of the one and before B of the other. So any wiring can be
+written, also the runtime's, in which a gradient goes from a user of the value to the next earlier user, and from the
+first user to the maker:
 
     stage      0 (maker)      1 (user)       3 (user)
     value        ─────────────▶
@@ -16,19 +16,6 @@ goes from a user of the value to the next earlier user, and from the first user 
 0 -> 3: 8 bytes
 1 -> 0: 8 bytes
 3 -> 1: 8 bytes
-
-Costs of stages and transfers have this form from the cut to the plan. What else says such things says more, or less:
-
-| type                                     | what it is beside `StageCost` and `Transfer`                        |
-|------------------------------------------|---------------------------------------------------------------------|
-| `partitioning.chain.StageLoad`           | a cost on a device: with what it receives, and all micro-batches    |
-| `partitioning.intervals.StageMemory` ... | tables that answer for any start and end, in exact integers         |
-| `partitioning.chain.Flow`                | a value between nodes, before there are stages                      |
-| `plans.StagePlan`                        | a cost as formulas in the micro-batch size, for a file              |
-| `plans.PlannedTransfer`                  | a `Transfer` with such formulas                                     |
-| `plans.Portal`, `rewriting.program.Skip` | one value, by its name                                              |
-| `simulation.events.DependencyEdge`       | what an action waits for, also where nothing is sent                |
-| `simulation.timeline.TransferRecord`     | a transfer between two actions                                      |
 """
 
 from __future__ import annotations

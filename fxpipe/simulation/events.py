@@ -1,19 +1,16 @@
-"""The walk from event to event: when every action of a schedule starts and ends, and what it started on.
+"""The walk from event to event: when every action of a schedule starts and ends, and what it waited for.
 
-An action *begins* when its device is free and all that it needs is there; what several links share is taken then, by a
-device that copies what it was sent. It *ends* when it has computed; what it made is handed over to links then, in order
-of time. Whoever lacked only that begins in turn.
+An action *begins* when its device is free and all that it needs has arrived; if the device copies what it was sent, it
+takes the shared links then. It *ends* when it has computed; what it made takes its links then, in order of time.
 
-Beside the devices there is the host. All workers of an interpreter with a lock take turns at it, in the order in which
-they come:
+All workers of an interpreter with a lock also take turns at the host, in the order in which they ask:
 
     host      |F0a F0b ....          F of a worker whose device runs behind: its thread goes on to the next action as
     device a     |F0a====== |        soon as it has queued this one, and as those that it needs have been queued, too
     device b         |F0b====== |
 
-An action of such a device begins no sooner than the host begins to queue it, and ends no sooner than the host has done
-so. A worker on a CPU comes to the host when its action begins: that ends no sooner than the host had time for it.
-Where the host has time, it holds up nothing; where it has not, the step is as long as it takes the host to queue it.
+An action of such a device begins and ends no sooner than the host begins and ends to queue it. A worker on a CPU asks
+for the host when its action begins, which ends no sooner than the host had time for it.
 """
 
 from __future__ import annotations

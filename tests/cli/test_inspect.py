@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -139,6 +140,7 @@ class FakePlanning:
 @pytest.fixture
 def fake_plan(monkeypatch: pytest.MonkeyPatch) -> FakePlanning:
     fake = FakePlanning()
+    importlib.import_module("fxpipe.planning.entry")  # or it would keep the functions of the fake
     for name in ("passes.trace_and_profile", "passes.profile_again", "entry.prepare_with_choices"):
         monkeypatch.setattr(f"fxpipe.planning.{name}", getattr(fake, name.partition(".")[2]))
     return fake
