@@ -29,7 +29,6 @@ from fxpipe.tracing.dynamic_sizes import NO_DYNAMIC_DIMS, DynamicDims, FixedSize
 from fxpipe.tracing.fake_tensors import is_faked, mute_fake_tensor_logs, original_of, with_fake_tensors
 from fxpipe.tracing.forward_rng import preserve_own_generators
 from fxpipe.tracing.guards import refuse_unguardable
-from fxpipe.tracing.importers.symbolic_graph import symbolic_graph
 from fxpipe.tracing.print_calls import lost_prints, mute_repeated_prints
 from fxpipe.tracing.record.lazy_state import make_lazy_state, new_attributes
 from fxpipe.tracing.record.record_model import input_leaves, refuse_side_effects
@@ -70,9 +69,7 @@ def trace(
     Args:
         model: any module. It runs on the inputs a few times and is left as it was. One without values (on the meta
             device, or made under a FakeTensorMode) is run on fake tensors, which takes no memory.
-        args, kwargs: example inputs: tensors, None, numbers, nested in tuples, lists, dicts and dataclasses. Without
-            any a model that needs some is traced symbolically, as far as that goes: a graph without shapes, to be
-            printed.
+        args, kwargs: example inputs: tensors, None, numbers, nested in tuples, lists, dicts and dataclasses.
         in_dims: which dimension of an input holds the batch (default 0): an int, a tuple with an entry for each input,
             or a dict by name; None for inputs without a batch.
         out_dims: how the outputs of micro-batches go together: a tree like the output, or one entry for all: a
@@ -95,13 +92,16 @@ def trace(
 
     Raises:
         TraceError: forward does what a graph cannot carry.
-        ArgumentError: there is no batch dimension, or inputs or outputs disagree on it.
+        ArgumentError: there are no inputs or no batch dimension, or inputs or outputs disagree on it.
         Exception: what the model itself raises on these inputs, with a note.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"model is {with_article(model)}; expected a torch.nn.Module")
     if args is None and not kwargs and _needs_inputs(model):
-        return symbolic_graph(model)
+        raise ArgumentError(
+            f"forward of {type(model).__name__} takes inputs, and there are none; give examples, as in "
+            "fxpipe.trace(model, (x,))"
+        )
     args = () if args is None else args
     if not isinstance(args, tuple):
         raise ArgumentTypeError(f"args is {with_article(args)}; expected a tuple of inputs, as in (x,)")

@@ -113,8 +113,6 @@ def node_expression(node: fx.Node) -> str:
         if name == "__getitem__":
             return f"{args[0]}[{_index(node.args[1])}]"
         return f"{args[0]}.{name}({', '.join([*args[1:], *keywords])})"
-    if node.op == "call_module":
-        return f"{name}({', '.join([*args, *keywords])})"
     home = getattr(node.target, "__module__", None) or ""
     if home == "_operator" and name == "setitem":
         return f"{args[0]}[{_index(node.args[1])}] = {args[2]}"
@@ -139,7 +137,7 @@ def node_table(graph: fx.Graph) -> str:
             short_source_line(n),
         )
         for n in graph.nodes
-        if n.op in (*CALL_OPS, "placeholder", "call_module")
+        if n.op in (*CALL_OPS, "placeholder")
     ]
     headers = ("node", "computes", "makes", "module", "source")
     return text_table(

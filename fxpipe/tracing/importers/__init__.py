@@ -1,1 +1,1 @@
-"""Graphs that are made without recording: by a function of the user's, and symbolically, to be printed."""
+"""Graphs that a function of the user's makes."""

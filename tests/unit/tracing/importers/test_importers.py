@@ -238,6 +238,13 @@ def test_a_graph_module_as_the_model() -> None:
     assert_same_as_model(traced, x(7))
 
 
+def test_a_model_without_inputs_is_refused() -> None:
+    with pytest.raises(
+        ArgumentError, match=r"Linear takes inputs, and there are none; .* fxpipe\.trace\(model, \(x,\)"
+    ):
+        trace(nn.Linear(6, 6))
+
+
 class Chooses(nn.Module):
     """Two linear layers, and a factor that depends on the number of samples."""
 
