@@ -19,7 +19,7 @@ from fxpipe.errors import InternalError
 from fxpipe.rewriting import reorder_nodes
 from fxpipe.tracing import Traced
 from fxpipe.tracing.guards import extract_guards, refuse_unguardable
-from fxpipe.tracing.node_info import RandomDraws, info, update_info, value_read_of
+from fxpipe.tracing.node_info import update_info, value_read_of
 from fxpipe.tracing.record.record_model import input_leaves, record
 from fxpipe.tracing.record.untracked_values import read_untracked_values
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
@@ -121,14 +121,6 @@ def in_effects(change: Callable[[Any], Any]) -> Callable[[Traced], None]:
     return change_effects
 
 
-def the_size(traced: Traced) -> fx.Node:
-    return next(node for node in traced.nodes if node.target == "size")
-
-
-def dropouts(traced: Traced) -> list[fx.Node]:
-    return [node for node in traced.nodes if info(node).is_random]
-
-
 def foreign_argument(traced: Traced) -> None:
     other = fx.Graph().placeholder("stranger")
     node = first_work(traced)
@@ -147,8 +139,8 @@ def forgotten_user(traced: Traced) -> None:
     used(traced).users.clear()
 
 
-def other_dtype(traced: Traced) -> Traced:
-    return replace(traced, leaves=(replace(traced.leaves[0], dtype=torch.int64), *traced.leaves[1:]))
+def placeholder_without_leaf(traced: Traced) -> Traced:
+    return replace(traced, leaves=(replace(traced.leaves[0], is_tensor=False), *traced.leaves[1:]))
 
 
 def renamed_buffer(traced: Traced) -> None:
@@ -161,20 +153,14 @@ def guarded_read_left(traced: Traced) -> None:
     update_info(first_work(traced), read=read)
 
 
-def same_ordinal(traced: Traced) -> None:
-    for node in dropouts(traced):
-        update_info(node, rng=RandomDraws(ordinal=0))
-
-
 def one_output_less(traced: Traced) -> None:
     output = traced.graph.output_node()
     leaves, *rest = output.args[0]
     output.args = ((leaves[:-1], *rest),)
 
 
-def other_piece(traced: Traced) -> Traced:
-    combination = traced.combinations[0]
-    return replace(traced, combinations=(replace(combination, pieces=tuple(99 for _ in combination.pieces)),))
+def a_module(traced: Traced) -> None:
+    first_work(traced).op = "call_module"
 
 
 def early_last_user(traced: Traced) -> None:
@@ -182,32 +168,42 @@ def early_last_user(traced: Traced) -> None:
     traced.effects.last[used(traced)] = -1
 
 
+def foreign_argument_returned(traced: Traced) -> None:
+    assert traced.effects is not None
+    traced.effects.same[traced.nodes[0]] = traced.nodes[-1]
+
+
 # Each changes the graph, or returns another one.
 BROKEN: dict[str, tuple[Callable[[Traced], Traced | None], str]] = {
     "argument of another graph": (foreign_argument, "uses stranger, which is no node of the graph before it"),
     "argument that comes later": (argument_from_behind, "which is no node of the graph before it"),
-    "forgotten user": (forgotten_user, r"has the users , while \w+ of the graph use it"),
+    "forgotten user": (forgotten_user, r"has no user \w+, which uses it"),
+    "module in the graph": (a_module, "is a call_module, which no pass knows"),
     "an output less": (one_output_less, "the graph has 2 outputs, and the model's output 3 leaves"),
-    "dtype of an input": (other_dtype, r"in_0 has the shapes float32\[b, 6\], and is the input x \(torch.int64\)"),
+    "placeholder of no tensor": (
+        placeholder_without_leaf,
+        r"stand for the input leaves \[0, 1\], and tensors are \[1\]",
+    ),
     "unknown attribute": (renamed_buffer, "reads 'nowhere', which is no tensor of the model"),
     "no state": (set_of(first_work, state=None), "does not say in which state of the thread it runs"),
-    "marks": (attribute_of(marks=()), "was recorded behind 1 cut marks"),
-    "ordinals of others": (same_ordinal, r"have the ordinals \[0, 0\]"),
-    "in_dims beyond": (attribute_of(in_dims=(0, 2, None)), "the input mask has no dimension 2"),
-    "no batch": (attribute_of(in_dims=(None, None, None)), "no input holds the batch"),
+    "no source": (set_of(first_work, source=""), "does not say on which line it was made"),
     "no shapes": (set_of(first_work, known_shapes=None), "has no shapes"),
-    "number of something else": (set_of(the_size, number=sympy.Symbol("u0")), "is u0, which depends on more than"),
+    "number of something else": (set_of(first_work, number=sympy.Symbol("u0")), "is u0, which depends on more than"),
+    "out_dims of some": (attribute_of(out_dims=("combined",)), "there are 3 results, and 1 ways"),
     "out_dims beyond": (attribute_of(out_dims=("combined", 2, None)), "has no dimension 2, along which"),
-    "no combination": (attribute_of(combinations=()), r"the outputs at \[0\] are combined"),
-    "pieces that are not there": (other_piece, r"is combined from the pieces at \(99, 99\), which are not all there"),
+    "piece_dims of some": (attribute_of(piece_dims=()), "there are 2 results, and 0 ways"),
     "read left in the graph": (guarded_read_left, "reads a value that a guard asks for, and is still in the graph"),
     "effects of others": (in_effects(lambda effects: effects.nodes.reverse()), "or of nodes in another order"),
-    "no alias": (in_effects(lambda effects: effects.alias.clear()), "the effects give no alias class for in_0"),
     "last user too early": (early_last_user, "behind the place of its last user"),
     "writes of some": (
         in_effects(lambda effects: effects.written_classes.pop()),
-        "of which it is known what they change",
+        "the effects are those of other nodes",
     ),
+    "writes to nothing": (
+        in_effects(lambda effects: effects.written_classes[0].add(99)),
+        r"changes the alias classes \[99\], in which no node is",
+    ),
+    "returns no argument": (foreign_argument_returned, "which is no argument of it in the same alias class"),
 }
 
 
