@@ -205,11 +205,10 @@ def _record_once(
     options: RecordingOptions,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    uncomputed: bool = False,
 ) -> Traced:
     def record_disguised(disguised: Mapping[Any, int]) -> Traced:
         model, seed = request.model, request.seed
-        return record_with_options(options, model, args, kwargs, seed, uncomputed=uncomputed, disguised=disguised)
+        return record_with_options(options, model, args, kwargs, seed, disguised=disguised)
 
     traced = replace(record_disguised({}), again=record_disguised)
     refuse_unguardable(traced)

@@ -21,7 +21,7 @@ OLD_WORDS = {
     "driver": "executor",
     "drivers": "executors",
     "foreign": "constant, external",
-    "hollow": "uncomputed",
+    "hollow": "without values",
     "lots": "draws",
     "restless": "value_dependent",
     "rollers": "python_rng",

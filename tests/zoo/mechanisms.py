@@ -34,7 +34,6 @@ def _group(title: str, *rows: tuple[str, ...]) -> tuple[Mechanism, ...]:
 MECHANISMS = (
     *_group(
         "strategies",
-        ("recorded on a micro-batch, nothing computed", "tracing.record.uncomputed_tensors.UncomputedMode.__enter__"),
         ("recorded on a micro-batch", "tracing.record.small_batch.record_small_batch?"),
         ("recorded as libraries run when they are compiled", "tracing.record.patches.compile_mode"),
         ("recorded at several sizes, with formulas", "tracing.record.batch_numbers.record_with_batch_numbers?"),

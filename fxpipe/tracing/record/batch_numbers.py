@@ -46,7 +46,7 @@ MAX_SIZES = 3  # recorded besides those that micro-batches have
 _SIZE_TARGETS = ("size", operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod)
 MAX_FAILURES = 3  # sizes at which the model does not run, or runs other functions, after which one stops
 
-RecordFunction = Callable[..., Traced]  # (args, kwargs, uncomputed=False) -> a recording; see `record`
+RecordFunction = Callable[..., Traced]  # (args, kwargs) -> a recording; see `record`
 
 
 def record_with_batch_numbers(request: TraceRequest, record_on: RecordFunction) -> Traced | None:

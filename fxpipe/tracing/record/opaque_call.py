@@ -33,7 +33,6 @@ from fxpipe.tracing.node_info import OpaqueCall, RandomDraws, info, opaque_call_
 from fxpipe.tracing.record.host_arguments import HostArguments
 from fxpipe.tracing.record.recorded_sizes import RECORDED
 from fxpipe.tracing.record.recorder import Recorder
-from fxpipe.tracing.record.uncomputed_tensors import refuse_without_values
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.tensors import hidden_tensors, storage_of, tensors_in
 from fxpipe.utils.pytree import StructureError, flatten_dataclasses, leaves_by_structure
@@ -210,8 +209,6 @@ def call_opaque(
     seeds = recorder.has_drawn_inside and not random
     rolled = not same_python_rng_state(before, python_rng_state())
     recorder.skip_python_rng()
-    if recorder.applied_inside != applied:
-        refuse_without_values("an autograd.Function is applied in what is kept whole")
     with recorder.pause():
         own_gradients = recorder.applied_inside != applied and _puts_gradients(recorder.model, outputs, [*own, *ends])
         external = _external_tensors(outputs, [*own, *ends])

@@ -35,7 +35,6 @@ from fxpipe.tracing.record.number_casts import CASTING_FUNCTIONS
 from fxpipe.tracing.record.patches import patch_for_recording
 from fxpipe.tracing.record.recorded_sizes import RECORDED, SIZE_FUNCTIONS
 from fxpipe.tracing.record.recorder import GraphBreak, Recorder
-from fxpipe.tracing.record.uncomputed_tensors import UncomputedMode
 from fxpipe.tracing.record.unrecordable import CannotRecord, python_rng_error, refuse_model
 from fxpipe.tracing.source_lines import UNKNOWN_LINE, line_of_function
 from fxpipe.tracing.traced import InputLeaf, Traced, as_given, signature_of
@@ -92,7 +91,6 @@ def record(
     whole: Mapping[str, str] | None = None,
     continued: Mapping[str, GraphBreak] | None = None,
     seed: int = 0,
-    uncomputed: bool = False,
     disguised: Mapping[Any, int] | None = None,
     follows_casts: bool = True,
 ) -> Traced:
@@ -106,7 +104,6 @@ def record(
         continued: paths of modules whose forward is one node behind some call, behind which, and why.
         seed: of the numbers that forward draws and reads.
         disguised: sizes and texts that look other than they are (`record.untracked_values`).
-        uncomputed: nothing is computed that depends on parameters (`record.uncomputed_tensors`); for models on the CPU.
         follows_casts: what `int(size)` and `len(tensor)` return stays a size (`record.number_casts`).
 
     Raises:
@@ -121,7 +118,7 @@ def record(
         def attempt(hashable: bool, forgets: bool = True) -> tuple[Traced, list[_UnknownTensor]]:
             recorder = Recorder(model, held, whole, continued, seed, hashable, step, forgets, disguised, follows_casts)
             try:
-                recording = _record_once(recorder, args, kwargs, run, uncomputed)
+                recording = _record_once(recorder, args, kwargs, run)
                 if not recorder.must_save and not _has_new_casts(recorder):
                     return recording
             except Exception:
@@ -178,7 +175,7 @@ class _HashedSizeError(Exception):
 
 
 def _record_once(
-    recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any] | None, uncomputed: bool
+    recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any] | None
 ) -> tuple[Traced, list[_UnknownTensor]]:
     """The graph, and the tensors of unknown origin in it, with the errors to raise should they be made by forward."""
     model = recorder.model
@@ -197,7 +194,7 @@ def _record_once(
     try:
         with preserve_state(model) as snapshot, preserve_objects(spec):
             recorder.seed_generator(comparison_seed())
-            with UncomputedMode(model) if uncomputed else in_fake_mode(), patch_for_recording(recorder), recorder:
+            with in_fake_mode(), patch_for_recording(recorder), recorder:
                 result = run(recorder, *run_args, **run_kwargs) if run else model(*run_args, **run_kwargs)
             recorder.origin = "", line_of_function(forward_of(model))
             recorder.check_generator()

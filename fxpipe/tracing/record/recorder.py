@@ -83,7 +83,6 @@ from fxpipe.tracing.record.recorded_sizes import (
     unwrap_sizes,
 )
 from fxpipe.tracing.record.tensor_registry import TensorNames, TensorRegistry
-from fxpipe.tracing.record.uncomputed_tensors import refuse_uncomputed
 from fxpipe.tracing.record.unrecordable import (
     OPAQUE_REMEDY,
     TENSOR_HOOKS,
@@ -667,11 +666,9 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _plainly(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls a function, and refuses one that needs values which fake and uncomputed tensors do not have."""
+        """Calls a function, and refuses one that needs values which fake tensors do not have."""
         name = opname(func)
         try:
-            if name in VALUE_READS:
-                refuse_uncomputed(tensors_in((args, kwargs)))
             if self.disguised:
                 return func(*unwrap_sizes(args), **unwrap_sizes(kwargs))
             return func(*args, **kwargs)

@@ -1,16 +1,14 @@
 """Recording on a few samples of the example, where the whole of it would give the same graph.
 
 A mini-batch may be large, and to run a model on it a few times may take minutes; what runs later are micro-batches. So
-the model is recorded on the samples of one micro-batch; and once more on them, on the mini-batch and on one sample more
-without arithmetic, on `uncomputed_tensors` or, on a GPU, on fake ones. Where all these recordings are the same, to the
-last number and to the last value that forward reads, forward does the same for each of these sizes: no loop over
-samples, no branch on their number. The graph is then compared with the model, on real values, at the sizes of
-micro-batches.
+the model is recorded on the samples of one micro-batch; and again on them, on the mini-batch and on one more sample, on
+fake tensors or, if forward reads values, on real ones. If all these recordings are the same, to the last number and to
+the last value that forward reads, forward does the same for each of these sizes: no loop over samples, no branch on
+their number. The graph is then compared with the model, on real values, at the sizes of micro-batches.
 
-Anything else is left to recording on all samples: a model that reads other values of all samples than of a few, or
-values that depend on its parameters, hooks of the user's and tables that are kept from call to call outside the modules
-(which should meet no tensors without values), a graph that turns out not to be the model's. That also has the right
-words for what is wrong.
+Anything else is left to recording on all samples: a model that reads other values of all samples than of a few, hooks
+of the user's and tables that are kept from call to call outside the modules (which should meet no tensors without
+values), a graph that turns out not to be the model's. That also has the right words for what is wrong.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from torch import nn
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.module_internals import hook_stores
 from fxpipe.tracing.fake_tensors import is_faked, with_fake_tensors
-from fxpipe.tracing.model_state import container_tensors, slots_of
+from fxpipe.tracing.model_state import container_tensors
 from fxpipe.tracing.record.batch_numbers import (
     RecordFunction,
     first_difference,
@@ -67,11 +65,12 @@ def record_small_batch(request: TraceRequest, record_on: RecordFunction) -> Trac
     def samples_of(size: int) -> Any:
         return pytree.tree_unflatten(slice_samples(values, dims, 0, size), spec)
 
-    def without_arithmetic(inputs: Any) -> Traced:
-        if all(t.device.type == "cpu" for t in (*slots_of(model).values(), *values) if isinstance(t, torch.Tensor)):
-            return record_on(*inputs, uncomputed=True)
-        with with_fake_tensors(model, inputs, always=True) as fakes:  # uncomputed ones would take GPU memory
-            return record_on(*fakes)
+    def again(inputs: Any) -> Traced:
+        try:
+            with with_fake_tensors(model, inputs, always=True) as fakes:
+                return record_on(*fakes)
+        except Exception:  # forward reads values
+            return record_on(*inputs)
 
     start = time.perf_counter()
     traced = record_on(*samples_of(samples))
@@ -83,9 +82,7 @@ def record_small_batch(request: TraceRequest, record_on: RecordFunction) -> Trac
         return None
     # The first size once more: a model that remembers what it met does something else the second time. It is seen
     # before tensors without values meet tables of other sizes, in which they would stay.
-    if not all(
-        _is_same_recording(traced, without_arithmetic(samples_of(size))) for size in (samples, batch, batch + 1)
-    ):
+    if not all(_is_same_recording(traced, again(samples_of(size))) for size in (samples, batch, batch + 1)):
         return None
     return replace(traced, leaves=leaves, recorded_samples=samples)
 

@@ -13,8 +13,8 @@ import fxpipe
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.record import small_batch as on_a_part
-from fxpipe.tracing.record.uncomputed_tensors import is_uncomputed
 from fxpipe.tracing.skip_matmul import SkipMatmul
+from fxpipe.tracing.tensors import has_values
 from fxpipe.tracing.verify import equivalence as check
 
 EXAMPLE = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
@@ -65,7 +65,7 @@ def test_no_run_on_more_samples_than_a_micro_batch():
     seen = UnseenList()
 
     def noting(x):
-        if not is_uncomputed(x):
+        if has_values(x):
             seen.append(unseen_count(x))
         return x.tanh()
 
@@ -153,7 +153,7 @@ class Asking(nn.Module):
 
 def test_what_is_remembered_is_computed():
     met: dict[int, torch.Tensor] = {}
-    were_uncomputed = []
+    were_fake = []
 
     class Squared(nn.Module):
         def __init__(self):
@@ -164,12 +164,12 @@ def test_what_is_remembered_is_computed():
             """Squares its weight once for each number of samples."""
             if len(x) not in met:
                 met[len(x)] = self.weight.detach().square()
-                were_uncomputed.append(is_uncomputed(met[len(x)]))
+                were_fake.append(not has_values(met[len(x)]))
             return x * met[len(x)]
 
     assert fxpipe.trace(Squared(), (EXAMPLE,), chunks=4).recorded_samples is None
-    assert were_uncomputed
-    assert not any(were_uncomputed)
+    assert were_fake
+    assert not any(were_fake)
 
 
 def test_part_that_is_all_there_is_to_compare():
@@ -177,7 +177,7 @@ def test_part_that_is_all_there_is_to_compare():
     seen = UnseenList()
 
     def noting(x):
-        if not is_uncomputed(x):
+        if has_values(x):
             seen.append(unseen_count(x))
         return nn.functional.batch_norm(x, None, None, training=True)
 
