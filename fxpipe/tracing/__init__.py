@@ -31,10 +31,10 @@ from fxpipe.tracing.forward_rng import preserve_own_generators
 from fxpipe.tracing.guards import refuse_unguardable
 from fxpipe.tracing.print_calls import lost_prints, mute_repeated_prints
 from fxpipe.tracing.record.lazy_state import make_lazy_state, new_attributes
-from fxpipe.tracing.record.record_model import input_leaves, refuse_side_effects
+from fxpipe.tracing.record.record_model import input_leaves, record, refuse_side_effects
 from fxpipe.tracing.record.unrecordable import CannotRecord, MakesState
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
-from fxpipe.tracing.strategies import find_graph, record_with_options
+from fxpipe.tracing.strategies import find_graph
 from fxpipe.tracing.trace_request import TraceRequest, TracerOption
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.invariants import check_invariants
@@ -151,7 +151,7 @@ def trace_unverified(
     assert traced.recording_options is not None
     model = traced.model
     with mute_repeated_prints(is_first_run=False), show_progress(False), _ready_to_record(model):
-        recording = record_with_options(traced.recording_options, model, args, kwargs, traced.seed)
+        recording = record(model, args, kwargs, traced.recording_options, traced.seed)
         refuse_unguardable(recording)
         if recording.signature == traced.signature and recording.out_spec == traced.out_spec and not traced.untold:
             return recording

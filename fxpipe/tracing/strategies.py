@@ -14,7 +14,6 @@ the next one is tried. What no graph could carry, and what the model itself rais
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -28,10 +27,9 @@ from fxpipe.tracing.dynamic_sizes import FixedSizeError
 from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.guards import expectations_of, refuse_unguardable
 from fxpipe.tracing.importers.graph_function import trace_by_function
-from fxpipe.tracing.record.batch_numbers import RecordFunction, record_with_batch_numbers
+from fxpipe.tracing.record.batch_numbers import record_with_batch_numbers
 from fxpipe.tracing.record.cut_marker import refuse_missed_marks
 from fxpipe.tracing.record.leaf_module import LEAF_MODULE_REASON
-from fxpipe.tracing.record.patches import compile_mode
 from fxpipe.tracing.record.record_model import record
 from fxpipe.tracing.record.recorder import GraphBreak
 from fxpipe.tracing.record.small_batch import record_small_batch
@@ -66,11 +64,27 @@ def find_graph(request: TraceRequest) -> Traced:
 
 
 def _graph_of_all_samples(request: TraceRequest) -> Traced:
-    """The first graph that is right, by the ways that `request.tracer` allows."""
+    """The graph of the user's function, or a recording, with ever more options for what stands in the way."""
     if not isinstance(request.tracer, str):
         return _import(request)
-    traced = _record(request)
-    return replace(traced, why=(*traced.why, *imbalance_warnings(traced)))
+    options = RecordingOptions(dict(request.leaf_modules))
+    first: TraceError | None = None
+    while True:
+        try:
+            traced = _record_without_caches(request, options)
+            return replace(traced, why=(*traced.why, *_reasons(traced, first), *imbalance_warnings(traced)))
+        except TraceError as error:
+            if isinstance(error, CannotRecord) and error.is_final:
+                raise
+            problem = error
+        except Exception:
+            if first is None or not options.in_compile_mode:
+                raise
+            problem = first  # this is of a path that the model never takes
+        if first is None:
+            first, options = problem, replace(options, in_compile_mode=True)
+        else:
+            options = _options_after(problem, first, options, request.model)
 
 
 def imbalance_warnings(traced: Traced) -> tuple[str, ...]:
@@ -97,51 +111,28 @@ def _import(request: TraceRequest) -> Traced:
     return replace(run_passes(traced, request), python_state=state)
 
 
-def _record(request: TraceRequest) -> Traced:
-    """Records with ever more options for what stands in the way, until a recording goes through all passes."""
-    options = RecordingOptions(dict(request.leaf_modules), {}, in_compile_mode=False)
-    first: TraceError | None = None
-    while True:
-        try:
-            traced, options = _record_without_caches(request, options)
-            break
-        except TraceError as error:
-            if isinstance(error, CannotRecord) and error.is_final:
-                raise
-            problem = error
-        except Exception:
-            if first is None or not options.in_compile_mode:
-                raise
-            problem = first  # this is of a path that the model never takes
-        if first is None:
-            first, options = problem, replace(options, in_compile_mode=True)
-        else:
-            options = _options_after(problem, first, options, request.model)
-    return replace(traced, recording_options=options, why=_reasons(traced, options, first))
-
-
-def _record_without_caches(request: TraceRequest, options: RecordingOptions) -> tuple[Traced, RecordingOptions]:
+def _record_without_caches(request: TraceRequest, options: RecordingOptions) -> Traced:
     """A recording that goes through all passes; by the paths of libraries that cache nothing, where a cache by sizes
     stands in the way of dynamic ones.
     """
     recordings: list[Traced] = []
     traced, error = None, None
     try:
-        traced, used = _record_with_casts(request, options, recordings)
+        traced = _record_by_size(request, options, recordings)
         are_keys = bool(request.dynamic.dims) and traced.has_keys_of_sizes
         if request.dynamic.dims <= traced.dynamic.formulas.keys() and not are_keys:
-            return traced, used
+            return traced
     except FixedSizeError as problem:
         error = problem
     if not options.in_compile_mode and any(recording.has_keys_of_sizes for recording in recordings):
         with contextlib.suppress(Exception):
-            other, other_options = _record_with_casts(request, replace(options, in_compile_mode=True), [])
+            other = _record_by_size(request, replace(options, in_compile_mode=True), [])
             if traced is None or _is_for_more_sizes(other, traced):
-                return other, other_options
+                return other
     if traced is None:
         assert error is not None
         raise error
-    return traced, used
+    return traced
 
 
 def _is_for_more_sizes(traced: Traced, other: Traced) -> bool:
@@ -150,39 +141,30 @@ def _is_for_more_sizes(traced: Traced, other: Traced) -> bool:
     return dims > other_dims or (dims == other_dims and other.has_keys_of_sizes and not traced.has_keys_of_sizes)
 
 
-def _record_with_casts(
-    request: TraceRequest, options: RecordingOptions, recordings: list[Traced]
-) -> tuple[Traced, RecordingOptions]:
-    """A recording that goes through all passes, with the sizes that forward casts followed or, failing that, not.
-
-    A graph in which they are numbers holds for fewer sizes, and may be had where no graph of all sizes is.
+def _record_by_size(request: TraceRequest, options: RecordingOptions, recordings: list[Traced]) -> Traced:
+    """A recording that goes through all passes: on few samples, on all, or with formulas for numbers of samples.
 
     Args:
         recordings: to which all that are made are added.
-    """
-
-    def record_following(*args: Any, **rest: Any) -> Traced:
-        recordings.append(_record_once(request, options, *args, **rest))
-        return recordings[-1]
-
-    try:
-        return _record_by_size(request, record_following), options
-    except (TraceError, ArgumentError) as error:
-        if isinstance(error, CannotRecord) or not any(traced.has_followed_casts for traced in recordings):
-            raise
-        plain = replace(options, follows_casts=False)
-        with contextlib.suppress(TraceError, ArgumentError):
-            return _record_by_size(request, functools.partial(_record_once, request, plain)), plain
-        raise
-
-
-def _record_by_size(request: TraceRequest, record_on: RecordFunction) -> Traced:
-    """A recording that goes through all passes: on few samples, on all, or with formulas for numbers of samples.
 
     Raises:
         CannotRecord: the model runs other functions at other batch sizes.
         Exception: what a pass raises on the recording on all samples.
     """
+
+    def record_on(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        nonlocal options
+
+        def again(disguised: Mapping[Any, int]) -> Traced:
+            return record(request.model, args, kwargs, options, request.seed, disguised)
+
+        traced = replace(again({}), again=again)
+        refuse_unguardable(traced)
+        assert traced.recording_options is not None
+        options = traced.recording_options  # what one recording needs, later ones need, too
+        recordings.append(traced)
+        return traced
+
     if request.is_compared and not request.is_whole:
         with contextlib.suppress(Exception):  # it will be raised again, on all samples, or it is no matter there
             part = record_small_batch(request, record_on)
@@ -198,21 +180,6 @@ def _record_by_size(request: TraceRequest, record_on: RecordFunction) -> Traced:
         if recording_of_sizes is None:
             raise
     return run_passes(recording_of_sizes, request)
-
-
-def _record_once(
-    request: TraceRequest,
-    options: RecordingOptions,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Traced:
-    def record_disguised(disguised: Mapping[Any, int]) -> Traced:
-        model, seed = request.model, request.seed
-        return record_with_options(options, model, args, kwargs, seed, disguised=disguised)
-
-    traced = replace(record_disguised({}), again=record_disguised)
-    refuse_unguardable(traced)
-    return traced
 
 
 def _options_after(
@@ -239,10 +206,10 @@ def _options_after(
     return replace(options, graph_breaks=others, whole={**whole, **added})
 
 
-def _reasons(traced: Traced, options: RecordingOptions, first: TraceError | None) -> tuple[str, ...]:
+def _reasons(traced: Traced, first: TraceError | None) -> tuple[str, ...]:
     """Says why the graph is not as plain recording would have it, for people."""
     reasons = [f"{name} is kept whole: {reason}" for name, reason in traced.opaque_names.items()]
-    if options.in_compile_mode:
+    if traced.recording_options is not None and traced.recording_options.in_compile_mode:
         reasons.insert(0, f"by the general paths of libraries: {first or 'the others look up values by sizes'}")
     if traced.recorded_sizes:
         sizes = ", ".join(map(str, traced.recorded_sizes))
@@ -255,23 +222,6 @@ def _reasons(traced: Traced, options: RecordingOptions, first: TraceError | None
 def _is_same_failure(left: TraceError, right: TraceError) -> bool:
     """Returns whether the same has stood in the way twice: the same thing, at the same line, with the same remedy."""
     return type(left) is type(right) and left.args == right.args
-
-
-def record_with_options(
-    options: RecordingOptions, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int, **rest: Any
-) -> Traced:
-    """Records with what has stood in the way known."""
-    with compile_mode() if options.in_compile_mode else contextlib.nullcontext():
-        return record(
-            model,
-            args,
-            kwargs,
-            whole=options.whole,
-            continued=options.graph_breaks,
-            seed=seed,
-            follows_casts=options.follows_casts,
-            **rest,
-        )
 
 
 def _graph_breaks_for(

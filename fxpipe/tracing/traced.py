@@ -90,10 +90,15 @@ def as_given(leaves: Sequence[InputLeaf], values: Iterable[Any]) -> list[Any]:
 class RecordingOptions:
     """Options for what stands in the way of a plain recording. Another recording of the model may take them too."""
 
-    whole: Mapping[str, str]  # paths of modules to keep whole, and why
-    graph_breaks: Mapping[str, GraphBreak]  # paths of modules whose forward is one node behind some call
-    in_compile_mode: bool  # libraries take their general paths
-    follows_casts: bool = True  # what `int(size)` and `len(tensor)` return stays a size (`number_casts`)
+    whole: Mapping[str, str] = field(default_factory=dict)  # paths of modules to keep whole, and why
+    # Paths of modules whose forward is one node behind some call, behind which, and why.
+    graph_breaks: Mapping[str, GraphBreak] = field(default_factory=dict)
+    in_compile_mode: bool = False  # libraries take their general paths
+    hashes_sizes: bool = False  # a size can be a key
+    saves: bool = False  # functions of torch save what backward needs, since forward asks for it
+
+
+PLAIN_RECORDING = RecordingOptions()
 
 
 class TracedGraph(fx.Graph):
@@ -152,7 +157,6 @@ class Traced:
     guards: Guards | None = None  # values that forward read: other ones are another graph
     texts: tuple[SourcePlace, ...] = ()  # where forward made texts of tensors
     batch_bounds: tuple[int, int | None] = (0, None)  # samples of mini-batches, as the user has it
-    has_followed_casts: bool = False  # are there sizes that `int(size)` or `len(tensor)` has returned?
     has_keys_of_sizes: bool = False  # was something looked up by a size, in a cache?
     again: Callable[[Mapping[Any, int]], Traced] | None = None  # records once more, while the graph is being made
     recording_options: RecordingOptions | None = None  # None: made in another way

@@ -32,7 +32,6 @@ import torch
 from torch import nn
 
 from fxpipe._torch.module_internals import own_children, tensor_stores
-from fxpipe.utils.builtin_calls import original_code
 from fxpipe.utils.python_objects import is_python_class, slots_of_class
 
 MAX_DEPTH = 6
@@ -233,7 +232,7 @@ class _Walk:
             self._add_attributes(value, name, depth)
 
     def _follows(self, function: FunctionType) -> bool:
-        code = original_code(function.__code__)
+        code = function.__code__
         return is_followed_file(code.co_filename) if self._codes is None else code in self._codes
 
     def _add_function(self, function: FunctionType, name: str, depth: int) -> None:
@@ -244,7 +243,7 @@ class _Walk:
         for cell, variable in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
             with contextlib.suppress(ValueError):  # empty
                 self._add_read(cell, ".cell_contents", cell.cell_contents, variable, depth)
-        self._add_globals(original_code(function.__code__), function.__globals__)
+        self._add_globals(function.__code__, function.__globals__)
 
     def _add_attributes(self, value: Any, name: str, depth: int) -> None:
         kind = type(value)
@@ -304,7 +303,7 @@ def _compiled(checks: list[tuple[Any, str, Any]]) -> Callable[[], bool]:
 
 def _plain_fact(value: Any) -> Any:
     if isinstance(value, CodeType):
-        return original_code(value)
+        return value
     return type(value), repr(value) if isinstance(value, (float, complex)) else value  # NaN, -0.0
 
 

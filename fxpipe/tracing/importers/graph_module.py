@@ -100,7 +100,8 @@ def record_imported(
             f"the graph that {tracer!r} made cannot be compared with the model: it or its inputs have no values (meta "
             "or fake); leave it to recording (tracer='record'), or trace it with values"
         )
-    return check_imported_graph(replace(traced, tracer=tracer, is_recorded=False), input_leaves(model, args, kwargs)[2])
+    traced = replace(traced, tracer=tracer, is_recorded=False, recording_options=None)
+    return check_imported_graph(traced, input_leaves(model, args, kwargs)[2])
 
 
 def raise_model_errors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

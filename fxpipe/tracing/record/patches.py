@@ -7,8 +7,7 @@
   `torch.utils.checkpoint` is called through, with its functions of that kind: recompute is the pipeline's own business;
 - attributes of modules that forward reads (`dropout.p`), and the Python that runs (`python_reads`): with others it is
   another graph;
-- the bytes of storages, which are sizes of tensors;
-- `int(size)`, `float(size)` and `len(tensor)`, which are numbers that stay sizes.
+- the bytes of storages, which are sizes of tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from fxpipe.tracing.node_info import RandomDraws, update_info
 from fxpipe.tracing.record.graph_break import call_with_graph_break
 from fxpipe.tracing.record.leaf_module import call_leaf_module
 from fxpipe.tracing.record.module_hooks import forward_of, is_computation_hook, run_model, run_with_hooks
-from fxpipe.tracing.record.number_casts import CASTING_FUNCTIONS
 from fxpipe.tracing.record.opaque_call import active, call_hook, call_transform
 from fxpipe.tracing.record.recorded_sizes import unwrap_sizes
 from fxpipe.tracing.record.recorder import Recorder, RunningModule
@@ -116,9 +114,7 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
     try:
         for kind, name, patch in patches:
             setattr(kind, name, patch)
-        followed = CASTING_FUNCTIONS.follow() if recorder.follows_casts else contextlib.nullcontext()
         with (
-            followed,
             intercept_vmap(vmap),
             intercept_apply(apply, _HiddenApplications(recorder, is_elsewhere)),
             recorder.python_reads.follow(is_elsewhere),

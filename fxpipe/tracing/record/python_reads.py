@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from fxpipe._torch.module_internals import all_modules
-from fxpipe.utils.builtin_calls import original_code
 from fxpipe.utils.python_state import (
     MAX_DEPTH,
     Place,
@@ -110,7 +109,7 @@ class PythonReads:
         return PythonState(kinds, [*self._places.values()], self._ran, reads_of, names=names)
 
     def _add_code(self, frame: FrameType) -> None:
-        code, values = original_code(frame.f_code), frame.f_globals
+        code, values = frame.f_code, frame.f_globals
         self._codes[id(frame.f_code)] = frame.f_code
         if not is_followed_file(code.co_filename):
             return

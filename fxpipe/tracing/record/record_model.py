@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -31,13 +32,12 @@ from fxpipe.tracing.record.input_containers import (
 )
 from fxpipe.tracing.record.input_reads import layouts_of
 from fxpipe.tracing.record.module_hooks import forward_of
-from fxpipe.tracing.record.number_casts import CASTING_FUNCTIONS
-from fxpipe.tracing.record.patches import patch_for_recording
+from fxpipe.tracing.record.patches import compile_mode, patch_for_recording
 from fxpipe.tracing.record.recorded_sizes import RECORDED, SIZE_FUNCTIONS
-from fxpipe.tracing.record.recorder import GraphBreak, Recorder
+from fxpipe.tracing.record.recorder import Recorder
 from fxpipe.tracing.record.unrecordable import CannotRecord, python_rng_error, refuse_model
 from fxpipe.tracing.source_lines import UNKNOWN_LINE, line_of_function
-from fxpipe.tracing.traced import InputLeaf, Traced, as_given, signature_of
+from fxpipe.tracing.traced import PLAIN_RECORDING, InputLeaf, RecordingOptions, Traced, as_given, signature_of
 from fxpipe.utils.progress import progress
 from fxpipe.utils.python_objects import contains_any
 from fxpipe.utils.python_state import PythonState
@@ -86,25 +86,21 @@ def record(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    run: Callable[..., Any] | None = None,
-    held: Mapping[str, torch.Tensor] | None = None,
-    whole: Mapping[str, str] | None = None,
-    continued: Mapping[str, GraphBreak] | None = None,
+    options: RecordingOptions = PLAIN_RECORDING,
     seed: int = 0,
     disguised: Mapping[Any, int] | None = None,
-    follows_casts: bool = True,
+    run: Callable[..., Any] | None = None,
+    held: Mapping[str, torch.Tensor] | None = None,
 ) -> Traced:
     """Runs `model` once on the inputs and returns its graph. The model and all random states stay as they are.
 
     Args:
         model, args, kwargs: what is recorded.
-        run: (recorder, *args, **kwargs) -> output: what runs in the model's place (a graph of it, made in another way).
-        held: tensors that `run` keeps and the model does not, by name.
-        whole: paths of modules to keep whole, and why.
-        continued: paths of modules whose forward is one node behind some call, behind which, and why.
+        options: for what is known to stand in the way. Those that were needed are `Traced.recording_options`.
         seed: of the numbers that forward draws and reads.
         disguised: sizes and texts that look other than they are (`record.untracked_values`).
-        follows_casts: what `int(size)` and `len(tensor)` return stays a size (`record.number_casts`).
+        run: (recorder, *args, **kwargs) -> output: what runs in the model's place (a graph of it, made in another way).
+        held: tensors that `run` keeps and the model does not, by name.
 
     Raises:
         CannotRecord: forward does what a recording cannot carry; the message names the module, the user's line and the
@@ -113,35 +109,38 @@ def record(
         Exception: whatever the model raises on these inputs, with a note.
     """
     refuse_model(model)
-    with progress("recording", None) as step:
+    with progress("recording", None) as step, compile_mode() if options.in_compile_mode else contextlib.nullcontext():
 
-        def attempt(hashable: bool, forgets: bool = True) -> tuple[Traced, list[_UnknownTensor]]:
-            recorder = Recorder(model, held, whole, continued, seed, hashable, step, forgets, disguised, follows_casts)
-            try:
-                recording = _record_once(recorder, args, kwargs, run)
-                if not recorder.must_save and not _has_new_casts(recorder):
+        def attempt() -> tuple[Traced, list[_UnknownTensor]]:
+            nonlocal options
+            while True:
+                recorder = Recorder(model, options, held, seed, step, disguised)
+                recording, error = None, None
+                try:
+                    recording = _record_once(recorder, args, kwargs, run)
+                except Exception as problem:
+                    error = problem
+                before, options = options, _options_after(recorder, error)
+                if options == before and error is not None:
+                    raise error
+                if options == before and recording is not None:
                     return recording
-            except Exception:
-                if not recorder.must_save and not _has_new_casts(recorder):
-                    raise
-            return attempt(hashable, forgets and not recorder.must_save)
 
-        hashable = False
-        try:
-            traced, constants = attempt(hashable)
-        except _HashedSizeError:
-            hashable = True
-            traced, constants = attempt(hashable)
+        traced, constants = attempt()
         if constants:
-            for (tensor, error), (other, _) in zip(constants, attempt(hashable)[1], strict=True):
+            for (tensor, error), (other, _) in zip(constants, attempt()[1], strict=True):
                 if tensor is not other:
                     raise error
-        return traced
+        return replace(traced, recording_options=options)
 
 
-def _has_new_casts(recorder: Recorder) -> bool:
-    """Returns whether another recording would follow casts of sizes that this one has not."""
-    return recorder.follows_casts and CASTING_FUNCTIONS.add(recorder.casting_codes)
+def _options_after(recorder: Recorder, error: Exception | None) -> RecordingOptions:
+    """The options that a recording needs; its own, if nothing stood in its way that others would change."""
+    if recorder.must_save:
+        return replace(recorder.options, saves=True)
+    if recorder.was_hashed and error is not None and not isinstance(error, TraceError):
+        return replace(recorder.options, hashes_sizes=True)
+    return recorder.options
 
 
 def refuse_side_effects(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], has_run: bool) -> None:
@@ -168,10 +167,6 @@ def refuse_side_effects(traced: Traced, args: tuple[Any, ...], kwargs: dict[str,
             "hook on a module, which runs in every step",
             is_final=True,
         )
-
-
-class _HashedSizeError(Exception):
-    """The model takes a size as a key, and cannot do without."""
 
 
 def _record_once(
@@ -228,10 +223,9 @@ def _record_once(
     except Exception as error:
         if recorder.refusal is not None:
             raise recorder.refusal from error
-        if recorder.was_hashed:
-            raise _HashedSizeError from error
-        where = f" in module {recorder.module_of_error!r}" if recorder.module_of_error else ""
-        error.add_note(f"fxpipe: the model raised this{where} when it was run on the inputs to trace it")
+        if not recorder.was_hashed:
+            where = f" in module {recorder.module_of_error!r}" if recorder.module_of_error else ""
+            error.add_note(f"fxpipe: the model raised this{where} when it was run on the inputs to trace it")
         raise
     finally:
         recorder.end()
@@ -256,7 +250,6 @@ def _record_once(
         marks=tuple(recorder.marks),
         tied=frozenset(tied & assigned.keys()),
         texts=tuple(recorder.texts),
-        has_followed_casts=recorder.has_followed_casts,
         has_keys_of_sizes=recorder.has_keys_of_sizes,
         ended_modules=tuple(recorder.ended_modules),
     )

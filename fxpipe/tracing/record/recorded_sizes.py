@@ -2,12 +2,12 @@
 
 A model asks a tensor for its shape and computes with the answer. While it is recorded, the answer is a `RecordedSize`:
 an `int` of the right value (torch's C++ functions take nothing else) whose arithmetic adds nodes; `size / 2` is a
-`RecordedFloat`, and `int(size / 2)` a size again. What leaves the world of numbers, a comparison or `size & 1`, gives a
+`RecordedFloat`, and `math.floor(size / 2)` a size again. Anything else (a comparison, `int(size)`, `size & 1`) gives a
 plain value and leaves a `SizeRead`: what the model saw. Whether that holds for other batch sizes is asked later, when
 the symbolic value of the node is known.
 
-What cannot be seen is what becomes of `range(size)`, `len(x)` and `size.bit_length()`: for these every graph is also
-compared with the model at other batch sizes, and what was computed is found by recording at these (`batch_numbers`).
+What cannot be seen is what becomes of `range(size)`, `int(size)` and `len(x)`: for these every graph is also compared
+with the model at other batch sizes, and what was computed is found by recording at these (`batch_numbers`).
 Where forward took such a number, the graph holds for the sizes compared and no others: a slice clips its bounds, and
 many a number is the same for several sizes (`h[: len(x) // 2 * 2]`, `h / len(x).bit_length()`). A size that depends on
 the values of tensors is a value itself, and what was read of it is a read like any other (`guards`).
@@ -125,7 +125,7 @@ class RecordedSize(int):
     def __hash__(self) -> int:
         # As for torch.SymInt: a cache keyed by sizes goes by their values, and many libraries then do without. What a
         # cache hands out wrongly where one cannot, the check finds.
-        if self.recorder.recording and not self.recorder.hashable:
+        if self.recorder.recording and not self.recorder.options.hashes_sizes:
             self.recorder.was_hashed = True
             raise TypeError("unhashable type: a recorded size")
         if self.recorder.recording:  # what is not found under a key is never compared with it
@@ -292,16 +292,7 @@ SIZE_FUNCTIONS: tuple[Callable[..., Any], ...] = (
     math.floor,
     math.ceil,
     round,
-    torch.sym_float,
 )
-
-
-def followed_float(size: RecordedSize) -> Any:
-    """Returns `float(size)` as a number that is followed."""
-    if not size.recorder.follows(size):
-        return float(size.value)
-    node = size.recorder.add_size(torch.sym_float, size)
-    return RecordedFloat(float(size.value), node, size.recorder, FloatForm.ATOM, float(size.shown))
 
 
 def _result(function: Callable[[Any, Any], Any], left: Any, right: Any) -> Callable[..., Any] | None:
@@ -373,16 +364,6 @@ def _reading_method(function: Callable[..., Any], swap: bool = False) -> Callabl
     return method
 
 
-def _casting_method(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    method = _reading_method(function)
-
-    def cast(self: Any) -> Any:
-        self.recorder.note_cast()
-        return method(self)
-
-    return cast
-
-
 def _mixed_method(kind: type, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a method of sizes: where the other operand is no number of these, the size is a plain one."""
     plain = getattr(kind, name)
@@ -407,9 +388,8 @@ for _kind in RECORDED:
         _add_methods(_kind, _name, _arithmetic_method)
     for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
         _add_methods(_kind, _name, _reading_method, swaps=False)
-    for _function in (float, int):
-        setattr(_kind, f"__{_function.__name__}__", _casting_method(_function))
-    setattr(_kind, "__bool__", _reading_method(bool))  # noqa: B010
+    for _function in (float, int, bool):
+        setattr(_kind, f"__{_function.__name__}__", _reading_method(_function))
 for _name in ("lshift", "rshift", "and_", "or_", "xor"):
     _add_methods(RecordedSize, _name, _reading_method)
 

@@ -21,7 +21,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -93,8 +92,7 @@ from fxpipe.tracing.record.unrecordable import (
 )
 from fxpipe.tracing.source_lines import is_argument_validation, user_line
 from fxpipe.tracing.tensors import tensors_in
-from fxpipe.tracing.traced import TracedGraph
-from fxpipe.utils.builtin_calls import calling_codes
+from fxpipe.tracing.traced import PLAIN_RECORDING, RecordingOptions, TracedGraph
 from fxpipe.utils.progress import ProgressStep, ignore_progress
 
 PARTIAL_HOOK = (
@@ -166,37 +164,28 @@ class Recorder(TorchFunctionMode):
     def __init__(
         self,
         model: nn.Module,
+        options: RecordingOptions = PLAIN_RECORDING,
         held: Mapping[str, torch.Tensor] | None = None,
-        whole: Mapping[str, str] | None = None,
-        continued: Mapping[str, GraphBreak] | None = None,
         seed: int = 0,
-        hashable: bool = False,
         step: ProgressStep = ignore_progress,
-        forgets: bool = True,
         disguised: Mapping[Any, int] | None = None,
-        follows_casts: bool = True,
     ):
         """
         Args:
             model: what is recorded.
             held: tensors that whatever runs in the model's place keeps by itself, by name: constants of the graph.
-            whole: paths of modules to keep whole, and why.
-            continued: paths of modules whose forward is one node behind some call, behind which, and why.
             seed: of the numbers that forward draws and reads.
-            hashable: sizes can be keys.
             step: to be called for each node.
-            forgets: functions of torch save nothing for backward.
             disguised: which sizes, by name of node and dimension, and which texts, by number, look other than they are
                 to code that no recording can follow (`untracked_values`): sizes larger by this, texts in this guise.
-            follows_casts: what `int(size)` and `len(tensor)` return stays a size (`number_casts`).
         """
         super().__init__()
         self.model = model
         self.graph = TracedGraph()
         self.recording, self._step = True, step
-        self.hashable, self.was_hashed = hashable, False
-        self.has_keys_of_sizes = False  # has a size been a key, as it may be if `hashable`?
-        self.whole, self.graph_breaks = whole or {}, continued or {}
+        self.options, self.whole, self.graph_breaks = options, options.whole, options.graph_breaks
+        self.was_hashed = False  # was a size to be a key, which it cannot be?
+        self.has_keys_of_sizes = False  # has a size been a key?
         self.prefixes: dict[str, RecordedCalls] = {}  # of modules that run up to such a call
         self._calls = Counter[str]()  # of other modules, by the path of the one that has made them
         self.size_reads: list[SizeRead] = []
@@ -205,8 +194,6 @@ class Recorder(TorchFunctionMode):
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}  # by id: those that forward has
         self.disguised = disguised or {}
         self.texts: list[SourcePlace] = []  # where a tensor was made a text
-        self.casting_codes = set[CodeType]()  # of functions that have made plain numbers of sizes
-        self.follows_casts, self.has_followed_casts = follows_casts, False
         self.sized_names = set[str]()  # of the model's tensors of which forward has asked the sizes
         self.python_reads = PythonReads(model)
         self.asks_for_gradients = False  # has forward gone by which tensors require grad?
@@ -234,7 +221,7 @@ class Recorder(TorchFunctionMode):
         self.seed, self.draws = seed, DrawStream(seed)
         self.draws_from_stream: list[bool] = []  # of each draw: was it taken from the stream?
         self.registry = TensorRegistry()
-        self._forgetting = NoSavedTensors() if forgets else None
+        self._forgetting = None if options.saves else NoSavedTensors()
         self._size_nodes: dict[tuple[fx.Node, str, int], fx.Node] = {}
         self._tensor_names = TensorNames(model, held or {})
         self._attribute_nodes: dict[str, fx.Node] = {}
@@ -481,11 +468,6 @@ class Recorder(TorchFunctionMode):
             self.follows_no_further(number)
         return self.recording and not self.runs_opaque
 
-    def note_cast(self) -> None:
-        """Notes the function that makes a plain number of a size (`number_casts`)."""
-        if self.recording:
-            self.casting_codes.update(calling_codes(("torch.", "fxpipe.")))
-
     def follows_no_further(self, number: RecordedSize | RecordedFloat) -> None:
         """Notes that a size goes on as a plain number."""
         if self.recording:
@@ -548,7 +530,6 @@ class Recorder(TorchFunctionMode):
         if name in ("numel", "nelement"):
             return math.prod(self._sizes(args[0], "size"))
         if name == "__len__":
-            self.note_cast()
             self._read_length(args[0], 0)
             return self._plainly(func, args, kwargs)
         self._refuse_unrecordable(func, name, args, kwargs)

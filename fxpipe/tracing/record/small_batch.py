@@ -13,6 +13,7 @@ values), a graph that turns out not to be the model's. That also has the right w
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import replace
 from typing import Any
@@ -65,12 +66,12 @@ def record_small_batch(request: TraceRequest, record_on: RecordFunction) -> Trac
     def samples_of(size: int) -> Any:
         return pytree.tree_unflatten(slice_samples(values, dims, 0, size), spec)
 
-    def again(inputs: Any) -> Traced:
-        try:
-            with with_fake_tensors(model, inputs, always=True) as fakes:
-                return record_on(*fakes)
-        except Exception:  # forward reads values
-            return record_on(*inputs)
+    def does_the_same(size: int) -> bool:
+        inputs = samples_of(size)
+        with contextlib.suppress(Exception), with_fake_tensors(model, inputs, always=True) as fakes:
+            if _is_same_recording(traced, record_on(*fakes)):
+                return True
+        return _is_same_recording(traced, record_on(*inputs))  # forward reads values
 
     start = time.perf_counter()
     traced = record_on(*samples_of(samples))
@@ -82,7 +83,7 @@ def record_small_batch(request: TraceRequest, record_on: RecordFunction) -> Trac
         return None
     # The first size once more: a model that remembers what it met does something else the second time. It is seen
     # before tensors without values meet tables of other sizes, in which they would stay.
-    if not all(_is_same_recording(traced, again(samples_of(size))) for size in (samples, batch, batch + 1)):
+    if not all(map(does_the_same, (samples, batch, batch + 1))):
         return None
     return replace(traced, leaves=leaves, recorded_samples=samples)
 
