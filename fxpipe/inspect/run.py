@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from fxpipe.inspect.request import Request, check_outputs
 from fxpipe.inspect.step_summary import Outcome, StepSummary, compare_schedules
 from fxpipe.inspect.sweep import USUAL_DEVICES, counts_up_to, sweep_devices
 from fxpipe.inspect.targets import call_target, describe_error, load_model, load_target
-from fxpipe.utils.units import human_bytes, with_article
+from fxpipe.utils.units import human_bytes, size_at_least, with_article
 
 if TYPE_CHECKING:
     from torch import nn
@@ -355,15 +354,6 @@ def _with_least_limit(error: MemoryLimitError, settings: Settings) -> MemoryLimi
     most = max(settings.placement.count(k) for k in settings.placement)  # stages on a device share its memory
     least = f"The least limit that would do: --memory-limit {size_at_least(max(limits) + most * error.over)}."
     return MemoryLimitError(str(error), f"{error.brief} {least}", error.over)
-
-
-def size_at_least(number: float) -> str:
-    """`40.2KiB`: as `--memory-limit` takes it, and not less than the number."""
-    size, units = number / 1024, ["TiB", "GiB", "MiB", "KiB"]
-    while size >= 1000 and len(units) > 1:
-        size /= 1024
-        units.pop()
-    return f"{math.ceil(10 * size) / 10:.1f}{units[-1]}"
 
 
 def _sweep_rows(

@@ -1,8 +1,10 @@
-"""The passes that look at a model and take seconds: trace and profile. One study serves many plans.
+"""The passes from a model to a plan, in order: trace, profile, decide, rewrite.
 
-profiled = study(model, args, kwargs, settings)
-for chunks in (2, 4, 8):
-    print(planned(profiled, replace(settings, chunks=chunks)).plan)
+The first two run the model and take seconds; the others take little. So one `ProfiledModel` serves many plans:
+
+    profiled = trace_and_profile(model, args, kwargs, settings)
+    for chunks in (2, 4, 8):
+        print(prepare_profiled(profiled, replace(settings, chunks=chunks)).plan)
 """
 
 from __future__ import annotations
@@ -66,7 +68,6 @@ class ProfiledModel:
 
     def holds_for(self, settings: Settings) -> bool:
         """Returns True if the seconds are those of the workers that the settings ask for; see `profile_again`."""
-
         if settings.hardware != self.hardware:
             return False
         if self.hardware is not None:
@@ -77,7 +78,6 @@ class ProfiledModel:
 
     def profiles_for(self, settings: Settings) -> list[Profile]:
         """Returns one profile for each kind among the settings' workers, in order."""
-
         if self.hardware is not None:
             return [self.profiles[0]]
         return [self.profiles[self.kinds.index(device_kind(device))] for device in device_kinds(settings.workers)]
@@ -86,12 +86,10 @@ class ProfiledModel:
 def trace_and_profile(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings, seed: int = 0
 ) -> ProfiledModel:
-    """Traces and profiles, as training will run the model.
+    """Traces and profiles the model as training will run it.
 
-    Of the settings it heeds what they say of tracing, profiling and devices, and `chunks`: graph and model are compared
-    for micro-batches of that size, and there nodes are measured. The line through what was measured there and at
-    another size says what others take. The inputs are a mini-batch of all replicas; the result is for the part of it
-    that one of them has.
+    Graph and model are compared, and nodes are measured, for micro-batches as `settings.chunks` makes them. The inputs
+    are a mini-batch of all replicas; the result is for the part of one replica.
     """
 
     def look(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, int, MeasuredKinds]:
@@ -112,10 +110,10 @@ def trace_and_profile(
 
 
 def batch_of_replica(traced: Traced, batch: int, data: int) -> int:
-    """Returns the samples of one of so many replicas.
+    """Returns the samples of one of `data` replicas.
 
     Raises:
-        ArgumentError: they cannot be shared out evenly, or the graph is none for so few.
+        ArgumentError: they cannot be shared evenly, or the graph does not hold for them.
     """
     share = replica_batch(batch, data)
     if data > 1 and not traced.holds_at(share):
@@ -128,7 +126,6 @@ def batch_of_replica(traced: Traced, batch: int, data: int) -> int:
 
 def with_replicas(profiled: ProfiledModel, settings: Settings) -> tuple[ProfiledModel, Settings]:
     """The study and the settings of one replica, with as many of each stage as planning chooses, if it is to."""
-
     if not settings.chooses_replicas:
         return profiled, settings
     settings = choose_replicas(profiled.traced, profiled.profiles[0], profiled.batch, settings)
@@ -138,12 +135,10 @@ def with_replicas(profiled: ProfiledModel, settings: Settings) -> tuple[Profiled
 def profile_again(
     profiled: ProfiledModel, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings
 ) -> ProfiledModel:
-    """The study for the settings' workers: the same graph, profiled again where the seconds are not theirs.
+    """The profiled model for other workers: profiled again on another kind of device, or with other shares of a CPU.
 
-    They are not on another kind of device, nor on a CPU for another number of workers, who have other shares of its
-    cores. Costs that were given, in `settings.profile`, are taken as they are for any.
+    Costs that were given, in `settings.profile`, are used for any workers.
     """
-
     if profiled.holds_for(settings):
         return profiled
     model, device = profiled.traced.model, profiled.traced.device
@@ -157,7 +152,6 @@ def holds_for_chunks(
     traced: Traced, batch: int, args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int, settings: Settings
 ) -> bool:
     """Checks that the model takes micro-batches of a `chunks`-th of the batch, and its graph does the same there."""
-
     sizes = micro_batch_sizes(batch, chunks)
     with model_on(traced.model, traced.device), in_mode(traced.model, None):
         args, kwargs = move_inputs((args, kwargs), traced.device)
@@ -168,7 +162,6 @@ def holds_for_sizes(
     traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Collection[int], settings: Settings
 ) -> bool:
     """Checks that the graph is that of these inputs in micro-batches of these sizes, in the mode of the model."""
-
     with model_on(traced.model, traced.device):
         args, kwargs = move_inputs((args, kwargs), traced.device)
         return recheck_micro_batches(traced, args, kwargs, sizes, settings.out_dims is not None)
@@ -176,7 +169,6 @@ def holds_for_sizes(
 
 def holds_for_lengths(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Compares graph and model on these inputs, where dynamic sizes are far from those compared, and remembers it."""
-
     with model_on(traced.model, traced.device):
         args, kwargs = move_inputs((args, kwargs), traced.device)
         return recheck_lengths(traced, args, kwargs)
@@ -221,7 +213,6 @@ def trace_batch(
 
 def _worker_threads(workers: Sequence[torch.device]) -> int:
     """A worker's share of the cores: what is measured must be what will run."""
-
     return max(1, torch.get_num_threads() // len(workers))
 
 
@@ -229,7 +220,6 @@ def _profile_kinds(
     traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int, settings: Settings
 ) -> MeasuredKinds:
     """The kinds of devices, the threads that a CPU was measured with, and a profile for each kind."""
-
     settings = replace(settings, least_samples=least_samples(traced))
     kinds = device_kinds(settings.workers) if settings.hardware is None else list(settings.workers[:1])
     names = tuple(map(device_kind, kinds))
@@ -260,7 +250,6 @@ def _profile_kinds(
 
 
 def _given_profile(traced: Traced, profile: Profile | str | Path, settings: Settings) -> Profile:
-
     costs = profile_for(traced, profile)
     if settings.loss is not None and costs.loss is None:
         raise ArgumentError(
@@ -296,22 +285,23 @@ class PreparedGraph:
 
     def on_devices(self, devices: Sequence[torch.device]) -> Program:
         """The same stages for other devices, as replicas have them."""
-
         deferred, compiled = self.settings.deferred_batch_norm, self.settings.compile
         return split_into_stages(self.traced, self.starts, devices, self.copies, deferred, compiled)
 
 
 def prepare_profiled(profiled: ProfiledModel, settings: Settings) -> PreparedGraph:
-    """Decides and rewrites: a plan of what was profiled, for workers of which the study holds."""
+    """Decides and rewrites: a plan of a profiled model, for workers for which its seconds hold."""
+    return prepare_cut(cut_profiled(profiled, settings), profiled.fingerprint, profiled.batch, settings)
 
+
+def cut_profiled(profiled: ProfiledModel, settings: Settings, explains: bool = True) -> Cut:
+    """The best cut of a profiled model, as `choose_cut` finds it."""
     orders = profiled.orders[:1] if is_cut_by_hand(profiled.traced, settings) else profiled.orders
-    cut = choose_cut(orders, profiled.profiles_for(settings), profiled.batch, settings)
-    return prepare_cut(cut, profiled.fingerprint, profiled.batch, settings)
+    return choose_cut(orders, profiled.profiles_for(settings), profiled.batch, settings, explains=explains)
 
 
 def prepare_cut(cut: Cut, fingerprint: str, batch: int, settings: Settings) -> PreparedGraph:
     """The stages of a cut, and the plan that describes them."""
-
     phase("making stages")
     traced = cut.traced
     settings = replace(cut.settings, checkpoint=_decided_checkpoint(settings.checkpoint, cut.recompute))
@@ -337,7 +327,6 @@ def _decided_checkpoint(asked: str | tuple[str, ...], recompute: Sequence[bool])
 
 def prepare_given_plan(traced: Traced, asked: Plan, batch: int, settings: Settings) -> PreparedGraph:
     """The stages of a plan. Its figures follow the micro-batches; they stay those of the devices it was made for."""
-
     by_name = {node.name: node for node in traced.nodes}
     names = [name for stage in asked.stages for name in stage.nodes]
     if sorted(names) != sorted(by_name) or not all(stage.nodes for stage in asked.stages):
@@ -380,7 +369,6 @@ def prepare_additional_graph(
     dynamic: DynamicDims | None = None,
 ) -> PreparedGraph:
     """Another graph of a planned model (for evaluation, say), cut so that nodes stay with their parameters."""
-
     model = first.traced.model
 
     def look(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
@@ -398,7 +386,6 @@ def prepare_additional_graph(
 
 def _misplacement_costs(first: PreparedGraph, traced: Traced) -> list[list[float]]:
     """Computes, by node and stage, the bytes of parameters that would be elsewhere; least, a node with a known name."""
-
     homes: dict[str, int] = {}
     for j, stage in enumerate(first.program.stages):
         for name in stage.attributes:

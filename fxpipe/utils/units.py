@@ -12,6 +12,15 @@ from typing import Any
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 
 
+def size_at_least(number: float) -> str:
+    """`40.2KiB`: as a memory limit is given, and not less than the number."""
+    size, units = number / 1024, ["TiB", "GiB", "MiB", "KiB"]
+    while size >= 1000 and len(units) > 1:
+        size /= 1024
+        units.pop()
+    return f"{math.ceil(10 * size) / 10:.1f}{units[-1]}"
+
+
 def human_bytes(number: float) -> str:
     """`1536` -> `1.5 KiB`."""
     if number < 1024:

@@ -1,9 +1,8 @@
-"""Chooses by the tuner what was left to planning (`chunks="auto"`, `schedule="auto"`), once a model has been profiled.
+"""Chooses the options that were left to planning (`chunks="auto"`, `schedule="auto"`) for a profiled model.
 
-The choice depends on the profile alone: the same profile, the same choice. The graph was compared with the model for
-the usual micro-batches only, so before others are taken it is compared for them as well; where it is not the model
-there, or the model refuses them (batch norm, of a single value), the next best way is tried. Where no way fits into
-memory planning goes on with the usual values, and says what is missing.
+The same profile gives the same choice. The graph was compared with the model for the usual micro-batches only, so it is
+compared again for others; if it is not the model there, or the model refuses them, the next best candidate is tried. If
+none fits into memory, planning goes on with the usual values, and reports what is missing.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def prepare_best(
     limits: MemoryLimits = [worker.memory for worker in planned_workers(usual)]
     candidates = list(_free_candidates(profiled, settings))
     with progress("tuning", len(candidates), "candidates") as step:
-        rows = search_candidates(candidates, plans, limits, modes=_modes_to_try(settings), step=step)
+        rows = search_candidates(candidates, lambda _: plans, limits, modes=_modes_to_try(settings), step=step)
     for row in rank_fitting(rows):
         assert row.plan is not None
         ready = plans.prepared(row.plan)
@@ -102,8 +101,7 @@ def with_best_chunks(
 ) -> Plan:
     """The plan for other mini-batches than it was made for: its stages, in the micro-batches that now suit them best.
 
-    Stages, placement, schedule and checkpoint modes stay. As the plan was where none fits into memory, or the model
-    takes none.
+    Returns the plan as it was if no number fits into memory, or the model accepts none.
 
     Args:
         traced: the graph that will run, to be compared with the model for micro-batches of the new sizes.
@@ -111,9 +109,9 @@ def with_best_chunks(
     """
     each = max(map(plan.placement.count, plan.placement))
     ways = [Candidate(settings.schedule, count, each) for count in _chunks_to_try(batch, settings)]
-    for row in rank_fitting(
-        search_candidates(ways, PlanVariants(plan, batch), memory_limits_of(plan), modes=(settings.checkpoint,))
-    ):
+    plans = PlanVariants(plan, batch)
+    rows = search_candidates(ways, lambda _: plans, memory_limits_of(plan), modes=(settings.checkpoint,))
+    for row in rank_fitting(rows):
         assert row.plan is not None
         if holds_for_chunks(traced, batch, args, kwargs, row.chunks, settings):
             return row.plan
@@ -124,11 +122,7 @@ def with_best_schedule(plan: Plan, settings: Settings) -> Settings:
     """Sets the schedule that suits the stages of a plan best; the usual one where none fits into memory."""
     batch = plan.batch or settings.chunks * plan.micro_batch
     modes = None if settings.checkpoint == "auto" else (settings.checkpoint,)
-    rows = search_candidates(
-        candidates_of_plan(plan, COMPARED_SCHEDULES, (settings.chunks,)),
-        PlanVariants(plan, batch),
-        memory_limits_of(plan),
-        modes=modes,
-    )
+    candidates, plans = candidates_of_plan(plan, COMPARED_SCHEDULES, (settings.chunks,)), PlanVariants(plan, batch)
+    rows = search_candidates(candidates, lambda _: plans, memory_limits_of(plan), modes=modes)
     best = next((row.schedule for row in rank_fitting(rows)), settings.schedule)
     return replace(settings, schedule=best, left=frozenset())

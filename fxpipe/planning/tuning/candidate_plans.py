@@ -1,8 +1,7 @@
 """The plans that a tuner simulates: each cut is made once, and serves every candidate that may have it.
 
-A cut depends on where stages are, on the size of micro-batches, and on whether stages recompute. On the schedule it
-depends only by what stages hold at once, so only where that does not fit into memory is it cut anew for each. Two sizes
-that lead to the same cut share its plan: of a plan all figures follow for any size (`fxpipe.planning.plans.retarget`).
+A cut depends on the placement of stages, the size of micro-batches and whether stages recompute, and on the schedule
+only if memory is limited. Two sizes with the same cut share its plan, which has its figures for any size.
 """
 
 from __future__ import annotations
@@ -16,12 +15,11 @@ from typing import Protocol, TypeAlias
 
 from fxpipe.errors import ArgumentError
 from fxpipe.partitioning import block_partition
-from fxpipe.planning.choose import Cut, choose_cut
+from fxpipe.planning.choose import Cut
 from fxpipe.planning.cost_model import planned_workers
-from fxpipe.planning.cut_problem import is_cut_by_hand
 from fxpipe.planning.options.pipeline_options import Settings
 from fxpipe.planning.options.stage_placement import place_stages
-from fxpipe.planning.passes import PreparedGraph, ProfiledModel, prepare_cut
+from fxpipe.planning.passes import PreparedGraph, ProfiledModel, cut_profiled, prepare_cut
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.retarget import action_seconds
 from fxpipe.planning.plans.simulate_plan import vary_plan
@@ -38,30 +36,27 @@ CheckpointMode: TypeAlias = "str | tuple[str, ...]"  # of recomputing: for all s
 class PlanSource(Protocol):
     """The source of the plans of candidates."""
 
+    @property
+    def devices(self) -> int:
+        """The number of devices of a replica."""
+
+    @property
+    def batch(self) -> int:
+        """The samples of the mini-batch of a replica."""
+
     def plan(self, candidate: Candidate, mode: CheckpointMode) -> Plan:
-        """The plan for stages that recompute so, as if memory had no limit.
-
-        Raises:
-            FxpipeError: there is no such plan.
-        """
-
-    def has(self, candidate: Candidate) -> bool:
-        """Returns True if its plan for stages that do not recompute is there already."""
+        """Returns the plan for stages with this checkpoint mode, as if memory had no limit; a FxpipeError: none."""
 
     def within_limits(self, candidate: Candidate, mode: CheckpointMode) -> Plan | None:
-        """The plan that fits; "auto" leaves to planning what is recomputed. None where cuts cannot be moved.
-
-        Raises:
-            FxpipeError: there is no such plan.
-        """
+        """Returns the plan that fits, or raises a FxpipeError; None if the cuts cannot be moved. "auto" decides what
+        is recomputed."""
 
     def bound(self, candidate: Candidate) -> float:
-        """Seconds that no step of the candidate can undercut: all work, shared out evenly; one micro-batch on its way
-        through all stages, there and back."""
+        """Computes seconds that no step can undercut: all work shared evenly, or one micro-batch through all stages."""
 
     def bound_without_sending(self, candidate: Candidate) -> float:
-        """Seconds of a step with the stages that are most even, if nothing had to be sent between them, and no more
-        recomputed than what fits into the memory of all devices together asks for."""
+        """Computes the seconds of a step with the most even stages, if they send nothing, and recompute no more than
+        the memory of all devices together asks for."""
 
 
 @dataclass
@@ -75,16 +70,18 @@ class ModelPlans:
     _same: dict[tuple[object, ...], PreparedGraph] = field(default_factory=dict)  # by what the cut is
     _nodes: dict[int, list[StageCost]] = field(default_factory=dict)  # by samples
 
+    @property
+    def devices(self) -> int:
+        return len(self.settings.workers)
+
+    @property
+    def batch(self) -> int:
+        return self.profiled.batch
+
     def plan(self, candidate: Candidate, mode: CheckpointMode) -> Plan:
         graph = self._prepared(self._unlimited(candidate, mode))
         modes = graph.plan.checkpoint if isinstance(self.settings.checkpoint, tuple) else mode
         return _variant(graph.plan, candidate, self.profiled.batch, modes)
-
-    def has(self, candidate: Candidate) -> bool:
-        try:
-            return self._key(self._unlimited(candidate, "never")) in self._cuts
-        except ArgumentError:
-            return False
 
     def within_limits(self, candidate: Candidate, mode: CheckpointMode) -> Plan | None:
         settings = self._settings(candidate)
@@ -195,9 +192,7 @@ class ModelPlans:
     def _prepared(self, settings: Settings) -> PreparedGraph:
         profiled, key = self.profiled, self._key(settings)
         if key not in self._cuts:
-            orders = profiled.orders[:1] if is_cut_by_hand(profiled.traced, settings) else profiled.orders
-            cut = choose_cut(orders, profiled.profiles_for(settings), profiled.batch, settings, explains=False)
-            self._cuts[key] = self._of_cut(cut, settings)
+            self._cuts[key] = self._of_cut(cut_profiled(profiled, settings, explains=False), settings)
         return self._cuts[key]
 
     def _of_cut(self, cut: Cut, settings: Settings) -> PreparedGraph:
@@ -240,11 +235,12 @@ class PlanVariants:
     base: Plan
     batch: int
 
+    @property
+    def devices(self) -> int:
+        return len(self.base.workers)
+
     def plan(self, candidate: Candidate, mode: CheckpointMode) -> Plan:
         return _variant(self.base, candidate, self.batch, mode)
-
-    def has(self, candidate: Candidate) -> bool:
-        return True
 
     def within_limits(self, candidate: Candidate, mode: CheckpointMode) -> Plan | None:
         return None

@@ -1,13 +1,12 @@
-"""The search: every candidate, the most promising first, until none that is left can be faster.
+"""The search: every candidate, the most promising first, until none that remains can be faster.
 
-A candidate is simulated on the cut for its placement and its size of micro-batches, with nothing recomputed. If that
-does not fit into memory it is tried with what planning makes of the limit: cuts that move, stages of which some
-recompute. Only where all have to, or nothing fits, everything is recomputed, and all but the last micro-batch.
+A candidate is simulated on the cut for its placement and size of micro-batches, with nothing recomputed. If that does
+not fit into memory, it is planned within the limit: cuts move, some stages recompute. Only if all stages have to, or
+nothing fits, is everything recomputed, and all but the last micro-batch.
 
-To cut a graph takes a hundred times as long as to simulate a schedule. So before it is cut, a candidate is asked what
-it can come to at best: no less than all work shared out evenly, and hardly less than its schedule takes with stages
-that are as even as the nodes allow and send nothing. (Hardly: stages of a certain unevenness may suit a schedule.)
-Those for which that is more than the best steps so far are left out, unless another candidate has the same cut.
+To cut a graph takes a hundred times as long as to simulate a schedule. So a candidate is cut only if its lower bounds
+are below the best steps so far: all work shared evenly, and its schedule with stages as even as nodes allow that send
+nothing (a heuristic bound: unevenness may suit a schedule).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from fxpipe.planning.tuning.candidate_plans import CheckpointMode, PlanSource
 from fxpipe.planning.tuning.candidates import SAME_STEP_TOLERANCE, Candidate, CandidateResult
 from fxpipe.scheduling import ScheduleLike
 from fxpipe.utils.progress import ignore_progress
-from fxpipe.utils.units import human_bytes
+from fxpipe.utils.units import human_bytes, size_at_least
 
 # times the best step without sending: what cannot undercut that is not simulated to see what it can
 PROMISING_FACTOR = 1.5
@@ -36,7 +35,7 @@ MemoryLimits = Sequence[float | None]  # bytes by worker, of the longest pipelin
 
 def search_candidates(
     candidates: Iterable[Candidate],
-    plans: PlanSource,
+    plans_of: Callable[[Candidate], PlanSource],
     limits: MemoryLimits,
     *,
     modes: Sequence[CheckpointMode] | None = None,
@@ -57,21 +56,21 @@ def search_candidates(
     hoped = math.inf
     steps: list[float] = []  # of the best that fit, as many as are wanted
     waiting: list[tuple[float, int, Candidate]] = []
-    bounds = [(plans.bound(candidate), number, candidate) for number, candidate in enumerate(candidates)]
+    bounds = [(plans_of(candidate).bound(candidate), number, candidate) for number, candidate in enumerate(candidates)]
     for bound, number, candidate in sorted(bounds, key=lambda one: one[:2]):
         if bound > PROMISING_FACTOR * hoped:
             waiting.append((bound, number, candidate))
             continue
         with contextlib.suppress(ArgumentError, PartitionError, ScheduleError):  # it will be said when it is cut
-            bound = max(bound, EVEN_STAGES_SHARE * plans.bound_without_sending(candidate))
+            bound = max(bound, EVEN_STAGES_SHARE * plans_of(candidate).bound_without_sending(candidate))
         hoped = min(hoped, bound)
         waiting.append((bound, number, candidate))
     for bound, _, candidate in sorted(waiting, key=lambda one: one[:2]):
         best = steps[-1] if len(steps) == wanted else math.inf
-        if bound > (1 + SAME_STEP_TOLERANCE - least_gain) * best and not plans.has(candidate):
+        if bound > (1 + SAME_STEP_TOLERANCE - least_gain) * best:
             rows.append(_skipped_candidate(candidate, NO_SHORTER, bound))
         else:
-            results = list(_try_candidate(candidate, plans, limits, modes, others or {}, best))
+            results = list(_try_candidate(candidate, plans_of(candidate), limits, modes, others or {}, best))
             rows += results
             steps = sorted([*steps, *(row.step_seconds for row in results if row.fits)])[:wanted]
         step()
@@ -183,13 +182,5 @@ def _sufficient_limit(row: CandidateResult, limits: MemoryLimits) -> str:
     """A limit for all devices alike, or one for each, as they were given."""
     needed = [None if limit is None else max(limit, peak) for peak, limit in zip(row.memory, limits, strict=True)]
     if len({*limits}) == 1:
-        return _rounded_up_bytes(max(row.memory))
-    return "[" + ", ".join("None" if need is None else _rounded_up_bytes(need) for need in needed) + "]"
-
-
-def _rounded_up_bytes(need: float) -> str:
-    """Formats bytes, rounded up, so that it does fit."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if need >= size:
-            return f"'{-(-int(need * 100) // size) / 100 + 0.01:.2f}{unit}'"
-    return f"{int(need) + 1}"
+        return repr(size_at_least(max(row.memory)))
+    return "[" + ", ".join("None" if need is None else repr(size_at_least(need)) for need in needed) + "]"

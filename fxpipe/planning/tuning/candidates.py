@@ -1,8 +1,7 @@
 """The candidates of a tuner, as plain data: schedules, stages on a device, numbers of micro-batches.
 
-Of the numbers of micro-batches those are tried that double, 1, 2, 4, ..., up to the samples of the mini-batch. Where a
-divisor of the mini-batch is near it stands in for the power of two: micro-batches are then all of one size, and none
-waits for a larger one.
+Numbers of micro-batches double, 1, 2, 4, ..., up to the samples of the mini-batch. A divisor of the mini-batch near a
+power of two replaces it, so that micro-batches are all of one size.
 
 >>> chunks_for_batch(32, most=64)
 (1, 2, 4, 8, 16, 32)

@@ -1,9 +1,8 @@
 """Runs the best few candidates for real.
 
-All of them train the one model, in turns: a round is a step of each, so that what disturbs the machine disturbs them
-alike, and the median over the rounds counts. Their graphs are those that were profiled; nothing is traced again. Where
-stages are on GPUs, the parameters move to those of a candidate before its turn, which is not timed. Afterwards the
-model is what it was: its parameters, gradients, buffers and devices, and the random numbers to come.
+They train the model alternately: a round is a step of each, so that disturbances hit them alike, and the median over
+the rounds counts. Their graphs are those that were profiled. On GPUs the parameters move before a candidate's step,
+which is not timed. Afterwards parameters, gradients, buffers, devices and random numbers are as before.
 """
 
 from __future__ import annotations

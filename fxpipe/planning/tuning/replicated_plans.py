@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,12 +12,10 @@ from fxpipe.cluster import MESHES, parse_mesh
 from fxpipe.errors import ArgumentError, MemoryLimitError
 from fxpipe.hardware import planned_devices
 from fxpipe.planning.cost_model import planned_workers
-from fxpipe.planning.options.parse import parse_devices, parse_hardware_option
+from fxpipe.planning.options.parse import Devices, parse_devices, parse_hardware_option
 from fxpipe.planning.options.pipeline_options import Settings, make_settings
 from fxpipe.planning.passes import ProfiledModel, batch_of_replica
-from fxpipe.planning.plans import Plan
-from fxpipe.planning.tuning.candidate_plans import CheckpointMode, ModelPlans
-from fxpipe.planning.tuning.candidates import Candidate
+from fxpipe.planning.tuning.candidate_plans import ModelPlans
 from fxpipe.tracing.tensors import tensor_bytes
 from fxpipe.utils.units import count_text, human_bytes, parse_count
 
@@ -27,43 +25,8 @@ FORWARDS_OF_REPLICA = 2**12  # that are simulated where there are other numbers 
 
 
 @dataclass(frozen=True, slots=True)
-class Replication:
-    """A way to share devices and mini-batch among replicas."""
-
-    data: int  # replicas
-    mesh: tuple[str, str]
-    pipe: int  # devices of one
-    batch: int  # samples of one
-
-
-@dataclass(slots=True)
-class ReplicatedPlans:
-    """Plans of a model, for several numbers and orders of replicas."""
-
-    plans: dict[tuple[int, tuple[str, str]], ModelPlans]  # by the number of replicas and their mesh
-
-    def plan(self, candidate: Candidate, mode: CheckpointMode) -> Plan:
-        return self._of(candidate).plan(candidate, mode)
-
-    def has(self, candidate: Candidate) -> bool:
-        return self._of(candidate).has(candidate)
-
-    def within_limits(self, candidate: Candidate, mode: CheckpointMode) -> Plan | None:
-        return self._of(candidate).within_limits(candidate, mode)
-
-    def bound(self, candidate: Candidate) -> float:
-        return self._of(candidate).bound(candidate)
-
-    def bound_without_sending(self, candidate: Candidate) -> float:
-        return self._of(candidate).bound_without_sending(candidate)
-
-    def _of(self, candidate: Candidate) -> ModelPlans:
-        return self.plans[candidate.data_parallel, candidate.mesh]
-
-
-@dataclass(frozen=True, slots=True)
 class ReplicaOptions:
-    """The numbers and orders of replicas to try, and the options of the pipeline of one."""
+    """The numbers and orders of replicas to try, and the options of all of them together."""
 
     options: Mapping[str, Any]
     counts: tuple[int, ...]  # ascending: from long pipelines to short ones
@@ -71,24 +34,15 @@ class ReplicaOptions:
     is_auto: bool
 
     @classmethod
-    def of(
-        cls,
-        options: Mapping[str, Any],
-        devices: int | Sequence[str | torch.device] | None,
-        data_parallel: Any,
-        mesh: Any,
-    ) -> ReplicaOptions:
-        """Reads them from the arguments of `tune`; `options` and `devices` are those of all replicas."""
+    def of(cls, options: Mapping[str, Any], devices: Devices | None, data_parallel: Any, mesh: Any) -> ReplicaOptions:
+        """Reads them from the arguments of `tune`."""
         hardware = parse_hardware_option(options.get("hardware"))
         if devices is None or isinstance(devices, int):
             count = None if devices is None else parse_count("devices", devices)
             devices = planned_devices(count, hardware)
-        options = {**options, "devices": devices}
         is_auto = isinstance(data_parallel, str) and data_parallel == "auto"
         if not is_auto:
-            counts: tuple[int, ...] = (
-                parse_count("data_parallel", data_parallel, "'auto' or a whole number of replicas"),
-            )
+            counts = [parse_count("data_parallel", data_parallel, "'auto' or a whole number of replicas")]
         elif hardware is None:
             raise ArgumentError(
                 "data_parallel='auto' without hardware: the links between replicas are not known; give hardware, as in "
@@ -96,38 +50,37 @@ class ReplicaOptions:
             )
         else:
             workers = len(parse_devices(devices, anywhere=True))
-            counts = tuple(count for count in range(1, workers + 1) if workers % count == 0)
-        return cls(options, counts, None if mesh is None else parse_mesh(mesh), is_auto)
+            counts = [count for count in range(1, workers + 1) if workers % count == 0]
+        orders = None if mesh is None else parse_mesh(mesh)
+        return cls({**options, "devices": devices}, tuple(counts), orders, is_auto)
 
-    def settings_for(self, data: int, mesh: tuple[str, str] = MESHES[0]) -> Settings:
-        """The settings of one of so many replicas, with as many micro-batches as planning would take."""
-        options: dict[str, Any] = {**self.options, "data_parallel": data, "mesh": mesh}
+    def settings_for(self, data: int, mesh: tuple[str, str] = MESHES[0], **others: Any) -> Settings:
+        """Makes the settings of one of `data` replicas; `others` replace options."""
+        options = {**self.options, "data_parallel": data, "mesh": mesh, **others}
         return make_settings(options, anywhere=options.get("hardware") is not None)
 
     def plans_of(
         self, profiled: ProfiledModel, memory_at_hand: Mapping[torch.device, int | None]
-    ) -> tuple[list[Replication], ReplicatedPlans]:
-        """Lists the ways to try, and where their plans come from.
+    ) -> dict[tuple[int, tuple[str, str]], ModelPlans]:
+        """Returns the plans of a replica for each number of replicas and each mesh to try.
 
         Raises:
-            ArgumentError: no number of replicas goes with the mini-batch; a `MemoryLimitError` where none has memory
-                enough for the model's parameters and what belongs to them.
+            ArgumentError: no number of replicas divides the mini-batch; a `MemoryLimitError` if none has memory enough
+                for the model's parameters and what belongs to them.
         """
-        replications, plans, lacking = list[Replication](), dict[tuple[int, tuple[str, str]], ModelPlans](), list[str]()
+        plans, lacking = dict[tuple[int, tuple[str, str]], ModelPlans](), list[str]()
         for data in self.counts:
             if self.is_auto and (profiled.batch % data or not profiled.traced.holds_at(profiled.batch // data)):
                 continue
             batch = batch_of_replica(profiled.traced, profiled.batch, data)
             for mesh in self._meshes(data):
-                options: dict[str, Any] = {**self.options, "chunks": 1}  # each candidate has its own
-                settings = replace(self, options=options).settings_for(data, mesh)
+                settings = self.settings_for(data, mesh, chunks=1)  # each candidate has its own chunks
                 settings = replace(settings, left=frozenset(), memory_at_hand=memory_at_hand)
                 lack = _lasting_shortage(profiled, settings) if self.is_auto else ""
                 if lack:
                     lacking.append(lack)
-                    continue
-                replications.append(Replication(data, mesh, len(settings.workers), batch))
-                plans[data, mesh] = ModelPlans(replace(profiled, batch=batch), settings, self.is_auto)
+                else:
+                    plans[data, mesh] = ModelPlans(replace(profiled, batch=batch), settings, self.is_auto)
         if not plans and lacking:
             raise MemoryLimitError(f"no number of replicas fits into memory: {lacking[0]}")
         if not plans:
@@ -135,13 +88,13 @@ class ReplicaOptions:
                 f"data_parallel='auto': a mini-batch of {profiled.batch} samples does not divide over any of "
                 f"{', '.join(map(str, self.counts))} replicas"
             )
-        return replications, ReplicatedPlans(plans)
+        return plans
 
     def _meshes(self, data: int) -> tuple[tuple[str, str], ...]:
         """Returns the orders that differ."""
         if self.mesh is not None:
             return (self.mesh,)
-        hardware, devices = parse_hardware_option(self.options.get("hardware")), self.options.get("devices")
+        hardware, devices = parse_hardware_option(self.options.get("hardware")), self.options["devices"]
         if hardware is None or devices is None or isinstance(devices, int) or data in (1, len(devices)):
             return MESHES[:1]
         return MESHES if len(devices) > hardware.devices_per_node else MESHES[:1]

@@ -24,7 +24,7 @@ from fxpipe.planning.options.pipeline_options import (
 from fxpipe.planning.options.stage_placement import COMPARED_SCHEDULES, TRAINING_SCHEDULES
 from fxpipe.planning.passes import ProfiledModel, holds_for_chunks, trace_and_profile
 from fxpipe.planning.plans import Plan
-from fxpipe.planning.tuning.candidate_plans import PlanVariants, memory_limits_of, with_memory_limits
+from fxpipe.planning.tuning.candidate_plans import PlanSource, PlanVariants, memory_limits_of, with_memory_limits
 from fxpipe.planning.tuning.candidate_search import MemoryLimits, search_candidates, shortage_message
 from fxpipe.planning.tuning.candidates import (
     MAX_CHUNKS_PER_WORKER,
@@ -42,8 +42,6 @@ from fxpipe.planning.tuning.replicated_plans import (
     FORWARDS_OF_REPLICA,
     LEAST_GAIN_OF_REPLICATION,
     ReplicaOptions,
-    ReplicatedPlans,
-    Replication,
 )
 from fxpipe.planning.tuning.tuning_result import Tuning
 from fxpipe.scheduling import CHECKPOINTS
@@ -175,12 +173,11 @@ def tune(
             for name in TRACING_OPTIONS
             if name in options and not is_default(arguments[name], OPTION_DEFAULTS[name])
         }
-        replications, plans = ways.plans_of(profiled, settings.memory_at_hand)
-        longest = max(plans.plans.values(), key=lambda one: len(one.settings.workers))
+        plans = ways.plans_of(profiled, settings.memory_at_hand)
+        longest = max(plans.values(), key=lambda one: one.devices)
         limits: MemoryLimits = [worker.memory for worker in planned_workers(longest.settings)]
         rows = _search_all(
             lambda count: candidates_of_model(names, count, each or TRIED_STAGES_PER_DEVICE),
-            replications,
             plans,
             limits,
             counts,
@@ -215,13 +212,12 @@ def _tune_plan(
     batch = plan.batch or plan.chunks * plan.micro_batch
     if size is not None:
         batch = replica_batch(size, data, "a plan with data_parallel")
-    replication = Replication(data, MESHES[0] if plan.cluster is None else plan.cluster.mesh, len(plan.workers), batch)
+    mesh = MESHES[0] if plan.cluster is None else plan.cluster.mesh
     own_limits = parse_memory_limit(memory_limit, len(plan.workers))
     limits: MemoryLimits = memory_limits_of(plan) if own_limits is None else own_limits
     rows = _search_all(
         lambda count: candidates_of_plan(plan, names, count),
-        [replication],
-        PlanVariants(plan, batch),
+        {(data, mesh): PlanVariants(plan, batch)},
         limits,
         counts,
         modes,
@@ -234,32 +230,31 @@ def _tune_plan(
 
 def _search_all(
     of: Callable[[Sequence[int]], Iterable[Candidate]],
-    replications: Sequence[Replication],
-    plans: ReplicatedPlans | PlanVariants,
+    plans: Mapping[tuple[int, tuple[str, str]], PlanSource],
     limits: MemoryLimits,
     counts: Sequence[int] | None,
     modes: Sequence[str] | None,
     others: dict[str, Any],
 ) -> tuple[CandidateResult, ...]:
-    """The rows; of more micro-batches than are of use otherwise if nothing fits without."""
+    """The rows, of the plans by the number of replicas and their mesh; with more micro-batches only if nothing fits."""
     rows: tuple[CandidateResult, ...] = ()
+    is_one = len(plans) == 1
     for is_usual in (True, False):
         tried = [
-            replace(candidate, data_parallel=replication.data, mesh=replication.mesh)
-            for replication in replications
-            for candidate in of(_chunks_to_try(replication, counts, is_usual))
-            if len(replications) == 1
-            or replication.pipe * candidate.stages_per_device * candidate.chunks <= FORWARDS_OF_REPLICA
+            replace(candidate, data_parallel=data, mesh=mesh)
+            for (data, mesh), source in plans.items()
+            for candidate in of(_chunks_to_try(source, counts, is_usual))
+            if is_one or source.devices * candidate.stages_per_device * candidate.chunks <= FORWARDS_OF_REPLICA
         ]
         with bar("tuning", len(tried), "candidates") as step:
             rows += search_candidates(
                 tried,
-                plans,
+                lambda candidate: plans[candidate.data_parallel, candidate.mesh],
                 limits,
                 modes=modes,
                 others=others,
-                wanted=MEASURED_CANDIDATES if len(replications) == 1 else 1,
-                least_gain=0.0 if len(replications) == 1 else LEAST_GAIN_OF_REPLICATION,
+                wanted=MEASURED_CANDIDATES if is_one else 1,
+                least_gain=0.0 if is_one else LEAST_GAIN_OF_REPLICATION,
                 step=step,
             )
         if any(row.fits for row in rows):
@@ -267,12 +262,12 @@ def _search_all(
     return rows
 
 
-def _chunks_to_try(replication: Replication, counts: Sequence[int] | None, is_usual: bool) -> list[int]:
+def _chunks_to_try(plans: PlanSource, counts: Sequence[int] | None, is_usual: bool) -> list[int]:
     """Lists the usual numbers of micro-batches, or the further ones."""
     if counts is not None:
         return list(counts) if is_usual else []
-    most = MAX_CHUNKS_PER_WORKER * replication.pipe
-    return [count for count in chunks_for_batch(replication.batch, replication.batch) if (count <= most) == is_usual]
+    most = MAX_CHUNKS_PER_WORKER * plans.devices
+    return [count for count in chunks_for_batch(plans.batch, plans.batch) if (count <= most) == is_usual]
 
 
 def _tuning_of_rows(rows: Sequence[CandidateResult], limits: MemoryLimits, batch: int) -> Tuning:
