@@ -9,7 +9,8 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import Any
 
 import sympy
 from torch import fx
@@ -55,10 +56,6 @@ from fxpipe.tracing.tensors import tensor_bytes
 from fxpipe.tracing.traced import attribute_tensor, opaque_name
 from fxpipe.utils.polynomial import ZERO, Polynomial, SizePoint, fit_counts, polynomial_sum, polynomial_through
 from fxpipe.utils.polynomial_bound import polynomial_bound
-
-if TYPE_CHECKING:
-    from torch import fx
-
 
 # -- Memory of stages as polynomials in the micro-batch size and the dynamic sizes: one plan answers for all ----------
 
@@ -255,11 +252,9 @@ def plan_of_cut(
         settings: with all that was left to planning.
     """
     traced, samples = cut.traced, settings.largest_micro_batch(batch)
-    here = size_point(samples, cut.profiles[0].lengths).values
-    formulas = sent_formulas(traced, program, samples, cut.profiles[0].lengths)
     by_kind = [{cost.name: cost for cost in profile.nodes} for profile in cut.profiles]
     names = [node.name for node in traced.nodes]
-    bytes_of_stages = stage_bytes(traced, cut.starts, cut.profiles, samples)
+    sizes_of_stages, sizes_of_plan = formulas_of_sizes(traced, program, cut.starts, cut.profiles, samples, settings)
     ends = [*cut.starts[1:], len(names)]
     hardware, operations = settings.hardware, dict[Operation, int]()
     losses = [profile.loss for profile in cut.profiles]
@@ -269,7 +264,6 @@ def plan_of_cut(
     for j, (start, end) in enumerate(zip(cut.starts, ends, strict=True)):
         cost, memory, costs = cut.loads[j].cost, cut.sites[j].memory, by_kind[cut.sites[j].kind]
         own, device = [costs[name] for name in names[start:end]], settings.figure_devices[settings.placement[j]]
-        sent = sent_bytes(program, j, formulas)
         copied = [costs[name] for name in copies[j]]
         loss = losses[cut.sites[j].kind] if end == len(names) else None
         update = 0.0 if hardware is None else hardware.update_seconds(cost.gradient_bytes, cost.optimizer_bytes)
@@ -283,7 +277,6 @@ def plan_of_cut(
                 backward_seconds=cost.backward,
                 parameter_bytes=int(cost.parameter_bytes),
                 activation_bytes=int(cost.received_bytes + cost.saved_bytes),
-                sent_bytes=sent.at(here),
                 # Both are sums, rounded.
                 weight_seconds=min(cost.backward, math.fsum(one.weight.at(samples) for one in own)),
                 action_seconds=action_seconds(device),
@@ -291,8 +284,6 @@ def plan_of_cut(
                 state_bytes=int(cost.gradient_bytes + cost.optimizer_bytes),
                 gradient_bytes=int(cost.gradient_bytes),
                 memory_limit=None if memory is None else int(memory),
-                bytes=bytes_of_stages[j],
-                flops=stage_flops(cut.profiles[0], {*names[start:end]}),
                 fixed=StageSeconds(
                     math.fsum(one.forward.fixed for one in (*own, *copied)),
                     math.fsum(one.backward.fixed for one in own),
@@ -300,23 +291,18 @@ def plan_of_cut(
                     0.0 if loss is None else (loss.forward + loss.backward).fixed,
                 ),
                 growing=stage_growth(own, copied, loss),
-                sent=sent,
                 work=_stage_work(own, copied, loss, operations) if knows_work else StageWork(),
                 update_seconds=update,
                 modules=tuple(info(node).module for node in traced.nodes[start:end]),
                 shares=time_shares(own, samples),
                 loss_seconds=cost.loss,
+                **sizes_of_stages[j],
             )
         )
         calls, last = len(own) + len(copied), stages[-1]
         stages[-1] = replace(last, host=reckon_host(device, calls, last.work, last.forward_seconds))
-    lines = {node.name: user_line_of(node) for node in traced.graph.nodes}
     return Plan(
         stages=tuple(stages),
-        portals=tuple(
-            Portal(s.name, s.source, s.target, formulas[s.name].at(here), formulas[s.name], lines[s.name])
-            for s in program.skips
-        ),
         devices=tuple(map(str, settings.devices)),
         schedule=schedule_text(settings.schedule, settings.chunks, settings.placement),
         chunks=settings.chunks,
@@ -331,19 +317,47 @@ def plan_of_cut(
         placement=settings.placement,
         replica_devices=tuple(tuple(map(str, own)) for own in settings.replica_workers),
         bottlenecks=cut.bottlenecks,
-        sendings=planned_transfers(traced, program, formulas, settings, here),
-        packets=planned_packets(traced, program, settings, samples, cut.profiles[0].lengths),
         batch=batch,
         evaluating=evaluating_modules(traced.model),
         tied=tied_parameters(traced, program),
         whole=opaque_nodes(traced),
         heaviest=heaviest_node(cut, samples),
         operations=tuple(operations) if knows_work else (),
-        sizes=planned_sizes(traced, cut.profiles[0]),
         processes=settings.processes,
         contention=max(profile.contention for profile in cut.profiles),
         cluster=settings.cluster,
+        **sizes_of_plan,
     )
+
+
+def formulas_of_sizes(
+    traced: Traced,
+    program: Program,
+    starts: Sequence[int],
+    profiles: Sequence[Profile],
+    samples: int,
+    settings: Settings,
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Returns the fields that follow the micro-batch size and the dynamic sizes: of each stage, and of the plan."""
+    profile = profiles[0]
+    here = size_point(samples, profile.lengths).values
+    formulas = _value_formulas(traced, program, samples, profile.lengths)
+    lines = {node.name: user_line_of(node) for node in traced.graph.nodes}
+    memory, names = stage_bytes(traced, starts, profiles, samples), [node.name for node in traced.nodes]
+    stages = []
+    for j, (start, end) in enumerate(pairwise([*starts, len(names)])):
+        sent = _sent_bytes(program, j, formulas)
+        flops = stage_flops(profile, {*names[start:end]})
+        stages.append({"bytes": memory[j], "flops": flops, "sent": sent, "sent_bytes": sent.at(here)})
+    return stages, {
+        "portals": tuple(
+            Portal(s.name, s.source, s.target, formulas[s.name].at(here), formulas[s.name], lines[s.name])
+            for s in program.skips
+        ),
+        "sendings": _planned_transfers(traced, program, formulas, settings, here),
+        "packets": _planned_packets(traced, program, formulas, settings, here),
+        "sizes": planned_sizes(traced, profile),
+    }
 
 
 def value_sizes(traced: Traced, samples: int, lengths: Lengths) -> dict[str, int]:
@@ -352,15 +366,16 @@ def value_sizes(traced: Traced, samples: int, lengths: Lengths) -> dict[str, int
     return {n.name: bytes_at(bytes_formula(info(n).full_shapes), traced.batch, samples, lengths) for n in nodes}
 
 
-def sent_bytes(program: Program, stage: int, formulas: Mapping[str, Polynomial]) -> Polynomial:
+def _sent_bytes(program: Program, stage: int, formulas: Mapping[str, Polynomial]) -> Polynomial:
     """Computes the bytes that go to the next stage; portals are not counted."""
     following = program.stages[stage + 1].receives if stage + 1 < len(program.stages) else ()
     return polynomial_sum(formulas[value.name] for value in following if value.source == stage)
 
 
-def sent_formulas(traced: Traced, program: Program, samples: int, lengths: Lengths) -> dict[str, Polynomial]:
-    """Computes the bytes of all values that are sent, by name."""
+def _value_formulas(traced: Traced, program: Program, samples: int, lengths: Lengths) -> dict[str, Polynomial]:
+    """Computes the bytes of all values that are sent between stages, or come from or go to the caller, by name."""
     names = {value.name for stage in program.stages for value in stage.receives}
+    names |= {name for _, name in value_users(program)}
     return {
         n.name: size_polynomial(bytes_formula(info(n).full_shapes), traced.batch, samples, lengths)
         for n in traced.graph.nodes
@@ -368,7 +383,7 @@ def sent_formulas(traced: Traced, program: Program, samples: int, lengths: Lengt
     }
 
 
-def planned_transfers(
+def _planned_transfers(
     traced: Traced, program: Program, formulas: Mapping[str, Polynomial], settings: Settings, here: Mapping[str, int]
 ) -> tuple[PlannedTransfer, ...]:
     """Yields the transfers between stages, by pairs of them; outputs go to the caller, and are not among them."""
@@ -401,30 +416,24 @@ def planned_transfers(
     return tuple(sendings)
 
 
-def planned_packets(
-    traced: Traced, program: Program, settings: Settings, samples: int, lengths: Lengths
+def _planned_packets(
+    traced: Traced, program: Program, formulas: Mapping[str, Polynomial], settings: Settings, here: Mapping[str, int]
 ) -> tuple[PlannedTransfer, ...]:
-    """Lists what stages hand each other where each device has a process: a packet for each cut and direction.
+    """Lists what stages send each other if each device has a process: a packet for each cut and direction.
 
     Values for later stages are in the packets of the stages between, as `relay_routes` has it, and so are inputs that a
     later stage reads, and outputs that are made before the last one.
     """
     effects = traced.effects
     assert effects is not None
-    users, here = value_users(program), size_point(samples, lengths).values
+    users = value_users(program)
     routes = relay_routes(users, settings.placement)
     returns = {node.name for node, requires_grad in effects.requires_grad.items() if requires_grad}
-    names = {name for _, name in users}
-    sizes = {
-        node.name: size_polynomial(bytes_formula(info(node).full_shapes), traced.batch, samples, lengths)
-        for node in traced.graph.nodes
-        if node.name in names
-    }
     packets = []
     for cut in (cut for cut in range(len(settings.placement) - 1) if routes.crosses(cut)):
-        values = [(sizes[key[1]], is_relayed_value(routes, users[key], cut)) for key in routes.down[cut]]
+        values = [(formulas[key[1]], is_relayed_value(routes, users[key], cut)) for key in routes.down[cut]]
         gradients = [
-            (sizes[key[1]], is_relayed_gradient(routes, key, cut)) for key in routes.up[cut] if key[1] in returns
+            (formulas[key[1]], is_relayed_gradient(routes, key, cut)) for key in routes.up[cut] if key[1] in returns
         ]
         for source, target, parts in ((cut, cut + 1, values), (cut + 1, cut, gradients)):
             packets.append(_planned_packet(settings, source, target, parts, here))

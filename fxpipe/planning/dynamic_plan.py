@@ -1,8 +1,7 @@
-"""The plan of a pipe that has met a second size: the stages of its first graph, with the formulas of the later one.
+"""The plan of a pipe that has met a second size: the stages of its first graph, with the formulas of the second.
 
-The first graph is of the sizes of the example; what it costs at others, nobody can tell. The graph that is recorded for
-the second size has these as symbols. So its bytes and FLOPs are counted, on tensors without values, and take the place
-of the first one's: the same numbers at the sizes of the example, and formulas in all. Seconds grow with the FLOPs.
+The graph that is recorded for the second size has symbols for the sizes. Its bytes and FLOPs are counted on tensors
+without values and replace those of the first graph. Seconds grow with the FLOPs.
 """
 
 from __future__ import annotations
@@ -10,21 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-from fxpipe.planning.describe_cut import (
-    planned_packets,
-    planned_sizes,
-    planned_transfers,
-    sent_bytes,
-    sent_formulas,
-    stage_bytes,
-    user_line_of,
-)
+from fxpipe.planning.describe_cut import formulas_of_sizes
 from fxpipe.planning.passes import PreparedGraph
-from fxpipe.planning.plans import Plan, Portal, StageGrowth, StagePlan
+from fxpipe.planning.plans import Plan, StageGrowth, StagePlan
 from fxpipe.profiling import NodeCost, Profile, Seconds
 from fxpipe.profiling.formulas import size_polynomial
 from fxpipe.profiling.memory import count_flops_and_bytes
@@ -54,31 +46,21 @@ def plan_with_dynamic_sizes(plan: Plan, first: Sequence[InputLeaf], prepared: Pr
         return None
     profile = _uncosted_profile(traced, samples, lengths)
     here = size_point(samples, lengths).values
-    formulas = sent_formulas(traced, prepared.program, samples, lengths)
-    lines = {node.name: user_line_of(node) for node in traced.graph.nodes}
-    memory = stage_bytes(traced, prepared.starts, [profile], samples)
-    ends = [*prepared.starts[1:], len(traced.nodes)]
+    sizes_of_stages, sizes_of_plan = formulas_of_sizes(
+        traced, prepared.program, prepared.starts, [profile], samples, prepared.settings
+    )
     stages = []
-    for stage, own, start, end in zip(plan.stages, memory, prepared.starts, ends, strict=True):
+    for stage, sizes, (start, end) in zip(
+        plan.stages, sizes_of_stages, pairwise([*prepared.starts, len(traced.nodes)]), strict=True
+    ):
         costs = profile.nodes[start:end]
         flops, back = (
             polynomial_sum(size_polynomial(one, traced.batch, samples, lengths) for one in of)
             for of in ([cost.flops for cost in costs], [cost.backward_flops for cost in costs])
         )
-        sent = sent_bytes(prepared.program, stage.index, formulas)
-        growing = _growth(stage, flops, back, here)
-        stages.append(replace(stage, bytes=own, flops=flops + back, sent=sent, growing=growing))
-    return replace(
-        plan,
-        stages=tuple(stages),
-        portals=tuple(
-            Portal(s.name, s.source, s.target, formulas[s.name].at(here), formulas[s.name], lines[s.name])
-            for s in prepared.program.skips
-        ),
-        sendings=planned_transfers(traced, prepared.program, formulas, prepared.settings, here),
-        packets=planned_packets(traced, prepared.program, prepared.settings, samples, lengths),
-        sizes=planned_sizes(traced, profile),
-    )
+        sizes = {**sizes, "flops": flops + back, "sent_bytes": stage.sent_bytes}
+        stages.append(replace(stage, growing=_growth(stage, flops, back, here), **sizes))
+    return replace(plan, stages=tuple(stages), **sizes_of_plan)
 
 
 def _uncosted_profile(traced: Traced, samples: int, lengths: Lengths) -> Profile:
