@@ -1,4 +1,4 @@
-"""Clusters: where the devices of a pipeline and of its replicas stand, and what goes between them.
+"""Clusters: where the devices of a pipeline and of its replicas are, and what is sent between them.
 
     h100 = replace(HARDWARE["h100"], nodes=4)                        # four nodes of eight
     fxpipe.plan(model, hardware=h100, data_parallel=4, example_args=(x,))   # a pipeline of 8 devices, four times
@@ -10,24 +10,24 @@ two replicas of a pipeline of four (rR.K is device K of replica R):
     mesh=("data", "pipe")    | r0.0 r0.1 r0.2 r0.3 | r1.0 r1.1 r1.2 r1.3 |    gradients cross nodes
     mesh=("pipe", "data")    | r0.0 r1.0 r0.1 r1.1 | r0.2 r1.2 r0.3 r1.3 |    one boundary crosses nodes
 
-The model of it is simple, and rather too slow than too fast:
+The model is simple, and rather too slow than too fast:
 
-- All replicas do the same at the same time. What several of them send over one network adapter at once shares it. A
-  boundary costs what it costs the replica for which it crosses nodes, if there is one.
-- The gradients of a stage are reduced by an all-reduce over the devices that have it, in buckets of the size that
-  `DistributedDataParallel` has by default. Within a node each device has the whole of its link, and beside it an even
-  share of its node's adapters. NCCL opens several rings, which leave a node by different adapters, so a group has the
-  shares of all its members in a node: in one node the bandwidth `within`, else the least of that (where it has several
-  devices in a node) and of those shares together.
+- All replicas do the same at the same time, and share the network adapters. A boundary costs as much as for the replica
+  for which it crosses nodes, if there is one.
+- The gradients of a stage are reduced by an all-reduce over the devices that have it, in buckets of the default size of
+  `DistributedDataParallel`. Within a node each device has its whole link, and in addition an even share of its node's
+  adapters. NCCL opens several rings, which leave a node by different adapters, so a group has the shares of all its
+  members in a node: in one node the bandwidth `within`, else the least of that (if it has several devices in a node)
+  and of those shares together.
 - An all-reduce is the faster of a ring and a double binary tree, as NCCL chooses (src/graph/tuning.cc): with n devices
   a ring moves 2 (n - 1) / n of the bytes over each link in 2 (n - 1) steps, each of which takes a latency; a tree all
   of them twice, along the devices of each node and in 2 log2(nodes) steps between nodes.
-- Reductions and transfers of the pipeline do not slow each other down, nor does a reduction slow computation. Where
-  values are handed over within a node (CPUs), gradients are reduced as fast as between nodes.
-- Replicas that take micro-batches in turn (unequal ones, and any in one process) fill the nodes stage by stage, and
-  each has every r-th micro-batch; a boundary that crosses nodes for any of them does so for all.
-- Values and gradients take the links of the hardware; where a backend sends through the memory of the host instead, as
-  gloo does, they take longer. Each replica has all of its optimizer's state, and buckets take no memory of a device.
+- Reductions slow down neither transfers nor computation. On CPUs, where values are handed over within a node, gradients
+  are reduced as fast as between nodes.
+- Replicas that take micro-batches in turn fill the nodes stage by stage, and each has every r-th micro-batch; a
+  boundary that crosses nodes for any of them does so for all.
+- A backend that sends through the memory of the host, as gloo does, takes longer. Each replica has all of its
+  optimizer's state, and buckets take no memory of a device.
 """
 
 from __future__ import annotations

@@ -922,8 +922,8 @@ SIMULATION = (
     ),
     Mutant(
         "partitioning/pipedream.py",
-        "while most > 0 and (better := self._fewest_runs(math.nextafter(most, 0.0))):",
-        "while most > 0 and (better := self._fewest_runs(most / 2)):",
+        "while most > 0 and (better := within(math.nextafter(most, 0.0))) is not None:",
+        "while most > 0 and (better := within(most / 2)) is not None:",
         "unit/partitioning/test_pipedream_partition.py",
     ),
     Mutant(

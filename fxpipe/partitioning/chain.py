@@ -70,11 +70,10 @@ class Chain:
 
     @property
     def transferred(self) -> tuple[Flow, ...]:
-        """The flows as the links have them.
+        """The flows as the links transfer them.
 
-        Where values are relayed, each stage up to the last user receives a value, whether it uses it or not, and its
-        gradient comes back through all of them: as if all nodes between used it. Inputs of the model are then sent from
-        the first stage, too.
+        If values are relayed, each stage up to the last user receives a value, and its gradient comes back through all
+        of them, as if all nodes between used it. Inputs of the model are then sent from the first stage.
         """
         return tuple(relayed(flow, len(self)) for flow in self.flows) if self.is_relayed else self.flows
 
@@ -108,38 +107,36 @@ class StageSite:
         return self.recomputed if recompute else self.in_flight
 
 
-# -- The load of a stage on the device where it would run: seconds, and bytes of memory, for any start and end -------
+# -- The load of a stage on its device: seconds, and bytes of memory, for any start and end --------------------------
 #
-# All of it is for one micro-batch, on a stage that holds the places start to end - 1 of a chain.
+# All figures are for one micro-batch of a stage that holds the places start to end - 1 of a chain.
 #
-# **Seconds.** The stage computes its forward and its backward (its forward twice if it recomputes), and it receives:
+# **Seconds.** The stage computes its forward and its backward (forward twice if it recomputes), and it receives:
 #
-# - each flow that an earlier stage makes and that has a user here, once, over the link into this stage, whoever sends
-#   it: a portal, too, is billed where it arrives. Inputs of the model come by themselves.
+# - each flow that an earlier stage makes and that has a user here, once, over the link into this stage; also a portal.
+#   Inputs of the model cost nothing.
 # - a gradient for each returning flow that is made or used here and has a user in a later stage, over the link into the
-#   next stage, backwards: gradients go from a user to the next earlier user, and from the first one to the maker.
+#   next stage: gradients go from a user to the next earlier user, and from the first one to the maker.
 #
-# Over processes values are relayed (`Chain.is_relayed`): they are billed at each cut between maker and last user, since
-# each stage on the way receives them and hands them on, and so are their gradients.
+# Over processes values are relayed (`Chain.is_relayed`): they and their gradients count at each cut between maker and
+# last user.
 #
-# What is received takes `latency + bytes / bytes_per_second`. The caller of the model is no stage: what goes to and
-# comes from there costs nothing. A stage's *seconds*, which the step waits for, are the sum of both:
-# a device copies what it receives before it computes.
+# A transfer takes `latency + bytes / bytes_per_second`; to and from the caller of the model it costs nothing. A stage's
+# *seconds* are the sum of both: a device copies what it receives before it computes.
 #
-# **Memory** is that of `stage_memory`, of
+# **Memory** is `stage_memory` of
 #
-#     weights, each once, with the gradients and the optimizer's state of those that are trained
+#     weights, each once, with gradients and optimizer state of those that are trained
 #     the received flows that are kept for backward
-#     the other storages kept for backward, which a stage that recomputes has of few micro-batches at one time
+#     the other storages kept for backward, of few micro-batches if the stage recomputes
 #     the largest working memory of a place
 #
-# A stage that recomputes keeps all that its forward was given. Another one keeps the received flows that return (their
-# gradient is asked for at them) or are saved here. What is saved and was made in an earlier stage has come as a flow,
-# so it must not count twice. Which flow that is, is known by the maker: of the flows of a place and the storages made
-# there that outlive it, the largest flow is the largest storage, and so on. Such a storage counts as much as its flow,
-# here. A storage that came as a view made by another node counts beside that flow: rather too much than too little.
+# A stage that recomputes keeps all that its forward was given. Any other keeps the received flows that return or are
+# saved here. What is saved here and was made in an earlier stage arrived as a flow, and must not count twice: of the
+# flows of a place and the storages made there that outlive it, the largest flow is taken for the largest storage, and
+# so on. A storage that came as a view made by another node counts in addition to that flow: rather too much.
 #
-# Sums are rounded once, at the end: equal stages come to equal numbers.
+# Sums are rounded once, at the end, so that equal stages have equal numbers.
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,10 +58,10 @@ class CutCrossings:
 class StageClock:
     """The seconds of stages on one site.
 
-    With C the prefix sums of computation, A(s) all that crosses a cut at s and is used behind it, and G(e) all
-    gradients that cross a cut at e, a stage takes C(e) - C(s) + A(s) + G(e) at most; and just that if nothing of it
-    skips the stage. So nearly all ends that a limit allows are found by bisection among the ends sorted by C(e) + G(e);
-    only those that are past it and have something that skips the stage are looked at one by one.
+    With C the prefix sums of computation, A(s) all that crosses a cut at s and is used after it, and G(e) all gradients
+    that cross a cut at e, a stage takes at most C(e) - C(s) + A(s) + G(e), and exactly that if nothing skips it. So
+    nearly all ends that a limit allows are found by bisection among the ends sorted by C(e) + G(e); ends after it are
+    tried one by one if something skips the stage.
     """
 
     def __init__(self, work: list[int], arrivals: CutCrossings, gradients: CutCrossings, ends: Sequence[int]) -> None:

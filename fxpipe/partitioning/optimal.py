@@ -1,37 +1,33 @@
 """Cuts a chain so that the step waits for as little as possible: the exact least bottleneck, within memory.
 
-The question: n nodes stand in a row, and stage j will run on site j. `chain.py` says what stages come to there, in
-seconds with all that they receive and in bytes. Cut the row into stages, none empty. In order of priority:
+The question: n nodes stand in a row, and stage j will run on site j. `chain.py` computes the seconds and bytes of
+stages. Cut the row into stages, none empty. In order of priority:
 
 1. every stage fits into its memory; it recomputes if it must, or if it may and does not fit otherwise;
 2. the *bottleneck*, the largest `seconds` of a stage, is the least possible. So a cut is moved rather than a stage
-   made to recompute where that is faster;
+   made to recompute if that is faster;
 3. of such cuts, as few stages as possible recompute;
-4. of those, the stages are even: from the first on, each ends where the larger of its seconds and the mean of what is
-   left for each later stage is least, among the ends from which (1) to (3) can still be had.
+4. of those, the stages are even: from the first on, each ends where the larger of its seconds and the mean of what
+   remains for each later stage is least, among the ends from which (1) to (3) can still be had.
 
 (1) to (3) are exact, by integers (`intervals.py`), and tested against every cut of small chains.
 
-The way (`search.py`): a limit L on seconds is tested by going from stage to stage with the set of places
-where the next one can start.
+The search (`search.py`): a limit L on seconds is tested by going from stage to stage with the set of places where the
+next one can start.
 
     starts of stage j      . . . x . x x . .        each start leads to the ends that L and its memory allow;
     starts of stage j + 1  . . . . . x . x x        all of them together are the starts of the next stage
 
-Nothing is monotone here (a stage that is one node longer can be done sooner, if it sends less), so the sets have holes.
-But a stage cannot compute less than its nodes do. From that alone follow a least L to begin with, by bisection, and how
-early a stage can start so that the later ones hold the rest. If the first L is too low, it is raised in growing steps,
-then bisected until the values between are few; the least bottleneck is the seconds of some stage, so it is one of those
-values, and bisection among them ends the search: about 25 tests in all. Most limits that can be kept are kept by a cut
-whose stages end near even shares; that is tried first, and only where it fails all starts are followed.
+The sets have holes, since a stage that is one node longer can be done sooner, if it sends less. But a stage cannot
+compute less than its nodes do: from that follow a least L, by bisection, and how early a stage can start. If that L is
+too low, it is raised in growing steps, then bisected until few values remain; the least bottleneck is the seconds of
+some stage, and so one of them: about 25 tests in all. Most limits that can be kept are kept by a cut whose stages end
+near even shares; all starts are followed only if that cut fails.
 
-A test takes time in proportion to the starts that it reaches: some for each stage where stages come out nearly even,
-and all n for each of k stages where one node dwarfs an even share or memory dictates the cut; for each start one
-bisection for each kind of site, and one operation on a set of n bits. 5,663 nodes are cut into 8 stages in 0.3 to 2
-seconds, 10,000 into 64 in 2 to 10, and in half a minute if the last node is as large as two and a half even shares
-(Python 3.11, one core at 2.5 GHz; tools/bench/README.md). Setup takes memory in proportion to n times the number of
-values that are alive across a cut. What could be better: (4) is greedy, and its mean of what is left knows nothing of
-transfers.
+A test takes time in proportion to the starts that it reaches. 5,663 nodes are cut into 8 stages in 0.3 to 2 seconds,
+10,000 into 64 in 2 to 10, and in half a minute if the last node is as large as two and a half even shares (Python 3.11,
+one core at 2.5 GHz; tools/bench/README.md). Setup takes memory in proportion to n times the number of values that are
+alive across a cut. What could be better: (4) is greedy, and ignores transfers.
 """
 
 from __future__ import annotations
@@ -48,13 +44,10 @@ from fxpipe.partitioning.search import CutSearch
 from fxpipe.utils.text_table import text_table
 from fxpipe.utils.units import human_bytes
 
-# Says why no cut fits into memory, and what would: a table of the best attempt, the part at fault, remedies tried.
+# The error if no cut fits into memory: a table of the best attempt, the part at fault, the remedies that would do.
 #
-# The best attempt is the cut of which the worst stage is over its limit by the fewest bytes, to within one part in
-# 1024.
-#
-# A remedy is not guessed: it is a list of *trials*, each another chain or other sites with words that say what they
-# stand for, and it is offered only if a cut of one of them fits; the first that does is the one that is named.
+# The best attempt is the cut whose worst stage is over its limit by the fewest bytes, to one part in 1024. A remedy is
+# a list of *trials*, each another chain or other sites; the first trial with a cut that fits is named.
 
 ATTEMPT_PRECISION = 1024  # the best attempt is found to within this fraction
 SHORTAGE_HEADERS = (
@@ -300,7 +293,7 @@ def optimal_partition(
     remedies: Iterable[Iterable[RemedyTrial]] = (),
     explains: bool = True,
 ) -> OptimalCut:
-    """Cuts a chain into as many stages as there are sites; see the module's text for what is the best cut.
+    """Cuts a chain into one stage for each site; the best cut is defined above.
 
         >>> chain = Chain(forward=((1.0, 1.0, 2.0, 2.0),), backward=((2.0, 2.0, 4.0, 4.0),))
         >>> print(optimal_partition(chain, [StageSite(), StageSite()]))
@@ -312,8 +305,8 @@ def optimal_partition(
         chain: at least one node.
         sites: one for each stage, in order.
         names: of the nodes, for errors; or none.
-        remedies: what is tried where no cut fits into memory, and offered if it would; see `memory_limit_error`.
-        explains: say why no cut fits, which takes several times as long as to find that none does.
+        remedies: tried if no cut fits into memory, and named if one would; see `memory_limit_error`.
+        explains: explain why no cut fits, which takes several times as long.
 
     Raises:
         MemoryLimitError: no cut fits into memory.

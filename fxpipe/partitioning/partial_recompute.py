@@ -1,17 +1,15 @@
-"""Recomputing no more of a stage than its memory asks for: the stage in two parts on its device, of which one does.
+"""Recomputing no more of a stage than its memory asks for: the stage in two parts on its device, one of which does.
 
     stage      ├─────────── recomputes ───────────┤      keeps what it was given, and runs all of it twice
     parts      ├──── is kept ────┤── recomputes ──┤      as much is kept as there is memory for
 
-A part is a stage like any other: neighbours on one device hand each other their values, and in a schedule they are as
-one (`fxpipe.scheduling.row_transforms`). Which part is kept, the front or the back, is what leaves less to recompute.
-The memory of both together is that of the stage: weights that both use, and working memory, count in both.
+A part is a stage like any other; in a schedule neighbours on one device are as one. The front or the back is kept,
+whichever leaves less to recompute. Their memory together is that of the stage: shared weights and working memory count
+in both.
 
-With less to recompute stages are no longer even, so the cuts between devices are moved, too: the least limit on the
-seconds of a device is found by bisection, where each device takes as many nodes as it can in this time, from the first
-on. That is no exact search, as that of `optimal` is for whole stages: bisection takes it that longer stages take longer
-and need more memory, which large values that cross a cut can disprove. So what is found is compared with the exact cut
-of whole stages, and never taken for its own sake.
+Stages are then no longer even, so the cuts between devices are moved: by bisection on the seconds of a device, where
+each device takes as many nodes as it can, from the first on. This assumes that longer stages take longer and need more
+memory, which large values across a cut can disprove; so the result is compared with the exact cut of whole stages.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""Nodes that the user pins to devices: what that says of stages, and how many stages it takes.
+"""Nodes that the user pins to devices: which stages they may be in, and how many stages that takes.
 
-Stages go over the devices in order. A node that is pinned to an earlier device than one before it needs a stage more,
-on that device, behind the others:
+Stages are placed on the devices in order. A node pinned to an earlier device than a node before it needs another stage:
 
     devices    0, 1                    pins {"embedding": 0, "head": 0}
-    stages     0 on 0, 1 on 1, 2 on 0  since the head stands behind nodes that are on 1
+    stages     0 on 0, 1 on 1, 2 on 0  since the head is after nodes that are on 1
 
     place         0          1      2      3      4
     node          embedding  ...    ...    ...    head
     first stage   0          0      0      0      2
     last stage    0          2      2      2      2
 
-Between pins every place is free, as far as the order of stages allows, and the solver decides.
+Between pins the solver decides.
 """
 
 from __future__ import annotations

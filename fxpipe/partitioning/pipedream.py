@@ -1,24 +1,22 @@
 """PipeDream's partition: stages, and how many replicas each of them has (Narayanan et al., SOSP 2019, section 3.1).
 
-Devices are workers of a hierarchy of levels: GPUs in a node, nodes in a cluster. At level k there are m_k components
-of level k - 1, between which values go with B_k bytes per second. A stage of layers i to j on m components of level k
-takes for each mini-batch, as each of its replicas has every m-th one and all of them reduce their gradients,
+Devices are workers of a hierarchy of levels: GPUs in a node, nodes in a cluster. Level k has m_k components of level
+k - 1, between which B_k bytes are sent per second. A stage of layers i to j on m components of level k takes for each
+mini-batch, as each of its replicas has every m-th one and all of them reduce their gradients,
 
     T_k(i, j, m) = max(A_(k-1)(i, j, m_(k-1)), 2 (m - 1) |w_i ... w_j| / B_k) / m
 
-and the best pipeline of these layers on m components is one stage, or a pipeline on m - m' of them and a stage behind
+and the best pipeline of these layers on m components is one stage, or a pipeline on m - m' of them and a stage after
 it, whatever is slowest:
 
     A_k(i, j, m) = min(T_k(i, j, m), min over s, m' of max(A_k(i, s, m - m'), 2 a_s / B_k, T_k(s + 1, j, m')))
 
-where A_0(i, j) is the sum of the layers' seconds, forward and backward. All workers are used. So a component is given
-to one stage, or has a pipeline of its own: 15 GPUs for one stage and 1 for another, as in the paper's table for VGG-16
-on 4 x 4, is no partition of nodes of 4, but one of 16 workers on one level.
+where A_0(i, j) is the sum of the layers' seconds, forward and backward. All workers are used. So a component has one
+stage, or a pipeline of its own: 15-1, as in the paper's table for VGG-16 on 4 x 4, is not a partition of nodes of 4,
+but of 16 workers on one level.
 
-With a flush the same holds of a whole mini-batch: m replicas share it, each has an m-th of its seconds, and reduces its
-gradients once; so seconds and bytes are those of a mini-batch there, too.
-
-Memory is not weighed here.
+With a flush the same holds for a whole mini-batch: m replicas share it, and reduce its gradients once. Memory is not
+taken into account.
 """
 
 from __future__ import annotations
@@ -26,12 +24,15 @@ from __future__ import annotations
 import bisect
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 from fxpipe.errors import ArgumentError, PartitionError
 from fxpipe.utils.units import parse_count
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +162,8 @@ class _LevelTable:
     """The best pipelines of a level: of each run of layers, on each number of its components.
 
     The last level needs only the pipeline of all layers on all components. It is searched by its seconds: within a
-    limit, the components that a stage may have are a range, and the numbers that suffice for the first layers are kept
-    as the bits of an integer. So hundreds of workers take no longer than a few.
+    limit, the components that a stage may have are a range, and the numbers that suffice for the first layers are the
+    bits of an integer. So hundreds of workers take no longer than a few.
     """
 
     def __init__(self, sums: _LayerSums, level: BandwidthLevel, below: _LevelTable | None):
@@ -217,20 +218,13 @@ class _LevelTable:
     def fewest_stages(self) -> tuple[tuple[ReplicatedStage, ...], float] | None:
         """Returns the best pipeline of all layers on all components, and its seconds; None if there is none.
 
-        Where one boundary is what is slowest, many pipelines are the best. This has the fewest stages of this level.
+        If one boundary is the slowest, many pipelines are the best. This one has the fewest stages of this level.
         """
-        runs, least = self._fewest_runs(sys.float_info.max), 0.0
-        if runs is None:
+        best = _least_bottleneck(self._fewest_runs, self._seconds)
+        if best is None:
             return None
-        most = self._seconds(runs)
-        while most > 0 and (better := self._fewest_runs(math.nextafter(most, 0.0))):
-            runs, most = better, self._seconds(better)
-            middle = (least + most) / 2
-            if better := self._fewest_runs(middle):
-                runs, most = better, self._seconds(better)
-            else:
-                least = middle
-        return tuple(one for start, stop, own in runs for one in self._stages_within(start, stop - 1, own)), most
+        runs, seconds = best
+        return tuple(one for start, stop, own in runs for one in self._stages_within(start, stop - 1, own)), seconds
 
     def _fewest_runs(self, limit: float) -> list[tuple[int, int, int]] | None:
         """Lists the fewest stages in which nothing takes longer, each as (start, stop, components); None: none do."""
@@ -298,6 +292,27 @@ class _LevelTable:
         ]
 
 
+def _least_bottleneck(within: Callable[[float], T | None], seconds: Callable[[T], float]) -> tuple[T, float] | None:
+    """Returns the answer in which the slowest part takes least, and its seconds; None if there is none.
+
+    Args:
+        within: an answer in which nothing takes longer than a limit; None if there is none.
+        seconds: of the slowest part of an answer.
+    """
+    best, least = within(sys.float_info.max), 0.0
+    if best is None:
+        return None
+    most = seconds(best)
+    while most > 0 and (better := within(math.nextafter(most, 0.0))) is not None:
+        best, most = better, seconds(better)
+        middle = (least + most) / 2
+        if (better := within(middle)) is not None:
+            best, most = better, seconds(better)
+        else:
+            least = middle
+    return best, most
+
+
 def _check_figures(times: Sequence[float], activations: Sequence[float], weights: Sequence[float]) -> None:
     named = {"times": times, "activation_bytes": activations, "weight_bytes": weights}
     if not times:
@@ -350,22 +365,7 @@ def bounds_for_replicas(
     problem = _BoundsProblem(
         [_LayerSums.of(row, activation_bytes, weight_bytes, required) for row in times], workers, frozenset(forbidden)
     )
-    answer = problem.within(math.inf)
-    if answer is None:
-        return None
-    least, most = 0.0, problem.seconds(answer)
-    while most > 0:
-        middle = (least + most) / 2
-        if not least < middle < most:
-            middle = math.nextafter(most, 0.0)
-        better = problem.within(middle)
-        if better is not None:
-            answer, most = better, problem.seconds(better)
-        elif middle == math.nextafter(most, 0.0):
-            break  # nothing takes less
-        else:
-            least = middle
-    return answer, most
+    return _least_bottleneck(problem.within, problem.seconds)
 
 
 @dataclass(frozen=True, slots=True)

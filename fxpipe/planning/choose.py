@@ -1,14 +1,13 @@
-"""From costs to a cut: in which order nodes run, where stages begin, where they run, and which of them recompute.
+"""From costs to a cut: the order of the nodes, where stages begin and run, and which of them recompute.
 
-What was asked for by hand is in the case (`cut_problem.py`); what is left free is for the solver. Where there is a
-choice that no solver makes, several cuts are made and compared: the order of the graph (as traced, or with side
-branches next to their use), the stages that pins allow, and stages in parts of which only some recompute
-(`fxpipe.partitioning.partial_recompute`). The simulator has the last word (`choose.py`); where it says the same, the
-traced order and fewer stages win.
+What was asked for by hand is in the problem (`cut_problem.py`); the solver decides the rest. Where no solver decides,
+several cuts are simulated and compared: orders of the graph, the placements that pins allow, and stages of which only a
+part recomputes. If they take equally long, the traced order and fewer stages win.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -246,13 +245,6 @@ def _with_settings(problem: CutProblem, settings: Settings, words: str) -> Remed
 
 
 # -- Memory shared by several stages: on one worker, or on workers that share a device -------------------------------
-#
-# No solver weighs stages against each other: each has a limit of its own. So the memory is shared out first, evenly; if
-# nothing fits so, by what the stages come to. Each begins with all of it, as if it were alone; a cut that then fits
-# together is taken. Else the next shares are in proportion to what the stages need, and one with a smaller share moves
-# its ends or recomputes. What fits together only with shares that none of these rounds comes by is refused.
-
-SHARING_ROUNDS = 6  # the first one alone knows of no other stage
 
 CutSolver = Callable[[Sequence[StageSite]], OptimalCut]
 
@@ -260,11 +252,14 @@ CutSolver = Callable[[Sequence[StageSite]], OptimalCut]
 def share_memory(
     sites: Sequence[StageSite], pools: Sequence[int], solve: CutSolver, explain: CutSolver
 ) -> tuple[OptimalCut, tuple[StageSite, ...]]:
-    """A cut that fits into memory, and its sites, whose memory comes to what there is.
+    """Finds a cut that fits into memory, and the share of it that each stage has.
+
+    The solver has a limit for each stage. With even shares it finds most cuts; else it may give each stage all of the
+    memory, and if that cut fits together it is taken.
 
     Args:
         sites: for each stage, with an even share of the memory.
-        pools: for each stage which memory is its; stages with one number share it.
+        pools: for each stage the number of its memory; stages with one number share it.
         solve: the cut for such sites.
         explain: the same; its error says what would fit.
 
@@ -272,42 +267,28 @@ def share_memory(
         MemoryLimitError: of `explain`, with even shares.
         PartitionError: there is no such cut at all.
     """
-    shared = [pools.count(pool) > 1 and site.memory is not None for pool, site in zip(pools, sites, strict=True)]
-    if not any(shared):
+    if not any(pools.count(pool) > 1 and site.memory is not None for pool, site in zip(pools, sites, strict=True)):
         return explain(sites), tuple(sites)
-    try:
+    with contextlib.suppress(MemoryLimitError):
         return solve(sites), tuple(sites)
-    except MemoryLimitError:
-        solution = _share_by_needs(sites, pools, solve)
-    if solution is not None:
-        return solution
+    wholes = _pool_sums([site.memory for site in sites], pools)
+    with contextlib.suppress(MemoryLimitError):
+        cut = solve([replace(site, memory=whole) for site, whole in zip(sites, wholes, strict=True)])
+        needs = [load.memory for load in cut.loads]
+        rows = [
+            (site, whole, need, together or 0.0)
+            for site, whole, need, together in zip(sites, wholes, needs, _pool_sums(needs, pools), strict=True)
+        ]
+        if all(whole is None or together <= whole for _, whole, _, together in rows):
+            return cut, tuple(
+                replace(site, memory=None if whole is None or not together else whole * need / together)
+                for site, whole, need, together in rows
+            )
     try:
         return explain(sites), tuple(sites)
     except MemoryLimitError as error:
         why = "stages on one device share its memory, here as even parts of it:"
         raise MemoryLimitError(f"{why}\n{error}", f"{why} {error.brief}", error.over) from None
-
-
-def _share_by_needs(
-    sites: Sequence[StageSite], pools: Sequence[int], solve: CutSolver
-) -> tuple[OptimalCut, tuple[StageSite, ...]] | None:
-    wholes = _pool_sums([site.memory for site in sites], pools)
-    tried = _with_memory(sites, wholes)
-    for _ in range(SHARING_ROUNDS):
-        try:
-            cut = solve(tried)
-        except MemoryLimitError:
-            return None
-        needs: list[float | None] = [load.memory for load in cut.loads]
-        sums = _pool_sums(needs, pools)
-        shares = [
-            None if whole is None or need is None or not together else whole * need / together
-            for whole, need, together in zip(wholes, needs, sums, strict=True)
-        ]
-        tried = _with_memory(sites, shares)
-        if all(whole is None or (s or 0.0) <= whole for whole, s in zip(wholes, sums, strict=True)):
-            return cut, tried
-    return None
 
 
 def _pool_sums(figures: Sequence[float | None], pools: Sequence[int]) -> list[float | None]:
@@ -316,12 +297,8 @@ def _pool_sums(figures: Sequence[float | None], pools: Sequence[int]) -> list[fl
     return [None if own is None else sums[pool] for own, pool in zip(figures, pools, strict=True)]
 
 
-def _with_memory(sites: Sequence[StageSite], memory: Sequence[float | None]) -> tuple[StageSite, ...]:
-    return tuple(replace(site, memory=limit) for site, limit in zip(sites, memory, strict=True))
-
-
 MIN_GAIN_OF_STAGE = 0.01  # of a step: by less, recomputing only a part of a stage does not pay for one stage more
-BALANCING_ROUNDS = 4  # in which stages that share a device are balanced against each other
+BALANCING_ROUNDS = 2  # in which stages that share a device are balanced against each other
 
 
 def choose_cut(

@@ -1,7 +1,6 @@
-"""The constraints of a cut: places where one must stand, stages that may have a node, stages on devices.
+"""The constraints of a cut: required and forbidden places, the stages that may have a node, stages on devices.
 
-What the user says by hand becomes such conditions: names and numbers in `balance`, `fxpipe.cut()` in forward,
-pins. Pins may be satisfied by several ways of placing stages; each is a case of its own.
+They come from `balance`, `fxpipe.cut()` and pins. Pins may allow several placements of stages; each is a problem.
 """
 
 from __future__ import annotations

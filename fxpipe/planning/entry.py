@@ -94,7 +94,6 @@ def plan(
         FxpipeError: an argument cannot be used, or the model cannot be traced or cut so; see `fxpipe.errors`.
         Exception: what the model itself raises on the inputs, with a note.
     """
-
     if isinstance(stages, Sequence) and not isinstance(stages, str):
         if devices is not None:
             raise ArgumentError(f"stages={stages!r} and devices={devices!r}: give the devices once")
@@ -160,7 +159,6 @@ def prepare(
         seed: that of the numbers that forward draws and reads.
         micro_batches: the inputs are one of so many micro-batches; None: they are a mini-batch.
     """
-
     accelerator.refuse_capture(settings.row_devices if settings.hardware is None else ())
     if plan is None:
         settings = with_memory_at_hand(settings, model)
@@ -195,7 +193,6 @@ def prepare_with_choices(
     profiled: ProfiledModel, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings
 ) -> PreparedGraph:
     """Plans a profiled model; the tuner chooses the options that were left to planning."""
-
     phase("cutting")
     settings = replace(settings, least_samples=least_samples(profiled.traced))
     profiled, settings = with_replicas(profiled, settings)

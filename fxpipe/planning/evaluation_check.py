@@ -1,12 +1,10 @@
-"""The check, at planning, that a pipe which trains will not be refused when it is evaluated.
+"""The check, while a pipe for training is planned, that it will not be refused when it is evaluated.
 
-Evaluation is another graph (no dropout, other branches, no gradients), which is made at the first call of it: after an
-epoch, usually. So while the first plan is made the model is recorded in evaluation as well, on two samples, as training
-was recorded and without comparing anything, which takes a small part of what planning does. That goes well for nearly
-all models. Only where it does not, the graph is made as the first evaluation will make it, on all samples, with all
-other ways and checks: what is refused there is what will be refused, and for that reason. The graph is thrown away.
+Evaluation has another graph (no dropout, other branches, no gradients), which is made at its first call. So the model
+is also recorded in evaluation, on two samples, without comparing anything. Only if that fails is the graph made as
+the first evaluation will make it, and then thrown away: the error is the one that evaluation would raise.
 
-What the recording does not show is not foreseen: other inputs, a graph that is not equal to its model.
+What the recording does not show is not foreseen: other inputs, or a graph that is not equal to its model.
 """
 
 from __future__ import annotations
@@ -32,8 +30,8 @@ def refusal_of_evaluation(
 ) -> tuple[FxpipeError | None, tuple[UndeterminedOutput, ...]]:
     """Predicts why `model.eval()` under `no_grad` will be refused: the error, and why its outputs cannot be combined.
 
-    Returns neither for a model that does not train, or that was not recorded, and for what the model itself raises,
-    which it raises without a pipe too. The model is left as it is.
+    Both are None for a model that does not train or was not recorded, and for errors of the model itself. The model is
+    left as it is.
     """
     import torch
 

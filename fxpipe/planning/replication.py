@@ -1,16 +1,14 @@
-"""Stages with replicas, where PipeDream's planner cuts (`balance="pipedream"`); see `fxpipe.partitioning.pipedream`.
+"""Stages with replicas, as PipeDream's planner chooses them (`balance="pipedream"`).
 
-First it chooses how many replicas each stage has (`choose_replicas`), of layers into which nodes are grouped: by the
-paper's levels, nodes of devices, and as if all devices were on one level, as slow as the network, where more numbers
-can be had. The better one, on the links that its devices have, is planned:
+`choose_replicas` chooses the replicas of each stage for layers of nodes (`fxpipe.partitioning.pipedream`): over the
+levels of the paper, and with all devices on one level that is as slow as the network. The better one is planned:
 
 - each stage once: a pipeline as any other;
-- equally many for each, where it is planned for processes: `data_parallel` replicas of a pipeline, over a mesh;
-- else, 15-1 say, and of a stream: stages whose replicas take micro-batches in turn (`Cluster.replicas`), in one
-  process.
+- equal numbers, planned for processes: `data_parallel` replicas of a pipeline, over a mesh;
+- else, 15-1 say, and of a stream: stages whose replicas take micro-batches in turn, in one process.
 
-Then it says where stages begin (`pipedream_starts`), node by node, for whatever replicas there are. Seconds and bytes
-are those of a mini-batch of all replicas, whose gradients are reduced once.
+`pipedream_starts` finds where stages begin, node by node, for given replicas. Seconds and bytes are those of a
+mini-batch of all replicas, whose gradients are reduced once.
 """
 
 from __future__ import annotations
@@ -39,6 +37,12 @@ from fxpipe.profiling import Profile
 from fxpipe.rewriting import forbidden_cuts
 from fxpipe.scheduling import is_stream
 from fxpipe.tracing import Traced
+
+NO_PINS = "balance='pipedream' cannot heed pins; leave balance out, or write 'optimal'"
+ONE_STAGE_EACH = (
+    "balance='pipedream' puts one stage on a device: leave stages_per_device out, and take a schedule with one, as "
+    "'1f1b', or write balance='optimal'"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +83,9 @@ def pipedream_starts(chain: Chain, settings: Settings, batch: int) -> tuple[int,
         PartitionError: there are pins, several stages on a device, or no such stages.
     """
     if chain.first_stages:
-        raise PartitionError("balance='pipedream' cannot heed pins; leave balance out, or write 'optimal'")
+        raise PartitionError(NO_PINS)
     if sorted(settings.placement) != list(range(len(settings.placement))):
-        raise PartitionError(
-            "balance='pipedream' puts one stage on a device: leave stages_per_device out, and take a schedule with "
-            "one, as '1f1b', or write balance='optimal'"
-        )
+        raise PartitionError(ONE_STAGE_EACH)
     figures = _NodeFigures.of(chain, settings.micro_batches(batch) * _shares_of_mini_batch(settings))
     bounds = _bounds(figures, chain, settings)
     if bounds is None:
@@ -167,12 +168,9 @@ def choose_replicas(traced: Traced, profile: Profile, batch: int, settings: Sett
 def _check_options(settings: Settings) -> None:
     known = "say how many replicas each stage has (data_parallel=1, say)"
     if settings.pins:
-        raise ArgumentError("balance='pipedream' cannot heed pins; leave balance out, or write 'optimal'")
+        raise ArgumentError(NO_PINS)
     if settings.placement != tuple(range(len(settings.workers))):
-        raise ArgumentError(
-            "balance='pipedream' puts one stage on a device: leave stages_per_device out, and take a schedule with "
-            "one, as '1f1b', or write balance='optimal'"
-        )
+        raise ArgumentError(ONE_STAGE_EACH)
     if not isinstance(settings.schedule, str):
         raise ArgumentError(
             "balance='pipedream' chooses the number of stages, and this schedule is an order for stages that are "

@@ -122,7 +122,6 @@ MECHANISMS = (
          "hardware= with links"),
         ("recomputed", "runtime.step.Step.recompute", "checkpoint="),
         ("recomputed in a part", "planning.choose._cut_with_split_stages", "checkpoint='auto', memory_limit="),
-        ("memory shared by need", "planning.choose._share_by_needs", "memory_limit="),
         ("split backward", "rewriting.split_backward.split_stage_backward", "schedule='zero_bubble'"),
         ("compiled", "rewriting.stage_callables._compiled_callable", "compile="),
         ("deferred batch norm", "rewriting.deferred_batch_norm.DeferredBatchNorm.of", "deferred_batch_norm="),

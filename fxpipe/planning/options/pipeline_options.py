@@ -149,10 +149,10 @@ def is_default(value: Any, default: Any) -> bool:
 
 
 def options_with_plan(options: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
-    """Devices, chunks and checkpoint are the plan's, where they were left out. What is for planning has to be.
+    """Returns the options with the plan's devices, chunks and checkpoint where these were left out.
 
     Raises:
-        ArgumentError, ArgumentTypeError: it was not; `plan` is none.
+        ArgumentError, ArgumentTypeError: an option for planning was given; `plan` is not a plan.
     """
     if not isinstance(plan, Plan):
         raise ArgumentTypeError(f"plan is {with_article(plan)}; expected a fxpipe.Plan, as from fxpipe.Plan.load(path)")
@@ -179,7 +179,7 @@ def options_with_plan(options: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
 
 
 def check_replicas(plan: Plan, ranks: int) -> None:
-    """Checks that what PipeDream's planner has chosen is what is to run, with so many ranks for each stage.
+    """Checks that a plan of PipeDream's planner is run with its replicas, `ranks` for each stage.
 
     Raises:
         ArgumentError: it is not.
@@ -216,9 +216,9 @@ TUNABLE_OPTIONS = ("schedule", "chunks", "stages_per_device")  # what may be lef
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The checked settings of a pipeline. Planning may still extend `placement` and turn `checkpoint` into a mode.
+    """The checked settings of a pipeline. Planning may extend `placement` and turn `checkpoint` into modes.
 
-    What is left to the tuner has usual values meanwhile: "1f1b", and 4 micro-batches for each worker.
+    What the tuner chooses has usual values until then: "1f1b", and 4 micro-batches for each worker.
     """
 
     workers: tuple[torch.device, ...]  # for each worker its device
@@ -307,14 +307,14 @@ class Settings:
 def make_settings(
     options: Mapping[str, Any], plan: Plan | None = None, *, anywhere: bool = False, runs_here: bool = False
 ) -> Settings:
-    """Checks each option by itself. With a plan, what is left to it is the plan's.
+    """Checks each option by itself. With a plan, its values are used for what is left out.
 
     Args:
-        anywhere: the devices need not be here, for nothing will run.
-        runs_here: they are those of one process, which runs what is planned.
+        anywhere: the devices need not be here, since nothing will run.
+        runs_here: this process runs what is planned.
 
     Raises:
-        ArgumentError, ArgumentTypeError: names the argument, what was given, what is accepted.
+        ArgumentError, ArgumentTypeError: names the argument, its value, what is accepted.
         ScheduleError: a schedule of the user's own would not run.
     """
     options = {**OPTION_DEFAULTS, **options}

@@ -1,7 +1,6 @@
-"""The schedule that is asked for, and the worker of each stage: the one follows from the other.
+"""The schedule that is asked for, and the worker of each stage, which follows from it.
 
-A schedule that is known by name says how many stages it wants on each worker, and how they are placed; a table of one's
-own has them in its rows.
+A schedule known by name says how many stages each worker has and how they are placed; a table has them in its rows.
 """
 
 from __future__ import annotations
@@ -74,10 +73,9 @@ def worker_count_for(stages: int, schedule: ScheduleLike, per_device: int | None
 
 
 def chunks_of_schedule(schedule: ScheduleLike, chunks: int | str, plan: Plan | None = None) -> int | str:
-    """The number of micro-batches if none is given: a table's or the plan's; PipeDream cuts nothing.
+    """The number of micro-batches if none is given: a table's or the plan's; 1 for PipeDream.
 
-    A plan for another schedule may have chosen its number by measured times, and the result of a stream depends on the
-    number: on it depend the weights that a mini-batch has, and the mini-batches that make an update.
+    The result of a stream depends on the number, so a plan's is used even if it was made for another schedule.
     """
     if schedule == "pipedream" and chunks == "auto":
         return plan.chunks if plan is not None and plan.schedule == schedule else 1

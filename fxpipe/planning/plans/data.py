@@ -1,7 +1,6 @@
-"""The plan of a pipeline as frozen data: what was decided, what it costs, and nothing of torch.
+"""The plan of a pipeline as frozen data, without torch: what was decided, and what it costs.
 
-`PlanData` has the fields and what follows from them; a `Plan`, in `saved_plan.py`, is one that prints and keeps itself
-in a file. So all that reads a plan, its text among it, needs the data only.
+`PlanData` has the fields and what follows from them; `Plan` (`saved_plan.py`) also prints and saves itself.
 """
 
 from __future__ import annotations
@@ -35,10 +34,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """Memory of a stage beside its parameters, for one micro-batch of `b` samples, and any dynamic sizes.
+    """Memory of a stage besides its parameters, for one micro-batch of `b` samples and any dynamic sizes.
 
-    What other stages made comes from the stage before or, through portals, from those before that. A stage that
-    recomputes keeps all of it, any other only what its backward needs.
+    A stage that recomputes keeps all that other stages sent it; any other only what its backward needs.
     """
 
     received: Polynomial = ZERO  # kept for backward of what other stages made; for each micro-batch in flight

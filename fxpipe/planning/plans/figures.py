@@ -1,8 +1,4 @@
-"""The figures that follow from a plan, for the tables and for the document.
-
-Seconds and bytes of a plan are those of its largest micro-batch, and so all figures here err on the high side where the
-micro-batches differ in size.
-"""
+"""The figures that follow from a plan. All micro-batches take as long as the largest one."""
 
 from __future__ import annotations
 

@@ -1,15 +1,14 @@
-"""The seconds that the host takes to queue the actions of a stage, and whether its workers take turns.
+"""The seconds that the host takes to queue the actions of a stage, and whether its workers share one interpreter.
 
-All workers of a process run in one interpreter. On an accelerator the device computes what its worker has queued: a
-step is not shorter than the Python of all stages takes, however many devices there are. On a CPU the Python of a node
-is a part of what was measured of it, and only that part is taken in turns.
+All workers of a process run in one interpreter. An accelerator computes what its worker has queued, so a step is never
+shorter than the Python of all stages. On a CPU the Python of a node is a part of its measured time, and only that part
+is exclusive.
 
-They are estimated from the numbers of calls and operations, and the times of torch 2.13 on one core at 2.5 GHz. On its
-own core, one thread takes 1 to 7 microseconds for a call on tensors of a few numbers, recording it for autograd (a view
-0.9, a sum 1.4, a linear layer 2.9, GELU 6.1), and 3 to 6 for an operation of backward. Two threads that go forward take
-2.1 times as long as one: torch lets the lock go within each call, but to hand it over takes as long as the call. Two
-threads in backward take 1.2 times as long as one: autograd queues it in C++. Hence F counts as under the lock, and
-backward does not.
+The seconds are estimated from the numbers of calls and operations, and the times of torch 2.13 on one core at 2.5 GHz:
+1 to 7 microseconds for a call on tensors of a few numbers, recording it for autograd (a view 0.9, a sum 1.4, a linear
+layer 2.9, GELU 6.1), and 3 to 6 for an operation of backward. Two threads that go forward take 2.1 times as long as
+one: torch releases the lock within each call, but to hand it over takes as long as the call. Two threads in backward
+take 1.2 times as long: autograd queues it in C++. Hence F holds the lock, and backward does not.
 """
 
 from __future__ import annotations

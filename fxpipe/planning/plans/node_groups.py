@@ -1,11 +1,10 @@
-"""The nodes of a stage as a few groups that say what the stage does: modules as deep as there is room to show them.
+"""The nodes of a stage as a few groups: modules, as deep as there is room to show them.
 
-A stage may have a thousand nodes, of which a picture has room for a dozen boxes. So it begins with one group, all of
-the stage, and opens the group that takes the most time, again and again, as one would by hand: a group of several
-modules into those, a module into its children and its own operations, a module without children into its nodes. What
-would be too small to see is put together with its neighbours, and not opened again.
+A picture has room for a dozen boxes, and a stage may have a thousand nodes. So it begins with one group, the stage, and
+opens the group that takes the most time again and again: several modules, then a module's children and operations, then
+nodes. Groups that would be too small to see are put together with their neighbours.
 
-Groups keep the order in which nodes run: a module whose nodes do not run in one go is several groups.
+Groups keep the order in which nodes run: a module whose nodes run in several goes is several groups.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""A plan on other hardware than it was made for: the same stages, with the seconds, links and memory they have there.
+"""A plan for other sizes, and on other hardware: the same stages with the figures that they have there.
 
-The plan knows the operations of its stages as formulas, so that what was measured on one machine is reckoned for
-another as `fxpipe.plan(..., hardware=...)` does it. The cut stays: on other hardware another one may be better.
+The plan has its bytes, FLOPs and operations as formulas. The cut stays: another one may be better there.
 """
 
 from __future__ import annotations
@@ -30,11 +29,8 @@ from fxpipe.utils.polynomial import Polynomial, polynomial_sum
 
 PlanT = TypeVar("PlanT", bound=PlanData)
 
-# The figures of a plan for micro-batches of another size than it was made for: a plan knows them all by itself.
-#
-# Bytes follow exactly, by the plan's formulas. Seconds follow by what the plan knows of them, a part that is the same
-# for every size and a part that grows with it: by its formula where there are dynamic sizes, else with the samples.
-# Which cuts were compared is forgotten, for it was for the other size.
+# Bytes follow other sizes exactly, by the plan's formulas. Of the seconds a part is the same for every size, the rest
+# grows: by its formula if there are dynamic sizes, else with the samples.
 
 
 def resize_plan(
@@ -43,7 +39,7 @@ def resize_plan(
     checkpoint: str | tuple[str, ...] | None = None,
     sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> PlanT:
-    """The plan with the figures of micro-batches of so many samples at most, and with these checkpoint modes.
+    """The plan with the figures of micro-batches of at most `samples` samples, and with these checkpoint modes.
 
     Args:
         sizes: dynamic sizes by name; others stay as they are.
@@ -122,15 +118,11 @@ def _scale_seconds(seconds: float, fixed: float, times: float) -> float:
     return fixed + (seconds - fixed) * times
 
 
-# -- Overhead of an action beside the operations of its stage --------------------------------------------------------
+# -- Overhead of an action in addition to the operations of its stage ------------------------------------------------
 #
-# Before F, R, B or W can compute, its worker waits at a fence, takes what was sent, and calls the stage's code or
-# autograd; after it, what was made is handed on and noted. That is Python on the host, as long for a small micro-batch
-# as for a large one: so it is what many small micro-batches cost, and what two stages cost that could be one.
-#
-# On a GPU it costs nothing as long as the host is ahead of the device, and what is slower to launch than to run was
-# measured or reckoned as long as it takes to launch. So it counts on the CPU only, here; what the host may be too slow
-# for is in `host_time`.
+# Before an action computes, its worker waits at a fence, receives, and calls the stage's code or autograd; then it
+# sends and records. That is Python on the host, as long for a small micro-batch as for a large one. On a GPU it costs
+# nothing as long as the host is ahead of the device (`host_time.py`), so it counts on the CPU only.
 
 
 def action_seconds(device: str) -> float:
@@ -234,9 +226,9 @@ def place_plan(plan: PlanT, cluster: Cluster) -> PlanT:
 
 
 def replicas_in_turn(plan: PlanT, schedule: object) -> PlanT:
-    """The plan as one process runs it: replicas with a part of the mini-batch each take its micro-batches in turn.
+    """The plan as one process runs it: replicas take micro-batches of one mini-batch in turn, each as many as before.
 
-    So each has as many as before. With the schedule of a stream the part of each is a mini-batch, as these go round.
+    With the schedule of a stream they take mini-batches in turn.
     """
     cluster, count = plan.cluster, plan.data_parallel
     if cluster is None or count == 1:

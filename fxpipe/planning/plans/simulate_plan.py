@@ -51,8 +51,8 @@ def simulate(
         fxpipe.simulate(plan, s=512)                        # of a plan with a dynamic size: at another one
         fxpipe.simulate(plan, data_parallel=4, batch=512)   # four replicas, each with a quarter of the mini-batch
 
-    The stages are the plan's in any case, and so are the devices that have them. Other micro-batches, checkpoint modes
-    or hardware than the plan was made for might be served better by other cuts: `fxpipe.plan` finds those.
+    The stages and their devices stay the plan's. For other micro-batches, checkpoint modes or hardware another cut may
+    be better: `fxpipe.plan` finds it.
 
     Args:
         plan: made for a model, or read from a file. What is not given below is as the plan has it.
@@ -61,33 +61,31 @@ def simulate(
         checkpoint: "never", "always" or "except_last", or one of these for each stage.
         batch: samples of the mini-batch, of all replicas.
         hardware: seconds, links and memory are those of this hardware, as for `fxpipe.plan`.
-        data_parallel, mesh: so many replicas share the mini-batch, and stand so, as for `fxpipe.plan`. One of them is
-            simulated, and the reduction of gradients over all.
-        loss_seconds: of the loss of a micro-batch, forward and back to the outputs, as `pipe.last_step.loss_seconds`
-            tells of a step that ran. By default what the plan knows: 0 where it was made without a `loss_fn`.
-        overlaps: transfers run beside computation; else the device that receives copies before it computes. By default
-            as it is when a pipe runs: over processes they do, within one they do not.
-        processes: each device has a process of its own, so that none waits for the Python of others. What stages hand
-            each other then goes in packets from stage to stage, values for later ones relayed (`Plan.packets`). By
-            default as it was planned: over a DeviceMesh, with replicas, and where devices are in several nodes.
-        updates: each device updates the weights of its stages when it has gone back through them, while others still
-            run, as with `fxpipe.optim.StageOptimizer(overlap=True)`: U is a part of the step. It takes what it takes to
-            move weights, gradients and the optimizer's state, where the hardware is known. Not over processes. By
-            default it comes after the step. In a stream each mini-batch is updated in any case; updates=False lets that
-            take no time.
+        data_parallel, mesh: the number of replicas that share the mini-batch, and their order, as for `fxpipe.plan`.
+            One of them is simulated, and the reduction of gradients over all.
+        loss_seconds: of the loss of a micro-batch, forward and back to the outputs, as in
+            `pipe.last_step.loss_seconds`. Default: as planned, 0 without a `loss_fn`.
+        overlaps: transfers run next to computation; else the device that receives copies before it computes. Default:
+            as a pipe runs: True over processes, False within one.
+        processes: each device has a process of its own, so that none waits for the Python of others. Values then go in
+            packets from stage to stage, those for later stages relayed (`Plan.packets`). Default: as planned; True over
+            a DeviceMesh, with replicas, and with devices in several nodes.
+        updates: each device updates the weights of its stages after their last backward, while others still run, as
+            with `fxpipe.optim.StageOptimizer(overlap=True)`: U is a part of the step. It takes the time to move
+            weights, gradients and optimizer state, if the hardware is known. Not over processes. Default: the update
+            comes after the step. In a stream each mini-batch is updated in any case; updates=False lets that take no
+            time.
         sizes: dynamic sizes, by name.
 
-    With schedule="pipedream" or "pipedream_2bw" there is no step: mini-batches stream through the stages, from an empty
-    pipe to an empty one, as many as it takes to see what each costs in between. `step_seconds`, `busy`, `bubble` and
-    `sent` are those of a mini-batch in that steady state, with its update; `steady` has the rest, and `seconds` is the
-    time of the whole stream, as a timeline shows it. A step of such a pipe with a flush is that of schedule="1f1b".
+    With schedule="pipedream" or "pipedream_2bw" mini-batches stream through the stages. `step_seconds`, `busy`,
+    `bubble` and `sent` are those of a mini-batch in the steady state, with its update; `steady` has the rest, and
+    `seconds` is the time of the whole stream. A step of such a pipe with a flush is that of schedule="1f1b".
 
     Returns:
-        The simulation. `step_seconds` is the time of forward and backward of the mini-batch with all that is sent;
-        without `updates` the optimizer's update comes after it, and takes `update_seconds` where the hardware is known.
-        All micro-batches take as long as the largest one. With replicas it is also the time of the reductions that are
-        left when the last action has ended, `exposed_reduction_seconds`; `traffic` says what goes within nodes and
-        between them.
+        The simulation. `step_seconds` is the time of forward and backward of the mini-batch with all transfers; the
+        optimizer's update comes after it and takes `update_seconds`, if the hardware is known. All micro-batches take
+        as long as the largest one. With replicas `step_seconds` includes the reductions that remain after the last
+        action, `exposed_reduction_seconds`; `traffic` says what is sent within nodes and between them.
 
     Raises:
         ArgumentError: an argument cannot be used, or the schedule needs stages on other devices than the plan has them.
