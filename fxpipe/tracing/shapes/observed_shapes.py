@@ -54,20 +54,39 @@ class AffineSize:
 
 
 @dataclass(frozen=True, slots=True)
+class GivenSize:
+    """A size as a formula in the product of some that the node is given."""
+
+    places: tuple[int, ...]  # among the sizes given
+    formula: SizeFormula  # in that product
+
+    def of(self, sizes: Sequence[Any]) -> Any:
+        return formula_value(self.formula, functools.reduce(operator.mul, (sizes[place] for place in self.places), 1))
+
+
+@dataclass(frozen=True, slots=True)
 class ObservedTensor:
     """A tensor as it was seen: in one run with numbers, over all runs with formulas."""
 
     shape: tuple[Any, ...]
-    stride: tuple[Any, ...]
+    stride: tuple[Any, ...]  # empty: contiguous, or unknown
     dtype: torch.dtype
     device: torch.device
 
-    def fake(self, n: Any) -> torch.Tensor:
-        """A tensor like this for n samples. To be called under a fake mode, where n is a symbol."""
-        shape, stride = ([size.of(n) for size in sizes] for sizes in (self.shape, self.stride))
-        if len(stride) < len(shape):  # not known, or it has none
+    def of(self, given: Any) -> torch.Tensor:
+        shape, stride = ([size.of(given) for size in sizes] for sizes in (self.shape, self.stride))
+        if len(stride) < len(shape):
             return torch.empty(shape, dtype=self.dtype, device=self.device)
         return torch.empty_strided(shape, stride, dtype=self.dtype, device=self.device)
+
+
+def fake_value(formulas: Any, given: Any) -> Any:
+    """Builds the value of a node from its formulas. To be called under a fake mode.
+
+    Args:
+        given: a symbol for the number of samples, or the sizes that the node is given (`fit_lengths`).
+    """
+    return pytree.tree_map_only((ObservedTensor, AffineSize, GivenSize), lambda seen: seen.of(given), formulas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +98,6 @@ class Observation:
     node_values: dict[fx.Node, Any]  # trees of ObservedTensor with formulas, numbers as formulas, and constants
     runs: Sequence[ObservedValues]
     samples: int  # the fewest that a run had
-
-    def fake(self, node: fx.Node, n: Any) -> Any:
-        """Builds the value that `node` makes of n samples. To be called under a fake mode."""
-        return pytree.tree_map_only((ObservedTensor, AffineSize), lambda seen: _fake(seen, n), self.node_values[node])
-
-
-def _fake(seen: Any, n: Any) -> Any:
-    return seen.fake(n) if isinstance(seen, ObservedTensor) else seen.of(n)
 
 
 def observe_shapes(
@@ -174,10 +185,14 @@ def observe_lengths(
 def _with_lengths(values: Sequence[Any], dims: Sequence[InputDim], change: Callable[[int], int]) -> list[Any]:
     resized = list(values)
     for place, dim in dims:
-        value = resized[place]
-        index = torch.arange(change(value.shape[dim]), device=value.device) % value.shape[dim]
-        resized[place] = value.detach().index_select(dim, index).requires_grad_(value.requires_grad)
+        resized[place] = repeat_to_size(resized[place], dim, change(resized[place].shape[dim]))
     return resized
+
+
+def repeat_to_size(value: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """The tensor with this size: cut, or continued from its beginning."""
+    index = torch.arange(size, device=value.device) % value.shape[dim]
+    return value.detach().index_select(dim, index).requires_grad_(value.requires_grad)
 
 
 # -- samples to run with ---------------------------------------------------------------------------------------------
@@ -207,9 +222,7 @@ def _sample_counts(samples: int) -> list[tuple[int, int, int]]:
 def _resized(values: Sequence[Any], dims: Mapping[int, int], varied: Sequence[int], number: int) -> list[Any]:
     resized = list(values)
     for place in varied:
-        value, dim = values[place], dims[place]
-        index = torch.arange(number * rows_per_sample(dim), device=value.device) % value.shape[dim]
-        resized[place] = value.detach().index_select(dim, index).requires_grad_(value.requires_grad)
+        resized[place] = repeat_to_size(values[place], dims[place], number * rows_per_sample(dims[place]))
     return resized
 
 
@@ -281,109 +294,33 @@ def _observed_tensor(tensor: torch.Tensor) -> ObservedTensor:
 # -- formulas --------------------------------------------------------------------------------------------------------
 
 
-class _NoFormula(Exception):
-    """Raised when what was seen does not grow evenly with the number of samples."""
+class _NoFormula(TraceError):
+    """Raised when what was seen follows no formula."""
 
 
 def _fit_all(numbers: Sequence[int], runs: Sequence[Mapping[fx.Node, Any]], wanted: fx.Node) -> dict[fx.Node, Any]:
     """Fits what nodes make for any number of samples, where that can be said; of `wanted` it must."""
-    formulas = {wanted: _fit_value(numbers, [run[wanted] for run in runs])}
+    fit = functools.partial(_fit_affine, numbers)
+    formulas = {wanted: _fit_value([run[wanted] for run in runs], fit)}
     for node in (node for node in runs[0] if node.op in CALL_OPS):
         with contextlib.suppress(_NoFormula, KeyError):
-            formulas[node] = _fit_value(numbers, [run[node] for run in runs])
+            formulas[node] = _fit_value([run[node] for run in runs], fit)
     return formulas
 
 
-def _fit_value(numbers: Sequence[int], observed: Sequence[Any]) -> Any:
-    """One value for any number of samples, from what it was for each of `numbers`."""
-    flat, specs = zip(*(pytree.tree_flatten(value) for value in observed), strict=True)
-    if any(spec != specs[0] for spec in specs[1:]):
-        raise _NoFormula("it returns one structure or another")
-    return pytree.tree_unflatten([_fit_leaf(numbers, leaves) for leaves in zip(*flat, strict=True)], specs[0])
-
-
-def _fit_leaf(numbers: Sequence[int], leaves: Sequence[Any]) -> Any:
-    first = leaves[0]
-    if all(isinstance(leaf, ObservedTensor) for leaf in leaves):
-        if len({(leaf.dtype, leaf.device, len(leaf.shape), len(leaf.stride)) for leaf in leaves}) > 1:
-            raise _NoFormula("it makes tensors of one kind or another")
-        shape = _fit_sizes(numbers, [leaf.shape for leaf in leaves])
-        try:
-            stride = _fit_sizes(numbers, [leaf.stride for leaf in leaves])
-        except _NoFormula:
-            stride = ()
-        return ObservedTensor(shape, stride, first.dtype, first.device)
-    if all(type(leaf) is int for leaf in leaves):
-        return _fit_sizes(numbers, [(leaf,) for leaf in leaves])[0]
-    if all(equal_values(leaf, first) for leaf in leaves):
-        return first
-    raise _NoFormula(f"it returns {' and '.join(map(repr, leaves))}")
-
-
-def _fit_sizes(numbers: Sequence[int], seen: Sequence[Sequence[int]]) -> tuple[AffineSize, ...]:
-    return tuple(
-        _fit_affine(numbers, sizes, lambda: f"it makes {' and '.join(str(list(s)) for s in seen)}")
-        for sizes in zip(*seen, strict=True)
-    )
-
-
-def _fit_affine(numbers: Sequence[int], sizes: Sequence[int], what: Callable[[], str]) -> AffineSize:
-    slope, rest = divmod(sizes[1] - sizes[0], numbers[1] - numbers[0])
-    offset = sizes[0] - slope * numbers[0]
-    if rest or any(size != slope * number + offset for number, size in zip(numbers, sizes, strict=True)):
-        raise _NoFormula(what())
-    return AffineSize(slope, offset)
-
-
-# -- formulas in the sizes that a node is given ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class GivenSize:
-    """A size as a formula in the product of some that the node is given."""
-
-    places: tuple[int, ...]  # among the sizes given
-    formula: SizeFormula  # in that product
-
-    def of(self, sizes: Sequence[Any]) -> Any:
-        return formula_value(self.formula, functools.reduce(operator.mul, (sizes[place] for place in self.places), 1))
-
-
-@dataclass(frozen=True, slots=True)
-class LengthFormulas:
-    """The value of a node, with sizes as formulas in those that it is given."""
-
-    value: Any  # a tree of ObservedTensor with `GivenSize`, of `GivenSize` and constants
-
-    def fake(self, sizes: Sequence[Any]) -> Any:
-        """Builds the value from the sizes that the node is given: symbols, under a fake mode."""
-        return pytree.tree_map_only((ObservedTensor, GivenSize), lambda seen: self._fake(seen, sizes), self.value)
-
-    @staticmethod
-    def _fake(seen: Any, sizes: Sequence[Any]) -> Any:
-        if isinstance(seen, GivenSize):
-            return seen.of(sizes)
-        shape, stride = ([size.of(sizes) for size in formulas] for formulas in (seen.shape, seen.stride))
-        if len(stride) < len(shape):
-            return torch.empty(shape, dtype=seen.dtype, device=seen.device)
-        return torch.empty_strided(shape, stride, dtype=seen.dtype, device=seen.device)
-
-
-def fit_lengths(node: fx.Node, sources: Sequence[fx.Node], runs: Sequence[ObservedValues]) -> LengthFormulas:
+def fit_lengths(node: fx.Node, sources: Sequence[fx.Node], runs: Sequence[ObservedValues]) -> Any:
     """Fits what a node makes by formulas in the sizes of `sources`, which it is given.
 
     Raises:
         TraceError: there is no simple one.
     """
     operands = [list(given_sizes([run[source] for source in sources])) for run in runs]
-    flat, specs = zip(*(pytree.tree_flatten(run[node]) for run in runs), strict=True)
-    if any(spec != specs[0] for spec in specs[1:]) or len({*map(len, operands)}) > 1:
+    if len({*map(len, operands)}) > 1:
         raise TraceError("it returns one structure or another")
     columns: dict[tuple[int, ...], int] = {}
     for place, column in enumerate(zip(*operands, strict=True)):
         columns.setdefault(column, place)
-    fitted = [_fit_leaf_to(columns, leaves) for leaves in zip(*flat, strict=True)]
-    return LengthFormulas(pytree.tree_unflatten(fitted, specs[0]))
+    return _fit_value([run[node] for run in runs], functools.partial(_fit_to, columns))
 
 
 def given_sizes(values: Sequence[Any]) -> Iterator[Any]:
@@ -395,26 +332,48 @@ def given_sizes(values: Sequence[Any]) -> Iterator[Any]:
             yield leaf
 
 
-def _fit_leaf_to(columns: Mapping[tuple[int, ...], int], leaves: Sequence[Any]) -> Any:
+_Fit = Callable[[Sequence[int]], AffineSize | GivenSize]  # what a size was in each run -> its formula
+
+
+def _fit_value(observed: Sequence[Any], fit: _Fit) -> Any:
+    """One value with formulas, from what it was in each run."""
+    flat, specs = zip(*(pytree.tree_flatten(value) for value in observed), strict=True)
+    if any(spec != specs[0] for spec in specs[1:]):
+        raise _NoFormula("it returns one structure or another")
+    return pytree.tree_unflatten([_fit_leaf(leaves, fit) for leaves in zip(*flat, strict=True)], specs[0])
+
+
+def _fit_leaf(leaves: Sequence[Any], fit: _Fit) -> Any:
     first = leaves[0]
     if all(isinstance(leaf, ObservedTensor) for leaf in leaves):
         if len({(leaf.dtype, leaf.device, len(leaf.shape), len(leaf.stride)) for leaf in leaves}) > 1:
-            raise TraceError("it makes tensors of one kind or another")
-        shape = tuple(_fit_to(columns, sizes) for sizes in zip(*(leaf.shape for leaf in leaves), strict=True))
-        stride: tuple[GivenSize, ...] = ()
+            raise _NoFormula("it makes tensors of one kind or another")
+        try:
+            shape = tuple(map(fit, zip(*(leaf.shape for leaf in leaves), strict=True)))
+        except _NoFormula:
+            raise _NoFormula(f"it makes {' and '.join(str(list(leaf.shape)) for leaf in leaves)}") from None
+        stride: tuple[Any, ...] = ()
         if any(leaf.stride != _contiguous(leaf.shape) for leaf in leaves):
-            with contextlib.suppress(TraceError):
-                stride = tuple(_fit_to(columns, sizes) for sizes in zip(*(leaf.stride for leaf in leaves), strict=True))
+            with contextlib.suppress(_NoFormula):
+                stride = tuple(map(fit, zip(*(leaf.stride for leaf in leaves), strict=True)))
         return ObservedTensor(shape, stride, first.dtype, first.device)
     if all(type(leaf) is int for leaf in leaves):
-        return _fit_to(columns, leaves)
+        return fit(leaves)
     if all(equal_values(leaf, first) for leaf in leaves):
         return first
-    raise TraceError(f"it returns {' and '.join(map(repr, leaves))}")
+    raise _NoFormula(f"it returns {' and '.join(map(repr, leaves))}")
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(itertools.accumulate((max(size, 1) for size in shape[:0:-1]), operator.mul, initial=1))[::-1]
+
+
+def _fit_affine(numbers: Sequence[int], sizes: Sequence[int]) -> AffineSize:
+    slope, rest = divmod(sizes[1] - sizes[0], numbers[1] - numbers[0])
+    offset = sizes[0] - slope * numbers[0]
+    if rest or any(size != slope * number + offset for number, size in zip(numbers, sizes, strict=True)):
+        raise _NoFormula(f"it makes {' and '.join(f'[{size}]' for size in sizes)}")
+    return AffineSize(slope, offset)
 
 
 def _fit_to(columns: Mapping[tuple[int, ...], int], sizes: Sequence[int]) -> GivenSize:
@@ -436,4 +395,4 @@ def _fit_to(columns: Mapping[tuple[int, ...], int], sizes: Sequence[int]) -> Giv
         formula = simplest_formula([*points.items()]) if is_function and len(points) > 2 else None
         if formula is not None:
             return GivenSize(places, formula)
-    raise TraceError(f"it makes sizes of {_listed(list(sizes))}")
+    raise _NoFormula(f"it makes sizes of {_listed(list(sizes))}")

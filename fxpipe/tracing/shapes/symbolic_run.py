@@ -40,8 +40,8 @@ from fxpipe.tracing.record.recorded_sizes import LayoutRead
 from fxpipe.tracing.record.unrecordable import CannotRecord, calls_before_effects
 from fxpipe.tracing.shapes.node_cache import ChangedInPlaceError, NodeCache, function_key, tensor_key
 from fxpipe.tracing.shapes.observed_shapes import (
-    LengthFormulas,
     Observation,
+    fake_value,
     fit_lengths,
     given_sizes,
     observe_lengths,
@@ -197,7 +197,7 @@ class _Knowledge:
     )  # what they make may have sizes that are values (`t[:n]`)
     baked: set[fx.Node] = field(default_factory=set)  # functions that do fix the batch size
     observed: list[Observation] = field(default_factory=list)
-    lengths: dict[fx.Node, LengthFormulas] = field(default_factory=dict)  # what nodes make of dynamic sizes
+    lengths: dict[fx.Node, Any] = field(default_factory=dict)  # formulas for what nodes make of dynamic sizes
     _inputs: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
 
     def inputs_of(self, node: fx.Node) -> frozenset[int]:
@@ -438,7 +438,7 @@ class _Attempt:
         if self._dynamic_dims_given(node):
             return self._seen_at_lengths(node, observation)
         varied = [place for place in observation.varied if place in candidates]
-        return observation.fake(node, self.inputs[varied[0]] if varied else 0)
+        return fake_value(observation.node_values[node], self.inputs[varied[0]] if varied else 0)
 
     def _seen_at_lengths(self, node: fx.Node, observation: Observation) -> Any:
         """Builds the value from the sizes that the node is given, where dynamic ones are among them.
@@ -457,7 +457,8 @@ class _Attempt:
                     groups.setdefault(size, []).append(key)
             raise _UnknownLengthsError(node, sources, observation, [*groups.values()])
         self.observed_dims |= dims
-        return self.known.lengths[node].fake([*given_sizes([self.node_values[source] for source in sources])])
+        given = [*given_sizes([self.node_values[source] for source in sources])]
+        return fake_value(self.known.lengths[node], given)
 
     def _dynamic_dims_given(self, node: fx.Node) -> frozenset[InputDim]:
         """The dynamic dimensions whose sizes go into a node."""

@@ -20,6 +20,7 @@ from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.interpreter import NodeValues, copy_of_input, run_node_without_grad, run_nodes
 from fxpipe.tracing.model_state import preserve_state
 from fxpipe.tracing.node_info import info
+from fxpipe.tracing.shapes.observed_shapes import repeat_to_size
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.tracing.verify.equivalence import agrees_at_size, run_model, take_samples
@@ -187,7 +188,5 @@ def resize(traced: Traced, leaves: Sequence[Any], lengths: Lengths) -> list[Any]
     """Returns the flattened inputs with these dynamic sizes: cut, or gone on with from their beginning."""
     values, resized = dict(lengths), list(leaves)
     for (place, dim), formula in traced.dynamic.formulas.items():
-        leaf, size = resized[place], int(formula.subs(values))
-        index = torch.arange(size, device=leaf.device) % leaf.shape[dim]
-        resized[place] = leaf.detach().index_select(dim, index).requires_grad_(leaf.requires_grad)
+        resized[place] = repeat_to_size(resized[place], dim, int(formula.subs(values)))
     return resized
