@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -63,3 +63,11 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
 def hidden_tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yields the tensors in an object of any kind, each once, however deep in attributes, also in those of modules."""
     return (item for item in held_objects(value) if isinstance(item, torch.Tensor))
+
+
+def detached(value: Any, own: Collection[int] = ()) -> Any:
+    """A tensor without what it was made of, which would take memory; a copy if its storage is among `own`."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    bare = value.detach().clone() if own and storage_of(value) in own else value.detach()
+    return bare.requires_grad_(value.requires_grad)

@@ -120,13 +120,13 @@ def observe_shapes(
     if any(isinstance(v, torch.Tensor) and v.is_meta for v in values):
         raise TraceError("it can only be seen in a real run, and the inputs hold no values")
     if not groups:
-        run = _observe_graph(traced, values, node)
+        run = observe_graph(traced, values, node)
         return Observation((), frozenset(), _fit_all((0, 1), (run, run), node), (run,), 0)
     for varied in itertools.islice(_choices(values, dims, groups), MAX_CHOICES):
         samples = samples_along(values[varied[0]], dims[varied[0]])
         for numbers in _sample_counts(samples):
             try:
-                runs = [_observe_graph(traced, _resized(values, dims, varied, n), node) for n in numbers]
+                runs = [observe_graph(traced, _resized(values, dims, varied, n), node) for n in numbers]
             except Exception as error:
                 why = f"in real runs with {_listed(numbers)} samples: {type(error).__name__}: {error}"
                 out_of_memory = out_of_memory or allocator_error(error)
@@ -171,14 +171,14 @@ def observe_lengths(
         if len(runs) == LENGTH_RUNS:
             break
         try:
-            runs.append(_observe_graph(traced, _with_lengths(inputs, everywhere, change), node))
+            runs.append(observe_graph(traced, _with_lengths(inputs, everywhere, change), node))
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
     if len(runs) < LENGTH_RUNS - 1:
         raise TraceError(why)
     for group in groups if len(groups) > 1 else ():
         with contextlib.suppress(Exception):
-            runs.append(_observe_graph(traced, _with_lengths(inputs, group, lambda s: 2 * s), node))
+            runs.append(observe_graph(traced, _with_lengths(inputs, group, lambda s: 2 * s), node))
     return runs
 
 
@@ -242,7 +242,7 @@ def _is_of_values(
             index = k * rows + torch.arange(value.shape[dims[place]], device=value.device) % rows
             samples[place] = value.detach().index_select(dims[place], index).requires_grad_(value.requires_grad)
         try:
-            observed.append(_observe_graph(traced, samples, node)[node])
+            observed.append(observe_graph(traced, samples, node)[node])
         except StateError:  # what is kept whole goes another way
             return True
         except Exception:  # the model refuses such samples
@@ -263,7 +263,7 @@ def _listed(numbers: Sequence[int]) -> str:
 # -- one run ---------------------------------------------------------------------------------------------------------
 
 
-def _observe_graph(traced: Traced, sample: Sequence[Any], wanted: fx.Node) -> ObservedValues:
+def observe_graph(traced: Traced, sample: Sequence[Any], wanted: fx.Node) -> ObservedValues:
     """Runs the graph and observes each node, up to where it raises; if that is before `wanted`, raises as well."""
     seen: ObservedValues = {}
     values: NodeValues = {}
@@ -284,6 +284,10 @@ def _observe_graph(traced: Traced, sample: Sequence[Any], wanted: fx.Node) -> Ob
             if wanted not in seen:
                 raise
     return seen
+
+
+def observed_tensors(value: Any) -> list[ObservedTensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, ObservedTensor)]
 
 
 def _observed_tensor(tensor: torch.Tensor) -> ObservedTensor:

@@ -12,17 +12,13 @@ from typing import Any
 
 import sympy
 import torch
-from torch import fx
 
 from fxpipe.errors import TraceError
 from fxpipe.tracing.dynamic_sizes import FixedSizeError, InputDim, Lengths
 from fxpipe.tracing.fake_tensors import is_faked
-from fxpipe.tracing.interpreter import NodeValues, copy_of_input, run_node_without_grad, run_nodes
-from fxpipe.tracing.model_state import preserve_state
 from fxpipe.tracing.node_info import info
-from fxpipe.tracing.shapes.observed_shapes import repeat_to_size
-from fxpipe.tracing.tensors import tensors_in
-from fxpipe.tracing.traced import Traced, attribute_tensor
+from fxpipe.tracing.shapes.observed_shapes import observe_graph, observed_tensors, repeat_to_size
+from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.equivalence import agrees_at_size, run_model, take_samples
 from fxpipe.tracing.verify.micro_batch_sizes import checking_mode
 from fxpipe.tracing.verify.training_equivalence import FEWEST_SAMPLES, check_training_equivalence
@@ -164,24 +160,13 @@ def _may_hold(traced: Traced, batch: int, lengths: Lengths) -> bool:
 
 def _have_expected_shapes(traced: Traced, sample: Sequence[Any], batch: int, lengths: Lengths) -> bool:
     """Runs the graph, and tells whether all that it makes is of the sizes that the formulas tell."""
-    values: NodeValues = {}
     sizes = {traced.batch: batch, **dict(lengths)}
-
-    def placeholder(node: fx.Node) -> Any:
-        return copy_of_input(sample[traced.place_of(node)])
-
-    def attribute(node: fx.Node) -> torch.Tensor:
-        tensor: torch.Tensor = copy_of_input(attribute_tensor(traced, node))
-        return tensor
-
-    with preserve_state(traced.model):
-        for node in run_nodes(traced.graph.nodes, values, placeholder, attribute, run_node_without_grad, keep=()):
-            known = info(node)
-            shapes = known.full_shapes
-            for tensor, shape in zip(tensors_in(values[node]), shapes, strict=False):
-                if tuple(tensor.shape) != tuple(formula.subs(sizes) for formula in shape.shape):
-                    return False
-    return True
+    seen = observe_graph(traced, sample, traced.nodes[-1])
+    return all(
+        tensor.shape == tuple(formula.subs(sizes) for formula in shape.shape)
+        for node, value in seen.items()
+        for tensor, shape in zip(observed_tensors(value), info(node).full_shapes, strict=False)
+    )
 
 
 def resize(traced: Traced, leaves: Sequence[Any], lengths: Lengths) -> list[Any]:

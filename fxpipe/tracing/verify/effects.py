@@ -37,7 +37,7 @@ from fxpipe.tracing.interpreter import (
 from fxpipe.tracing.model_state import equal_tensors
 from fxpipe.tracing.node_arguments import named_arguments
 from fxpipe.tracing.node_info import info
-from fxpipe.tracing.tensors import tensors_in
+from fxpipe.tracing.tensors import detached, tensors_in
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.utils.progress import progress
 from fxpipe.utils.union_find import UnionFind
@@ -156,7 +156,7 @@ def observe_run(
     after |= {name: values[n] for name, n in traced.assigned.items()}
     outputs = output_values(traced, values)
     result = RunResult(
-        list(map(_detached, outputs)), after, {place: _detached(tensor) for place, tensor in inputs.items()}
+        list(map(detached, outputs)), after, {place: detached(tensor) for place, tensor in inputs.items()}
     )
     if then is not None:
         assigned = {name: values[node].detach() for name, node in traced.assigned.items()}
@@ -198,11 +198,6 @@ def effects_of(traced: Traced, seen: Sequence[ObservedEffects]) -> Effects:
 
 
 _StorageKey = tuple[int, int]  # number of a run, storage
-
-
-def _detached(value: Any) -> Any:
-    """A tensor without what it was made of, which would take memory as long as it lives."""
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
 
 
 def _run_observed(

@@ -29,7 +29,7 @@ from fxpipe.tracing.node_info import info
 from fxpipe.tracing.record import module_hooks as hooks
 from fxpipe.tracing.record.input_containers import changed_container_error, changed_input_item
 from fxpipe.tracing.skip_matmul import SkipMatmul
-from fxpipe.tracing.tensors import storage_of
+from fxpipe.tracing.tensors import detached, storage_of
 from fxpipe.tracing.traced import Traced, as_given, runs_python
 from fxpipe.tracing.verify.effects import Effects, Ended, ObservedEffects, RunResult, effects_of, observe_run
 from fxpipe.utils.batch_split import micro_batch_sizes, rows_per_sample
@@ -286,43 +286,43 @@ def _run_now(
     traced: Traced, sample: Sequence[Any], size: int, batch: int, seed: int, calls: Calls | None = None
 ) -> RunResult:
     inputs_as_leaves = list(map(copy_as_leaf, sample))
-    copies = as_given(traced.leaves, map(writable_copy, inputs_as_leaves))
-    args, kwargs = pytree.tree_unflatten(copies, traced.in_spec)
     names = {n.target for n in traced.graph.nodes if n.op == "get_attr"} | set(traced.assigned)
     with preserve_state(traced.model) as snapshot, without_gradients(traced.model), preserve_objects(traced.in_spec):
         torch.manual_seed(seed)
-        with DrawFromStream(DrawStream(traced.seed), traced.draws_from_stream):
-            result = hooks.run_model(traced.model, args, kwargs)
-        if changed := changed_input_item(traced.model, (args, kwargs), traced.leaves, copies, traced.in_spec):
-            raise changed_container_error(changed)
-        try:
-            leaves = leaves_by_structure(result, traced.out_spec)
-        except StructureError as error:
-            raise TraceError(
-                f"the model's output has another structure{_size_note(size, batch)} than when it was recorded: "
-                f"{error}; "
-                "return the same structure for every batch size and in every call"
-            ) from error
+        leaves, copies = call_model(traced, inputs_as_leaves, _size_note(size, batch))
         slots = slots_of(traced.model)
         own = {storage_of(t) for t in (*slots.values(), *container_tensors(traced.model).values())}
-        outputs = [_detached_output(x, own) for x in leaves]
+        outputs = [detached(x, own) for x in leaves]
         slots = {s: t for s, t in slots.items() if s.kind != "parameter" and s.name in names}
         buffers = {s.name: t.detach().clone() for s, t in slots.items()}
-        inputs = {p: _detached_output(copies[p], own) for p in traced.placeholders}
+        inputs = {p: detached(copies[p], own) for p in traced.placeholders}
         if calls is not None:
-            del args, kwargs, result, copies
+            del copies
             calls.go_on_from_model(leaves, inputs_as_leaves)
     if calls is not None:
         snapshot.refuse_changes()
     return RunResult(outputs, buffers, inputs)
 
 
-def _detached_output(value: Any, own: set[int]) -> Any:
-    """A tensor without what it was made of, which would take memory; a copy, where its memory is among the model's."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    bare = value.detach().clone() if storage_of(value) in own else value.detach()
-    return bare.requires_grad_(value.requires_grad)
+def call_model(traced: Traced, inputs: Sequence[Any], size_note: str = "") -> tuple[list[Any], list[Any]]:
+    """Calls the model on flattened inputs: the leaves of its output, and the inputs as it leaves them.
+
+    Raises:
+        TraceError: its output has another structure than when it was recorded, or it changes a container.
+    """
+    copies = as_given(traced.leaves, map(writable_copy, inputs))
+    args, kwargs = pytree.tree_unflatten(copies, traced.in_spec)
+    with DrawFromStream(DrawStream(traced.seed), traced.draws_from_stream):
+        result = hooks.run_model(traced.model, args, kwargs)
+    if changed := changed_input_item(traced.model, (args, kwargs), traced.leaves, copies, traced.in_spec):
+        raise changed_container_error(changed)
+    try:
+        return leaves_by_structure(result, traced.out_spec), copies
+    except StructureError as error:
+        raise TraceError(
+            f"the model's output has another structure{size_note} than when it was recorded: {error}; return the same "
+            "structure for every batch size and in every call"
+        ) from error
 
 
 def _size_note(size: int, batch: int) -> str:

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.functions import opname
 from fxpipe.errors import TraceError
 from fxpipe.tracing.forward_rng import OwnGenerators, generator_states, same_generator_states
-from fxpipe.tracing.interpreter import copy_as_leaf, run_all_nodes, run_node, writable_copy
+from fxpipe.tracing.interpreter import copy_as_leaf, writable_copy
 from fxpipe.tracing.model_state import (
     container_tensors,
     preserve_rng,
@@ -36,7 +36,8 @@ from fxpipe.tracing.record.module_hooks import run_model
 from fxpipe.tracing.record.unrecordable import OPAQUE_REMEDY, CannotRecord, lost_by_import, python_rng_error
 from fxpipe.tracing.source_lines import user_line
 from fxpipe.tracing.tensors import tensors_in
-from fxpipe.tracing.traced import Traced, attribute_tensor
+from fxpipe.tracing.traced import Traced
+from fxpipe.tracing.verify.effects import observe_run
 from fxpipe.utils.pytree import flatten_output, preserve_objects
 from fxpipe.utils.random_generators import comparison_seed
 
@@ -135,7 +136,8 @@ def check_imported_graph(traced: Traced, leaves: Sequence[Any]) -> Traced:
         traced = replace(traced, out_spec=want.spec)  # fx makes plain dicts of all kinds of dicts
     with preserve_rng():
         torch.manual_seed(seed)
-        generators = _generators_after_graph(traced, leaves)
+        observe_run(traced, leaves)
+        generators = generator_states()
     if not same_generator_states(want.generators, generators):
         raise TraceError(
             f"forward draws random numbers that the graph which {traced.tracer!r} made does not draw: what was made of "
@@ -165,18 +167,3 @@ def _run_model(traced: Traced, leaves: Sequence[Any]) -> _ModelRun:
     if spec != traced.out_spec:  # there may be objects in it
         spec = flatten_output(result, _is_tensor)[1]
     return _ModelRun(spec, generator_states())
-
-
-def _generators_after_graph(traced: Traced, leaves: Sequence[Any]) -> list[Any]:
-    """Returns the states of torch's random generators after a run of the graph."""
-    inputs = list(map(copy_as_leaf, leaves))
-
-    def placeholder(node: fx.Node) -> Any:
-        return writable_copy(inputs[traced.place_of(node)])
-
-    def attribute(node: fx.Node) -> torch.Tensor:
-        tensor = attribute_tensor(traced, node)
-        return tensor if tensor.requires_grad else tensor.detach().clone()
-
-    run_all_nodes(traced.graph.nodes, placeholder, attribute, run_node)
-    return generator_states()

@@ -25,13 +25,11 @@ from typing import Any
 
 import torch
 
-from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.autograd import backward_id, suspend_hooks
 from fxpipe._torch.module_internals import module_flags
 from fxpipe.errors import DecisionError, TraceError
 from fxpipe.tracing.cache_key import tensors_match
-from fxpipe.tracing.forward_rng import DrawFromStream, DrawStream
-from fxpipe.tracing.interpreter import copy_as_leaf, writable_copy
+from fxpipe.tracing.interpreter import copy_as_leaf
 from fxpipe.tracing.model_state import (
     container_tensors,
     equal_tensors,
@@ -42,11 +40,11 @@ from fxpipe.tracing.model_state import (
     slots_of,
     without_gradients,
 )
-from fxpipe.tracing.record import module_hooks as hooks
-from fxpipe.tracing.tensors import storage_of
-from fxpipe.tracing.traced import Traced, as_given
+from fxpipe.tracing.tensors import detached, storage_of
+from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.effects import Ended, observe_run
 from fxpipe.tracing.verify.equivalence import (
+    call_model,
     is_close,
     run_model,
     sample_within_guards,
@@ -54,7 +52,6 @@ from fxpipe.tracing.verify.equivalence import (
     watch_seeded,
 )
 from fxpipe.utils.batch_split import micro_batch_sizes
-from fxpipe.utils.pytree import StructureError, leaves_by_structure
 
 FEWEST_SAMPLES = 2  # samples; a single one has shapes of its own
 SMALL_GRADIENT = 1 << 16  # numbers of a gradient that is kept as it is
@@ -143,7 +140,7 @@ class _TwoCalls:
             self.again = next((s for s in (self.other, self.sample) if _graph_holds(traced, s)), None)
         if self.again is not None:
             try:
-                self.want.append(_call_model(traced, self.again, self.seed, self.held))
+                self.want.append(_call_again(traced, self.again, self.seed, self.held))
             except TraceError:
                 raise
             except Exception:
@@ -338,39 +335,20 @@ def _gradients_of_model(
         ) from error
 
 
-def _call_model(traced: Traced, sample: Sequence[Any], seed: int, held: Mapping[str, torch.Tensor]) -> _CallResult:
-    outputs = _outputs_of_model(traced, list(map(copy_as_leaf, sample)), seed)
+def _call_again(traced: Traced, sample: Sequence[Any], seed: int, held: Mapping[str, torch.Tensor]) -> _CallResult:
+    with _seeded(seed):
+        outputs, _ = call_model(traced, list(map(copy_as_leaf, sample)))
     own = {storage_of(t) for t in (*slots_of(traced.model).values(), *held.values())}
-    return _CallResult([_detached(x, own) for x in outputs], _model_state(traced, held))
-
-
-def _outputs_of_model(traced: Traced, inputs: Sequence[Any], seed: int) -> list[Any]:
-    args, kwargs = pytree.tree_unflatten(as_given(traced.leaves, map(writable_copy, inputs)), traced.in_spec)
-    with _seeded(seed), DrawFromStream(DrawStream(traced.seed), traced.draws_from_stream):
-        result = hooks.run_model(traced.model, args, kwargs)
-    try:
-        return leaves_by_structure(result, traced.out_spec)
-    except StructureError as error:
-        raise TraceError(
-            f"the model's output has another structure than when it was recorded: {error}; return the same structure "
-            "in every call"
-        ) from error
+    return _CallResult([detached(x, own) for x in outputs], _model_state(traced, held))
 
 
 def _scaled_gradients(traced: Traced, sample: Sequence[Any], seed: int) -> _GradientSummaries:
     inputs = list(map(copy_as_leaf, sample))
-    with preserve_state(traced.model), without_gradients(traced.model):
-        outputs = _outputs_of_model(traced, inputs, seed)
+    with preserve_state(traced.model), without_gradients(traced.model), _seeded(seed):
+        outputs, _ = call_model(traced, inputs)
         gradients = _gradients_of_model(traced, outputs, inputs, sample, GRADIENT_FACTOR)
     assert gradients is not None
     return gradients
-
-
-def _detached(value: Any, own: set[int]) -> Any:
-    """A tensor without what it was made of; a copy, where its memory is the model's, which the next call may change."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().clone() if storage_of(value) in own else value.detach()
 
 
 def _model_state(traced: Traced, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
