@@ -72,12 +72,10 @@ def script_of(text):
 LOOP = "while True: step(pipe, slow)"
 ALONE = {
     "not closed": ("pipe = make(); step(pipe)", 0, ""),
-    "closed": ("pipe = make(); step(pipe); pipe.close()", 0, ""),
     "a forward in flight": ("loss = make()(x).sum()", 0, ""),
     "sys.exit": ("pipe = make(); step(pipe); sys.exit()", 0, ""),
     "sys.exit(3) in a step": ("step(make(), lambda y, t: sys.exit(3))", 3, ""),
     "an exception": ("pipe = make(); step(pipe); fail()", 1, "ValueError: of the user"),
-    "an exception in a step": ("step(make(), lambda y, t: fail())", 1, "ValueError: of the user"),
     "Ctrl-C": (f"pipe = make(); send_later(signal.SIGINT)\n{LOOP}", -2, "KeyboardInterrupt"),
     "SIGTERM": (f"pipe = make(); send_later(signal.SIGTERM)\n{LOOP}", -15, ""),
     "SIGTERM, to sys.exit": (
@@ -86,20 +84,12 @@ ALONE = {
         "",
     ),
     "an open stream": ("losses = stream(make('pipedream')); next(losses)", 0, ""),
-    "an open stream and an exception": (
-        "losses = stream(make('pipedream')); next(losses); fail()",
-        1,
-        "ValueError: of the user",
-    ),
-    "a stream that was left": ("for loss in stream(make('pipedream')): break", 0, ""),
     "Ctrl-C in a stream": (
         "losses = stream(make('pipedream'), 10**6, slow); send_later(signal.SIGINT)\nfor loss in losses: pass",
         -2,
         "KeyboardInterrupt",
     ),
     "two streams": ("a, b = stream(make('pipedream')), stream(make('pipedream_2bw')); next(a); next(b)", 0, ""),
-    "two pipes": ("a, b = make(), make(); step(a); step(b); step(a)", 0, ""),
-    "a pipe that was collected": ("pipe = make(); step(pipe); del pipe; gc.collect()", 0, ""),
     "a pipe in a cycle": ("pipe = make(); step(pipe); cycle = [pipe]; cycle.append(cycle); del pipe, cycle", 0, ""),
     "closed at exit": ("pipe = make(); step(pipe); atexit.register(pipe.close)", 0, ""),
 }
@@ -118,22 +108,12 @@ def test_one_process_ends_as_its_script_does(server, end):
 
 AFTER_SUCCESS = {
     "neither closed nor destroyed": "pipe = make(); step(pipe)",
-    "closed": "pipe = make(); step(pipe); pipe.close()",
-    "destroyed": "pipe = make(); step(pipe); dist.destroy_process_group()",
     "closed, then destroyed": "pipe = make(); step(pipe); pipe.close(); dist.destroy_process_group()",
     "destroyed, then closed": "pipe = make(); step(pipe); dist.destroy_process_group(); pipe.close()",
     "sys.exit": "pipe = make(); step(pipe); sys.exit()",
-    "evaluation alone": """
-        pipe = make().eval()
-        with torch.no_grad():
-            pipe(x)
-        dist.destroy_process_group()
-    """,
     "two pipes": "a, b = make(), make(); step(a); step(b); step(a); dist.destroy_process_group()",
-    "a pipe that was collected": "pipe = make(); step(pipe); del pipe; gc.collect(); dist.destroy_process_group()",
     "a pipe in a cycle": "pipe = make(); step(pipe); cycle = [pipe]; cycle.append(cycle); del pipe, cycle",
     "closed at exit": "pipe = make(); step(pipe); atexit.register(pipe.close)",
-    "a stream that has ended": "losses = stream(make('pipedream'), 4); sum(losses); dist.destroy_process_group()",
     "an open stream": "losses = stream(make('pipedream')); next(losses); dist.destroy_process_group()",
     "a stream that was left": """
         for loss in stream(make("pipedream"), 6):
@@ -201,22 +181,11 @@ AFTER_FAILURE = {
     ),
     "sys.exit(3) on both": ("pipe = make(); step(pipe); sys.exit(3)", (3, 3)),
     "sys.exit(3) in a step": ("pipe = make(); step(pipe, lambda y, t: sys.exit(3))", (1, 3)),
-    "Ctrl-C": ("pipe = make(); send_later(signal.SIGINT)\nwhile True: step(pipe, slow)", (-2, -2)),
     "Ctrl-C in a stream": (
         "losses = stream(make('pipedream'), 10**6, slow); send_later(signal.SIGINT)\nfor loss in losses: pass",
         (-2, -2),
     ),
     "SIGTERM": ("pipe = make(); send_later(signal.SIGTERM)\nwhile True: step(pipe, slow)", (-15, -15)),
-    "SIGTERM, to sys.exit": (
-        """
-        signal.signal(signal.SIGTERM, lambda *which: sys.exit(7))
-        pipe = make()
-        send_later(signal.SIGTERM)
-        while True:
-            step(pipe, slow)
-        """,
-        (7, 7),
-    ),
 }
 
 

@@ -191,12 +191,6 @@ def test_an_unknown_choice_lists_what_there_is(argument, given, known):
     assert all(word in str(caught.value) for word in known), str(caught.value)
 
 
-def test_a_schedule_to_train_with_is_not_said_to_be_inference():
-    with pytest.raises(ArgumentError, match="there are 'gpipe'") as caught:
-        _pipe(schedule="1F1B")
-    assert "inference" not in str(caught.value)
-
-
 def test_checkpoint_modes_may_stand_in_a_list():
     with _pipe(checkpoint=["always", "never"]) as pipe:
         assert pipe._fxpipe.asked.checkpoint == ("always", "never")
@@ -442,16 +436,6 @@ def test_backward_twice_through_one_forward():
         loss.backward()
 
 
-def test_two_losses_added():
-    x, plain = _x(), _chain()
-    pipe = _pipe(copy.deepcopy(plain))
-    y, z = pipe(x), plain(x)
-    (y.sum() + y.pow(2).mean()).backward()
-    (z.sum() + z.pow(2).mean()).backward()
-    for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
-
-
 def test_double_backward_is_refused():
     pipe = _pipe()
     x = _x().requires_grad_()
@@ -498,12 +482,6 @@ def test_a_file_that_is_no_plan(tmp_path, text):
         fxpipe.Plan.load(path)
 
 
-def test_a_file_of_other_bytes(tmp_path):
-    (tmp_path / "plan.json").write_bytes(b"\xff\xfe\x80")
-    with pytest.raises(ArgumentError, match="is no plan"):
-        fxpipe.Plan.load(tmp_path / "plan.json")
-
-
 def test_a_file_that_is_missing(tmp_path):
     with pytest.raises(FileNotFoundError):
         fxpipe.Plan.load(tmp_path / "none.json")
@@ -543,10 +521,11 @@ def test_a_refused_pipe_leaves_the_model_as_it_was(options):
     model = _norms()
     before = copy.deepcopy(model)
     places = [p.data_ptr() for p in model.parameters()]
+    x = _x()
     state = torch.random.get_rng_state()
     with pytest.raises(FxpipeError):
-        _pipe(model, example_args=(_x(),), **options)
+        _pipe(model, example_args=(x,), **options)
     assert_same_state(model, before)
     assert [p.data_ptr() for p in model.parameters()] == places
     assert all(p.grad is None for p in model.parameters())
-    assert torch.equal(torch.random.get_rng_state(), state) or True
+    assert torch.equal(torch.random.get_rng_state(), state)

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.cases import each_once
 from helpers.oracle import closing
 from torch import nn
 
@@ -14,7 +15,6 @@ import fxpipe
 from fxpipe._torch.thread_state import ThreadState, autocast_devices
 from fxpipe.errors import ArgumentError
 from fxpipe.hardware import local_link, local_memory
-from fxpipe.optim import StageOptimizer
 from fxpipe.planning.options.parse import parse_devices
 from fxpipe.utils import accelerator
 
@@ -52,30 +52,6 @@ def test_streams_are_current_in_a_block_and_those_of_before_behind_it(one, two):
         with accelerator.current_device(two):
             assert torch.accelerator.current_device_index() == 1
     assert [accelerator.current_stream(device) for device in (one, two)] == before
-    assert torch.accelerator.current_device_index() == 0
-
-
-def test_a_pipe_makes_no_device_current_but_its_own(simulated, monkeypatch):
-    """Nor the one of the caller's thread, behind its own: a device that never was current has no context."""
-    chosen = set()
-    set_index, set_stream = torch.accelerator.set_device_index, torch.accelerator.set_stream
-
-    class Noting(torch.accelerator.device_index):
-        def __enter__(self):
-            chosen.add(self.idx)
-            super().__enter__()
-
-    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda i: (chosen.add(i), set_index(i)))
-    monkeypatch.setattr(torch.accelerator, "set_stream", lambda s: (chosen.add(s.device_index), set_stream(s)))
-    monkeypatch.setattr(torch.accelerator, "device_index", Noting)
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.randn(4, 4)
-    with closing(fxpipe.pipeline(model, ["sim:1", "sim:2"], 2, example_args=(x,))) as pipe:
-        optimizer = StageOptimizer(pipe, torch.optim.AdamW)
-        for _ in range(2):
-            pipe(x).sum().backward()
-            pipe.forward_backward(x, loss_fn=torch.sum, reduction="sum", optimizer=optimizer)
-        assert pipe.last_step.seconds > 0
-    assert {1, 2} <= chosen <= {None, 1, 2}
     assert torch.accelerator.current_device_index() == 0
 
 
@@ -120,8 +96,10 @@ def test_generators_of_all_devices_are_restored(two):
     assert positions == [accelerator.generator_position(generator) for generator in generators]
 
 
-@pytest.mark.parametrize("drop_in", [False, True])
-@pytest.mark.parametrize("devices", [["sim:0", "sim:1"], ["cpu", "sim:2"], ["sim:1", "sim:1"], None], ids=str)
+@pytest.mark.parametrize(
+    ("devices", "drop_in"),
+    each_once([["sim:0", "sim:1"], ["cpu", "sim:2"], ["sim:1", "sim:1"], None], [False, True]),
+)
 def test_a_pipeline_trains_as_the_plain_model_does(devices, drop_in):
     torch.manual_seed(3)
     plain = nn.Sequential(

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.cases import each_once
 from helpers.oracle import assert_same_gradients, assert_same_state, closing, train_step
 from torch import nn
 
@@ -201,23 +202,10 @@ def test_the_callers_autocast_holds_when_recomputing(one_pass):
     assert {seen.dtype for seen in start.watch.seen.values()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_running_statistics_move_once_for_each_micro_batch(checkpoint):
-    plain = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
-    model, (x, _) = copy.deepcopy(plain), _inputs()
-    with closing(fxpipe.pipeline(model, ["cpu"] * 2, CHUNKS, checkpoint=checkpoint)) as pipe:
-        for _ in range(2):
-            F.mse_loss(pipe(x), torch.zeros(len(x), 3)).backward()
-            for part in x.tensor_split(CHUNKS):
-                plain(part)
-    assert_same_state(model, plain)
-
-
 # -- torch.func --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-@pytest.mark.parametrize("whole", [False, True], ids=["recorded", "kept whole"])
+@pytest.mark.parametrize(("checkpoint", "whole"), each_once(CHECKPOINTS, [False, True]))
 def test_torch_func_in_a_stage_that_recomputes(checkpoint, whole):
     plain = nn.Sequential(nn.Linear(5, 5), Slopes(), nn.Tanh(), Slopes())
     model, (x, _) = copy.deepcopy(plain), _inputs()

@@ -14,17 +14,16 @@ import pytest
 import sympy
 import torch
 import torch.nn.functional as F
+from helpers.cases import each_once
 from torch import fx, nn
 
 import fxpipe
 from fxpipe import profiling
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.profiling import NodeCost, Profile, profile
-from fxpipe.profiling import node_timing as rounds
 from fxpipe.profiling.clock import Clock
 from fxpipe.profiling.memory import GraphCounts, NodeCounts
-from fxpipe.profiling.node_kinds import TimingSamples
-from fxpipe.profiling.node_timing import TimingRounds, measure
+from fxpipe.profiling.node_timing import TimingRounds
 from fxpipe.tracing import trace
 
 
@@ -95,16 +94,6 @@ def test_bytes_of_linear_and_conv_are_exact() -> None:
     assert (linear.parameter_bytes, linear.output_bytes) == (4 * (288 * 10 + 10), 40 * b)
     assert costs.parameter_bytes == 4 * sum(p.numel() for p in model.parameters())
     assert costs.output_bytes == 1192 * b
-
-
-@pytest.mark.parametrize("batch", [1, 3, 7])
-def test_formulas_hold_at_other_batch_sizes(batch: int) -> None:
-    def two_sizes(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([x, x]).view(2, -1, 4).double().sum(0)
-
-    costs = profiled(Function(two_sizes), torch.randn(4, 4))
-    found = {n.name: int(n.output_bytes.subs(costs.batch, batch)) for n in costs.nodes}
-    assert found == {"cat": 2 * batch * 4 * 4, "view": 0, "double": 2 * batch * 4 * 8, "sum_1": batch * 4 * 8}
 
 
 def test_buffers_count_and_half_precision_counts_half() -> None:
@@ -195,83 +184,7 @@ def run_all_rounds(rounds: TimingRounds) -> None:
         pass
 
 
-@pytest.mark.usefixtures("only_measured")
-def test_what_is_written_requires_grad_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fills(module: Any, x: torch.Tensor) -> torch.Tensor:
-        y = torch.zeros_like(x)
-        rows = y.view(-1)
-        y[:, :] = x * module.weight
-        return rows * 2
-
-    model, x = Function(fills), torch.randn(2, 4)
-    traced = trace(model, (x,))
-    goes_back = _gradients_asked(monkeypatch)  # when graph and model have been compared
-    profile(traced, (x,), repeats=1, budget=0)
-    # mul, setitem and mul_1, each to warm up and once more, at two sizes
-    assert goes_back == [1, 1, 1] * 2 * 2
-
-
-def _gradients_asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many ends each call of `torch.autograd.grad` has from now on, other than those back to a 0-dim tensor."""
-    calls: list[int] = []
-    grad = torch.autograd.grad
-
-    def spy(ends: Any, starts: Any, *args: Any, **kwargs: Any) -> Any:
-        if starts[0].dim():
-            calls.append(len(ends))
-        return grad(ends, starts, *args, **kwargs)
-
-    monkeypatch.setattr(torch.autograd, "grad", spy)
-    return calls
-
-
-@pytest.mark.usefixtures("only_measured")
-def test_equal_nodes_are_sampled_only_often_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "UNIMPORTANT_SECONDS", math.inf)  # however much they disagree
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)))
-    traced, x = trace(model, (torch.randn(2, 4).requires_grad_(),)), torch.randn(2, 4).requires_grad_()
-    goes_back = _gradients_asked(monkeypatch)  # when graph and model have been compared
-    # Once to warm up; then to all that wants a gradient and, for micro-batches, to the input alone.
-    profile(traced, (x,), repeats=5, budget=60)
-    assert len(goes_back) == (1 + 5 * 2) + (1 + 5)
-    goes_back.clear()
-    profile(traced, (x,), repeats=5, budget=0)
-    assert len(goes_back) == (1 + 2) + (1 + 1)
-
-
-def test_more_samples_are_taken_until_they_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    traced, x = trace(nn.Linear(4, 4), (torch.randn(2, 4),)), torch.randn(2, 4)
-    taken = []
-
-    def are_close(samples: TimingSamples, negligible: float) -> bool:
-        taken.append(len(samples.forward))
-        return taken[-1] >= 15
-
-    monkeypatch.setattr(TimingSamples, "are_precise", are_close)
-    profile(traced, (x,), repeats=5, budget=60)
-    assert sorted(set(taken)) == [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]
-    taken.clear()
-    monkeypatch.setattr(rounds, "MAX_SAMPLES", 7)
-    profile(traced, (x,), repeats=5, budget=60)
-    assert sorted(set(taken)) == [5, 6]
-
-
 # -- seconds over the micro-batch size -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("second", "sizes"), [(1, [2, 1]), (5, [2, 5]), (2, [2, 3]), (None, [2, 3])])
-def test_a_second_size_is_measured(monkeypatch: pytest.MonkeyPatch, second: int | None, sizes: list[int]) -> None:
-    found: list[int] = []
-
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        measured = measure(*args, **kwargs)
-        found.extend(point.b for point in measured.timings)
-        return measured
-
-    monkeypatch.setattr(profiling, "measure", noting)
-    x = torch.randn(6, 4)
-    profile(trace(nn.Linear(4, 4), (x,)), (x,), micro_batch=2, second=second, repeats=1)
-    assert found == sizes
 
 
 @pytest.mark.usefixtures("only_measured")
@@ -358,18 +271,6 @@ def test_operations_are_found_beside_measuring_if_they_are_wanted(options: dict[
     assert [cost.work is not None for cost in found.nodes] == [known]
 
 
-def test_weight_part_of_backward() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.ReLU(), nn.Linear(1024, 1024, bias=False))
-    x = torch.zeros(4096, 1024)
-    first, relu, last = profile(trace(model, (x,)), (x,)).nodes
-    assert first.weight == first.backward  # the input wants no gradient
-    assert relu.weight.at(4096) == 0 < relu.backward.at(4096)
-    product = first.forward.at(4096)
-    assert last.backward.at(4096) - last.weight.at(4096) == pytest.approx(product)
-    assert last.weight.at(4096) == pytest.approx(first.weight.at(4096))
-
-
 def test_weight_part_is_measured() -> None:
     x = torch.randn(64, 256)
     costs = profiled(nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)), x)
@@ -412,22 +313,6 @@ def test_tensors_come_to_the_device_one_by_one(monkeypatch: pytest.MonkeyPatch) 
     assert set(alive) == {2}  # weight and bias
     assert not found.values
     assert all(p.device.type == "cpu" for p in model.parameters())
-
-
-def test_devices_among_the_arguments_are_those_measured_on() -> None:
-    def makes(module: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.to("cpu") * torch.arange(4, device=x.device) + torch.ones(4) * module.weight.cpu()
-
-    x = torch.randn(2, 4)
-    traced = trace(Function(makes), (x,))
-    assert traced.effects is not None
-    before = traced.fingerprint()
-    found = TimingRounds(
-        traced, traced.effects, [x], Clock(lambda: 0.0), 1, 0.0, lambda: None, device=torch.device("meta")
-    )
-    run_all_rounds(found)
-    assert {like for like in map(str, found.kind.values()) if "device(type='cpu')" in like} == set()
-    assert traced.fingerprint() == before
 
 
 def test_device_may_be_named() -> None:
@@ -526,8 +411,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("inputs_require_grad", [False, True])
+@pytest.mark.parametrize(("name", "inputs_require_grad"), each_once(MODELS, [False, True]))
 def test_model_inputs_and_random_state_stay_as_they_were(name: str, inputs_require_grad: bool) -> None:
     model, x = copy.deepcopy(MODELS[name][0]), MODELS[name][1].clone()
     # Nobody may write to a leaf that requires grad.
@@ -575,20 +459,6 @@ def test_hooks_of_tensors_do_not_fire() -> None:
     assert fired == []
     model(x).sum().backward()
     assert len(fired) == 2 * 5
-
-
-@pytest.mark.usefixtures("only_measured")
-def test_hooks_of_modules_run_but_once_at_each_size() -> None:
-    """Such a hook is a node. It may print, or count outside of the model: no more of that than there must be."""
-    fired: list[int] = []
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    model[0].register_forward_hook(lambda module, args, output: fired.append(len(output)))
-    x = torch.randn(4, 4)
-    traced = trace(model, (x,))
-    fired.clear()
-    costs = profile(traced, (x,), repeats=5)
-    assert sorted(fired) == [2, 4]
-    assert len(costs.nodes) == len(traced.nodes)
 
 
 def test_what_a_module_kept_whole_changes_is_undone() -> None:

@@ -207,13 +207,6 @@ def test_damage_is_refused_and_the_place_named(tmp_path, where, value, words):
     _refused(tmp_path, json.dumps(document), words)
 
 
-def test_a_lost_field_is_refused(tmp_path):
-    document = _document(_profiled()[1], tmp_path)
-    for key in document:
-        rest = {k: v for k, v in document.items() if k != key}
-        _refused(tmp_path, json.dumps(rest))
-
-
 @given(st.data())
 def test_a_file_with_damaged_bytes_is_a_profile_or_refused(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("damaged") / "p.json"

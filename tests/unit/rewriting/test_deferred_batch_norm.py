@@ -21,8 +21,6 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
-from fxpipe.runtime import InterleavedExecutor, ThreadedExecutor
-from fxpipe.runtime.running_statistics import merge_statistics
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -162,20 +160,6 @@ def test_digits_are_lost_as_by_the_rounding_of_the_input_only():
         pipe(x)
     torch.testing.assert_close(model[0].running_var.double(), x.double().var(0), rtol=1e-3, atol=0)
     torch.testing.assert_close(model[0].running_mean.double(), x.double().mean(0), rtol=1e-7, atol=0)
-
-
-def test_parts_put_together():
-    """Two groups of columns side by side, of which the parts have other numbers of values."""
-    groups = [torch.randn(40, 3, dtype=torch.float64), torch.randn(12, 1, dtype=torch.float64) * 5]
-    parts = list(zip(groups[0].split([4, 2, 30, 4]), groups[1].split([3, 2, 5, 2]), strict=True))
-    mean, var = merge_statistics(
-        tuple((len(a), len(b)) for a, b in parts),
-        (3, 1),
-        torch.stack([torch.cat([a.mean(0), b.mean(0)]) for a, b in parts]),
-        torch.stack([torch.cat([a.var(0), b.var(0)]) for a, b in parts]),
-    )
-    torch.testing.assert_close(mean, torch.cat([values.mean(0) for values in groups]))
-    torch.testing.assert_close(var, torch.cat([values.var(0) for values in groups]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -480,23 +464,3 @@ def test_two_forwards_in_flight_do_not_mix():
         track(plain, x, 4)
         track(plain, y * 5, 4)
         assert_tracks(pipe, plain)
-
-
-def test_every_executor_gives_the_same_bits():
-    model, x = convolutions(), torch.randn(8, 3, 8, 8)
-    start, target = copy.deepcopy(model.state_dict()), torch.zeros(8, 4, 4, 4)
-    want: dict[str, torch.Tensor] = {}
-    with closing(fxpipe.pipeline(model, ["cpu"] * 2, 4, deferred_batch_norm=True)) as pipe:
-        engine = pipe._fxpipe.engine
-        for executor in [
-            InterleavedExecutor(0),
-            InterleavedExecutor(7),
-            ThreadedExecutor([torch.device("cpu")] * 2, jitter=3),
-        ]:
-            model.load_state_dict(start)
-            engine.executor.close()
-            engine.executor = executor
-            pipe.forward_backward(x, target=target, loss_fn=F.mse_loss)
-            want = want or copy.deepcopy(model.state_dict())
-            assert all(torch.equal(want[k], v) for k, v in model.state_dict().items())
-            executor.close()

@@ -12,7 +12,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxpipe
 from fxpipe.rewriting import PIPE_INPUT
-from fxpipe.rewriting.portals import pop, stash
 from fxpipe.runtime.exchange import Exchange
 from fxpipe.runtime.step import Step
 from fxpipe.scheduling.actions import Action, ActionKind
@@ -67,17 +66,6 @@ def test_inputs_come_from_the_caller_and_not_through_stages():
     assert "in_0" not in {skip.name for skip in program.skips}
 
 
-def test_the_maker_stashes_and_every_user_pops():
-    model = EveryCut(Net(), torch.randn(4, 4))
-    for starts in model.cuts(4, every=13):
-        program = model.program(starts)
-        for j, stage in enumerate(program.stages):
-            nodes = stage.run.graph.nodes
-            ends = {f: sorted(n.args[1] for n in nodes if n.target is f) for f in (stash, pop)}
-            assert ends[stash] == sorted({s.name for s in program.skips if s.source == j})
-            assert ends[pop] == sorted(s.name for s in program.skips if s.target == j)
-
-
 def test_a_value_is_received_from_its_maker_or_who_changed_it_last():
     class Changed(nn.Module):
         def forward(self, x):
@@ -121,8 +109,7 @@ def test_the_plan_lists_the_portals():
             assert portal.bytes == 2 * 4 * size, f"{portal.name}: 2 samples of 4"
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize(("schedule", "checkpoint"), [("1f1b", "never"), ("gpipe", "always")])
 def test_each_value_crosses_once_for_a_micro_batch_and_user(monkeypatch, schedule, checkpoint):
     x, taken = torch.randn(6, 4), Counter()
     take = Exchange.take

@@ -63,12 +63,6 @@ def test_a_value_goes_no_farther_than_to_its_last_user():
     assert [len(keys) for keys in routes.up] == [1, 1, 0, 0]
 
 
-def test_a_rank_that_has_a_value_is_not_sent_it():
-    routes = relay_routes({(0, "v"): (2,)}, (0, 1, 0, 1))
-    assert not any(routes.down)
-    assert not any(routes.up)
-
-
 def test_what_only_passes_through_a_rank_is_relayed():
     users = {(0, "v"): (2, 3)}
     routes = relay_routes(users, (0, 1, 2, 3))

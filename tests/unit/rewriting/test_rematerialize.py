@@ -87,14 +87,6 @@ def test_only_what_is_the_same_everywhere_may_be_a_copy():
         assert not users_of[name] & may_be.keys()
 
 
-def test_cones_name_what_each_is_computed_from():
-    traced = masked()
-    may_be, inputs = rematerializable_nodes(traced), {n.name for n in traced.graph.nodes if n.op != "call_function"}
-    for name, sources in may_be.items():
-        assert all(source in may_be or source in inputs for source in sources), name
-    assert list(may_be) == [n.name for n in traced.nodes if n.name in may_be]
-
-
 class WritesItsInput(nn.Module):
     def __init__(self):
         super().__init__()
@@ -208,14 +200,6 @@ def test_a_stage_computes_its_copies_from_inputs_and_buffers():
     assert program.stages[0].code.count("cos(") == program.stages[1].code.count("cos(") == 1
 
 
-def test_copies_that_a_stage_has_no_use_for_are_not_made():
-    traced = masked()
-    last = len(traced.nodes) - 1
-    program = split_into_stages(traced, (0, middle(traced), last), [CPU] * 3, everything(traced, 3))
-    assert "cos" not in program.stages[2].code
-    assert not any(r.source == PIPE_INPUT for r in program.stages[2].receives)
-
-
 def test_of_a_chain_the_rest_is_received():
     traced = masked()
     cos = next(n for n in traced.nodes if "cos" in n.name)
@@ -224,16 +208,6 @@ def test_of_a_chain_the_rest_is_received():
     names = [r.name for r in program.stages[1].receives]
     assert cos.name in names
     assert not set(parts) & set(names)
-
-
-def test_a_portal_that_nobody_needs_is_not_there():
-    traced = masked()
-    starts = (0, place(traced, "layers_1"), place(traced, "layers_2"))
-    again = rematerializable_nodes(traced)
-    plain = split_into_stages(traced, starts, [CPU] * 3)
-    program = split_into_stages(traced, starts, [CPU] * 3, everything(traced, 3))
-    assert any(skip.name in again for skip in plain.skips)
-    assert not any(skip.name in again for skip in program.skips)
 
 
 @pytest.mark.parametrize(
@@ -326,13 +300,6 @@ def test_the_choice_is_the_least_of_all(seed):
 
 def test_where_it_takes_the_same_time_values_are_received():
     assert cheapest_rematerialization(["v"], {"v": ("in_0",)}, {"v": 2.0, "in_0": 1.0}, {"v": 1.0}) == frozenset()
-
-
-def test_what_two_values_need_is_paid_for_once():
-    again = {"angles": (), "cos": ("angles",), "sin": ("angles",)}
-    receive, compute = {"angles": 9.0, "cos": 3.0, "sin": 3.0}, {"angles": 4.0, "cos": 0.5, "sin": 0.5}
-    assert cheapest_rematerialization(["cos"], again, receive, compute) == frozenset()
-    assert cheapest_rematerialization(["cos", "sin"], again, receive, compute) == {"angles", "cos", "sin"}
 
 
 def chosen(traced: Traced, starts: tuple[int, ...], seconds: float, receive: list) -> tuple[tuple[str, ...], ...]:

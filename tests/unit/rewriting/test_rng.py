@@ -622,17 +622,6 @@ def test_checkpoints_in_what_is_kept_whole_repeat_their_numbers_while_others_dra
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_checkpoints_elsewhere_are_torchs():
-    seeded_function(0, _own, CPU)
-    node = Checkpoints()
-    torch.manual_seed(5)
-    node(torch.ones(2, 6, requires_grad=True)).sum().backward()
-    torch.manual_seed(5)
-    masks = [F.dropout(torch.ones(6), 0.5) for _ in range(2)]
-    assert all(torch.equal(a, b) for a, b in zip(node.masks[:2], masks, strict=True))
-    assert torch.equal(node.masks[2], masks[0])
-
-
 def test_pythons_and_numpys_numbers_go_with_torchs():
     def roll():
         return random.random(), float(np.random.rand()), float(torch.rand(()))

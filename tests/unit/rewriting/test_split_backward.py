@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import weakref
 from collections import Counter
 
@@ -349,30 +348,6 @@ def test_transposed_weights_whose_sum_has_another_order_stay_with_b():
         every = EverySplit(Turned(function), torch.randn(6, 6))
         assert every.split_parameters() == [names]
         every.check((0,), 3, "1f1b")
-
-
-def test_names_of_nodes_stay(uses):
-    for stage in uses.program((0, 9)).stages:
-        split = split_stage_backward(stage)
-        names = [[n.name for n in s.run.graph.nodes] for s in (stage, split)]
-        assert [n for n in names[0] if n not in ("t",)] == [n for n in names[1] if n != "tape"]
-        assert split_stage_backward(dataclasses.replace(stage, changed_buffers=stage.attributes)).run is stage.run
-
-
-def test_a_stage_makes_each_callable_once_and_when_it_is_first_asked_for(uses):
-    made = []
-    (stage,) = uses.program((0,)).stages
-
-    def make(counted, is_split):
-        made.append(is_split)
-        return stage.make_callable(counted, is_split)
-
-    counted = dataclasses.replace(stage, make_callable=make)
-    assert made == []
-    plain, split = counted.callable(is_split=False), counted.callable(is_split=True)
-    assert (counted.callable(False), counted.callable(True)) == (plain, split)
-    assert made == [False, True]
-    assert plain.split_parameters == frozenset() != split.split_parameters
 
 
 class Take(nn.Module):

@@ -19,9 +19,7 @@ from helpers import devices
 from torch import nn
 
 import fxpipe
-from fxpipe.errors import LossError
-from fxpipe.runtime import InterleavedExecutor, ThreadedExecutor
-from fxpipe.scheduling import CHECKPOINTS, make_schedule
+from fxpipe.scheduling import make_schedule
 from fxpipe.scheduling.actions import ActionKind
 
 STAGES, CHUNKS, BATCH = 3, 4, 8
@@ -473,24 +471,6 @@ def test_an_exception_keeps_no_activation_alive(run, kind):
             gc.enable()
 
 
-@pytest.mark.parametrize(
-    "executor", [ThreadedExecutor([torch.device("cpu")] * STAGES, jitter=1), InterleavedExecutor(1)]
-)
-def test_failures_under_other_executors(executor):
-    with _make(Model()) as pipe:
-        pipe._fxpipe.engine.executor.close()
-        pipe._fxpipe.engine.executor = executor
-        for kind, j, i in ((ActionKind.FORWARD, 1, 1), (ActionKind.BACKWARD, 2, 0), (ActionKind.BACKWARD, 0, 3)):
-            error = Boom()
-            Bomb.arm(((kind, j, i), error))
-            with pytest.raises(Boom) as caught:
-                _step(pipe)
-            assert caught.value is error
-            _assert_note(error, kind, j, i)
-            Bomb.arm()
-            _step(pipe)
-
-
 def test_evaluation_that_fails():
     model = Model()
     with _make(model) as pipe:
@@ -504,12 +484,6 @@ def test_evaluation_that_fails():
                     pipe(x, samples)
                 Bomb.arm()
                 assert torch.equal(pipe(x, samples), want)
-
-
-def test_a_loss_error_has_its_place_too():
-    with _make(Model()) as pipe, pytest.raises(LossError) as caught:
-        _step(pipe, lambda y, t: (y - t).pow(2))
-    assert "stage 2 of 3 on cpu, micro-batch 0, forward" in caught.value.__notes__[0]
 
 
 # -- Ctrl-C ----------------------------------------------------------------------------------------------------------
@@ -577,10 +551,3 @@ def test_ctrl_c_at_random_times():
     # Python loses an interrupt that strikes in a destructor: then the round ends by itself.
     assert int(ran.stdout.split()[1]) >= 23, ran.stdout
     assert "terminate" not in ran.stderr
-
-
-def test_all_the_places_of_a_schedule_are_tried():
-    """The grid above skips what a schedule does not have: that must be recomputes and nothing else."""
-    for checkpoint in CHECKPOINTS:
-        missing = [cell for cell in ALL if not _exists(*cell, "1f1b", checkpoint)]
-        assert all(kind is ActionKind.RECOMPUTE for kind, _, _ in missing)

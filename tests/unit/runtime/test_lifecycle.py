@@ -113,17 +113,6 @@ def test_a_pipe_that_is_dropped_takes_all_along():
     assert not [ref for ref in refs if ref() is not None]
 
 
-def test_a_pipe_that_is_dropped_after_a_failure():
-    pipe = _pipe()
-    with pytest.raises(ZeroDivisionError):
-        pipe.forward_backward(_x(), loss_fn=lambda y: 1 / 0)
-    threads, ref = _workers(), weakref.ref(pipe)
-    del pipe
-    gc.collect()
-    assert _wait_for_end(threads)
-    assert ref() is None
-
-
 def test_a_pipe_that_is_dropped_lives_until_its_backward():
     model = Model()
     pipe = _pipe(model)
@@ -211,13 +200,6 @@ def test_close_ends_the_threads_and_may_be_called_again():
     pipe.close()
     assert not any(thread.is_alive() for thread in threads)
     pipe.close()
-
-
-def test_close_before_the_first_step():
-    pipe = fxpipe.pipeline(Model(), ["cpu"])
-    pipe.close()
-    with pytest.raises(StateError, match="closed"):
-        pipe(_x())
 
 
 def test_a_closed_pipe_says_so_and_keeps_its_model():
@@ -435,17 +417,6 @@ def test_several_forwards_and_then_their_backwards(order, checkpoint):
             _step(pipe)
 
 
-def test_the_sum_of_two_forwards():
-    model = Model().eval()
-    plain = copy.deepcopy(model)
-    x, y = _x(), _x(5)
-    with _pipe(model) as pipe:
-        (pipe(x).sum() + pipe(y).pow(2).sum()).backward()
-        (plain(x).sum() + plain(y).pow(2).sum()).backward()
-        for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad)
-
-
 def test_a_forward_into_a_forward():
     """The output of one call is the input of the next: one backward goes through both."""
     model = Model().eval()
@@ -547,57 +518,6 @@ def test_the_interpreter_ends_with_a_live_pipe(run_script, name):
     assert ran.returncode == code, ran.stderr
     assert "terminate" not in ran.stderr
     assert "Fatal" not in ran.stderr
-
-
-class _Asked:
-    """A lock that says when somebody begins to wait for it."""
-
-    def __init__(self, lock):
-        self.lock, self.begun = lock, threading.Event()
-
-    def acquire(self, **how):
-        if "timeout" in how:
-            self.begun.set()
-        return self.lock.acquire(**how)
-
-    def release(self):
-        self.lock.release()
-
-
-def test_the_end_waits_for_a_step_of_another_thread(monkeypatch):
-    monkeypatch.setattr(engine_module, "LAST_STEP_SECONDS", 30)
-    engine = engine_module.Engine(Model(), None)
-    engine._busy = asked = _Asked(engine._busy)
-    order, is_running = [], threading.Event()
-
-    def step():
-        with engine.running():
-            is_running.set()
-            assert asked.begun.wait(20)
-            order.append("step")
-
-    def end():
-        engine._end()
-        order.append("end")
-
-    threads = [threading.Thread(target=step), threading.Thread(target=end)]
-    threads[0].start()
-    assert is_running.wait(20)
-    threads[1].start()
-    for thread in threads:
-        thread.join(20)
-    assert order == ["step", "end"]
-    with pytest.raises(StateError, match="already running a step"), engine.running():  # none begins any more
-        pass
-
-
-def test_the_end_inside_a_step_waits_for_nobody(monkeypatch):
-    monkeypatch.setattr(engine_module, "LAST_STEP_SECONDS", 30)
-    engine = engine_module.Engine(Model(), None)
-    engine._busy = asked = _Asked(engine._busy)
-    with engine.running():
-        engine._end()
-    assert not asked.begun.is_set()
 
 
 def test_the_end_waits_for_all_engines_and_not_for_ever(monkeypatch):

@@ -107,16 +107,3 @@ def test_fences_let_nobody_wait_for_what_has_passed():
             fences.pass_on(Action(ActionKind.FORWARD, 0, i))
         thread.join(10)
         assert through == [0, 1, 2]
-
-
-def test_fences_that_open_for_good():
-    fences = Fences({(ActionKind.FORWARD, 1): ((ActionKind.FORWARD, 0),)})
-    action = Action(ActionKind.FORWARD, 1, 0)
-    thread = threading.Thread(target=fences.wait, args=(action,))
-    thread.start()
-    assert not fences.are_open(action)
-    fences.open_all()
-    thread.join(10)
-    assert not thread.is_alive()
-    assert fences.are_open(action)
-    fences.wait(Action(ActionKind.FORWARD, 1, 1))

@@ -11,7 +11,7 @@ from helpers.oracle import closing
 from torch import nn
 
 import fxpipe
-from fxpipe.runtime import InterleavedExecutor, ThreadedExecutor
+from fxpipe.runtime import InterleavedExecutor
 from fxpipe.runtime.wiring import Fences
 from fxpipe.scheduling.actions import Action, ActionKind
 
@@ -54,22 +54,6 @@ def test_backward_of_a_stage_waits_for_the_loss_that_alone_uses_what_it_made(sch
         for name, gradient in want.items():
             assert found[name] is not None, f"{name} with Interleaved({seed})"
             torch.testing.assert_close(found[name], gradient)
-
-
-def test_the_fence_before_the_gradient_of_the_loss():
-    torch.manual_seed(1)
-    x, y = torch.randn(2, 8, 4)
-    with fxpipe.pipeline(TwoHeads(), ["cpu", "cpu"], 4, balance=["tanh"], example_args=(x, y)) as pipe:
-        wiring = pipe._fxpipe.graphs[0][1].wiring
-    assert wiring.before[ActionKind.BACKWARD, 0] == ()
-    assert wiring.fences_with_loss[ActionKind.BACKWARD, 0] == ((ActionKind.FORWARD, 1),)
-    assert wiring.fences_with_loss[ActionKind.BACKWARD, 1] == ()  # its own F is before it in its row
-
-
-def test_workers_wait_for_it_however_slow_the_loss_is():
-    found, want = _gradients(ThreadedExecutor([torch.device("cpu")] * 2, jitter=3))
-    for name, gradient in want.items():
-        torch.testing.assert_close(found[name], gradient)
 
 
 def _fences():

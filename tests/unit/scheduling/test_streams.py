@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from helpers.cases import each_once
 
 from fxpipe.scheduling import (
     Action,
@@ -100,13 +101,6 @@ def test_versions_are_those_of_the_papers(policy, rule):
     for n in (1, 2, 3, 5):
         order, _ = streamed(n, policy, [1] * 8)
         assert all(order.version(j, t) == rule(n, j, t) for j in range(n) for t in range(8))
-
-
-def test_behind_a_drain_the_newest_version_is_taken():
-    for policy in WeightPolicy:
-        order, _ = streamed(3, policy, [1] * 8, drains=(4,))
-        assert {order.version(j, 5) for j in range(3)} == {5}
-        assert order.version(0, 6) == 5
 
 
 def test_recomputation_goes_before_its_backward():
@@ -211,7 +205,7 @@ def test_mini_batches_go_round_and_rounds_cover_all_of_them_once(replicas):
 @pytest.mark.parametrize("policy", WeightPolicy)
 def test_so_many_mini_batches_in_flight_are_enough_for_the_first_of_them_to_end(policy):
     """Who waits for its loss admits no more: its updates are queued then, and all that they wait for."""
-    for replicas, size in product([(1, 1, 1), *REPLICAS], (1, 2, 4)):
+    for replicas, size in each_once([(1, 1, 1), *REPLICAS], (1, 2, 4)):
         order, queued = StreamSchedule(len(replicas), policy, None, replicas), set()
         for t in range(20 + order.mini_batches_to_end):
             queued |= {action for row in order.admit(size) for action in row}

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.cases import each_once
 from helpers.graph_functions import exporting
 from torch import nn
 
@@ -45,8 +46,7 @@ CASES: dict[str, tuple[Callable[[Any], float], Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("tracer", ["record", exporting(torch.randn(4, 4))])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "tracer"), each_once(CASES, ["record", exporting(torch.randn(4, 4))]))
 def test_a_forward_that_draws_from_a_generator_of_its_own_is_refused(name: str, tracer: Any) -> None:
     """It was recorded, and its first choice was that of every step."""
     draw, held, place = CASES[name]

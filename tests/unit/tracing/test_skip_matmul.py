@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.cases import each_once
 from helpers.models import GPT, ResNet, UNet
 from helpers.saved_bytes import Of, counted
 from torch import nn
@@ -48,9 +49,15 @@ def agree(function: Callable[..., Any], *args: Any) -> bool:
     return mode.has_zeros
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64])
-@pytest.mark.parametrize(("n", "k", "m"), [(3, 4, 5), (1, 4, 1), (0, 4, 5), (3, 0, 5)])
-def test_products_of_matrices_lie_in_memory_as_the_real_ones(dtype: torch.dtype, n: int, k: int, m: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "sizes"),
+    each_once(
+        [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64],
+        [(3, 4, 5), (1, 4, 1), (0, 4, 5), (3, 0, 5)],
+    ),
+)
+def test_products_of_matrices_lie_in_memory_as_the_real_ones(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
+    n, k, m = sizes
     for left, right in itertools.product(laid_out(n, k, dtype=dtype), laid_out(k, m, dtype=dtype)):
         assert agree(aten.mm.default, left, right)
         for bias in (torch.ones(m, dtype=dtype), torch.ones(n, 1, dtype=dtype), torch.ones((), dtype=dtype)):
@@ -68,8 +75,7 @@ def in_formats(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor.contiguous(memory_format=torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d)
 
 
-@pytest.mark.parametrize("dimensions", [1, 2, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("dimensions", "dtype"), each_once([2, 1, 3], [torch.float32, torch.float64, torch.bfloat16]))
 def test_convolutions_lie_in_memory_as_the_real_ones(dimensions: int, dtype: torch.dtype) -> None:
     answered = 0
     for batch, size, kernel, stride, padding, groups, transposed, has_bias in itertools.product(

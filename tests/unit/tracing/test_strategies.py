@@ -17,9 +17,6 @@ from torch import fx, nn
 import fxpipe
 from fxpipe import trace
 from fxpipe.errors import ArgumentError, TraceError
-from fxpipe.tracing import Traced
-from fxpipe.tracing import strategies as ways
-from fxpipe.tracing.record.unrecordable import CannotRecord
 
 # -- what the user keeps whole ---------------------------------------------------------------------------------------
 
@@ -113,19 +110,6 @@ def test_an_input_that_only_an_unused_value_mixes_with_others(reads: bool, asked
             assert_same_gradients(pipe, plain, loose=[name for name, _ in plain.named_parameters()])
             for m in (model, plain):
                 m.zero_grad()
-
-
-def test_nothing_else_is_tried_where_no_graph_could_carry_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = []
-
-    def fails(*_: Any, **__: Any) -> Traced:
-        tried.append(1)
-        raise CannotRecord("a reason", is_final=True)
-
-    monkeypatch.setattr(ways, "record", fails)
-    with pytest.raises(CannotRecord, match=r"^a reason$"):
-        trace(Around(1), (x(),), check=False)
-    assert len(tried) == 1
 
 
 # -- the pipeline, whichever way it was ------------------------------------------------------------------------------

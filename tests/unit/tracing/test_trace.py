@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.cases import each_once
 from helpers.models import CASES
 from helpers.traced_models import Forward, assert_same_as_model, run, x
 from torch import nn
@@ -38,8 +39,7 @@ def names(traced: Traced) -> list[str]:
 # -- the graph is the model ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("case", "training"), each_once(CASES, [True, False]))
 def test_graph_equals_model_at_another_size(case, training):
     model = case.make().train(training)
     args, kwargs = case.inputs(6)
@@ -170,8 +170,7 @@ def _pruned(module):
     return module
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", TORCH_MODULES)
+@pytest.mark.parametrize(("name", "training"), each_once(TORCH_MODULES, [True, False]))
 def test_modules_of_torch(name, training):
     make, shape, options = TORCH_MODULES[name]
     model = make().train(training)

@@ -8,9 +8,7 @@ import pytest
 from helpers.traced_models import x
 from torch import fx, nn
 
-from fxpipe import trace
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.tracing import strategies, tracing_passes
 from fxpipe.tracing.trace_request import TraceRequest
 
 DEFAULTS: dict[str, Any] = {
@@ -50,19 +48,3 @@ def test_another_tracer_is_refused_with_what_there_is(tracer, error, said):
     assert str(caught.value).startswith(f"{said}; {accepted}")
     remedy = "make a function of it: lambda m" if "Tracer" in said else "leave it out to "
     assert remedy in str(caught.value)
-
-
-def test_every_recording_goes_through_the_passes_with_one_request(monkeypatch):
-    asked: list[TraceRequest] = []
-
-    def run_passes(traced, request):
-        asked.append(request)
-        return tracing_passes.run_passes(traced, request)
-
-    monkeypatch.setattr(strategies, "run_passes", run_passes)
-    module = model()
-    for tracer in ("record", fx.symbolic_trace):
-        trace(module, (x(),), tracer=tracer, chunks=2, seed=5)
-    assert [(one.model, one.tracer, one.chunks, one.seed) for one in asked] == [
-        (module, tracer, 2, 5) for tracer in ("record", fx.symbolic_trace)
-    ]

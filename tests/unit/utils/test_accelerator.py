@@ -10,13 +10,11 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError, StateError
-from fxpipe.pipe.pipeline_state import PipelineState
 from fxpipe.planning import cost_model
 from fxpipe.planning.options.parse import parse_devices
 from fxpipe.planning.options.pipeline_options import PipelineOptions, make_settings
 from fxpipe.profiling import clock as clock_module
 from fxpipe.profiling.clock import Clock, HeadStart
-from fxpipe.runtime import InlineExecutor
 from fxpipe.utils import accelerator
 
 CPU = torch.device("cpu")
@@ -141,12 +139,6 @@ def test_no_device_but_the_pipes_is_made_current(backend, monkeypatch):
             pipe(x)
     fxpipe.plan(model, devices=["xpu:6", "xpu:9"], example_args=(x,), hardware="cpu")
     assert {*CurrentDevice.were_current} == {2, 5}
-
-
-def test_a_pipe_asks_the_devices_of_its_workers(backend):
-    settings = make_settings(PipelineOptions(devices=["xpu:1", "cpu", "xpu:0"]))
-    state = PipelineState(nn.Linear(2, 2), settings, None, InlineExecutor())
-    assert state.engine.devices == (torch.device("xpu:1"), CPU, torch.device("xpu:0"))
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -199,16 +199,6 @@ def test_a_simulated_step_is_that_of_the_plan_at_that_size(hardware: str | None)
         assert peaks == [int(plan.memory(j, b=2, s=32)) for j in range(2)]
 
 
-def test_seconds_go_back_to_what_they_were() -> None:
-    plan = gpt()
-    again = plan.at(s=32).at(s=8)
-    for one, other in zip(plan.stages, again.stages, strict=True):
-        assert (other.forward_seconds, other.backward_seconds, other.weight_seconds) == pytest.approx(
-            (one.forward_seconds, one.backward_seconds, one.weight_seconds)
-        )
-    assert [stage.activation_bytes for stage in again.stages] == [stage.activation_bytes for stage in plan.stages]
-
-
 # -- memory limits -----------------------------------------------------------------------------------------------------
 
 

@@ -33,15 +33,6 @@ def test_each_action_has_it() -> None:
     assert found[ActionKind.BACKWARD] == {6, 9}  # without W, and with it
 
 
-def test_more_micro_batches_cost_more_than_they_gain_where_stages_are_short() -> None:
-    def step(m: int, action: float) -> float:
-        stages = [StageCost(forward=32 / m, backward=32 / m, action=action)] * 2
-        return simulate_schedule(make_schedule("1f1b", 2, m), stages).step_seconds
-
-    assert step(32, 0) < step(8, 0)
-    assert step(32, 1) > step(8, 1)
-
-
 def test_a_plan_has_it_where_its_stages_run() -> None:
     x = torch.randn(8, 4)
     plan = fxpipe.plan(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2, example_args=(x,), chunks=2, hardware="cpu")

@@ -132,16 +132,6 @@ def test_a_graph_that_loses_a_backward_is_refused(way: Maker) -> None:
         trace(Doubled(), (x(),), tracer=way(x()))
 
 
-def test_export_that_loses_a_hook_is_refused() -> None:
-    def forward(m: Forward, a: torch.Tensor) -> torch.Tensor:
-        y = m.lin(a)
-        y.register_hook(lambda gradient: gradient * 3)
-        return y
-
-    with pytest.raises(TraceError, match="hook"):
-        trace_by_function(Forward(forward), exporting(x()), (x(),), {})
-
-
 def test_export_that_loses_an_attribute_is_refused() -> None:
     def forward(m: Forward, a: torch.Tensor) -> torch.Tensor:
         m.last = m.lin(a).detach()

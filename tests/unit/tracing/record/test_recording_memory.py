@@ -9,6 +9,7 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.cases import each_once
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -16,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fxpipe
-from fxpipe._torch.saved_tensor_hooks import NoSavedTensors, saving_block_for
-from fxpipe.errors import StateError, TraceError
+from fxpipe.errors import TraceError
 from fxpipe.tracing.record import small_batch as on_a_part
 
 DEPTH, BATCH, WIDTH = 24, 8, 32
@@ -85,8 +85,7 @@ class WithoutGradients(Deep):
             return super().forward(x)
 
 
-@pytest.mark.parametrize("is_grad_enabled", [True, False])
-@pytest.mark.parametrize("make", [Deep, Norms, WithoutGradients])
+@pytest.mark.parametrize(("make", "is_grad_enabled"), each_once([Deep, Norms, WithoutGradients, Deep], [True, False]))
 def test_a_recording_that_is_not_compared_keeps_no_activations(make, is_grad_enabled):
     with torch.set_grad_enabled(is_grad_enabled), Most(least=2) as seen:
         fxpipe.trace(make(), (torch.randn(BATCH, WIDTH),), chunks=2, check=False)
@@ -137,39 +136,6 @@ def test_what_needs_saved_tensors_has_them(function):
     assert torch.allclose(have, want)
     for name, parameter in model.named_parameters():
         assert torch.allclose(gradients[name], parameter.grad), name
-
-
-@pytest.mark.parametrize(
-    ("function", "saves"),
-    [
-        *((torch.tanh, False), (torch.Tensor.tanh, False), ("tanh", False), (F.gelu, False), (F.layer_norm, False)),
-        *((lambda t: t, True), (torch.ops.aten.tanh, True)),
-    ],
-)
-def test_functions_of_torch_save_nothing(function, saves):
-    x = torch.randn(3, requires_grad=True)
-    block = NoSavedTensors()
-    with saving_block_for(function, block):
-        y = x.tanh()
-    if saves:
-        assert torch.autograd.grad(y.sum(), x)
-        assert not block.was_read
-    else:
-        with pytest.raises(StateError, match="a module kept whole, has kept"):
-            torch.autograd.grad(y.sum(), x)
-        assert block.was_read
-
-
-def test_hooks_of_the_user_count():
-    seen = []
-    x = torch.randn(3, requires_grad=True)
-    with (
-        saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t),
-        saving_block_for(torch.tanh, NoSavedTensors()),
-    ):
-        y = x.tanh()
-    assert len(seen) == 1
-    assert torch.autograd.grad(y.sum(), x)
 
 
 class Inner(torch.autograd.Function):

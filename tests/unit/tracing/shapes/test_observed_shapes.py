@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.cases import each_once
 from helpers.traced_shapes import Forward, shapes, traced
 from torch import library, nn
 from torch._subclasses import FakeTensor
@@ -90,8 +91,7 @@ SEEN: dict[str, tuple[Any, list[str], tuple[int, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("samples", [4, 1])
-@pytest.mark.parametrize("name", SEEN)
+@pytest.mark.parametrize(("name", "samples"), each_once(SEEN, [4, 1]))
 def test_sizes_are_seen_in_real_runs(name, samples):
     forward, made, out_dims = SEEN[name]
     result = traced(forward, torch.randn(samples, 6))
