@@ -524,7 +524,7 @@ def test_a_refused_pipe_leaves_the_model_as_it_was(options):
     x = _x()
     state = torch.random.get_rng_state()
     with pytest.raises(FxpipeError):
-        _pipe(model, example_args=(x,), **options)
+        fxpipe.pipeline(model, ["cpu", "cpu"], 4, example_args=(x,), **options)
     assert_same_state(model, before)
     assert [p.data_ptr() for p in model.parameters()] == places
     assert all(p.grad is None for p in model.parameters())
