@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fxpipe.inspect.plan_text import plan_headline
 from fxpipe.inspect.scene import Curve, Item, Rect, Scene, Text
 from fxpipe.inspect.style import FAINT, INK, fit_text, text_width
 from fxpipe.inspect.svg import svg_of
@@ -277,13 +278,7 @@ def _title_items(plan: Plan, title: str) -> Iterator[Item]:
 
 
 def _plan_summary(plan: Plan) -> str:
-    stages, devices = len(plan.stages), len(plan.row_devices)
-    on = f" on {count_text(devices, 'device')}" if devices != stages else ""
-    most = "" if plan.micro_batches == 1 else "at most "
-    return (
-        f"{count_text(stages, 'stage')}{on}, {count_text(plan.micro_batches, 'micro-batch', 'es')} of {most}"
-        f"{count_text(plan.micro_batch, 'sample')}, {plan.schedule.partition(':')[0]}"
-    )
+    return f"{plan_headline(plan)}, {plan.schedule.partition(':')[0]}"
 
 
 def _note_lines(frame: GraphLayout) -> Iterator[str]:
@@ -427,10 +422,5 @@ def save_graph(plan: Plan, path: str | Path, *, title: str = "") -> None:
     Raises:
         ArgumentError: the path has another suffix, or (a `FileError`) cannot be written.
     """
-    check_graph_path(path)
-    write_atomically(path, svg_of(draw_stage_graph(plan, title)).encode(), GRAPH_FILE)
-
-
-def check_graph_path(path: str | Path) -> None:
-    """Before there is a plan: raises as `save_graph` would; writes nothing."""
     check_output_path(path, ("svg",), GRAPH_FILE)
+    write_atomically(path, svg_of(draw_stage_graph(plan, title)).encode(), GRAPH_FILE)

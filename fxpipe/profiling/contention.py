@@ -25,7 +25,7 @@ from torch import fx
 from fxpipe._torch.thread_state import ThreadState, set_thread_state
 from fxpipe.partitioning.block import block_partition
 from fxpipe.profiling.backward_timing import NodeCall
-from fxpipe.profiling.node_kinds import NodeValue, distinct_tensors, map_tensors_in
+from fxpipe.profiling.node_kinds import NodeValue, as_leaf, distinct_tensors, map_tensors_in
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.verify.effects import Effects
@@ -51,7 +51,7 @@ class ConcurrentCall:
     def run(self, clock: Callable[[], float], at_once: bool | None) -> None:
         """Runs forward and back; takes a sample unless `at_once` is None."""
         start = clock()
-        values = {n: map_tensors_in(_leaf, value) for n, value in self.values.items()}
+        values = {n: map_tensors_in(as_leaf, value) for n, value in self.values.items()}
         function, args, kwargs = self.function.bound(values)
         with set_thread_state(self.state), torch.enable_grad():
             result = function(*args, **kwargs)
@@ -65,10 +65,6 @@ class ConcurrentCall:
 
     def seconds_of_all(self, at_once: bool) -> float:
         return self.weight * median(self.seconds[at_once])
-
-
-def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def heavy_nodes(

@@ -21,6 +21,7 @@ from torch import fx
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.profiling.clock import Clock
+from fxpipe.profiling.node_kinds import as_leaf
 from fxpipe.profiling.probe import peak_bytes
 from fxpipe.runtime.losses import check_loss_function, checked_loss
 from fxpipe.runtime.microbatches import target_dims
@@ -90,7 +91,7 @@ class LossCall:
             LossError: it is none.
             Exception: what `loss_fn` raises, with a note.
         """
-        own = [_leaf(value) for value in self.outputs]
+        own = [as_leaf(value) if isinstance(value, torch.Tensor) else value for value in self.outputs]
         target = map_tensor_leaves(torch.clone, self.target)  # it may be written to
         try:
             with set_thread_state(self.traced.state), torch.enable_grad():
@@ -114,7 +115,3 @@ class LossCall:
     def peak_bytes(self) -> int:
         """Counts the most bytes at one time beside the outputs, their gradients among them."""
         return peak_bytes(self, (*tensors_in(self.outputs), *tensors_in(self.target)))
-
-
-def _leaf(value: Any) -> Any:
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value

@@ -8,7 +8,7 @@ node, its class and settings stand for the function.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import Any
@@ -151,7 +151,12 @@ def map_tensors_in(function: Callable[[torch.Tensor], Any], value: NodeValue) ->
     return pytree.tree_map_only(torch.Tensor, function, value)
 
 
-def distinct_tensors(tensors: Iterator[torch.Tensor] | Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a leaf of autograd."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def distinct_tensors(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return list({id(t): t for t in tensors}.values())
 
 

@@ -293,7 +293,10 @@ class TimingRounds:
         classes = {self.effects.alias[n] for n in written}
         alive = [n for n in self.values if self.effects.alias[n] in classes]
         if len(alive) == len(classes):  # it has no views
-            copies = {n: map_tensors_in(_leaf_copy, self.values[n]) for n in alive}
+            copies = {
+                n: map_tensors_in(lambda t: t.detach().clone().requires_grad_(t.requires_grad), self.values[n])
+                for n in alive
+            }
             if all(map(_have_equal_signatures, copies.values(), (self.values[n] for n in alive))):
                 self.values.update(copies)
                 return
@@ -424,10 +427,6 @@ def dependents_of(traced: Traced, sources: Iterable[fx.Node]) -> set[fx.Node]:
         if any(n in dependents for n in node.all_input_nodes):
             dependents.add(node)
     return dependents
-
-
-def _leaf_copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _have_equal_signatures(left: NodeValue, right: NodeValue) -> bool:

@@ -24,6 +24,7 @@ from fxpipe._torch.fake_tensor_mode import FakeTensor
 from fxpipe._torch.storages import StorageNumbers, storages_of
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.profiling.flops import operation_flops
+from fxpipe.profiling.node_kinds import as_leaf, distinct_tensors, map_tensors_in
 from fxpipe.tracing.node_info import state_of
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import call_node
@@ -43,18 +44,13 @@ class Probe:
 def probe_node(node: fx.Node, written: Iterable[fx.Node], values: Mapping[fx.Node, Any]) -> Probe:
     """Runs a node forward and back on copies of what it writes to, and on the other values themselves."""
     inputs = _detached_inputs({n: values[n] for n in node.all_input_nodes})
-    with torch.enable_grad():  # autograd lets nobody write to a leaf, but to its clone
-        changed = {n: pytree.tree_map_only(torch.Tensor, torch.clone, inputs[n]) for n in written}
-    starts = [t for value in inputs.values() for t in tensors_in(value) if t.requires_grad]
-    operands = inputs | changed
-    device = next((t.device for t in tensors_in(list(operands.values())) if accelerator.counts_memory(t.device)), None)
-    if device is not None and not _is_fake(operands):
-        _probe_once(
-            node, operands, changed, starts, _CountingMode()
-        )  # libraries take their workspaces at their first call
-        operands |= {n: pytree.tree_map_only(torch.Tensor, torch.clone, inputs[n]) for n in changed}
-        return _probe_once(node, operands, {n: operands[n] for n in changed}, starts, _AllocatorCountingMode(device))
-    return _probe_once(node, operands, changed, starts, _CountingMode())
+    written = tuple(written)
+    tensors = [*tensors_in(list(inputs.values()))]
+    device = next((t.device for t in tensors if accelerator.counts_memory(t.device)), None)
+    if device is None or any(isinstance(t, FakeTensor) for t in tensors):
+        return _probe_once(node, written, inputs, _CountingMode())
+    _probe_once(node, written, inputs, _CountingMode())  # libraries take their workspaces at their first call
+    return _probe_once(node, written, inputs, _AllocatorCountingMode(device))
 
 
 def peak_bytes(call: Callable[[], tuple[torch.Tensor, list[torch.Tensor]]], known: Iterable[torch.Tensor]) -> int:
@@ -72,29 +68,25 @@ def peak_bytes(call: Callable[[], tuple[torch.Tensor, list[torch.Tensor]]], know
     return counter.most
 
 
-def _is_fake(values: Any) -> bool:
-    return any(isinstance(t, FakeTensor) for t in tensors_in(list(values.values())))
-
-
 def _probe_once(
-    node: fx.Node,
-    operands: Mapping[fx.Node, Any],
-    changed: Mapping[fx.Node, Any],
-    starts: list[torch.Tensor],
-    counter: _CountingMode,
+    node: fx.Node, written: Iterable[fx.Node], inputs: Mapping[fx.Node, Any], counter: _CountingMode
 ) -> Probe:
+    with torch.enable_grad():  # autograd lets no code write to a leaf, but to its clone
+        changed = {n: map_tensors_in(torch.clone, inputs[n]) for n in written}
+    operands = {**inputs, **changed}
+    starts = [t for t in tensors_in(list(inputs.values())) if t.requires_grad]
     with set_thread_state(state_of(node)), counter:
-        counter.begin(t for value in operands.values() for t in tensors_in(value))
+        counter.begin(tensors_in(list(operands.values())))
         value = call_node(node, operands.__getitem__)
         forward = counter.end()
-    ends = {id(t): t for t in tensors_in([value, list(changed.values())]) if t.grad_fn is not None}.values()
+    ends = distinct_tensors(t for t in tensors_in([value, list(changed.values())]) if t.grad_fn is not None)
     if not ends or not starts:
         return Probe(forward[0], 0, forward[1], 0)
     ones = [torch.ones_like(t) for t in ends]
     try:
         with counter, torch.autograd.set_multithreading_enabled(False):
             counter.begin((*tensors_in([value, ones, starts]),))
-            gradients = torch.autograd.grad(list(ends), starts, ones, allow_unused=True)
+            gradients = torch.autograd.grad(ends, starts, ones, allow_unused=True)
             back = counter.end()
         del gradients  # until here: what is there at the end is no temporary
     except RuntimeError as error:
@@ -110,10 +102,10 @@ def _detached_inputs(values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
 
     def detach(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in own:
-            own[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad)
+            own[id(tensor)] = as_leaf(tensor)
         return own[id(tensor)]
 
-    return {n: pytree.tree_map_only(torch.Tensor, detach, value) for n, value in values.items()}
+    return {n: map_tensors_in(detach, value) for n, value in values.items()}
 
 
 class _CountingMode(TorchDispatchMode):

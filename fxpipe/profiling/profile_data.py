@@ -104,23 +104,33 @@ class Profile:
         return tuple((sympy.Symbol(name, integer=True, positive=True), size) for name, size in self.sizes)
 
     def save(self, path: str | Path) -> None:
-        """Writes the profile as JSON; see `fxpipe.profiling.profile_data`.
+        """Writes the profile as JSON.
 
         Raises:
             ArgumentError: a formula is no polynomial in the batch size, nor bounded by one.
             FileError: the file cannot be written.
         """
-        save_profile(self, path)
+        symbols = (self.batch, *(symbol for symbol, _ in self.lengths))
+        fields = dataclass_to_json(self, lambda formula: polynomial_bound(formula, *symbols))
+        del fields["batch"]
+        document = {"format": PROFILE_FORMAT, "version": PROFILE_VERSION, **fields}
+        write_atomically(path, (json.dumps(document, allow_nan=False) + "\n").encode(), "a profile")
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Reads what `save_profile` wrote.
+        """Reads a profile.
 
         Raises:
-            ArgumentError: the file is no profile.
-            OSError: it cannot be read.
+            ArgumentError: the file is not a profile, or is damaged: the message says where.
+            OSError: the file cannot be read.
         """
-        return load_profile(path)
+        try:
+            return _parse_profile(json.loads(Path(path).read_bytes().decode()))
+        except (ValueError, RecursionError, OverflowError) as error:  # an ArgumentError among them
+            why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+            raise ArgumentError(
+                f"{path} is no profile of fxpipe, or is damaged: {why}; write one with fxpipe.profile(...).save(path)"
+            ) from None
 
     @property
     def seconds(self) -> tuple[float, ...]:
@@ -155,36 +165,24 @@ class Profile:
 
     def __str__(self) -> str:
         costs = self.nodes if self.loss is None else (*self.nodes, self.loss)
-        rows = [_cost_row(cost, self.micro_batch) for cost in costs]
-        table = text_table([*rows, self._total()], PROFILE_HEADERS, left=("node",))
+        rows = [_cost_row(cost.name, [cost], self.micro_batch) for cost in costs]
+        table = text_table([*rows, _cost_row("total", costs, self.micro_batch)], PROFILE_HEADERS, left=("node",))
         how = "".join(f", {name}={size}" for name, size in self.sizes)
         how += f", seconds estimated for {self.estimated_for}" if self.estimated_for else ""
         return f"{len(self.nodes)} nodes on {self.device}, micro-batch of {self.micro_batch}{how}\n{table}"
-
-    def _total(self) -> tuple[str, ...]:
-        return (
-            "total",
-            f"{(self.forward_seconds + (self.loss.forward.at(self.micro_batch) if self.loss else 0)) * 1e3:.3f}",
-            f"{(self.backward_seconds + (self.loss.backward.at(self.micro_batch) if self.loss else 0)) * 1e3:.3f}",
-            str(self.flops),
-            str(self.parameter_bytes),
-            str(self.output_bytes),
-            str(self.saved_bytes),
-        )
 
 
 PROFILE_HEADERS = ("node", "forward ms", "backward ms", "FLOPs", "parameter bytes", "output bytes", "saved bytes")
 
 
-def _cost_row(cost: NodeCost, samples: int) -> tuple[str, ...]:
+def _cost_row(name: str, costs: Sequence[NodeCost], samples: int) -> tuple[str, ...]:
+    formulas = ("parameter_bytes", "output_bytes", "saved_bytes")
     return (
-        cost.name,
-        f"{cost.forward.at(samples) * 1e3:.3f}",
-        f"{cost.backward.at(samples) * 1e3:.3f}",
-        str(cost.flops + cost.backward_flops),
-        str(cost.parameter_bytes),
-        str(cost.output_bytes),
-        str(cost.saved_bytes),
+        name,
+        f"{sum(cost.forward.at(samples) for cost in costs) * 1e3:.3f}",
+        f"{sum(cost.backward.at(samples) for cost in costs) * 1e3:.3f}",
+        str(_formula_sum(cost.flops + cost.backward_flops for cost in costs)),
+        *(str(_formula_sum(getattr(cost, formula) for cost in costs)) for formula in formulas),
     )
 
 
@@ -198,36 +196,6 @@ def _formula_sum(expressions: Iterable[sympy.Expr]) -> sympy.Expr:
 # (`utils.files`) and for consistency.
 
 PROFILE_FORMAT, PROFILE_VERSION = "fxpipe profile", 8
-
-
-def save_profile(profile: Profile, path: str | Path) -> None:
-    """Writes a profile.
-
-    Raises:
-        ArgumentError: one of its formulas is no polynomial in the batch size, nor bounded by one.
-        FileError: the file cannot be written.
-    """
-    symbols = (profile.batch, *(symbol for symbol, _ in profile.lengths))
-    fields = dataclass_to_json(profile, lambda formula: polynomial_bound(formula, *symbols))
-    del fields["batch"]
-    document = {"format": PROFILE_FORMAT, "version": PROFILE_VERSION, **fields}
-    write_atomically(path, (json.dumps(document, allow_nan=False) + "\n").encode(), "a profile")
-
-
-def load_profile(path: str | Path) -> Profile:
-    """Reads a profile.
-
-    Raises:
-        ArgumentError: the file is none, or is damaged: it says where.
-        OSError: the file cannot be read.
-    """
-    try:
-        return _parse_profile(json.loads(Path(path).read_bytes().decode()))
-    except (ValueError, RecursionError, OverflowError) as error:  # an ArgumentError among them
-        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise ArgumentError(
-            f"{path} is no profile of fxpipe, or is damaged: {why}; write one with fxpipe.profile(...).save(path)"
-        ) from None
 
 
 def _parse_profile(document: Any) -> Profile:
@@ -289,7 +257,7 @@ def profile_for(traced: Traced, profile_or_path: Profile | str | Path) -> Profil
         raise ArgumentTypeError(
             f"profile is {with_article(profile_or_path)}; expected a Profile or the path of a saved one"
         )
-    profile = profile_or_path if isinstance(profile_or_path, Profile) else load_profile(profile_or_path)
+    profile = profile_or_path if isinstance(profile_or_path, Profile) else Profile.load(profile_or_path)
     what = "the profile" if isinstance(profile_or_path, Profile) else f"the profile {str(profile_or_path)!r}"
     if profile.fingerprint != traced.fingerprint():
         raise ArgumentError(

@@ -33,6 +33,7 @@ from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.hardware import Hardware
 from fxpipe.profiling.flops import NodeOperations, OperationCounts, operation_flops
 from fxpipe.profiling.loss_cost import ExampleLoss, LossCall
+from fxpipe.profiling.node_kinds import NodeValue, distinct_tensors, map_tensors_in
 from fxpipe.profiling.node_timing import NodeTiming
 from fxpipe.profiling.other_sizes import planned_lengths, resize_inputs
 from fxpipe.tracing.dynamic_sizes import Lengths
@@ -45,8 +46,6 @@ from fxpipe.tracing.tensors import bytes_in, storage_of, tensors_in
 from fxpipe.tracing.traced import Traced, attribute_tensor, call_node
 from fxpipe.tracing.verify.effects import Effects
 from fxpipe.utils.progress import ProgressStep, progress
-
-_Value = Any  # of a node: a tensor, a number, or a nest of them
 
 # These read no more of their first argument than they return.
 _GATHERS = frozenset("embedding gather index index_select take".split())
@@ -123,7 +122,7 @@ class _EstimateRun:
     step: ProgressStep
     loss: Callable[[Mapping[fx.Node, Any]], LossCall] | None  # of the outputs' values
     cache: NodeCache | None  # None: each node is a kind of its own
-    values: dict[fx.Node, _Value] = field(default_factory=dict)  # without gradients
+    values: dict[fx.Node, NodeValue] = field(default_factory=dict)  # without gradients
     grads: dict[fx.Node, tuple[bool, ...]] = field(default_factory=dict)  # by tensor of a value: does it require grad
     fixed: set[fx.Node] = field(default_factory=set)  # depend on no input: their gradients are those of parameters
     known: dict[Hashable, _KindEstimate] = field(default_factory=dict)
@@ -189,10 +188,10 @@ class _EstimateRun:
             self._spread_grad(self.effects.written_classes[place])
         return cost.estimate
 
-    def _value(self, node: fx.Node, key: Hashable | None) -> _Value:
+    def _value(self, node: fx.Node, key: Hashable | None) -> NodeValue:
         value = self.cache.known(key) if self.cache is not None else None
         if value is None:
-            value = _map_tensors(torch.Tensor.detach, run_node_without_grad(node, self.values))
+            value = map_tensors_in(torch.Tensor.detach, run_node_without_grad(node, self.values))
             if self.cache is not None:
                 self.cache.keep(node, key, value, self.values)
         return value
@@ -204,23 +203,23 @@ class _EstimateRun:
 
     # -- one kind ------------------------------------------------------------------------------------------------------
 
-    def _own(self, node: fx.Node) -> dict[fx.Node, _Value]:
+    def _own(self, node: fx.Node) -> dict[fx.Node, NodeValue]:
         """Returns the inputs of a node as leaves of autograd, of its own."""
         return {n: _detached_like(self.values[n], self.grads[n]) for n in node.all_input_nodes}
 
-    def _cost(self, node: fx.Node, own: dict[fx.Node, _Value], written: Sequence[fx.Node]) -> _KindEstimate:
+    def _cost(self, node: fx.Node, own: dict[fx.Node, NodeValue], written: Sequence[fx.Node]) -> _KindEstimate:
         operands = dict(own)
         with torch.enable_grad():  # autograd lets nobody write to a leaf, but to its clone
-            operands.update((n, _map_tensors(torch.clone, own[n])) for n in written)
+            operands.update((n, map_tensors_in(torch.clone, own[n])) for n in written)
         with Roofline(self.hardware) as clock:
             with set_thread_state(state_of(node)):
                 value = call_node(node, operands.__getitem__)
             forward = clock.take()
             changed = [t for n in written for t in _tensors_of(operands[n])]
-            ends = _distinct_tensors(t for t in (*tensors_in(value), *changed) if t.grad_fn is not None)
+            ends = distinct_tensors(t for t in (*tensors_in(value), *changed) if t.grad_fn is not None)
             starts = {n: [t for t in _tensors_of(v) if t.requires_grad] for n, v in own.items()}
-            backward = clock.back(ends, _distinct_tensors(t for ts in starts.values() for t in ts))
-            others = _distinct_tensors(t for n, ts in starts.items() if n not in self.fixed for t in ts)
+            backward = clock.back(ends, distinct_tensors(t for ts in starts.values() for t in ts))
+            others = distinct_tensors(t for n, ts in starts.items() if n not in self.fixed for t in ts)
             to_inputs: tuple[OperationCounts, ...] = ()
             if len(others) == sum(map(len, starts.values())):
                 to_inputs = backward
@@ -239,7 +238,7 @@ class _EstimateRun:
         return math.fsum(self.hardware.seconds(flops, dtype, moved) for dtype, flops, moved in operations)
 
 
-def _detached_like(value: _Value, grads: Sequence[bool]) -> _Value:
+def _detached_like(value: NodeValue, grads: Sequence[bool]) -> NodeValue:
     """The like of a value, with fake tensors in memory of their own, since one may stand for several."""
     needs_grad = iter(grads)
 
@@ -248,15 +247,7 @@ def _detached_like(value: _Value, grads: Sequence[bool]) -> _Value:
             tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         return tensor.detach().requires_grad_(next(needs_grad, False))
 
-    return _map_tensors(alone, value)
-
-
-def _map_tensors(function: Callable[[torch.Tensor], Any], value: _Value) -> _Value:
-    return pytree.tree_map_only(torch.Tensor, function, value)
-
-
-def _distinct_tensors(tensors: Iterator[torch.Tensor]) -> list[torch.Tensor]:
-    return list({id(t): t for t in tensors}.values())
+    return map_tensors_in(alone, value)
 
 
 # -- one operation -----------------------------------------------------------------------------------------------------
