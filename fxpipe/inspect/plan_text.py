@@ -174,8 +174,9 @@ def plan_facts(plan: PlanData) -> list[str]:
         plan_choices(plan),
         _replicas(plan),
         f"seconds are estimates for {plan.estimated_for}" if plan.estimated_for else "",
-        *balance_lines(plan),
+        f"slowest stage: {_bottlenecks(plan)}" if plan.bottlenecks else "",
         _versions(plan),
+        _heaviest(plan),
         f"loss {human_seconds(last.loss_seconds)} of each F of stage {last.index}, beside its forward"
         if last.loss_seconds
         else "",
@@ -186,17 +187,16 @@ def plan_facts(plan: PlanData) -> list[str]:
     return list(filter(None, lines))
 
 
-def balance_lines(plan: PlanData) -> list[str]:
-    """What bounds the balance: the slowest stage with each cut that was compared, and a node that no cut divides."""
-    lines = [f"slowest stage: {_bottlenecks(plan)}"] if plan.bottlenecks else []
+def _heaviest(plan: PlanData) -> str:
+    """Describes the node that no cut divides, if it bounds the balance."""
     node = limiting_node(plan)
-    if node is not None:
-        share = node.seconds / plan.stages[node.stage].seconds
-        lines.append(
-            f"heaviest node {shorten_name(node.name)}, {human_seconds(node.seconds)}, {100 * min(1.0, share):.0f} % of "
-            f"stage {node.stage}{_line_suffix(node.line)}: no cut makes the slowest stage faster than that"
-        )
-    return lines
+    if node is None:
+        return ""
+    share = node.seconds / plan.stages[node.stage].seconds
+    return (
+        f"heaviest node {shorten_name(node.name)}, {human_seconds(node.seconds)}, {100 * min(1.0, share):.0f} % of "
+        f"stage {node.stage}{_line_suffix(node.line)}: no cut makes the slowest stage faster than that"
+    )
 
 
 def _bottlenecks(plan: PlanData) -> str:

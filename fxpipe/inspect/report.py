@@ -18,7 +18,6 @@ from fxpipe.inspect.html import html_page, list_markup
 from fxpipe.inspect.memory_chart import memory_bars
 from fxpipe.inspect.plan_text import (
     STAGE_COLUMNS,
-    balance_lines,
     plan_choices,
     plan_facts,
     plan_headline,
@@ -79,11 +78,10 @@ def report_page(plan: Plan, *, title: str = "", sweep: Sequence[Plan] = ()) -> s
         ("stages", "Stages", stages_section(plan)),
         ("graph", "Graph", _figure("graph", draw_stage_graph(plan))),
         ("portals", "Portals", portals_section(plan)),
-        ("balance", "What bounds the balance", balance_section(plan)),
+        ("facts", "Balance, memory and tracing", facts_section(plan)),
         ("sizes", "Other sizes", sizes_table(plan.at_sizes()).for_report("other sizes") if plan.sizes else ""),
         ("schedules", "Schedules", schedules_table(schedule_outcomes(plan)).for_report("schedules")),
         ("devices", "Numbers of devices", sweep_section(sweep)),
-        ("facts", "Of the plan", _facts_section(plan)),
         ("code", "Code of the stages", _code_section(plan)),
     )
     heading = escape_markup(title or count_text(len(plan.stages), "stage"))
@@ -314,18 +312,6 @@ def portals_section(plan: Plan) -> str:
     return note + portals_table(plan.portals)[0].for_report("portals")
 
 
-def balance_section(plan: Plan) -> str:
-    slowest = max(plan.stages, key=lambda stage: stage.seconds)
-    ratio = plan_figures(plan).slowest_to_mean
-    return list_markup(
-        [
-            f"stage {slowest.index} is the slowest: {human_seconds(slowest.seconds)} for each micro-batch; the slowest "
-            f"device takes {ratio:.2f} times the mean device",
-            *balance_lines(plan),
-        ]
-    )
-
-
 def sweep_section(plans: Sequence[Plan]) -> str:
     if not plans:
         return ""
@@ -335,9 +321,14 @@ def sweep_section(plans: Sequence[Plan]) -> str:
     return sweep_table(with_speedups(rows, first.step_seconds) if first else rows).for_report("numbers of devices")
 
 
-def _facts_section(plan: Plan) -> str:
-    """The lines and lists that the plan prints."""
-    parts = [list_markup(plan_facts(plan))]
+def facts_section(plan: Plan) -> str:
+    """The lines and lists that the plan prints, and the slowest stage."""
+    slowest, ratio = max(plan.stages, key=lambda stage: stage.seconds), plan_figures(plan).slowest_to_mean
+    first = (
+        f"stage {slowest.index} is the slowest: {human_seconds(slowest.seconds)} for each micro-batch; the slowest "
+        f"device takes {ratio:.2f} times the mean device"
+    )
+    parts = [list_markup([first, *plan_facts(plan)])]
     parts += [f"<h3>{escape_markup(name)}</h3>\n{list_markup(lines)}" for name, lines in plan_lists(plan)]
     return "\n".join(parts)
 

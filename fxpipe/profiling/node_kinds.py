@@ -182,14 +182,9 @@ class NodeKinds:
     def like(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> ValueId:
         """Identifies a value by what can be told of it, which a write to its memory may change (`unsqueeze_`, grad)."""
         if node not in self._likes or self._effects.alias[node] in self._written:
-            described = repr(pytree.tree_map_only(torch.Tensor, _describe_tensor, values[node]))
+            described = repr(map_tensors_in(TensorSignature.of, values[node]))
             self._likes[node] = self._numbers.setdefault(described, ("like", len(self._numbers)))
         return self._likes[node]
-
-
-def _describe_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
-    sizes = tensor.stride() if tensor.layout == torch.strided else tensor.layout
-    return tensor.dtype, tuple(tensor.shape), sizes, tensor.device, tensor.requires_grad
 
 
 # -- Values that stand for others: where only the time of nodes counts, those of one kind need not all run -----------

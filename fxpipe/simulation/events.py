@@ -178,54 +178,63 @@ _BEGIN, _END, _QUEUE, _QUEUED = range(4)  # events: of an action, and of the hos
 _IDLE_HOST = HostJob(-1, -1, 0.0, 0.0, 0.0)
 
 
-@dataclass(slots=True)
 class EventSimulation:
-    """Discrete events over the rows of a schedule that is known to run."""
+    """Discrete events over the rows of a schedule that is known to run.
 
-    schedule: Schedule
-    seconds: dict[Action, float]
-    ways: DependencyEdges
-    overlaps: bool  # do transfers run beside computation, or does the receiving device copy before it computes
-    hosts: Sequence[HostCost | None] = ()  # by stage
-    one_interpreter: bool = True  # do all workers take turns; else each has a host of its own
-    handling: Mapping[tuple[ActionKind, int], float] = field(default_factory=dict)  # seconds at the end of such actions
-    begun: list[list[StartedAction]] = field(init=False)  # by device
-    _device_of: dict[tuple[int, int], int] = field(init=False)  # by stage and micro-batch
-    _receiving: dict[ActionKind, list[ReceiveCopies]] = field(init=False)
-    _missing: dict[ActionKind, list[list[int]]] = field(init=False)  # by stage and micro-batch: needs not met yet
-    _last: dict[ActionKind, list[list[Arrival | None]]] = field(init=False)  # of those met, what arrived last
-    _users: defaultdict[Action, list[Action]] = field(init=False)  # that await this one (`Schedule.awaited`)
-    _unmet: dict[Action, int] = field(init=False)  # how many an action still awaits
-    _last_met: dict[Action, Arrival] = field(init=False)  # of those that it awaited, the last one
-    _free: defaultdict[Hashable, float] = field(init=False)  # when a link has carried all it was given
-    _is_due: list[bool] = field(init=False)  # by device: has its next action an event
-    _events: list[tuple[float, int, int, int, int]] = field(init=False)  # (time, order, event, device, place)
-    _order: int = 0
-    _runs_ahead: list[bool] = field(init=False)  # by device
-    _jobs: list[list[HostJob]] = field(init=False)  # by device, of devices that run behind the host
-    _holder: list[HostJob] = field(init=False)  # by interpreter: who had its lock last
-    _is_asking: list[bool] = field(init=False)  # by device: has its next job an event
-    _unqueued: dict[ActionKind, list[list[int]]] = field(init=False)  # by stage and micro-batch: needs not queued yet
-    _last_queued: dict[tuple[ActionKind, int, int], tuple[float, HostJob | tuple[int, int]]] = field(init=False)
-    _split: set[tuple[int, int]] = field(init=False)  # (stage, micro-batch) that have W
+    Args:
+        overlaps: transfers run while devices compute; else the receiving device copies before it computes.
+        hosts: by stage.
+        one_interpreter: all workers take turns at one host; else each has its own.
+        handling: seconds at the end of such actions.
+    """
 
-    def run(self) -> list[list[StartedAction]]:
-        """Runs the simulation, and returns the actions of each device in order."""
-        schedule = self.schedule
+    def __init__(
+        self,
+        schedule: Schedule,
+        seconds: dict[Action, float],
+        ways: DependencyEdges,
+        overlaps: bool,
+        hosts: Sequence[HostCost | None],
+        one_interpreter: bool,
+        handling: Mapping[tuple[ActionKind, int], float],
+    ):
         m, d = schedule.micro_batches, len(schedule.rows)
-        self._device_of = schedule.row_of
-        self._receiving = {} if self.overlaps else receive_copies(self.ways)
-        self._missing = {kind: dependency_counts(by_stage, m) for kind, by_stage in self.ways.items()}
-        self._last = {kind: [[None] * m for _ in by_stage] for kind, by_stage in self.ways.items()}
-        self._users, self._last_met = defaultdict(list), {}
-        self._unmet = {user: len(needed) for user, needed in schedule.awaited.items()}
+        self.schedule, self.seconds, self.ways, self.overlaps = schedule, seconds, ways, overlaps
+        self.hosts, self.one_interpreter, self.handling = hosts, one_interpreter, handling
+        self.begun: list[list[StartedAction]] = [[] for _ in range(d)]  # by device
+        self._device_of = schedule.row_of  # by stage and micro-batch
+        self._receiving = {} if overlaps else receive_copies(ways)
+        # by stage and micro-batch: needs that are not met, and the last arrival of those that are
+        self._missing = {kind: dependency_counts(by_stage, m) for kind, by_stage in ways.items()}
+        self._last: dict[ActionKind, list[list[Arrival | None]]] = {
+            kind: [[None] * m for _ in by_stage] for kind, by_stage in ways.items()
+        }
+        self._users: defaultdict[Action, list[Action]] = defaultdict(list)  # that await an action (`Schedule.awaited`)
+        self._unmet = {user: len(needed) for user, needed in schedule.awaited.items()}  # actions that one still awaits
+        self._last_met: dict[Action, Arrival] = {}  # of the actions that it awaited, the last one
         for user, needed in schedule.awaited.items():
             for one in needed:
                 self._users[one].append(user)
-        self._free, self._events = defaultdict(float), []
-        self._is_due, self.begun = [False] * d, [[] for _ in range(d)]
-        self._prepare_hosts()
-        for device in range(d):
+        self._free: defaultdict[Hashable, float] = defaultdict(float)  # when a link has carried all it was given
+        self._is_due = [False] * d  # by device: its next action has an event
+        self._events: list[tuple[float, int, int, int, int]] = []  # (time, order, event, device, place)
+        self._order = 0
+        # The host.
+        self._runs_ahead = [False] * d  # by device
+        for (j, _), device in self._device_of.items():
+            host = hosts[j]
+            self._runs_ahead[device] |= host is not None and host.runs_ahead
+        self._jobs: list[list[HostJob]] = [[] for _ in range(d)]  # by device, of devices that run behind the host
+        self._is_asking = [False] * d  # by device: its next job has an event
+        self._holder = [_IDLE_HOST] * d  # by interpreter: who had its lock last
+        # by stage and micro-batch: needs that are not queued
+        self._unqueued = {kind: [[*row] for row in rows] for kind, rows in self._missing.items()}
+        self._last_queued: dict[tuple[ActionKind, int, int], tuple[float, HostJob | tuple[int, int]]] = {}
+        self._split = {*schedule.split_backwards}  # (stage, micro-batch) that have W
+
+    def run(self) -> list[list[StartedAction]]:
+        """Runs the simulation, and returns the actions of each device in order."""
+        for device in range(len(self.schedule.rows)):
             self._ask(device)
             self._next(device)
         while self._events:
@@ -321,19 +330,6 @@ class EventSimulation:
 
     # -- the host ------------------------------------------------------------------------------------------------------
 
-    def _prepare_hosts(self) -> None:
-        d = len(self.schedule.rows)
-        self.hosts = self.hosts or (None,) * self.schedule.stages
-        self._runs_ahead = [False] * d
-        for (j, _), device in self._device_of.items():
-            host = self.hosts[j]
-            self._runs_ahead[device] |= host is not None and host.runs_ahead
-        self._jobs, self._is_asking = [[] for _ in range(d)], [False] * d
-        self._holder = [_IDLE_HOST] * d
-        self._unqueued = {kind: [[*row] for row in rows] for kind, rows in self._missing.items()}
-        self._last_queued = {}
-        self._split = {*self.schedule.split_backwards}
-
     def _ask(self, device: int) -> None:
         """The thread of a worker comes to the host with its next action, as soon as all that it needs is queued."""
         row, jobs = self.schedule.rows[device], self._jobs[device]
@@ -343,17 +339,13 @@ class EventSimulation:
         kind, j, i = action
         if kind in self._unqueued and self._unqueued[kind][j][i]:
             return
-        needed, _ = self._needed(action)
+        needed, _ = self._last_queued.get(action, (0.0, _IDLE_HOST))
         self._is_asking[device] = True
         self._put(max(needed, jobs[-1].end if jobs else 0.0), _QUEUE, device)
 
-    def _needed(self, action: Action) -> tuple[float, HostJob | tuple[int, int]]:
-        """Returns when the last of what an action needs was queued, and by what."""
-        return self._last_queued.get(action, (0.0, _IDLE_HOST))
-
     def _queue(self, device: int, time: float) -> None:
         jobs = self._jobs[device]
-        needed, maker = self._needed(self.schedule.rows[device][len(jobs)])
+        needed, maker = self._last_queued.get(self.schedule.rows[device][len(jobs)], (0.0, _IDLE_HOST))
         before: HostJob | tuple[int, int] | None = jobs[-1] if jobs else None
         if needed > (jobs[-1].end if jobs else 0.0):
             before = maker

@@ -30,6 +30,7 @@ from fxpipe.simulation.timeline import (
     Span,
     StepTimeline,
     TransferRecord,
+    idle_shares,
     memory_timeline_of,
 )
 from fxpipe.simulation.timeline_mixin import TimelineMixin
@@ -369,16 +370,18 @@ class Simulation(TimelineMixin):
         """The seconds of a mini-batch in which each device computes or, where that does not overlap, copies."""
         if self.steady is not None:
             return self.steady.busy
-        seconds = [0.0] * len(self.schedule.rows)
-        for span in self.spans:
-            seconds[span.device] += span.seconds
-        return tuple(seconds)
+        return self._by_device((span.device, span.seconds) for span in self.spans)
+
+    def _by_device(self, seconds: Iterable[tuple[int, float]]) -> tuple[float, ...]:
+        sums = [0.0] * len(self.schedule.rows)
+        for device, time in seconds:
+            sums[device] += time
+        return tuple(sums)
 
     @property
     def bubble(self) -> tuple[float, ...]:
         """The share of the step, of a stream in the steady state, 0 to 1, in which each device idles."""
-        step = self.step_seconds
-        return tuple(max(0.0, 1 - busy / step) if step else 0.0 for busy in self.busy)  # rounding may go below 0
+        return idle_shares(self.busy, self.step_seconds)
 
     @property
     def mean_bubble(self) -> float:
@@ -404,18 +407,13 @@ class Simulation(TimelineMixin):
         where it is not known."""
         if any(span.action.kind is ActionKind.UPDATE for span in self.spans):
             return 0.0
-        seconds = [0.0] * len(self.schedule.rows)
-        for device, cost in zip(device_by_stage(self.schedule), self.stages, strict=True):
-            seconds[device] += cost.update
-        return max(seconds)
+        updates = (cost.update for cost in self.stages)
+        return max(self._by_device(zip(device_by_stage(self.schedule), updates, strict=True)))
 
     @property
     def reduction_seconds(self) -> float:
-        """Seconds of the device that reduces gradients the longest; most of it beside computation."""
-        seconds = [0.0] * len(self.schedule.rows)
-        for one in self.reductions:
-            seconds[one.device] += one.seconds
-        return max(seconds)
+        """Seconds of the device that reduces gradients the longest; most of it while devices compute."""
+        return max(self._by_device((one.device, one.seconds) for one in self.reductions))
 
     @property
     def exposed_reduction_seconds(self) -> float:
@@ -477,12 +475,14 @@ class Simulation(TimelineMixin):
     def host_seconds(self) -> float:
         """Seconds in which the interpreter's lock is held in a step, of the interpreter that is busiest: no step is
         shorter. 0 where nothing is known of the host."""
-        seconds = [0.0] * len(self.schedule.rows)
-        for span in self.spans:
-            action = span.action
-            locked, _ = host_seconds(self.stages[action.stage].host, action.kind, False)
-            seconds[0 if self.one_interpreter else span.device] += locked
-        return max(seconds) / (1 if self.steady is None else self.steady.mini_batches)
+        locked = (
+            (
+                0 if self.one_interpreter else span.device,
+                host_seconds(self.stages[span.action.stage].host, span.action.kind, False)[0],
+            )
+            for span in self.spans
+        )
+        return max(self._by_device(locked)) / (1 if self.steady is None else self.steady.mini_batches)
 
     @property
     def host_note(self) -> str:

@@ -172,7 +172,7 @@ class StepTimeline:
     @property
     def bubble(self) -> tuple[float, ...]:
         """The share of the step, 0 to 1, in which each device idles."""
-        return tuple(max(0.0, 1 - busy / self.seconds) if self.seconds else 0.0 for busy in self.busy)
+        return idle_shares(self.busy, self.seconds)
 
     @property
     def mean_bubble(self) -> float:
@@ -185,6 +185,11 @@ class StepTimeline:
     @property
     def micro_batches(self) -> int:
         return len({span.action.micro_batch for span in self.spans})
+
+
+def idle_shares(busy: Sequence[float], seconds: float) -> tuple[float, ...]:
+    """The share of a step, 0 to 1, in which each device idles."""
+    return tuple(max(0.0, 1 - time / seconds) if seconds else 0.0 for time in busy)  # rounding may go below 0
 
 
 @runtime_checkable
