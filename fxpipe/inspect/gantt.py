@@ -5,10 +5,8 @@
              0      5 s     10 s     15 s
     memory     ▁▂▃▃▂▂▁
 
-A picture has room for a few hundred labels and a few thousand boxes. So the rows get lower where there are many
-devices; the picture gets wider, up to a bound, where there are many actions; an action that is still too narrow for its
-name shows its colour only; and where there are more actions than boxes, all of a kind in a row are drawn as one shape.
-Widths and gaps are exact always, so that white is bubble.
+With many devices rows get lower; with many actions the picture gets wider, up to a bound. An action too narrow for its
+name shows its colour only, and beyond `MAX_BOXES` actions all of a kind in a row are one shape. White is bubble.
 """
 
 from __future__ import annotations
@@ -77,10 +75,9 @@ class BoxNames:
 
 
 def box_names(step: StepTimeline, frame: TimeAxis, top: float, pitch: float, height: float) -> BoxNames:
-    """Chooses one sort of name for the boxes of a kind on a device: the longest and largest with room in nearly all.
+    """Chooses one sort of name for the boxes of a kind on a device: the longest and largest that fits nearly all.
 
-    `F3`, or `2F3` where a device has several stages; then `3`, or 2 above 3. Where no sort has room, as of a measured
-    step whose actions are of all lengths, names stand where they have.
+    `F3`, or `2F3` if a device has several stages; then `3`, or 2 above 3. If no sort fits, boxes that it fits have it.
     """
     letters = text_size_for(height)
     if letters < SMALLEST_TEXT:

@@ -1,8 +1,7 @@
 """`hf:gpt2`: a model of a type that the installed transformers knows, with random weights; nothing is downloaded.
 
-The configuration is the type's default one, with fields of the user's (`--kwargs n_layer=4`). The class is the one that
-such a model is trained as: a language model where the type has one, else the classifier, else the bare model. Where the
-user gives no inputs, tensors of the configuration's own sizes are drawn.
+The configuration is the type's default one, with fields of the user's (`--kwargs n_layer=4`). The class is a language
+model if the type has one, else the classifier, else the bare model. Without inputs of the user's, some are drawn.
 """
 
 from __future__ import annotations

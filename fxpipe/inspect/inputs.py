@@ -1,8 +1,7 @@
 """Inputs for a model: `8x3x64x64`, `8x128:int64`, `input_ids=8x128:int64`, or a function of the user's that makes them.
 
-Sizes alone are float32 and drawn from a normal distribution. Integers and truth values are 0 or 1, which every
-embedding accepts; of a model whose vocabulary is known, any token. All are drawn from a seed of their own, so that two
-looks at a model look at the same numbers. For a model on the meta device nothing is drawn.
+Sizes alone are float32, drawn from a normal distribution. Integers and truth values are 0 or 1, which every embedding
+accepts, or any token of a known vocabulary. The seed is fixed. For a model on the meta device nothing is drawn.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""A step as a trace that chrome://tracing and https://ui.perfetto.dev open.
+"""A step as a trace that chrome://tracing and https://ui.perfetto.dev open ("Trace Event Format", Google, 2016).
 
-One process is the step, one row (a thread, there) each device. An action is a complete event ("X") with what it was and
-what it moved; an arrow, a pair of flow events ("s", "f"), leads from the action that made a value or a gradient to the
-one that used it; the memory of a device is a counter ("C") with its parts, where it is known, as it is of a simulation.
-Times are in microseconds. The format: "Trace Event Format", Google, 2016.
+The step is a process, each device a thread. An action is a complete event ("X"); a pair of flow events ("s", "f") leads
+from the action that made a value or a gradient to the one that used it; the memory of a device is a counter ("C").
 """
 
 from __future__ import annotations

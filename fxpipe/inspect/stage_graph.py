@@ -8,10 +8,8 @@
     │ stage 1   │ ▇▇▇▇▇▇ bottom ▇▇▇▇▇▇▇▇▇▇▇▇ │                    │  │
     └───────────┴─────┬──────────────────────┴────────────────────┘  │
 
-Lanes are rows, so that names and figures read as text, a plan of 64 stages is a page to scroll, and stages compare
-like the bars of a chart: all lanes have one scale of time. Arcs have a side of their own, where nothing is written: the
-names of portals stand in the lane that they leave. Portals with the same two ends are one arc. A picture of hundreds of
-arcs says nothing: the largest are drawn, the others counted.
+All lanes have one scale of time. The names of portals are in the lane that they leave; portals with the same two ends
+are one arc. The largest arcs are drawn, the others counted.
 """
 
 from __future__ import annotations

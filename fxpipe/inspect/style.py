@@ -1,7 +1,6 @@
-"""The colours of pictures, which also those tell apart who see no red, no green or no blue, and who print in grey.
+"""The colours of pictures, which differ in lightness, so everybody can tell them apart, also in grey.
 
-The colours of kinds of actions go from Okabe and Ito ("Color Universal Design", 2008), moved apart in lightness: that
-is the difference that every eye sees.
+They start from Okabe and Ito, "Color Universal Design", 2008.
 """
 
 from __future__ import annotations

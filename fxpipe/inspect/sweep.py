@@ -1,8 +1,7 @@
-"""Sweeps over numbers of devices: the model cut for 1, 2, 4, 8 ... and as many as were asked for, in every schedule.
+"""Sweeps over numbers of devices: the model cut for 1, 2, 4, 8 ... and the number asked for, in every schedule.
 
-Each number of devices is planned anew. Schedules that have their stages on the same devices share a plan, but where one
-does not fit into memory with it: then it is planned for that schedule. What does not fit at all is listed with the
-bytes that it is over by, for that is what one asks next.
+Schedules that have their stages on the same devices share a plan, unless one does not fit into memory with it and is
+planned by itself. What does not fit at all is listed with the bytes that it is over by.
 """
 
 from __future__ import annotations

@@ -4,11 +4,10 @@ The gradients of a stage are reduced once for a step, in buckets of equal size. 
 complete evenly over its last action that makes them (W where backward is split, else B), so the buckets are, too:
 
     device    ... B5====== B6====== |B7==1==2==3==4|          four buckets, full at 1, 2, 3 and 4
-    link                                  |1--|2--|3--|4--|   each reduced behind the one before, and when it is full
+    link                                  |1--|2--|3--|4--|   each reduced after the one before, and when it is full
 
-A device reduces one bucket at a time, in the order in which they are full. It does so beside computation, and neither
-slows the other down. So all that a step waits for is what is left when its last action has ended: the last bucket at
-least.
+A device reduces one bucket at a time, in the order in which they are full, while it computes. So a step waits for what
+is left when its last action has ended: the last bucket at least.
 """
 
 from __future__ import annotations

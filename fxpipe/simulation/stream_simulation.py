@@ -1,7 +1,7 @@
 """Simulates a stream of mini-batches, which never flushes: how long each takes once all devices are at work.
 
-It is the walk over a schedule as any other, of a stream that begins and ends with an empty pipe and is long enough to
-have a part in which no device waits for a first or a last mini-batch. Of that part are the figures of a mini-batch:
+The stream begins and ends with an empty pipe, and is long enough to have a part in which no device waits for a first or
+a last mini-batch. The figures of a mini-batch are of that part:
 
 >>> from fxpipe.simulation.costs import StageCost
 >>> print(simulate_stream("pipedream", [StageCost(forward=1, backward=2, update=1)] * 2, micro_batches=1))
@@ -11,10 +11,8 @@ device 1 |...F0 B0=== U0 F1 B1=== U1 F2 B2=== U2 F3 B3=== U3 F4 B4=== U4 ......|
 warm-up 1000 ms, drain 2000 ms; between them a mini-batch takes 4000 ms, with its update, mean bubble 0.0 %
 critical path: B 52.2 %, F 26.1 %, U 21.7 %
 
-A step with a flush takes longer for each mini-batch, and its updates come behind it.
-
-Where stages have replicas, mini-batches take turns at them, and a stage is updated once for each round of them. The
-time in which gradients are reduced over replicas, of a stage or of a whole pipe, is a part of U, which needs them.
+Mini-batches take turns at the replicas of a stage, which is updated once for each round of them. The time in which
+gradients are reduced over replicas is a part of U.
 """
 
 from __future__ import annotations
