@@ -250,7 +250,7 @@ the model needs fixing, or 130 if interrupted
 """
 
 
-# The option's groups and options with their values, as `--help` shows them.
+# Groups of options, and options with their values, as `--help` shows them.
 OPTIONS_TEXT = """\
 # the model
 --kwargs NAME=VALUE
