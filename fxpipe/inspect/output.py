@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from fxpipe.inspect.request import OUTPUT_NAMES, OutputFile, Request
+from fxpipe.inspect.request import OUTPUT_NAMES, Request
 from fxpipe.inspect.run import Findings
 from fxpipe.utils.units import count_text
 
@@ -27,12 +27,12 @@ def output_text(findings: Findings, request: Request) -> str:
     return "\n\n".join([*_drawn_inputs_note(findings), *answers, *plan])
 
 
-def write_outputs(findings: Findings, outputs: Sequence[OutputFile]) -> list[str]:
+def write_outputs(findings: Findings, outputs: Mapping[str, Path]) -> list[str]:
     """Writes the files that were asked for. Returns a line for each that says what is in it, and where it is."""
     lines = []
-    for output in outputs:
-        _write_output(findings, output.option, output.path)
-        lines.append(f"wrote {OUTPUT_NAMES[output.option]} to {output.path}")
+    for option, path in outputs.items():
+        _write_output(findings, option, path)
+        lines.append(f"wrote {OUTPUT_NAMES[option]} to {path}")
     return lines
 
 

@@ -38,7 +38,7 @@ from fxpipe.inspect.step_summary import (
 )
 from fxpipe.inspect.svg import escape_markup, svg_of
 from fxpipe.inspect.sweep import outcome_of, sweep_table, with_speedups
-from fxpipe.inspect.table import Cell, Column, Table, bytes_column, code_column, number_column, text_column
+from fxpipe.inspect.table import Cell, Column, Table, bytes_column, number_column, text_column
 from fxpipe.planning.plans.figures import StageFigures, plan_figures
 from fxpipe.utils.batch_split import largest_micro_batch
 from fxpipe.utils.files import check_output_path, write_atomically
@@ -284,23 +284,11 @@ REPORT_STAGE_COLUMNS: tuple[Column[StageFigures], ...] = (
     text_column("checkpoint", lambda row: row.mode),
     *STAGE_COLUMNS[6:],
 )
-FORMULA_COLUMNS: tuple[Column[tuple[int, str]], ...] = (
-    number_column("stage", lambda row: row[0]),
-    code_column("bytes", lambda row: row[1]),
-)
 
 
 def stages_section(plan: Plan) -> str:
-    formulas = Table(FORMULA_COLUMNS, [(stage.index, str(plan.memory(stage.index))) for stage in plan.stages])
-    return "\n".join(
-        [
-            Table(REPORT_STAGE_COLUMNS, plan_figures(plan).stages).for_report("stages"),
-            _note("Seconds and bytes are those of one micro-batch; memory is what a stage holds at most in a step."),
-            "<details>\n<summary>Memory as formulas, with micro-batches of b samples</summary>",
-            formulas.for_report("formulas"),
-            "</details>",
-        ]
-    )
+    note = "Seconds and bytes are those of one micro-batch; memory is what a stage holds at most in a step."
+    return Table(REPORT_STAGE_COLUMNS, plan_figures(plan).stages).for_report("stages") + _note(note)
 
 
 def portals_section(plan: Plan) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,31 +21,18 @@ OUTPUT_FORMATS = {"timeline": TIMELINE_FORMATS, "graph": ("svg",), "report": ("h
 OUTPUT_NAMES = {"timeline": "a timeline", "graph": "a graph", "report": "a report", "save": "a plan"}
 
 
-@dataclass(frozen=True, slots=True)
-class OutputFile:
-    """One file."""
-
-    option: str  # one of OUTPUT_FORMATS
-    path: Path
-
-    def __str__(self) -> str:
-        return f"--{self.option} {self.path}"
-
-
-def check_outputs(outputs: Sequence[OutputFile]) -> None:
-    """Checks that the output files can be written; writes nothing.
+def check_outputs(outputs: Mapping[str, Path]) -> None:
+    """Checks that the output files, by option, can be written; writes nothing.
 
     Raises:
-        ArgumentError: for the first that could not be: its suffix, its place, what it takes to draw it.
+        ArgumentError: for the first that cannot be written, or is to be written twice.
     """
-    taken: dict[Path, OutputFile] = {}
-    for output in outputs:
-        other = taken.setdefault(output.path.resolve(), output)
-        if other is not output:
-            raise ArgumentError(f"{output}: --{other.option} is to be written there; give another path")
-        check_output_path(
-            output.path, OUTPUT_FORMATS[output.option], f"--{output.option}: {OUTPUT_NAMES[output.option]}"
-        )
+    taken: dict[Path, str] = {}
+    for option, path in outputs.items():
+        other = taken.setdefault(path.resolve(), option)
+        if other != option:
+            raise ArgumentError(f"--{option} {path}: --{other} is to be written there; give another path")
+        check_output_path(path, OUTPUT_FORMATS[option], f"--{option}: {OUTPUT_NAMES[option]}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +56,7 @@ class Request:
     sweep: bool = False
     tune: bool = False
     all: bool = False  # every row of --tune
-    outputs: tuple[OutputFile, ...] = ()
+    outputs: dict[str, Path] = field(default_factory=dict)  # by option
     no_progress: bool = False
     data_parallel: int | str | None = None  # replicas; None: not said
     is_cluster: bool = False  # has a number of nodes
@@ -118,9 +105,7 @@ def parse_request(argv: Sequence[str]) -> Request:
         options={name: value for name, value in options.items() if value is not None},
         dynamic=tuple(arguments.dynamic),
         sizes=_dict_without_repeats(arguments.sizes, "--sizes"),
-        outputs=tuple(
-            OutputFile(name, path) for name in OUTPUT_FORMATS if (path := getattr(arguments, name)) is not None
-        ),
+        outputs={name: path for name in OUTPUT_FORMATS if (path := getattr(arguments, name)) is not None},
         is_cluster=arguments.nodes is not None,
         **{name: getattr(arguments, name) for name in PLAIN_OPTIONS},
     )

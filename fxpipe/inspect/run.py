@@ -112,7 +112,7 @@ def settings_for(request: Request, devices: tuple[str, ...], **others: Any) -> S
         **request.options,
     }
     settings = make_settings(options | others, anywhere="hardware" in request.options)
-    return replace(settings, operations=any(output.option == "save" for output in request.outputs))
+    return replace(settings, operations="save" in request.outputs)
 
 
 def profile_loaded_model(loaded: LoadedModel, settings: Settings) -> ProfiledModel:
