@@ -295,21 +295,11 @@ MAX_DEVICE_ROWS = 16  # rows; of more, those that come closest to their limits
 
 def device_table(step: Simulation | StepTimeline, *without: str) -> Table[DeviceFigures]:
     """A table of devices: busy time and bubble, and the memory at the peak by what it is for, if it is known."""
-    count = len(step.devices)
-    parts = [one.at_peak for one in step.memory]
+    count, parts = len(step.devices), [one.at_peak for one in step.memory]
     hidden = {*without} if parts else {*without, "peak memory", *MEMORY_PARTS}
-    busy, bubble, limits = step.busy, step.bubble, step.limits or (None,) * count
-    rows = [
-        DeviceFigures(
-            d,
-            step.devices[d],
-            busy[d],
-            bubble[d],
-            parts[d] if parts else MemoryParts(),
-            limits[d],
-        )
-        for d in range(count)
-    ]
+    limits = step.limits or (None,) * count
+    figures = (range(count), step.devices, step.busy, step.bubble, parts or [MemoryParts()] * count, limits)
+    rows = [DeviceFigures(*row) for row in zip(*figures, strict=True)]
     return Table([column for column in DEVICE_COLUMNS if column.name not in hidden], rows)
 
 
