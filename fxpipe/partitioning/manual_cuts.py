@@ -12,7 +12,6 @@ modules   -     stem.conv  stem.relu  body.conv  body.relu  head
 from __future__ import annotations
 
 import difflib
-import math
 import operator
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,14 +19,13 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError, PartitionError, TooManyStagesError
-from fxpipe.partitioning.block import check_cost
 
 # -- The nodes of a graph as a cut needs to know them, and their names in errors -------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSequence:
-    """The nodes in the order in which they run; a node's index here is its *place*. Checked when made."""
+    """The nodes in the order in which they run; a node's index here is its *place*."""
 
     costs: tuple[float, ...]
     names: tuple[str, ...]  # one for each node, or none
@@ -35,19 +33,6 @@ class NodeSequence:
     forbidden_cuts: Mapping[int, str]  # place -> why no cut may stand before it
     empty: Mapping[str, int | None] = field(default_factory=dict)  # module without nodes -> place before which it ends
     inside: Mapping[str, str] = field(default_factory=dict)  # module -> the one around it that is a node
-
-    def __post_init__(self) -> None:
-        n = len(self.costs)
-        for values, what in ((self.names, "names"), (self.modules, "modules")):
-            if len(values) not in (0, n):
-                raise ArgumentError(f"{len(values)} {what} for {n} costs: give one for each node, or none")
-        for place in self.forbidden_cuts:
-            if not 1 <= place < n:
-                raise ArgumentError(f"forbidden place {place}: a cut can stand before places 1 to {n - 1} only")
-        for place, cost in enumerate(self.costs):
-            check_cost(cost, f"the cost of {self.label(place)}")
-        if not _sum_is_finite(self.costs):
-            raise ArgumentError("the costs sum to more than a float can hold: give them in a larger unit")
 
     def label(self, place: int) -> str:
         return f"node {self.names[place]!r} (place {place})" if self.names else f"the node at place {place}"
@@ -80,23 +65,9 @@ class NodeSequence:
         return f"no cut can stand before {self.label(place)}: {self.forbidden_cuts[place]}; {remedy}"
 
 
-def _sum_is_finite(costs: Sequence[float]) -> bool:
-    try:
-        math.fsum(costs)
-    except OverflowError:  # of the sum, or of an int on its way to float
-        return False
-    return True
-
-
 def is_by_names(balance: Sequence[int] | Sequence[str], stages: int) -> bool:
     """Returns True for names, False for numbers of nodes. An empty list counts as names: one stage needs none."""
-    try:
-        entries: list[int | str] = [*balance]
-    except TypeError:
-        raise ArgumentTypeError(
-            f"balance={balance!r} is of type {type(balance).__name__}; expected a str, or a list of ints or of strings"
-        ) from None
-    return all(isinstance(entry, str) for entry in entries) and (bool(entries) or stages == 1)
+    return all(isinstance(entry, str) for entry in balance) and (len(balance) > 0 or stages == 1)
 
 
 def _node_count(entry: int | str, entries: Sequence[int] | Sequence[str]) -> int:
@@ -111,14 +82,9 @@ def _node_count(entry: int | str, entries: Sequence[int] | Sequence[str]) -> int
         ) from None
 
 
-def starts_by_counts(entries: Sequence[int] | Sequence[str], stages: int, nodes: NodeSequence) -> tuple[int, ...]:
+def starts_by_counts(entries: Sequence[int] | Sequence[str], nodes: NodeSequence) -> tuple[int, ...]:
     """The place at which each stage begins, from a number of nodes for each."""
     counts, n = [_node_count(entry, entries) for entry in entries], len(nodes.costs)
-    if len(counts) != stages:
-        raise ArgumentError(
-            f"balance={counts} has {len(counts)} entries for {stages} stages: "
-            f"give {stages} numbers of nodes that sum to {n}"
-        )
     if min(counts) < 1:
         raise ArgumentError(f"balance={counts} has the entry {min(counts)}: each stage needs at least 1 node")
     if sum(counts) != n:
@@ -128,14 +94,9 @@ def starts_by_counts(entries: Sequence[int] | Sequence[str], stages: int, nodes:
     return starts
 
 
-def cuts_by_names(balance: Sequence[int] | Sequence[str], stages: int, nodes: NodeSequence) -> tuple[int, ...]:
+def cuts_by_names(balance: Sequence[int] | Sequence[str], nodes: NodeSequence) -> tuple[int, ...]:
     """The places before which a cut must stand: behind the last node of each name. At most one less than stages."""
     names = [str(name) for name in balance]
-    if len(names) > stages - 1:
-        raise ArgumentError(
-            f"balance={names} has {len(names)} names for {stages} stages: give {stages - 1} or fewer, a stage ends "
-            f"behind each; or give {stages} numbers of nodes that sum to {len(nodes.costs)}"
-        )
     places_of = [(name, places_of_name(name, nodes)) for name in names]
     _raise_problems(
         unknown_name_message(name, nodes) for name, places in places_of if not places and nodes.empty.get(name) is None

@@ -259,7 +259,7 @@ def _node_label(place: int, names: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OptimalCut:
-    """The cut with the least bottleneck. Prints a line for each stage."""
+    """The cut with the least bottleneck."""
 
     starts: tuple[int, ...]  # the place of the first node of each stage; starts[0] == 0
     recompute: tuple[bool, ...]  # by stage
@@ -269,20 +269,6 @@ class OptimalCut:
     def bottleneck(self) -> float:
         """The largest `seconds` of a stage."""
         return max(load.seconds for load in self.loads)
-
-    def __str__(self) -> str:
-        lines = [f"optimal: {len(self.starts)} stages, bottleneck {self.bottleneck:.4g} s"]
-        total = math.fsum(load.seconds for load in self.loads)
-        stops = [*(str(start - 1) for start in self.starts[1:]), ""]  # how many nodes there are is not known here
-        for j, (start, stop, load) in enumerate(zip(self.starts, stops, self.loads, strict=True)):
-            receives = f", {load.receive_seconds:.4g} s of it to receive" if load.receive_seconds else ""
-            recomputes = ", recomputes" if load.recompute else ""
-            share = load.seconds / total if total else 0.0
-            lines.append(
-                f"  stage {j}: places {start}-{stop}, {load.seconds:.4g} s{receives}, share {share:.1%}, "
-                f"{human_bytes(load.memory)}{recomputes}"
-            )
-        return "\n".join(lines)
 
 
 def optimal_partition(
@@ -296,10 +282,8 @@ def optimal_partition(
     """Cuts a chain into one stage for each site; the best cut is defined above.
 
         >>> chain = Chain(forward=((1.0, 1.0, 2.0, 2.0),), backward=((2.0, 2.0, 4.0, 4.0),))
-        >>> print(optimal_partition(chain, [StageSite(), StageSite()]))
-        optimal: 2 stages, bottleneck 12 s
-          stage 0: places 0-1, 6 s, share 33.3%, 0 B
-          stage 1: places 2-, 12 s, share 66.7%, 0 B
+        >>> optimal_partition(chain, [StageSite(), StageSite()]).starts
+        (0, 2)
 
     Args:
         chain: at least one node.

@@ -29,27 +29,17 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TypeVar
 
-from fxpipe.errors import ArgumentError, PartitionError
-from fxpipe.utils.units import parse_count
+from fxpipe.errors import PartitionError
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class BandwidthLevel:
-    """A level of a hierarchy of workers. Checked when made.
-
-    Raises:
-        ArgumentError: a figure cannot be.
-    """
+    """A level of a hierarchy of workers."""
 
     workers: int  # components of the level below, or devices on the lowest level
     bytes_per_second: float  # between any two of them, and to reduce; infinite where values are handed over
-
-    def __post_init__(self) -> None:
-        parse_count("workers", self.workers, "the number of components of a level")
-        if not self.bytes_per_second > 0:
-            raise ArgumentError(f"bytes_per_second={self.bytes_per_second!r} of a level: expected more than 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +64,7 @@ class ReplicatedPartition:
 
     def __str__(self) -> str:
         """Formats it as the paper does: `15-1`."""
-        return replicas_text(self.replicas)
-
-
-def replicas_text(replicas: Sequence[int]) -> str:
-    """Formats the replicas of stages in order, as the paper does.
-
-    >>> replicas_text((15, 1))
-    '15-1'
-    """
-    return "-".join(map(str, replicas))
+        return "-".join(map(str, self.replicas))
 
 
 def pipedream_partition(
@@ -107,12 +88,8 @@ def pipedream_partition(
         required: layers with which a stage has to begin.
 
     Raises:
-        ArgumentError: figures do not go together, or are no finite numbers from 0 up.
         PartitionError: no stages on all of these workers begin where they have to.
     """
-    _check_figures(times, activation_bytes, weight_bytes)
-    if not levels:
-        raise ArgumentError("levels is empty: give a BandwidthLevel(workers, bytes_per_second) at least")
     tables = list[_LevelTable]()
     for level in levels:
         below = tables[-1] if tables else None
@@ -311,18 +288,6 @@ def _least_bottleneck(within: Callable[[float], T | None], seconds: Callable[[T]
         else:
             least = middle
     return best, most
-
-
-def _check_figures(times: Sequence[float], activations: Sequence[float], weights: Sequence[float]) -> None:
-    named = {"times": times, "activation_bytes": activations, "weight_bytes": weights}
-    if not times:
-        raise ArgumentError("times is empty: give one for each layer, of one layer at least")
-    for name, figures in named.items():
-        if len(figures) != len(times):
-            raise ArgumentError(f"{name} has {len(figures)} entries for {len(times)} layers: give one for each")
-        for place, figure in enumerate(figures):
-            if not (math.isfinite(figure) and figure >= 0):
-                raise ArgumentError(f"{name}[{place}]={figure!r}: expected a finite number of 0 or more")
 
 
 # -- Stages whose replicas are known -----------------------------------------------------------------------------------

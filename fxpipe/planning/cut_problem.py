@@ -158,7 +158,7 @@ def _required_starts(traced: Traced, nodes: NodeSequence, settings: Settings, st
     starts = set[int]()
     if not isinstance(settings.balance, str):
         by_names = is_by_names(settings.balance, stages)
-        starts.update((cuts_by_names if by_names else starts_by_counts)(settings.balance, stages, nodes))
+        starts.update((cuts_by_names if by_names else starts_by_counts)(settings.balance, nodes))
     starts.update(traced.cut_mark_places)
     return tuple(sorted(_check_required(starts - {0, len(nodes.costs)}, traced, stages, nodes)))
 

@@ -50,9 +50,9 @@ def partition(
     if balance is None:
         starts = cut_by_block(nodes, stages)
     elif is_by_names(balance, stages):
-        starts = cut_by_block(nodes, stages, cuts_by_names(balance, stages, nodes))
+        starts = cut_by_block(nodes, stages, cuts_by_names(balance, nodes))
     else:
-        starts = starts_by_counts(balance, stages, nodes)
+        starts = starts_by_counts(balance, nodes)
     sums = (math.fsum(nodes.costs[start:stop]) for start, stop in pairwise([*starts, len(nodes.costs)]))
     return BlockCut(starts, tuple(sums))
 

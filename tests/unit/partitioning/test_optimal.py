@@ -185,15 +185,6 @@ def test_memory_moves_the_cut_before_it_makes_a_stage_recompute() -> None:
     assert (cut.starts, cut.recompute, cut.bottleneck) == ((0, 2), (True, False), 8.0)
 
 
-def test_prints_a_line_for_each_stage() -> None:
-    chain = row(1.0, 2.0, flows=(Flow(1.0, 0, (1,), False),), weights=(ParameterUse(512.0, (1,), True),))
-    assert str(optimal_partition(chain, [StageSite(), StageSite(link=Link(1.0), must_recompute=True)])) == (
-        "optimal: 2 stages, bottleneck 5 s\n"
-        "  stage 0: places 0-0, 1 s, share 16.7%, 0 B\n"
-        "  stage 1: places 1-, 5 s, 1 s of it to receive, share 83.3%, 2.0 KiB, recomputes"
-    )
-
-
 def test_doctests() -> None:
     assert doctest.testmod(fxpipe.partitioning.optimal).failed == 0
 

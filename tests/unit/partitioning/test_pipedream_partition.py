@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fxpipe.partitioning.pipedream
-from fxpipe.errors import ArgumentError, ArgumentTypeError, PartitionError
+from fxpipe.errors import PartitionError
 from fxpipe.partitioning.pipedream import (
     MOST_LAYERS,
     BandwidthLevel,
@@ -216,32 +216,6 @@ def test_layers_are_grouped_where_cuts_may_stand_and_no_more_than_needed():
     assert 5 not in starts
     assert 7 in starts
     assert max(two - one for one, two in pairwise([*starts, count])) <= 6  # as even as can be
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([], [], []), "times is empty"),
-        (([1.0], [1.0, 2.0], [1.0]), "activation_bytes has 2 entries for 1 layers"),
-        (([1.0], [1.0], []), "weight_bytes has 0 entries"),
-        (([math.nan], [1.0], [1.0]), r"times\[0\]=nan"),
-        (([1.0], [1.0], [-1.0]), r"weight_bytes\[0\]=-1"),
-    ],
-)
-def test_figures_that_cannot_be_are_refused(arguments, message):
-    with pytest.raises(ArgumentError, match=message):
-        pipedream_partition(*arguments, [BandwidthLevel(2, 1.0)])
-
-
-def test_levels_that_cannot_be_are_refused():
-    with pytest.raises(ArgumentError, match="levels is empty"):
-        pipedream_partition([1.0], [1.0], [1.0], [])
-    with pytest.raises(ArgumentError, match="bytes_per_second=0"):
-        BandwidthLevel(2, 0)
-    with pytest.raises(ArgumentError, match="workers=0"):
-        BandwidthLevel(0, 1.0)
-    with pytest.raises(ArgumentTypeError, match="workers"):
-        BandwidthLevel(1.5, 1.0)  # type: ignore[arg-type]
 
 
 def test_examples_in_docstrings_are_true():

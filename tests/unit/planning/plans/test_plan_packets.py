@@ -51,8 +51,8 @@ def cuts(monkeypatch):
     """The cuts that are chosen."""
     chosen, choose_cut = [], choose.choose_cut
 
-    def note_cut(*arguments: Any) -> Any:
-        chosen.append(choose_cut(*arguments))
+    def note_cut(*arguments: Any, **options: Any) -> Any:
+        chosen.append(choose_cut(*arguments, **options))
         return chosen[-1]
 
     monkeypatch.setattr(passes, "choose_cut", note_cut)
