@@ -26,6 +26,8 @@ from fxpipe.utils.units import did_you_mean
 _HEAD = re.compile(r"(?P<name>.+): (?P<stages>\d+) stages?, (?P<micro_batches>\d+) micro-batch(es)?")
 _DEVICE = re.compile(r"device (?P<device>\d+):")
 _BETWEEN_ACTIONS = re.compile(r"[\s,;(]+|\)OVERLAP_F_B\b")
+# Actions of torch's tables that fxpipe does by itself: transfers, and what keeps replicas alike.
+_IMPLIED_ACTION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB]\d+)")
 
 
 def parse_schedule(text: str, name: str = "custom") -> Schedule:
@@ -35,7 +37,8 @@ def parse_schedule(text: str, name: str = "custom") -> Schedule:
     otherwise are `name` and as many as there are. Empty lines are passed over.
 
     Tables that `torch.distributed.pipelining` writes parse as well: with commas between actions, `1I0` for a B whose W
-    is apart, and `(0F1;3B0)OVERLAP_F_B` for two that overlap there, and run one after the other here.
+    is apart, and `(0F1;3B0)OVERLAP_F_B` for two that overlap there, and run one after the other here. Transfers and
+    sums of gradients in them (`0SEND_F1`, `0REDUCE_GRAD`) are skipped: the runtime does these by itself.
 
     Raises:
         ScheduleError: a word that is no action, rows in another order than they say, or a schedule that would not run.
@@ -158,7 +161,8 @@ def _refuse_replicas(schedule: Schedule) -> None:
 
 def _parse_actions(row: str | Iterable[Action | str]) -> tuple[Action, ...]:
     words = [word for word in _BETWEEN_ACTIONS.split(row) if word] if isinstance(row, str) else row
-    return tuple(word if isinstance(word, Action) else Action.parse(word) for word in words)
+    explicit = (word for word in words if isinstance(word, Action) or not _IMPLIED_ACTION.fullmatch(word))
+    return tuple(word if isinstance(word, Action) else Action.parse(word) for word in explicit)
 
 
 def placement_of(schedule: Schedule) -> Placement:

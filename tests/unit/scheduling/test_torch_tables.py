@@ -13,6 +13,7 @@ from helpers.torch_tables import LOOPED, SINGLE, V_SHAPED, torch_table, torch_ta
 from torch import nn
 
 import fxpipe
+from fxpipe.errors import ScheduleError
 from fxpipe.scheduling import (
     SCHEDULES,
     ActionKind,
@@ -53,7 +54,9 @@ def test_every_table_is_accepted_as_it_is():
 def test_the_text_that_torch_writes_of_a_table_is_accepted_as_it_is():
     """One line for each device, as in its CSV: idle slots are empty there."""
     seen = set()
-    for name, (p, v, m) in product((*LOOPED, *V_SHAPED), ((1, 2, 4), (2, 2, 4), (3, 2, 6))):
+    sizes = ((1, 2, 4), (2, 2, 4), (3, 2, 6))
+    cases = [*product((*LOOPED, *V_SHAPED), sizes), *((name, (p, 1, m)) for name in SINGLE for p, _, m in sizes)]
+    for name, (p, v, m) in cases:
         table = torch_table(name, p, v, m)
         text = torch_text(name, p, v, m)
         assert table is not None
@@ -61,8 +64,25 @@ def test_the_text_that_torch_writes_of_a_table_is_accepted_as_it_is():
         assert make_schedule(text, p * v, m).rows == table.rows
         assert make_schedule(lambda *_, text=text: text, p * v, m).rows == table.rows
         assert make_schedule(lambda *_, text=text: text.splitlines(), p * v, m).rows == table.rows
-        seen |= {mark for mark in ("I", "OVERLAP_F_B", ",,") if mark in text}
-    assert seen == {"I", "OVERLAP_F_B", ",,"}
+        seen |= {mark for mark in ("I", "OVERLAP_F_B", ",,", "0REDUCE_GRAD") if mark in text}
+    assert seen == {"I", "OVERLAP_F_B", ",,", "0REDUCE_GRAD"}
+
+
+def test_transfers_and_sums_of_gradients_in_a_table_of_torch_are_skipped():
+    """As in its files with format="compute_comms"."""
+    text = """
+        0UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1,0REDUCE_GRAD,0RESHARD
+        1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1,1REDUCE_GRAD,1RESHARD
+    """
+    assert parse_schedule(text).rows == parse_schedule("0F0 0F1 0B0 0B1 \n 1F0 1B0 1F1 1B1").rows
+    with pytest.raises(ScheduleError, match="action '0SEND_F': expected stage"):
+        parse_schedule("0F0 0SEND_F 0B0")
+
+
+def test_a_table_of_torch_that_lacks_a_forward_is_refused():
+    """What `Schedule1F1B` writes of its last device begins with the forward of micro-batch 1."""
+    with pytest.raises(ScheduleError, match="1F0 is missing"):
+        parse_schedule("0F0,0F1,0B0,,0B1,0REDUCE_GRAD \n ,1F1,1B0,1F2,1B1,1REDUCE_GRAD")
 
 
 NAMED = {
