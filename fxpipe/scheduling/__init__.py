@@ -101,7 +101,6 @@ from fxpipe.scheduling.builtin import (
     interleaved_1f1b,
     interleaved_zero_bubble,
     one_f_one_b,
-    zbv,
     zero_bubble,
     zero_bubble_2p,
 )
@@ -127,7 +126,7 @@ from fxpipe.scheduling.streams import (
     stream_schedule,
     weight_versions,
 )
-from fxpipe.scheduling.v_schedules import dualpipev, v_half, v_min
+from fxpipe.scheduling.v_schedules import dualpipev, v_half, v_min, zbv
 from fxpipe.scheduling.validation import activations_in_flight, dependencies, micro_batches_in_flight, validate
 
 __all__ = [

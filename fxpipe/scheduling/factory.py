@@ -7,7 +7,7 @@ cannot have them.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import cast
@@ -111,8 +111,7 @@ def _default_placement(schedule: ScheduleLike, n: int) -> Placement | None:
     if n % recipe.stages_per_device:
         raise ArgumentError(
             f"schedule {schedule!r} has {recipe.stages_per_device} stages on each device, and {n} cannot be shared out "
-            f"so: give "
-            f"a multiple of {recipe.stages_per_device}"
+            f"so: give a multiple of {recipe.stages_per_device}"
         )
     return recipe.placement(n // recipe.stages_per_device, recipe.stages_per_device)
 
@@ -164,7 +163,11 @@ def _check_modes(checkpoint: str | Sequence[str], n: int) -> tuple[Checkpoint, .
         raise ArgumentError(
             f"checkpoint={checkpoint!r} has {len(modes)} modes for {n} stages: give one for each, or one for all"
         )
-    return tuple(cast(Checkpoint, _check_known("checkpoint", mode, CHECKPOINTS)) for mode in modes)
+    for mode in modes:
+        if mode not in CHECKPOINTS:
+            there_are = f"there are {', '.join(map(repr, CHECKPOINTS))}{did_you_mean(mode, CHECKPOINTS)}"
+            raise ArgumentError(f"checkpoint={mode!r} is unknown; {there_are}")
+    return cast(tuple[Checkpoint, ...], modes)
 
 
 def _check_replicas(replicas: Sequence[int]) -> tuple[int, ...]:
@@ -187,11 +190,3 @@ def _check_device_numbers(placement: Sequence[int], n: int) -> Placement:
             "nothing to do"
         )
     return numbers
-
-
-def _check_known(argument: str, value: str, known: Iterable[str]) -> str:
-    known = tuple(known)
-    if value not in known:
-        there_are = f"there are {', '.join(map(repr, known))}{did_you_mean(value, known)}"
-        raise ArgumentError(f"{argument}={value!r} is unknown; {there_are}")
-    return value

@@ -22,29 +22,27 @@ micro-batch takes a device, F + B + W.
 | `inference`               | none                      | 1, or any placement | 0             | p - 1, of F alone |
 
 V is there and back (0, 1, 1, 0): the loss is on the first device. `v_half` and `v_min` keep whole micro-batches, so
-round down; their bubble is a little less for some p. Where p does not divide m, groups of micro-batches are larger in
-the interleaved ones, which then keep more.
+round down; their bubble is a little less for some p. If p does not divide m, groups of micro-batches are larger in the
+interleaved ones, which then keep more.
 
-All of it for as many micro-batches as fill the pipeline; of fewer, less is kept and devices idle more. Kept is what W
-still needs, too, though that is less than what B needs. Chimera and DualPipe are bidirectional: each stage would be in
-two places, so they are not here. (Rows of replicas have one in several places: `fxpipe.scheduling.replicas`.)
+The figures hold if there are enough micro-batches to fill the pipeline; with fewer, less is kept and devices idle more.
+*Kept* includes what W still needs, though that is less than what B needs. Chimera and DualPipe are bidirectional: each
+stage would be in two places, so they are not here.
 
-Where a placement gives devices v stages each, round and round, those made for one stage on each keep more, since each
-stage does as it would on a device of its own: `1f1b` up to (v + 1) p / 2, as stage j of v p keeps v p - j of its own
-micro-batches, each a v-th of the model's; `zero_bubble` up to v p, `zero_bubble_2p` up to 2 v p - 1. Their bubbles
-follow no formula there: for p = 8, v = 1 ... 4 and 48 micro-batches 7, 6.2, 6.7, 9.3 in `1f1b`, 2.3, 1.8, 1.7, 1.8 in
-`zero_bubble`. (Neighbours on one device count as one stage.)
+With v stages on each device, round and round, a schedule made for one keeps more: `1f1b` up to (v + 1) p / 2,
+`zero_bubble` up to v p, `zero_bubble_2p` up to 2 v p - 1. The bubbles follow no formula there: for p = 8, v = 1 ... 4
+and 48 micro-batches 7, 6.2, 6.7, 9.3 in `1f1b`, 2.3, 1.8, 1.7, 1.8 in `zero_bubble`. (Neighbours on one device count as
+one stage.)
 
-In seconds the bubble of `zero_bubble` is (p - 1) (F + B - W), that of `zero_bubble_2p` (p - 1) max(F, F + B - 2 W), as
-long as W takes no longer than F and than B. So the larger memory of the second pays where W is shorter than B
-(attention, activation functions). At (p - 1) F all that is left is the time until the last device has something to do,
-which is there as long as a step ends on all devices before the next one begins.
+In seconds the bubble of `zero_bubble` is (p - 1) (F + B - W), that of `zero_bubble_2p` (p - 1) max(F, F + B - 2 W), if
+W takes no longer than F and than B. So the larger memory of the second pays if W is shorter than B (attention,
+activation functions). At (p - 1) F only the time until the last device has something to do is left.
 
 `pipedream` and `pipedream_2bw` have no bubble, but stale weights: `train_stream` runs them, in the order of `streams`.
-A step by itself, of `forward_backward`, is one of `1f1b`, and so are its rows here.
+A single step, of `forward_backward`, is one of `1f1b`, and so are its rows here.
 
 If in doubt: `1f1b`, the simplest that keeps few activations. With few micro-batches for each device, `zero_bubble`, or
-`zbv` if twice as many transfers are no matter. Where memory is short, `v_half` or `v_min`.
+`zbv` if twice as many transfers are no matter. If memory is short, `v_half` or `v_min`.
 """
 
 from __future__ import annotations
@@ -61,7 +59,6 @@ from fxpipe.scheduling.builtin import (
     interleaved_1f1b,
     interleaved_zero_bubble,
     one_f_one_b,
-    zbv,
     zero_bubble,
     zero_bubble_2p,
 )
@@ -72,7 +69,7 @@ from fxpipe.scheduling.row_transforms import (
     round_robin,
     there_and_back,
 )
-from fxpipe.scheduling.v_schedules import dualpipev, v_half, v_min
+from fxpipe.scheduling.v_schedules import dualpipev, v_half, v_min, zbv
 
 Placement: TypeAlias = tuple[int, ...]  # for each stage its device
 

@@ -8,17 +8,17 @@ times as long as those of the next one keeps up with it on three devices:
     device 0''          0F2             0B2
     device 1        1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3
 
-A row of replicas is made of the row of their device: each takes the actions of its own micro-batches, in their order.
-What each waits for is a part of what the one device would wait for, so no schedule that runs comes to wait for ever.
+A row of a replica is made of the row of its device: it has the actions of the micro-batches whose turn it is, in their
+order. It waits for a part of what the one device would wait for, so no schedule that runs comes to wait for ever.
 
-1F1B is made anew. A stage that keeps few micro-batches for one device keeps too few for several: in a row of 3-1 above
-the second F would come behind the first B, for which the replica waits. A stage has as many in flight as the next one,
-and one more for each of its R_j replicas: W_j = R_j + W_j+1, made a multiple of R_j, and W of the last stage is R. So a
-replica runs W_j / R_j forwards ahead. With one replica each, that is 1F1B as it is; with 15-1 it is two, as the paper's
-NOAM = ceil(workers / replicas of the input stage) says for any two stages. (With 1-3-1 NOAM is five, and the middle
-stage, whose replicas run two ahead, would wait for the sixth: it takes seven.)
+1F1B is made differently. A stage that keeps few micro-batches for one device keeps too few for several: in a row of 3-1
+above the second F would come after the first B, for which the replica waits. A stage has as many in flight as the next
+one, and one more for each of its R_j replicas: W_j = R_j + W_j+1, made a multiple of R_j, and W of the last stage is R.
+So a replica runs W_j / R_j forwards ahead. With one replica each, that is plain 1F1B; with 15-1 it is two, as the
+paper's NOAM = ceil(workers / replicas of the input stage) says for any two stages. (With 1-3-1 NOAM is five, and the
+middle stage, whose replicas run two ahead, would wait for the sixth: it takes seven.)
 
-No row waits for another for ever. F of micro-batch i stands behind B of i - W_j, and B of i behind F of i + W_j - R_j.
+No row waits for another for ever. F of micro-batch i comes after B of i - W_j, and B of i after F of i + W_j - R_j.
 Follow what waits for what, through stages up and down: at a turn at stage a the number falls by W_a, at the next one,
 at b >= a, it grows by W_b - R_b < W_b <= W_a. So it falls each time, and no circle closes.
 
@@ -32,6 +32,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fxpipe.scheduling.actions import Action, ActionKind, Rows
+from fxpipe.scheduling.builtin import alternating_row
 
 
 def replica_of(micro_batch: int, count: int) -> int:
@@ -67,11 +68,15 @@ def one_f_one_b_of_replicas(micro_batches: int, replicas: Sequence[int]) -> Rows
     0F2 0B2
     1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3
     """
-    return tuple(
-        _row(j, range(replica, micro_batches, count), ahead)
-        for j, (count, ahead) in enumerate(zip(replicas, forwards_ahead(replicas), strict=True))
-        for replica in range(count)
-    )
+    rows = []
+    for j, (count, ahead) in enumerate(zip(replicas, forwards_ahead(replicas), strict=True)):
+        for replica in range(count):
+            forward, backward = (
+                [Action(kind, j, i) for i in range(replica, micro_batches, count)]
+                for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
+            )
+            rows.append(alternating_row(forward, backward, ahead - 1))
+    return tuple(rows)
 
 
 def forwards_ahead(replicas: Sequence[int]) -> tuple[int, ...]:
@@ -86,13 +91,3 @@ def forwards_ahead(replicas: Sequence[int]) -> tuple[int, ...]:
         ahead.append(1 + -(-in_flight // count))
         in_flight = ahead[-1] * count
     return tuple(reversed(ahead))
-
-
-def _row(stage: int, micro_batches: Sequence[int], ahead: int) -> tuple[Action, ...]:
-    """A row that runs so many forwards ahead, and then one backward and one forward alternately."""
-    forward = [Action(ActionKind.FORWARD, stage, i) for i in micro_batches]
-    backward = [Action(ActionKind.BACKWARD, stage, i) for i in micro_batches]
-    row = forward[:ahead]
-    for k, action in enumerate(backward):
-        row += [action, *forward[ahead + k : ahead + k + 1]]
-    return tuple(row)

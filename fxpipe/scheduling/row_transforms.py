@@ -1,13 +1,10 @@
-"""Several stages on a device: the rows of the stages, one for each, become rows of the devices.
+"""Rows made of other rows: of stages that share a device, of groups of neighbours, with recomputation, with updates.
 
-(Where all stages of each device are neighbours, they are as one: `neighbour_groups`.)
-
-A schedule is made as if each stage had a device of its own. Here the stages of a device take turns. To see in which
-order, the devices run in thought, every action as long as every other, and each takes up what it can as soon as it
-can: of its stages' next actions one whose needs have ended. Where there are several, B goes before F, W comes last,
-since nobody waits for it, and a later stage goes before an earlier one, so that micro-batches leave as soon as they
-can. (Without W, on 18 sizes this rule made no longer steps than any of four others.) Three forwards through four stages
-on two devices, stages 0 and 2 on the first:
+A schedule is made as if each stage had a device of its own. If a device has several stages, they take turns
+(`merge_stage_rows`). The order is found by running the devices with actions of equal length: each device takes, of its
+stages' next actions, one whose needs have ended. B goes before F, W comes last, since nothing waits for it, and a later
+stage goes before an earlier one, so that micro-batches leave as early as they can. (Without W, on 18 sizes no step was
+longer than by any of four other rules.) Three forwards through four stages on two devices, stages 0 and 2 on the first:
 
     stages                      devices, taking turns
     0F0 0F1 0F2                 0F0 0F1 2F0 2F1 0F2     2F2
@@ -15,8 +12,8 @@ on two devices, stages 0 and 2 on the first:
             2F0 2F1 2F2
                 3F0 3F1 3F2
 
-Each action starts after all that it needs has ended, in the one thought run of all devices; so the rows, which keep
-its order, cannot wait for each other in a circle.
+Each action starts after all that it needs has ended, in one run of all devices; so the rows, which keep its order,
+cannot wait for each other in a circle.
 """
 
 from __future__ import annotations
@@ -68,9 +65,9 @@ def _urgency(action: Action) -> tuple[int, int]:
     return _BY_URGENCY.index(action.kind), action.stage
 
 
-# -- Neighbouring stages on one device: where a device has no others, they are as one stage in a schedule ------------
+# -- Neighbouring stages on one device: if a device has no others, they are as one stage in a schedule ----------------
 #
-# Nothing is between them that another device does. So the device runs F through all of them before it takes up anything
+# Nothing between them is done by another device. So the device runs F through all of them before it takes up anything
 # else, and B all the way back:
 #
 #     placement (0, 0, 1), as two stages      and as three
@@ -79,9 +76,9 @@ def _urgency(action: Action) -> tuple[int, int]:
 #
 # So each keeps as few micro-batches as the one stage would, where 1F1B of three stages keeps three in the first: a
 # stage that is cut in two on its device, because a part of it recomputes, costs no memory. Of all placements of 2 to 6
-# stages so on up to 3 devices, with equal stages and 1, 3 or 8 micro-batches, none keeps more than by turns
-# (`row_transforms`), and few take longer (8 % at most, with 3 micro-batches). A device that also has stages elsewhere
-# in the row is better off with turns: with (0, 1, 1, 0) a step of 1F1B would take up to 19 % longer.
+# stages on up to 3 devices, with equal stages and 1, 3 or 8 micro-batches, none keeps more than with turns, and few
+# take longer (8 % at most, with 3 micro-batches). A device that also has stages elsewhere in the row is better off with
+# turns: with (0, 1, 1, 0) a step of 1F1B would take up to 19 % longer.
 
 StageGroups = tuple[tuple[int, ...], ...]  # of stages, in order
 

@@ -6,21 +6,20 @@ A stage takes up a mini-batch for each one that it has gone back through, and up
     device 1: 1F0 1F1 1B0 1U0 1F2 1B1 1U1 1F3 1B2 1U2 1F4 ...
     device 2: 2F0 2B0 2U0 2F1 2B1 2U1 2F2 2B2 2U2 2F3 2B3 ...
 
-So stage j of n has n - j of them in flight, the weights change between forward and backward of each, and backward needs
-those of its forward. A *version* of a stage's weights is the number of updates that have made it. Which version the
-stage takes for a mini-batch, forward and backward, is the *policy*:
+So stage j of n has n - j of them in flight, and the weights change between forward and backward of a mini-batch, while
+backward needs the weights of its forward. A *version* of a stage's weights is the number of updates that made it. Which
+version a mini-batch gets at a stage, for forward and backward, is the *policy*:
 
 - weight stashing: the newest, when the mini-batch comes to the stage; so stages take different ones;
-- vertical sync: at all stages that which was the newest at the first one;
-- double buffering (2BW): at all stages that of one mini-batch before it, w(t+1) = w(t) - lr * gradient(w(t-1)).
+- vertical sync: at all stages the one that was the newest at the first stage;
+- double buffering (2BW): at all stages the one of one mini-batch before, w(t+1) = w(t) - lr * gradient(w(t-1)).
 
-With 2BW a mini-batch is cut into micro-batches, whose gradients are added up, and two versions are enough: the one that
-the mini-batch in flight has, and the one that the next has. (As long as there are no fewer micro-batches than stages,
-no stage waits for a version to be made.) With one stage nothing is in flight when the next one comes, and all of them
-are plain training.
+With 2BW a mini-batch is cut into micro-batches, whose gradients are added up, and two versions are enough: one for the
+mini-batch in flight, and one for the next. (With no fewer micro-batches than stages, no stage waits for a version.)
+With one stage nothing is in flight when the next mini-batch comes, and all policies are plain training.
 
 Micro-batches are counted through the stream. Rows grow as mini-batches are admitted, in an order that does not depend
-on when they are. `drain` lets all of them end; what is admitted then begins anew, with the newest version.
+on when they are. `drain` lets all of them end; what is admitted then starts with the newest version.
 
 *Replicas.* A stage may be on several devices (1F1B-RR): micro-batch i goes to replica i modulo their number, forward
 and backward. As a mini-batch of PipeDream is one micro-batch, mini-batches go round, too. Three replicas, then one:
@@ -30,25 +29,24 @@ and backward. As a mini-batch of PipeDream is one micro-batch, mini-batches go r
     device 0''  0F2 0F5 0B2 0U2 0F8 0B5 0U5 0F11 0B8 0U8 ...
     device 1    1F0 1B0 1U0 1F1 1B1 1U1 1F2 1B2 1U2 1F3 ...
 
-A *round* of a stage is as many mini-batches, one after the other, as it takes for each of its R replicas to have one.
-It makes one update of all replicas, by the mean of the gradients of its mini-batches, with the last backward of them.
-All mini-batches of a round have the same version of the stage's weights: the newest when the first of them comes to the
-stage, where W are in flight by then, as many as `scheduling.replicas` says. So in round k it is that of the first
+A *round* of a stage is the mini-batches, one after another, in which each of its R replicas has one. It makes one
+update of all replicas, by the mean of the gradients of its mini-batches, with the last backward of them. All
+mini-batches of a round have the same version: the newest when the first of them comes to the stage, where W micro-
+batches are in flight by then (`scheduling.replicas`). So in round k it is the version of the first
 
     max(0, floor((k R + 1 - W) / R))
 
-updates, k - (n - 1 - j) where no stage has replicas, and k - W / R where this one has: another one, k + 1 - W / R, is
-made while the devices of the round are at work, and none of them waits for the slowest. A drain ends the rounds that
-have begun, with the mean of what has come. A stage counts its own rounds: each of 15-1 updates its weights at its own
-pace, and `rounds` says for which mini-batches.
+updates, k - (n - 1 - j) if no stage has replicas, and k - W / R if this one has: the next, k + 1 - W / R, is made while
+the devices of the round are at work, and none of them waits for the slowest. A drain ends the rounds that have begun,
+with the mean of what has come. A stage counts its own rounds: each of 15-1 updates its weights at its own pace.
 
 With vertical sync all stages have the rounds of the one with most replicas, so that the versions of all are of the same
-mini-batches. With 2BW, and where mini-batches have at least R micro-batches, each mini-batch is a round of its own, of
+mini-batches. With 2BW, and if mini-batches have at least R micro-batches, each mini-batch is a round of its own, of
 which all replicas have a part.
 
-Between the rows of a stage's replicas `awaited` stands: U waits for the backwards of its round and for the U before it,
-and a forward for its version. Else all is as for one device, whose actions are dealt out to the rows; so no row waits
-for ever.
+What rows of a stage's replicas need of each other is in `awaited`: U waits for the backwards of its round and for the U
+before it, and a forward for its version. All else is as for one device, whose actions are dealt out to the rows; so no
+row waits for ever.
 
 >>> order = StreamSchedule(2, WeightPolicy.STASHING)
 >>> for _ in range(3): print(*(" ".join(map(str, row)) for row in order.admit(1)), sep=" | ")

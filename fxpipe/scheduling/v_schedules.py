@@ -1,52 +1,144 @@
 """V-shaped schedules: each device has its stages on the way there and on the way back, `there_and_back`.
 
-Where there are two of them, a device has one early stage, `-`, and one late one, `=`; that with the first stage has the
-last as well. So what the early one keeps for long, the late one keeps for a short time: of a V each device keeps the
-same. (`zbv` in `builtin` is one of them.)
+Stage j of 2 p is on device j on the way there, and on device 2 p - 1 - j on the way back. So a device has an early
+stage, `-`, and a late one, `=`; device 0 has the first stage and the last, where backward begins:
 
-A *building block* says when a device d of p works on one micro-batch, in slots of the length of one F; the others
-follow six slots apart, and all devices are busy. The longer a micro-batch is on its way through the block, the more of
-them are there at once.
+    device 0    stage 0   stage 5
+    device 1    stage 1   stage 4
+    device 2    stage 2   stage 3
+
+What the early stage keeps for long, the late one keeps for a short time, so all devices keep the same number of
+micro-batches.
+
+- `zbv` keeps 2 p activations of a stage, each half of what one of p stages has: as 1F1B at its first stage.
+- `dualpipev` is DualPipe cut in half and folded: what the other direction did on this device is done on the way back. F
+  of one stage and the whole B of the other run alternately. (In DualPipe the two overlap, one's communication with the
+  other's computation.) Backward is split only where W fills a bubble.
+- `v_min` and `v_half` repeat a *building block*, which says when a device d of p works on one micro-batch, in slots of
+  the length of one F; the others follow six slots apart, and all devices are busy. The longer a micro-batch is on its
+  way through the block, the more of them there are at the same time.
 
                 F-       F=           B=                B-
-    V-Min       d        2p - 1 - d   2p + d            4p - 1 - d        and 2 more for both B where 3 divides p
-    V-Half      2d       3p - 2 - d   3p - 1 + 2d       6p - 2 - d        and 3 more for both B where 2 divides p
+    V-Min       d        2p - 1 - d   2p + d            4p - 1 - d        and 2 more for both B if 3 divides p
+    V-Half      2d       3p - 2 - d   3p - 1 + 2d       6p - 2 - d        and 3 more for both B if 2 divides p
 
-(The additions are there because two actions would have the same slot.) V-Min of two devices, and where W finds room
-when the block repeats:
+(The additions prevent that two actions have the same slot.) V-Min of two devices, with W in the first free slots:
 
     slot        0   1   2   3   4   5   6   7   8   9   10
     device 0    F-          F=  B=  W=      B-  W-
     device 1        F-  F=          B=  B-          W=  W-
 
-Sources: Qi et al. 2024, Pipeline Parallelism with Controllable Memory, arXiv 2405.15362 (building blocks, V-Min and
-V-Half). DeepSeek-AI 2024, DeepSeek-V3 Technical Report, arXiv 2412.19437, and
-github.com/deepseek-ai/DualPipe (DualPipeV, which is DualPipe cut in half).
+Sources: Qi et al. 2024, Pipeline Parallelism with Controllable Memory, arXiv 2405.15362 (building blocks, V-Min, V-Half
+and, in section 4, V-ZB, whose parts are those of PyTorch's `ScheduleZBVZeroBubble`). DeepSeek-AI 2024, DeepSeek-V3
+Technical Report, arXiv 2412.19437, and github.com/deepseek-ai/DualPipe (DualPipeV).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import TypeAlias
 
 from fxpipe.scheduling.actions import Action, ActionKind, Rows
-from fxpipe.scheduling.builtin import zbv
-from fxpipe.scheduling.row_transforms import there_and_back
+from fxpipe.scheduling.builtin import zero_bubble
+from fxpipe.scheduling.row_transforms import merge_stage_rows, there_and_back
+from fxpipe.scheduling.validation import dependencies
+
+# -- ZB-V and DualPipeV: rows in parts --------------------------------------------------------------------------------
+#
+# The parts are those of enough micro-batches. Of fewer, the actions of the missing ones are left out.
+
+
+class _VRow:
+    """The row of device d of p as it grows: its stages by their marks."""
+
+    def __init__(self, p: int, d: int):
+        self.actions: list[Action] = []
+        self._stages = {"-": d, "=": 2 * p - 1 - d}
+        self._done: Counter[tuple[ActionKind, str]] = Counter()
+        self._waiting: deque[Action] = deque()  # W
+
+    def do(self, names: str, times: int = 1) -> None:
+        """Appends the next micro-batch of each name.
+
+        `B-` is B of the early stage, `I-` the same, which leaves W for later, and `W` the oldest W that was left.
+        """
+        for name in names.split() * times:
+            if name == "W":
+                self.actions += [self._waiting.popleft()] if self._waiting else []
+                continue
+            kind, mark = ActionKind("B" if name[0] == "I" else name[0]), name[1]
+            self.actions.append(Action(kind, self._stages[mark], self._done[kind, mark]))
+            if name[0] == "I":
+                self._waiting.append(self.actions[-1]._replace(kind=ActionKind.WEIGHT))
+            self._done[kind, mark] += 1
+
+    def done(self, name: str) -> int:
+        """Returns the number of micro-batches that have done this."""
+        return self._done[ActionKind(name[0]), name[1]]
+
+    def first(self, m: int) -> tuple[Action, ...]:
+        """Returns the actions of the first m micro-batches."""
+        return tuple(action for action in self.actions if action.micro_batch < m)
+
+
+def zbv(m: int, p: int) -> Rows:
+    """The rows of p devices.
+
+    Of p or fewer micro-batches any order keeps within the memory, so W may wait as long as in `zero_bubble`.
+    """
+    if m <= p:
+        return merge_stage_rows(zero_bubble(m, 2 * p), there_and_back(p, 2))
+    return tuple(_zbv_row(max(m, 2 * p - 1), p, d).first(m) for d in range(p))
+
+
+def _zbv_row(m: int, p: int, d: int) -> _VRow:
+    row = _VRow(p, d)
+    row.do("F-", 2 * (p - d) - 1)  # until the first micro-batch has gone there and back
+    row.do("F= F-", d)
+    row.do("F= B= W=", p - d)  # until its gradients have come round to -
+    row.do("F- B- W- F= B= W=", m - row.done("F-"))
+    row.do("B- W- F= B= W=", m - row.done("F="))
+    row.do("B- B=", d)  # the gradients of both on their way out, before all W that can wait
+    row.do("B- W-", p - d)
+    row.do("W=", m - row.done("W="))
+    row.do("W-", m - row.done("W-"))
+    return row
+
+
+def dualpipev(m: int, p: int) -> Rows:
+    """The rows of p devices with two stages each."""
+    return tuple(_dualpipev_row(max(m, 2 * p), p, d).first(m) for d in range(p))
+
+
+def _dualpipev_row(m: int, p: int, d: int) -> _VRow:
+    row, later = _VRow(p, d), p - 1 - d
+    row.do("F-", 2 * later)
+    row.do("F- F=", d + 1)
+    row.do("I= W F=", later)
+    row.do("F- B= F= B-", m - 2 * p + d + 1)
+    row.do("B= F= B-", later)
+    half, odd = divmod(d + 1, 2)  # the second half leaves W, for the bubbles that come
+    row.do("B= B-", half)
+    row.do("B= I-", odd)
+    row.do("I= I-", half)
+    row.do("W I-", later)
+    row.do("W", d + 1)
+    return row
+
+
+# -- V-Min and V-Half: building blocks that keep few micro-batches -----------------------------------------------------
+#
+# What the repeated block leaves idle before the first micro-batches have gone round, and after the last have turned, is
+# filled: in the order of time each action moves to the first free slot after what it needs, if the device then keeps no
+# more micro-batches than in between. Of no more micro-batches than that, `zbv` is the best.
 
 _PERIOD = 6  # slots of a micro-batch on a device: F, B and W of two stages
 
 # (device, devices) -> slots of F-, F=, B=, B-
 BuildingBlock: TypeAlias = Callable[[int, int], tuple[int, int, int, int]]
-
-# -- V-Min and V-Half: building blocks that keep few micro-batches -----------------------------------------------------
-#
-# What the repeated block leaves idle before the first micro-batches have gone round, and after the last have turned, is
-# filled: in the order of time each action moves to the first free slot after what it needs, where the device then
-# keeps no more micro-batches than in between. So many micro-batches at most have to be there in any order, and of these
-# `zbv` is the best.
 
 
 def v_min(m: int, p: int) -> Rows:
@@ -144,70 +236,10 @@ def _move_up(devices: Sequence[_DeviceSlots], p: int) -> None:
     latest: Counter[tuple[ActionKind, int]] = Counter()  # slot of the micro-batch before, of a kind and stage
     for _, _, action in sorted((slot, action.stage, action) for action, slot in actions):
         kind, stage, i = action
-        needs = [*_needs(action, 2 * p)]
+        needs = (need for need in dependencies(action, 2 * p) if need.kind is not ActionKind.RECOMPUTE)
         after = max((devices[placement[need.stage]].slot_of[need] for need in needs), default=-1)
         if i:
             after = max(after, latest[kind, stage])
         own = devices[placement[stage]]
         own.move_up(action, after)
         latest[kind, stage] = own.slot_of[action]
-
-
-def _needs(action: Action, stages: int) -> Iterator[Action]:
-    kind, stage, i = action
-    if kind is ActionKind.FORWARD and stage:
-        yield Action(kind, stage - 1, i)
-    elif kind is ActionKind.BACKWARD:
-        yield Action(ActionKind.FORWARD, stage, i)
-        if stage < stages - 1:
-            yield Action(kind, stage + 1, i)
-    elif kind is ActionKind.WEIGHT:
-        yield Action(ActionKind.BACKWARD, stage, i)
-
-
-# -- DualPipeV: one half of DualPipe, in which backward is split only where W fills a bubble ---------------------------
-#
-# In DualPipe, micro-batches go in at both ends, and each device has two stages, with the weights of both directions.
-# Cut in half and folded, it is a V: what the other direction did on this device is done on the way back. In turns run F
-# of one stage and the whole B of the other. (There the two overlap, the one's communication with the other's
-# computation.)
-#
-# The parts are those of 2 p or more micro-batches. Of fewer, those that are not there are left out.
-
-
-def dualpipev(m: int, p: int) -> Rows:
-    """The rows of p devices with two stages each."""
-    return tuple(tuple(a for a in _dualpipev_row(max(m, 2 * p), p, d) if a.micro_batch < m) for d in range(p))
-
-
-def _dualpipev_row(m: int, p: int, d: int) -> list[Action]:
-    stages = {"-": d, "=": 2 * p - 1 - d}
-    row: list[Action] = []
-    done: Counter[tuple[ActionKind, int]] = Counter()
-    waiting: deque[Action] = deque()  # W
-
-    def do(names: str, times: int = 1) -> None:
-        """The next micro-batch of each: `B-` is a whole backward of the early stage, `I-` one that leaves `W`."""
-        for name in names.split() * times:
-            if name == "W":
-                row.extend([waiting.popleft()] if waiting else ())
-                continue
-            kind, stage = ActionKind.FORWARD if name[0] == "F" else ActionKind.BACKWARD, stages[name[1]]
-            row.append(Action(kind, stage, done[kind, stage]))
-            if name[0] == "I":
-                waiting.append(Action(ActionKind.WEIGHT, stage, done[kind, stage]))
-            done[kind, stage] += 1
-
-    later = p - 1 - d
-    do("F-", 2 * later)
-    do("F- F=", d + 1)
-    do("I= W F=", later)
-    do("F- B= F= B-", m - 2 * p + d + 1)
-    do("B= F= B-", later)
-    half, odd = divmod(d + 1, 2)  # the second half leaves W, for the bubbles that come
-    do("B= B-", half)
-    do("B= I-", odd)
-    do("I= I-", half)
-    do("W I-", later)
-    do("W", d + 1)
-    return row

@@ -6,14 +6,10 @@ Three questions, each asked only if the ones before it have been answered well:
 2. Does every row keep the order that its own actions need?
 3. Do the rows, run side by side, never wait for each other for ever?
 
-For the third the rows run here in thought: each goes on as long as what its next action needs has been made, and is
-come back to when more has. An action waits for what it needs, and for nothing else; above all nobody waits for another
-to take what he has made. So a result lies until it is taken, as between threads, and as between processes where sends
-do not block and receives are posted in the order in which the other side sends (`distributed.packet_link`).
-Whoever waits only for results comes as far whatever the order in which rows are looked at; so one run answers for all.
-
-(`gpipe` and `1f1b` would run even from hand to hand, if a row opens the sends of one action and the receives of the
-next together. Where a device has several stages, or W or more forwards stand in between, results have to lie.)
+For the third the rows are simulated without time: each goes on while the results that its next action needs exist. An
+action waits for results only, never until another row takes its own. So it is between threads, and between processes
+if sends do not block and receives are posted in the order of the sends (`distributed.packet_link`). How far rows that
+wait for results only come does not depend on the order in which they are visited, so one run answers for all.
 """
 
 from __future__ import annotations
@@ -151,38 +147,28 @@ def _doubled(schedule: Schedule) -> Iterator[ScheduleProblem]:
 
 
 def _scattered(schedule: Schedule) -> Iterator[ScheduleProblem]:
-    """Stages in several rows. The row with most of a stage's actions is taken for its own, the others are marked."""
-    if schedule.replicas:
-        yield from _out_of_turn(schedule)
+    """Actions in a wrong row: a stage belongs to the device with most of its actions, replicas take them in turn."""
+    replicas = schedule.replicas or (1,) * len(schedule.rows)
+    if sum(replicas) != len(schedule.rows) or min(replicas, default=1) < 1:
+        yield ScheduleProblem(f"there are {len(schedule.rows)} rows for devices with {replicas} replicas")
         return
-    counts: defaultdict[int, Counter[int]] = defaultdict(Counter)
-    for (d, _), action in _cells(schedule.rows):
-        counts[action.stage][d] += 1
-    own = {stage: devices.most_common(1)[0][0] for stage, devices in counts.items()}
-    for (d, place), action in _cells(schedule.rows):
-        if d != own[action.stage]:
-            row = f"device {own[action.stage]}, where the rest of stage {action.stage} is"
-            yield ScheduleProblem(
-                f"{action} stands with device {d}: a stage lives in one row, move it to {row}", ((d, place),)
-            )
-
-
-def _out_of_turn(schedule: Schedule) -> Iterator[ScheduleProblem]:
-    """Actions in another row than that of the replica whose turn it is, of the device with most of the stage's."""
-    if sum(schedule.replicas) != len(schedule.rows) or min(schedule.replicas) < 1:
-        yield ScheduleProblem(f"there are {len(schedule.rows)} rows for devices with {schedule.replicas} replicas")
-        return
-    firsts = [*accumulate(schedule.replicas[:-1], initial=0)]
-    device_of_row = [k for k, count in enumerate(schedule.replicas) for _ in range(count)]
+    firsts = [*accumulate(replicas[:-1], initial=0)]
+    device_of_row = [k for k, count in enumerate(replicas) for _ in range(count)]
     counts: defaultdict[int, Counter[int]] = defaultdict(Counter)
     for (d, _), action in _cells(schedule.rows):
         counts[action.stage][device_of_row[d]] += 1
     own = {stage: devices.most_common(1)[0][0] for stage, devices in counts.items()}
     for (d, place), action in _cells(schedule.rows):
         k = own[action.stage]
-        turn = replica_of(action.micro_batch, schedule.replicas[k])
-        if d != firsts[k] + turn:
-            yield ScheduleProblem(f"{action} stands in row {d}: its replica has row {firsts[k] + turn}", ((d, place),))
+        row = firsts[k] + replica_of(action.micro_batch, replicas[k])
+        if d != row:
+            words = (
+                f"{action} stands in row {d}: its replica has row {row}"
+                if schedule.replicas
+                else f"{action} stands with device {d}: a stage lives in one row, move it to device {row}, where the "
+                f"rest of stage {action.stage} is"
+            )
+            yield ScheduleProblem(words, ((d, place),))
 
 
 def _missing(schedule: Schedule) -> Iterator[ScheduleProblem]:
@@ -296,46 +282,37 @@ def _wait_cycle(waits: dict[int, tuple[Action, int]]) -> list[int]:
 # -- Numbers of micro-batches that a stage holds at once, and of which it has all activations: counted ---------------
 
 
-@lru_cache(maxsize=16)  # who prints a plan asks once for each stage
+@lru_cache(maxsize=16)  # printing a plan asks once for each stage
 def micro_batches_in_flight(schedule: Schedule) -> tuple[int, ...]:
     """Counts for each stage the most micro-batches that are between the start of F and the end of their last backward.
 
-    Where backward is split the last piece is W. Where nothing goes back a micro-batch is there during its F only.
+    If backward is split, the last piece is W. If nothing goes back, a micro-batch is there during its F only.
 
     >>> from fxpipe.scheduling import make_schedule
     >>> micro_batches_in_flight(make_schedule("1f1b", stages=3, micro_batches=8))
     (3, 2, 1)
     """
-    split = schedule.split_backwards
-    trains = False
-    now, most = [0] * schedule.stages, [0] * schedule.stages
-    for kind, j, i in (action for row in schedule.rows for action in row):
-        trains = trains or kind is ActionKind.BACKWARD
-        if kind is ActionKind.FORWARD:
-            now[j] += 1
-            most[j] = max(most[j], now[j])
-        elif kind is (ActionKind.WEIGHT if (j, i) in split else ActionKind.BACKWARD):
-            now[j] -= 1
-    return tuple(most) if trains else (1,) * schedule.stages
+    trains = any(action.kind is ActionKind.BACKWARD for row in schedule.rows for action in row)
+    return _most_between(schedule, frozenset()) if trains else (1,) * schedule.stages
 
 
 @lru_cache(maxsize=16)
 def activations_in_flight(schedule: Schedule) -> tuple[int, ...]:
     """Counts for each stage of how many micro-batches it has all that backward needs, at most.
 
-    That is from F on or, where the micro-batch is recomputed, from R on. Where backward is split it is to the end of W,
-    which needs less than all: what weights were applied to, and the gradients of what came out.
+    That is from F on or, if the micro-batch is recomputed, from R on. If backward is split it is to the end of W, which
+    needs less than all: what weights were applied to, and the gradients of the results.
 
     >>> from fxpipe.scheduling import make_schedule
     >>> activations_in_flight(make_schedule("1f1b", stages=3, micro_batches=8, checkpoint="always"))
     (1, 1, 1)
     """
-    recomputed = {
-        (action.stage, action.micro_batch)
-        for row in schedule.rows
-        for action in row
-        if action.kind is ActionKind.RECOMPUTE
-    }
+    recomputed = (a for row in schedule.rows for a in row if a.kind is ActionKind.RECOMPUTE)
+    return _most_between(schedule, frozenset((a.stage, a.micro_batch) for a in recomputed))
+
+
+def _most_between(schedule: Schedule, recomputed: frozenset[tuple[int, int]]) -> tuple[int, ...]:
+    """Counts the micro-batches between F (R of `recomputed`) and the end of backward."""
     split = schedule.split_backwards
     now, most = [0] * schedule.stages, [0] * schedule.stages
     for kind, j, i in (action for row in schedule.rows for action in row):
