@@ -579,8 +579,8 @@ RUNTIME = (
 SCHEDULING = (
     Mutant(
         "scheduling/builtin.py",
-        "warm_up=n - 1 - j) for j",
-        "warm_up=n - j) for j",
+        "ahead=n - 1 - j) for j",
+        "ahead=n - j) for j",
         "unit/scheduling/test_registry.py::test_zero_bubble_keeps_what_the_first_stage_of_1f1b_keeps",
     ),
     Mutant(
@@ -604,8 +604,8 @@ SCHEDULING = (
     ),
     Mutant(
         "scheduling/builtin.py",
-        "range(max(0, m - lag), m)]",
-        "range(max(0, m - lag), m - 1)]",
+        "weight[max(0, len(weight) - (lag or 0)) :]",
+        "weight[max(0, len(weight) - (lag or 0)) : -1]",
         "unit/scheduling/test_registry.py::test_zero_bubble_lags_behind_with_w_the_more_the_later_the_stage",
     ),
     Mutant(
@@ -651,13 +651,13 @@ SCHEDULING = (
         "unit/scheduling/test_registry.py::test_dualpipev_idles_as_long_as_zbv",
     ),
     Mutant(
-        "scheduling/builtin.py",
+        "scheduling/v_schedules.py",
         'do("F= B= W=", p - d)',
         'do("F= B= W=", p - d - 1)',
         "unit/scheduling/test_registry.py::test_zbv_goes_there_and_back",
     ),
     Mutant(
-        "scheduling/builtin.py",
+        "scheduling/v_schedules.py",
         "    if m <= p:",
         "    if m < p:",
         "unit/scheduling/test_registry.py::test_zbv_idles_a_sixth_of_1f1b",
@@ -676,8 +676,8 @@ SCHEDULING = (
     ),
     Mutant(
         "scheduling/validation.py",
-        "return tuple(most) if trains else (1,) * schedule.stages",
-        "return tuple(most)",
+        "return _most_between(schedule, frozenset()) if trains else (1,) * schedule.stages",
+        "return _most_between(schedule, frozenset())",
         "unit/scheduling/test_activations_in_flight.py::test_where_nothing_goes_back_one_is_there",
     ),
     Mutant(
@@ -1157,8 +1157,8 @@ REWRITING = (
     ),
     Mutant(
         "rewriting/linear_order.py",
-        "            last = max(map(middle.__getitem__, value.users))",
-        "            last = min(map(middle.__getitem__, value.users))",
+        "max(map(middle.__getitem__, v.users))",
+        "min(map(middle.__getitem__, v.users))",
         "unit/rewriting/test_reorder.py::test_the_cost_of_an_order_is_what_lives_at_each_cut",
     ),
     Mutant(

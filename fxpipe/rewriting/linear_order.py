@@ -1,4 +1,4 @@
-"""Items in a row, the values that live from one to others, and what the row costs. Plain numbers, no graph.
+"""Puts items in an order in which few bytes are alive wherever the row is cut. Plain numbers, no graph.
 
     item      a    b    c    d            a makes 1 byte for b and c, b makes 10 for d, c 100 for d
     work      1    3    5    4
@@ -6,14 +6,24 @@
     weight       4    8    9              the work of its neighbours: a cut by costs falls there more often
     cost         4 + 88 + 990
 
-An output of the model goes on living to the end, where it is needed.
+An output of the model stays alive to the end, where it is needed.
+
+The order with the least cost is a linear arrangement problem, which is hard. `arrange_items` is greedy. It builds the
+row from its end: of the items whose users are all placed it takes the one that leaves the fewest bytes alive before it.
+So everything runs as late as it may, next to its use, unless what it reads is larger than what it makes:
+
+    as the model is written          embed  encode encode encode  decode         `embed` makes a value for `decode`,
+    alive                                 e      e      e       e                which is alive during all of `encode`
+    with `embed` next to its use     encode encode encode  embed  decode
+    alive                                                       e
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 
@@ -33,45 +43,73 @@ class Items:
 
     weights: tuple[int, ...]  # by item: its work, in any unit
     values: tuple[ItemValue, ...]
-    after: tuple[tuple[int, ...], ...]  # by item: those that have to run after it; users of its values are among them
-    pinned: frozenset[int]  # items that are not moved themselves
+    after: tuple[tuple[int, ...], ...]  # by item: the items that have to run after it, with all users of its values
 
 
-@dataclass(frozen=True, slots=True)
-class LinearOrder:
-    """Items in an order."""
-
-    items: Items
-    order: tuple[int, ...]
-    place: tuple[int, ...]  # by item
-    middle: tuple[int, ...]  # by place: twice the work from the start to the middle of this item; and to the end
-    cost: int  # bytes alive at each place where a cut may stand, times the work between the middles of its neighbours
-
-    @classmethod
-    def of(cls, items: Items, order: Sequence[int]) -> LinearOrder:
-        place = [0] * len(order)
-        for at, item in enumerate(order):
-            place[item] = at
-        sums = list(accumulate((items.weights[item] for item in order), initial=0))
-        middle = (*map(operator.add, sums, sums[1:]), 2 * sums[-1])
-        return cls(
-            items, tuple(order), tuple(place), middle, _order_cost(items, [middle[at] for at in place], middle[-1])
-        )
-
-    def moved(self, anchors: Mapping[int, int]) -> LinearOrder:
-        """Moves each of the items in `anchors` next to the item at that place: before it if it comes from before."""
-        key = [(anchors.get(item, at), at) for at, item in enumerate(self.order)]
-        return LinearOrder.of(self.items, [self.order[at] for _, at in sorted(key)])
+def order_cost(items: Items, order: Sequence[int]) -> int:
+    """Sums over all cuts the bytes alive, times the work between the middles of the two items next to the cut."""
+    work = [*accumulate((items.weights[item] for item in order), initial=0)]
+    middle = [0] * len(order)  # by item: twice the work from the start to its middle
+    for item, twice in zip(order, map(operator.add, work, work[1:]), strict=True):
+        middle[item] = twice
+    ends = (2 * work[-1] if v.is_output else max(map(middle.__getitem__, v.users)) for v in items.values)
+    return sum(v.bytes * (end - middle[v.maker]) for v, end in zip(items.values, ends, strict=True))
 
 
-def _order_cost(items: Items, middle: list[int], end: int) -> int:
-    total = 0
+# A rule says what to place next: the item with the least key, made of the bytes that come alive before it, its work,
+# when it became ready (the later, the less), and its place in the given order. Each rule is the best for some models.
+# All but the first go on with the branch that was begun: the second compares bytes with the work during which they
+# live, the third goes on as long as no more bytes come alive, the fourth in any case.
+_Rule = Callable[[int, int, int, int], tuple[float, ...]]
+_RULES: tuple[_Rule, ...] = (
+    lambda grown, work, since, place: (grown, -place),
+    lambda grown, work, since, place: (grown / max(work, 1), since, -place),
+    lambda grown, work, since, place: (grown > 0, since, -place),
+    lambda grown, work, since, place: (since, grown, place),
+)
+
+
+def arrange_items(items: Items) -> tuple[int, ...]:
+    """Returns the items in an order that costs less than theirs; in theirs, if none is found."""
+    order = tuple(range(len(items.weights)))
+    while True:
+        # The given order is first, so it is kept if none is better; arranged again, the result stays as it is.
+        candidates = (order, *(_order_by(rule, items, order) for rule in _RULES))
+        best = min(candidates, key=partial(order_cost, items))
+        if best is order:
+            return order
+        order = best
+
+
+def _order_by(rule: _Rule, items: Items, given: Sequence[int]) -> tuple[int, ...]:
+    """Builds an order from the end by one rule."""
+    place = {item: at for at, item in enumerate(given)}
+    before: list[list[int]] = [[] for _ in given]
+    reads: list[list[ItemValue]] = [[] for _ in given]
+    made = [0] * len(given)
+    for item, later in enumerate(items.after):
+        for other in later:
+            before[other].append(item)
     for value in items.values:
-        if value.is_output:
-            last = end
-        elif len(value.users) == 1:
-            last = middle[value.users[0]]
-        else:
-            last = max(map(middle.__getitem__, value.users))
-        total += value.bytes * (last - middle[value.maker])
-    return total
+        made[value.maker] += value.bytes
+        for user in value.users:
+            reads[user].append(value)
+    unplaced_users = list(map(len, items.after))
+    alive = {value for value in items.values if value.is_output}
+    ready = {item: 0 for item in given if not unplaced_users[item]}  # since which step
+
+    def key(item: int) -> tuple[float, ...]:
+        grown = sum(value.bytes for value in reads[item] if value not in alive) - made[item]
+        return rule(grown, items.weights[item], -ready[item], place[item])
+
+    backwards: list[int] = []
+    while ready:
+        item = min(ready, key=key)
+        del ready[item]
+        backwards.append(item)
+        alive.update(reads[item])
+        for other in before[item]:
+            unplaced_users[other] -= 1
+            if not unplaced_users[other]:
+                ready[other] = len(backwards)
+    return tuple(reversed(backwards))

@@ -2,8 +2,8 @@
 
     traced = reorder_nodes(traced)
 
-`OrderConstraints` says what of the order must stay, `reorder_moves` finds the order within these constraints. The
-result depends on the graph alone, not on the number of samples in the example, nor on measured times: the same model
+`OrderConstraints` holds what of the order must stay, `linear_order` finds the order within these constraints. The
+result depends on the graph alone, not on the number of samples in the example or on measured times: the same model
 gives the same order in every run, and a plan finds its graph again.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import sympy
@@ -19,47 +19,46 @@ from torch import fx
 
 from fxpipe._torch.functions import opname
 from fxpipe.rewriting.aliasing import VIEW_FUNCTIONS
-from fxpipe.rewriting.linear_order import Items, ItemValue
-from fxpipe.rewriting.reorder_moves import arrange_items
+from fxpipe.rewriting.linear_order import Items, ItemValue, arrange_items
 from fxpipe.tracing.node_arguments import container_of
 from fxpipe.tracing.node_info import info, random_draws_of, update_info
 from fxpipe.tracing.shapes.tensor_shape import bytes_formula
 from fxpipe.tracing.traced import Traced, TracedGraph
 from fxpipe.tracing.verify.effects import Effects
 
-# -- Constraints on the order of a graph, beside that a value is made before it is used ------------------------------
+# -- Constraints on the order of a graph, in addition to that a value is made before it is used -----------------------
 #
-# - Nodes that touch memory which is written to: all of one alias class keep their order. So what is read is what was
-#   read, and views that autograd makes anew after a write are made in the same order.
+# - Nodes that touch memory which is written to: all nodes of one alias class keep their order. So reads see the same
+#   values, and the views that autograd creates after a write are created in the same order.
 # - Nodes that use one value or parameter that requires grad. Autograd runs backward in the reverse order of forward,
-#   and adds the gradients of a value in the order in which they come: in another order, they have other last bits.
+#   and adds the gradients of a value in the order in which they arrive: in another order the last bits differ.
 # - Nodes that may do more than they return: Python that runs as it is (modules kept whole, hooks, functions that are
 #   not torch's), values that are compared, numbers drawn for decisions.
 #
-# A random function of torch is free: it draws from a seed of its own, by the ordinal that it was recorded with.
+# A random function of torch is free: its seed is made of the ordinal that it was recorded with.
 #
-# Parts of what one node returned go with it: a *unit* is a node with its parts. A unit is *pinned* where it makes
-# nothing that anyone waits for, or touches a buffer that forward changes or sets, whose users should stay together.
+# Nodes that move together are a *unit*: a node with the parts of what it returned, and after it each *pinned* node,
+# which stays next to the node before it. A node is pinned if no node needs its result, or if it touches a buffer that
+# forward changes or sets, whose users should stay together.
 
 _PURE_MODULES = ("torch", "_operator", "builtins", "math")  # where functions come from that do nothing but return
 
 
 @dataclass(frozen=True, slots=True)
 class OrderConstraints:
-    """The working nodes of a graph, each with its parts, and what of their order must stay."""
+    """The units of a graph, and what of their order must stay."""
 
     nodes: tuple[tuple[fx.Node, ...], ...]  # by unit
     of: dict[fx.Node, int]
-    after: tuple[tuple[int, ...], ...]  # by unit: those that have to run after it, ascending
-    pinned: frozenset[int]
+    after: tuple[tuple[int, ...], ...]  # by unit: the units that have to run after it, ascending
 
     @classmethod
     def of_graph(cls, traced: Traced) -> OrderConstraints:
         effects = traced.effects
         assert effects is not None
-        nodes = _units(effects.nodes)
-        of = {node: unit for unit, members in enumerate(nodes) for node in members}
         written = written_alias_classes(effects)
+        nodes = _units(effects.nodes, set(_pinned_nodes(traced, effects, written)))
+        of = {node: unit for unit, members in enumerate(nodes) for node in members}
         after: list[set[int]] = [set() for _ in nodes]
         for node in effects.nodes:
             for user in node.users:
@@ -69,15 +68,14 @@ class OrderConstraints:
             places = list(dict.fromkeys(of[node] for node in row))
             for one, other in itertools.pairwise(places):
                 after[one].add(other)
-        pinned = {of[node] for node in _pinned_nodes(traced, effects, written, of)}
-        return cls(nodes, of, tuple(tuple(sorted(later)) for later in after), frozenset(pinned))
+        return cls(nodes, of, tuple(tuple(sorted(later)) for later in after))
 
 
-def _units(nodes: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...], ...]:
-    """Nodes, each with those of its parts that stand right behind it, as recorded ones do."""
+def _units(nodes: Sequence[fx.Node], pinned: Collection[fx.Node]) -> tuple[tuple[fx.Node, ...], ...]:
+    """Groups nodes that follow each other: each with its parts, and with the pinned nodes after it."""
     units: list[list[fx.Node]] = []
     for node in nodes:
-        if units and container_of(node) in units[-1]:
+        if units and (container_of(node) in units[-1] or node in pinned):
             units[-1].append(node)
         else:
             units.append([node])
@@ -163,7 +161,7 @@ def _module_name_of(node: fx.Node) -> str:
     return str(getattr(node.target, "__module__", None) or "torch").partition(".")[0]
 
 
-def _pinned_nodes(traced: Traced, effects: Effects, written: set[int], of: dict[fx.Node, int]) -> Iterator[fx.Node]:
+def _pinned_nodes(traced: Traced, effects: Effects, written: set[int]) -> Iterator[fx.Node]:
     attributes = [n for n in traced.graph.nodes if n.op == "get_attr"]
     states = {effects.alias[n] for n in attributes} & written
     assigned = traced.carried_state
@@ -171,7 +169,6 @@ def _pinned_nodes(traced: Traced, effects: Effects, written: set[int], of: dict[
     outputs = {o for o in (*traced.handed_out, *traced.left.values()) if isinstance(o, fx.Node)}
     classes = touched_alias_classes(effects)
     for node in effects.nodes:
-        parts = [user for user in node.users if container_of(user) is not None]
         is_unused = not node.users.keys() - {traced.graph.output_node()} and node not in outputs
         if is_unused and container_of(node) is None:
             yield node
@@ -179,8 +176,6 @@ def _pinned_nodes(traced: Traced, effects: Effects, written: set[int], of: dict[
             yield node
         if node in assigned.values():
             yield node
-        if any(of[part] != of[node] for part in parts):
-            yield from (node, *parts)
 
 
 ASSUMED_SAMPLES = 8  # of a micro-batch, as far as the order is concerned: values with a batch against those without
@@ -259,7 +254,7 @@ def _order_items(traced: Traced, units: OrderConstraints) -> Items:
         if users or node in outputs:
             values.append(ItemValue(_node_bytes(node), units.of[node], tuple(users), node in outputs))
     weights = [sum(_node_work(effects, node) for node in members) for members in units.nodes]
-    return Items(tuple(weights), tuple(values), units.after, units.pinned)
+    return Items(tuple(weights), tuple(values), units.after)
 
 
 def _node_work(effects: Effects, node: fx.Node) -> int:

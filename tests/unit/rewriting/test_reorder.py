@@ -19,10 +19,8 @@ from helpers.reordered import Reordered, shuffled
 from torch import fx, nn
 
 from fxpipe.rewriting import forbidden_cuts, reorder_nodes, sent_bytes, split_into_stages
-from fxpipe.rewriting.dominators import DominatorTree, nest_branches
-from fxpipe.rewriting.linear_order import Items, ItemValue, LinearOrder
+from fxpipe.rewriting.linear_order import Items, ItemValue, arrange_items, order_cost
 from fxpipe.rewriting.reorder import OrderConstraints
-from fxpipe.rewriting.reorder_moves import arrange_items
 from fxpipe.tracing import Traced, trace
 from fxpipe.tracing.node_info import NodeInfo, info
 from fxpipe.tracing.shapes.tensor_shape import bytes_at, bytes_formula
@@ -41,7 +39,6 @@ def items(row: str, sizes: dict[str, int] | None = None, works: dict[str, int] |
         tuple(works.get(name, 4) for name in names),
         tuple(ItemValue(sizes.get(n, 8), k, users[n], n == names[-1]) for k, n in enumerate(names)),
         tuple(users[name] for name in names),
-        frozenset(),
     )
 
 
@@ -64,19 +61,6 @@ def test_what_several_use_goes_to_the_first_of_them():
     assert names_in_order(row) == "x1 x2 x3 mask x4 x5 x6 x7"
 
 
-def test_an_update_that_nobody_waits_for_stays_before_what_it_stood_before():
-    given = items("a1 b1 a2:a1 b2:b1 join:a2,b2")
-    count = Items(
-        (*given.weights[:2], 1, *given.weights[2:]),
-        tuple(
-            ItemValue(v.bytes, v.maker + (v.maker > 1), tuple(u + (u > 1) for u in v.users), v.is_output)
-            for v in given.values
-        ),
-        tuple(tuple(u + (u > 1) for u in later) for later in (*given.after[:2], (), *given.after[2:])),
-        frozenset({2}),
-    )
-    row = LinearOrder.of(count, range(6))
-    assert nest_branches(row, DominatorTree(count)).order == (0, 2, 3, 1, 4, 5)  # a1, the update, a2, b1, b2, join
 
 
 @st.composite
@@ -95,10 +79,7 @@ def random_items(draw: st.DrawFn, largest: int = 12) -> Items:
     for _ in range(rng.choice([0, 0, 1, 2]) if n > 1 else 0):
         one, other = sorted(rng.sample(range(n), 2))
         after[one].add(other)
-    pinned = frozenset(item for item in range(n) if rng.random() < 0.05)
-    return Items(
-        tuple(rng.choice([1, 2, 5]) for _ in range(n)), tuple(values), tuple(tuple(sorted(a)) for a in after), pinned
-    )
+    return Items(tuple(rng.choice([1, 2, 5]) for _ in range(n)), tuple(values), tuple(tuple(sorted(a)) for a in after))
 
 
 def renumbered(given: Items, order: tuple[int, ...]) -> Items:
@@ -109,7 +90,6 @@ def renumbered(given: Items, order: tuple[int, ...]) -> Items:
             ItemValue(v.bytes, new[v.maker], tuple(sorted(new[u] for u in v.users)), v.is_output) for v in given.values
         ),
         tuple(tuple(sorted(new[other] for other in given.after[item])) for item in order),
-        frozenset(new[item] for item in given.pinned),
     )
 
 
@@ -131,7 +111,7 @@ def test_any_items_get_a_valid_order_that_costs_no_more_and_stays(given):
     place = {item: at for at, item in enumerate(order)}
     assert sorted(order) == [*range(len(given.weights))]
     assert all(place[item] < place[other] for item, later in enumerate(given.after) for other in later)
-    assert LinearOrder.of(given, order).cost <= LinearOrder.of(given, range(len(order))).cost
+    assert order_cost(given, order) <= order_cost(given, range(len(order)))
     assert arrange_items(renumbered(given, order)) == tuple(range(len(order)))
 
 
@@ -139,9 +119,9 @@ def test_most_of_what_could_be_saved_is():
     @hypothesis.given(random_items(largest=7))
     @hypothesis.settings(max_examples=60, database=None)
     def compare(given: Items) -> None:
-        now = LinearOrder.of(given, range(len(given.weights))).cost
-        could.append(now - min(LinearOrder.of(given, order).cost for order in valid_orders(given)))
-        did.append(now - LinearOrder.of(given, arrange_items(given)).cost)
+        now = order_cost(given, range(len(given.weights)))
+        could.append(now - min(order_cost(given, order) for order in valid_orders(given)))
+        did.append(now - order_cost(given, arrange_items(given)))
 
     could: list[int] = []
     did: list[int] = []
@@ -153,7 +133,7 @@ def test_most_of_what_could_be_saved_is():
 def test_the_cost_of_an_order_is_what_lives_at_each_cut():
     given = items("a b:a c:a d:b,c", sizes={"a": 1, "b": 10, "c": 100, "d": 1000}, works={"a": 1, "b": 3, "c": 5})
     # Between a and b: 1 * (1 + 3); b and c: (1 + 10) * (3 + 5); c and d: (10 + 100) * (5 + 4); d and the end: 1000 * 4.
-    assert LinearOrder.of(given, range(4)).cost == 4 + 88 + 990 + 4000
+    assert order_cost(given, range(4)) == 4 + 88 + 990 + 4000
 
 
 # -- models ----------------------------------------------------------------------------------------------------------
