@@ -1,20 +1,21 @@
 """Random nodes of a stage, which draw by seed: the step's, the micro-batch's and the node's own, mixed.
 
-So a node's numbers hang neither on the cut nor on the schedule nor on timing, and a recomputed node draws the same ones
-without any saved state. They are those that the function draws from torch's generator after `manual_seed` of that seed,
-bit for bit. But that generator belongs to the process, and other stages run meanwhile. So, in order of preference:
+So a node's numbers depend neither on the cut nor on the schedule nor on timing, and a recomputed node draws the same
+ones without any saved state. They are the numbers that the function draws from torch's generator after `manual_seed` of
+that seed, bit for bit. But that generator belongs to the process, and other stages run meanwhile. So, in order of
+preference:
 
 1. A function that takes `generator=` is given one of the thread's own.
-2. On a CPU the commonest of the others (dropouts, attention, RNNs) are written out with such a generator, RNNs also on
-   a GPU, where no seed of torch would reach their dropout.
-3. What torch has besides draws from torch's own generator, seeded for the while and put back after it: most kernels of
-   a GPU, which take no other, and on a CPU alpha dropout, fractional pooling, attention in half precision or under
-   autocast.
+2. On a CPU the commonest of the others (dropout, attention, RNNs) are written out with such a generator, RNNs also on a
+   GPU, where no seed of torch would reach their dropout (`rng_kernels`).
+3. The other functions of torch draw from torch's own generator, which has the state of the thread's generator for the
+   duration of the call: most kernels of a GPU, and on a CPU alpha dropout, fractional pooling, attention in half
+   precision or under autocast.
 4. So does what is not torch's: custom operators, and Python kept whole, which may look at the generator or seed it.
+   Checkpoints in it (`torch.utils.checkpoint`) are plain calls.
 
-No stage waits for another in 1 and 2. In 3 and 4 one that draws from the same generator does: on a GPU, which has a
-lock of its own, while kernels are queued and no longer. Python kept whole takes the CPU's besides, since it may draw
-there as well.
+In 1 and 2 no stage waits for another. In 3 and 4 a stage waits while another one uses the same generator: on a GPU,
+which has a lock of its own, only while kernels are queued. Python kept whole takes the generator of the CPU, too.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ import random
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fxpipe._torch.checkpoint import can_replay_checkpoints, replay_checkpoints
+from fxpipe._torch.checkpoint import call_checkpoints_through, can_call_checkpoints_through
 from fxpipe._torch.dispatch_modes import TorchDispatchMode, pop_dispatch_mode, push_dispatch_mode
 from fxpipe._torch.functions import opname
 from fxpipe._torch.operators import OpOverload, OpOverloadPacket, schema_of
@@ -93,11 +94,14 @@ def seeded_function(
 
     def draw_alone(*args: Any, **kwargs: Any) -> Any:
         seed = mix_seed(stage_context.seed, ordinal)
-        generators = [_own_generator(at).manual_seed(seed) for at in dict.fromkeys((_CPU, device))]
         work = functools.partial(call, *args, **kwargs)
-        return _lend_generators(
-            generators, functools.partial(_call_with_python_rng, seed, work) if python_rng else work
-        )
+        if python_rng:
+            work = functools.partial(_call_with_python_rng, seed, work)
+        for at in dict.fromkeys((device, _CPU)):  # the lock of the CPU is always the outer one
+            work = functools.partial(_lend_generator, _own_generator(at).manual_seed(seed), work)
+        # A checkpoint would be recomputed in backward, with torch's generator, while other stages draw from it.
+        with call_checkpoints_through():
+            return work()
 
     chosen: Callable[..., Any]
     if takes_generator(function):
@@ -107,7 +111,7 @@ def seeded_function(
     elif is_from_torch(function):
         chosen = draw
     else:
-        if not can_replay_checkpoints():
+        if not can_call_checkpoints_through():
             _warn_of_checkpoints(function)
         chosen = draw_alone
     name = function if isinstance(function, str) else opname(function)
@@ -172,13 +176,10 @@ def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any], default: torch.dev
 
 
 class _ThreadGenerators(threading.local):
-    """The generators that a thread draws with."""
+    """The generators that a thread draws with; each node seeds the one that it draws from."""
 
     def __init__(self) -> None:
-        self.generators: dict[torch.device, torch.Generator] = {}  # its own: seeded anew by each node
-        self.lent_generators: Sequence[
-            torch.Generator
-        ] = ()  # those in the places of the process's, in `_lend_generators`
+        self.of_device: dict[torch.device, torch.Generator] = {}
 
 
 _thread_generators = _ThreadGenerators()
@@ -186,7 +187,7 @@ _thread_generators = _ThreadGenerators()
 
 def _own_generator(device: torch.device) -> torch.Generator:
     """This thread's generator of a device; what draws from it seeds it first."""
-    generators = _thread_generators.generators
+    generators = _thread_generators.of_device
     if device not in generators:
         generators[device] = torch.Generator(device)
     return generators[device]
@@ -210,18 +211,6 @@ def _lend_generator(generator: torch.Generator, call: Callable[[], Any]) -> Any:
             process.set_state(before)
 
 
-def _lend_generators(generators: Sequence[torch.Generator], call: Callable[[], Any]) -> Any:
-    """Lends several generators, always in the same order, around Python that may do anything."""
-    outer, _thread_generators.lent_generators = _thread_generators.lent_generators, generators
-    try:
-        for generator in reversed(generators):
-            call = functools.partial(_lend_generator, generator, call)
-        with replay_checkpoints(_replay_with_own_generators):
-            return call()
-    finally:
-        _thread_generators.lent_generators = outer
-
-
 def _call_with_python_rng(seed: int, call: Callable[[], Any]) -> Any:
     with seeded_python_rng(seed):
         return call()
@@ -243,35 +232,11 @@ def seeded_python_rng(seed: int) -> Iterator[None]:
             numpy.random.set_state(before[1])
 
 
-# -- checkpoints inside of Python kept whole -------------------------------------------------------------------------
-
-# `torch.utils.checkpoint` puts torch's own generator back to where it was, in the middle of a backward, while other
-# stages draw from it. So what a random node checkpoints is recomputed with a generator of its own, which begins where
-# that of the node was. Torch's checkpoints are taken over while a random node runs that may use them, and no longer.
-
-
-# No model of the zoo: a checkpoint in a module kept whole that draws needs it (unit/rewriting/test_rng.py).
-def _replay_with_own_generators(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function that a checkpoint which a random node makes recomputes."""
-    states = [(g.device, _process_generator(g.device).get_state()) for g in _thread_generators.lent_generators]
-
-    def replay(*args: Any, **kwargs: Any) -> Any:
-        return _lend_generators(
-            [_generator_at(*place) for place in states], functools.partial(function, *args, **kwargs)
-        )
-
-    return replay
-
-
-def _generator_at(device: torch.device, state: torch.Tensor) -> torch.Generator:
-    return torch.Generator(device).set_state(state)
-
-
 def _warn_of_checkpoints(function: Any) -> None:
     warnings.warn(
         f"{opname(function)}, kept whole, draws random numbers, and torch {torch.__version__} (fxpipe is tested with "
-        f"{TESTED_VERSIONS}) does not let fxpipe see what it checkpoints: if it uses torch.utils.checkpoint, that may "
-        "be recomputed with other random numbers where another stage draws at the same time; use no checkpoint in it",
+        f"{TESTED_VERSIONS}) does not let fxpipe switch checkpoints off: if it uses torch.utils.checkpoint, that may "
+        "be recomputed with other random numbers if another stage draws at the same time; use no checkpoint in it",
         stacklevel=2,
     )
 

@@ -279,7 +279,7 @@ def test_checkpoints_are_torchs_own_again_after_each_step():
 
 def test_blocks_of_several_threads_put_checkpoints_back_when_the_last_one_leaves():
     own = vars(torch.utils.checkpoint)[checkpoint._NAME]
-    first, second = checkpoint.replay_checkpoints(lambda function: function), checkpoint.call_checkpoints_through()
+    first, second = checkpoint.call_checkpoints_through(), checkpoint.call_checkpoints_through()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -291,7 +291,7 @@ def test_blocks_of_several_threads_put_checkpoints_back_when_the_last_one_leaves
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks processes")
 def test_a_forked_child_has_torchs_own_checkpoints():
     own = vars(torch.utils.checkpoint)[checkpoint._NAME]
-    with checkpoint.replay_checkpoints(lambda function: function):
+    with checkpoint.call_checkpoints_through():
         child = os.fork()
         if not child:
             is_own = vars(torch.utils.checkpoint)[checkpoint._NAME] is own

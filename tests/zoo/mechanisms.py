@@ -135,7 +135,6 @@ MECHANISMS = (
         ("functions written out", "rewriting.rng.seeded_function.draw_written_out"),
         ("the process's generator, lent", "rewriting.rng.seeded_function.draw rewriting.rng._lend_generator"),
         ("Python's and numpy's", "rewriting.rng._call_with_python_rng"),
-        ("a checkpoint within a random node", "rewriting.rng._replay_with_own_generators"),
         ("dropout", "rewriting.rng_kernels.dropout"),
         ("dropout of channels", "rewriting.rng_kernels._channel_noise"),
         ("attention", "rewriting.rng_kernels.attention"),
