@@ -2,15 +2,14 @@
 
     x = conv(h)         x ◀── v ◀── w     `w` is a view of `v`, which is a view of `x`; `y` *is* `x`, changed in place.
     v = x[:, :3]        ▲
-    w = v.t()           └──── y           Behind a cut where `w` and `y` are alive, a stage that will write to them
-    y = x.add_(1)                         needs a clone of `x` alone: `v`, `w` and `y` it makes again. Where only `w`
-                                          is alive, a clone of `w` does.
+    w = v.t()           └──── y           After a cut where `w` and `y` are alive, a stage that will write to them needs
+    y = x.add_(1)                         a clone of `x` alone: it makes `v`, `w` and `y` again. If only `w` is alive, a
+                                          clone of `w` is enough.
 
-The clone is of the *nearest* node from which all can be made. So less is sent, and it is at hand in the stage that has
-written last: what that one had to make again lies on the way from the nodes that are alive to their nearest one.
+The clone is of the *nearest* node from which all can be made. So less is sent, and the stage that wrote last has it.
 
-`x.detach()` shares the memory of `x` and not its history. Once something with a gradient has been written to it, its
-gradient goes where none of `x` does, and no clone of `x` makes it again.
+`x.detach()` shares the memory of `x`, but not its history. Once something with a gradient has been written to it, no
+clone of `x` makes it again.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """The places where no cut may stand, each with its reason.
 
-A cut may stand almost anywhere. What forbids one:
+A cut is forbidden
 
-- Parts of what one node returned (`split(...)[1]`) stay with it, so that only the parts that are needed cross.
-- A buffer that forward changes or sets anew: all nodes that read or change it share a stage, so that its states follow
-  each other.
-- Tensors that share storage, change in place later, and are alive on both sides, where views cannot make them again
-  from one of them. (Where they can, the stage behind the cut does so from a clone: `x += f(x)` in every block is no
-  obstacle.)
+- between a node and the parts of what it returned (`split(...)[1]`), so that only the parts that are needed cross;
+- among the nodes that read or change a buffer which forward changes or sets, so that its states follow each other;
+- if tensors that share storage are alive on both sides and change in place later, unless views can make them again from
+  one of them. (Then the stage after the cut does so from a clone: `x += f(x)` in every block is no obstacle.)
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Deferred batch norm: running statistics of the mini-batch, where the model sees micro-batches.
 
-Batch norm normalises each micro-batch by its own statistics. What it tracks for evaluation shall be the statistics of
-the whole mini-batch, once for each, as without a pipeline: one micro-batch after the other would move the running mean
-m times by a part, and a variance within micro-batches is too small. So in a stage
+Batch norm normalises each micro-batch by its own statistics. For evaluation it should track the statistics of the
+whole mini-batch, once for each, as without a pipeline. (Tracked one after another, m micro-batches would move the
+running mean m times, and a variance within micro-batches is too small.) So in a stage
 
     y = F.batch_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
 
@@ -11,19 +11,13 @@ becomes, with the same bits of `y`,
     mean, var = zeros_like(running_mean), zeros_like(running_var)
     y = F.batch_norm(x, mean, var, weight, bias, True, 1.0, eps)
 
-With a momentum of 1 the kernel leaves in `mean` and `var` the statistics it has computed anyway. Together with the
-number of values they were taken from they are outputs of the stage; the runtime puts those of all micro-batches
-together when the step ends well (`fxpipe.runtime.running_statistics`). What is recomputed is not counted again,
-since only F's outputs are.
+With a momentum of 1 the kernel leaves in `mean` and `var` the statistics it computes anyway. With the number of values
+they are outputs of the stage; the runtime combines those of all micro-batches when the step ends without an error
+(`fxpipe.runtime.running_statistics`). Only outputs of F count, so recomputation adds nothing. `num_batches_tracked`
+counts mini-batches. Batch norm in an opaque call cannot be rewritten; there the call is intercepted when it runs.
 
-`num_batches_tracked` counts mini-batches: every F finds it as the step found it, and leaves the same.
-
-Batch norm in a module kept whole, or in another function that runs as it is, cannot be rewritten; there the call is
-caught when it runs.
-
-C. Kim et al., "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models", arXiv 2004.09910, 2020, defers
-so by a module of its own in the place of each `nn.BatchNorm`, which takes sums and sums of squares in a second pass
-over the input. Here modules stay what they are, and there is no second pass.
+torchgpipe (C. Kim et al., arXiv 2004.09910, 2020) replaces each `nn.BatchNorm2d` by a module of its own, which takes
+sums and sums of squares in a second pass over the input. Here modules stay, and there is no second pass.
 """
 
 from __future__ import annotations

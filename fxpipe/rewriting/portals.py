@@ -5,19 +5,10 @@
     x_stashed = stash(x, 'x')     return y           return y + x_popped
     return x_stashed
 
-Stages in between hand nothing through, so none holds a value that it does not use. This is how a skip travels:
-
-1. `split_into_stages` has a table of what each stage receives from which; `skips_of` reads the skips off it. A program
-   lists them (`Program.skips`).
-2. In the code of its maker `stash` stands around the value, in that of each user `pop`: marks for people, which do
-   nothing.
-3. The maker's F gives what it returns to `Exchange.send` (`fxpipe.runtime.exchange`), which sends each value to every
-   device that uses it, once, whether there are stages in between or not; `Exchange.take` hands it to the user's F.
-4. Its gradient goes back from each user to the next earlier one and from the first user to the maker, as that of any
-   value (`fxpipe.runtime.wiring`).
-
-That F of a user waits for F of the maker is read off what stages receive, too (`wiring.Fences`), and what a skip costs
-is a transfer between the two devices (`fxpipe.simulation`).
+Stages in between pass nothing on, so no stage holds a value that it does not use. `skips_of` finds the skips in the
+table of what each stage receives from which; `stash` and `pop` in stage code are marks for people, which do nothing.
+The runtime sends each value to every device that uses it, once, whether there are stages in between or not; its
+gradient goes back from each user to the next earlier one and from the first user to the maker, as for any value.
 
 Portals are those of torchgpipe (C. Kim et al., arXiv 2004.09910, 2020). There the model is written with `@skippable`,
 `stash` and `pop`; here skips are found.

@@ -7,13 +7,13 @@ its own. `choose_rematerialization` says for which that takes less time than to 
     stage 0     ids ─▶ mask ─▶ bias ──────────────▶ attention        receives nothing; sends `hidden` alone
     stage 1     ids ─▶ mask ─▶ bias (copies) ─────▶ attention        `ids` is an input of the model and comes by itself
 
-What may be a copy is the same whenever and wherever it is computed: it has no gradient, draws nothing, touches no
-memory that is written to, does nothing but return, and depends on model inputs, on buffers that do not change, on plain
-numbers (sizes of whatever tensor; they weigh nothing), and on other such nodes alone. Not on parameters: a stage would
-need the weight in its memory.
+A copy must be the same whenever and wherever it is computed: it has no gradient, draws nothing, touches no memory that
+is written to, does nothing but return, and depends only on model inputs, on buffers that do not change, on plain
+numbers (sizes of any tensor, which cost nothing), and on other such nodes. Not on parameters: a stage would need the
+weight in its memory.
 
-For one stage, what to receive and what to compute is a least cut. A value that is needed costs what receiving it takes,
-or else what computing it takes and all that this needs in turn; what two values need is paid for once. This is the
+For one stage, what to receive and what to compute is a minimum cut. A value that is needed costs the time to receive
+it, or the time to compute it and all that it needs in turn; what two values need is paid for once. This is the
 selection problem of J. Rhys, "A Selection Problem of Shared Fixed Costs and Network Flows", Management Science 17
 (1970), and the answer is exact.
 """

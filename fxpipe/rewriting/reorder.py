@@ -182,10 +182,10 @@ ASSUMED_SAMPLES = 8  # of a micro-batch, as far as the order is concerned: value
 
 
 def reorder_nodes(traced: Traced) -> Traced:
-    """The graph in a better order, as another `Traced`; `traced` itself where none is found.
+    """The graph in a better order, as another `Traced`; `traced` itself if none is found.
 
-    Gradients stay those of the model bit for bit, random numbers the same; memory that is written to, and what does
-    more than it returns, keeps its order. Model inputs and parameters are everywhere, and cost nothing to hold.
+    Gradients keep their bits, and random numbers stay the same. Model inputs and parameters are in every stage, so they
+    cost nothing to hold.
     """
     units = OrderConstraints.of_graph(traced)
     order = arrange_items(_order_items(traced, units))

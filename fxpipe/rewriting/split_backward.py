@@ -1,18 +1,18 @@
 """A stage whose backward is split: its gradients of weights come not in B but later, in W.
 
-Which parameters? Those all of whose uses in the stage are as the weight or the bias of a node that `weight_gradients`
-knows how to split: linear, convolutions, matrix products, embeddings. A parameter that something else uses too (a norm
-of it in the loss, a cast, a reparametrization) stays with B, and so do the nodes that use it and the other parameters
-of these: the gradient of a parameter is then made in one piece and summed over its uses in autograd's order, which is
-that of the uses, backwards.
+It is split for the parameters that the stage uses only as the weight or the bias of nodes that `weight_gradients` can
+split: linear, convolutions, matrix products, embeddings. A parameter that something else uses too (a norm of it in the
+loss, a cast, a reparametrization) stays with B, and so do the nodes that use it and the other parameters of these: the
+gradient of a parameter is then made in one piece and summed over its uses in the order of autograd, the last use first.
 
-`x @ w.t()` is `linear(x, w)`, where nobody else uses `w.t()`. Autograd adds such a gradient up when it comes through
-the transposition, not through the product; so with more than one other use, where the order matters, `w` stays with B.
+`x @ w.t()` is `linear(x, w)` if nothing else uses `w.t()`. Autograd adds such a gradient up when it comes through the
+transposition, not through the product; so with more than one other use, where the order matters, `w` stays with B.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -48,25 +48,13 @@ _PRODUCTS = {
     "mm",
     "__matmul__",
 }
-_CONVOLUTIONS = {
-    function: (convolution_kind(function, dims, transposed), dims, transposed)
-    for dims, transposed, function in (
-        (1, False, F.conv1d),
-        (2, False, F.conv2d),
-        (3, False, F.conv3d),
-        (1, True, F.conv_transpose1d),
-        (2, True, F.conv_transpose2d),
-        (3, True, F.conv_transpose3d),
-    )
-}
-_ATEN_CONVOLUTIONS = {
-    _aten.conv1d.default: F.conv1d,
-    _aten.conv2d.default: F.conv2d,
-    _aten.conv3d.default: F.conv3d,
-    _aten.conv_transpose1d.default: F.conv_transpose1d,
-    _aten.conv_transpose2d.input: F.conv_transpose2d,
-    _aten.conv_transpose3d.input: F.conv_transpose3d,
-}
+_CONVOLUTIONS: dict[Any, tuple[OperatorKind, int, bool]] = {}  # function -> kind, dimensions, is it transposed
+for _dims, _is_transposed in itertools.product((1, 2, 3), (False, True)):
+    _name = f"conv_transpose{_dims}d" if _is_transposed else f"conv{_dims}d"
+    _function, _packet = getattr(F, _name), getattr(_aten, _name)
+    _overload = _packet.input if "input" in _packet.overloads() else _packet.default
+    _kind = convolution_kind(_function, _dims, _is_transposed)
+    _CONVOLUTIONS |= dict.fromkeys((_function, _overload), (_kind, _dims, _is_transposed))
 _CONVOLUTION_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _TRANSPOSED_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
 _TRANSPOSITIONS = {(0, 1), (1, 0), (-1, -2), (-2, -1)}
@@ -164,7 +152,6 @@ def _splittable_node(node: fx.Node, parameters: ParameterNames) -> SplittableNod
     if any(info(user).opaque is not None for user in node.users):
         return None  # its Python may put a hook on the value, and W's gradient would be the one before the hook
     function: Any = node.target
-    function = _ATEN_CONVOLUTIONS.get(function, function)
     if function in (F.linear, _aten.linear.default):
         arguments = _bound_arguments(node, ("input", "weight", "bias"))
         return None if arguments is None else _split_product(node, parameters, LINEAR, *arguments.values())

@@ -1,15 +1,13 @@
 """The callables that run stages: their code as it is, or compiled by `torch.compile`; backward in one, or split.
 
-All that is still rewritten of a graph once its stages are cut is rewritten here: the backward is split where a schedule
-has W (`split_backward`), and random nodes become such as the compiler can have in its graph (`rng_compiled`). To
-autograd a compiled stage is one node without edges inside, so B computes all of its gradients and W none. The runtime
-asks a stage for its callable and does not depend on any of this.
+The backward is split if a schedule has W (`split_backward`), and random nodes are replaced by nodes that the compiler
+accepts (`rng_compiled`). To autograd a compiled stage is one node without edges inside, so B computes all of its
+gradients and W none. The runtime asks a stage for its callable and does not depend on any of this.
 
-A stage compiles at its first F, in its worker, since the compiler bakes in how many threads an operation may take; one
-stage at a time, while others may run. Uneven micro-batches have two sizes, so a stage compiles twice for a graph: torch
-makes the second one for any size. Stages that take inputs may do so a third time, as torch tells apart whether a tensor
-starts where its storage does, as the first micro-batch's part of an input. Sizes that are dynamic in the graph are so
-for the compiler from the beginning.
+A stage compiles at its first F, in its worker, since the compiler fixes the number of threads of an operation; one
+stage at a time, while others may run. Uneven micro-batches have two sizes, so a stage compiles twice for a graph, the
+second time for any size; stages that take inputs perhaps a third time, for tensors that do not start where their
+storage does. Sizes that are dynamic in the graph are dynamic for the compiler from the beginning.
 """
 
 from __future__ import annotations

@@ -8,13 +8,12 @@ and the bias:
     B    asks autograd for the gradients of received values, of all other parameters, and at the edges
     W    gradient.t() @ x
 
-Nothing is computed twice, nothing is kept but x, which autograd would have kept too, and the gradient at the edge. And
-since the kernels of W are those that autograd's own formulas call, on operands of the same strides, the gradients are
-the same bits. Where x requires no gradient the node stays as it is, weights and all: autograd's own backward of it is
-then the work of W.
+Nothing is computed twice, and only x, which autograd would keep too, and the gradient at the edge are kept. The kernels
+of W are those of autograd's own formulas, on operands of the same strides, so the gradients have the same bits. If x
+requires no gradient, the node stays as it is, and autograd's own backward of it is the work of W.
 
-A function here never changes what forward computes. For that it must know one thing: `matmul` asks whether its second
-operand requires grad when it decides how to treat a first one with gaps, and here that answer has changed.
+Forward computes the same. One thing needs care: `matmul` treats a first operand with gaps differently if its second
+operand requires grad, which the detached one does not.
 """
 
 from __future__ import annotations
@@ -109,14 +108,8 @@ def _linear_gradients(
 def _matmul_gradients(
     gradient: torch.Tensor, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, wants_w: bool, wants_b: bool
 ) -> WeightBiasGradients:
-    w_gradient = None
-    if wants_w:
-        w_gradient = (
-            _gradient_times_input(gradient, x).t()
-            if w.stride() == (1, w.shape[0])
-            else _input_times_gradient(gradient, x)
-        )
-    return w_gradient, _bias_gradient(gradient, b) if wants_b else None
+    of_transposed, of_b = _linear_gradients(gradient, x, w.t(), b, wants_w, wants_b)
+    return None if of_transposed is None else of_transposed.t(), of_b
 
 
 def _bmm_gradients(
@@ -156,22 +149,11 @@ BMM = OperatorKind("bmm", _bmm, _bmm_gradients)
 def convolution_kind(function: Callable[..., torch.Tensor], dims: int, transposed: bool) -> OperatorKind:
     """`function` with all its options as lists of `dims` numbers: stride, padding, dilation, output padding; groups."""
 
-    def run(
-        x: torch.Tensor,
-        w: torch.Tensor,
-        b: torch.Tensor | None,
-        wants_w: bool,
-        stride: list[int],
-        padding: list[int],
-        dilation: list[int],
-        output_padding: list[int],
-        groups: int,
-    ) -> OperatorResult:
+    def run(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, wants_w: bool, *options: Any) -> OperatorResult:
+        stride, padding, dilation, output_padding, groups = options
         batched = x if x.dim() == dims + 2 else x.unsqueeze(0)
-        if transposed:
-            y = function(batched, w, b, stride, padding, output_padding, groups, dilation)
-        else:
-            y = function(batched, w, b, stride, padding, dilation, groups)
+        more = (output_padding, groups, dilation) if transposed else (dilation, groups)
+        y = function(batched, w, b, stride, padding, *more)
         return OperatorResult(y if batched is x else y.squeeze(0), y, batched)
 
     def weight_gradients(
@@ -181,18 +163,15 @@ def convolution_kind(function: Callable[..., torch.Tensor], dims: int, transpose
         b: torch.Tensor | None,
         wants_w: bool,
         wants_b: bool,
-        stride: list[int],
-        padding: list[int],
-        dilation: list[int],
-        output_padding: list[int],
-        groups: int,
+        *options: Any,
     ) -> WeightBiasGradients:
+        stride, padding, dilation, output_padding, groups = options
         sizes = None if b is None else list(b.shape)
-        mask = [False, wants_w, wants_b]
         if gradient.dim() < x.dim():  # of one sample, to which `run` has given a dimension
             gradient = gradient.unsqueeze(0)
         _, of_w, of_b = torch.ops.aten.convolution_backward(
-            gradient, x, w, sizes, stride, padding, dilation, transposed, output_padding, groups, mask
+            *(gradient, x, w, sizes, stride, padding, dilation, transposed, output_padding, groups),
+            [False, wants_w, wants_b],
         )
         return of_w, of_b
 
@@ -203,36 +182,30 @@ def convolution_kind(function: Callable[..., torch.Tensor], dims: int, transpose
 
 
 def split_node(kind: OperatorKind, names: tuple[str, str | None], casts: bool) -> Callable[..., torch.Tensor]:
-    """A node of this kind, as a function of (tape, x, weight, bias, *options).
-
-    Without a tape it is the node as it was.
+    """A node of this kind, as a function of (tape, x, weight, bias, *options). Without a tape it is the node as it was.
 
     Args:
-        names: of the weight and the bias.
-        casts: does autocast stand over the node; its cast of the weight is then a part of what W goes back through.
+        names: the names of the weight and the bias.
+        casts: the node ran under autocast, whose cast of the weight is a part of what W goes back through.
     """
     w_name, b_name = names[0], names[1] or ""
     by_wants = {(True, True): (w_name, b_name), (True, False): (w_name,), (False, True): (b_name,)}
+    cast: Callable[..., Operands] = cast_operands if casts else lambda *operands: operands
 
     def call(
         tape: WeightGradientTape | None, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None, *options: Any
     ) -> torch.Tensor:
         wants = wants_w, wants_b = w.requires_grad, b is not None and b.requires_grad
         if tape is None or not (wants_w or wants_b) or not torch.is_grad_enabled():
-            operands = cast_operands(x, w, b) if casts else (x, w, b)
-            return kind.run(*operands, wants_w, *options).value
+            return kind.run(*cast(x, w, b), wants_w, *options).value
         if not x.requires_grad:
-            operands = cast_operands(x, w, b) if casts else (x, w, b)
-            ran = kind.run(*operands, wants_w, *options)
+            ran = kind.run(*cast(x, w, b), wants_w, *options)
             edge = _gradient_edge(ran.core)
             weights = [t for t in (w, b) if t is not None and t.requires_grad]
             tape.note(edge, WeightGradientTask(by_wants[wants], _autograd_gradients(edge, weights)))
             return ran.value
-        operands = x, tape.detached(w_name, w), None if b is None else tape.detached(b_name, b)
-        if casts:
-            operands = cast_operands(*operands)
-        _, own_w, own_b = operands
-        ran = kind.run(*operands, wants_w, *options)
+        own_x, own_w, own_b = cast(x, tape.detached(w_name, w), None if b is None else tape.detached(b_name, b))
+        ran = kind.run(own_x, own_w, own_b, wants_w, *options)
         kept = None if ran.x is None else ran.x.detach()
         version, dtype = 0 if kept is None else version_of(kept), w.dtype
 

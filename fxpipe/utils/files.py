@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar, Union
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError, FileError
-from fxpipe.utils.polynomial import Polynomial
-from fxpipe.utils.units import with_article
+from fxpipe.utils.polynomial import Polynomial, shortened
 
 
 def check_output_path(path: str | Path, formats: Sequence[str], what: str) -> str:
@@ -130,13 +129,13 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     if kind is type(None) and value is None:
         return None
     if type(value) is not kind:
-        raise ArgumentError(f"{where} is {_shortened(value)}: expected {getattr(kind, '__name__', kind)}")
+        raise ArgumentError(f"{where} is {shortened(value)}: expected {getattr(kind, '__name__', kind)}")
     return value
 
 
 def _read_dataclass(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
-        raise ArgumentError(f"{where} is {_shortened(value)}: expected an object")
+        raise ArgumentError(f"{where} is {shortened(value)}: expected an object")
     hints = typing.get_type_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}
     if unknown := value.keys() - fields.keys():
@@ -150,7 +149,7 @@ def _read_dataclass(kind: Any, value: Any, where: str) -> Any:
 
 def _read_tuple(inner: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
     if not isinstance(value, list):
-        raise ArgumentError(f"{where} is {_shortened(value)}: expected a list")
+        raise ArgumentError(f"{where} is {shortened(value)}: expected a list")
     kinds = [inner[0]] * len(value) if inner[-1] is Ellipsis else list(inner)
     if len(kinds) != len(value):
         raise ArgumentError(f"{where} has {len(value)} entries: expected {len(kinds)}")
@@ -165,7 +164,3 @@ def _read_one_of(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
         except ArgumentError as error:
             problems.append(str(error))
     raise ArgumentError(" or ".join(problems))
-
-
-def _shortened(value: Any) -> str:
-    return repr(value)[:40] if isinstance(value, (str, int, float, type(None))) else with_article(value)

@@ -1,12 +1,11 @@
 """Threads that plan: what one of them does at a time, and how they come to their end.
 
-To trace, to profile and to compile a stage, a model runs under dispatch modes of torch. Who enters one sets flags of
-the process, and on leaving sets them back to what they were; of two threads that leave in another order than they
-entered, one sets back what the other had set. The flags would then stay for good, and by them torch.compile stands
-aside, without a word. So these have turns: `DISPATCH_MODE_LOCK`.
+To trace, to profile and to compile a stage, a model runs under dispatch modes of torch, which set flags of the process
+and restore them at their end. If two threads left them in another order than they entered, the flags would stay set,
+and torch.compile would silently do nothing. So one thread at a time: `DISPATCH_MODE_LOCK`.
 
-And a thread that is inside torch when the interpreter ends aborts the process. So threads that plan are known, and
-end before: at the next `cancellation_point()`, which planning passes at each node.
+And a thread that is inside torch when the interpreter ends aborts the process. So threads that plan are registered, and
+end before that, at the next `cancellation_point()`, which planning passes at each node.
 """
 
 from __future__ import annotations

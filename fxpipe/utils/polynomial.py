@@ -89,10 +89,7 @@ class Polynomial:
         return bool(self.terms)
 
     def __add__(self, other: Polynomial) -> Polynomial:
-        total: dict[Monomial, Number] = dict(self.terms)
-        for monomial, number in other.terms:
-            total[monomial] = total.get(monomial, 0) + number
-        return Polynomial.of(total)
+        return polynomial_sum((self, other))
 
     def __mul__(self, number: Number) -> Polynomial:
         return Polynomial.of({monomial: number * c for monomial, c in self.terms})
@@ -134,7 +131,7 @@ class Polynomial:
         if isinstance(value, list) and value and all(isinstance(term, list) for term in value):
             return cls.of(dict(map(_term_from_json, value)))
         if not isinstance(value, list) or len(value) > MAX_DEGREE + 1:
-            raise ArgumentError(f"expected a list of at most {MAX_DEGREE + 1} coefficients, got {_short(value)}")
+            raise ArgumentError(f"expected a list of at most {MAX_DEGREE + 1} coefficients, got {shortened(value)}")
         return cls.in_b(*map(_number_from_json, value))
 
 
@@ -203,7 +200,7 @@ def _number_from_json(value: Any) -> Number:
         above, below = map(int, value.split("/"))
         if below:
             return Fraction(above, below)
-    raise ArgumentError(f'expected a coefficient, a whole number or a fraction such as "3/2", got {_short(value)}')
+    raise ArgumentError(f'expected a coefficient, a whole number or a fraction such as "3/2", got {shortened(value)}')
 
 
 def _term_from_json(value: list[Any]) -> tuple[Monomial, Number]:
@@ -214,8 +211,9 @@ def _term_from_json(value: list[Any]) -> tuple[Monomial, Number]:
     raise ArgumentError(f'expected a coefficient and powers of sizes, such as [4, {{"b": 1}}], got {str(value)[:40]}')
 
 
-def _short(value: Any) -> str:
-    return repr(value)[:40] if isinstance(value, str | int | float | bool | None) else with_article(value)
+def shortened(value: Any) -> str:
+    """What an error shows of a value that was read from a file."""
+    return repr(value)[:40] if isinstance(value, str | int | float | None) else with_article(value)
 
 
 # -- Polynomials through what was counted at some sizes ----------------------------------------------------------------

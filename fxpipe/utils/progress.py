@@ -1,6 +1,6 @@
 """Bars on stderr for what takes long, where someone is looking.
 
-A pass that may take long says how far it is, and knows nothing of who looks:
+A pass that may take long reports how far it is:
 
     with progress("shapes", len(nodes)) as step:
         for node in nodes:
@@ -8,11 +8,10 @@ A pass that may take long says how far it is, and knows nothing of who looks:
             step()
 
 Around all passes `show_phases` shows one bar: the pass that `phase` or `progress` named last, how far it is, and the
-seconds, which a thread keeps counting during a pass that takes long. A `progress` without one shows a separate bar. A
-bar appears after two seconds, on a terminal or in a notebook, and disappears at its end. Where stderr is
-neither, as in a log, `show_phases` writes one line after two seconds. Nothing is shown in a block of
-`show_progress(False)`: the argument `progress` of the entry points. Each part is also a cancellation point
-(`utils.locks`).
+seconds, which a thread keeps counting. A `progress` without one shows a separate bar. A bar appears after two seconds,
+on a terminal or in a notebook, and disappears at its end. If stderr is neither, as in a log, `show_phases` writes one
+line after two seconds. Nothing is shown in a block of `show_progress(False)`: the argument `progress` of the entry
+points. Each part is also a cancellation point (`utils.locks`).
 """
 
 from __future__ import annotations
