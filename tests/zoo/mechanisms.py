@@ -54,7 +54,7 @@ MECHANISMS = (
         ("autograd functions", "tracing.record.patches._add_application"),
         ("autograd functions that C calls", "tracing.record.patches._HiddenApplications.forward"),
         ("the rest of a forward (graph break)", "tracing.record.graph_break.call_with_graph_break"),
-        ("checkpoints in it", "_torch.checkpoint._Takeover._replaying.begin"),
+        ("checkpoints in it", "_torch.checkpoint._call_through"),
         ("watched for writes to its arguments", "rewriting.stage_functions.with_write_check.call"),
         ("watched for random numbers", "rewriting.rng.forbid_random_numbers.call"),
     ),

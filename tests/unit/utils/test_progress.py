@@ -138,7 +138,7 @@ def test_planning_shows_its_long_steps(monkeypatch):
     [
         ("fxpipe.profiling", "_counts", "counting operations"),
         ("fxpipe.tracing.tracing_passes", "check_against_model", "comparing the graph with the model"),
-        ("fxpipe.planning.choose", "choose_cut", "cutting"),
+        ("fxpipe.planning.passes", "choose_cut", "cutting"),
     ],
 )
 def test_a_pass_that_takes_long_is_named_while_it_runs(monkeypatch, module, slow_pass, shown):
