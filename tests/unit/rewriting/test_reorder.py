@@ -61,8 +61,6 @@ def test_what_several_use_goes_to_the_first_of_them():
     assert names_in_order(row) == "x1 x2 x3 mask x4 x5 x6 x7"
 
 
-
-
 @st.composite
 def random_items(draw: st.DrawFn, largest: int = 12) -> Items:
     n = draw(st.integers(1, largest))
