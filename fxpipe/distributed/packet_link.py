@@ -25,8 +25,13 @@ from fxpipe.scheduling.actions import Action, ActionKind, Rows
 
 TAGGED_PACKETS = 1 << 20  # far more than are on their way at a time: then tags repeat
 _TAGS = {ActionKind.FORWARD: 0, ActionKind.BACKWARD: 1}
-JOB_TAG, TAGS_OF_PACKET = 2, 3
-FIRST_FREE_TAG = TAGS_OF_PACKET * TAGGED_PACKETS
+JOB_TAG = 2
+FIRST_FREE_TAG = 3 * TAGGED_PACKETS
+
+
+def tag_of(number: int, kind: int) -> int:
+    """Returns the tag of a packet, by a number that packets of its kind on their way do not share."""
+    return 3 * (number % TAGGED_PACKETS) + kind
 
 
 def cut_of(maker: Action) -> int:
@@ -36,17 +41,17 @@ def cut_of(maker: Action) -> int:
 
 def maker_before(action: Action, placement: Sequence[int]) -> Action | None:
     """Returns the action on another rank whose packet an action needs; None if it needs none."""
-    kind, j, i = action
-    other = j - 1 if kind is ActionKind.FORWARD else j + 1
-    if kind not in _TAGS or not 0 <= other < len(placement) or placement[other] == placement[j]:
-        return None
-    return Action(kind, other, i)
+    return _neighbour(action, -1, placement)
 
 
 def reader_after(maker: Action, placement: Sequence[int]) -> Action | None:
     """Returns the action on another rank that needs the packet of an action; None if it sends none."""
-    kind, j, i = maker
-    other = j + 1 if kind is ActionKind.FORWARD else j - 1
+    return _neighbour(maker, 1, placement)
+
+
+def _neighbour(action: Action, step: int, placement: Sequence[int]) -> Action | None:
+    kind, j, i = action
+    other = j + step if kind is ActionKind.FORWARD else j - step
     if kind not in _TAGS or not 0 <= other < len(placement) or placement[other] == placement[j]:
         return None
     return Action(kind, other, i)
@@ -152,8 +157,8 @@ class PacketLink:
 
     def _address(self, maker: Action) -> tuple[tuple[Any, ...], int]:
         """Returns the key and the tag of a packet."""
-        number = (maker.micro_batch * len(self.placement) + cut_of(maker)) % TAGGED_PACKETS
-        return self._key(maker), TAGS_OF_PACKET * number + _TAGS[maker.kind]
+        number = maker.micro_batch * len(self.placement) + cut_of(maker)
+        return self._key(maker), tag_of(number, _TAGS[maker.kind])
 
     def _key(self, maker: Action) -> tuple[Any, ...]:
         return (*self._name, maker.kind, cut_of(maker), maker.micro_batch)

@@ -78,10 +78,10 @@ class RankStep(Step):
     def wait(self, action: Action) -> None:
         if self.failure is not None:
             return
-        self._group.doing = str(action)
         maker = self._link.maker_before(action)
         if maker is not None:
             self.rank_exchange.enter_packet(maker, self._link.receive(maker))
+        self._group.doing = str(action)
 
     def perform(self, action: Action) -> None:
         totals = self.totals[action.stage]

@@ -29,14 +29,7 @@ from torch import nn
 from fxpipe.distributed.device_sums import WAITED_FOR
 from fxpipe.distributed.gradient_reduction import StageParameter
 from fxpipe.distributed.held_tensors import share_buffers
-from fxpipe.distributed.packet_link import (
-    JOB_TAG,
-    TAGGED_PACKETS,
-    TAGS_OF_PACKET,
-    PacketLink,
-    PacketOrder,
-    cut_of,
-)
+from fxpipe.distributed.packet_link import JOB_TAG, PacketLink, PacketOrder, cut_of, tag_of
 from fxpipe.distributed.packets import Layout, Mailbox, PacketValue
 from fxpipe.distributed.rank_engine import RankEngine, RankGraph, RankInputs, TrainingCall, pairs_of_ranks
 from fxpipe.distributed.rank_exchange import RankExchange
@@ -174,7 +167,7 @@ class StreamLink(PacketLink):
 
     def pass_job(self, job: Any, t: int) -> Any:
         """Hands on what the leader says of mini-batch t, or of what comes in its place; returns it on all ranks."""
-        tag = TAGS_OF_PACKET * (self._jobs % TAGGED_PACKETS) + JOB_TAG
+        tag = tag_of(self._jobs, JOB_TAG)
         self._jobs += 1
         if not self.is_first:
             address = ("job", self._stage - 1, t), tag, self._routes.rank(self._stage - 1)
@@ -202,18 +195,17 @@ class RankStreamRun(StreamRun):
     def wait(self, action: Action) -> None:
         if self.failure is not None:
             return
-        self._group.doing = str(action)
         maker = self._packets.maker_before(action)
-        if maker is None:
-            return
-        values = self._packets.receive(maker)
-        one, own = self._at(maker)
-        step = _rank_step(one)
-        if self._is_end(one, own):
-            size = len(LossReport._fields)
-            values, report = values[:-size], values[-size:]
-            step.report = LossReport(*(one.value for one in report))
-        step.rank_exchange.enter_packet(own, values)
+        if maker is not None:
+            values = self._packets.receive(maker)
+            one, own = self._at(maker)
+            step = _rank_step(one)
+            if self._is_end(one, own):
+                size = len(LossReport._fields)
+                values, report = values[:-size], values[-size:]
+                step.report = LossReport(*(one.value for one in report))
+            step.rank_exchange.enter_packet(own, values)
+        self._group.doing = str(action)
 
     def pass_on(self, action: Action) -> None:
         one, own = self._at(action)

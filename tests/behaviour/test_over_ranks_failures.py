@@ -333,7 +333,7 @@ def test_a_rank_that_hangs_is_named_after_the_timeout_and_one_that_is_gone_at_on
         (kind, text, seconds), late = ranks.run(hang, 5.0)
         assert kind is DistributedError
         assert "rank 1 does not answer" in text
-        assert "it waited for the result of 1B0 (stage 1, micro-batch 0) of rank 1" in text
+        assert "after 0F1 it waited for the result of 1B0 (stage 1, micro-batch 0) of rank 1" in text
         assert seconds < 4.9
         assert late[0] is DistributedError
         assert "rank 0 has given up" in late[1]
