@@ -1863,6 +1863,18 @@ DISTRIBUTED = (
     ),
     Mutant(
         "distributed/packet_link.py",
+        "maker = coming.popleft()",
+        "maker = needed[0]",
+        "unit/distributed/test_packet_link.py",
+    ),
+    Mutant(
+        "distributed/gradient_reduction.py",
+        "return sorted([*full, *filling.values()], key=lambda bucket: places[bucket[-1]])",
+        "return [*full, *filling.values()]",
+        "unit/distributed/test_gradient_reduction.py",
+    ),
+    Mutant(
+        "distributed/packet_link.py",
         "        self.mailbox.finish_send(self._address(maker)[0], what)\n",
         "        pass\n",
         "unit/distributed/test_rank_step.py",
