@@ -21,7 +21,7 @@ From the bottom:
 - `connection` (transfers between ranks, of one generation), `failures` (what each rank says when a step has failed),
   `rank_group` (both together: a block that ends well on all ranks or on none)
 - `packets` (values as messages), `packet_link` (what a row receives before its actions and sends after them),
-  `rank_exchange` (the exchange of one rank), `rank_step` (a step with this rank's stages)
+  `rank_step` (a step with this rank's stages)
 - `held_tensors` (who has which parameter, and tied ones), `gradient_reduction` (sums over replicas), `device_sums` (the
   same in memory of devices), `replicas` (the part of each in a step), `step_report` (what the ranks tell each other at
   its end), `rank_gradients` (from sums of stages to `.grad`)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,6 @@ from fxpipe.distributed.agreement import check_agreement, model_fields
 from fxpipe.distributed.materialization import GivenMemory
 from fxpipe.distributed.rank_engine import TrainingCall
 from fxpipe.distributed.rank_group import RankGroup
-from fxpipe.distributed.rank_record import gathered_record
 from fxpipe.distributed.rank_state import TRAINING, RankState
 from fxpipe.distributed.rank_train_stream import RankStreamLoop, RankTrainStream
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
@@ -32,7 +32,7 @@ from fxpipe.planning.tuning.auto_options import with_best_schedule
 from fxpipe.runtime import StepRecord
 from fxpipe.runtime.losses import check_loss_function, check_reduction, check_scaler, refuse_inputs_by_name
 from fxpipe.runtime.stage_updates import StagewiseOptimizer
-from fxpipe.scheduling import make_schedule
+from fxpipe.scheduling import Action, make_schedule
 from fxpipe.tracing.record.module_hooks import user_hooks_of
 from fxpipe.tracing.tensors import has_values
 from fxpipe.utils.units import with_article
@@ -390,6 +390,28 @@ class DistributedPipeline(Pipeline):
     @property
     def _to_all(self) -> bool:
         return self._state.outputs == "all"
+
+
+def gathered_record(records: Sequence[StepRecord | None]) -> StepRecord | None:
+    """Joins the records of all ranks, by rank; None where they have run no step.
+
+    A transfer is in the record of who received it; what an action has sent is summed here.
+    """
+    known = [record for record in records if record is not None]
+    if not known:
+        return None
+    transfers = tuple(transfer for record in known for transfer in record.transfers)
+    sent: Counter[Action] = Counter()
+    for transfer in transfers:
+        sent[transfer.maker] += int(transfer.bytes)
+    actions = sorted(
+        (replace(one, sent=sent[one.action]) for record in known for one in record.actions), key=lambda one: one.start
+    )
+    devices = tuple(
+        replace(record.devices[d], sent=sum(one.sent for one in actions if one.device == d))
+        for d, record in enumerate(known)
+    )
+    return replace(known[0], actions=tuple(actions), transfers=transfers, devices=devices)
 
 
 def distributed_state(pipe: object) -> RankState:

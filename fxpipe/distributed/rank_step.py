@@ -1,27 +1,124 @@
-"""A step of which only the stages of this rank are here.
+"""A step of which only the stages of this rank are here, and the values and gradients on this rank.
 
-What each action does is the one-process step's (`runtime.step`); `packet_link` brings what it needs of other ranks.
+What each action does is the one-process step's (`runtime.step`). A value that arrives is entered for all stages of this
+rank that use it, and waits for the cuts that it still has to cross. `packet_link` sends and receives packets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import lru_cache, partial
+from typing import Any
 
+import torch
 from torch import nn
 
+from fxpipe._torch.autograd import takes_gradient
 from fxpipe.distributed.gradient_reduction import GradientReduction
-from fxpipe.distributed.packet_link import PacketLink
-from fxpipe.distributed.rank_exchange import RankExchange
+from fxpipe.distributed.packet_link import PacketLink, cut_of
+from fxpipe.distributed.packets import PacketValue
 from fxpipe.distributed.rank_group import RankGroup
-from fxpipe.rewriting.relay_routes import RelayRoutes
+from fxpipe.errors import InternalError
+from fxpipe.rewriting.program import PIPE_INPUT, ValueKey
+from fxpipe.rewriting.relay_routes import GradientKey, RelayRoutes
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
 from fxpipe.runtime.caller_context import CallerContext
-from fxpipe.runtime.exchange import Exchange
+from fxpipe.runtime.exchange import BoundaryValue, Exchange
 from fxpipe.runtime.losses import MicroBatchLosses
 from fxpipe.runtime.step import OpenProgram, Step
 from fxpipe.runtime.step_inputs import StepInputs
+from fxpipe.runtime.transport import Transport
+from fxpipe.runtime.wiring import ValueLink
 from fxpipe.scheduling.actions import Action, ActionKind, Schedule
+
+
+class RankExchange(Exchange):
+    """The values and gradients of one step that are on this rank."""
+
+    def __init__(self, inputs: StepInputs, transport: Transport, grad: bool, routes: Sequence[RelayRoutes], rank: int):
+        """`inputs`: anything in the place of tensors, on ranks without the first stage. `routes`: by micro-batch."""
+        self._routes, self._rank = routes, rank
+        # By micro-batch and value, the cuts that it crosses from this rank on; by cut, what is to be sent.
+        cuts_of = {id(one): _cuts_of(one, rank) for one in routes}
+        self._cuts_of = [cuts_of[id(one)] for one in routes]
+        self._leaving: dict[tuple[int, int], dict[ValueKey, PacketValue]] = {}
+        self._returning: dict[tuple[GradientKey, int], torch.Tensor] = {}
+        super().__init__(inputs, transport, grad)
+
+    def _is_here(self, stage: int) -> bool:
+        return self._routes[0].is_here(stage, self._rank)  # of all micro-batches alike
+
+    def _enter(self, name: str, i: int, part: Any, wants: bool) -> None:
+        if not self._is_here(0):
+            return
+        part = part.detach() if isinstance(part, torch.Tensor) else part
+        self._arrived((PIPE_INPUT, name), i, part, wants)
+        if wants:
+            self._parts[name, i] = part
+
+    def _arrived(self, key: ValueKey, i: int, value: Any, requires_grad: bool) -> None:
+        """Enters a value for the stages of this rank that use it, and for the cuts that it crosses."""
+        for user in self.bounds[i].wiring.users[key]:
+            if self._is_here(user):
+                target = self._device(i, key[1], user)  # the host for some
+                own = self.transport.start_copy(value, target) if self._may_move else value
+                self._values[user, *key, i] = BoundaryValue(own, requires_grad)
+        for cut in self._cuts_of[i].get(key, ()):
+            self._leaving.setdefault((cut, i), {})[key] = PacketValue(value, requires_grad)
+
+    def send(self, maker: int, name: str, i: int, value: Any) -> None:
+        wants = False
+        if isinstance(value, torch.Tensor):
+            wants, value = takes_gradient(value), value.detach()
+        self._arrived((maker, name), i, value, wants)
+
+    def send_gradient(self, link: ValueLink, i: int, gradient: torch.Tensor | None) -> None:
+        if gradient is None or self._is_here(link.gradient_target):
+            super().send_gradient(link, i, gradient)
+        else:
+            self._returning[(link.value.source, link.value.name, link.gradient_target), i] = gradient
+
+    def take_packet(self, maker: Action) -> list[PacketValue]:
+        """Takes what an action sends through its cut: of F values, of B gradients or None."""
+        cut, i = cut_of(maker), maker.micro_batch
+        if maker.kind is ActionKind.FORWARD:
+            leaving = self._leaving.pop((cut, i), {})
+            return [leaving[key] for key in self._routes[i].down[cut]]
+        return [PacketValue(self._returning.pop((key, i), None)) for key in self._routes[i].up[cut]]
+
+    def enter_packet(self, maker: Action, values: Sequence[PacketValue]) -> None:
+        """Enters what an action on another rank has sent."""
+        cut, i = cut_of(maker), maker.micro_batch
+        if maker.kind is ActionKind.FORWARD:
+            for key, one in zip(self._routes[i].down[cut], values, strict=True):
+                self._arrived(key, i, one.value, one.requires_grad)
+            return
+        for gradient_key, one in zip(self._routes[i].up[cut], values, strict=True):
+            if one.value is None:
+                continue
+            _, name, target = gradient_key
+            if self._is_here(target):
+                if (target, name, i) in self._gradients:
+                    raise InternalError(f"two gradients for {name} at stage {target}, micro-batch {i}")
+                self._gradients[target, name, i] = one.value
+            else:
+                self._returning[gradient_key, i] = one.value
+
+    def check_empty(self) -> None:
+        """Raises `InternalError` where something was sent that nobody has taken."""
+        left = [*self._leaving, *self._returning]
+        if left:
+            raise InternalError(f"left behind at the end of a step: {left[:4]}")
+
+
+def _cuts_of(routes: RelayRoutes, rank: int) -> dict[ValueKey, list[int]]:
+    """Returns, by value, the cuts that it crosses from a rank on."""
+    cuts_of: dict[ValueKey, list[int]] = {}
+    for cut, at in enumerate(routes.placement[:-1]):
+        if at == rank and routes.crosses(cut):
+            for key in routes.down[cut]:
+                cuts_of.setdefault(key, []).append(cut)
+    return cuts_of
 
 
 class RankStep(Step):

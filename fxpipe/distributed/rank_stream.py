@@ -32,9 +32,9 @@ from fxpipe.distributed.held_tensors import share_buffers
 from fxpipe.distributed.packet_link import JOB_TAG, PacketLink, PacketOrder, cut_of, tag_of
 from fxpipe.distributed.packets import Layout, Mailbox, PacketValue
 from fxpipe.distributed.rank_engine import RankEngine, RankGraph, RankInputs, TrainingCall, pairs_of_ranks
-from fxpipe.distributed.rank_exchange import RankExchange
 from fxpipe.distributed.rank_gradients import RankGradients, parameters_of_loss
 from fxpipe.distributed.rank_group import RankGroup
+from fxpipe.distributed.rank_step import RankExchange
 from fxpipe.distributed.replicas import (
     ReplicaLoss,
     ReplicaPart,
