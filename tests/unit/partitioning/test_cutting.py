@@ -45,18 +45,6 @@ def test_it_is_the_first_of_the_best_of_all_cuts(instance):
     )
 
 
-def test_a_node_goes_to_its_parameters():
-    at = [[0.0, 9.0, 9.0], [9.0, 0.0, 9.0], [9.0, 9.0, 0.0]]
-    free = [0.0, 0.0, 0.0]
-    assert cut_least_misplaced([at[0], at[0], at[1], free, at[2]], {}) == (0, 2, 3)
-    assert cut_least_misplaced([at[0], at[0], at[1], free, at[2]], {3: "a part"}) == (0, 2, 4)
-    assert cut_least_misplaced([at[0], at[0], at[1], free, at[2]], {2: "a part", 4: "a part"}) == (0, 1, 3)
-
-
 def test_too_few_places_say_how_many_nodes_there_are():
     with pytest.raises(PartitionError, match=r"2 nodes, and fewer than 3 blocks .* use fewer devices"):
         cut_least_misplaced([[0.0] * 3] * 2, {})
-
-
-def test_there_is_always_one_stage():
-    assert cut_least_misplaced([[1.0]] * 3, {}) == (0,)

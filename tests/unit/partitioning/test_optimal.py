@@ -31,7 +31,6 @@ from fxpipe.partitioning import (
 from fxpipe.partitioning.chain import recompute_choices
 from fxpipe.partitioning.intervals import StageClocks, StageMemory
 from fxpipe.partitioning.optimal import RemedyTrial, best_attempt, recompute_trials
-from fxpipe.partitioning.search import CutSearch
 
 
 def plain_load(
@@ -152,37 +151,11 @@ def test_loads_are_what_they_are_defined_to_be(problem: tuple[Chain, list[StageS
     assert exact_memory.memory(sites[j], recompute, start, end) / exact_memory.unit == memory
 
 
-@given(problems(), st.data())
-def test_ends_within_a_limit_are_found_as_if_one_by_one(
-    problem: tuple[Chain, list[StageSite]], data: st.DataObject
-) -> None:
-    chain, sites = problem
-    search = CutSearch(chain, sites)
-    clock = search._seconds.clock(data.draw(st.integers(0, len(sites) - 1)), data.draw(st.booleans()))
-    start = data.draw(st.integers(0, len(chain) - 1))
-    ends = [place for place in search._places if place > start]
-    limit = clock.seconds(start, data.draw(st.sampled_from(ends))) - data.draw(st.integers(0, 1))
-    assert clock.ends(start, limit) == sum(1 << end for end in ends if clock.seconds(start, end) <= limit)
-
-
 @given(st.lists(seconds, min_size=1, max_size=30), st.data())
 def test_without_transfers_and_limits_it_is_the_bottleneck_of_block(costs: list[float], data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, len(costs)))
     chain = Chain((tuple(costs),), ((0.0,) * len(costs),))
     assert optimal_partition(chain, [StageSite()] * stages).bottleneck == partition(costs, stages).bottleneck
-
-
-def test_memory_moves_the_cut_before_it_makes_a_stage_recompute() -> None:
-    held = tuple(HeldStorage(4.0, place, (place,)) for place in range(4))
-    chain = Chain(((1.0,) * 4,), ((2.0,) * 4,), held=held)
-    one, other = (StageSite(memory=memory, in_flight=1, may_recompute=True) for memory in (4.0, 16.0))
-    assert optimal_partition(chain, [one, other]).recompute == (False, False)  # 3 and 9 s
-    tight = StageSite(memory=9.0, in_flight=2, may_recompute=True)  # one node of 8, or two that recompute with 8
-    cut = optimal_partition(chain, [tight, tight])
-    assert (cut.starts, cut.recompute, cut.bottleneck) == ((0, 2), (True, True), 8.0)
-    roomy = StageSite(memory=24.0, in_flight=2, may_recompute=True)
-    cut = optimal_partition(chain, [tight, roomy])  # 8 s too where one moves a node, and then nobody recomputes
-    assert (cut.starts, cut.recompute, cut.bottleneck) == ((0, 2), (True, False), 8.0)
 
 
 def test_doctests() -> None:
@@ -259,22 +232,6 @@ def test_refusal_names_the_part_at_fault(chain: Chain, problem: str) -> None:
 
 def more_devices(chain: Chain) -> list[RemedyTrial]:
     return [RemedyTrial(f"use {count} devices", chain, devices(count)) for count in range(3, 9)]
-
-
-def test_more_devices_are_offered_if_they_are_enough() -> None:
-    said = refusal(model(), devices(2), remedies=[more_devices(model())])
-    assert said.endswith("What would fit: use 3 devices.")
-    assert optimal_partition(model(), devices(3))
-    said = refusal(model(held=8.0), devices(2), remedies=[more_devices(model(held=8.0))])
-    assert said.endswith("Nothing that was tried would fit: the model needs devices with more memory.")
-
-
-def test_smaller_micro_batches_are_offered_if_they_are_enough() -> None:
-    cases = [(f"chunks={8 * k}", model(held=1 / k), devices(2)) for k in (2, 4, 8)]
-    said = refusal(model(), devices(2), remedies=[[RemedyTrial(f"use {words}", *case) for words, *case in cases]])
-    assert said.endswith("What would fit: use chunks=32.")
-    assert refusal(*cases[0][1:]) != ""
-    assert optimal_partition(*cases[1][1:])
 
 
 def test_recomputing_is_offered_if_it_is_enough() -> None:

@@ -19,13 +19,6 @@ NODES = NodeSequence(
 )
 
 
-def test_without_pins_every_place_is_free() -> None:
-    found, *_ = placements_for_pins({}, (0, 1, 2), NODES)
-    assert found.placement == (0, 1, 2)
-    assert found.first_stages == (0,) * 6
-    assert found.last_stages == (2,) * 6
-
-
 def test_a_pin_bounds_what_is_before_and_behind() -> None:
     found, *_ = placements_for_pins({"blocks.0": 1}, (0, 1, 2), NODES)
     assert found.first_stages == (0, 1, 1, 1, 1, 1)
@@ -53,19 +46,6 @@ def test_a_head_on_the_first_device_leaves_room_for_the_others() -> None:
     assert found.last_stages == (2,) * 6
 
 
-def test_several_stages_on_a_device_are_used_before_more_are_made() -> None:
-    found, *_ = placements_for_pins({"blocks.0": 1, "blocks.1": 0}, (0, 1, 0, 1), NODES)
-    assert found.placement == (0, 1, 0, 1)
-    assert found.first_stages == (0, 1, 1, 2, 2, 2)
-    assert found.last_stages == (1, 1, 1, 2, 2, 3)
-
-
-def test_the_device_of_the_first_node_is_the_first() -> None:
-    found, *_ = placements_for_pins({"embed": 1}, (0, 1, 2), NODES)
-    assert found.placement == (1, 0, 2)
-    assert (found.first_stages[0], found.last_stages[0]) == (0, 0)
-
-
 def test_a_stage_more_is_another_way() -> None:
     """To be compared: the head may share a stage of its device with all that is before it, or have one behind."""
     ways = placements_for_pins({"blocks.1": 0, "head": 1}, (0, 1), NODES)
@@ -78,12 +58,6 @@ def test_pins_that_need_more_stages_than_nodes_are_refused() -> None:
     few = NodeSequence((1.0,) * 3, ("a", "b", "c"), ("a", "b", "c"), {})
     with pytest.raises(PartitionError, match="the 3 nodes are too few for the stages that this takes"):
         placements_for_pins({"a": 0, "c": 0}, (0, 1, 2), few)
-
-
-def test_a_map_of_all_modules_uses_the_devices_that_it_names() -> None:
-    found = placements_for_pins({"": 2, "head": 0}, (0, 1, 2), NODES)
-    assert [way.placement for way in found] == [(2, 0)]
-    assert found[0].first_stages == found[0].last_stages == (0, 0, 0, 0, 0, 1)
 
 
 def test_a_map_of_all_modules_may_be_the_placement_that_is_given() -> None:

@@ -101,19 +101,6 @@ def test_hundreds_of_workers_take_no_longer_than_a_few(monkeypatch):
     assert numbers[512] < 4 * numbers[32]
 
 
-def test_one_level_reckons_the_stages_that_it_names():
-    partition = pipedream_partition([6.0, 2.0, 1.0], [4.0, 1.0, 0.0], [0.0, 1.0, 9.0], [BandwidthLevel(4, 4.0)])
-    assert [(one.start, one.stop, one.replicas) for one in partition.stages] == [(0, 2, 3), (2, 3, 1)]
-    assert partition.seconds == (6.0 + 2.0) / 3  # more than to hand on 2 * 1 / 4, or to reduce 2 * 2 * 1 / 4 / 3
-
-
-def test_a_pipeline_in_each_node_is_replicated_over_nodes():
-    nodes = [BandwidthLevel(2, 1e9), BandwidthLevel(3, math.inf)]
-    partition = pipedream_partition([1.0, 1.0], [0.0, 0.0], [4e9, 4e9], nodes)
-    assert str(partition) == "3-3"  # within a node nothing is reduced
-    assert partition.seconds == 1.0 / 3
-
-
 def test_a_stage_begins_where_it_has_to():
     level = BandwidthLevel(4, math.inf)
     assert str(pipedream_partition([1.0] * 4, [0.0] * 4, [0.0] * 4, [level])) == "4"

@@ -10,7 +10,7 @@ import sympy
 import torch
 import torch.nn.functional as F
 from helpers.cases import each_once
-from helpers.models import GPT, DictOut, ResNet, TwoBranch, UNet
+from helpers.models import DictOut, ResNet, UNet
 from helpers.run_stages import Stages, leaves_of, sample, saved_by
 from helpers.saved_bytes import Of, Pictures, counted, number, of_stages
 from torch import nn
@@ -105,15 +105,6 @@ def test_recurrent_layers_and_attention_count() -> None:
     nodes = by_name(count_of(Of(attends), torch.randn(3, 8, 4))[1])
     assert nodes["scaled_dot_product_attention"].flops == 2 * (2 * 8 * 8 * 4) * b
     assert nodes["scaled_dot_product_attention"].backward_flops == 5 * (2 * 8 * 8 * 4) * b
-
-
-def test_products_with_vectors_count() -> None:
-    def vectors(m: Any, x: torch.Tensor) -> torch.Tensor:
-        return torch.addmv(x[:, 0], x, m.weight) + torch.mv(x, m.weight) + torch.dot(m.weight, m.weight)
-
-    nodes = by_name(count_of(Of(vectors), torch.randn(3, 4))[1])
-    b = next(iter(nodes["mv"].flops.free_symbols))
-    assert [nodes[n].flops for n in ("addmv", "mv", "dot")] == [8 * b, 8 * b, 8]
 
 
 def test_another_kernel_for_another_size_is_right_for_the_micro_batch() -> None:
@@ -264,26 +255,6 @@ def test_functions_that_allow_no_hooks_say_themselves_what_they_keep() -> None:
 
 
 # -- formulas hold elsewhere -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("make", "args"),
-    [
-        (lambda: GPT(dropout=0.0), (torch.randint(0, 17, (4, 7)),)),
-        (Pictures, (torch.randn(4, 3, 8, 8),)),
-        (TwoBranch, (torch.randn(4, 6),)),
-    ],
-    ids=["gpt", "pictures", "two branches"],
-)
-def test_formulas_of_one_micro_batch_hold_for_others(make: Callable[[], nn.Module], args: tuple[Any, ...]) -> None:
-    kwargs = {"other": torch.randn(4, 6)} if make is TwoBranch else {}
-    leaves = leaves_of(args, kwargs)
-    traced = trace(make(), args, kwargs)
-    counts = counted(traced, leaves, 4)
-    starts = (0, len(traced.nodes) // 2)
-    for samples in (2, 5, 16):
-        want = Stages(traced, starts).run(sample(traced, leaves, samples), saved_by)
-        assert of_stages(counts, traced, starts, samples) == want
 
 
 def test_a_graph_for_some_sizes_is_looked_at_with_these() -> None:

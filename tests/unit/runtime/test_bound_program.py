@@ -13,7 +13,6 @@ from helpers.oracle import assert_same_gradients, closing
 from torch import nn
 
 import fxpipe
-from fxpipe.runtime.bound_program import ModelTensors
 
 
 class Counting(nn.Module):
@@ -65,15 +64,3 @@ def test_what_was_replaced_between_steps_is_followed(replaced: str) -> None:
         F.mse_loss(plain(x), torch.zeros_like(x)).backward()
         assert_same_gradients(pipe, plain, loose=[name for name, _ in plain.named_parameters()])
         assert pipe.model.body[2].weight.grad is not None
-
-
-def test_a_tensor_that_is_set_is_set_where_it_was_found() -> None:
-    model = Counting()
-    tensors = ModelTensors(model, {"table": torch.zeros(1)})
-    tensors.set("body.1.running_mean", torch.full((4,), 3.0))
-    tensors.set("table", torch.ones(1))
-    assert model.body[1].running_mean.tolist() == [3.0] * 4
-    assert tensors.get("table").item() == 1
-    with pytest.raises(AttributeError, match=r"Linear has no tensor 'body\.0\.scale' any more"):
-        tensors.get("body.0.scale")
-    assert model.asked == {"body": 1}

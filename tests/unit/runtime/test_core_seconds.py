@@ -64,10 +64,3 @@ def test_the_last_step_knows_it_of_every_action(workers: int) -> None:
         actions = pipe.last_step.actions
     assert len(actions) == 8 * workers
     assert all(action.on_core is not None and action.on_core >= 0 for action in actions)
-
-
-def test_so_does_a_drop_in() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(8, 4)
-    with fxpipe.pipeline(model, ["cpu"] * 2, 4, example_args=(x,), profile_budget=0.1) as pipe:
-        pipe(x).sum().backward()
-        assert all(action.on_core is not None for action in pipe.last_step.actions)

@@ -59,8 +59,7 @@ def test_who_drives():
     assert isinstance(executor_for([torch.device("cuda:0")]), ThreadedExecutor)
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(("checkpoint", "stages"), [("never", 1), ("always", 2)])
 def test_the_same_bits_as_workers(checkpoint, stages):
     with (
         _pipe(checkpoint=checkpoint, stages_per_device=stages) as alone,

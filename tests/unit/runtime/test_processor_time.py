@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from types import ModuleType
 
-import pytest
 import torch
 from helpers.paths import ROOT
 from torch import nn
@@ -57,13 +56,6 @@ def test_the_work_of_every_action_is_noted_and_steps_are_as_before_afterwards() 
     assert all(seconds >= 0 for of_action in work.values() for seconds in of_action)
 
 
-def test_steps_are_as_before_after_a_failure() -> None:
-    perform = Step.perform
-    with pytest.raises(RuntimeError, match="broken"), processor_time.noted({}):
-        raise RuntimeError("broken")
-    assert Step.perform is perform
-
-
 def test_a_disturbed_action_does_not_count() -> None:
     quiet = {(kind, stage): [1.0] * 8 for kind in (ActionKind.FORWARD, ActionKind.BACKWARD) for stage in range(2)}
     step = processor_time.undisturbed(planned("1f1b"), quiet)
@@ -77,11 +69,3 @@ def test_what_is_recomputed_counts_by_itself() -> None:
     again = {(ActionKind.RECOMPUTE, stage): [2.0] for stage in range(2)}
     plan = planned("1f1b", "always")
     assert processor_time.undisturbed(plan, work | again) > processor_time.undisturbed(plan, work)
-
-
-def test_a_split_backward_takes_both_its_parts() -> None:
-    kinds = {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 2.0, ActionKind.WEIGHT: 3.0}
-    work = {(kind, stage): [seconds] for kind, seconds in kinds.items() for stage in range(2)}
-    step = processor_time.undisturbed(planned("zero_bubble"), work)
-    assert step >= CHUNKS * sum(kinds.values())  # the work of a device, and its bubble
-    assert step < CHUNKS * sum(kinds.values()) + sum(kinds.values())

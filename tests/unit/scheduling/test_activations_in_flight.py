@@ -57,12 +57,6 @@ def test_they_are_the_largest_set_that_is_there(schedule: Schedule) -> None:
     )
 
 
-@given(schedules())
-def test_recomputing_never_holds_more(schedule: Schedule) -> None:
-    pairs = zip(activations_in_flight(schedule), micro_batches_in_flight(schedule), strict=True)
-    assert all(1 <= activations <= flights for activations, flights in pairs)
-
-
 def test_the_last_of_1f1b_is_there_beside_one_that_is_recomputed() -> None:
     def held(schedule: str, checkpoint: str) -> tuple[int, ...]:
         return activations_in_flight(make_schedule(schedule, 3, 8, checkpoint))

@@ -34,18 +34,6 @@ def test_buckets_are_reduced_beside_the_last_backward():
     assert (slow.reductions[0].start, slow.step_seconds) == (1.5, 9.5)
 
 
-def test_a_later_stage_hides_its_reduction_behind_the_first_ones_backward():
-    hidden = simulate("1f1b", 2, 2, (0.0, 1), (2.0, 1))  # stage 1 ends two seconds before stage 0
-    assert hidden.exposed_reduction_seconds == 0
-    assert simulate("1f1b", 2, 2, (0.0, 1), (3.0, 1)).exposed_reduction_seconds == 1
-
-
-def test_gradients_of_split_backward_are_there_with_the_last_w():
-    simulation = simulate("zero_bubble", 2, 2, (1.0, 1), (1.0, 1))
-    last = {k: max(s.end for s in simulation.spans if s.device == k) for k in range(2)}
-    assert [one.start for one in simulation.reductions] == [last[0], last[1]]
-
-
 def test_stages_on_one_device_reduce_one_after_the_other():
     simulation = simulate("1f1b", 2, 1, (3.0, 1), (6.0, 1), placement=(0, 0))
     first, second = sorted(simulation.reductions, key=lambda one: one.start)
@@ -53,10 +41,6 @@ def test_stages_on_one_device_reduce_one_after_the_other():
     assert (second.stage, second.start, second.end) == (0, 10, 13)
     legs = [(leg.kind, leg.start, leg.end) for leg in simulation.legs]
     assert legs == [("F", 0, 1), ("F", 1, 2), ("B", 2, 4), ("reducing", 4, 10), ("reducing", 10, 13)]
-
-
-def test_nothing_is_reduced_where_nothing_goes_back():
-    assert simulate("inference", 2, 2, (3.0, 1), (3.0, 1)).reductions == ()
 
 
 @settings(max_examples=80, deadline=None)

@@ -99,16 +99,6 @@ def test_a_link_carries_one_transfer_at_a_time():
     assert both_ways.step_seconds == 1 + 1 + 1 + 2 + 1 + 2
 
 
-def test_where_copies_do_not_overlap_the_receiver_makes_them():
-    for m in range(1, 9):
-        ways = [Transfer(0, 1, 8, 2.0), Transfer(0, 1, 8, 3.0)]
-        simulation = simulate("inference", 2, m, transfers=ways, overlaps=False)
-        assert simulation.step_seconds == 1 + m * (2 + 3 + 1)
-        assert simulation.busy == (m, 6.0 * m)
-        assert {s.receiving for s in simulation.spans if s.device == 1} == {5.0}
-        assert {s.receiving for s in simulation.spans if s.device == 0} == {0.0}
-
-
 def test_bytes_of_each_link():
     ways = (*transfers_of(0, [1, 2, 3], 10), Transfer(1, 2, 3), Transfer(2, 1, 4))
     four = simulate("1f1b", 4, 5, transfers=ways)
@@ -120,8 +110,6 @@ def test_bytes_of_each_link():
 
 # Memory: closed forms
 
-HEAVY = StageCost(1, 2, parameter_bytes=1000, saved_bytes=100, input_bytes=10, working_bytes=1)
-
 
 def stage_memory(simulation: Simulation) -> list[MemoryTimeline]:
     """For each stage the bytes in use over time, as if it had a device of its own."""
@@ -129,24 +117,6 @@ def stage_memory(simulation: Simulation) -> list[MemoryTimeline]:
         memory_timeline_of([span for span in simulation.spans if span.action.stage == j], simulation.stages)
         for j in range(len(simulation.stages))
     ]
-
-
-@pytest.mark.parametrize("name", TRAINING)
-def test_peak_is_what_is_in_flight(name):
-    for n, m in SIZES:
-        flight = [m] * n if name == "gpipe" else [min(n - j, m) for j in range(n)]
-        kept = simulate(name, n, m, stages=[HEAVY] * n)
-        assert [memory.peak for memory in kept.memory] == [1001 + 110 * f for f in flight]
-        recomputed = simulate(name, n, m, "always", stages=[HEAVY] * n)
-        assert [memory.peak for memory in recomputed.memory] == [1001 + 10 * f + 100 for f in flight]
-
-
-def test_micro_batches_in_flight():
-    assert micro_batches_in_flight(make_schedule("gpipe", 3, 5)) == (5, 5, 5)
-    assert micro_batches_in_flight(make_schedule("1f1b", 3, 2, "always")) == (2, 2, 1)
-    assert micro_batches_in_flight(make_schedule("inference", 3, 5)) == (1, 1, 1)
-    assert micro_batches_in_flight(parse_schedule("0F0 0B0 0F1 0B1 0W0 0W1")) == (2,)
-    assert micro_batches_in_flight(make_schedule("1f1b", 4, 8, placement=(0, 1, 0, 1))) == (4, 3, 2, 1)
 
 
 # Against a world of its own, in which time passes

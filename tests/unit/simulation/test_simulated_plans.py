@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 import pickle
 from dataclasses import replace
 from itertools import pairwise, product
@@ -12,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.oracle import closing
 from helpers.plan_hardware import without_host
-from helpers.plan_models import Deep, loss, rows
+from helpers.plan_models import Deep
 from helpers.schedule_cases import any_case
 from helpers.simulated_models import CUT, TABLE_5, Skipping, skipping
 from hypothesis import given, settings
@@ -172,19 +170,6 @@ def test_what_takes_all_of_its_limit_fits() -> None:
     for less, fits in ((0, True), (1, False)):
         stages = tuple(replace(s, memory_limit=k - less) for s, k in zip(plan.stages, peaks, strict=True))
         assert fxpipe.simulate(replace(plan, stages=stages)).fits == (fits,) * 4
-
-
-def test_a_limit_is_held_or_not_by_device() -> None:
-    plan = planned()
-    limits = [10_000_000, 9_000, 10_000_000, 10_000_000]
-    small = replace(plan, stages=tuple(replace(s, memory_limit=k) for s, k in zip(plan.stages, limits, strict=True)))
-    found = fxpipe.simulate(small)
-    assert found.limits == tuple(limits)
-    assert found.fits == (True, False, True, True)
-    assert str(found).count("does not fit") == 1
-    assert fxpipe.simulate(even_plan((0, 1, 0))).fits == (None, None)
-    shared = replace(small, placement=(0, 1, 1, 0), devices=("cuda:0", "cuda:1", "cuda:1", "cuda:0"))
-    assert fxpipe.simulate(shared).limits == (20_000_000, 10_009_000)
 
 
 def test_a_plan_says_which_device_lacks_how_much() -> None:
@@ -479,14 +464,3 @@ def test_another_step_is_refused() -> None:
     record = as_measured(fxpipe.simulate(plan), 1.0)
     with pytest.raises(ArgumentError, match=r"the step ran gpipe with 16 actions .* with 8 actions .* chunks"):
         fxpipe.simulate(plan, chunks=2).compared(record)
-
-
-def test_the_last_step_of_a_pipe_beside_its_simulation() -> None:
-    x = rows()
-    with closing(fxpipe.pipeline(Deep(), ["cpu"] * 2, 2, example_args=(x,), profile_budget=0.01)) as pipe:
-        pipe.forward_backward(x, target=torch.zeros_like(x), loss_fn=loss)
-        beside = fxpipe.simulate(pipe.plan).compared(pipe.last_step)
-    assert beside.step.measured == pipe.last_step.seconds > 0
-    assert beside.step.simulated > 0
-    assert len(beside.devices) == 2
-    assert math.isfinite(beside.step.ratio)

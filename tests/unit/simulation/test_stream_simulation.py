@@ -22,9 +22,8 @@ def costs(*seconds, update=0.5):
     return [StageCost(forward=f, backward=2 * f, update=update) for f in seconds]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("name", ["pipedream", "pipedream_2bw"])
-@pytest.mark.parametrize("m", [1, 3, 8])
+@pytest.mark.parametrize("n", [1, 2, 5])
+@pytest.mark.parametrize(("name", "m"), [("pipedream", 1), ("pipedream_2bw", 3), ("pipedream", 8)])
 def test_equal_stages_take_forward_backward_and_update_for_each_mini_batch(name, n, m):
     simulated = simulate_stream(name, costs(*[1.0] * n), micro_batches=m)
     if name == "pipedream" or m >= n:
@@ -115,13 +114,6 @@ def test_gradients_of_replicas_are_reduced_with_each_update():
     simulated = simulate_stream("pipedream", stages, micro_batches=1, replicas=(2, 1))
     assert simulated.busy == pytest.approx((3.0, 3.375, 3.0))
     assert simulated.step_seconds == pytest.approx(3.375)
-
-
-def test_gradients_of_replicas_of_a_pipe_are_reduced_with_each_update():
-    stages = [StageCost(forward=2.0, backward=4.0, update=0.5, reduction=0.25), StageCost(forward=1.0, backward=2.0)]
-    simulated = simulate_stream("pipedream", stages, micro_batches=1)
-    assert simulated.busy == pytest.approx((6.75, 3.0))
-    assert simulated.step_seconds == pytest.approx(6.75)
 
 
 def test_a_stream_is_drawn_with_its_warm_up_and_drain():

@@ -41,10 +41,6 @@ def test_a_table_that_is_too_wide_is_divided_and_says_in_each_part_what_rows_are
         assert lines[2].endswith(cell * 20)
 
 
-def test_a_table_without_rows_has_headers() -> None:
-    assert text_table([], ("node", "calls")).split("\n")[0].split() == ["node", "calls"]
-
-
 def test_nobody_else_renders_tables() -> None:
     root = Path(fxpipe.__file__).parent
     importing = {
