@@ -37,21 +37,13 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
     function(optimizer)
 
 
-def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns True if somebody is called before this optimizer steps; hooks on all optimizers do not count.
+def has_step_hooks(optimizer: torch.optim.Optimizer, when: str) -> bool:
+    """Returns whether this optimizer has hooks of its own before ("pre") or after ("post") its step.
 
     Raises:
-        TorchVersionError: torch does not tell.
+        TorchVersionError: this version of torch does not show its hooks.
     """
-    return _has_hooks(optimizer, _PRE_HOOKS)
-
-
-def has_step_post_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns True if somebody is called after this optimizer has stepped, as `has_step_pre_hooks` does."""
-    return _has_hooks(optimizer, _POST_HOOKS)
-
-
-def _has_hooks(optimizer: torch.optim.Optimizer, name: str) -> bool:
+    name = {"pre": _PRE_HOOKS, "post": _POST_HOOKS}[when]
     if not hasattr(optimizer, name):
         raise missing_name(f"Optimizer has no attribute {name!r}")
     return bool(getattr(optimizer, name))

@@ -1,12 +1,9 @@
-"""Optimizers that have state when a pipe moves the parameters to the devices of its stages.
+"""Moves the state of optimizers after the parameters that a pipe has moved to the devices of its stages.
 
-State that an optimizer makes in its first step is made where the parameters are by then. What was there before (of
-steps without the pipe, of `load_state_dict`, or made with the optimizer, as `Adagrad` does) is on the devices where the
-parameters were. torch knows no optimizers of a parameter, so they are met when they step: before an optimizer's first
-step behind a move, its state follows the parameters.
-
-The hook for that is torch's for all optimizers, since torch has no other that the user need not set. It is there from
-the first move until the pipe is closed or the model is gone, and looks once at each optimizer.
+State that exists before (from steps without the pipe, from `load_state_dict`, or made with the optimizer, as by
+`Adagrad`) is on the devices where the parameters were. torch does not list the optimizers of a parameter, so a hook for
+all optimizers moves the state before the first step of an optimizer after a move. The hook exists from the first move
+until the pipe is closed or the model is freed.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class OptimizerStateMover:
-    """Moves the state of a model's optimizers behind the parameters that a pipe has moved."""
+    """Moves the state of a model's optimizers after the parameters that a pipe has moved."""
 
     def __init__(self, model: nn.Module):
         self._model = weakref.ref(model)
@@ -39,10 +36,7 @@ class OptimizerStateMover:
             weakref.finalize(model, self._hook.remove)
 
     def close(self) -> None:
-        """Takes the hook away, unless there are gradients, with which a step may still follow.
-
-        Then it goes with the model.
-        """
+        """Removes the hook; if there are gradients, with which a step may still follow, only with the model."""
         if self._hook is not None and all(parameter.grad is None for parameter, _ in self._moved().values()):
             self._hook.remove()
             self._hook = None
@@ -59,17 +53,18 @@ class OptimizerStateMover:
         self._seen.add(optimizer)
         moved = self._moved()
         for group in optimizer.param_groups:
+            is_step_on_device = group.get("capturable") or group.get("fused")
             for parameter in group["params"]:
                 state = optimizer.state.get(parameter)
                 if id(parameter) in moved and isinstance(state, dict):
                     _, before = moved[id(parameter)]
                     for key, value in state.items():
-                        if key != "step" or group.get("capturable") or group.get("fused"):  # else it is for the host
+                        if key != "step" or is_step_on_device:
                             state[key] = _follow(value, before, parameter.device)
 
 
 def _follow(value: Any, before: set[torch.device], device: torch.device) -> Any:
-    """Brings the tensors of a value that are where a parameter was to where it is."""
+    """Moves the tensors of a value that are where a parameter was to where it is now."""
     if isinstance(value, torch.Tensor):
         return value.to(device) if value.device in before else value
     if isinstance(value, Mapping):

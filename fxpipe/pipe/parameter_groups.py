@@ -1,17 +1,16 @@
-"""Parameter groups of an optimizer, said by names: which parameters of a model are in which group.
+"""Parameter groups of an optimizer by names: which parameters of a model are in which group.
 
     None                                                           one group of all
     [{"params": "*.bias", "weight_decay": 0.0}, {"params": "*"}]   by name or pattern; the first group that matches
-    [{"params": model.head.parameters()}]                          by tensors, as torch has it
+    [{"params": model.head.parameters()}]                          by tensors, as in torch
     lambda name, parameter: {"weight_decay": 0.0} if ...           by a function, which returns options
 
-A weight of several names (a tied one) has to come to one group by all of them.
+All names of a tied weight have to give the same group.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -38,18 +37,13 @@ class NamedParameters:
             self.names.setdefault(id(parameter), []).append(name)
             self.tensors[id(parameter)] = parameter
 
-    def name_of(self, tensor: object) -> str | None:
-        """Returns the first name of a parameter, None for any other tensor."""
-        names = self.names.get(id(tensor))
-        return names[0] if names else None
-
 
 def make_parameter_groups(asked: ParameterGroups, named: NamedParameters) -> list[dict[str, Any]]:
     """Returns groups as torch's optimizers take them, with the parameters of a model in place of names.
 
     Raises:
-        ArgumentError: a name fits nothing, parameters are in no group, or a tied weight would be in two.
-        ArgumentTypeError: `asked` is none of the forms.
+        ArgumentError: a name matches nothing, parameters are in no group, or a tied weight would be in two.
+        ArgumentTypeError: `asked` has none of the forms.
     """
     if asked is None:
         return [{"params": [*named.tensors.values()]}]
@@ -73,11 +67,11 @@ def make_parameter_groups(asked: ParameterGroups, named: NamedParameters) -> lis
             f"param_groups[{patterns.index([])}] has tensors, and others have names: give names in all groups, or "
             "tensors in all"
         )
-    chosen, rest = _choose_by_name(patterns, named)
-    if rest:
+    chosen, others = _choose_by_name(patterns, named)
+    if others:
         raise ArgumentError(
-            f"param_groups leave out {_shown(rest)}: add {{'params': '*'}} as the last group for the rest; or to leave "
-            "them untrained, give tensors, or a function that returns None for them"
+            f"param_groups leave out {_shown(others)}: add {{'params': '*'}} as the last group for the rest; or to "
+            "leave them untrained, give tensors, or a function that returns None for them"
         )
     for k, parameters in enumerate(chosen):
         if not parameters:
@@ -89,14 +83,14 @@ def make_parameter_groups(asked: ParameterGroups, named: NamedParameters) -> lis
 
 
 def resolve_group(asked: Any, named: NamedParameters, taken: Collection[int], held: Collection[int]) -> dict[str, Any]:
-    """Returns one more group, with parameters in place of names: of those that match, the ones that are not taken.
+    """Returns one more group, with parameters in place of names: those that match and are in no other group.
 
     Args:
         taken: the identities of the parameters of other groups.
-        held: of those that are here. Others are on other processes, whose optimizers have the same groups.
+        held: of the parameters of this process. Other processes have optimizers with the same groups.
 
     Raises:
-        ArgumentError: a name fits nothing, a parameter is given twice, or a tensor is not the model's.
+        ArgumentError: a name matches nothing, a parameter is given twice, or a tensor is not the model's.
     """
     group = _as_group("param_group", asked)
     patterns = _patterns_of("param_group", group)
@@ -112,13 +106,13 @@ def resolve_group(asked: Any, named: NamedParameters, taken: Collection[int], he
             params.append(item)
         if not isinstance(tensor, torch.Tensor):
             continue  # torch says what it expects
-        name = named.name_of(tensor)
-        if name is None:
+        if id(tensor) not in named.names:
             raise ArgumentError(
                 f"param_groups has a tensor of shape {tuple(tensor.shape)} that is no parameter of the pipe, so that "
                 "no stage would update it; give it an optimizer of its own"
             )
         if id(tensor) in seen:
+            name = named.names[id(tensor)][0]
             raise ArgumentError(f"the parameter {name!r} is given twice to the optimizer: keep it in one place")
         seen.add(id(tensor))
     return group | {"params": params}
@@ -137,7 +131,7 @@ def _as_group(what: str, item: Any) -> dict[str, Any]:
 
 
 def _patterns_of(what: str, group: Mapping[str, Any]) -> list[str]:
-    """Returns the names and patterns of a group; none where it has tensors."""
+    """Returns the names and patterns of a group; none if it has tensors."""
     patterns = [entry for entry in group["params"] if isinstance(entry, str)]
     if patterns and len(patterns) < len(group["params"]):
         raise ArgumentTypeError(f"{what} has both names and tensors: give names only, or tensors only")
@@ -152,71 +146,60 @@ def _choose_by_name(
     for pattern in (pattern for of_group in patterns for pattern in of_group):
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             raise ArgumentError(f"param_groups: no parameter has a name like {pattern!r}; there are {_shown(names)}")
-    chosen: list[list[nn.Parameter]] = [[] for _ in patterns]
-    rest = []
-    for key, parameter in named.tensors.items():
-        place = _same_for_all_names(
-            named.names[key], lambda name: _first_match(name, patterns), lambda k: "none" if k is None else f"group {k}"
-        )
-        if place is None:
-            rest.append(named.names[key][0])
-        else:
-            chosen[place].append(parameter)
-    return chosen, rest
+
+    def group_of(name: str, parameter: nn.Parameter) -> str | None:
+        matching = (k for k, of_group in enumerate(patterns) if any(fnmatch.fnmatchcase(name, one) for one in of_group))
+        return next((f"group {k}" for k in matching), None)
+
+    members: dict[str | None, list[int]] = {}
+    for key in named.tensors:
+        members.setdefault(_same_for_all_names(group_of, key, named), []).append(key)
+    chosen = [[named.tensors[key] for key in members.get(f"group {k}", ())] for k in range(len(patterns))]
+    return chosen, [named.names[key][0] for key in members.get(None, ())]
 
 
-def _first_match(name: str, patterns: Sequence[Sequence[str]]) -> int | None:
-    """Returns the number of the first group with a pattern that the name matches; None for none."""
-    matching = (k for k, of_group in enumerate(patterns) if any(fnmatch.fnmatchcase(name, one) for one in of_group))
-    return next(matching, None)
-
-
-def _same_for_all_names(names: Sequence[str], choose: Callable[[str], Any], words: Callable[[Any], str]) -> Any:
-    """Returns what is chosen for the names of one parameter.
+def _same_for_all_names(choose: Callable[[str, nn.Parameter], Any], key: int, named: NamedParameters) -> Any:
+    """Returns what is chosen for a parameter by each of its names.
 
     Raises:
-        ArgumentError: that differs, for a tied weight.
+        ArgumentError: the choices differ, for a tied weight.
     """
-    first = choose(names[0])
-    for name in names[1:]:
-        other = choose(name)
-        if not equal_values(first, other):
+    first, *others = named.names[key]
+    chosen = choose(first, named.tensors[key])
+    for name in others:
+        other = choose(name, named.tensors[key])
+        if not equal_values(chosen, other):
             raise ArgumentError(
-                f"{names[0]!r} and {name!r} are one tied weight, which param_groups split: {words(first)} by the one "
-                f"name, {words(other)} by the other; give both the same"
+                f"{first!r} and {name!r} are one tied weight, which param_groups split: {chosen} by the one name, "
+                f"{other} by the other; give both the same"
             )
-    return first
+    return chosen
 
 
 def _groups_of_function(function: GroupFunction, named: NamedParameters) -> list[dict[str, Any]]:
-    """Makes a group of all parameters of the same options, in the order in which they come first."""
-    groups: list[dict[str, Any]] = []
+    """Makes a group of all parameters with the same options, in the order in which the options come first."""
+
+    def options_of(name: str, parameter: nn.Parameter) -> dict[str, Any] | None:
+        options = function(name, parameter)
+        if options is not None and not isinstance(options, Mapping):
+            raise ArgumentTypeError(
+                f"param_groups returns {with_article(options)} for {name!r}; expected a dict of options, {{}} for the "
+                "defaults, or None to leave the parameter out"
+            )
+        return None if options is None else dict(options)
+
+    groups: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
     for key, parameter in named.tensors.items():
-        choose = functools.partial(_options_of, function, parameter)
-        options = _same_for_all_names(named.names[key], choose, repr)
-        if options is None:
-            continue
-        keys = sorted(options)
-        values = [options[key] for key in keys]
-        for group in groups:
-            if sorted(group.keys() - {"params"}) == keys and equal_values([group[key] for key in keys], values):
-                group["params"].append(parameter)
-                break
-        else:
-            groups.append({"params": [parameter], **options})
+        options = _same_for_all_names(options_of, key, named)
+        if options is not None:
+            asked = sorted(options.items())
+            members = next((members for own, members in groups if equal_values(sorted(own.items()), asked)), None)
+            if members is None:
+                groups.append((options, members := []))
+            members.append(parameter)
     if not groups:
         raise ArgumentError("param_groups returns None for every parameter, which leaves nothing to train")
-    return groups
-
-
-def _options_of(function: GroupFunction, parameter: nn.Parameter, name: str) -> dict[str, Any] | None:
-    options = function(name, parameter)
-    if options is not None and not isinstance(options, Mapping):
-        raise ArgumentTypeError(
-            f"param_groups returns {with_article(options)} for {name!r}; expected a dict of options, {{}} for the "
-            "defaults, or None to leave the parameter out"
-        )
-    return None if options is None else dict(options)
+    return [{"params": members, **options} for options, members in groups]
 
 
 def _shown(names: Sequence[str]) -> str:

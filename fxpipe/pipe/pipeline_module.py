@@ -25,7 +25,7 @@ from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.node_groups import node_groups_of
 from fxpipe.runtime import Executor, StepRecord, executor_for
 from fxpipe.runtime.losses import check_loss_function, check_reduction, check_scaler, refuse_inputs_by_name
-from fxpipe.runtime.stage_updates import StagewiseOptimizer
+from fxpipe.runtime.stage_updates import StagewiseOptimizer, noting_updates
 from fxpipe.tracing.record.module_hooks import run_with_user_hooks, user_hooks_of
 from fxpipe.tracing.source_lines import code_of_function, line_of_function, warn_user
 from fxpipe.tracing.tensors import has_values
@@ -303,31 +303,27 @@ class Pipeline(nn.Module):
         check_can_train(self._fxpipe_model)
         check_optimizer(optimizer, self, grad_scaler)
         inside, function = self._fxpipe, loss_fn or model_loss
-        overlapping = optimizer if optimizer is not None and optimizer.overlap else None
         may_lack_target = loss_fn is not None and target is None and calls is None
         with inside.engine.running(), _asking_for_target(may_lack_target):
             if calls is not None:
                 parts = inside.micro_batches_for(calls)
-                schedule = inside.schedule_for(len(parts))
-                loss, outputs = inside.with_updates(
-                    overlapping,
-                    lambda updates: inside.engine.forward_backward_of(
+                schedule, updates = inside.schedule_for(len(parts)), inside.overlapped_updates(optimizer)
+                with noting_updates(updates):
+                    loss, outputs = inside.engine.forward_backward_of(
                         parts, schedule, function, reduction, grad_scaler, return_outputs, updates
-                    ),
-                )
+                    )
             else:
                 bound, leaves, batch = inside.bound_program_for(args, kwargs, in_one=True)
-                settings = inside.settings
-                schedule = inside.schedule_for(settings.micro_batches(batch))
-                targets = () if target is None else (target,)
-                loss, outputs = inside.with_updates(
-                    overlapping,
-                    lambda updates: inside.engine.forward_backward(
+                schedule = inside.schedule_for(inside.settings.micro_batches(batch))
+                targets, updates = () if target is None else (target,), inside.overlapped_updates(optimizer)
+                with noting_updates(updates):
+                    loss, outputs = inside.engine.forward_backward(
                         bound, leaves, batch, schedule, function, targets, reduction, grad_scaler, return_outputs,
                         updates,
-                    ),
-                )  # fmt: skip
-        if optimizer is not None and overlapping is None:
+                    )  # fmt: skip
+        if updates is not None and updates.begun:
+            updates.optimizer.count_step()
+        elif optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
         return (loss, outputs) if return_outputs else loss
@@ -434,7 +430,7 @@ class Pipeline(nn.Module):
                 "which steps each stage by itself: fxpipe.optim.StageOptimizer(pipe, torch.optim.AdamW, lr=...)"
             )
         check_optimizer(optimizer, self, None)
-        optimizer.begin_stream()
+        optimizer.begin_updates(in_stream=True)
 
     def compile(self, **options: Any) -> None:
         """Compiles the stages from the next step on, each in its worker: the `compile=` of `fxpipe.pipeline`.

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -35,7 +35,7 @@ from fxpipe.planning.tuning.auto_options import with_best_chunks
 from fxpipe.runtime import BoundProgram, Engine, Executor, StepRecord, executor_for, wire_program
 from fxpipe.runtime.bound_program import ModelTensors, StageReplica
 from fxpipe.runtime.losses import ambiguous_output_message
-from fxpipe.runtime.stage_updates import OverlappedUpdates, StagewiseOptimizer, by_stage
+from fxpipe.runtime.stage_updates import OverlappedUpdates, StagewiseOptimizer
 from fxpipe.runtime.step_inputs import MicroBatch
 from fxpipe.scheduling import Schedule, make_schedule
 from fxpipe.tracing.cache_key import GraphKey, InputsKey
@@ -254,38 +254,28 @@ class PipelineState:
             optimizer.step_parameters(parameters)
             return
         with self.engine.running():
-            self._update_in_workers(optimizer)
+            by_stage = self.parameters_by_stage(optimizer)
+            steps = {j: functools.partial(optimizer.step_parameters, of_stage) for j, of_stage in by_stage.items()}
+            self.engine.update(steps, self.settings.devices, self.settings.placement, self.settings.replicas)
 
-    def _update_in_workers(self, optimizer: StagewiseOptimizer) -> None:
-        steps = {
-            j: functools.partial(optimizer.step_parameters, of_stage)
-            for j, of_stage in self.parameters_by_stage(optimizer).items()
-        }
-        self.engine.update(steps, self.settings.devices, self.settings.placement, self.settings.replicas)
-
-    def with_updates(self, optimizer: StagewiseOptimizer | None, run: Callable[[OverlappedUpdates | None], T]) -> T:
-        """Runs a step, within which the stages are updated by an optimizer, if one is given.
-
-        A step that verifies its loss is updated when that has gone well.
-        """
-        if optimizer is None:
-            return run(None)
-        updates = OverlappedUpdates(optimizer, self.parameters_by_stage(optimizer))
-
-        def run_and_update() -> T:
-            with updates.noting_failures():
-                result = run(updates)
-            if not updates.begun:
-                self._update_in_workers(optimizer)
-                for stage in updates.parameters:
-                    updates.take_gradients(stage)
-            return result
-
-        return optimizer.step_within(run_and_update)
+    def overlapped_updates(self, optimizer: StagewiseOptimizer | None) -> OverlappedUpdates | None:
+        """Returns the updates of stages within a step; None unless an optimizer overlaps."""
+        if optimizer is None or not optimizer.overlap:
+            return None
+        parameters = self.parameters_by_stage(optimizer)
+        optimizer.begin_updates(in_stream=False)
+        return OverlappedUpdates(optimizer, parameters)
 
     def parameters_by_stage(self, optimizer: StagewiseOptimizer) -> dict[int, list[torch.Tensor]]:
-        """Groups an optimizer's parameters by the stage that updates them, if it may be stepped so."""
-        parameters = by_stage(optimizer.parameters(), self.stage_of_parameter)
+        """Groups an optimizer's parameters by the stage that updates them, in order of the stages.
+
+        Raises:
+            StateError: the optimizer cannot be stepped stage by stage.
+        """
+        groups: dict[int, list[torch.Tensor]] = {}
+        for parameter in optimizer.parameters():
+            groups.setdefault(self.stage_of_parameter(parameter), []).append(parameter)
+        parameters = dict(sorted(groups.items()))
         optimizer.check_parts([*parameters.values()])
         return parameters
 

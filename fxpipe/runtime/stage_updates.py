@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -29,14 +29,24 @@ from fxpipe.runtime.transport import Transport, on_all_streams
 from fxpipe.scheduling.actions import Action, ActionKind, Rows, Schedule
 from fxpipe.scheduling.replicas import rows_of_replicas
 
-T = TypeVar("T")
-
 
 class StagewiseOptimizer(ABC):
-    """The runtime's view of an optimizer that can step some of its parameters by themselves."""
+    """An optimizer that can step a part of its parameters, as the runtime uses it."""
 
     pipe: Any  # whose stages step it
-    overlap: bool  # does it step within a step of the pipe
+    overlap: bool  # whether it steps within a step of the pipe
+    param_groups: list[dict[str, Any]]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Returns the parameters of all groups, in order."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def options_now(self) -> list[dict[str, Any]]:
+        """Returns a copy of the options of all groups."""
+        return [
+            {key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in group.items() if key != "params"}
+            for group in self.param_groups
+        ]
 
     @abstractmethod
     def step(self) -> Any: ...
@@ -45,47 +55,29 @@ class StagewiseOptimizer(ABC):
     def zero_grad(self, set_to_none: bool = True) -> None: ...
 
     @abstractmethod
-    def parameters(self) -> list[torch.Tensor]:
-        """Returns the parameters of all groups, in order."""
+    def check_parts(self, parts: Sequence[Collection[torch.Tensor]]) -> None:
+        """Raises `StateError` unless steps of these parts, one by one, are a step of all parameters."""
+
+    @abstractmethod
+    def begin_updates(self, in_stream: bool) -> None:
+        """Begins a step or a stream in which stages are updated while others run.
+
+        Raises:
+            StateError: a hook expects the gradients of all stages, or in a stream the weights of one step.
+        """
 
     @abstractmethod
     def step_parameters(
         self, parameters: Collection[torch.Tensor], options: Sequence[Mapping[str, Any]] | None = None
     ) -> None:
-        """Steps these and no others. Several threads may do so at once, each for parameters of its own.
+        """Steps these parameters only. Several threads may do so at the same time, for different parameters.
 
         `options`: of the groups, for a mini-batch of a stream; None: as they are now.
         """
 
     @abstractmethod
-    def check_parts(self, parts: Sequence[Collection[torch.Tensor]]) -> None:
-        """Raises `StateError` unless steps of these parts, each by itself, are a step of all parameters."""
-
-    @abstractmethod
-    def step_within(self, run: Callable[[], T]) -> T:
-        """Calls `run`, a step of the pipe in which the stages are updated, as the optimizer's own step.
-
-        Raises:
-            StateError: somebody wants to see all gradients before.
-        """
-
-    # A stream has no time at which all gradients are there, or all weights are of one step.
-
-    @abstractmethod
-    def begin_stream(self) -> None:
-        """Raises `StateError` where somebody wants to see such a time."""
-
-    @abstractmethod
-    def options_now(self) -> list[dict[str, Any]]:
-        """Returns the options of all groups, as they are now."""
-
-    @abstractmethod
-    def note_step(self) -> None:
-        """Counts a step that a stream has made, as learning rate schedulers do."""
-
-    @abstractmethod
-    def end_stream(self) -> None:
-        """Puts the state in order, once no stage steps any more."""
+    def count_step(self) -> None:
+        """Counts a step in which the stages were updated, for hooks and learning rate schedulers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +94,12 @@ class OverlappedUpdates:
         return {id(parameter) for of_stage in self.parameters.values() for parameter in of_stage}
 
     def step(self, stage: int, trained: Collection[torch.Tensor] = ()) -> None:
-        """Steps the parameters of a stage, whose gradients are theirs, and takes these away.
+        """Steps the parameters of a stage with the gradients that they have, and drops these.
 
-        They go where it fails, too: the next mini-batch would add its own to them.
+        Also if it fails: the next mini-batch would add its gradients to them.
 
         Args:
-            trained: those that have been given gradients.
+            trained: the parameters that have been given gradients.
         """
         parameters = self.parameters.get(stage, ())
         self.begun.append(stage)
@@ -119,7 +111,8 @@ class OverlappedUpdates:
                 pairs = zip(parameters, gradients, strict=True)
                 self._check_gradients(parameter for parameter, gradient in pairs if gradient is not None)
         finally:
-            self.take_gradients(stage)
+            for parameter in self.parameters.get(stage, ()):
+                parameter.grad = None
 
     @staticmethod
     def _check_gradients(parameters: Iterable[torch.Tensor]) -> None:
@@ -131,24 +124,20 @@ class OverlappedUpdates:
                 "takes away its gradients itself"
             )
 
-    def take_gradients(self, stage: int) -> None:
-        """Takes away the gradients of a stage, as `zero_grad` does."""
-        for parameter in self.parameters.get(stage, ()):
-            parameter.grad = None
 
-    @contextmanager
-    def noting_failures(self) -> Iterator[None]:
-        """A block that runs the step: where it fails, its exception tells what has been updated by then."""
-        try:
-            yield
-        except BaseException as error:
-            if self.begun:
-                stages = ", ".join(map(str, sorted(self.begun)))
-                error.add_note(
-                    f"fxpipe: the optimizer overlaps with the step (overlap=True), and had updated the weights of stage"
-                    f"{'s' if len(self.begun) > 1 else ''} {stages} by then; those of others are as before the step"
-                )
-            raise
+@contextmanager
+def noting_updates(updates: OverlappedUpdates | None) -> Iterator[None]:
+    """A block that runs a step: if it fails, its exception names the stages that have been updated by then."""
+    try:
+        yield
+    except BaseException as error:
+        if updates is not None and updates.begun:
+            stages = ", ".join(map(str, sorted(updates.begun)))
+            error.add_note(
+                f"fxpipe: the optimizer overlaps with the step (overlap=True), and had updated the weights of stage"
+                f"{'s' if len(updates.begun) > 1 else ''} {stages} by then; those of others are as before the step"
+            )
+        raise
 
 
 def actions_before_updates(
@@ -175,16 +164,6 @@ def actions_before_updates(
             sharing |= {j}
         before[j] = (*losses, *(action for k in sorted(sharing) for action in back[k]))
     return before
-
-
-def by_stage(
-    parameters: Sequence[torch.Tensor], stage_of: Callable[[torch.Tensor], int]
-) -> dict[int, list[torch.Tensor]]:
-    """Groups parameters by the stage that updates them, in order of the stages."""
-    groups: dict[int, list[torch.Tensor]] = {}
-    for parameter in parameters:
-        groups.setdefault(stage_of(parameter), []).append(parameter)
-    return dict(sorted(groups.items()))
 
 
 def update_rows(

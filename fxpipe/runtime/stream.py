@@ -509,7 +509,7 @@ class Stream:
         if one.step.loss is not None:
             one.step.loss.add_up_replicas()
         self.engine.add_gradients(one.step, one.updates)
-        self.optimizer.note_step()
+        self.optimizer.count_step()
         self._collected += 1
         del self._run.in_flight[t]
         self._record(t, one)
@@ -578,7 +578,6 @@ class Stream:
     def _close(self) -> None:
         for weights in self._run.weights:
             weights.gradients.show()
-        self.optimizer.end_stream()
         if self._recent:
             self.engine.take_notes(_notes_of(self.name, self._order.replicas, [*self._recent]))
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.runtime import InterleavedExecutor
-from fxpipe.runtime.stage_updates import actions_before_updates, by_stage, update_rows
+from fxpipe.runtime.stage_updates import actions_before_updates, update_rows
 from fxpipe.scheduling import make_schedule, validate, with_updates
 
 
@@ -63,7 +63,7 @@ def test_an_update_waits_for_the_stages_that_share_its_weights_and_for_the_last_
     shared, own, others = (torch.ones(1) for _ in range(3))
     schedule = make_schedule("zero_bubble", 3, 2)
     users = {id(shared): {0, 2}, id(own): {0}, id(others): {1}}
-    parameters = by_stage([shared, own, others], lambda p: 1 if p is others else 0)
+    parameters = {0: [shared, own], 1: [others]}
     before = actions_before_updates(schedule, parameters, users)
     losses = {"2F0", "2F1"}
     assert {*map(str, before[0])} == losses | {"2B0", "2B1", "2W0", "2W1"}
