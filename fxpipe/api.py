@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.pipe.model_calls import ModelCall
 from fxpipe.pipe.pipeline_module import Pipeline
 from fxpipe.planning.options.pipeline_options import CutAndModelOptions, make_settings, shows_options
 from fxpipe.planning.plans import Plan
@@ -225,5 +226,5 @@ def pipeline(
         if names_without_values(model):
             pipe._fxpipe.plan_ahead(example_args, example_kwargs or {})
         else:
-            pipe._fxpipe.bound_program_for(example_args, example_kwargs or {})
+            pipe._fxpipe.find([ModelCall(example_args, example_kwargs or {}, ())], in_one=False)
     return pipe

@@ -107,7 +107,7 @@ class DistributedPipeline(Pipeline):
                     f"the model has the hook {hooks[0]!r}, which sees its inputs and outputs, and these are on "
                     "different processes; remove it (hook.remove()), or put it on a module inside"
                 )
-            graph, inputs = state.agree("the pipe", args, kwargs)
+            graph, inputs = state.agree("the pipe", [ModelCall(args, kwargs, ())])
             settings = state.settings
             count = settings.micro_batches(inputs.batch)
             n, placement = len(settings.placement), settings.placement
@@ -217,7 +217,6 @@ class DistributedPipeline(Pipeline):
             check_reduction(reduction)
             check_scaler(grad_scaler)
             parse_switch("return_outputs", return_outputs)
-            check_loss_function(loss_fn, target)
             check_can_train(self._fxpipe_model)
             check_optimizer(optimizer, self, grad_scaler)
             if optimizer is not None and not state.engine.replicas.is_synced:
@@ -226,16 +225,19 @@ class DistributedPipeline(Pipeline):
                     "to the last call, outside"
                 )
             targets: Any = () if target is None else (target,)
-            if micro_batches is None:
-                graph, inputs = state.agree(TRAINING, args, kwargs)
-            else:
+            calls: Sequence[ModelCall] | None = [ModelCall(args, kwargs, targets)]
+            is_handed_over = micro_batches is not None
+            if micro_batches is not None:
                 if args or kwargs or target is not None:
                     raise ArgumentError(
                         "micro_batches and inputs or a target beside them: these are in the micro-batches"
                     )
-                calls = self._calls_of(micro_batches)
-                check_loss_function(loss_fn, (calls[0].target or None) if calls else None)
-                graph, inputs, targets = state.agree_on_micro_batches(calls)
+                is_needed = not isinstance(micro_batches, (tuple, list)) or bool(micro_batches)
+                calls = parse_micro_batches(micro_batches) if is_needed else None
+            check_loss_function(loss_fn, (calls[0].target or None) if calls else None)
+            graph, inputs = state.agree(TRAINING, calls, is_handed_over)
+            if is_handed_over:
+                targets = state.targets_of(calls, inputs)
             schedule = state.schedule_for(len(inputs.samples))
             call = TrainingCall(loss_fn or model_loss, targets, reduction, grad_scaler, return_outputs, self._to_all)
             loss, outputs = state.engine.train_ranks(graph, inputs, schedule, call)
@@ -243,12 +245,6 @@ class DistributedPipeline(Pipeline):
             optimizer.step()
             optimizer.zero_grad()
         return (loss, outputs) if return_outputs else loss
-
-    def _calls_of(self, micro_batches: Iterable[Any]) -> list[ModelCall] | None:
-        """Reads micro-batches that are handed over; () where this rank does not need them."""
-        if isinstance(micro_batches, (tuple, list)) and not micro_batches:
-            return None
-        return parse_micro_batches(micro_batches)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

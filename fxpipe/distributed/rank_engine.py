@@ -32,7 +32,6 @@ from fxpipe.runtime.engine import (
     Engine,
     copied_target,
     losses_of_mini_batch,
-    shares_of,
     targets_on_device,
     write_back_results,
 )
@@ -40,7 +39,7 @@ from fxpipe.runtime.executors import InlineExecutor
 from fxpipe.runtime.loss_stage import LossStage
 from fxpipe.runtime.losses import MicroBatchLosses, ambiguous_output_message
 from fxpipe.runtime.microbatches import gather
-from fxpipe.runtime.step_inputs import MicroBatch, StepInputs
+from fxpipe.runtime.step_inputs import StepInputs, shares_of
 from fxpipe.runtime.step_record import StepRecord
 from fxpipe.scheduling import Schedule
 from fxpipe.utils.pytree import map_tensor_leaves
@@ -195,8 +194,7 @@ class RankEngine(Engine):
             parts = tuple(leaves) if inputs.is_handed_over else (leaves,) * len(bounds)
             return StepInputs(bounds, parts, tuple(shares), (), ())
         if inputs.is_handed_over:
-            calls = [MicroBatch(*one, ()) for one in zip(bounds, leaves, inputs.samples, strict=True)]
-            return StepInputs.of_micro_batches(calls, shares)
+            return StepInputs.of_micro_batches(bounds, leaves, shares)
         return StepInputs.of_mini_batch(bounds[0], leaves, shares)
 
     # -- evaluation --------------------------------------------------------------------------------------------------

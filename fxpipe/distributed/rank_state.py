@@ -25,7 +25,7 @@ from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.errors import ArgumentError, StateError
 from fxpipe.pipe.graph_cache import MAX_GRAPHS, CachedGraph
 from fxpipe.pipe.model_calls import ModelCall
-from fxpipe.pipe.pipeline_state import PipelineState, count_elements, peek_seed, samples_of
+from fxpipe.pipe.pipeline_state import PipelineState, count_elements, peek_seed
 from fxpipe.planning.options.pipeline_options import Settings
 from fxpipe.planning.passes import PreparedGraph
 from fxpipe.planning.plans import Plan
@@ -33,10 +33,10 @@ from fxpipe.rewriting.relay_routes import relay_routes
 from fxpipe.runtime import BoundProgram, InlineExecutor
 from fxpipe.runtime.bound_program import ModelTensors, different_programs
 from fxpipe.runtime.stage_updates import StagewiseOptimizer
+from fxpipe.runtime.step_inputs import GivenInputs
 from fxpipe.tracing.fake_tensors import names_without_values
 from fxpipe.tracing.model_state import container_tensors, slots_of
 from fxpipe.tracing.tensors import has_values
-from fxpipe.tracing.verify.written_inputs import refuse_unwritable_inputs
 from fxpipe.utils.batch_split import samples_per_micro_batch
 from fxpipe.utils.pytree import flatten, map_tensor_leaves
 from fxpipe.utils.random_generators import draw_seed
@@ -64,17 +64,19 @@ class Job:
 
     call: str  # what runs; all ranks must call the same
     mode: str  # of the modules and the thread
-    number: int  # of the graph
-    inputs: Any = None  # where it is to be recorded: (args, kwargs) of the mini-batch
+    is_handed_over: bool = False  # are micro-batches handed over
+    inputs: Any = None  # of a graph that is to be recorded: (args, kwargs)
+    count: int | None = None  # of the micro-batches that are handed over, with one of which it is recorded
     peeked_seed: int = 0  # of the numbers that forward draws and reads, while it is recorded
     seed: int = 0
-    batch: int = 0
-    sizes: tuple[Any, ...] = ()
-    known: Any = None
-    # Of micro-batches that are handed over:
-    count: int | None = None
-    numbers: tuple[int, ...] = ()  # of their graphs
+    numbers: tuple[int, ...] = ()  # by micro-batch: of its graph
     samples: tuple[int, ...] = ()
+    sizes: tuple[Any, ...] = ()  # of the leaves
+    known: Any = None  # pieces of the mini-batch, by place
+
+    @property
+    def batch(self) -> int:
+        return sum(self.samples)
 
 
 class RankState(PipelineState):
@@ -94,6 +96,7 @@ class RankState(PipelineState):
         self.checks_evaluation &= group.is_first and not self._awaits_values  # one warning will do
         self._numbered: dict[int, tuple[PreparedGraph, RankGraph]] = {}
         self._next_number = 0
+        self._proposes = ""  # the call for which the leader looks for graphs
 
     # -- who has what ------------------------------------------------------------------------------------------------
 
@@ -178,71 +181,59 @@ class RankState(PipelineState):
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def agree(
-        self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None = None
+        self, call: str, calls: Sequence[ModelCall] | None, is_handed_over: bool = False, seed: int | None = None
     ) -> tuple[RankGraph, RankInputs]:
-        """Settles with all ranks what runs now. Of the inputs only those of the leader are looked at.
+        """Settles with all ranks what runs now. Only the leader's inputs are looked at.
+
+        The leader finds the graphs. If one is missing, all ranks record it.
 
         Args:
+            calls: a mini-batch, or micro-batches that are handed over; None if this rank does not need them.
             seed: of the step, on the leader, and any other number elsewhere; if not given, all draw one.
         """
+        is_leader = self.group.rank == self.leader
         if self.first is None:  # planned and recorded with the inputs of the first replica
-            job = self.group.broadcast(self._proposed(call, args, kwargs, seed), "the first stage's inputs")
-            self._check_call(job, call)
-            self._record(job.inputs, job.peeked_seed)
-        job = self._broadcast(self._proposed(call, args, kwargs, seed))
-        self._check_call(job, call)
-        if job.inputs is not None:
-            self._record(job.inputs, job.peeked_seed)
-            job = self._broadcast(self._proposed(call, args, kwargs, seed), is_long=True)
-            if job.inputs is not None:
-                raise StateError("the graph that was recorded for these inputs is not taken for theirs")
-        _, graph = self._numbered[job.number]
-        self._check_values()
-        if graph.bound.program.is_random and self.group.rank != self.leader and seed is None:
-            draw_seed()  # so that the generators of all ranks stand where that of one process would
-        return graph, self._inputs_of(job, args, kwargs)
-
-    def _inputs_of(self, job: Job, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RankInputs:
-        prepared, graph = self._numbered[job.number]
-        leaves = flatten((args, kwargs))[0] if self.group.rank == self.leader else [None] * len(job.sizes)
-        sizes = samples_per_micro_batch(job.batch, self.settings.micro_batches(job.batch))
-        prepared.traced.refuse_uneven_outputs(job.batch, sizes)
-        known = {} if job.known is None else map_tensor_leaves(lambda t: t.to(self.group.device), job.known)
-        return RankInputs((graph,) * len(sizes), tuple(sizes), leaves, job.sizes, job.seed, known)
-
-    def agree_on_micro_batches(
-        self, calls: Sequence[ModelCall] | None
-    ) -> tuple[RankGraph, RankInputs, list[tuple[Any, ...]]]:
-        """Settles the same for micro-batches that are handed over; returns their targets besides, where needed.
-
-        The leader finds their graphs. Where there is none for one of them, all record it.
-        """
-        if self.first is None:  # planned for the largest of the first replica
-            job = self.group.broadcast(self._largest(calls), "the first stage's inputs")
-            self._check_call(job, TRAINING, is_handed_over=True)
+            job = self._first_job(call, self._required(calls), is_handed_over, seed) if is_leader else None
+            job = self.group.broadcast(job, "the first stage's inputs")
+            self._check_call(job, call, is_handed_over)
             self._record(job.inputs, job.peeked_seed, job.count)
-        if self.group.rank == self.leader:
-            job, leaves = self._propose_micro_batches(self._required(calls))
-            self._broadcast(job)
+            is_leader = self.group.rank == self.leader
+        if is_leader:
+            job = self._broadcast(self._propose(call, self._required(calls), is_handed_over, seed))
         else:
             job = self._broadcast(None)
-            self._check_call(job, TRAINING, is_handed_over=True)
+            self._check_call(job, call, is_handed_over)
             while job.inputs is not None:
                 self._record(job.inputs, job.peeked_seed, job.count)
                 job = self._broadcast(None, is_long=True)
-            leaves = [[None] * len(sizes) for sizes in job.sizes]
         self._check_values()
-        graphs = tuple(self._numbered[number][1] for number in job.numbers)
-        if any(graph.bound.program.is_random for graph in graphs) and self.group.rank != self.leader:
-            draw_seed()
-        inputs = RankInputs(graphs, job.samples, leaves, job.sizes, job.seed, is_handed_over=True)
-        targets = [one.target for one in self._required(calls)] if self.group.rank == self.last else []
-        if targets and len(targets) != len(graphs):
+        inputs = self._inputs_of(job, calls)
+        if any(graph.bound.program.is_random for graph in inputs.graphs) and not is_leader and seed is None:
+            draw_seed()  # so that the generators of all ranks stand where that of one process would
+        return self._union(inputs.graphs), inputs
+
+    def targets_of(self, calls: Sequence[ModelCall] | None, inputs: RankInputs) -> list[tuple[Any, ...]]:
+        """Returns the targets of micro-batches that are handed over, on the rank of the last stage."""
+        if self.group.rank != self.last:
+            return []
+        targets = [one.target for one in self._required(calls)]
+        if len(targets) != len(inputs.graphs):
             raise ArgumentError(
                 f"rank {self.group.rank} has the last stage and was given {len(targets)} micro_batches, and rank "
-                f"{self.leader}, of the first stage, {len(graphs)}: give them the same"
+                f"{self.leader}, of the first stage, {len(inputs.graphs)}: give them the same"
             )
-        return self._union(graphs), inputs, targets
+        return targets
+
+    def _inputs_of(self, job: Job, calls: Sequence[ModelCall] | None) -> RankInputs:
+        """Returns the inputs of a step; the leaves on the leader alone."""
+        if self.group.rank == self.leader:
+            leaves = [flatten((one.args, one.kwargs))[0] for one in calls or ()]
+        else:
+            leaves = [[None] * len(sizes) for sizes in (job.sizes if job.is_handed_over else [job.sizes])]
+        known = {} if job.known is None else map_tensor_leaves(lambda t: t.to(self.group.device), job.known)
+        graphs = tuple(self._numbered[number][1] for number in job.numbers)
+        own = leaves if job.is_handed_over else leaves[0]
+        return RankInputs(graphs, job.samples, own, job.sizes, job.seed, known, job.is_handed_over)
 
     def _required(self, calls: Sequence[ModelCall] | None) -> Sequence[ModelCall]:
         if calls is None:
@@ -251,43 +242,54 @@ class RankState(PipelineState):
                 f"rank {self.group.rank} has the {stage} stage and needs the micro_batches, of which pipe.needs_{what} "
                 "tells, but was given none"
             )
+        if self.group.rank == self.leader and not any(
+            isinstance(leaf, torch.Tensor) for one in calls for leaf in flatten((one.args, one.kwargs))[0]
+        ):
+            raise ArgumentError(
+                f"rank {self.group.rank} has the first stage and needs the inputs of the mini-batch, but was given none"
+                "; others may leave them out: pipe.needs_inputs tells"
+            )
         return calls
 
-    def _largest(self, calls: Sequence[ModelCall] | None) -> Job | None:
-        if self.group.rank != self.leader:
-            return None
-        calls = self._required(calls)
-        inputs = self._inputs_of_calls(calls, peek_seed())
-        largest = max(range(len(calls)), key=lambda i: count_elements(inputs[i].leaves))
-        return self._recording_job(calls[largest], peek_seed(), len(calls))
+    def _first_job(self, call: str, calls: Sequence[ModelCall], is_handed_over: bool, seed: int | None) -> Job:
+        """Returns what is planned with: the mini-batch, or the largest of micro-batches."""
+        seed = peek_seed() if seed is None else seed
+        largest = max(self._graph_inputs(calls, seed), key=lambda one: count_elements(one.leaves))
+        return self._recording_job(call, largest.call, seed, len(calls) if is_handed_over else None)
 
-    def _recording_job(self, micro_batch: ModelCall, seed: int, count: int) -> Job:
-        values = (micro_batch.args, micro_batch.kwargs)
-        inputs = map_tensor_leaves(lambda t: t.detach().cpu().requires_grad_(t.requires_grad), values)
-        return Job(TRAINING, self._mode(), -1, inputs=inputs, peeked_seed=seed, count=count)
+    def _recording_job(self, call: str, one: ModelCall, seed: int, count: int | None) -> Job:
+        inputs = map_tensor_leaves(lambda t: t.detach().cpu().requires_grad_(t.requires_grad), (one.args, one.kwargs))
+        return Job(call, self._mode(), count is not None, inputs, count, seed)
 
-    def _record_micro_batch(self, call: ModelCall, seed: int, count: int) -> CachedGraph:
-        """Records the graph of a micro-batch on all ranks, at the word of the leader."""
-        job = self._recording_job(call, seed, count)
-        self._broadcast(job)
+    def _record_graph(self, call: ModelCall, seed: int, count: int | None) -> CachedGraph:
+        """Records a graph on all ranks; called on the leader."""
+        job = self._broadcast(self._recording_job(self._proposes, call, seed, count))
         return self._record(job.inputs, seed, count)
 
-    def _propose_micro_batches(self, calls: Sequence[ModelCall]) -> tuple[Job, list[Sequence[Any]]]:
-        """Looks at the micro-batches, on the leader."""
-        parts = self.micro_batches_for(calls)
-        by_program = {id(graph.bound): number for number, (_, graph) in self._numbered.items()}
-        seed = draw_seed() if any(part.bound.program.is_random for part in parts) else 0
-        job = Job(
-            TRAINING,
+    def _propose(self, call: str, calls: Sequence[ModelCall], is_handed_over: bool, seed: int | None) -> Job:
+        """Finds the graphs, on the leader."""
+        self._proposes = call
+        given = self.find(calls, is_handed_over, call in (TRAINING, STREAM), seed)
+        if seed is None:
+            seed = draw_seed() if any(bound.program.is_random for bound in given.bounds) else 0
+        return self._job_of(call, given, seed)
+
+    def _job_of(self, call: str, given: GivenInputs, seed: int) -> Job:
+        numbers = {id(graph.bound): number for number, (_, graph) in self._numbered.items()}
+        pieces, bound = None, given.bound
+        if bound.known_pieces is not None and not given.is_handed_over:
+            pieces = map_tensor_leaves(lambda t: t.detach().cpu(), dict(bound.known_pieces(given.leaves, given.batch)))
+        sizes = tuple(map(_sizes_of, given.leaves)) if given.is_handed_over else _sizes_of(given.leaves)
+        return Job(
+            call,
             self._mode(),
-            -1,
-            count=len(parts),
+            given.is_handed_over,
             seed=seed,
-            sizes=tuple(_sizes_of(part.leaves) for part in parts),
-            numbers=tuple(by_program[id(part.bound)] for part in parts),
-            samples=tuple(part.samples for part in parts),
+            numbers=tuple(numbers[id(bound)] for bound in given.bounds),
+            samples=given.samples,
+            sizes=sizes,
+            known=pieces,
         )
-        return job, [part.leaves for part in parts]
 
     def _union(self, graphs: tuple[RankGraph, ...]) -> RankGraph:
         """Returns what a step over micro-batches of these graphs has as one."""
@@ -298,41 +300,10 @@ class RankState(PipelineState):
         programs = [bound.program for bound in different_programs([graph.bound for graph in graphs])]
         return replace(first, number=numbers, transfers=first.held.transfers(programs, first.routes))
 
-    def _proposed(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None) -> Job | None:
-        return self._propose(call, args, kwargs, seed) if self.group.rank == self.leader else None
-
     def _broadcast(self, job: Job | None, is_long: bool = False) -> Job:
         what = "the first stage's inputs"
         result: Job = self.group.connection.broadcast(job, self.leader, what, is_long=is_long)
         return result
-
-    def _propose(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None) -> Job:
-        """Looks at the inputs, on the leader."""
-        leaves, _ = flatten((args, kwargs))
-        if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
-            raise ArgumentError(
-                f"rank {self.group.rank} has the first stage and needs the inputs of the mini-batch, but was given none"
-                "; others may leave them out: pipe.needs_inputs tells"
-            )
-        peeked, mode = peek_seed() if seed is None else seed, self._mode()
-        checked = self._checked_inputs(args, kwargs, peeked)
-        known = None if self.first is None else self._known(checked, args, kwargs)
-        if known is None:
-            inputs = map_tensor_leaves(lambda t: t.detach().cpu().requires_grad_(t.requires_grad), (args, kwargs))
-            return Job(call, mode, -1, inputs=inputs, peeked_seed=peeked)
-        prepared, bound = known
-        batch = samples_of(prepared.traced, leaves)
-        refuse_unwritable_inputs(prepared.traced, leaves, call in (TRAINING, STREAM))
-        if seed is None:
-            seed = draw_seed() if bound.program.is_random else 0
-        return self._job_of(call, mode, bound, leaves, batch, seed)
-
-    def _job_of(self, call: str, mode: str, bound: BoundProgram, leaves: Sequence[Any], batch: int, seed: int) -> Job:
-        number = next(k for k, (_, graph) in self._numbered.items() if graph.bound is bound)
-        pieces = None
-        if bound.known_pieces is not None:
-            pieces = map_tensor_leaves(lambda t: t.detach().cpu(), dict(bound.known_pieces(leaves, batch)))
-        return Job(call, mode, number, seed=seed, batch=batch, sizes=_sizes_of(leaves), known=pieces)
 
     def _mode(self) -> str:
         """Returns the modes of the modules and of this thread as a text that another process makes, too."""
@@ -340,7 +311,7 @@ class RankState(PipelineState):
         return hashlib.sha256(f"{flags} {ThreadState.now()}".encode()).hexdigest()[:16]
 
     def _check_call(self, job: Job, call: str, is_handed_over: bool = False) -> None:
-        if job.call == call and (job.count is not None) != is_handed_over:
+        if job.call == call and job.is_handed_over != is_handed_over:
             ways = "with a mini-batch", "with micro_batches"
             theirs, own = (ways[::-1] if is_handed_over else ways)[::-1]
             raise StateError(
@@ -365,15 +336,13 @@ class RankState(PipelineState):
 
     def job_at_hand(self, graph: RankGraph, call: ModelCall, seed: int) -> Job | None:
         """Looks at a mini-batch of a stream, on the leader; None where it does not run the graph that runs now."""
-        known = self.program_at_hand(call.args, call.kwargs, seed)
-        if known is None or known[0] is not graph.bound:
-            return None
-        return self._job_of(STREAM, self._mode(), *known, seed)
+        given = self.find_known(call, seed)
+        return None if given is None or given.bound is not graph.bound else self._job_of(STREAM, given, seed)
 
     def inputs_at_hand(self, job: Job, call: ModelCall | None) -> RankInputs:
         """Takes up the job of a mini-batch of a stream. `call`: on the leader."""
         self._check_call(job, STREAM)
-        return self._inputs_of(job, *((), {}) if call is None else (call.args, call.kwargs))
+        return self._inputs_of(job, None if call is None else [call])
 
     def with_micro_batches(self, inputs: RankInputs, micro_batches: int) -> RankInputs:
         """Returns the inputs of a mini-batch in so many micro-batches, as those of other replicas are."""

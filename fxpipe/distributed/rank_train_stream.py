@@ -138,9 +138,9 @@ class RankStreamLoop(StreamLoop):
         if not inside.group.connection.broadcast(self._have_all_one(), inside.leader, "the next mini-batch"):
             self._is_over = True
             return
-        args, kwargs = ((), {}) if self._call is None else (self._call.args, self._call.kwargs)
         with nullcontext() if self.stream is None else self.stream.at_rest():
-            graph, inputs = inside.agree(STREAM, args, kwargs, self._seed_of_next())
+            calls = None if self._call is None else [self._call]
+            graph, inputs = inside.agree(STREAM, calls, seed=self._seed_of_next())
         if graph.bound.program.is_random and not self._has_drawn:
             self._has_drawn = True
             draw_seed()  # so that the generators of all ranks stand where that of one process would

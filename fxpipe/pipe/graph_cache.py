@@ -13,42 +13,42 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fxpipe._torch import torch_pytree as pytree
+from fxpipe.pipe.model_calls import ModelCall
 from fxpipe.planning.passes import PreparedGraph
 from fxpipe.runtime import BoundProgram
 from fxpipe.tracing.cache_key import GraphKey
 from fxpipe.tracing.dynamic_sizes import TOO_LONG, DynamicDims, InputDim
+from fxpipe.tracing.source_lines import warn_user
 from fxpipe.tracing.traced import Traced
 
 CachedGraph = tuple[PreparedGraph, BoundProgram]
 MAX_GRAPHS = 16  # of one model, by inputs, mode and state of the caller; the oldest goes
+MANY_PYTHON_VALUES = 4  # of one name that forward reads: more are warned of
+MANY_VALUE_GRAPHS = 8  # that differ in values or sizes alone: more are warned of
 ATTEMPTS = 2  # graphs that try to have a dimension dynamic: at one size it may be fixed by what is so only there
 
 
 @dataclass(frozen=True, slots=True)
 class GraphInputs:
-    """The flattened inputs of a step, and what is told of them at a glance."""
+    """The flattened inputs of a mini-batch or micro-batch, and the key of their graphs."""
 
+    call: ModelCall
     leaves: Sequence[Any]
-    spec: pytree.TreeSpec
     key: GraphKey
     seed: int  # of the numbers that forward draws and reads
+    checked: dict[int, bool]  # by id of a graph, for all micro-batches of a step: is it that of the model now
 
+    def match(self, traced: Traced, sizes_of: Callable[[int], Collection[int]] | None = None) -> bool:
+        """Returns whether a graph is that of these inputs.
 
-class StepGraphs:
-    """The graphs of the micro-batches of one step, which ask a graph once whether it is that of the model now."""
-
-    def __init__(self) -> None:
-        self._are_of_model: dict[int, tuple[Traced, bool]] = {}  # by id
-
-    def hold(self, graph: CachedGraph, inputs: GraphInputs) -> bool:
-        """Returns whether a graph is that of a micro-batch by itself."""
-        traced = graph[0].traced
-        if traced.key != inputs.key:
+        Args:
+            sizes_of: mini-batch -> its micro-batches, for which it must be the graph as well.
+        """
+        if traced.key != self.key:
             return False
-        if id(traced) not in self._are_of_model:
-            self._are_of_model[id(traced)] = traced, traced.holds_for_model()
-        return self._are_of_model[id(traced)][1] and traced.holds_for_values(inputs.leaves, inputs.seed)
+        if id(traced) not in self.checked:
+            self.checked[id(traced)] = traced.holds_for_model()
+        return self.checked[id(traced)] and traced.holds_for_values(self.leaves, self.seed, sizes_of)
 
 
 class GraphCache:
@@ -56,6 +56,8 @@ class GraphCache:
 
     def __init__(self) -> None:
         self.entries: list[CachedGraph] = []
+        self._answers: dict[str, list[dict[str, str]]] = {}  # of graphs that differ in nothing else: read -> answer
+        self._warned = False
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -73,19 +75,6 @@ class GraphCache:
         """Adds a graph; where there are too many, the oldest goes."""
         self.entries.append((prepared, bound))
         del self.entries[:-MAX_GRAPHS]
-
-    def candidates(
-        self, inputs: GraphInputs, sizes_of: Callable[[int], Collection[int]] | None = None
-    ) -> Iterator[CachedGraph]:
-        """Yields the graphs that hold for these inputs.
-
-        Args:
-            sizes_of: mini-batch -> its micro-batches, for which it must be the graph as well.
-        """
-        for entry in list(self.entries):
-            traced = entry[0].traced
-            if traced.key == inputs.key and traced.holds_for_inputs(inputs.leaves, inputs.seed, sizes_of):
-                yield entry
 
     def at_other_sizes(self, traced: Traced) -> int:
         """Counts the graphs that differ from this one in sizes alone, and this one."""
@@ -107,6 +96,59 @@ class GraphCache:
                 failing = traced.failing_conditions(batch, lengths) if lengths is not None else ()
                 lines |= dict.fromkeys(condition.where for condition in failing)
         return list(lines)
+
+    def warn_of_many(self, traced: Traced) -> None:
+        """Warns, once for a pipe, if so many graphs were made that each step may need another; `traced` is the last."""
+        model = type(traced.model).__name__
+        for text in (self._many_values, self._many_python_values, self._many_sizes):
+            if not self._warned and (message := text(traced, model)) is not None:
+                self._warned = True
+                warn_user(message)
+
+    def _many_sizes(self, traced: Traced, model: str) -> str | None:
+        """Describes the graphs if sizes of inputs alone have made too many."""
+        if (graphs := self.at_other_sizes(traced)) <= MANY_VALUE_GRAPHS:
+            return None
+        if traced.dynamic.fixed:
+            why = "; ".join(traced.reasons_of_fixed_sizes)
+            remedy = "Let forward keep the size a size (tensor functions instead of loops), or pad to few sizes"
+        elif lines := self.size_conclusions(traced):
+            why = f"forward concludes something else from them at {'; '.join(lines)}"
+            remedy = "Pad to few sizes, or to sizes of which the same holds (multiples of a window or stride)"
+        else:
+            return None
+        return (
+            f"{graphs} graphs of {model} differ only in sizes of inputs, and each other size takes the time to record "
+            f"another: {why}. {remedy}"
+        )
+
+    def _many_python_values(self, traced: Traced, model: str) -> str | None:
+        """Describes the graphs if a value of Python that forward reads has made too many."""
+        states = [one.traced.python_state for one, _ in self.entries if one.traced.key == traced.key]
+        for name in {name for state in states if (name := state.changed())}:
+            if (count := len({state.facts_of(name) for state in states})) > MANY_PYTHON_VALUES:
+                return (
+                    f"forward of {model} reads {name!r}{traced.python_state.line_of(name)}, which had {count} values "
+                    "so far, and each other value takes the time to record another graph: pass it to forward as a "
+                    "tensor, or keep it in a buffer (register_buffer) that you fill"
+                )
+        return None
+
+    def _many_values(self, traced: Traced, model: str) -> str | None:
+        """Describes the graphs if values that forward reads have made too many."""
+        if not traced.guards or not traced.guards.guards:
+            return None
+        shapes = tuple((leaf.path, leaf.dtype, leaf.shape[1:], leaf.constant) for leaf in traced.leaves)
+        seen = self._answers.setdefault(repr((traced.flags, traced.state, shapes)), [])
+        seen.append({f"{guard.text} at {guard.where}": repr(guard.expected) for guard in traced.guards.guards})
+        if len(seen) <= MANY_VALUE_GRAPHS:
+            return None
+        reads = [read for read in seen[-1] if len({answers.get(read) for answers in seen}) > 1]
+        return (
+            f"{len(seen)} graphs of {model} differ only in values that forward has read ({'; '.join(reads)}), and each "
+            "other value takes the time to record another; keep them in tensors (torch.where, masks), take the reading "
+            "outside forward, or keep the module that reads whole (leaf_modules=)"
+        )
 
     def dynamic_dims(self, inputs: GraphInputs) -> DynamicDims:
         """Returns the dimensions that came with another size before, and may be dynamic in another graph."""

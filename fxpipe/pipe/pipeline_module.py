@@ -15,7 +15,7 @@ from torch import nn
 from fxpipe._torch.data_parallel import is_in_data_parallel_forward
 from fxpipe._torch.module_internals import STORE_NAMES
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
-from fxpipe.pipe.model_calls import parse_micro_batches
+from fxpipe.pipe.model_calls import ModelCall, parse_micro_batches
 from fxpipe.pipe.pipeline_class import NOT_COMPILED, SLOTS, class_of_model, pipeline_class, replaced_forward, set_up
 from fxpipe.pipe.pipeline_state import DROP_IN_SCHEDULE, PipelineState
 from fxpipe.pipe.train_stream import StreamLoop, TrainStream, parse_batches, stream_policy
@@ -176,13 +176,19 @@ class Pipeline(nn.Module):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         inside = self._fxpipe
         with inside.engine.running():
-            bound, leaves, batch = inside.bound_program_for(args, kwargs)
-            settings = inside.settings
-            count = 1 if bound.moving_buffers else settings.micro_batches(batch)
+            given = inside.find([ModelCall(args, kwargs, ())], in_one=False)
+            settings, bound = inside.settings, given.bound
+            count = 1 if bound.moving_buffers else len(given.samples)
             if bound.state.grad:
-                inside.warn_of_drop_in_memory(count, batch)
+                inside.warn_of_drop_in_memory(count, given.batch)
             return inside.engine.call(
-                bound, leaves, batch, count, settings.checkpoint, settings.placement, settings.replicas
+                bound,
+                given.leaves,
+                given.batch,
+                count,
+                settings.checkpoint,
+                settings.placement,
+                settings.replicas,
             )
 
     @overload
@@ -296,31 +302,23 @@ class Pipeline(nn.Module):
         check_reduction(reduction)
         check_scaler(grad_scaler)
         parse_switch("return_outputs", return_outputs)
-        if micro_batches is not None and (args or kwargs or target is not None):
+        is_handed_over = micro_batches is not None
+        if is_handed_over and (args or kwargs or target is not None):
             raise ArgumentError("micro_batches and inputs or a target beside them: these are in the micro-batches")
-        calls = None if micro_batches is None else parse_micro_batches(micro_batches)
-        check_loss_function(loss_fn, target if calls is None else calls[0].target or None)
+        targets = () if target is None else (target,)
+        calls = parse_micro_batches(micro_batches) if is_handed_over else [ModelCall(args, kwargs, targets)]
+        check_loss_function(loss_fn, calls[0].target or None)
         check_can_train(self._fxpipe_model)
         check_optimizer(optimizer, self, grad_scaler)
         inside, function = self._fxpipe, loss_fn or model_loss
-        may_lack_target = loss_fn is not None and target is None and calls is None
+        may_lack_target = loss_fn is not None and target is None and not is_handed_over
         with inside.engine.running(), _asking_for_target(may_lack_target):
-            if calls is not None:
-                parts = inside.micro_batches_for(calls)
-                schedule, updates = inside.schedule_for(len(parts)), inside.overlapped_updates(optimizer)
-                with noting_updates(updates):
-                    loss, outputs = inside.engine.forward_backward_of(
-                        parts, schedule, function, reduction, grad_scaler, return_outputs, updates
-                    )
-            else:
-                bound, leaves, batch = inside.bound_program_for(args, kwargs, in_one=True)
-                schedule = inside.schedule_for(inside.settings.micro_batches(batch))
-                targets, updates = () if target is None else (target,), inside.overlapped_updates(optimizer)
-                with noting_updates(updates):
-                    loss, outputs = inside.engine.forward_backward(
-                        bound, leaves, batch, schedule, function, targets, reduction, grad_scaler, return_outputs,
-                        updates,
-                    )  # fmt: skip
+            given = inside.find(calls, is_handed_over)
+            schedule, updates = inside.schedule_for(len(given.samples)), inside.overlapped_updates(optimizer)
+            with noting_updates(updates):
+                loss, outputs = inside.engine.forward_backward(
+                    given, schedule, function, reduction, grad_scaler, return_outputs, updates
+                )
         if updates is not None and updates.begun:
             updates.optimizer.count_step()
         elif optimizer is not None:

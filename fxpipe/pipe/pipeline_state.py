@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from fxpipe._torch.module_internals import module_flags
 from fxpipe._torch.tensor_data import replace_data
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentError, FxpipeError, StateError
-from fxpipe.pipe.graph_cache import CachedGraph, GraphCache, GraphInputs, StepGraphs
+from fxpipe.pipe.graph_cache import CachedGraph, GraphCache, GraphInputs
 from fxpipe.pipe.model_calls import ModelCall
 from fxpipe.pipe.optimizer_state import OptimizerStateMover
+from fxpipe.pipe.program_binding import bind_program
 from fxpipe.planning.dynamic_plan import plan_with_dynamic_sizes
 from fxpipe.planning.entry import prepare
 from fxpipe.planning.evaluation_check import refusal_of_evaluation
@@ -32,20 +32,18 @@ from fxpipe.planning.passes import PreparedGraph, holds_for_lengths, holds_for_s
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.simulate_plan import simulate
 from fxpipe.planning.tuning.auto_options import with_best_chunks
-from fxpipe.runtime import BoundProgram, Engine, Executor, StepRecord, executor_for, wire_program
-from fxpipe.runtime.bound_program import ModelTensors, StageReplica
+from fxpipe.runtime import BoundProgram, Engine, Executor, StepRecord, executor_for
+from fxpipe.runtime.bound_program import ModelTensors
 from fxpipe.runtime.losses import ambiguous_output_message
 from fxpipe.runtime.stage_updates import OverlappedUpdates, StagewiseOptimizer
-from fxpipe.runtime.step_inputs import MicroBatch
+from fxpipe.runtime.step_inputs import GivenInputs
 from fxpipe.scheduling import Schedule, make_schedule
 from fxpipe.tracing.cache_key import GraphKey, InputsKey
 from fxpipe.tracing.fake_tensors import names_without_values
 from fxpipe.tracing.model_state import slots_of
-from fxpipe.tracing.node_info import info
 from fxpipe.tracing.print_calls import warn_of_prints
 from fxpipe.tracing.record.input_reads import refuse_other_answers
 from fxpipe.tracing.record.record_model import input_leaves
-from fxpipe.tracing.shapes.input_pieces import InputPieces
 from fxpipe.tracing.source_lines import warn_user
 from fxpipe.tracing.tensors import has_values
 from fxpipe.tracing.traced import Traced
@@ -61,8 +59,6 @@ from fxpipe.utils.units import human_bytes
 T = TypeVar("T")
 
 DROP_IN_SCHEDULE = "gpipe"  # all forwards, then all backwards: that is all that a call and its backward can be
-MANY_PYTHON_VALUES = 4  # of one name: the same of what forward reads of Python
-MANY_VALUE_GRAPHS = 8  # graphs that differ in what forward read only: one is warned that each step may need another
 
 
 class PipelineState:
@@ -84,8 +80,7 @@ class PipelineState:
         self.checks_evaluation = plan is None  # whether evaluation will be refused is asked with the first plan
         self._devices_ahead: dict[str, torch.device] = {}  # by tensor: of a model that was planned without values
         self._chosen_for = (False, 0)  # of which mini-batches the number of micro-batches is: do they train? samples
-        self._answers: dict[str, list[dict[str, str]]] = {}  # of graphs that differ in nothing else: read -> answer
-        self._warned = self._has_prints = self._has_drop_in = self._has_generated = False
+        self._has_prints = self._has_drop_in = self._has_generated = False
         self._stages_of_parameters: dict[int, tuple[torch.Tensor, int]] = {}  # by identity: the stage that updates it
         self._sized: tuple[Plan, PreparedGraph, Plan] | None = None  # of this plan and graph: the plan of all sizes
 
@@ -300,62 +295,170 @@ class PipelineState:
 
     # -- graphs ------------------------------------------------------------------------------------------------------
 
-    def bound_program_for(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], in_one: bool = False, seed: int | None = None
-    ) -> tuple[BoundProgram, Sequence[Any], int]:
-        """The graph for these inputs, mode and state; recorded where there is none yet.
+    def find(
+        self, calls: Sequence[ModelCall], is_handed_over: bool = False, in_one: bool = True, seed: int | None = None
+    ) -> GivenInputs:
+        """Finds the graph of a mini-batch, or of each of several micro-batches that are handed over.
+
+        A graph that is missing is recorded.
 
         Args:
+            calls: one mini-batch, or the micro-batches.
             in_one: forward and backward run in one.
             seed: of the step; if not given, what it will draw.
         """
         seed = peek_seed() if seed is None else seed
-        inputs = self._checked_inputs(args, kwargs, seed)
-        leaves = inputs.leaves
-        prepared, bound = self._known(inputs, args, kwargs) or self._make_graph(args, kwargs, seed)
-        batch = samples_of(prepared.traced, leaves)
-        if "chunks" in self.asked.left:
-            self._choose_chunks(prepared.traced, batch, args, kwargs)
-            lengths = prepared.traced.dynamic.lengths_of(leaves)
-            if not prepared.traced.holds_for(batch, self._sizes(batch), lengths):
-                prepared, bound = self._known(inputs, args, kwargs) or self._make_graph(args, kwargs, seed)
-        lengths = prepared.traced.dynamic.lengths_of(leaves)
-        if bound.moving_buffers and not in_one and not prepared.traced.holds_for(batch, (batch,), lengths):
+        count = len(calls) if is_handed_over else None
+        inputs = self._graph_inputs(calls, seed)
+        if count is not None and self.first is None:  # planned for the largest
+            largest = max(range(count), key=lambda i: count_elements(inputs[i].leaves))
+            with note_of_micro_batch(largest, count):
+                self._record_graph(calls[largest], seed, count)
+            inputs = self._graph_inputs(calls, seed)
+        graphs: list[CachedGraph] = []
+        for i, call in enumerate(calls):
+            with note_of_micro_batch(i, count):
+                graph = self._known(inputs[i], is_handed_over, graphs[-1] if graphs else None)
+                if graph is None:
+                    graph = self._record_graph(call, seed, count)
+                    # A model may set attributes when it is first called: the keys before it are out of date.
+                    inputs = self._graph_inputs(calls, seed)
+                graphs.append(graph)
+        if is_handed_over:
+            return self._given_micro_batches(graphs, inputs)
+        (graph,), (own,) = graphs, inputs
+        batch = samples_of(graph[0].traced, own.leaves)
+        if self._may_choose_chunks(batch):
+            self._choose_chunks(graph[0].traced, batch, own.call)
+            lengths = graph[0].traced.dynamic.lengths_of(own.leaves)
+            if not graph[0].traced.holds_for(batch, self._sizes(batch), lengths):
+                graph = self._known(own, False) or self._record_graph(own.call, seed, None)
+        return self._given_mini_batch(graph, own, in_one)
+
+    def find_known(self, call: ModelCall, seed: int) -> GivenInputs | None:
+        """Finds the graph of a mini-batch without looking at the weights, which stages may be updating.
+
+        Returns:
+            None if there is no such graph yet, or if it has to be compared with the model first.
+        """
+        (inputs,) = self._graph_inputs([call], seed)
+        graph = next((graph for graph in self.graphs if inputs.match(graph[0].traced, self._sizes)), None)
+        if graph is None or _is_far(graph[0].traced, inputs):
+            return None
+        is_open = self._may_choose_chunks(samples_of(graph[0].traced, inputs.leaves))
+        return None if is_open else self._given_mini_batch(graph, inputs, in_one=True)
+
+    def _given_mini_batch(self, graph: CachedGraph, inputs: GraphInputs, in_one: bool) -> GivenInputs:
+        """Returns a mini-batch, cut into micro-batches, unless it cannot run."""
+        (prepared, bound), leaves = graph, inputs.leaves
+        traced, batch = prepared.traced, samples_of(prepared.traced, leaves)
+        lengths = traced.dynamic.lengths_of(leaves)
+        if bound.moving_buffers and not in_one and not traced.holds_for(batch, (batch,), lengths):
             raise StateError(
                 f"forward changes the buffer {bound.moving_buffers[0]!r} in evaluation, so the mini-batch must run in "
                 "one micro-batch, and its graph is one of smaller ones: make another pipe with chunks=1, or keep the "
                 "buffer as it is in evaluation"
             )
-        refuse_unwritable_inputs(prepared.traced, leaves, in_one)
-        prepared.traced.refuse_uneven_outputs(batch, samples_per_micro_batch(batch, self.settings.micro_batches(batch)))
-        return bound, leaves, batch
+        refuse_unwritable_inputs(traced, leaves, in_one)
+        sizes = samples_per_micro_batch(batch, self.settings.micro_batches(batch))
+        traced.refuse_uneven_outputs(batch, sizes)
+        return GivenInputs.of_mini_batch(bound, leaves, sizes, inputs.call.target)
 
-    def program_at_hand(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int
-    ) -> tuple[BoundProgram, Sequence[Any], int] | None:
-        """The same for forward and backward in one, without a look at the weights, which stages may be updating.
+    def _given_micro_batches(self, graphs: Sequence[CachedGraph], inputs: Sequence[GraphInputs]) -> GivenInputs:
+        """Returns micro-batches that are handed over, with as few programs as their graphs allow."""
+        different = {id(bound): (prepared, bound) for prepared, bound in graphs}
+        if len(different) > 1:  # the graph that holds for most: for all, once it is one of any size
+            covered = {
+                key: [one.match(prepared.traced) and self._holds_for_lengths(prepared.traced, one) for one in inputs]
+                for key, (prepared, _) in different.items()
+            }
+            best = max(covered, key=lambda key: sum(covered[key]))
+            graphs = [different[best] if holds else own for own, holds in zip(graphs, covered[best], strict=True)]
+        # If samples act on each other, or no dimension holds them, a loss is no mean over samples: all count the same.
+        counts_samples = not any(bound.is_whole for _, bound in graphs)
+        samples = []
+        for i, ((prepared, bound), one) in enumerate(zip(graphs, inputs, strict=True)):
+            with note_of_micro_batch(i, len(inputs)):
+                others = {
+                    f"{leaf.path} of micro-batch {k}": value
+                    for k, ((other, _), more) in enumerate(zip(graphs, inputs, strict=True))
+                    if k != i and bound.program.written_inputs
+                    for leaf, value in zip(other.traced.leaves, more.leaves, strict=True)
+                }
+                refuse_unwritable_inputs(prepared.traced, one.leaves, in_one=True, others=others)
+                samples.append(samples_of(prepared.traced, one.leaves) if counts_samples else 1)
+        bounds, targets = tuple(bound for _, bound in graphs), [one.call.target for one in inputs]
+        return GivenInputs(bounds, [one.leaves for one in inputs], tuple(samples), targets, is_handed_over=True)
 
-        Returns:
-            None where there is no such graph yet, or one that would have to be compared with the model first.
+    def _record_graph(self, call: ModelCall, seed: int, count: int | None) -> CachedGraph:
+        """Records and cuts a graph for a mini-batch, or for one of `count` micro-batches."""
+        return self._make_graph(call.args, call.kwargs, seed, count)
+
+    def _known(self, inputs: GraphInputs, is_part: bool, first: CachedGraph | None = None) -> CachedGraph | None:
+        """Returns the graph of these inputs, if there is one: of a mini-batch also for its micro-batches.
+
+        `first`: to try; most micro-batches take the same.
         """
-        inputs = self._checked_inputs(args, kwargs, seed)
-        for prepared, bound in self.graphs.candidates(inputs, self._sizes):
-            traced = prepared.traced
-            lengths = traced.dynamic.lengths_of(inputs.leaves)
-            batch = samples_of(traced, inputs.leaves)
-            seen = traced.comparisons.lengths
-            is_far = lengths and traced.dynamic.is_far_from(lengths, seen)
-            if is_far or self._may_choose_chunks(batch):
-                return None
-            refuse_unwritable_inputs(traced, inputs.leaves, True)
-            sizes = samples_per_micro_batch(batch, self.settings.micro_batches(batch))
-            traced.refuse_uneven_outputs(batch, sizes)
-            return bound, inputs.leaves, batch
+        graphs = sorted(self.graphs, key=lambda graph: first is None or graph[1] is not first[1])
+        for graph in graphs:
+            traced = graph[0].traced
+            if inputs.match(traced, None if is_part else self._sizes) and self._holds_for_lengths(traced, inputs):
+                return graph
+        for graph in () if is_part else graphs:  # which was not compared for such micro-batches yet
+            traced, args, kwargs = graph[0].traced, inputs.call.args, inputs.call.kwargs
+            if (
+                inputs.match(traced)
+                and self._holds_for_lengths(traced, inputs)
+                and holds_for_sizes(traced, args, kwargs, self._sizes(traced.batch_of(inputs.leaves)), self.settings)
+            ):
+                return graph
         return None
 
+    def _sizes(self, batch: int) -> frozenset[int]:
+        """Returns the numbers of samples in the micro-batches of a mini-batch."""
+        return micro_batch_sizes(batch, self.settings.micro_batches(batch))
+
+    def _graph_inputs(self, calls: Sequence[ModelCall], seed: int) -> list[GraphInputs]:
+        """Flattens the inputs of a step.
+
+        Raises:
+            StateError: the pipe is closed.
+            ArgumentError: they have no values.
+        """
+        if self.closed:
+            raise StateError("the pipe is closed; make a new one with fxpipe.pipeline(model, ...)")
+        flags, checked, inputs = module_flags(self.model), dict[int, bool](), []
+        for call in calls:
+            leaves, spec = flatten((call.args, call.kwargs))
+            if any(map(has_own_attributes, leaves)):
+                input_leaves(self.model, call.args, call.kwargs)  # which refuses it by name
+            if not all(map(has_values, leaves)):
+                raise ArgumentError(
+                    "the inputs have no values (meta or fake tensors); fxpipe.plan takes such, a step cannot"
+                )
+            key = GraphKey(InputsKey.of(spec, leaves), flags, ThreadState.now())
+            inputs.append(GraphInputs(call, leaves, key, seed, checked))
+        return inputs
+
+    def _holds_for_lengths(self, traced: Traced, inputs: GraphInputs) -> bool:
+        """Compares graph and model if dynamic sizes are far from those that were compared."""
+        return not _is_far(traced, inputs) or holds_for_lengths(traced, inputs.call.args, inputs.call.kwargs)
+
     def _may_choose_chunks(self, batch: int) -> bool:
-        """Tells whether the number of micro-batches would be chosen anew for a mini-batch that trains."""
-        return "chunks" in self.asked.left and (True, batch) > self._chosen_for
+        """Returns whether the number of micro-batches is to be chosen again: the mini-batch is larger than any before.
+
+        The number is for training: after a mini-batch with gradients, those without no longer count.
+        """
+        return "chunks" in self.asked.left and (torch.is_grad_enabled(), batch) > self._chosen_for
+
+    def _choose_chunks(self, traced: Traced, batch: int, call: ModelCall) -> None:
+        """Chooses the number of micro-batches."""
+        assert self.plan is not None
+        if batch != self.plan.batch:  # for which it was chosen already
+            with torch.inference_mode(False), torch.enable_grad():
+                self.plan = with_best_chunks(self.plan, traced, batch, call.args, call.kwargs, self.settings)
+            self.settings = replace(self.settings, chunks=self.plan.chunks)
+        self._chosen_for = torch.is_grad_enabled(), batch
 
     # -- streams -------------------------------------------------------------------------------------------------------
 
@@ -384,128 +487,6 @@ class PipelineState:
                 "begun by then: return it as an output, keep it in a buffer, or train with forward_backward"
             )
 
-    def micro_batches_for(self, calls: Sequence[ModelCall]) -> list[MicroBatch]:
-        """The micro-batches that are handed over, each with the program of its graph: the same for all, if one does."""
-        seed = peek_seed()
-        inputs, step_graphs = self._inputs_of_calls(calls, seed), StepGraphs()
-        if self.first is None:  # planned for the largest
-            largest = max(range(len(calls)), key=lambda i: count_elements(inputs[i].leaves))
-            with note_of_micro_batch(largest, len(calls)):
-                self._record_micro_batch(calls[largest], seed, len(calls))
-            inputs = self._inputs_of_calls(calls, seed)
-        graphs: list[CachedGraph] = []
-        for i, call in enumerate(calls):
-            with note_of_micro_batch(i, len(calls)):
-                last = graphs[-1][1] if graphs else None
-                known = sorted(self.graphs, key=lambda graph: graph[1] is not last)  # most take the same
-                graph = next((one for one in known if self._holds(one, inputs[i], call, step_graphs)), None)
-                if graph is None:
-                    graph = self._record_micro_batch(call, seed, len(calls))
-                    # A model may set attributes when it is first called: the keys before it are out of date.
-                    inputs, step_graphs = self._inputs_of_calls(calls, seed), StepGraphs()
-                graphs.append(graph)
-        if len({id(bound) for _, bound in graphs}) > 1:
-            graphs = self._with_fewer_programs(graphs, inputs, calls, step_graphs)
-        # If samples act on each other, or no dimension holds them, a loss is no mean over samples: all count the same.
-        counts_samples = not any(bound.is_whole for _, bound in graphs)
-        micro_batches = []
-        for i, ((prepared, bound), one, call) in enumerate(zip(graphs, inputs, calls, strict=True)):
-            with note_of_micro_batch(i, len(calls)):
-                others = {
-                    f"{leaf.path} of micro-batch {k}": value
-                    for k, ((other, _), more) in enumerate(zip(graphs, inputs, strict=True))
-                    if k != i and bound.program.written_inputs
-                    for leaf, value in zip(other.traced.leaves, more.leaves, strict=True)
-                }
-                refuse_unwritable_inputs(prepared.traced, one.leaves, in_one=True, others=others)
-                samples = samples_of(prepared.traced, one.leaves) if counts_samples else 1
-                micro_batches.append(MicroBatch(bound, one.leaves, samples, call.target))
-        return micro_batches
-
-    def _record_micro_batch(self, call: ModelCall, seed: int, count: int) -> CachedGraph:
-        """Records and cuts a graph for one of so many micro-batches."""
-        return self._make_graph(call.args, call.kwargs, seed, count)
-
-    def _inputs_of_calls(self, calls: Sequence[ModelCall], seed: int) -> list[GraphInputs]:
-        flags = module_flags(self.model)
-        return [self._checked_inputs(call.args, call.kwargs, seed, flags) for call in calls]
-
-    def _with_fewer_programs(
-        self,
-        graphs: Sequence[CachedGraph],
-        inputs: Sequence[GraphInputs],
-        calls: Sequence[ModelCall],
-        step_graphs: StepGraphs,
-    ) -> list[CachedGraph]:
-        """Takes the graph that holds for most micro-batches for these: for all, once it is one of any size."""
-        different = {id(bound): (prepared, bound) for prepared, bound in graphs}
-        covered = {
-            key: [self._holds(graph, *one, step_graphs) for one in zip(inputs, calls, strict=True)]
-            for key, graph in different.items()
-        }
-        best = max(covered, key=lambda key: sum(covered[key]))
-        return [different[best] if holds else own for own, holds in zip(graphs, covered[best], strict=True)]
-
-    def _holds(self, graph: CachedGraph, inputs: GraphInputs, call: ModelCall, step_graphs: StepGraphs) -> bool:
-        """Returns whether a graph is that of a micro-batch by itself."""
-        is_known = step_graphs.hold(graph, inputs)
-        return is_known and self._holds_for_lengths(graph[0].traced, inputs, call.args, call.kwargs)
-
-    def _sizes(self, batch: int) -> frozenset[int]:
-        """Samples in the micro-batches of a mini-batch."""
-        return micro_batch_sizes(batch, self.settings.micro_batches(batch))
-
-    def _known(self, inputs: GraphInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedGraph | None:
-        """The graph of these inputs, in micro-batches as they will run, if there is one."""
-        for graph in self.graphs.candidates(inputs, self._sizes):
-            if self._holds_for_lengths(graph[0].traced, inputs, args, kwargs):
-                return graph
-        for graph in self.graphs.candidates(inputs):  # nobody has asked for such micro-batches yet
-            traced = graph[0].traced
-            sizes = self._sizes(traced.batch_of(inputs.leaves))
-            if self._holds_for_lengths(traced, inputs, args, kwargs) and holds_for_sizes(
-                traced, args, kwargs, sizes, self.settings
-            ):
-                return graph
-        return None
-
-    def _checked_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int, flags: tuple[Any, ...] | None = None
-    ) -> GraphInputs:
-        """The inputs of a step.
-
-        Raises:
-            StateError: the pipe is closed.
-            ArgumentError: they have no values.
-        """
-        if self.closed:
-            raise StateError("the pipe is closed; make a new one with fxpipe.pipeline(model, ...)")
-        inputs = self._inputs(args, kwargs, seed, flags)
-        if any(map(has_own_attributes, inputs.leaves)):
-            input_leaves(self.model, args, kwargs)  # which refuses it by name
-        if not all(map(has_values, inputs.leaves)):
-            raise ArgumentError(
-                "the inputs have no values (meta or fake tensors); fxpipe.plan takes such, a step cannot"
-            )
-        return inputs
-
-    def _inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int, flags: tuple[Any, ...] | None = None
-    ) -> GraphInputs:
-        """Flattens inputs. `flags`: of the model's modules, where they are known."""
-        leaves, spec = flatten((args, kwargs))
-        flags = module_flags(self.model) if flags is None else flags
-        return GraphInputs(leaves, spec, GraphKey(InputsKey.of(spec, leaves), flags, ThreadState.now()), seed)
-
-    def _holds_for_lengths(
-        self, traced: Traced, inputs: GraphInputs, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
-        """Compares graph and model where dynamic sizes are far from those at which they were."""
-        lengths = traced.dynamic.lengths_of(inputs.leaves)
-        if not lengths or not traced.dynamic.is_far_from(lengths, traced.comparisons.lengths):
-            return True
-        return holds_for_lengths(traced, args, kwargs)
-
     def schedule_for(self, micro_batches: int) -> Schedule:
         """Makes the schedule of a step of `forward_backward`."""
         settings = self.settings
@@ -517,21 +498,6 @@ class PipelineState:
             settings.placement,
             settings.replicas,
         )
-
-    def _choose_chunks(self, traced: Traced, batch: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Chooses the number of micro-batches again where this mini-batch is larger than any before.
-
-        The number is for training: once a mini-batch came with gradients on, those without count no longer.
-        """
-        assert self.plan is not None
-        which = torch.is_grad_enabled(), batch
-        if which <= self._chosen_for:
-            return
-        if batch != self.plan.batch:  # for which it was chosen already
-            with torch.inference_mode(False), torch.enable_grad():
-                self.plan = with_best_chunks(self.plan, traced, batch, args, kwargs, self.settings)
-            self.settings = replace(self.settings, chunks=self.plan.chunks)
-        self._chosen_for = which
 
     @planning_block()
     def _make_graph(
@@ -567,7 +533,8 @@ class PipelineState:
                     refuse_other_answers(traced.input_reads, flatten((args, kwargs))[0])
                     return kept
             with show_progress(self.settings.progress):
-                dynamic = self.graphs.dynamic_dims(self._inputs(args, kwargs, seed))
+                (inputs,) = self._graph_inputs([ModelCall(args, kwargs, ())], seed)
+                dynamic = self.graphs.dynamic_dims(inputs)
                 settings = self.settings if micro_batches is None else replace(self.settings, chunks=1)
                 kept = self._keep(prepare_additional_graph(self.first, args, kwargs, settings, seed, dynamic))
             refuse_other_answers(kept[0].traced.input_reads, flatten((args, kwargs))[0])
@@ -589,25 +556,7 @@ class PipelineState:
     def _keep(self, prepared: PreparedGraph) -> CachedGraph:
         traced = prepared.traced
         traced.refuse_inference_mode()
-        bound = BoundProgram(
-            prepared.program,
-            wire_program(prepared.program),
-            self.settings.devices,
-            traced.in_dims,
-            traced.handed_out_dims,
-            traced.out_spec,
-            traced.state,
-            traced.constants,
-            left_attribute_dims=traced.left_attribute_dims,
-            told=traced.told,
-            combinations=traced.combinations,
-            known_pieces=InputPieces.of(traced, self.settings.devices[-1]) if traced.combinations else None,
-            untold=traced.untold,
-            used_outputs=used_outputs(traced),
-            moving_buffers=moving_buffers(prepared),
-            is_whole=traced.is_whole,
-            replicas=self._replicas_of(prepared),
-        )
+        bound = bind_program(prepared, self.settings)
         self.graphs.add(prepared, bound)
         least = max(self.settings.least_samples, least_samples(traced))
         self.settings = replace(self.settings, least_samples=least)
@@ -620,104 +569,11 @@ class PipelineState:
             )
         if self.plan is not None and (new := [r for r in traced.reasons_of_fixed_sizes if r not in self.plan.why]):
             self.plan = replace(self.plan, why=(*self.plan.why, *new))
-        self._warn_of_values(traced)
-        self._warn_of_python_values(traced)
-        self._warn_of_sizes(traced)
+        self.graphs.warn_of_many(traced)
         if traced.print_lines and not self._has_prints:
             self._has_prints = True
             warn_of_prints(self.model, traced.print_lines)
         return prepared, bound
-
-    def _replicas_of(self, prepared: PreparedGraph) -> tuple[tuple[StageReplica, ...], ...]:
-        """The replicas of each stage, whose code names their own devices; none where each stage is alone."""
-        settings = self.settings
-        if not settings.replica_workers:
-            return ()
-        by_stage = settings.stage_devices
-        every = [tuple(own[turn % len(own)] for own in by_stage) for turn in range(max(map(len, by_stage)))]
-        programs = [prepared.program]
-        for turn, devices in enumerate(every[1:], 1):
-            is_known = settings.compile is None and devices in every[:turn]  # compiled code is of one worker
-            programs.append(programs[every.index(devices)] if is_known else prepared.on_devices(devices))
-        return tuple(
-            tuple(StageReplica(device, programs[turn].stages[j]) for turn, device in enumerate(own))
-            for j, own in enumerate(by_stage)
-        )
-
-    def _warn_of_sizes(self, traced: Traced) -> None:
-        """Warns once for a pipe, where sizes of inputs alone have made so many graphs."""
-        if self._warned or (graphs := self.graphs.at_other_sizes(traced)) <= MANY_VALUE_GRAPHS:
-            return
-        if traced.dynamic.fixed:
-            why = "; ".join(traced.reasons_of_fixed_sizes)
-            remedy = "Let forward keep the size a size (tensor functions instead of loops), or pad to few sizes"
-        elif lines := self.graphs.size_conclusions(traced):
-            why = f"forward concludes something else from them at {'; '.join(lines)}"
-            remedy = "Pad to few sizes, or to sizes of which the same holds (multiples of a window or stride)"
-        else:
-            return
-        self._warned = True
-        warnings.warn(
-            f"{graphs} graphs of {type(self.model).__name__} differ only in sizes of inputs, and each other size takes "
-            f"the time to record another: {why}. {remedy}",
-            stacklevel=2,
-        )
-
-    def _warn_of_python_values(self, traced: Traced) -> None:
-        """Warns once for a pipe, if a value of Python that forward reads has made so many graphs."""
-        states = [one.traced.python_state for one, _ in self.graphs if one.traced.key == traced.key]
-        changed = () if self._warned else {name for state in states if (name := state.changed())}
-        for name in changed:
-            if (count := len({state.facts_of(name) for state in states})) > MANY_PYTHON_VALUES:
-                self._warned = True
-                warn_user(
-                    f"forward of {type(self.model).__name__} reads {name!r}{traced.python_state.line_of(name)}, which "
-                    f"had {count} values so far, and each other value takes the time to record another graph: pass "
-                    "it to forward as a tensor, or keep it in a buffer (register_buffer) that you fill"
-                )
-                break
-
-    def _warn_of_values(self, traced: Traced) -> None:
-        """Once for a pipe, where values that forward reads have made so many graphs that each step may make another."""
-        if not traced.guards or not traced.guards.guards or self._warned:
-            return
-        shapes = tuple((leaf.path, leaf.dtype, leaf.shape[1:], leaf.constant) for leaf in traced.leaves)
-        key = repr((traced.flags, traced.state, shapes))
-        seen = self._answers.setdefault(key, [])
-        seen.append({f"{guard.text} at {guard.where}": repr(guard.expected) for guard in traced.guards.guards})
-        if len(seen) > MANY_VALUE_GRAPHS:
-            self._warned = True
-            reads = [read for read in seen[-1] if len({answers.get(read) for answers in seen}) > 1]
-            warnings.warn(
-                f"{len(seen)} graphs of {type(self.model).__name__} differ only in values that forward has read "
-                f"({'; '.join(reads)}), and each other value takes the time to record another; keep them in tensors "
-                "(torch.where, masks), take the reading outside forward, or keep the module that reads whole "
-                "(leaf_modules=)",
-                stacklevel=2,
-            )
-
-
-def used_outputs(traced: Traced) -> frozenset[int]:
-    """The outputs from which the model itself makes something that requires grad."""
-    requires_grad = {} if traced.effects is None else traced.effects.requires_grad
-    nodes = ((place, node) for place, node in enumerate(traced.outputs) if isinstance(node, fx.Node))
-    return frozenset(place for place, node in nodes if any(requires_grad.get(user) for user in node.users))
-
-
-def moving_buffers(prepared: PreparedGraph) -> tuple[str, ...]:
-    """The buffers that forward changes in evaluation, by samples or by what is in them; not those of batch norm."""
-    traced, stages = prepared.traced, prepared.program.stages
-    carried, is_training = traced.carried_state, traced.flags[0][1]
-    if is_training:
-        return ()
-    moving: set[fx.Node] = set()
-    for node in traced.graph.nodes:
-        is_source = node.op == "placeholder" or (node.op == "get_attr" and node.target in carried)
-        if is_source or (info(node).recorded_size is None and not moving.isdisjoint(node.all_input_nodes)):
-            moving.add(node)
-    known = {name for stage in stages for name in (*stage.tracked_statistics, *stage.counters)}
-    written = (name for stage in stages for name in stage.changed_buffers if name not in {*carried, *known})
-    return (*written, *(name for name, node in carried.items() if node in moving and name not in known))
 
 
 def count_elements(leaves: Sequence[Any]) -> int:
@@ -726,13 +582,20 @@ def count_elements(leaves: Sequence[Any]) -> int:
 
 
 @contextlib.contextmanager
-def note_of_micro_batch(i: int, count: int) -> Iterator[None]:
-    """A block that looks at one of so many micro-batches."""
+def note_of_micro_batch(i: int, count: int | None) -> Iterator[None]:
+    """A block for one of `count` micro-batches that are handed over; None: for a mini-batch."""
     try:
         yield
     except Exception as error:
-        error.add_note(f"fxpipe: raised for micro-batch {i} of the {count} in micro_batches")
+        if count is not None:
+            error.add_note(f"fxpipe: raised for micro-batch {i} of the {count} in micro_batches")
         raise
+
+
+def _is_far(traced: Traced, inputs: GraphInputs) -> bool:
+    """Returns whether dynamic sizes are far from those for which graph and model were compared."""
+    lengths = traced.dynamic.lengths_of(inputs.leaves)
+    return lengths is not None and traced.dynamic.is_far_from(lengths, traced.comparisons.lengths)
 
 
 def samples_of(traced: Traced, leaves: Sequence[Any]) -> int:

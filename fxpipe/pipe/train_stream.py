@@ -19,6 +19,7 @@ from fxpipe.runtime.caller_context import CallerContext
 from fxpipe.runtime.executors import close_all_executors
 from fxpipe.runtime.losses import check_loss_function
 from fxpipe.runtime.stage_updates import StagewiseOptimizer
+from fxpipe.runtime.step_inputs import GivenInputs
 from fxpipe.runtime.stream import Stream, StreamLoss
 from fxpipe.scheduling.streams import STREAM_POLICIES, StreamSchedule, WeightPolicy
 from fxpipe.utils.random_generators import draw_seed
@@ -188,8 +189,7 @@ class StreamLoop:
             return None
         while self.stream is None or self.stream.in_flight < self._most:
             try:
-                call = parse_call(next(self._batches), f"mini-batch {self._read}")
-                bound, leaves, batch = self._program_for(call)
+                given = self._given_inputs(parse_call(next(self._batches), f"mini-batch {self._read}"))
             except StopIteration:
                 self._drain()
                 return None
@@ -200,7 +200,7 @@ class StreamLoop:
                 return error
             if self.stream is None:
                 self.stream = self._begin(context)
-            self.stream.admit(bound, leaves, batch, self._inside.settings.micro_batches(batch), call.target)
+            self.stream.admit(given)
             self._read += 1
         return None
 
@@ -235,22 +235,22 @@ class StreamLoop:
 
     # -- the program of a mini-batch -----------------------------------------------------------------------------------
 
-    def _program_for(self, call: ModelCall) -> tuple[BoundProgram, Any, int]:
-        """The program for a mini-batch. All in flight have the same: where it is another, those end before."""
+    def _given_inputs(self, call: ModelCall) -> GivenInputs:
+        """Finds the program of a mini-batch. All in flight have the same; before another one they end."""
         check_can_stream_now()
         self._check_call(call)
         stream, inside = self.stream, self._inside
         if not self._read:
             self._seed = peek_seed()
         seed = self._seed if stream is None else stream.seed_of(self._read)
-        known = inside.program_at_hand(call.args, call.kwargs, seed)
-        if known is None or known[0] is not self._bound:
+        known = inside.find_known(call, seed)
+        if known is None or known.bound is not self._bound:
             if stream is not None:
                 stream.drain()
                 stream.wait()
             with nullcontext() if stream is None else stream.at_rest():
-                known = inside.bound_program_for(call.args, call.kwargs, in_one=True, seed=seed)
-            bound = known[0]
+                known = inside.find([call], seed=seed)
+            bound = known.bound
             inside.check_stream_program(bound, {id(p) for p in self._optimizer.parameters()})
             if bound.program.is_random and not self._has_drawn:
                 self._has_drawn = True

@@ -27,6 +27,7 @@ from fxpipe._torch.autograd import leaves_below
 from fxpipe._torch.error_messages import allocator_error
 from fxpipe._torch.tensor_data import replace_data
 from fxpipe.errors import ArgumentTypeError, StateError
+from fxpipe.pipe.model_calls import ModelCall
 from fxpipe.pipe.pipeline_module import Pipeline, unwrap
 from fxpipe.rewriting.rng import seeded_python_rng
 from fxpipe.runtime.bound_program import BoundProgram
@@ -162,7 +163,8 @@ def verify(
     check_reduction(reduction)
     loss_fn = loss_fn if torch.is_grad_enabled() else None
     with inside.engine.running():
-        bound, leaves, batch = inside.bound_program_for(args, kwargs, in_one=loss_fn is not None)
+        given = inside.find([ModelCall(args, kwargs, ())], in_one=loss_fn is not None)
+    bound, leaves, batch = given.bound, given.leaves, given.batch
     traced = next(prepared.traced for prepared, program in inside.graphs if program is bound)
     calls = [_Call(args, kwargs, () if target is None else (target,), 1.0)]
     count = inside.settings.micro_batches(batch)

@@ -36,12 +36,12 @@ from fxpipe.runtime.commit import (
 from fxpipe.runtime.exchange import TransferNote
 from fxpipe.runtime.executors import Executor, close_all_executors
 from fxpipe.runtime.loss_stage import LossStage
-from fxpipe.runtime.loss_verification import LossHistories
+from fxpipe.runtime.loss_verification import LossHistories, LossHistory
 from fxpipe.runtime.losses import LOSS_REMEDIES, MODEL_LOSS_REMEDIES, MicroBatchLosses, ambiguous_output_message
 from fxpipe.runtime.microbatches import gather, scatter, scatter_gradient, target_dims
 from fxpipe.runtime.stage_updates import OverlappedUpdates, UpdateStep, actions_before_updates, update_rows
 from fxpipe.runtime.step import Step
-from fxpipe.runtime.step_inputs import MicroBatch, StepInputs
+from fxpipe.runtime.step_inputs import GivenInputs, StepInputs, shares_of
 from fxpipe.runtime.step_record import DeviceRecord, StepLog, StepRecord, step_record_of
 from fxpipe.runtime.transport import Transport, leaves_on_device
 from fxpipe.scheduling import backward_part, forward_part, make_schedule, with_updates
@@ -348,13 +348,10 @@ class Engine:
 
     def forward_backward(
         self,
-        bound: BoundProgram,
-        leaves: Sequence[Any],
-        batch: int,
+        given: GivenInputs,
         schedule: Schedule,
         loss_fn: Callable[..., Any],
-        target: tuple[Any, ...],
-        reduction: str,
+        reduction: str = "mean",
         scaler: torch.amp.GradScaler | None = None,
         return_outputs: bool = False,
         updates: OverlappedUpdates | None = None,
@@ -363,55 +360,85 @@ class Engine:
 
         With `updates` the stages update their weights within it, unless this step verifies the loss.
         """
-        m = schedule.micro_batches
-        shares = shares_of(samples_per_micro_batch(batch, m))
-        device = bound.devices[-1]
+        bound, m = given.bound, schedule.micro_batches
         _check_scaler_device(scaler, bound)
-        kind = self.loss_histories.of(loss_fn, reduction, target, bound, (batch, m))
+        history = None  # micro-batches that are handed over are compared with no mini-batch
+        if not given.is_handed_over:
+            history = self.loss_histories.of(loss_fn, reduction, tuple(given.targets), bound, (given.batch, m))
 
-        def run(is_verified: bool, seed: int | None = None) -> tuple[Step, LossStage]:
-            whole = copied_target(target, device) if is_verified else None
-            losses = losses_of_mini_batch(bound, leaves, batch, m, loss_fn, reduction, target, scaler, whole)
+        def run(is_verified: bool, seed: int | None = None) -> Step:
             step = self._step(
-                StepInputs.of_mini_batch(bound, leaves, shares),
+                StepInputs.of(given),
                 schedule,
                 seed,
-                losses=losses,
+                losses=losses_of(given, loss_fn, reduction, scaler, is_verified),
                 keep_outputs=is_verified or return_outputs,
-                look_at_elements=kind.look_at_elements and m > 1,
+                look_at_elements=history is not None and history.look_at_elements and m > 1,
             )
-            step.samples = batch
+            step.samples = given.batch
             self._run_with_updates(step, schedule, None if is_verified else updates)
-            assert step.loss is not None
-            return step, step.loss
+            return step
 
-        is_verified = kind.is_due and m > 1
-        step, stage = run(is_verified)
-        wrong = step.loss_weighting.difference(stage.losses.share)
-        if wrong and updates is not None and updates.begun:
-            raise LossError(f"{wrong} {LOSS_REMEDIES}. {MODEL_LOSS_REMEDIES}")
-        if wrong and kind.can_verify and not is_verified:  # nothing has changed yet: again, and this time for certain
-            is_verified = True
-            step, stage = run(is_verified, step.seed)
-        loss = stage.losses.total()
-        outputs, is_verified = self.gathered_outputs(stage, shares, is_verified, return_outputs)
-        more = stage.gather_other_results(lambda parts, how, what: gather(parts, how, shares, what))
-        if is_verified:
-            start = time.perf_counter()
-            kind.can_verify = stage.verify(outputs)
-            step.log.verifications.append(time.perf_counter() - start)
-            self._note_step(step, schedule)
-        if wrong and not (is_verified and kind.can_verify):
-            wrong = step.loss_weighting.difference(stage.losses.share, means_only=kind.can_verify is False)
-            if wrong:
+        is_verified = history is not None and history.is_due and m > 1
+        step = run(is_verified)
+        assert step.loss is not None
+        if history is None:
+            loss, outputs = step.loss.losses.total(), None
+        else:
+            wrong = step.loss_weighting.difference(step.loss.losses.share)
+            if wrong and updates is not None and updates.begun:
                 raise LossError(f"{wrong} {LOSS_REMEDIES}. {MODEL_LOSS_REMEDIES}")
-        if m > 1:
-            kind.count_pass(is_mistaken=wrong is not None)
+            if wrong and history.can_verify and not is_verified:  # nothing has changed yet: again, and for certain
+                is_verified = True
+                step = run(is_verified, step.seed)
+            loss, outputs, _ = self.judged_loss(step, history, wrong, is_verified, return_outputs)
+            if is_verified:
+                self._note_step(step, schedule)
+        stage, output = step.loss, None
+        assert stage is not None
+        if given.is_handed_over:
+            results = [stage.other_results(i) for i in range(m)]
+        else:
+            results = [stage.gather_other_results(lambda parts, how, what: gather(parts, how, step.weights, what))]
+        if return_outputs:
+            output = stage.outputs_of_micro_batches() if outputs is None else stage.tree(outputs)
         self.add_gradients(step, updates)
         step.commit_buffers()
-        with torch.no_grad():
-            write_back_results(step.open_programs[0].tensors, leaves, bound.program, more)
-        return loss, stage.tree(outputs) if return_outputs else None
+        with torch.no_grad():  # as in a loop, attributes are in the end what the last micro-batch leaves
+            leaves = given.leaves if given.is_handed_over else [given.leaves]
+            for own, values, of_one in zip(given.bounds, results, leaves, strict=False):
+                write_back_results(ModelTensors(self.model, own.constants), of_one, own.program, values)
+        return loss, output
+
+    @classmethod
+    def judged_loss(
+        cls, step: Step, history: LossHistory, wrong: str | None, is_verified: bool, is_asked: bool = False
+    ) -> tuple[torch.Tensor, list[Any], bool]:
+        """Returns the loss of a mini-batch, its outputs, if they were kept, and whether the loss was verified by them.
+
+        Args:
+            wrong: how elements count differently in different micro-batches.
+            is_verified: whether the loss of all outputs is compared.
+            is_asked: whether the outputs are to be returned.
+
+        Raises:
+            LossError: the losses of micro-batches do not add up to the loss.
+        """
+        stage = step.loss
+        assert stage is not None
+        loss = stage.losses.total()
+        outputs, is_verified = cls.gathered_outputs(stage, step.weights, is_verified, is_asked)
+        if is_verified:
+            start = time.perf_counter()
+            history.can_verify = stage.verify(outputs)
+            step.log.verifications.append(time.perf_counter() - start)
+        if wrong and not (is_verified and history.can_verify):
+            wrong = step.loss_weighting.difference(stage.losses.share, means_only=history.can_verify is False)
+            if wrong:
+                raise LossError(f"{wrong} {LOSS_REMEDIES}. {MODEL_LOSS_REMEDIES}")
+        if step.micro_batches > 1:
+            history.count_pass(is_mistaken=wrong is not None)
+        return loss, outputs, is_verified and bool(history.can_verify)
 
     @staticmethod
     def gathered_outputs(
@@ -426,39 +453,6 @@ class Engine:
             if is_asked:
                 raise
             return [], False
-
-    def forward_backward_of(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        schedule: Schedule,
-        loss_fn: Callable[..., Any],
-        reduction: str,
-        scaler: torch.amp.GradScaler | None = None,
-        return_outputs: bool = False,
-        updates: OverlappedUpdates | None = None,
-    ) -> tuple[torch.Tensor, list[Any] | None]:
-        """Runs a step over micro-batches that are handed over; returns the loss, and the outputs of each or None."""
-        shares = shares_of([one.samples for one in micro_batches])
-        _check_scaler_device(scaler, micro_batches[0].bound)
-        targets = targets_of_replicas([one.target for one in micro_batches], micro_batches[0].bound.stage_devices[-1])
-        losses = MicroBatchLosses(loss_fn, reduction, shares, targets, scaler, is_handed_over=True)
-        step = self._step(
-            StepInputs.of_micro_batches(micro_batches, shares), schedule, losses=losses, keep_outputs=return_outputs
-        )
-        step.samples = sum(one.samples for one in micro_batches)
-        self._run_with_updates(step, schedule, updates)
-        assert step.loss is not None
-        loss = losses.total()
-        outputs = step.loss.outputs_of_micro_batches() if return_outputs else None
-        self.add_gradients(step, updates)
-        step.commit_buffers()
-        with torch.no_grad():
-            for i, one in enumerate(micro_batches):  # as in a loop, attributes are in the end what the last one leaves
-                results = step.loss.other_results(i)
-                write_back_results(
-                    ModelTensors(self.model, one.bound.constants), one.leaves, one.bound.program, results
-                )
-        return loss, outputs
 
     def add_gradients(self, step: Step, updates: OverlappedUpdates | None = None) -> None:
         """Adds the gradients of a step that has ended well to those of the model's parameters."""
@@ -557,10 +551,23 @@ def _check_scaler_device(scaler: torch.amp.GradScaler | None, bound: BoundProgra
         )
 
 
-def shares_of(samples: Sequence[int]) -> list[float]:
-    """Returns the share of each micro-batch in all samples."""
-    batch = sum(samples)
-    return [size / batch for size in samples]
+def losses_of(
+    given: GivenInputs,
+    loss_fn: Callable[..., Any],
+    reduction: str,
+    scaler: torch.amp.GradScaler | None = None,
+    is_verified: bool = False,
+) -> MicroBatchLosses:
+    """Returns the losses of a step, which are still to be taken."""
+    if given.is_handed_over:
+        targets = targets_of_replicas([*given.targets], given.bound.stage_devices[-1])
+        return MicroBatchLosses(loss_fn, reduction, given.shares, targets, scaler, is_handed_over=True)
+    target = tuple(given.targets)
+    whole = copied_target(target, given.bound.devices[-1]) if is_verified else None
+    count = len(given.samples)
+    return losses_of_mini_batch(
+        given.bound, given.leaves, given.batch, count, loss_fn, reduction, target, scaler, whole
+    )
 
 
 def losses_of_mini_batch(

@@ -19,13 +19,40 @@ from fxpipe.utils.clone import clone
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """A micro-batch that the caller hands over."""
+class GivenInputs:
+    """A mini-batch that will be cut into micro-batches, or micro-batches that the caller hands over."""
 
-    bound: BoundProgram  # the program that runs it
-    leaves: Sequence[Any]  # its flattened inputs
-    samples: int
-    target: tuple[Any, ...]  # () or (target,)
+    bounds: tuple[BoundProgram, ...]  # by micro-batch: the program that runs it
+    leaves: Sequence[Any]  # flattened inputs of the mini-batch; or by micro-batch
+    samples: tuple[int, ...]  # by micro-batch
+    targets: Sequence[Any]  # () or (target,) of the mini-batch; or by micro-batch
+    is_handed_over: bool = False
+
+    @classmethod
+    def of_mini_batch(
+        cls, bound: BoundProgram, leaves: Sequence[Any], samples: Sequence[int], target: tuple[Any, ...] = ()
+    ) -> GivenInputs:
+        return cls((bound,) * len(samples), leaves, tuple(samples), target)
+
+    @property
+    def bound(self) -> BoundProgram:
+        """The program of the mini-batch; of micro-batches that are handed over, of the first."""
+        return self.bounds[0]
+
+    @property
+    def batch(self) -> int:
+        return sum(self.samples)
+
+    @property
+    def shares(self) -> list[float]:
+        """By micro-batch, its share of the samples."""
+        return shares_of(self.samples)
+
+
+def shares_of(samples: Sequence[int]) -> list[float]:
+    """Returns the share of each micro-batch in all samples."""
+    batch = sum(samples)
+    return [size / batch for size in samples]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +76,12 @@ class StepInputs:
     trained: tuple[TrainedInput, ...]
 
     @classmethod
+    def of(cls, given: GivenInputs) -> StepInputs:
+        if given.is_handed_over:
+            return cls.of_micro_batches(given.bounds, given.leaves, given.shares)
+        return cls.of_mini_batch(given.bound, given.leaves, given.shares)
+
+    @classmethod
     def of_mini_batch(cls, bound: BoundProgram, leaves: Sequence[Any], weights: Sequence[float]) -> StepInputs:
         """Cuts a mini-batch, its inputs flattened, into micro-batches of these weights."""
         m = len(weights)
@@ -62,18 +95,20 @@ class StepInputs:
         return cls((bound,) * m, tuple(parts), tuple(weights), tuple(leaves), trained)
 
     @classmethod
-    def of_micro_batches(cls, micro_batches: Sequence[MicroBatch], weights: Sequence[float]) -> StepInputs:
+    def of_micro_batches(
+        cls, bounds: Sequence[BoundProgram], leaves: Sequence[Sequence[Any]], weights: Sequence[float]
+    ) -> StepInputs:
         """Takes micro-batches as they are handed over."""
         trained = tuple(
             TrainedInput(leaf, place, range(i, i + 1), None)
-            for i, one in enumerate(micro_batches)
-            for place, leaf in enumerate(one.leaves)
+            for i, of_one in enumerate(leaves)
+            for place, leaf in enumerate(of_one)
             if tensor_requires_grad(leaf)
         )
         with torch.no_grad():
-            parts = tuple(_own_inputs(one.bound, one.leaves) for one in micro_batches)
-        values = tuple(leaf for one in micro_batches for leaf in one.leaves)
-        return cls(tuple(one.bound for one in micro_batches), parts, tuple(weights), values, trained)
+            parts = tuple(map(_own_inputs, bounds, leaves))
+        values = tuple(leaf for of_one in leaves for leaf in of_one)
+        return cls(tuple(bounds), parts, tuple(weights), values, trained)
 
     @property
     def programs(self) -> list[BoundProgram]:

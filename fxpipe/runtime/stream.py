@@ -32,7 +32,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,19 +40,18 @@ import torch
 from fxpipe._torch.autograd import version_of
 from fxpipe._torch.tensor_data import replace_data
 from fxpipe._torch.thread_state import ThreadState
-from fxpipe.errors import LossError, StateError
+from fxpipe.errors import StateError
 from fxpipe.rewriting.program import stage_context
 from fxpipe.runtime.action_performer import ActionPerformer
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
 from fxpipe.runtime.caller_context import CallerContext, thread_defaults
-from fxpipe.runtime.engine import Engine, StepNotes, copied_target, losses_of_mini_batch, shares_of
+from fxpipe.runtime.engine import Engine, StepNotes, losses_of
 from fxpipe.runtime.exchange import TransferNote
 from fxpipe.runtime.loss_verification import LossHistory
-from fxpipe.runtime.losses import LOSS_REMEDIES, MODEL_LOSS_REMEDIES
 from fxpipe.runtime.stage_instance import StageInstance
 from fxpipe.runtime.stage_updates import OverlappedUpdates, StagewiseOptimizer
 from fxpipe.runtime.step import OpenProgram, Step
-from fxpipe.runtime.step_inputs import StepInputs
+from fxpipe.runtime.step_inputs import GivenInputs, StepInputs
 from fxpipe.runtime.step_record import StepLog
 from fxpipe.runtime.stream_gradients import HiddenGradients
 from fxpipe.runtime.transport import Transport, on_all_streams
@@ -60,7 +59,6 @@ from fxpipe.scheduling.actions import Action, ActionKind, Rows, Schedule
 from fxpipe.scheduling.replicas import replica_of, rows_of_replicas
 from fxpipe.scheduling.streams import StreamSchedule
 from fxpipe.utils import accelerator
-from fxpipe.utils.batch_split import samples_per_micro_batch
 from fxpipe.utils.random_generators import mix_seed
 
 RECORDED_MINI_BATCHES = 32  # of a stream: the last ones, of which `last_step` tells
@@ -422,24 +420,21 @@ class Stream:
 
     # -- in, and out ---------------------------------------------------------------------------------------------------
 
-    def admit(
-        self, bound: BoundProgram, leaves: Sequence[Any], batch: int, count: int, target: tuple[Any, ...]
-    ) -> None:
-        """Queues a mini-batch, in so many micro-batches, behind those in flight."""
-        t = self._order.admitted
-        shares = shares_of(samples_per_micro_batch(batch, count))
-        history = self.engine.loss_histories.of(self.loss.function, self.loss.reduction, target, bound, (batch, count))
+    def admit(self, given: GivenInputs) -> None:
+        """Queues a mini-batch after those in flight."""
+        t, bound, count = self._order.admitted, given.bound, len(given.samples)
+        sizes = given.batch, count
+        history = self.engine.loss_histories.of(
+            self.loss.function, self.loss.reduction, tuple(given.targets), bound, sizes
+        )
         is_verified = history.is_due and count > 1
-        whole = copied_target(target, bound.devices[-1]) if is_verified else None
         self._run.state = bound.state
         self._run.in_order = self._stages_in_order(bound)
-        own = bound.with_turns_from(self._order.micro_batches)
+        own = replace(given, bounds=(bound.with_turns_from(self._order.micro_batches),) * count)
         with on_all_streams(self._run.transport, self._run.every_device, bound.devices[-1]):
-            losses = losses_of_mini_batch(
-                own, leaves, batch, count, self.loss.function, self.loss.reduction, target, None, whole
-            )
+            losses = losses_of(own, self.loss.function, self.loss.reduction, is_verified=is_verified)
             step = StreamStep(
-                StepInputs.of_mini_batch(own, leaves, shares),
+                StepInputs.of(own),
                 self.engine.model,
                 self.seed_of(t),
                 self._order.recomputed(count),
@@ -521,20 +516,8 @@ class Stream:
         return one.step.loss
 
     def _checked_loss(self, one: MiniBatch) -> torch.Tensor:
-        step, stage = one.step, self._loss_stage(one)
-        loss: torch.Tensor = stage.losses.total()
-        if one.micro_batches == 1:
-            return loss
-        wrong = step.loss_weighting.difference(stage.losses.share)
-        outputs, is_verified = self.engine.gathered_outputs(stage, step.weights, one.is_verified, False)
-        if is_verified:
-            one.history.can_verify = stage.verify(outputs)
-        one.is_verified = is_verified and bool(one.history.can_verify)
-        if wrong and not one.is_verified:
-            wrong = step.loss_weighting.difference(stage.losses.share, means_only=one.history.can_verify is False)
-        if wrong and not one.is_verified:
-            raise LossError(f"{wrong} {LOSS_REMEDIES}. {MODEL_LOSS_REMEDIES}")
-        one.history.count_pass(is_mistaken=wrong is not None)
+        wrong = one.step.loss_weighting.difference(self._loss_stage(one).losses.share)
+        loss, _, one.is_verified = self.engine.judged_loss(one.step, one.history, wrong, one.is_verified)
         return loss
 
     # -- ends ----------------------------------------------------------------------------------------------------------

@@ -14,10 +14,12 @@ from torch.utils import _pytree as pytree
 from fxpipe.rewriting import forbidden_cuts, split_into_stages
 from fxpipe.runtime import BoundProgram, Engine, wire_program
 from fxpipe.runtime.executors import InterleavedExecutor
+from fxpipe.runtime.step_inputs import GivenInputs
 from fxpipe.scheduling import make_schedule
 from fxpipe.scheduling.actions import Rows, Schedule
 from fxpipe.tracing import trace
 from fxpipe.tracing.node_info import info
+from fxpipe.utils.batch_split import samples_per_micro_batch
 from fxpipe.utils.random_generators import mix_seed
 from helpers.oracle import Seeded, draw_seed, parts_of
 
@@ -189,6 +191,7 @@ class EveryCut:
             loss_of(output).backward()
         else:
             plan = self.schedule(schedule, len(devices), m, checkpoint)
-            engine.forward_backward(assembly, leaves, self.batch, plan, loss_of, (), "mean")
+            sizes = samples_per_micro_batch(self.batch, m)
+            engine.forward_backward(GivenInputs.of_mini_batch(assembly, leaves, sizes), plan, loss_of)
         inputs = [x.detach() for x in leaves if isinstance(x, torch.Tensor)]
         return self._result(model, args, outputs, inputs)

@@ -651,14 +651,14 @@ def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _noting_assemblies(pipe: fxpipe.Pipeline) -> list[Any]:
     """Which graphs run, as they come; there may be one for each mode, length and answer."""
-    find, noted = pipe._fxpipe.bound_program_for, []
+    find, noted = pipe._fxpipe.find, []
 
-    def bound_program_for(*args: Any, **kwargs: Any) -> Any:
+    def noting(*args: Any, **kwargs: Any) -> Any:
         found = find(*args, **kwargs)
-        noted.append(found[0])
+        noted.append(found.bound)
         return found
 
-    pipe._fxpipe.bound_program_for = bound_program_for  # type: ignore[method-assign]
+    pipe._fxpipe.find = noting  # type: ignore[method-assign]
     return noted
 
 

@@ -33,9 +33,11 @@ from fxpipe.rewriting.weight_gradients import (
 )
 from fxpipe.runtime import BoundProgram, Engine, InterleavedExecutor, ThreadedExecutor, wire_program
 from fxpipe.runtime.step import Step
+from fxpipe.runtime.step_inputs import GivenInputs
 from fxpipe.scheduling import CHECKPOINTS, make_schedule
 from fxpipe.scheduling.actions import Action, ActionKind, Schedule
 from fxpipe.tracing import trace
+from fxpipe.utils.batch_split import samples_per_micro_batch
 
 CPU = torch.device("cpu")
 
@@ -399,7 +401,9 @@ def _train(every, starts, chunks, executor, steps=3, with_w=True, checkpoint="ne
     losses = []
     for _ in range(steps):
         leaves = pytree.tree_leaves((every.args, {}))
-        losses.append(engine.forward_backward(assembly, leaves, every.batch, schedule, loss_of, (), "mean")[0])
+        sizes = samples_per_micro_batch(every.batch, schedule.micro_batches)
+        given = GivenInputs.of_mini_batch(assembly, leaves, sizes)
+        losses.append(engine.forward_backward(given, schedule, loss_of)[0])
         optimizer.step()
         optimizer.zero_grad()
     return {f"loss {k}": loss for k, loss in enumerate(losses)} | dict(model.state_dict())
