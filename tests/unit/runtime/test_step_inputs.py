@@ -11,7 +11,7 @@ from torch import nn
 
 from fxpipe.errors import StateError
 from fxpipe.runtime.bound_program import ModelTensors
-from fxpipe.runtime.step_inputs import MicroBatch, StepInputs, TrainedInput, check_programs_fit
+from fxpipe.runtime.step_inputs import StepInputs, TrainedInput, check_programs_fit
 
 MODEL = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
 STATISTICS = "1.running_mean"
@@ -64,8 +64,7 @@ def test_a_mini_batch_is_cut_and_its_gradient_is_one() -> None:
 def test_micro_batches_are_taken_as_they_are_and_each_has_a_gradient_of_its_own() -> None:
     x, y = torch.zeros(5, 2, requires_grad=True), torch.zeros(1, 2)
     first, second = program_of(), program_of(written={0: None})
-    calls = [MicroBatch(first, [x], 5, ()), MicroBatch(second, [y], 1, ()), MicroBatch(first, [x], 5, ())]
-    inputs = StepInputs.of_micro_batches(calls, [5 / 11, 1 / 11, 5 / 11])
+    inputs = StepInputs.of_micro_batches([first, second, first], [[x], [y], [x]], [5 / 11, 1 / 11, 5 / 11])
     assert inputs.parts[0][0] is x
     assert inputs.parts[1][0] is not y  # forward writes to it
     assert inputs.trained == (TrainedInput(x, 0, range(1), None), TrainedInput(x, 0, range(2, 3), None))
