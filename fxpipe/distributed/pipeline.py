@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,22 +17,19 @@ from torch.distributed.tensor import DTensor
 from fxpipe._torch.module_internals import with_metadata
 from fxpipe.distributed.agreement import check_agreement, model_fields
 from fxpipe.distributed.materialization import GivenMemory
-from fxpipe.distributed.rank_engine import TrainingCall
 from fxpipe.distributed.rank_group import RankGroup
-from fxpipe.distributed.rank_state import TRAINING, RankState
+from fxpipe.distributed.rank_state import RankState
 from fxpipe.distributed.rank_train_stream import RankStreamLoop, RankTrainStream
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
-from fxpipe.pipe.model_calls import ModelCall, parse_micro_batches
-from fxpipe.pipe.pipeline_module import Pipeline, check_can_train, check_optimizer, model_loss
-from fxpipe.pipe.train_stream import TrainStream, parse_batches, stream_policy
-from fxpipe.planning.options.parse import parse_switch
+from fxpipe.pipe.model_calls import ModelCall
+from fxpipe.pipe.pipeline_module import Pipeline
+from fxpipe.pipe.train_stream import TrainStream
 from fxpipe.planning.options.pipeline_options import Settings, check_replicas, make_settings
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.tuning.auto_options import with_best_schedule
 from fxpipe.runtime import StepRecord
-from fxpipe.runtime.losses import check_loss_function, check_reduction, check_scaler, refuse_inputs_by_name
-from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.scheduling import Action, make_schedule
+from fxpipe.scheduling.streams import WeightPolicy
 from fxpipe.tracing.record.module_hooks import user_hooks_of
 from fxpipe.tracing.tensors import has_values
 from fxpipe.utils.units import with_article
@@ -76,6 +73,21 @@ class DistributedPipeline(Pipeline):
 
     Random numbers are those of one process that trains on the union: replicas draw different ones, from the generator
     of the first replica's first stage. Evaluation is each replica's own.
+
+    `forward_backward` is that of one process (`Pipeline.forward_backward`), on all ranks at the same time. Inputs are
+    read on the rank of the first stage (`needs_inputs`), target and loss_fn on the rank of the last stage
+    (`needs_target`); others may pass None, or `micro_batches=()`. All ranks get the loss, of all replicas. Each rank
+    has its own `grad_scaler`, made alike; a gradient that is infinite on one rank is made so on all, so that all skip
+    the update. If a step fails on one rank, all raise (`DistributedError` names the rank), and gradients and buffers
+    are as before on all ranks.
+
+    `train_stream` gives the bits of one process. All ranks iterate and get all losses; each has a
+    `fxpipe.optim.StageOptimizer`, which updates its stage. The rank of the first stage reads the inputs of `batches`
+    and decides when they end; the rank of the last stage reads the targets; others may pass `batches=()`. A loop that
+    the rank of the first stage leaves ends the stream for all ranks; another rank that leaves its loop goes on without
+    it until then. `with pipe.train_stream(...) as losses:` ends it for sure, and reports what is raised in its block to
+    the other ranks. With data parallelism mini-batch t of the stream is the union of the t-th mini-batches of all
+    replicas; the stream ends with the first replica whose inputs end.
     """
 
     __slots__ = ()
@@ -114,52 +126,12 @@ class DistributedPipeline(Pipeline):
             schedule = make_schedule("inference", n, count, "never", placement)
             return state.engine.call_ranks(graph, inputs, schedule, to_all=self._to_all)
 
-    def train_stream(
-        self,
-        batches: Iterable[Any],
-        *,
-        optimizer: StagewiseOptimizer,
-        loss_fn: Callable[..., Any] | None = None,
-        reduction: str = "mean",
-        vertical_sync: bool = False,
-        grad_scaler: torch.amp.GradScaler | None = None,
-    ) -> TrainStream:
-        """Trains on mini-batches that follow each other through the stages without a flush; yields their losses.
-
-        As in one process (`Pipeline.train_stream`), bit for bit. All ranks iterate and are given all losses; each has a
-        `fxpipe.optim.StageOptimizer`, which updates its stage. The rank of the first stage (`needs_inputs`) reads the
-        inputs of `batches` and decides when they end; that of the last stage (`needs_target`) reads the targets, and
-        may have None for inputs; others read nothing, and may be given `batches=()`. Each runs its part in the thread
-        that asks for the next loss, ahead of that loss by the mini-batches in flight: code of a loop that takes long
-        on one rank makes the others wait.
-
-        A loop that is left early ends the stream: for all ranks, where that of the first stage leaves it; another one
-        goes on, without its loop, until that one has ended. `with pipe.train_stream(...) as losses:` ends it for sure,
-        and tells the other ranks what is raised in its block. After an exception the notes of the error on each rank
-        say how many updates its stage has made; stages may have made different numbers then.
-
-        With data parallelism mini-batch t of the stream is the union of the t-th ones of all replicas, as for
-        `forward_backward`: each has its own `batches`, and gradients are summed over replicas before a stage updates.
-        Versions of weights are those of a stream without replicas. The stream ends with the first replica whose inputs
-        do; a mini-batch that others have read by then does not run.
-
-        Raises:
-            StateError: stages of several ranks use one tensor; or replicas have gradients of their own (`no_sync`).
-            DistributedError: another rank has failed, which it names; or a rank is gone, or has not answered for
-                `timeout` seconds.
-        """
-        state = self._state
-        state.check_open()
-        with state.engine.running(), state.group.together():
-            check_reduction(reduction)
-            parse_switch("vertical_sync", vertical_sync)
-            policy = stream_policy(state.settings.schedule, vertical_sync)
-            self._check_stream_arguments(optimizer, loss_fn, grad_scaler)
-            self._check_replicas_are_equal()
-            check_agreement(state.group, {"vertical_sync": str(vertical_sync), "reduction": reduction}, is_long=False)
-            function, is_given = loss_fn or model_loss, loss_fn is not None
-            loop = RankStreamLoop(state, parse_batches(batches), function, optimizer, reduction, policy, is_given)
-            return RankTrainStream(loop)
+    def _open_stream(self, *arguments: Any) -> TrainStream:
+        self._check_replicas_are_equal()
+        *_, reduction, policy, _ = arguments
+        fields = {"vertical_sync": str(policy is WeightPolicy.VERTICAL_SYNC), "reduction": reduction}
+        check_agreement(self._state.group, fields, is_long=False)
+        return RankTrainStream(RankStreamLoop(self._state, *arguments))
 
     def _check_replicas_are_equal(self) -> None:
         """Raises `StateError` where a stream would update each replica with gradients of its own."""
@@ -174,77 +146,6 @@ class DistributedPipeline(Pipeline):
                 "train_stream behind forward_backward within no_sync(): .grad has gradients that other replicas do not "
                 "know of; sum them by a call of forward_backward outside of it and step, or call zero_grad(), before"
             )
-
-    def forward_backward(
-        self,
-        *args: Any,
-        target: Any = None,
-        loss_fn: Callable[..., Any] | None = None,
-        reduction: str = "mean",
-        grad_scaler: torch.amp.GradScaler | None = None,
-        micro_batches: Iterable[Any] | None = None,
-        optimizer: StagewiseOptimizer | None = None,
-        return_outputs: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        """Runs forward and backward of a mini-batch; adds the gradients to `.grad` of this rank's parameters.
-
-            loss = pipe.forward_backward(x, target=t, loss_fn=torch.nn.functional.cross_entropy)
-
-        As in one process (`Pipeline.forward_backward`), on all ranks at once. Inputs are looked at on the rank of the
-        first stage (`needs_inputs`), target and loss_fn on that of the last one (`needs_target`): elsewhere they may
-        be None, or left out. Of `micro_batches` the rank of the first stage looks at the inputs, and that of the last
-        one at the targets; others may give `micro_batches=()`.
-
-        Each rank has a `grad_scaler` of its own, made alike, and calls `grad_scaler.step(optimizer)` and `update()`.
-        Where a gradient is infinite or NaN on one rank, it is made so on all of them, so that all skip the update.
-
-        A `fxpipe.optim.StageOptimizer` given as `optimizer` then steps the parameters of this rank.
-
-        Returns:
-            The loss, on all ranks, of all replicas; with `return_outputs` the pair of it and this replica's outputs, as
-            a call returns them.
-
-        Raises:
-            DistributedError: the step has failed on another rank, which it names; or a rank is gone, or has not
-                answered for `timeout` seconds. As after any exception, gradients and buffers are as before on all
-                ranks, and the next step begins anew.
-        """
-        state = self._state
-        state.check_open()
-        with state.engine.running(), state.group.together():
-            refuse_inputs_by_name(self._fxpipe_model.forward, target, loss_fn, reduction)
-            check_reduction(reduction)
-            check_scaler(grad_scaler)
-            parse_switch("return_outputs", return_outputs)
-            check_can_train(self._fxpipe_model)
-            check_optimizer(optimizer, self, grad_scaler)
-            if optimizer is not None and not state.engine.replicas.is_synced:
-                raise ArgumentError(
-                    "optimizer= within no_sync(): replicas would each be updated with gradients of their own; give it "
-                    "to the last call, outside"
-                )
-            targets: Any = () if target is None else (target,)
-            calls: Sequence[ModelCall] | None = [ModelCall(args, kwargs, targets)]
-            is_handed_over = micro_batches is not None
-            if micro_batches is not None:
-                if args or kwargs or target is not None:
-                    raise ArgumentError(
-                        "micro_batches and inputs or a target beside them: these are in the micro-batches"
-                    )
-                is_needed = not isinstance(micro_batches, (tuple, list)) or bool(micro_batches)
-                calls = parse_micro_batches(micro_batches) if is_needed else None
-            check_loss_function(loss_fn, (calls[0].target or None) if calls else None)
-            graph, inputs = state.agree(TRAINING, calls, is_handed_over)
-            if is_handed_over:
-                targets = state.targets_of(calls, inputs)
-            schedule = state.schedule_for(len(inputs.samples))
-            call = TrainingCall(loss_fn or model_loss, targets, reduction, grad_scaler, return_outputs, self._to_all)
-            loss, outputs = state.engine.train_ranks(graph, inputs, schedule, call)
-        if optimizer is not None:
-            optimizer.step()
-            optimizer.zero_grad()
-        return (loss, outputs) if return_outputs else loss
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

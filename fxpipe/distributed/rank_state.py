@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -20,12 +20,12 @@ from fxpipe._torch.module_internals import all_modules
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.distributed.agreement import check_agreement, graph_fields
 from fxpipe.distributed.held_tensors import HeldTensors
-from fxpipe.distributed.rank_engine import RankEngine, RankGraph, RankInputs
+from fxpipe.distributed.rank_engine import RankEngine, RankGraph, RankInputs, TrainingCall
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.errors import ArgumentError, StateError
 from fxpipe.pipe.graph_cache import MAX_GRAPHS, CachedGraph
 from fxpipe.pipe.model_calls import ModelCall
-from fxpipe.pipe.pipeline_state import PipelineState, count_elements, peek_seed
+from fxpipe.pipe.pipeline_state import PipelineState, StepCall, count_elements, peek_seed
 from fxpipe.planning.options.pipeline_options import Settings
 from fxpipe.planning.passes import PreparedGraph
 from fxpipe.planning.plans import Plan
@@ -173,12 +173,33 @@ class RankState(PipelineState):
                 self.parameters_by_stage(optimizer)
             optimizer.step_parameters(optimizer.parameters())
 
-    def check_open(self) -> None:
-        """Raises `StateError` where the pipe is closed: it has no connection, and makes none any more."""
-        if self.closed:
-            raise StateError("the pipe is closed; make a new one with fxpipe.pipeline(model, ...)")
-
     # -- a step ------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def checking(self) -> Iterator[None]:
+        """All ranks check and run together: what one refuses, the others raise."""
+        self.check_open()
+        with self.engine.running(), self.group.together():
+            yield
+
+    def running(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def read_micro_batches(self, micro_batches: Any) -> list[ModelCall] | None:
+        is_needed = not isinstance(micro_batches, (tuple, list)) or bool(micro_batches)
+        return super().read_micro_batches(micro_batches) if is_needed else None
+
+    def train(self, call: StepCall, optimizer: StagewiseOptimizer | None) -> tuple[torch.Tensor, Any, bool]:
+        if optimizer is not None and not self.engine.replicas.is_synced:
+            raise ArgumentError(
+                "optimizer= within no_sync(): replicas would each be updated with gradients of their own; give it "
+                "to the last call, outside"
+            )
+        graph, inputs = self.agree(TRAINING, call.calls, call.is_handed_over)
+        targets = self.targets_of(call.calls, inputs) if call.is_handed_over else (call.calls or [])[0].target
+        schedule, to_all = self.schedule_for(len(inputs.samples)), self.outputs == "all"
+        arguments = TrainingCall(call.loss_fn, targets, call.reduction, call.scaler, call.return_outputs, to_all)
+        return (*self.engine.train_ranks(graph, inputs, schedule, arguments), False)
 
     def agree(
         self, call: str, calls: Sequence[ModelCall] | None, is_handed_over: bool = False, seed: int | None = None

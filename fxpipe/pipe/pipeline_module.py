@@ -15,9 +15,9 @@ from torch import nn
 from fxpipe._torch.data_parallel import is_in_data_parallel_forward
 from fxpipe._torch.module_internals import STORE_NAMES
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
-from fxpipe.pipe.model_calls import ModelCall, parse_micro_batches
+from fxpipe.pipe.model_calls import ModelCall
 from fxpipe.pipe.pipeline_class import NOT_COMPILED, SLOTS, class_of_model, pipeline_class, replaced_forward, set_up
-from fxpipe.pipe.pipeline_state import DROP_IN_SCHEDULE, PipelineState
+from fxpipe.pipe.pipeline_state import DROP_IN_SCHEDULE, PipelineState, StepCall
 from fxpipe.pipe.train_stream import StreamLoop, TrainStream, parse_batches, stream_policy
 from fxpipe.planning.options.parse import parse_compile, parse_switch
 from fxpipe.planning.options.pipeline_options import OPTION_DEFAULTS, Settings
@@ -25,7 +25,7 @@ from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.node_groups import node_groups_of
 from fxpipe.runtime import Executor, StepRecord, executor_for
 from fxpipe.runtime.losses import check_loss_function, check_reduction, check_scaler, refuse_inputs_by_name
-from fxpipe.runtime.stage_updates import StagewiseOptimizer, noting_updates
+from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.tracing.record.module_hooks import run_with_user_hooks, user_hooks_of
 from fxpipe.tracing.source_lines import code_of_function, line_of_function, warn_user
 from fxpipe.tracing.tensors import has_values
@@ -298,29 +298,28 @@ class Pipeline(nn.Module):
         Memory-Efficient Pipeline-Parallel DNN Training, 2021, https://arxiv.org/abs/2006.09503; there, micro-batches
         all count the same.
         """
-        refuse_inputs_by_name(self._fxpipe_model.forward, target, loss_fn, reduction)
-        check_reduction(reduction)
-        check_scaler(grad_scaler)
-        parse_switch("return_outputs", return_outputs)
-        is_handed_over = micro_batches is not None
-        if is_handed_over and (args or kwargs or target is not None):
-            raise ArgumentError("micro_batches and inputs or a target beside them: these are in the micro-batches")
-        targets = () if target is None else (target,)
-        calls = parse_micro_batches(micro_batches) if is_handed_over else [ModelCall(args, kwargs, targets)]
-        check_loss_function(loss_fn, calls[0].target or None)
-        check_can_train(self._fxpipe_model)
-        check_optimizer(optimizer, self, grad_scaler)
-        inside, function = self._fxpipe, loss_fn or model_loss
+        inside, is_handed_over = self._fxpipe, micro_batches is not None
         may_lack_target = loss_fn is not None and target is None and not is_handed_over
-        with inside.engine.running(), _asking_for_target(may_lack_target):
-            given = inside.find(calls, is_handed_over)
-            schedule, updates = inside.schedule_for(len(given.samples)), inside.overlapped_updates(optimizer)
-            with noting_updates(updates):
-                loss, outputs = inside.engine.forward_backward(
-                    given, schedule, function, reduction, grad_scaler, return_outputs, updates
-                )
-        if updates is not None and updates.begun:
-            updates.optimizer.count_step()
+        with inside.checking():
+            refuse_inputs_by_name(self._fxpipe_model.forward, target, loss_fn, reduction)
+            check_reduction(reduction)
+            check_scaler(grad_scaler)
+            parse_switch("return_outputs", return_outputs)
+            calls: list[ModelCall] | None = [ModelCall(args, kwargs, () if target is None else (target,))]
+            if is_handed_over:
+                if args or kwargs or target is not None:
+                    raise ArgumentError(
+                        "micro_batches and inputs or a target beside them: these are in the micro-batches"
+                    )
+                calls = inside.read_micro_batches(micro_batches)
+            check_loss_function(loss_fn, (calls[0].target or None) if calls else None)
+            check_can_train(self._fxpipe_model)
+            check_optimizer(optimizer, self, grad_scaler)
+            with inside.running(), _asking_for_target(may_lack_target):
+                call = StepCall(calls, is_handed_over, loss_fn or model_loss, reduction, grad_scaler, return_outputs)
+                loss, outputs, has_stepped = inside.train(call, optimizer)
+        if optimizer is not None and has_stepped:
+            optimizer.count_step()
         elif optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
@@ -403,15 +402,18 @@ class Pipeline(nn.Module):
 
         Sources: `fxpipe.scheduling.streams` names them.
         """
-        check_reduction(reduction)
-        parse_switch("vertical_sync", vertical_sync)
-        policy = stream_policy(self._fxpipe.settings.schedule, vertical_sync)
-        self._check_stream_arguments(optimizer, loss_fn, grad_scaler)
-        if self._fxpipe.closed:
-            raise StateError("the pipe is closed; make a new one with fxpipe.pipeline(model, ...)")
-        function, is_given = loss_fn or model_loss, loss_fn is not None
-        loop = StreamLoop(self._fxpipe, parse_batches(batches), function, optimizer, reduction, policy, is_given)
-        return TrainStream(loop)
+        inside = self._fxpipe
+        with inside.checking():
+            check_reduction(reduction)
+            parse_switch("vertical_sync", vertical_sync)
+            policy = stream_policy(inside.settings.schedule, vertical_sync)
+            self._check_stream_arguments(optimizer, loss_fn, grad_scaler)
+            inside.check_open()
+            function, is_given = loss_fn or model_loss, loss_fn is not None
+            return self._open_stream(parse_batches(batches), function, optimizer, reduction, policy, is_given)
+
+    def _open_stream(self, *arguments: Any) -> TrainStream:
+        return TrainStream(StreamLoop(self._fxpipe, *arguments))
 
     def _check_stream_arguments(self, optimizer: Any, loss_fn: Any, grad_scaler: Any) -> None:
         check_scaler(grad_scaler)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +21,7 @@ from fxpipe._torch.tensor_data import replace_data
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentError, FxpipeError, StateError
 from fxpipe.pipe.graph_cache import CachedGraph, GraphCache, GraphInputs
-from fxpipe.pipe.model_calls import ModelCall
+from fxpipe.pipe.model_calls import ModelCall, parse_micro_batches
 from fxpipe.pipe.optimizer_state import OptimizerStateMover
 from fxpipe.pipe.program_binding import bind_program
 from fxpipe.planning.dynamic_plan import plan_with_dynamic_sizes
@@ -35,7 +35,7 @@ from fxpipe.planning.tuning.auto_options import with_best_chunks
 from fxpipe.runtime import BoundProgram, Engine, Executor, StepRecord, executor_for
 from fxpipe.runtime.bound_program import ModelTensors
 from fxpipe.runtime.losses import ambiguous_output_message
-from fxpipe.runtime.stage_updates import OverlappedUpdates, StagewiseOptimizer
+from fxpipe.runtime.stage_updates import OverlappedUpdates, StagewiseOptimizer, noting_updates
 from fxpipe.runtime.step_inputs import GivenInputs
 from fxpipe.scheduling import Schedule, make_schedule
 from fxpipe.tracing.cache_key import GraphKey, InputsKey
@@ -59,6 +59,18 @@ from fxpipe.utils.units import human_bytes
 T = TypeVar("T")
 
 DROP_IN_SCHEDULE = "gpipe"  # all forwards, then all backwards: that is all that a call and its backward can be
+
+
+@dataclass(frozen=True, slots=True)
+class StepCall:
+    """The arguments of a `forward_backward`."""
+
+    calls: list[ModelCall] | None  # a mini-batch, or micro-batches; None if this process does not need them
+    is_handed_over: bool  # are they micro-batches
+    loss_fn: Callable[..., Any]
+    reduction: str
+    scaler: torch.amp.GradScaler | None  # of this process
+    return_outputs: bool
 
 
 class PipelineState:
@@ -91,6 +103,11 @@ class PipelineState:
         self.plan = prepared.plan
         for stage, device in zip(reversed(prepared.program.stages), reversed(prepared.settings.devices), strict=True):
             self._devices_ahead.update(dict.fromkeys(stage.attributes, device))  # of the first stage that uses it
+
+    def check_open(self) -> None:
+        """Raises `StateError` if the pipe is closed."""
+        if self.closed:
+            raise StateError("the pipe is closed; make a new one with fxpipe.pipeline(model, ...)")
 
     # -- tensors that are given values: of this process, and what others say of theirs ---------------------------------
 
@@ -239,6 +256,35 @@ class PipelineState:
                 f"the model has no values to run with: {missing[0]!r} is a meta or fake tensor; give it some first "
                 "(fxpipe.distributed.load(pipe, path) reads a checkpoint; or load_state_dict(..., assign=True))"
             )
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def checking(self) -> contextlib.AbstractContextManager[object]:
+        """A block in which arguments are checked, and micro-batches read."""
+        return contextlib.nullcontext()
+
+    def running(self) -> contextlib.AbstractContextManager[object]:
+        """A block within `checking` in which a step runs."""
+        return self.engine.running()
+
+    def read_micro_batches(self, micro_batches: Any) -> list[ModelCall] | None:
+        """Reads micro-batches that are handed over; None if this process does not need them."""
+        return parse_micro_batches(micro_batches)
+
+    def train(self, call: StepCall, optimizer: StagewiseOptimizer | None) -> tuple[torch.Tensor, Any, bool]:
+        """Runs a step of `forward_backward`.
+
+        Returns:
+            The loss, the outputs or None, and whether the optimizer has updated the stages within the step.
+        """
+        assert call.calls is not None
+        given = self.find(call.calls, call.is_handed_over)
+        schedule, updates = self.schedule_for(len(given.samples)), self.overlapped_updates(optimizer)
+        with noting_updates(updates):
+            loss, outputs = self.engine.forward_backward(
+                given, schedule, call.loss_fn, call.reduction, call.scaler, call.return_outputs, updates
+            )
+        return loss, outputs, updates is not None and bool(updates.begun)
 
     # -- updates of the weights --------------------------------------------------------------------------------------
 
@@ -425,8 +471,7 @@ class PipelineState:
             StateError: the pipe is closed.
             ArgumentError: they have no values.
         """
-        if self.closed:
-            raise StateError("the pipe is closed; make a new one with fxpipe.pipeline(model, ...)")
+        self.check_open()
         flags, checked, inputs = module_flags(self.model), dict[int, bool](), []
         for call in calls:
             leaves, spec = flatten((call.args, call.kwargs))
