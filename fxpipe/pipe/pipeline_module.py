@@ -236,60 +236,59 @@ class Pipeline(nn.Module):
 
             loss = pipe.forward_backward(x, target=t, loss_fn=torch.nn.functional.cross_entropy)
 
-        The gradients are those of `loss_fn(model(x), target)` on the whole mini-batch of b samples, also where its
-        micro-batches differ in size. A mean over something else than samples, tokens that are no padding say, returns
-        the sum and how many they are:
+        The gradients are those of `loss_fn(model(x), target)` on the whole mini-batch of b samples, also if its
+        micro-batches differ in size. If the loss is a mean over something other than samples, for example over tokens
+        without padding, return the sum and the number:
 
             def loss_fn(logits, t):  # (b, classes, length), (b, length)
                 return F.cross_entropy(logits, t, reduction="sum"), (t != -100).sum()
 
-        The loss is taken of each micro-batch. In the first step with a loss, the tenth, the hundredth and so on, it is
-        taken of all gathered outputs as well, and compared by value and by gradient; such a step holds the outputs of
-        the whole mini-batch. A loss that depends on another value than before, or takes a mini-batch of another size,
-        counts as another loss. On the CPU every step, on GPUs these, checks besides that each element of the sums and
-        means that the loss ends in counts the same in all micro-batches, and that none of these has a loss of 0 or NaN
-        alone: so padding is noticed when it comes. A loss that draws random numbers takes them from torch's generator,
-        micro-batch by micro-batch, and is not compared where they make a difference.
+        `loss_fn` is called for each micro-batch. In the first step with a loss, the tenth, the hundredth and so on, it
+        is also called with all gathered outputs, and compared by value and by gradient; such a step holds the outputs
+        of the whole mini-batch. A loss that depends on another value than before, or a mini-batch of another size,
+        counts as another loss. These steps, and on the CPU every step, also check that each element of the sums and
+        means at the end of the loss counts the same in all micro-batches, and that no micro-batch alone has a loss of 0
+        or NaN: so padding is noticed when it comes. A loss may draw random numbers, from torch's generator; it is then
+        not compared if they make a difference.
 
-        Instead of a mini-batch it takes micro-batches, whose number and sizes may be others in each step, as
-        iterators over data give them:
+        Instead of a mini-batch it takes micro-batches, in any number and of any sizes, as iterators over data give
+        them:
 
             loss = pipe.forward_backward(micro_batches=itertools.islice(data, 8), loss_fn=loss_fn)
 
-        Then each is to the model what a mini-batch is, and may have its own length. The loss is the mean, weighted by
-        samples, of what `loss_fn` gives for each (the sum, with `reduction="sum"`), as in a loop that accumulates
-        gradients; there is no mini-batch to compare it with. If samples act on each other (a contrastive loss), or no
-        input holds them in a dimension, micro-batches count the same. A mean over tokens, however many each holds, is a
-        pair (total, weight).
+        Each is a mini-batch to the model, and may have its own length. The loss is the mean, weighted by samples, of
+        what `loss_fn` gives for each (the sum, with `reduction="sum"`), as in a loop that accumulates gradients. If
+        samples act on each other (a contrastive loss), or no input holds them in a dimension, micro-batches count the
+        same. For a mean over tokens return a pair (total, weight).
 
         Args:
-            args, kwargs: the model's inputs. (One named like an argument here has to be given by position.)
+            args, kwargs: the model's inputs. (Pass an input named like an argument here by position.)
             target: a tensor, or tensors in tuples, lists, dicts and dataclasses, with the b samples in dimension 0;
                 None: loss_fn takes the output alone.
             loss_fn: (output, target) -> a 0-dim floating point tensor; or a pair (total, weight), of such a tensor and
                 a number or 0-dim tensor without gradient: the loss is the sum of totals over the sum of weights. It
-                may be a module; what it uses gets gradients. None: the model's output is the loss. A loss inside the
-                model's output: `lambda out: out.loss`; each micro-batch then shows its part of the mini-batch's.
+                may be a module; what it uses gets gradients. None: the model's output is the loss. If the loss is
+                inside the output: `lambda out: out.loss`; each micro-batch then shows its part of the mini-batch's.
             reduction: "mean": the loss is a mean over samples. "sum": it is a sum. Not used for pairs.
             grad_scaler: scales the loss for backward, as `grad_scaler.scale(loss).backward()` does; then call
-                `grad_scaler.step(optimizer)` and `grad_scaler.update()` as ever.
-            micro_batches: an iterable of micro-batches, in place of inputs and target: each is (args, kwargs, target)
+                `grad_scaler.step(optimizer)` and `grad_scaler.update()` as usual.
+            micro_batches: an iterable of micro-batches instead of inputs and target: each is (args, kwargs, target)
                 with a tuple of inputs by position, a dict of inputs by name and the target or None; or
-                (inputs, target), of which inputs is a tensor, a tuple or a dict; or a tensor or dict of inputs alone.
-                All of them have a target, or none. It is read to its end before anything runs.
-            optimizer: a `fxpipe.optim.StageOptimizer` of this pipe, which steps with the gradients of this step, and of
-                those before it that were added up; then they are gone, as after `optimizer.step();
-                optimizer.zero_grad()`. With `overlap=True` each stage is updated while others still run.
-            return_outputs: return (loss, outputs). Without it an output is gone with its micro-batch.
+                (inputs, target), with inputs a tensor, a tuple or a dict; or a tensor or dict of inputs alone. All have
+                a target, or none. It is read to its end before anything runs.
+            optimizer: a `fxpipe.optim.StageOptimizer` of this pipe, which steps with the gradients of this step and of
+                steps before it that were accumulated, as `optimizer.step(); optimizer.zero_grad()`. With `overlap=True`
+                each stage is updated while others still run.
+            return_outputs: return (loss, outputs). Otherwise an output is freed with its micro-batch.
 
         Returns:
             The loss of the mini-batch: 0-dim, detached, unscaled, on the last stage's device. With `return_outputs` the
-            pair of it and what the model returns for the mini-batch, detached, gathered as a call gathers it; of
-            `micro_batches` a list of what it returns for each.
+            pair of it and what the model returns for the mini-batch, detached, as a call returns it; for
+            `micro_batches` a list with what it returns for each.
 
         Raises:
-            LossError: the loss is no scalar, does not require grad, or is not what the losses of micro-batches add up
-                to. As after any exception, gradients and buffers are as before.
+            LossError: the loss is not a scalar, does not require grad, or is not what the losses of micro-batches add
+                up to. As after any exception, gradients and buffers are as before.
             ArgumentError: target has another batch than the inputs, the inputs cannot be cut, or micro_batches cannot
                 be read.
             StateError: gradients are off, the pipe is closed, or another step is running.
@@ -343,9 +342,9 @@ class Pipeline(nn.Module):
             for loss in pipe.train_stream(loader, optimizer=optimizer, loss_fn=torch.nn.functional.cross_entropy):
                 print(loss)
 
-        A stage takes up a new mini-batch as soon as it has gone back through one, and updates its weights at once. So
-        no stage idles, and the weights of n stages are stale: at stage j a mini-batch has the weights of n - 1 - j
-        updates ago. Its backward has the same ones as its forward (*weight stashing*).
+        A stage starts a new mini-batch as soon as it has ended the backward of another, and updates its weights
+        immediately. So no stage idles, and weights are stale: at stage j of n a mini-batch has the weights of n - 1 - j
+        updates ago. Its backward uses the weights of its forward (*weight stashing*).
 
         | schedule                           | weights of mini-batch t at stage j      | versions at stage j   |
         |------------------------------------|-----------------------------------------|-----------------------|
@@ -353,43 +352,41 @@ class Pipeline(nn.Module):
         | `pipedream`, `vertical_sync=True`  | of the first t - (n - 1), at all stages | n                     |
         | `pipedream_2bw`                    | of the first t - 1, at all stages       | 2                     |
 
-        With `pipedream` a mini-batch runs as a whole (`chunks=1`, unless given otherwise). With `pipedream_2bw` it runs
-        in `chunks` micro-batches, at least as many as there are stages, whose gradients make one update; it needs the
-        fewest versions. With one stage on one device all of them are plain training.
+        With `pipedream` a mini-batch is not cut (`chunks=1`, unless given otherwise). With `pipedream_2bw` it runs in
+        `chunks` micro-batches, at least as many as there are stages, whose gradients make one update. With one stage on
+        one device all of them are plain training.
 
-        Where a stage has replicas (a plan of `balance="pipedream"` with `hardware`), mini-batch t goes to replica t
-        modulo their number R, forward and backward, and each *round* of R mini-batches makes one update of them all, by
-        the mean of its gradients. A mini-batch of round k = floor(t / R) has the weights of the first k - W / R
-        updates, where W mini-batches are in flight in all replicas of the stage; it holds 1 + W / R versions. (15-1: 30
-        and 1 in flight, so a round of the 15 replicas has the weights of two rounds ago.) A round that the end of the
-        stream cuts short is updated by the mean of what came. With `vertical_sync` all stages have the rounds of the
-        one with most replicas; with `pipedream_2bw`, or `chunks` of no fewer than R, each mini-batch is a round, whose
-        micro-batches go to the replicas in turn. Where forward changes buffers, forwards of replicas follow each other.
+        If a stage has R replicas (a plan of `balance="pipedream"` with `hardware`), mini-batch t goes to replica t
+        modulo R, forward and backward, and each *round* of R mini-batches makes one update of all of them, with the
+        mean of its gradients. A mini-batch of round k = floor(t / R) has the weights of the first k - W / R updates,
+        where W mini-batches are in flight in all replicas of the stage; it holds 1 + W / R versions. A round that the
+        end of the stream cuts short makes an update with the mean of its mini-batches. With `vertical_sync` all stages
+        have the rounds of the stage with most replicas; with `pipedream_2bw`, or `chunks` of at least R, each
+        mini-batch is a round, and replicas take its micro-batches in turn. If forward changes buffers, replicas run
+        their forwards one after another.
 
-        Mini-batches are read ahead: n + 2 of them are in flight, or wait; with replicas as many as it takes to end a
-        round. Options of the optimizer, the learning rate say, that change in the loop are those of mini-batches read
-        from then on; a round has those of its last. While a stream is open the pipe cannot be called, the weights are
-        of no one step, and nobody else may write to them. When it has ended, or was closed, all mini-batches that were
-        read are applied on all stages; then evaluate, save, load, and open the next one, whose first mini-batches have
-        the newest weights again. (A mini-batch that needs another graph, for another shape, lets those before it end
-        first, too.) Leaving a loop early closes the stream when nobody holds it any more, and
-        `with pipe.train_stream(...) as losses:` closes it for sure.
+        Mini-batches are read ahead: n + 2 of them are in flight, or wait; with replicas the number that ends a round.
+        Options of the optimizer that change in the loop, such as the learning rate, hold for mini-batches read from
+        then on; a round has those of its last mini-batch. While a stream is open the pipe cannot be called, and the
+        weights must not be written to. When it has ended, or was closed, all mini-batches that were read are applied
+        on all stages; then evaluate, save, load, and open the next one. (A mini-batch of another shape, which needs
+        another graph, waits until those before it have ended.) `with pipe.train_stream(...) as losses:` closes it; so
+        does leaving a loop, once no reference to the stream is left.
 
-        Where reading a mini-batch raises, the losses of those before it come first, then the exception. Where a stage
-        raises, the exception comes at once, mini-batches in flight are dropped, and a note tells of how many each stage
-        has made the updates. Buffers are then as forward has left them.
+        If reading a mini-batch raises, the losses of those before it come first, then the exception. If a stage raises,
+        the exception comes immediately, mini-batches in flight are dropped, and a note reports the number of updates
+        of each stage. Buffers are then as forward has left them.
 
-        There is no time at which the gradients of all stages are there: clipping by the norm of all, `GradScaler` and
-        hooks of the optimizer need `forward_backward`. Who looks at `.grad` of a parameter in the loop, to clip or to
-        log, gets a StateError that says so; `optimizer.zero_grad()` there does nothing. Neither may several stages use
-        one weight.
+        The gradients of all stages never exist at the same time: clipping by the norm of all, `GradScaler` and hooks
+        of the optimizer need `forward_backward`. Reading `.grad` of a parameter in the loop raises a StateError that
+        says so; `optimizer.zero_grad()` there does nothing. Several stages cannot use one weight.
 
         Args:
             batches: an iterable of mini-batches, each as a micro-batch of `forward_backward`: (inputs, target),
                 (args, kwargs, target), or inputs alone.
             optimizer: a `fxpipe.optim.StageOptimizer` of this pipe, with `overlap` or without.
             loss_fn, reduction: as for `forward_backward`.
-            vertical_sync: all stages use the version that was the newest at the first one.
+            vertical_sync: all stages use the version that was the newest at the first stage.
             grad_scaler: refused.
 
         Returns:

@@ -1,20 +1,18 @@
-"""Gradients of a step are committed once, when it has ended well.
+"""Gradients of a step are committed once, after it has succeeded.
 
-`Commit` stands in the caller's autograd graph for the whole pipeline: its inputs are the model's parameters and the
-inputs that require grad, its outputs are the outputs of the pipe. When the caller's backward reaches it, it has the
-workers run theirs and returns the sums. So hooks on parameters fire once for a step, `.grad` accumulates as ever,
-`autograd.grad` works, and a step that fails leaves nothing behind.
+`Commit` is one node in the caller's autograd graph for the whole pipeline: its inputs are the model's parameters and
+the inputs that require grad, its outputs are the outputs of the pipe. When the caller's backward reaches it, the
+workers run theirs, and it returns the sums. So hooks on parameters fire once for a step, `.grad` accumulates,
+`autograd.grad` works, and a step that fails changes nothing.
 
-On GPUs it has nodes around it, since autograd reckons with one stream for each node, on which all that the node hands
-out is ready, and runs the nodes of a GPU in a thread of that GPU:
+On GPUs it has nodes around it, since autograd runs each node of a GPU in a thread and on the stream of that GPU:
 
     outputs ◀── Caught ◀── Commit ◀── Handed of cuda:0 ◀── parameters and inputs there
     (cuda:1)    (cuda:1)    (CPU)  ◀── Handed of cuda:1 ◀── parameters and inputs there
 
-So Commit, of which nothing is on a GPU, waits in the thread that calls backward, where Ctrl-C and context variables are
-the caller's, and keeps no thread of a GPU from other work. And each gradient comes from a node of its own device, whose
-stream is the step's there. One node for all would have the stream of the outputs: other GPUs would wait for that one,
-and not for their own (torch warns that AccumulateGrad has another stream).
+So Commit waits in the thread that calls backward, where Ctrl-C and context variables are the caller's, and each
+gradient comes from a node of its own device. One node for all would have the stream of the outputs, and other GPUs
+would wait for it (torch warns that AccumulateGrad has another stream).
 """
 
 from __future__ import annotations
@@ -171,16 +169,12 @@ def add_gradient(have: torch.Tensor | None, new: torch.Tensor, count: int) -> to
     return have + new if count < 2 or new.is_sparse else have.add_(new)
 
 
-# -- Gradients of leaves as they were, where a hook on one of them raises after others have been handed out ----------
+# -- Rollback of gradients if a hook raises ---------------------------------------------------------------------------
 #
-# Autograd hands out the gradients of a step one after the other: each goes through the hooks on its leaf
-# (`register_hook`), is added to `.grad`, in place where there is one, and is shown to further hooks
-# (`register_post_accumulate_grad_hook`). Where a hook raises, the leaves before it have their gradients and the others
-# have none. So only leaves with hooks cost anything: then the gradients that all leaves have from before the step are
-# copied for as long as new ones are handed out.
-#
-# What cannot be undone is what hooks have done themselves: an optimizer that they have stepped has changed parameters.
-# And hooks on a node of autograd (`get_gradient_edge(p).node.register_hook`) cannot be seen.
+# Autograd passes the gradients of a step to the leaves one after another: through the hooks of the leaf
+# (`register_hook`), into `.grad`, and to `register_post_accumulate_grad_hook`. If a hook raises, the leaves before it
+# have their gradients and the others have not. So if a leaf has hooks, the gradients from before the step are copied
+# meanwhile. What hooks have done themselves cannot be undone, and hooks on a node of autograd cannot be seen.
 
 
 class _GradientSnapshot:

@@ -1,26 +1,24 @@
 """A stream of mini-batches through the stages, without a flush: what `train_stream` runs.
 
-Each mini-batch is a `Step`, as any other: with its inputs, its exchange, its loss and the sums of its gradients. What
-is another: its stages do not open at once, but each when its forward comes to it, with the *version* of the weights
-that the order of the stream (`scheduling.streams`) has for it; and each closes with its update U, which is a part of
-the rows. So a worker goes from mini-batch to mini-batch and waits for nobody but its neighbours.
+Each mini-batch is a `Step`, with its inputs, its exchange, its loss and the sums of its gradients. But its stages open
+when its forward comes to them, with the *version* of the weights that the stream's order (`scheduling.streams`) gives
+it, and close with its update U, which is an action of the rows. So a worker only waits for its neighbours.
 
-*Versions.* The newest version of a weight is in the model's parameter, where an optimizer updates it in place. Where a
-mini-batch in flight still needs what is there, the update takes other memory: the parameter gets a copy, and the older
-version stays where it is, in the views that forward ran on. It goes with the last of these. Views are of `.data`, which
-counts versions by itself: a plain `detach()` would share the parameter's count, and autograd refuse the backward.
-That anybody else has written to a parameter meanwhile is told by the count that an update has left. Gradients are not
-there to be seen (`stream_gradients`).
+*Versions.* The newest version of a weight is in the model's parameter, which an optimizer updates in place. If a
+mini-batch in flight still needs the version there, the parameter first gets a copy, and the older version stays in the
+views that forward ran on, and is freed with the last of them. Views are of `.data`, which counts versions separately:
+`detach()` would share the parameter's count, and autograd would refuse the backward. The count that an update leaves
+shows if something else has written to a parameter. Gradients are hidden meanwhile (`stream_gradients`).
 
 *Buffers* are written into the model when a stage has ended the forward of a mini-batch, so the next one finds them.
 
-*Replicas* of a stage have a row each, and a mini-batch sees them in the order of its turns: the first is the one that
-its first micro-batch is with. Each opens the stage by itself, when the first of its micro-batches comes, with a copy of
-the version where its device is another one. A round of mini-batches is updated by the mean of their gradients, on the
-device that has the parameters. Where forward changes buffers, that of each micro-batch waits for the one before.
+*Replicas* of a stage have a row each. A mini-batch sees them in the order of its turns: first the replica of its first
+micro-batch. Each opens the stage when the first of its micro-batches comes, with a copy of the version if its device
+is another one. A round of mini-batches is updated with the mean of their gradients, on the device of the parameters. If
+forward changes buffers, the forward of each micro-batch waits for the one before.
 
-Everything is in the order of the rows, and between those of replicas in that of `StreamSchedule.awaited`; so the order
-in which workers come to it makes no difference.
+Actions follow the order of the rows, and between replicas that of `StreamSchedule.awaited`, so the result does not
+depend on which worker is faster.
 """
 
 from __future__ import annotations

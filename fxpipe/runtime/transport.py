@@ -1,34 +1,32 @@
-"""Tensors on their way between devices, and the streams on which a step runs.
+"""Tensors between devices, and the streams on which a step runs.
 
-A GPU does what it is told in the order of its streams. Fences order who tells it what; what one stream does for another
-must be ordered again, by events:
+A GPU runs the work of each stream in order. Fences order the workers that queue it; the streams themselves are ordered
+by events:
 
     stage j on device a                                   stage k on device b
     compute a   ──F(j,i)──●──F(j,i+1)──▶                   compute b   ──F(k,i-1)──●──F(k,i)──▶
                      1    └───▶ copy a→b  ══v══▶ ●  ──────────────────────────────▶┘ 4
                                          2       3
 
-1. What the maker has queued so far is marked by an event, for which the copy stream waits.
-2. The copy runs on streams of its own, one for each pair of devices and direction, beside both stages' computations.
+1. An event marks what the maker has queued so far; the copy stream waits for it.
+2. The copy runs on its own stream, one for each pair of devices and direction, next to both stages' computations.
 3. An event marks its end.
-4. The user's compute stream waits for that event, the host for nothing. Only a stage on the CPU must wait itself.
+4. The user's compute stream waits for that event, the host does not. Only a stage on the CPU must wait itself.
 
-*Compute streams.* A device has one, and it is the stream that was current there when the caller began the step. So a
-step comes after all that the caller has queued and before all that it queues next, as the plain model would, without
-an event, and what it hands back is memory of the caller's stream. Two stages on one GPU share it.
+*Compute streams.* A device has one: the stream that was current there when the caller began the step. So a step comes
+after all that the caller has queued and before all that it queues next, without an event. Stages on one GPU share it.
 
-*Memory.* torch gives memory back when the last reference goes, for work on the stream that it was taken on, though
-other streams may be at it still. Of the two remedies each has its place:
+*Memory.* torch frees memory when the last reference goes, for work on the stream that it was allocated on, though other
+streams may still use it. Two remedies:
 
-- What is sent was taken on the compute stream and is read by the copy. We hold a reference until the copy's event has
-  passed, or until the compute stream has been told to wait for it. This is exact: `record_stream`, which torchgpipe
-  uses, makes the allocator wait, from when the reference goes, for all that the copy stream has been given until then.
-- What arrives was taken on the copy stream (on the compute stream, each copy would have to wait for all that is queued
-  there) and is used by computations. When the last one is done only autograd knows, which saves it or not; so here
-  `record_stream` is right.
+- What is sent was allocated on the compute stream and is read by the copy. We hold a reference until the copy's event
+  has passed, or until the compute stream waits for it. This is exact; `record_stream`, which torchgpipe uses, makes the
+  allocator wait for all that the copy stream has been given until the reference goes.
+- What arrives was allocated on the copy stream and is used by computations. Only autograd knows when the last one is
+  done, so here `record_stream` is right.
 
-Between CPU and GPU copies go through pinned memory, since others block the host. Memory of the caller that is pinned is
-read in place, and `settle` waits until that is over: the caller may write to it again.
+Copies between CPU and GPU go through pinned memory, since others block the host. Pinned memory of the caller is read in
+place, and `settle` waits until that is over: the caller may write to it again.
 """
 
 from __future__ import annotations
@@ -39,24 +37,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from fxpipe._torch.operators import neg_view
 from fxpipe.utils import accelerator
 
-# A tensor as one piece of memory and the way to read it: what a copy has to move, and how it becomes a tensor again.
+# A copy has to keep strides, too: with gaps or overlap, `contiguous` copies, `view` refuses and kernels differ, and
+# recorded code must do the same on each device. `Tensor.to` makes such tensors dense. So here
 #
-# A copy between devices must not be told from what was copied. Not only its numbers, its strides too: where they have
-# gaps or overlap, `contiguous` copies, `view` refuses and kernels take other ways, and code that was recorded on the
-# one must do the same on the other. `Tensor.to` makes such tensors dense. So here
-#
-# - what is dense in any order of its dimensions, or overlaps itself (`expand`, `unfold`), goes as the piece of storage
-#   that it covers, byte for byte;
-# - what has gaps (a slice of columns, one part of a `chunk`) is gathered, and spread out again behind the copy: its
-#   gaps belong to others, and may be larger than itself;
-# - that a tensor is to be read as conjugate or negative is noted, not carried out.
+# - a tensor that is dense in any order of its dimensions, or overlaps itself (`expand`, `unfold`), is copied as the
+#   piece of storage that it covers;
+# - a tensor with gaps (a slice of columns, a part of a `chunk`) is gathered, and spread out again after the copy;
+# - that a tensor is to be read as conjugate or negative is noted, not computed.
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,68 +136,45 @@ class PendingCopy:
     arrived: Any  # the event that marks the end of the copy; None where there is nothing to wait for
 
 
-class DeviceBackend(Protocol):
-    """The interface of transport to devices; streams and events are torch's, or what a test has in their place."""
-
-    def device_of(self, tensor: torch.Tensor) -> torch.device: ...
-
-    def current(self, device: torch.device) -> Any:
-        """The stream that is current on a device in this thread."""
-
-    def copy_streams(self, source: torch.device, target: torch.device) -> tuple[Any, ...]:
-        """The streams for copies in this direction: of the source, and of the target where that is another."""
-
-    def on(self, *streams: Any) -> AbstractContextManager[None]:
-        """A block in which these are the current streams; the last one's device is the current device."""
-
-    def record(self, stream: Any) -> Any:
-        """Records an event behind all that the stream has been given."""
-
-    def wait_on_host(self, event: Any) -> None:
-        """Lets the host sleep until the event has passed."""
-
-    def copy(self, memory: torch.Tensor, target: torch.device) -> torch.Tensor:
-        """Starts a copy on the current streams, into memory of the current stream, or into pinned memory."""
-
-    def pinned(self, memory: torch.Tensor) -> torch.Tensor:
-        """Memory of the CPU that GPUs can read meanwhile: itself or a copy."""
-
-    def keep(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Keeps the tensor's memory from being used anew before this stream is done with it."""
-
-
 class AcceleratorBackend:
-    """The devices of torch's accelerator."""
+    """What transport asks of devices, with streams and events of torch; tests have others in their place."""
 
     def device_of(self, tensor: torch.Tensor) -> torch.device:
         return tensor.device
 
-    def current(self, device: torch.device) -> torch.Stream:
+    def current(self, device: torch.device) -> Any:
+        """Returns the stream that is current on a device in this thread."""
         return accelerator.current_stream(device)
 
-    def copy_streams(self, source: torch.device, target: torch.device) -> tuple[torch.Stream, ...]:
+    def copy_streams(self, source: torch.device, target: torch.device) -> tuple[Any, ...]:
+        """Returns the streams for copies in this direction: of the source, and of the target if it is another."""
         with _stream_lock:
             if (source, target) not in _copy_streams:
                 ends = dict.fromkeys(device for device in (source, target) if device.type != "cpu")
                 _copy_streams[source, target] = tuple(map(accelerator.new_stream, ends))
             return _copy_streams[source, target]
 
-    def on(self, *streams: torch.Stream) -> AbstractContextManager[None]:
+    def on(self, *streams: Any) -> AbstractContextManager[None]:
+        """A block in which these are the current streams; the last one's device is the current device."""
         return accelerator.current_streams(*streams)
 
-    def record(self, stream: torch.Stream) -> torch.Event:
+    def record(self, stream: Any) -> Any:
+        """Records an event after all that the stream has been given."""
         return accelerator.record_event(stream)
 
-    def wait_on_host(self, event: torch.Event) -> None:
+    def wait_on_host(self, event: Any) -> None:
         accelerator.wait_on_host(event)
 
     def copy(self, memory: torch.Tensor, target: torch.device) -> torch.Tensor:
+        """Starts a copy on the current streams, into memory of the current stream, or into pinned memory."""
         return accelerator.copy_to(memory, target)
 
     def pinned(self, memory: torch.Tensor) -> torch.Tensor:
+        """Returns memory of the CPU that GPUs can read meanwhile: the memory itself or a copy."""
         return accelerator.pinned(memory)
 
-    def keep(self, tensor: torch.Tensor, stream: torch.Stream) -> None:
+    def keep(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Keeps the tensor's memory from being used again before this stream is done with it."""
         accelerator.keep_for_stream(tensor, stream)
 
 
@@ -221,7 +192,7 @@ class Transport:
 
     copies_on_one_device = False  # True: values between stages of one device are copied, too
 
-    def __init__(self, devices: Iterable[torch.device], machine: DeviceBackend | None = None):
+    def __init__(self, devices: Iterable[torch.device], machine: AcceleratorBackend | None = None):
         self._machine = machine or AcceleratorBackend()
         distinct = dict.fromkeys(devices)
         self._compute = {d: self._machine.current(d) for d in distinct if d.type != "cpu"}
