@@ -1,10 +1,8 @@
-"""The graphs of one model, each with the program made of it, looked up by the inputs of a step.
+"""The graphs of one model with their programs, looked up by the inputs of a step.
 
-A pipe has one for each kind of inputs, mode of the modules, state of the caller and answer of the guards. What can be
-told at a glance is the key; then the conditions on sizes and the guards are asked.
-
-A dimension of an input, besides the batch, that comes with a second size becomes dynamic: the next graph is recorded
-for any size of it, as far as forward lets it be (`tracing.dynamic_sizes`).
+A pipe has one for each kind of inputs, mode of the modules, state of the caller and answer of the guards. The key is
+compared first, then the conditions on sizes and the guards. A dimension of an input, besides the batch, that comes with
+a second size becomes dynamic: the next graph is recorded for any size of it, if forward allows (`dynamic_sizes`).
 """
 
 from __future__ import annotations

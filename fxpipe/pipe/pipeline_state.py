@@ -1,7 +1,7 @@
-"""The state of a pipe: its plan, its graphs, found for the inputs of a step or recorded and cut, and its engine.
+"""The state of a pipe: its plan, its graphs and its engine.
 
-The first graph decides the stages and where parameters live; those beside it are cut to keep nodes where their
-parameters are.
+Graphs are found for the inputs of a step, or recorded and cut. The first one decides the stages and where parameters
+live; later ones are cut so that nodes stay where their parameters are.
 """
 
 from __future__ import annotations

@@ -1,21 +1,20 @@
-"""Thread-local state of the caller, which a worker would not have: set in the worker for the length of an action.
+"""Thread-local state of the caller, which is set in the worker for each action.
 
-`ThreadState` is what a function sees set besides its arguments, and is recorded with every node. The rest is here:
+`ThreadState` is what a function sees besides its arguments, and is recorded with every node. The rest is here:
 
                             F, R and the loss           B (and W)
     inference mode          of the call                 (there is no B)
     autocast                recorded with the nodes     of the call of backward(); none in forward_backward
     saved-tensor hooks      of the call                 (torch binds them in forward)
     modes                   of the call                 of the call of backward(), as for R in the drop-in
-    default device          the stage's own, where the caller has one
+    default device          the stage's own, if the caller has one
 
-So each is where plain torch has it. (In `forward_backward` plain torch would have the caller's autocast in backward,
-too, which it advises against.) Modes are those of `__torch_dispatch__` and `__torch_function__`. They are not made for
-several threads: while the caller has some, one action runs at a time. Saved-tensor hooks run in several at once.
+This is as in plain torch, but for autocast in the backward of `forward_backward`, which torch advises against. Modes
+(`__torch_dispatch__`, `__torch_function__`) do not support several threads: while the caller has some,
+one action runs at a time. While the caller's thread plans, scatters and gathers, its modes and hooks are off.
 
-While the caller's own thread plans, scatters and gathers, its modes and hooks are off: they see what the model does.
-What belongs to the process (default dtype, deterministic algorithms, anomaly mode, global hooks) needs nothing, and no
-worker ever sets it. Context variables are in `executors`.
+State of the process (default dtype, deterministic algorithms, anomaly mode, global hooks) needs nothing. Context
+variables are in `executors`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Transfers between stages: values forward, gradients back.
 
-The tables are filled by one worker and emptied by another, each entry behind a fence; an entry has one reader, and is
-gone with it. A value goes from its maker to each user; a gradient from a user to the next earlier one or to the maker.
-Whoever fills in an entry sends it on its way to the reader's device.
+One worker fills in an entry of the tables, after a fence another reads and removes it. A value goes from its maker to
+each user; a gradient from a user to the next earlier one or to the maker. Who fills in an entry starts its copy to the
+reader's device.
 """
 
 from __future__ import annotations

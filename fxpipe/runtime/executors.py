@@ -1,16 +1,14 @@
 """Executors of the rows of a step: workers, or the caller's thread; for tests, workers with delays, and a random order.
 
-All do the same: for each action in a row, wait until it is ready, perform it. Guarantees:
+For each action in a row they wait until it is ready and perform it. Guarantees:
 
 - Every row comes to its end: an exception in one opens all fences, and the others stop before their next action.
-- `run` returns when all rows have ended, not before; then the exception, if any, is raised in the caller. An
-  interrupt of the caller (Ctrl-C) makes the step fail like any other; only a second one does not wait for the rows.
+- `run` returns when all rows have ended; then the exception, if any, is raised in the caller. An interrupt of the
+  caller (Ctrl-C) makes the step fail like any other; only a second one does not wait for the rows.
 - A worker holds nothing of a step once its row has ended, and none outlives the interpreter.
 
-Rows of a stream become known as it goes on: `start` queues more of them behind those that are queued, and does not wait
-for workers; `finish` does, as `run` does at its end.
-
-Assumed: rows of a validated schedule, so that some action is always ready.
+In a stream `start` queues more rows after the queued ones without waiting for workers; `finish` waits, as `run` does.
+Rows are those of a validated schedule, so that some action is always ready.
 """
 
 from __future__ import annotations

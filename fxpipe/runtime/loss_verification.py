@@ -1,13 +1,12 @@
 """Verification that the loss of the mini-batch is what the losses of its micro-batches add up to.
 
-The loss is taken once more, of all outputs at once, and compared by its value and by the gradients of the outputs. The
-value alone would not do: a model whose head begins with zeros has the same loss for every token, so that a mean over
-tokens looks like one over samples in its first step.
+The loss is taken again, of all outputs together, and compared by its value and by the gradients of the outputs. The
+value alone is not enough: a model whose head begins with zeros has the same loss for every token, so that a mean over
+tokens looks like a mean over samples in its first step.
 
-What an output without the batch says of the mini-batch is only known where it is the same for all micro-batches, or
-where it is a mean or sum that the loss takes as such. A weighted mean of losses that the model itself takes is neither:
-then the gradients of the other outputs are compared, and nothing where there are none.
-A loss that draws random numbers draws others for the whole mini-batch: see `losses`.
+An output without the batch is known for the mini-batch only if it is the same for all micro-batches, or a mean or sum
+that the loss takes as such. A weighted mean of losses that the model itself takes is neither: then the gradients of the
+other outputs are compared, if there are any. A loss that draws random numbers is not compared: see `losses`.
 """
 
 from __future__ import annotations
@@ -148,17 +147,15 @@ def _expected_kind(losses: MicroBatchLosses) -> str:
     return "weighted mean" if losses.returns_weights else "mean over samples" if losses.reduction == "mean" else "sum"
 
 
-# -- The kinds of losses that a pipe has trained with, and when each is verified -------------------------------------
+# -- The kinds of losses of a pipe, and when each is verified --------------------------------------------------------
 #
-# To verify a loss all outputs of a mini-batch are kept and the loss is taken once more: in the first step with it, the
-# tenth, the hundredth and so on. What comes in between is not compared; but on the CPU each step looks at what elements
-# count in sums and means (see `loss_weighting_check`), which is where padding shows. On a GPU that would wait for it,
-# so it is done in the same steps only.
+# Verification keeps all outputs of a mini-batch and takes the loss again: in the first step with a loss, the tenth, the
+# hundredth and so on. On the CPU every step, on GPUs these steps, check what elements count (`loss_weighting_check`).
 #
-# Losses are of one kind if the same code makes them, with the same values of all that it depends on (see
-# `utils.python_state`), from a target of the same make-up, of mini-batches of one size: a loop may well make its loss
-# function anew in each step. Numbers and tensors may differ in every step. So a step is verified with each of the first
-# MOST_VALUES of them, and later ones are of the kind of the last; but 0 always differs from other numbers.
+# Losses are of one kind if the same code makes them, with the same values of all that it depends on
+# (`utils.python_state`), from targets of the same structure, of mini-batches of one size. Numbers and tensors may
+# differ in every step: a step is verified with each of the first MOST_VALUES of them, and later ones are of the kind of the
+# last; but 0 always differs from other numbers.
 
 
 @dataclass(slots=True)

@@ -1,15 +1,13 @@
-"""The weight of each element in the loss: a check of means that takes a few microseconds and looks at every step.
+"""The weight of each element in the loss: a check of means that takes a few microseconds and runs in every step.
 
-Most losses end in a sum or a mean over elements: samples, tokens, pixels. Taken micro-batch by micro-batch, an element
-must count in each what it counts in another. Where micro-batches hold unequal numbers of elements, of tokens that are
-no padding say, a mean over them gives those of a short micro-batch too much: the gradient is wrong, and no value shows
-it where the model itself takes the loss, or where padding comes later than the step that was verified.
+Most losses end in a sum or a mean over elements: samples, tokens, pixels. An element must count the same in each
+micro-batch. If micro-batches hold unequal numbers of elements, such as tokens without padding, a mean over them gives
+too much weight to a short micro-batch: the gradient is wrong, and no value shows it if the model takes the loss itself,
+or if padding comes after the step that was verified.
 
-Autograd's graph of the loss knows: the gradient that arrives at a mean over n elements is n times what each of them
-counts, whatever the loss does in between. Only the head of the graph is looked at, from the loss through 0-dim values
-down to the first sums and means; what it finds beyond them is not its business, and a loss without any passes.
-
-A term that depends on no sample, a penalty on parameters, counts its share in each micro-batch: that is right as well.
+Autograd's graph of the loss shows it: the gradient that arrives at a mean over n elements is n times the weight of each
+of them. Only the head of the graph is read, from the loss through 0-dim values to the first sums and means. A loss
+without any passes. A term that depends on no sample, a penalty on parameters, counts its share in each micro-batch.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """The loss of a micro-batch, and how the losses of micro-batches make the loss of the mini-batch.
 
-Let L be the loss of the whole mini-batch. Micro-batch i, with b_i of b samples, counts
+Micro-batch i, with b_i of b samples, counts in the loss of the mini-batch
 
-- `reduction="mean"`: b_i / b, as L is a mean over samples;
+- `reduction="mean"`: b_i / b, as the loss is a mean over samples;
 - `reduction="sum"`: 1;
-- its own weight w_i over the sum of all weights, where `loss_fn` returns `(total, weight)`: a mean over tokens, say.
-  The sum is known only when all are done; then, and only then, gradients are divided. Until then they are kept about as
-  large as they will be by a power of two, which rounds nothing: in half precision the gradient of a sum over all tokens
-  would overflow where that of their mean does not.
+- its own weight w_i over the sum of all weights, if `loss_fn` returns `(total, weight)`: a mean over tokens, say. The
+  sum is known only at the end, and then gradients are divided. Until then a power of two, which rounds nothing, keeps
+  them about as large as they will be: in half precision the gradient of a sum over all tokens would overflow.
 """
 
 from __future__ import annotations
@@ -286,11 +285,8 @@ def check_scaler(scaler: Any) -> None:
 # -- Random numbers in loss_fn: noise, dropout, sampled negatives ----------------------------------------------------
 #
 # They come from torch's own generators, as in a plain loop over micro-batches. A stage whose kernels take no other
-# generator borrows one of these for a moment, and puts it back to where it was: what loss_fn drew meanwhile would be
-# drawn again. So loss_fn has them to itself while it runs.
-#
-# Such a loss cannot be compared with that of the whole mini-batch, which draws other numbers. Nobody says that it
-# draws; but it differs from itself when it is taken twice.
+# generator borrows one for a moment and puts it back; so loss_fn has the generators to itself while it runs. The loss
+# of the whole mini-batch draws other numbers and cannot be compared: a loss that draws is found by taking it twice.
 
 _CPU = torch.device("cpu")
 

@@ -1,7 +1,7 @@
 """Mini-batches into micro-batches and back.
 
-Cut by `tensor_split`: sizes differ by at most one. Outputs go together as the plan says: along the dimension that holds
-the batch, as a mean weighted by size, as a sum, stacked, or, where they are the same for all, the first one's.
+Cut by `tensor_split`: sizes differ by at most one. Outputs are combined as the plan says: along the dimension that
+holds the batch, as a mean weighted by size, as a sum, stacked, or, if they are the same for all, as the first.
 """
 
 from __future__ import annotations

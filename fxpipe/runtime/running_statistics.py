@@ -1,17 +1,15 @@
 """The running statistics of deferred batch norm, at the end of a step (`fxpipe.rewriting.deferred_batch_norm`).
 
-Each micro-batch has given, for each call of batch norm, the number n of values in a channel, their mean and their
-unbiased variance. Those of the mini-batch follow without cancellation (T. Chan, G. Golub, R. LeVeque, "Updating
+Each micro-batch gives, for each call of batch norm, the number n of values in a channel, their mean and their unbiased
+variance. The statistics of the mini-batch follow without cancellation (T. Chan, G. Golub, R. LeVeque, "Updating
 Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979): with N the sum of all n
 
     mean = sum(n mean_i) / N
     var  = (sum((n_i - 1) var_i) + sum(n_i (mean_i - mean)^2)) / (N - 1)
 
-in float64, in the order of micro-batches, so that no bit depends on the schedule. The means come rounded to the
-buffer's dtype; so the variance of values that are k times farther from 0 than from each other is right to about k / 1e7
-in float32, as good as the values themselves are rounded. (Sums of squares would lose k^2.)
-
-Calls that share running statistics then move them one after the other, as they do in forward.
+in float64, in the order of micro-batches, so that no bit depends on the schedule. Means are rounded to the buffer's
+dtype, so the variance of values that are k times farther from 0 than from each other is right to about k / 1e7 in
+float32. Calls that share running statistics move them one after another, as in forward.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """A stage in one step: its code on views of the model's tensors, and the autograd graphs that it makes.
 
-F runs the stage on detached values, so that each micro-batch has a graph of its own; B calls autograd for that graph,
-and sums the gradients of parameters in the order of the row. Where backward is split, W does so for the weights that B
-leaves to it.
-
-The model itself is not touched before the step has ended well: parameters are read through detached views, a buffer
-that forward changes is copied for each F.
+F runs the stage on detached values, so that each micro-batch has its own graph; B calls autograd for that graph, sums
+the gradients of parameters in the order of the row; if backward is split, W does so for the weights that B leaves. The
+model is not changed before the step has succeeded: parameters are read through detached views, and a buffer that
+forward changes is copied for each F.
 """
 
 from __future__ import annotations
@@ -39,10 +37,9 @@ from fxpipe.runtime.wiring import ValueLink
 
 # -- Received values as a stage uses them: where the autograd graph of a micro-batch begins --------------------------
 #
-# The gradient of a received value is asked for by its edge, not by a leaf. A leaf would be kept by its graph, with its
-# memory, until B has gone through it, also where nothing in the stage has saved the value: what a linear layer in the
-# stage before has made and the first residual sum in this one has added, say. So values enter through one node that
-# keeps nothing. Gradients of later users enter there, too: a sum is made in the node's input, as a leaf's is.
+# A graph keeps a leaf, with its memory, until B, also if nothing in the stage has saved its value. So received values
+# enter through one node that keeps nothing, and their gradients are requested by its edges. Gradients of later users
+# enter there, too: a sum is made in the node's input, as a leaf's is.
 
 # Something that requires grad, or there would be no node: it has no memory.
 _entry_token = torch.empty(0, device="cpu", requires_grad=True)  # whatever the default device is when this is imported

@@ -1,11 +1,9 @@
 """Updates of the weights, stage by stage, in the workers: action U.
 
-Behind a step each stage's parameters are stepped in the worker of the stage, all of them side by side, when the caller
-calls `optimizer.step()`. Nobody waits for anybody: the gradients of all stages are there.
-
-Within a step, with an optimizer that overlaps, a stage is updated while others still run. Its own row has gone back
-through it by then; it waits for the other stages that use its parameters, and for the last loss, by whose weights
-gradients may have to be divided:
+After a step the caller's `optimizer.step()` steps each stage's parameters in the worker of the stage, all at the same
+time. Within a step, with an optimizer that overlaps, a stage is updated while others still run, after the backwards of
+its own row. It waits for the other stages that use its parameters, and for the last loss, whose weights may divide
+gradients:
 
     device 0   0F0 0F1 0F2 0B0 ...         0B2 0U2
     device 1       1F0 1B0 1F1 ... 1B2 1U2

@@ -1,19 +1,14 @@
 """One mini-batch on its way through the stages: what each action does.
 
 F  runs a stage, and keeps its autograd graph for B.
-R  runs it again on what F was given, for a micro-batch whose graph was not kept.
-B  goes back through that graph, in the worker; gradients of values go on to other stages, those of parameters are
+R  runs it again with the inputs of F, for a micro-batch whose graph was not kept.
+B  runs the backward of that graph, in the worker; gradients of values go to other stages, those of parameters are
    summed.
-W  computes the gradients of those weights that B has left to it, for the micro-batches of which the schedule splits
-   the backward; of others B does so itself, right after its own.
-U  updates the weights of a stage, where the optimizer overlaps with the step: all that reads them has ended.
+W  computes the gradients of weights that B has left, for micro-batches whose backward the schedule splits.
+U  updates the weights of a stage, if the optimizer overlaps with the step.
 
-What stages hand each other is in `exchange`; what a stage does with it in `stage_instance`. Whatever an action makes
-lives until its last reader has taken it:
-
-- `saved`       from F to R
-- `pending`     from F or R to B
-- `tapes`       from B to W
+`exchange` has what stages send each other, `stage_instance` what a stage does with it. What an action makes lives until
+its last reader: `saved` from F to R, `pending` from F or R to B, `tapes` from B to W.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The inputs of a step, micro-batch by micro-batch: parts of one mini-batch, or such as the caller hands over.
+"""The inputs of a step, micro-batch by micro-batch: parts of one mini-batch, or given by the caller.
 
-Micro-batches that are handed over are on their own: each is to the model what a mini-batch is, may have its own sizes,
-and runs the program of its own graph. Mostly that is the same for all.
+Micro-batches that are handed over are independent: each is a mini-batch to the model, may have its own sizes, and runs
+the program of its own graph, which is usually the same for all.
 """
 
 from __future__ import annotations

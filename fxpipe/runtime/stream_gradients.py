@@ -1,10 +1,9 @@
-"""The gradients of a stream, which nobody can see: a tensor that says so stands in their place.
+"""Hides the gradients of parameters while a stream is open.
 
-Each stage gives its parameters their gradients, updates them and takes the gradients away, while other stages are at
-other mini-batches. Code between two losses that looks at `.grad`, as it would behind `backward` (`clip_grad_norm_`,
-another optimizer, a logger), would find none anywhere, and skip all parameters without a word. So while a stream is
-open `.grad` is a `StreamGradient`, with which nothing can be computed, but for the moments in which a stage updates.
-(Who looks while all stages do so is told the next time.)
+Each stage gives its parameters gradients, updates them and drops the gradients, while other stages are at other
+mini-batches. Code between two losses that reads `.grad`, as after `backward` (`clip_grad_norm_`, another optimizer, a
+logger), would find None, and skip all parameters silently. So `.grad` is a `StreamGradient`, with which nothing can be
+computed, except while a stage updates. (Code that reads it while all stages do so gets the error the next time.)
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Dependencies of actions, and routes of values and gradients: read off the program once.
+"""Dependencies of actions, and routes of values and gradients, read from the program once.
 
-The loss (or, in the drop-in, the gathering of outputs) counts as stage n: it is a user of the outputs and makes their
+The loss (or, in the drop-in, the gathering of outputs) counts as stage n: it uses the outputs and makes their
 gradients.
 
-A gradient does not go from every user of a value straight to its maker. It goes from a user to the next earlier user of
-the same value, and from the first user to the maker, and enters each autograd graph as a root. So every sum is made by
-autograd itself, in the order in which the plain model makes it:
+A gradient goes from a user of a value to the next earlier user, and from the first user to the maker, and enters each
+autograd graph as a root. So autograd makes every sum, in the order of the plain model:
 
     stage      0 (maker)      1 (user)      2 (user)     3 (loss: user)
     value      v ───────────▶ v ──────────▶ v ─────────▶ v

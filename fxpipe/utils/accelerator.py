@@ -1,12 +1,11 @@
-"""Devices beside the CPU, whatever their make: every call of fxpipe to a device is one of these functions.
+"""Devices other than the CPU: every call of fxpipe to a device is one of these functions.
 
-They go through torch's interface for all accelerators: `torch.accelerator`, `torch.Stream`, `torch.Event`, and what
-the module of a backend has by convention (`torch.get_device_module`: memory figures, generators, names). So CUDA, ROCm,
-XPU and backends of others (PrivateUse1) are driven by the same code. torch has one accelerator at a time; devices of
-another type, and a backend without streams, events or generators, are refused by name (`missing_support`).
-
-A stream is a `torch.Stream` and an event a `torch.Event` throughout: torch does not let them be mixed with those of
-`torch.cuda`. A device has its index (`with_index`).
+They use torch's interface for all accelerators: `torch.accelerator`, `torch.Stream`, `torch.Event`, and what the module
+of a backend has by convention (`torch.get_device_module`: memory figures, generators, names). So CUDA, ROCm, XPU and
+backends of others (PrivateUse1) run the same code. torch has one accelerator at a time; devices of another type, and a
+backend without streams, events or generators, are refused by name (`missing_support`). Streams and events are
+`torch.Stream` and `torch.Event`, which cannot be mixed with those of `torch.cuda`. A device has its index
+(`with_index`).
 """
 
 from __future__ import annotations
