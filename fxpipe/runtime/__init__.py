@@ -14,7 +14,7 @@ notes of itself, `profiler_ranges` what a profiler sees.
 
 from fxpipe.runtime.bound_program import BoundProgram
 from fxpipe.runtime.engine import Engine
-from fxpipe.runtime.executors import Executor, InlineExecutor, InterleavedExecutor, ThreadedExecutor, executor_for
+from fxpipe.runtime.executors import Executor, InlineExecutor, ThreadedExecutor, executor_for
 from fxpipe.runtime.step_record import ActionRecord, DeviceRecord, StepRecord
 from fxpipe.runtime.wiring import wire_program
 from fxpipe.simulation.timeline import TransferRecord
@@ -26,7 +26,6 @@ __all__ = [
     "Engine",
     "Executor",
     "InlineExecutor",
-    "InterleavedExecutor",
     "StepRecord",
     "ThreadedExecutor",
     "TransferRecord",

@@ -1,4 +1,4 @@
-"""Executors of the rows of a step: workers, or the caller's thread; for tests, workers with delays, and a random order.
+"""Executors of the rows of a step: worker threads, or the caller's thread.
 
 For each action in a row they wait until it is ready and perform it. Guarantees:
 
@@ -17,12 +17,9 @@ import contextlib
 import contextvars
 import os
 import queue
-import random
 import threading
-import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -67,16 +64,14 @@ def close_all_executors() -> None:
         executor.close()
 
 
-def run_row(step: ActionPerformer, row: Sequence[Action], before: Callable[[], None] | None = None) -> None:
-    """Performs the actions of a row, up to a failure. `before`: what to do before each."""
+def run_row(step: ActionPerformer, row: Sequence[Action]) -> None:
+    """Performs the actions of a row, up to a failure."""
     try:
         with step.in_row():
             for action in row:
                 step.wait(action)
                 if step.failure is not None:
                     break
-                if before is not None:
-                    before()
                 step.perform(action)
     except BaseException as error:
         step.fail(error)
@@ -105,7 +100,7 @@ def _worker_main(
 ) -> None:
     """A worker: its arguments are all it holds, so that a pipe that is dropped is not kept alive by its threads.
 
-    A job is (context, step, row, what to do before each action), or a queue to answer to, or None for the end. What
+    A job is (context, step, row), or a queue to answer to, or None for the end. What
     else ends the thread, it leaves in `ended`.
     """
     try:
@@ -133,10 +128,8 @@ def _worker_main(
 class ThreadedExecutor:
     """One thread for each device entry, which runs one row. Threads start with the first step, and anew in a fork."""
 
-    def __init__(self, devices: Sequence[torch.device], jitter: int | None = None):
-        """`jitter`: a seed; workers then wait a random time before each action, in tests of what depends on timing."""
+    def __init__(self, devices: Sequence[torch.device]):
         self._devices = tuple(devices)
-        self._jitter = random.Random(jitter) if jitter is not None else None
         self._queues: list[queue.SimpleQueue[Any]] = []
         self._threads: list[threading.Thread] = []
         self._ended: list[BaseException] = []  # what has ended threads before their time
@@ -187,7 +180,7 @@ class ThreadedExecutor:
             raise StateError(CLOSED_WHILE_RUNNING)
         for jobs, row in zip(self._queues, rows, strict=True):
             # Context variables are the caller's; what a stage sets stays in its row.
-            jobs.put((contextvars.copy_context(), step, row, self._before()))
+            jobs.put((contextvars.copy_context(), step, row))
 
     @contextlib.contextmanager
     def _failing_with(
@@ -220,12 +213,6 @@ class ThreadedExecutor:
             cause = self._ended[0] if self._ended else None
             why = f"{type(cause).__name__}: {cause}" if cause else "it was told to end, by no code of fxpipe"
             raise InternalError(f"worker thread {names} has ended in the middle of a step ({why})") from cause
-
-    def _before(self) -> Callable[[], None] | None:
-        if self._jitter is None:
-            return None
-        own = random.Random(self._jitter.random())
-        return lambda: time.sleep(own.random() * 2e-3)
 
     def _start(self) -> None:
         """Starts new threads, each with its share of the cores; the caller's number of threads stays as it is."""
@@ -288,49 +275,6 @@ def _has_answer(answers: queue.SimpleQueue[None]) -> bool:
 def _stop_workers(queues: Sequence[queue.SimpleQueue[Any]]) -> None:
     for jobs in queues:
         jobs.put(None)
-
-
-# -- one thread ------------------------------------------------------------------------------------------------------
-
-
-class InterleavedExecutor:
-    """Runs all rows in the calling thread, an action at a time, picked at random among those that are ready.
-
-    For tests: whatever order the fences allow, a step has the same bits.
-    """
-
-    def __init__(self, seed: int):
-        self._random = random.Random(seed)
-
-    def run(self, step: ActionPerformer, rows: Rows) -> None:
-        self.start(step, rows)
-        self.finish(step)
-
-    def start(self, step: ActionPerformer, rows: Rows) -> None:
-        with step.in_row():
-            self._run(step, rows)
-
-    def wait(self, event: threading.Event) -> None: ...
-
-    def finish(self, step: ActionPerformer) -> None:
-        raise_failure(step)
-
-    def _run(self, step: ActionPerformer, rows: Rows) -> None:
-        waiting = [deque(row) for row in rows if row]
-        while waiting and step.failure is None:
-            ready = [row for row in waiting if step.is_ready(row[0])]
-            if not ready:
-                step.fail(InternalError(f"no action is ready: {[str(row[0]) for row in waiting]}"))
-                break
-            step.perform(self._random.choice(ready).popleft())
-            waiting = [row for row in waiting if row]
-
-    @property
-    def is_closed(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        pass
 
 
 # -- A pipe with one worker needs no thread: its row runs in the thread that calls, if that is all on the CPU --------

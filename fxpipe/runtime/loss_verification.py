@@ -154,8 +154,8 @@ def _expected_kind(losses: MicroBatchLosses) -> str:
 #
 # Losses are of one kind if the same code makes them, with the same values of all that it depends on
 # (`utils.python_state`), from targets of the same structure, of mini-batches of one size. Numbers and tensors may
-# differ in every step: a step is verified with each of the first MOST_VALUES of them, and later ones are of the kind of the
-# last; but 0 always differs from other numbers.
+# differ in every step: a step is verified with each of the first MOST_VALUES of them, and later ones are of the kind of
+# the last; but 0 always differs from other numbers.
 
 
 @dataclass(slots=True)

@@ -13,7 +13,6 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.rewriting import forbidden_cuts, split_into_stages
 from fxpipe.runtime import BoundProgram, Engine, wire_program
-from fxpipe.runtime.executors import InterleavedExecutor
 from fxpipe.runtime.step_inputs import GivenInputs
 from fxpipe.scheduling import make_schedule
 from fxpipe.scheduling.actions import Rows, Schedule
@@ -22,6 +21,7 @@ from fxpipe.tracing.node_info import info
 from fxpipe.utils.batch_split import samples_per_micro_batch
 from fxpipe.utils.random_generators import mix_seed
 from helpers.oracle import Seeded, draw_seed, parts_of
+from helpers.tried_orders import InterleavedExecutor
 
 
 class WithGrad(InterleavedExecutor):

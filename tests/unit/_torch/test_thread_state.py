@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import oracle
+from helpers.tried_orders import InterleavedExecutor
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -27,7 +28,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import fxpipe
 from fxpipe._torch.thread_state import ThreadState, set_thread_state
 from fxpipe.errors import StateError
-from fxpipe.runtime import InterleavedExecutor
 
 WORD = contextvars.ContextVar("WORD", default="unset")
 seen: list[tuple[str, object]] = []  # by `Looks`: (thread, what it found)

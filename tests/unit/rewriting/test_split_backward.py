@@ -15,6 +15,7 @@ from helpers.graph_functions import exporting
 from helpers.kernels import Ops
 from helpers.models import BY_NAME
 from helpers.oracle import closing, draw_seed, train_step
+from helpers.tried_orders import InterleavedExecutor, JitteredExecutor
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -31,7 +32,7 @@ from fxpipe.rewriting.weight_gradients import (
     split_embedding,
     split_node,
 )
-from fxpipe.runtime import BoundProgram, Engine, InterleavedExecutor, ThreadedExecutor, wire_program
+from fxpipe.runtime import BoundProgram, Engine, ThreadedExecutor, wire_program
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.step_inputs import GivenInputs
 from fxpipe.scheduling import CHECKPOINTS, make_schedule
@@ -446,7 +447,7 @@ def test_steps_of_models(name):
     assert all(every.split_parameters(*starts[1:]))
     _assert_equal(_train(every, starts, 4, InterleavedExecutor(1)), want, "W")
     _assert_equal(_train(every, starts, 4, InterleavedExecutor(2), checkpoint="always"), want, "W after R")
-    with closing(ThreadedExecutor([CPU] * 3, jitter=1)) as workers:
+    with closing(JitteredExecutor([CPU] * 3, 1)) as workers:
         _assert_equal(_train(every, starts, 4, workers), want, "W in threads")
 
 

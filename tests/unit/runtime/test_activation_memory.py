@@ -7,12 +7,12 @@ from collections import defaultdict
 
 import pytest
 import torch
+from helpers.tried_orders import InterleavedExecutor
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxpipe
 from fxpipe.rewriting.program import PIPE_INPUT
-from fxpipe.runtime import InterleavedExecutor
 from fxpipe.runtime.exchange import Exchange
 from fxpipe.runtime.step import Step
 from fxpipe.scheduling.actions import Action, ActionKind

@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from helpers.models import TiedAtBothEnds, token_loss, tokens
 from helpers.oracle import closing
+from helpers.tried_orders import InterleavedExecutor, JitteredExecutor
 from torch import nn
 
 import fxpipe
 from fxpipe.errors import InternalError
-from fxpipe.runtime import InterleavedExecutor, ThreadedExecutor
+from fxpipe.runtime import ThreadedExecutor
 from fxpipe.runtime.executors import run_row
 from fxpipe.scheduling import dependencies, make_schedule
 from fxpipe.scheduling.actions import Action, ActionKind
@@ -106,7 +107,7 @@ def test_every_executor_gives_the_same_bits(pipe, schedule, checkpoint):
     for seed in range(12):
         _assert_equal(_run(pipe, InterleavedExecutor(seed), schedule, checkpoint), want, f"Interleaved({seed})")
     for seed in range(2):
-        with closing(ThreadedExecutor(CPUS, jitter=seed)) as executor:
+        with closing(JitteredExecutor(CPUS, seed)) as executor:
             _assert_equal(_run(pipe, executor, schedule, checkpoint), want, f"Workers(jitter={seed})")
 
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.oracle import closing
+from helpers.tried_orders import InterleavedExecutor
 from torch import nn
 
 import fxpipe
-from fxpipe.runtime import InlineExecutor, InterleavedExecutor, ThreadedExecutor, executor_for
+from fxpipe.runtime import InlineExecutor, ThreadedExecutor, executor_for
 
 CPU = torch.device("cpu")
 NAMES = ("loss", "outputs", "drop-in")

@@ -8,11 +8,11 @@ from collections import defaultdict
 
 import pytest
 import torch
+from helpers.tried_orders import InterleavedExecutor
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpipe
-from fxpipe.runtime import InterleavedExecutor
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.wiring import Fences
 from fxpipe.scheduling.actions import Action, ActionKind

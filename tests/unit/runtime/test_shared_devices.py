@@ -19,11 +19,12 @@ from helpers.case_steps import (
 )
 from helpers.models import TiedAtBothEnds, token_loss, tokens
 from helpers.oracle import assert_same_gradients, assert_same_state, closing
+from helpers.tried_orders import InterleavedExecutor, JitteredExecutor
 from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.runtime import InterleavedExecutor, ThreadedExecutor
+from fxpipe.runtime import ThreadedExecutor
 from fxpipe.scheduling import CHECKPOINTS, make_schedule
 from fxpipe.scheduling.actions import ActionKind
 
@@ -89,7 +90,7 @@ def test_every_executor_gives_the_same_bits(schedule, workers, per_device):
         actions = [r.action for r in pipe.last_step.actions]
         rows = make_schedule(schedule, len(modes), 4, modes, pipe.plan.placement).rows
         assert sorted(map(str, actions)) == sorted(str(a) for row in rows for a in row)
-    executors = [*map(InterleavedExecutor, range(8)), *(ThreadedExecutor(cpus, jitter=seed) for seed in range(2))]
+    executors = [*map(InterleavedExecutor, range(8)), *(JitteredExecutor(cpus, seed) for seed in range(2))]
     for executor in executors:
         with closing(executor):
             have = _run(pipe, executor, drop_in)

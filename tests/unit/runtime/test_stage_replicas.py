@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from helpers.oracle import closing
 from helpers.plan_hardware import hardware
+from helpers.tried_orders import InterleavedExecutor, JitteredExecutor
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,7 +20,6 @@ from fxpipe.cluster import Link
 from fxpipe.errors import ArgumentError, StateError
 from fxpipe.optim import StageOptimizer
 from fxpipe.runtime.bound_program import StageReplica
-from fxpipe.runtime.executors import InterleavedExecutor, ThreadedExecutor
 
 QUICK = {"progress": False}
 REPLICAS = [(2, 1), (1, 2), (3, 1), (2, 2), (3,)]
@@ -229,7 +229,7 @@ def test_losses_are_taken_in_the_order_of_micro_batches(replicas, mode, executor
     plain, called = Net(), []
     model = copy.deepcopy(plain)
     count = sum(replicas)
-    executor = ThreadedExecutor([torch.device("cpu")] * count, jitter=0) if executor is None else executor
+    executor = JitteredExecutor([torch.device("cpu")] * count, 0) if executor is None else executor
 
     def noisy(y, t):
         called.append(t[0, 0].item())

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import oracle
+from helpers.tried_orders import InterleavedExecutor
 from torch import nn
 
 import fxpipe
-from fxpipe.runtime import InterleavedExecutor
 from fxpipe.runtime.stage_updates import actions_before_updates, update_rows
 from fxpipe.scheduling import make_schedule, validate, with_updates
 

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from helpers import oracle
 from helpers.drawn_plans import drawn_plan
 from helpers.drawn_steps import KNOWN
+from helpers.tried_orders import InterleavedExecutor
 from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError, ArgumentTypeError, FileError
-from fxpipe.runtime import InterleavedExecutor
 from fxpipe.runtime.exchange import boundary_value_bytes
 from fxpipe.scheduling import make_schedule
 from fxpipe.scheduling.actions import ActionKind

@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import oracle
+from helpers.tried_orders import InterleavedExecutor, JitteredExecutor
 from torch import nn
 
 import fxpipe
 from fxpipe.optim import StageOptimizer
-from fxpipe.runtime import InterleavedExecutor, ThreadedExecutor
+from fxpipe.runtime import ThreadedExecutor
 from fxpipe.runtime.stream import StageWeights
 
 WIDTH, STAGES = 4, 3
@@ -42,7 +43,7 @@ def piped(schedule, chunks="auto"):
 @pytest.mark.parametrize(("schedule", "chunks"), [("pipedream", 1), ("pipedream_2bw", 3)])
 def test_the_order_of_workers_makes_no_difference(schedule, chunks):
     cpus = [torch.device("cpu")] * STAGES
-    executors = [ThreadedExecutor(cpus, jitter=1), *map(InterleavedExecutor, range(3)), ThreadedExecutor(cpus)]
+    executors = [JitteredExecutor(cpus, 1), *map(InterleavedExecutor, range(3)), ThreadedExecutor(cpus)]
     results = []
     for executor in executors:
         with oracle.closing(piped(schedule, chunks)) as pipe:

@@ -13,13 +13,13 @@ from helpers.delayed_updates import RULES, rule_of_replicas, train_delayed
 from helpers.oracle import closing
 from helpers.plan_hardware import hardware
 from helpers.residual_blocks import WIDTH, Block, Stumbling, batches, blocks
+from helpers.tried_orders import InterleavedExecutor, JitteredExecutor
 from torch import nn
 
 import fxpipe
 from fxpipe.cluster import Link
 from fxpipe.errors import PartitionError, StateError
 from fxpipe.optim import StageOptimizer
-from fxpipe.runtime.executors import InterleavedExecutor, ThreadedExecutor
 
 QUICK = {"progress": False}
 REPLICAS = [(2, 1), (1, 2), (3, 1), (2, 1, 1), (1, 3, 1), (2, 3), (3, 2, 1), (2, 2), (3,)]
@@ -96,7 +96,7 @@ def test_15_1_and_1_15_run_to_the_end_of_an_incomplete_round():
 def test_bits_do_not_depend_on_which_replica_is_first(replicas, seed):
     plain, data = blocks(2), batches(15)
     delayed(plain, data, replicas)
-    for executor in (InterleavedExecutor(seed), ThreadedExecutor([torch.device("cpu")] * sum(replicas), jitter=seed)):
+    for executor in (InterleavedExecutor(seed), JitteredExecutor([torch.device("cpu")] * sum(replicas), seed)):
         with piped(blocks(2), replicas, executor=executor) as pipe:
             train(pipe, data)
             assert_same(pipe, plain)
@@ -227,7 +227,7 @@ def test_losses_are_taken_in_the_order_of_the_stream(seed, schedule):
                 order.append(float(t.sum()))
             return F.mse_loss(y + torch.randn_like(y), t)
 
-        executor = ThreadedExecutor([torch.device("cpu")] * sum(replicas), jitter=seed)
+        executor = JitteredExecutor([torch.device("cpu")] * sum(replicas), seed)
         with piped(blocks(2), replicas, schedule, chunks, executor) as pipe:
             torch.manual_seed(5)
             _, losses = train(pipe, data, StageOptimizer(pipe, torch.optim.SGD, lr=0.0), noisy)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from helpers.devices import forced_copies
 from helpers.models import BY_NAME
+from helpers.tried_orders import InterleavedExecutor
 from torch import nn
 
 import fxpipe
-from fxpipe.runtime import InterleavedExecutor
 from fxpipe.runtime.exchange import Exchange
 from fxpipe.runtime.transport import Transport, covered_extent, is_packable, pack
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.oracle import closing
+from helpers.tried_orders import InterleavedExecutor
 from torch import nn
 
 import fxpipe
-from fxpipe.runtime import InterleavedExecutor
 from fxpipe.runtime.wiring import Fences
 from fxpipe.scheduling.actions import Action, ActionKind
 
