@@ -136,51 +136,18 @@ class PendingCopy:
     arrived: Any  # the event that marks the end of the copy; None where there is nothing to wait for
 
 
-class AcceleratorBackend:
-    """What transport asks of devices, with streams and events of torch; tests have others in their place."""
-
-    def device_of(self, tensor: torch.Tensor) -> torch.device:
-        return tensor.device
-
-    def current(self, device: torch.device) -> Any:
-        """Returns the stream that is current on a device in this thread."""
-        return accelerator.current_stream(device)
-
-    def copy_streams(self, source: torch.device, target: torch.device) -> tuple[Any, ...]:
-        """Returns the streams for copies in this direction: of the source, and of the target if it is another."""
-        with _stream_lock:
-            if (source, target) not in _copy_streams:
-                ends = dict.fromkeys(device for device in (source, target) if device.type != "cpu")
-                _copy_streams[source, target] = tuple(map(accelerator.new_stream, ends))
-            return _copy_streams[source, target]
-
-    def on(self, *streams: Any) -> AbstractContextManager[None]:
-        """A block in which these are the current streams; the last one's device is the current device."""
-        return accelerator.current_streams(*streams)
-
-    def record(self, stream: Any) -> Any:
-        """Records an event after all that the stream has been given."""
-        return accelerator.record_event(stream)
-
-    def wait_on_host(self, event: Any) -> None:
-        accelerator.wait_on_host(event)
-
-    def copy(self, memory: torch.Tensor, target: torch.device) -> torch.Tensor:
-        """Starts a copy on the current streams, into memory of the current stream, or into pinned memory."""
-        return accelerator.copy_to(memory, target)
-
-    def pinned(self, memory: torch.Tensor) -> torch.Tensor:
-        """Returns memory of the CPU that GPUs can read meanwhile: the memory itself or a copy."""
-        return accelerator.pinned(memory)
-
-    def keep(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Keeps the tensor's memory from being used again before this stream is done with it."""
-        accelerator.keep_for_stream(tensor, stream)
-
-
 # Of the process: a stream has a pool of memory, which new streams for each step would have to fill again.
 _copy_streams: dict[tuple[torch.device, torch.device], tuple[torch.Stream, ...]] = {}
 _stream_lock = threading.Lock()
+
+
+def copy_streams(source: torch.device, target: torch.device) -> tuple[torch.Stream, ...]:
+    """Returns the streams for copies in this direction: of the source, and of the target if it is another."""
+    with _stream_lock:
+        if (source, target) not in _copy_streams:
+            ends = dict.fromkeys(device for device in (source, target) if device.type != "cpu")
+            _copy_streams[source, target] = tuple(map(accelerator.new_stream, ends))
+        return _copy_streams[source, target]
 
 
 class Transport:
@@ -192,10 +159,9 @@ class Transport:
 
     copies_on_one_device = False  # True: values between stages of one device are copied, too
 
-    def __init__(self, devices: Iterable[torch.device], machine: AcceleratorBackend | None = None):
-        self._machine = machine or AcceleratorBackend()
+    def __init__(self, devices: Iterable[torch.device]):
         distinct = dict.fromkeys(devices)
-        self._compute = {d: self._machine.current(d) for d in distinct if d.type != "cpu"}
+        self._compute = {d: accelerator.current_stream(d) for d in distinct if d.type != "cpu"}
         # Where stages and inputs are all on the CPU, `start_copy` and `open` need not be called.
         self.may_copy = self.copies_on_one_device or any(d.type != "cpu" for d in distinct)
         self._held: dict[tuple[torch.device, torch.device], deque[tuple[Any, torch.Tensor]]] = {}
@@ -211,7 +177,7 @@ class Transport:
     def _stream(self, device: torch.device) -> Any:
         """The compute stream; of a device unknown so far, which only the caller's thread asks for, its current one."""
         stream = self._compute.get(device)
-        return self._machine.current(device) if stream is None else stream
+        return accelerator.current_stream(device) if stream is None else stream
 
     def compute_stream(self, device: torch.device) -> Any:
         """Returns the compute stream of a device; None for the CPU."""
@@ -220,7 +186,7 @@ class Transport:
     def at(self, device: torch.device) -> AbstractContextManager[None]:
         """A block whose computations are those of the step on this device."""
         stream = self._compute.get(device)
-        return _NO_STREAM if stream is None else self._machine.on(stream)
+        return _NO_STREAM if stream is None else accelerator.current_streams(stream)
 
     def on_step_streams(self, function: Callable[[S], T]) -> Callable[[S], T]:
         """`function`, the end of a step, as autograd or the caller is to call it: on the step's streams, and settled.
@@ -232,15 +198,15 @@ class Transport:
             return function
 
         def call(argument: S) -> T:
-            others = [(s, self._machine.current(d)) for d, s in self._compute.items()]
+            others = [(s, accelerator.current_stream(d)) for d, s in self._compute.items()]
             others = [(compute, other) for compute, other in others if compute != other]
             for compute, other in others:
-                compute.wait_event(self._machine.record(other))
-            with self._machine.on(*self._compute.values()):
+                compute.wait_event(accelerator.record_event(other))
+            with accelerator.current_streams(*self._compute.values()):
                 result = function(argument)
                 self.settle()
             for compute, other in others:
-                other.wait_event(self._machine.record(compute))
+                other.wait_event(accelerator.record_event(compute))
             return result
 
         return call
@@ -251,7 +217,7 @@ class Transport:
         """Starts to copy a tensor to a device where it is not yet; what else there is, is handed on as it is."""
         if not isinstance(value, torch.Tensor):
             return value
-        source = self._machine.device_of(value)
+        source = value.device
         if source == target and not self.copies_on_one_device:
             return value
         return self._send(value, source, target)
@@ -266,14 +232,14 @@ class Transport:
             return self._carried(value.content, target)
         if value.arrived is not None:
             if target.type == "cpu":
-                self._machine.wait_on_host(value.arrived)
+                accelerator.wait_on_host(value.arrived)
             else:
                 self._stream(target).wait_event(value.arrived)
         return value.content.unpack()
 
     def bring(self, tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
         """A tensor on a device: itself, or a copy that this thread may use at once."""
-        source = self._machine.device_of(tensor)
+        source = tensor.device
         if source == target:
             return tensor
         arrived: torch.Tensor = self.open(self._send(tensor, source, target), target)
@@ -290,30 +256,29 @@ class Transport:
         return PendingCopy(packed.at(memory), arrived)
 
     def _copied(self, memory: torch.Tensor, source: torch.device, target: torch.device) -> tuple[torch.Tensor, Any]:
-        machine = self._machine
-        streams = machine.copy_streams(source, target)
+        streams = copy_streams(source, target)
         if source.type == "cpu":
-            original, memory = memory, machine.pinned(memory)
+            original, memory = memory, accelerator.pinned(memory)
             is_ours = original is not memory  # torch's allocator minds pinned memory that copies are still at
         else:
-            streams[0].wait_event(machine.record(self._stream(source)))
+            streams[0].wait_event(accelerator.record_event(self._stream(source)))
             is_ours = False
-        with machine.on(*streams):
-            copy = machine.copy(memory, target)
+        with accelerator.current_streams(*streams):
+            copy = accelerator.copy_to(memory, target)
             # The stream of the target is told to wait for the copy, on whichever that runs.
-            arrived = machine.record(streams[-1])
+            arrived = accelerator.record_event(streams[-1])
         if target.type != "cpu":
-            machine.keep(copy, self._stream(target))
+            accelerator.keep_for_stream(copy, self._stream(target))
         if not is_ours:
             self._hold(source, target, arrived, memory)
         return copy, arrived
 
     def _carried(self, tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
         """A copy of a tensor that is not plain, on both compute streams: torch has each wait for the other."""
-        source = self._machine.device_of(tensor)
+        source = tensor.device
         if source == target:
             return tensor.clone()
-        with self._machine.on(*(self._stream(d) for d in (source, target) if d.type != "cpu")):
+        with accelerator.current_streams(*(self._stream(d) for d in (source, target) if d.type != "cpu")):
             return tensor.to(target)
 
     # -- references --------------------------------------------------------------------------------------------------
@@ -333,9 +298,9 @@ class Transport:
         for (source, target), held in self._held.items():
             if not held:
                 continue
-            last = self._machine.record(self._machine.copy_streams(source, target)[-1])
+            last = accelerator.record_event(copy_streams(source, target)[-1])
             if source.type == "cpu":
-                self._machine.wait_on_host(last)
+                accelerator.wait_on_host(last)
             else:
                 self._stream(source).wait_event(last)
             held.clear()

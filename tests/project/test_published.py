@@ -150,17 +150,16 @@ def test_without_fences_all_is_recomputed_before_the_first_backward(load):
 
 def test_without_copy_streams_copies_are_on_the_streams_that_compute(load, monkeypatch):
     ablation = load("unet_ablation")
-    from fxpipe.runtime.transport import Transport
+    from fxpipe.runtime import transport
 
     off, on = (
         ablation.Switches("", True, streams, True, throughput=0.0, utilisation=0.0, gib=0.0)
         for streams in (False, True)
     )
     with ablation.in_effect(on):
-        assert not isinstance(Transport([])._machine, ablation.ComputeStreamBackend)
-    with ablation.in_effect(off):
-        machine = Transport([])._machine
-    monkeypatch.setattr(machine, "current", lambda device: f"compute {device}")
+        assert transport.copy_streams is not ablation.compute_streams
+    monkeypatch.setattr(ablation.accelerator, "current_stream", lambda device: f"compute {device}")
     source, target = torch.device("cuda:0"), torch.device("cuda:1")
-    assert machine.copy_streams(source, target) == ("compute cuda:0", "compute cuda:1")
-    assert machine.copy_streams(torch.device("cpu"), target) == ("compute cuda:1",)
+    with ablation.in_effect(off):
+        assert transport.copy_streams(source, target) == ("compute cuda:0", "compute cuda:1")
+        assert transport.copy_streams(torch.device("cpu"), target) == ("compute cuda:1",)

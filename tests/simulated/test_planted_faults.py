@@ -20,7 +20,7 @@ from fxpipe.runtime import engine, transport
 from fxpipe.runtime.exchange import Exchange
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.stream import StageWeights
-from fxpipe.runtime.transport import AcceleratorBackend, Transport
+from fxpipe.runtime.transport import Transport
 from fxpipe.utils import accelerator
 
 pytestmark = pytest.mark.simulated
@@ -205,7 +205,7 @@ def _evidence_of_stream(pipe, simulated):
 
 FAULTS_OF_STREAMS = {
     "weights go to a replica before they are made": (
-        (Transport, "_copied", "streams[0].wait_event(machine.record(self._stream(source)))", "pass"),
+        (Transport, "_copied", "streams[0].wait_event(accelerator.record_event(self._stream(source)))", "pass"),
         "read too early",
     ),
     "a replica does not wait for its weights": (
@@ -249,42 +249,57 @@ FAULTS = {
         "read too early",
     ),
     "a stage on the CPU does not wait for what it receives": (
-        (Transport, "open", "self._machine.wait_on_host(value.arrived)", "pass"),
+        (Transport, "open", "accelerator.wait_on_host(value.arrived)", "pass"),
         "a gradient is wrong",
     ),
     "the host asks once whether an event has passed, and goes on": (
-        (AcceleratorBackend, "wait_on_host", "accelerator.wait_on_host(event)", "event.query()"),
+        (Transport, "open", "accelerator.wait_on_host(value.arrived)", "value.arrived.query()"),
         "a gradient is wrong",
     ),
     "a copy does not wait for who makes its value": (
-        (Transport, "_copied", "streams[0].wait_event(machine.record(self._stream(source)))", "pass"),
+        (Transport, "_copied", "streams[0].wait_event(accelerator.record_event(self._stream(source)))", "pass"),
         "read too early",
     ),
     "a copy waits for the stream that is current in its thread": (
-        (Transport, "_copied", "machine.record(self._stream(source))", "machine.record(machine.current(source))"),
+        (
+            Transport,
+            "_copied",
+            "accelerator.record_event(self._stream(source))",
+            "accelerator.record_event(accelerator.current_stream(source))",
+        ),
         "read too early",
     ),
     "the end of a copy is marked before it begins": (
         (
             Transport,
             "_copied",
-            "with machine.on(*streams):",
-            "arrived = machine.record(streams[-1])\n    with machine.on(*streams):",
-            "        arrived = machine.record(streams[-1])",
+            "with accelerator.current_streams(*streams):",
+            "arrived = accelerator.record_event(streams[-1])\n    with accelerator.current_streams(*streams):",
+            "        arrived = accelerator.record_event(streams[-1])",
             "",
         ),
         "read too early",
     ),
     "the copy runs beside the stream on which its end is marked": (
-        (Transport, "_copied", "with machine.on(*streams):", "with machine.on(streams[0]):"),
+        (
+            Transport,
+            "_copied",
+            "with accelerator.current_streams(*streams):",
+            "with accelerator.current_streams(streams[0]):",
+        ),
         "read too early",
     ),
     "no stream is recorded for what arrives": (
-        (Transport, "_copied", "machine.keep(copy, self._stream(target))", "pass"),
+        (Transport, "_copied", "accelerator.keep_for_stream(copy, self._stream(target))", "pass"),
         "given back too early",
     ),
     "the copy's own stream is recorded for what arrives": (
-        (Transport, "_copied", "machine.keep(copy, self._stream(target))", "machine.keep(copy, streams[-1])"),
+        (
+            Transport,
+            "_copied",
+            "accelerator.keep_for_stream(copy, self._stream(target))",
+            "accelerator.keep_for_stream(copy, streams[-1])",
+        ),
         "given back too early",
     ),
     "nothing holds what a copy reads": (
@@ -300,7 +315,7 @@ FAULTS = {
         "given back too early",
     ),
     "the caller may write to its inputs before they are read": (
-        (Transport, "settle", "self._machine.wait_on_host(last)", "pass"),
+        (Transport, "settle", "accelerator.wait_on_host(last)", "pass"),
         "written while read",
     ),
     "the caller may write to its target before it is read": (
@@ -311,13 +326,13 @@ FAULTS = {
         (
             Transport,
             "_copied",
-            "arrived = machine.record(streams[-1])",
-            "arrived = machine.record(streams[-1] if source.type == 'cpu' else self._stream(source))",
+            "arrived = accelerator.record_event(streams[-1])",
+            "arrived = accelerator.record_event(streams[-1] if source.type == 'cpu' else self._stream(source))",
         ),
         "read too early",
     ),
     "gradients are summed on other streams than the step's": (
-        (Transport, "on_step_streams", "with self._machine.on(*self._compute.values()):", "if True:"),
+        (Transport, "on_step_streams", "with accelerator.current_streams(*self._compute.values()):", "if True:"),
         "read too early",
     ),
     "stages run on the streams that are current in their threads": (

@@ -34,9 +34,10 @@ from fxpipe._torch.autograd import takes_gradient
 from fxpipe.planning.plans import Plan
 from fxpipe.rewriting.program import PIPE_INPUT
 from fxpipe.runtime.exchange import BoundaryValue, Exchange
-from fxpipe.runtime.transport import AcceleratorBackend, Transport
+from fxpipe.runtime.transport import Transport
 from fxpipe.runtime.wiring import ValueLink
 from fxpipe.scheduling import ActionKind, Schedule, ScheduleLike, make_schedule
+from fxpipe.utils import accelerator
 from fxpipe.utils.polynomial import ZERO
 
 STAGES = 4
@@ -74,11 +75,10 @@ def recompute_all_first(micro_batches: int, stages: int) -> Schedule:
     return Schedule("recompute_all_first", stages, micro_batches, rows)
 
 
-class ComputeStreamBackend(AcceleratorBackend):
+def compute_streams(source: torch.device, target: torch.device) -> tuple[torch.Stream, ...]:
     """Copies on the streams that compute: they wait for all that was queued there, and hold up what comes next."""
-
-    def copy_streams(self, source: torch.device, target: torch.device) -> tuple[torch.Stream, ...]:
-        return tuple(self.current(device) for device in dict.fromkeys((source, target)) if device.type != "cpu")
+    ends = dict.fromkeys(device for device in (source, target) if device.type != "cpu")
+    return tuple(map(accelerator.current_stream, ends))
 
 
 class RelayingExchange(Exchange):
@@ -110,7 +110,7 @@ def in_effect(switches: Switches) -> AbstractContextManager[ExitStack]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(Transport, "copies_on_one_device", True))
         if not switches.streams:
-            stack.enter_context(patch("fxpipe.runtime.transport.AcceleratorBackend", ComputeStreamBackend))
+            stack.enter_context(patch("fxpipe.runtime.transport.copy_streams", compute_streams))
         if not switches.portals:
             stack.enter_context(patch("fxpipe.runtime.step.Exchange", RelayingExchange))
         return stack.pop_all()
