@@ -24,8 +24,9 @@ from fxpipe.distributed.rank_engine import RankEngine, RankGraph, RankInputs, Tr
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.errors import ArgumentError, StateError
 from fxpipe.pipe.graph_cache import MAX_GRAPHS, CachedGraph
+from fxpipe.pipe.graph_finder import count_elements, peek_seed
 from fxpipe.pipe.model_calls import ModelCall
-from fxpipe.pipe.pipeline_state import PipelineState, StepCall, count_elements, peek_seed
+from fxpipe.pipe.pipeline_state import PipelineState, StepCall
 from fxpipe.planning.options.pipeline_options import Settings
 from fxpipe.planning.passes import PreparedGraph
 from fxpipe.planning.plans import Plan

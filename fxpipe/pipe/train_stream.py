@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
+from fxpipe.pipe.graph_finder import peek_seed
 from fxpipe.pipe.model_calls import FORMS, ModelCall, parse_call, refuse_written, tensor_versions
-from fxpipe.pipe.pipeline_state import PipelineState, peek_seed
+from fxpipe.pipe.pipeline_state import PipelineState
 from fxpipe.runtime.bound_program import BoundProgram
 from fxpipe.runtime.caller_context import CallerContext
 from fxpipe.runtime.executors import close_all_executors
