@@ -25,12 +25,13 @@ from fxpipe.distributed.rank_step import RankStep
 from fxpipe.distributed.replicas import ReplicaPart, Replicas, ReplicaStart, digest, loss_of_replica, loss_of_union
 from fxpipe.distributed.step_report import LossVerdict, StepReport, check_scales
 from fxpipe.errors import LossError
-from fxpipe.rewriting.program import ConstantOutput, Program
+from fxpipe.rewriting.program import Program
 from fxpipe.rewriting.relay_routes import RelayRoutes
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors, different_programs
 from fxpipe.runtime.engine import (
     Engine,
     copied_target,
+    gathered_results,
     losses_of_mini_batch,
     targets_on_device,
     write_back_results,
@@ -38,7 +39,6 @@ from fxpipe.runtime.engine import (
 from fxpipe.runtime.executors import InlineExecutor
 from fxpipe.runtime.loss_stage import LossStage
 from fxpipe.runtime.losses import MicroBatchLosses, ambiguous_output_message
-from fxpipe.runtime.microbatches import gather
 from fxpipe.runtime.step_inputs import StepInputs, shares_of
 from fxpipe.runtime.step_record import StepRecord
 from fxpipe.scheduling import Schedule
@@ -202,23 +202,16 @@ class RankEngine(Engine):
     def call_ranks(self, graph: RankGraph, inputs: RankInputs, schedule: Schedule, *, to_all: bool) -> Any:
         """Runs all forwards; returns the output on the rank of the last stage, or on all, else None."""
         bound, connection = graph.bound, self.group.connection
-        n, m = len(bound.devices), schedule.micro_batches
-        if m > 1 and bound.untold:
+        if schedule.micro_batches > 1 and bound.untold:
             raise LossError(ambiguous_output_message(bound.untold[0]))
         mailbox, tensors = self._mailbox(graph), ModelTensors(self.model, bound.constants)
         exchange = self._tensor_exchange(graph, mailbox, tensors)
         exchange.borrow(graph.transfers)
         step = self._run_row(graph, inputs, schedule, mailbox, inputs.seed)
-        last, results = graph.routes.rank(n), bound.results
+        last = graph.routes.rank(len(bound.devices))
         outputs: list[Any] = []
         if self.group.rank == last:
-            parts = {link.value: [step.exchange.take(n, link, i) for i in range(m)] for link in bound.wiring.links[-1]}
-            outputs = [
-                o.value
-                if isinstance(o, ConstantOutput)
-                else gather([p.value for p in parts[o]], how, step.weights, name)
-                for (o, how), name in zip(results, bound.result_names, strict=True)
-            ]
+            outputs, _ = gathered_results(step)
         count = len(bound.program.outputs)
         more = self._from_last(graph, inputs, outputs[count:])
         output = bound.output(outputs[:count]) if self.group.rank == last else None
@@ -383,7 +376,7 @@ class RankEngine(Engine):
         losses = stage.losses
         report.wrong = step.loss_weighting.difference(losses.share)
         report.shares = [losses.share(i) * losses.scale for i in range(step.micro_batches)]
-        outputs, is_verified = self.gathered_outputs(stage, step.weights, is_verified, is_asked)
+        outputs, is_verified = self.gathered_outputs(stage, is_verified, is_asked)
         if self.replicas.count > 1 and stage.tree.is_weighed:
             is_verified = False  # micro-batches add up to a loss of which this mini-batch is a part
         report.is_verified = is_verified
@@ -419,7 +412,7 @@ class RankEngine(Engine):
         if inputs.is_handed_over:
             return [step.loss.other_results(i) for i in range(step.micro_batches)]
         with torch.no_grad():
-            return step.loss.gather_other_results(lambda parts, how, what: gather(parts, how, step.weights, what))
+            return step.loss.gather_other_results()
 
     # -- what the ranks hand each other at the end of a step ---------------------------------------------------------
 

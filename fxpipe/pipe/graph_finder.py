@@ -115,7 +115,8 @@ class GraphFinder(ABC):
                 "buffer as it is in evaluation"
             )
         refuse_unwritable_inputs(traced, leaves, in_one)
-        sizes = samples_per_micro_batch(batch, self.settings.micro_batches(batch))
+        count = 1 if bound.moving_buffers and not in_one else self.settings.micro_batches(batch)
+        sizes = samples_per_micro_batch(batch, count)
         traced.refuse_uneven_outputs(batch, sizes)
         return GivenInputs.of_mini_batch(bound, leaves, sizes, inputs.call.target)
 

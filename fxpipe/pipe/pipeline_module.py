@@ -177,19 +177,10 @@ class Pipeline(nn.Module):
         inside = self._fxpipe
         with inside.engine.running():
             given = inside.find([ModelCall(args, kwargs, ())], in_one=False)
-            settings, bound = inside.settings, given.bound
-            count = 1 if bound.moving_buffers else len(given.samples)
-            if bound.state.grad:
+            grad, count = given.bound.state.grad, len(given.samples)
+            if grad:
                 inside.warn_of_drop_in_memory(count, given.batch)
-            return inside.engine.call(
-                bound,
-                given.leaves,
-                given.batch,
-                count,
-                settings.checkpoint,
-                settings.placement,
-                settings.replicas,
-            )
+            return inside.engine.call(given, inside.schedule_for(count, DROP_IN_SCHEDULE if grad else "inference"))
 
     @overload
     def forward_backward(

@@ -366,11 +366,11 @@ class PipelineState(GraphFinder):
                 "begun by then: return it as an output, keep it in a buffer, or train with forward_backward"
             )
 
-    def schedule_for(self, micro_batches: int) -> Schedule:
-        """Makes the schedule of a step of `forward_backward`."""
+    def schedule_for(self, micro_batches: int, name: str | None = None) -> Schedule:
+        """Makes the schedule of a step: of `forward_backward`, or the named one."""
         settings = self.settings
         return make_schedule(
-            settings.schedule,
+            name or settings.schedule,
             len(settings.placement),
             micro_batches,
             settings.checkpoint,

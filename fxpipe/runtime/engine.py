@@ -23,7 +23,7 @@ from torch import nn
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.autograd import leaves_below
 from fxpipe.errors import ArgumentError, LossError, StateError, UnequalOutputsError
-from fxpipe.rewriting.program import ConstantOutput, Program
+from fxpipe.rewriting.program import ConstantOutput, Program, ReceivedValue
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
 from fxpipe.runtime.caller_context import CallerContext
 from fxpipe.runtime.commit import (
@@ -33,7 +33,7 @@ from fxpipe.runtime.commit import (
     gradient_rollback,
     roll_back_with_caller,
 )
-from fxpipe.runtime.exchange import TransferNote
+from fxpipe.runtime.exchange import BoundaryValue, TransferNote
 from fxpipe.runtime.executors import Executor, close_all_executors
 from fxpipe.runtime.loss_stage import LossStage
 from fxpipe.runtime.loss_verification import LossHistories, LossHistory
@@ -44,7 +44,7 @@ from fxpipe.runtime.step import Step
 from fxpipe.runtime.step_inputs import GivenInputs, StepInputs, shares_of
 from fxpipe.runtime.step_record import DeviceRecord, StepLog, StepRecord, step_record_of
 from fxpipe.runtime.transport import Transport, leaves_on_device
-from fxpipe.scheduling import backward_part, forward_part, make_schedule, with_updates
+from fxpipe.scheduling import backward_part, forward_part, with_updates
 from fxpipe.scheduling.actions import ActionKind, Rows, Schedule
 from fxpipe.scheduling.replicas import replica_of
 from fxpipe.scheduling.validation import check_order
@@ -243,40 +243,21 @@ class Engine:
 
     # -- the drop-in -------------------------------------------------------------------------------------------------
 
-    def call(
-        self,
-        bound: BoundProgram,
-        leaves: Sequence[Any],
-        batch: int,
-        chunks: int,
-        checkpoint: str | Sequence[str],
-        placement: Sequence[int] | None = None,
-        replicas: Sequence[int] = (),
-    ) -> Any:
-        """Runs all forwards and returns the output; its backward runs all backwards, once."""
-        n, m = len(bound.devices), min(chunks, batch)
+    def call(self, given: GivenInputs, schedule: Schedule) -> Any:
+        """Runs all forwards of a mini-batch and returns the output; its backward runs all backwards, once."""
+        bound, leaves, m = given.bound, given.leaves, schedule.micro_batches
         if m > 1 and bound.untold:
             raise LossError(ambiguous_output_message(bound.untold[0]))
-        name = "gpipe" if bound.state.grad else "inference"
-        schedule = make_schedule(name, n, m, checkpoint, placement, replicas=replicas)
         kind = self.loss_histories.for_drop_in(bound)
-        shares = shares_of(samples_per_micro_batch(batch, m))
-        step = self._step(
-            StepInputs.of_mini_batch(bound, leaves, shares), schedule, look_at_elements=kind.look_at_elements and m > 1
-        )
-        step.samples = batch
+        step = self._step(StepInputs.of(given), schedule, look_at_elements=kind.look_at_elements and m > 1)
+        step.samples = given.batch
         self._run_rows(step, schedule, forward_part(schedule))
-        parts = {link.value: [step.exchange.take(n, link, i) for i in range(m)] for link in bound.wiring.links[-1]}
-        results = bound.results
-        outputs = [
-            o.value if isinstance(o, ConstantOutput) else gather([p.value for p in parts[o]], how, step.weights, what)
-            for (o, how), what in zip(results, bound.result_names, strict=True)
-        ]
+        outputs, parts = gathered_results(step)
         step.commit_buffers()
         step.transport.settle()
         differentiable = [
             (place, o, how)
-            for place, (o, how) in enumerate(results)
+            for place, (o, how) in enumerate(bound.results)
             if not isinstance(o, ConstantOutput) and any(p.requires_grad for p in parts[o])
         ]
         if differentiable:
@@ -399,7 +380,7 @@ class Engine:
         if given.is_handed_over:
             results = [stage.other_results(i) for i in range(m)]
         else:
-            results = [stage.gather_other_results(lambda parts, how, what: gather(parts, how, step.weights, what))]
+            results = [stage.gather_other_results()]
         if return_outputs:
             output = stage.outputs_of_micro_batches() if outputs is None else stage.tree(outputs)
         self.add_gradients(step, updates)
@@ -427,7 +408,7 @@ class Engine:
         stage = step.loss
         assert stage is not None
         loss = stage.losses.total()
-        outputs, is_verified = cls.gathered_outputs(stage, step.weights, is_verified, is_asked)
+        outputs, is_verified = cls.gathered_outputs(stage, is_verified, is_asked)
         if is_verified:
             start = time.perf_counter()
             history.can_verify = stage.verify(outputs)
@@ -441,14 +422,12 @@ class Engine:
         return loss, outputs, is_verified and bool(history.can_verify)
 
     @staticmethod
-    def gathered_outputs(
-        stage: LossStage, shares: Sequence[float], is_verified: bool, is_asked: bool
-    ) -> tuple[list[Any], bool]:
+    def gathered_outputs(stage: LossStage, is_verified: bool, is_asked: bool) -> tuple[list[Any], bool]:
         """The outputs of the mini-batch, where they were kept, and whether the loss can be verified by them."""
         if not stage.keep_outputs:
             return [], False
         try:
-            return stage.gather_outputs(lambda parts, how, what: gather(parts, how, shares, what)), is_verified
+            return stage.gather_outputs(), is_verified
         except UnequalOutputsError:
             if is_asked:
                 raise
@@ -509,6 +488,18 @@ class Engine:
             with gradient_rollback([*named.values()]):
                 root.backward()
         updates.step(j, [tensor for name, tensor in named.items() if name in summed])
+
+
+def gathered_results(step: Step) -> tuple[list[Any], dict[ReceivedValue, list[BoundaryValue]]]:
+    """Gathers the results of a step without a loss; returns their parts, by value, as well."""
+    bound, every = step.bounds[0], range(step.micro_batches)
+    n = len(bound.devices)
+    parts = {link.value: [step.exchange.take(n, link, i) for i in every] for link in bound.wiring.links[-1]}
+    outputs = [
+        o.value if isinstance(o, ConstantOutput) else gather([p.value for p in parts[o]], how, step.weights, what)
+        for (o, how), what in zip(bound.results, bound.result_names, strict=True)
+    ]
+    return outputs, parts
 
 
 def _refuse_hook(output: str, *_: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,14 +20,12 @@ from fxpipe.runtime.exchange import Exchange
 from fxpipe.runtime.loss_verification import GatheredOutput, verify_loss
 from fxpipe.runtime.loss_weighting_check import LossWeightingCheck
 from fxpipe.runtime.losses import MicroBatchLosses, ambiguous_output_message, hold_generators, restore_generators
+from fxpipe.runtime.microbatches import gather
 from fxpipe.scheduling.replicas import replica_of
 from fxpipe.utils.output_combination import OutputCombination
 from fxpipe.utils.pytree import map_tensor_leaves
 
 _own_lock = threading.RLock()  # held while gradients are made of what else a loss depends on
-
-GatherFunction = Callable[[Sequence[Any], int | str | None, str], Any]
-
 
 NOT_AFFINE = (
     "is no sum of what samples give, nor one over a count that inputs tell: what a micro-batch adds to it depends on "
@@ -173,10 +171,10 @@ class LossStage:
         """Values of a micro-batch where the parameters of the last stage are."""
         return [self._brought(value) for value in values] if self.is_spread else values
 
-    def gather_outputs(self, gather: GatherFunction) -> list[Any]:
+    def gather_outputs(self) -> list[Any]:
         """The outputs of the mini-batch, which were kept: one for each link."""
         rows = [self._at_home(self.outputs.pop(i)) for i in sorted(self.outputs)]
-        return [gather(list(parts), *way) for parts, way in zip(zip(*rows, strict=True), self._ways(), strict=True)]
+        return self._gathered(rows, self._ways())
 
     def outputs_of_micro_batches(self) -> list[Any]:
         """The outputs, which were kept, as each micro-batch by itself gives them."""
@@ -186,13 +184,18 @@ class LossStage:
         """Returns what forward has left in inputs and attributes of a micro-batch that was handed over."""
         return self._at_home(self.others.pop(i, []))
 
-    def gather_other_results(self, gather: GatherFunction) -> list[torch.Tensor]:
+    def gather_other_results(self) -> list[torch.Tensor]:
         """Gathers what forward has left in inputs and attributes, of the mini-batch."""
         rows = [self._at_home(self.others.pop(i)) for i in sorted(self.others)]
         ways = [(how, what) for (_, how), what in zip(self.bound.results, self.bound.result_names, strict=True)][
             len(self.bound.program.outputs) :
         ]
-        return [gather(list(parts), *way) for parts, way in zip(zip(*rows, strict=True), ways, strict=False)]
+        return self._gathered(rows, ways)
+
+    def _gathered(self, rows: Sequence[Sequence[Any]], ways: Sequence[tuple[int | str | None, str]]) -> list[Any]:
+        """Gathers values, which are given by micro-batch."""
+        columns = zip(zip(*rows, strict=True), ways, strict=False)
+        return [gather(parts, how, self.losses.shares, what) for parts, (how, what) in columns]
 
     def verify(self, outputs: Sequence[Any]) -> bool | None:
         """Verifies that the loss of all `outputs`, gathered, is what the losses of micro-batches add up to.

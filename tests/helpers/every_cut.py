@@ -183,15 +183,15 @@ class EveryCut:
         )
         engine = Engine(model, WithGrad(seed))
         leaves = pytree.tree_leaves((args, {}))
+        given = GivenInputs.of_mini_batch(assembly, leaves, samples_per_micro_batch(self.batch, m))
         outputs: list[Any] = []
         torch.manual_seed(5)
         if schedule == "drop-in":
-            output = engine.call(assembly, leaves, self.batch, chunks, checkpoint)
+            output = engine.call(given, make_schedule("gpipe", len(devices), m, checkpoint))
             outputs = [x.detach() for x in pytree.tree_leaves(output)]
             loss_of(output).backward()
         else:
             plan = self.schedule(schedule, len(devices), m, checkpoint)
-            sizes = samples_per_micro_batch(self.batch, m)
-            engine.forward_backward(GivenInputs.of_mini_batch(assembly, leaves, sizes), plan, loss_of)
+            engine.forward_backward(given, plan, loss_of)
         inputs = [x.detach() for x in leaves if isinstance(x, torch.Tensor)]
         return self._result(model, args, outputs, inputs)
