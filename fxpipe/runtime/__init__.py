@@ -9,7 +9,7 @@ their way between devices), `exchange` (what goes between stages), `stage_instan
 stands around each action), `step` (what each does), `stage_updates` (what U does behind a step), `executors` (that run
 the rows), `engine` (whole steps), `stream` (mini-batches without a flush between them). `microbatches`, `losses` and
 `commit` are the two ends; `running_statistics` ends what deferred batch norm has put off. `step_record` is what a step
-notes of itself, `profiler_ranges` what a profiler sees.
+notes of itself.
 """
 
 from fxpipe.runtime.bound_program import BoundProgram

@@ -1,23 +1,26 @@
 """Performs actions: each on its stage's device and streams, in the caller's context, timed, with a note if it fails.
 
-An executor has only to call `perform(action)`, once `is_ready(action)`, within `in_row()`. What actions do is said by
-those who derive from it: a mini-batch (`step`), and the update of the weights behind one (`stage_updates`).
+An executor calls `perform(action)`, once `is_ready(action)`, within `in_row()`. Subclasses say what actions do: a
+mini-batch (`step`), and the update of the weights after one (`stage_updates`). In a profiler each action is a range,
+`fxpipe F stage 1 micro-batch 3`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
+from torch.autograd import profiler
 
-from fxpipe._torch.profiler import is_profiler_on
+from fxpipe._torch.profiler import ALL_THREADS_CONFIG, is_profiler_on, sees_this_thread_only
 from fxpipe.runtime.caller_context import CallerContext
-from fxpipe.runtime.profiler_ranges import profiler_range
 from fxpipe.runtime.step_record import StepLog, mark_time
 from fxpipe.runtime.transport import Transport
 from fxpipe.scheduling.actions import Action, ActionKind
@@ -29,6 +32,16 @@ def action_note(action: Action, stages: int, device: str) -> str:
     return (
         f"fxpipe: stage {action.stage} of {stages} on {device}, micro-batch {action.micro_batch}, {action.kind.words}"
     )
+
+
+def warn_of_unseen_workers() -> None:
+    """Warns if a profiler sees this thread only: a thread cannot be added later (torch 2.13)."""
+    if sees_this_thread_only():
+        warnings.warn(
+            "the profiler sees only the thread that started it, and none of the pipe's workers; let it see all: "
+            f"torch.profiler.profile(..., experimental_config={ALL_THREADS_CONFIG})",
+            stacklevel=2,
+        )
 
 
 class ActionPerformer(ABC):
@@ -108,9 +121,10 @@ class ActionPerformer(ABC):
             if stream is None and self.caller_context.is_empty and not is_profiler_on():
                 self._timed(action, stream)
             else:
+                is_seen = is_profiler_on()
                 with (
                     self.caller_context.for_action(action.kind, device),
-                    profiler_range(action),
+                    profiler.record_function(action.range_name) if is_seen else contextlib.nullcontext(),
                     self.transport.at(device),
                 ):
                     self._timed(action, stream)

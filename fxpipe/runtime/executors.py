@@ -25,8 +25,7 @@ from typing import Any, Protocol
 import torch
 
 from fxpipe.errors import InternalError, StateError
-from fxpipe.runtime.action_performer import ActionPerformer
-from fxpipe.runtime.profiler_ranges import warn_of_unseen_workers
+from fxpipe.runtime.action_performer import ActionPerformer, warn_of_unseen_workers
 from fxpipe.scheduling.actions import Action, Rows
 from fxpipe.utils import accelerator
 
