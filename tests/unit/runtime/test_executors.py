@@ -238,9 +238,11 @@ def test_rows_that_cannot_go_on_are_an_error_of_the_single_thread():
 
 def test_a_failure_outside_of_an_action_opens_the_fences_too():
     step, rows = _counted()
-    run_row(step, rows[0][:1], lambda: 1 / 0)
+    wait, step.wait = step.wait, lambda action: 1 / 0
+    run_row(step, rows[0][:1])
     assert isinstance(step.failure, ZeroDivisionError)
-    run_row(step, rows[2], lambda: None)  # returns: nothing is left to wait for
+    step.wait = wait
+    run_row(step, rows[2])  # returns: nothing is left to wait for
     assert not step.done
 
 
@@ -300,16 +302,16 @@ def test_a_worker_that_has_died_is_an_error_and_is_replaced(monkeypatch):
         assert not any(thread.is_alive() for thread in old)
         # In the middle of a step: its queue ends before the row.
         step, rows = _counted()
-        original = workers._before
+        original = workers._put
 
-        def before():
+        def put(step, rows):
             if not step.done and not ended:
                 ended.append(True)
                 workers._queues[2].put(None)
-            return original()
+            original(step, rows)
 
         ended = []
-        monkeypatch.setattr(workers, "_before", before)
+        monkeypatch.setattr(workers, "_put", put)
         with pytest.raises(InternalError, match=r"fxpipe-2-cpu has ended in the middle of a step .it was told to end"):
             workers.run(step, rows)
         step, rows = _counted()
@@ -322,10 +324,10 @@ def test_what_has_ended_a_worker_is_said(monkeypatch):
     monkeypatch.setattr("fxpipe.runtime.executors.POLL_SECONDS", 0.02)
     cause = MemoryError("no room for a queue")
 
-    def fail(step, row, before):
+    def fail(step, row):
         if row[0].stage == 1:
             raise cause
-        run_row(step, row, before)
+        run_row(step, row)
 
     with closing(ThreadedExecutor(CPUS)) as workers:
         step, rows = _counted()
