@@ -157,11 +157,19 @@ def stage_loads(
     """The load of each stage of a cut; stage j is on `sites[j]`."""
     storages, largest = flow_of_storage(chain), chain.of_memory
     largest_storages = storages if largest is chain else flow_of_storage(largest)
+    flows, ends, links = chain.transferred, [*starts[1:], len(chain)], [*(site.link for site in sites[1:]), None]
     loads = []
-    for j, again in enumerate(recompute):
-        cost = _stage_cost(chain, sites, starts, j, again, storages)
-        held = cost if largest is chain else _stage_cost(largest, sites, starts, j, again, largest_storages)
-        loads.append(_stage_load(chain, sites, starts, j, again, cost, held))
+    for j, (site, start, end, again) in enumerate(zip(sites, starts, ends, recompute, strict=True)):
+        cost = _stage_cost(chain, site, starts, j, again, storages)
+        held = cost if largest is chain else _stage_cost(largest, site, starts, j, again, largest_storages)
+        forward, backward = chain.forward[site.kind][start:end], chain.backward[site.kind][start:end]
+        transfers = [sending_seconds(flow, site.link) for flow in flows if flow_arrives(flow, start, end)]
+        if j + 1 < len(sites):
+            returning = (flow for flow in flows if gradient_arrives(flow, start, end, len(chain)))
+            transfers += [sending_seconds(flow, links[j]) for flow in returning]
+        work = [*forward, *backward, *(forward if again else ())]
+        memory = held.memory(site.in_flight, site.activations(again))
+        loads.append(StageLoad(cost, again, math.fsum(transfers), math.fsum(work + transfers), memory, held))
     return tuple(loads)
 
 
@@ -218,37 +226,14 @@ def flow_of_storage(chain: Chain) -> dict[int, int]:
     return pairs
 
 
-def _stage_load(
-    chain: Chain,
-    sites: Sequence[StageSite],
-    starts: Sequence[int],
-    stage: int,
-    recompute: bool,
-    cost: StageCost,
-    held: StageCost,
-) -> StageLoad:
-    site = sites[stage]
-    start, end = [*starts, len(chain)][stage : stage + 2]
-    forward, backward = chain.forward[site.kind][start:end], chain.backward[site.kind][start:end]
-    flows = chain.transferred
-    transfers = [sending_seconds(flow, site.link) for flow in flows if flow_arrives(flow, start, end)]
-    if stage + 1 < len(sites):
-        returning = (flow for flow in flows if gradient_arrives(flow, start, end, len(chain)))
-        transfers += [sending_seconds(flow, sites[stage + 1].link) for flow in returning]
-    work = [*forward, *backward, *(forward if recompute else ())]
-    memory = held.memory(site.in_flight, site.activations(recompute))
-    return StageLoad(cost, recompute, math.fsum(transfers), math.fsum(work + transfers), memory, held)
-
-
 def _stage_cost(
     chain: Chain,
-    sites: Sequence[StageSite],
+    site: StageSite,
     starts: Sequence[int],
     stage: int,
     recompute: bool,
     storages: Mapping[int, int],
 ) -> StageCost:
-    site = sites[stage]
     start, end = [*starts, len(chain)][stage : stage + 2]
     weights = [w for w in chain.weights if any_within(w.users, start, end)]
     trained = [w.bytes for w in weights if w.is_trained]

@@ -66,10 +66,10 @@ def plan(
         plan.memory(1, b=8)             # bytes that stage 1 needs with micro-batches of 8
 
     Args:
-        model: any module. Of one without values (on the meta device, or made under a FakeTensorMode) the seconds are
-            estimates, and `Plan.estimated_for` says of what hardware.
+        model: any module. Without values (on the meta device, or made under a FakeTensorMode) the seconds are
+            estimates for the hardware in `Plan.estimated_for`.
         stages: their number, and so the number of devices; or the devices, as `devices`. The plan has more stages if
-            pins or memory ask for several on a device (see `checkpoint`), and with schedule="auto". A number takes
+            pins or memory require several on a device (see `checkpoint`), and with schedule="auto". A number takes
             devices as `devices` of `fxpipe.pipeline` does or, with `hardware`, that many devices of this kind.
         example_args, example_kwargs: a mini-batch as training will use it, of all replicas.
         hardware: seconds, memory and links are those of this hardware, which need not be here: a name of
@@ -77,15 +77,14 @@ def plan(
             `nodes` is a cluster, and all of its devices are used (`replace(HARDWARE["h100"], nodes=4)`).
         data_parallel: replicas of the pipeline, which share `devices` and the mini-batch evenly and reduce their
             gradients once for a step. The plan is that of one of them. `fxpipe.tune` finds a good number. None: 1 or,
-            with balance="pipedream" and `hardware`, what PipeDream's planner chooses: stages, and how many replicas
-            each of them has. Where these are equal, the plan is as with so many here, and `mesh` is the better one
-            unless it is said; where they are not (15-1), they take micro-batches in turn, and run in one process. With
-            `stages`, each has one.
-        mesh: how replicas stand in the nodes of the hardware, as the names of the dimensions of a `DeviceMesh`, the
-            outer one first: ("data", "pipe") keeps each pipeline in as few nodes as can be, ("pipe", "data") the
-            devices that reduce gradients together. See `fxpipe.cluster` for what is assumed of links.
-        processes: the figures are those of a process for each device, as over a `DeviceMesh`; so they are anyway with
-            replicas, and where devices stand in several nodes. See `fxpipe.simulate`.
+            with balance="pipedream" and `hardware`, PipeDream's planner chooses stages and the replicas of each. Equal
+            numbers are planned as if given here, with the better `mesh` unless it is given; unequal ones (15-1) take
+            micro-batches in turn, in one process. With `stages`, each stage has one.
+        mesh: the order of replicas in the nodes of the hardware, as the names of the dimensions of a `DeviceMesh`, the
+            outer one first: ("data", "pipe") keeps each pipeline in as few nodes as possible, ("pipe", "data") the
+            devices that reduce gradients together. See `fxpipe.cluster` for the model of the links.
+        processes: the figures are those of a process for each device, as over a `DeviceMesh`; always so with replicas,
+            and with devices in several nodes. See `fxpipe.simulate`.
         devices, chunks, balance, pin, stages_per_device, schedule, checkpoint: as for `fxpipe.pipeline`.
         memory_limit, optimizer_state, profile, profile_budget, loss_fn, target: as there.
         tracer, in_dims, dynamic_shapes, out_dims, leaf_modules, check, progress: as there.

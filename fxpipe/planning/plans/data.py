@@ -413,7 +413,7 @@ class PlanData:
             sizes: dynamic sizes, by name. Others are as planned or, without `b`, symbols of the formula.
 
         Raises:
-            ArgumentError: there is no such stage or size, or the graph is not one for this size.
+            ArgumentError: there is no such stage or size, or the graph does not hold for this size.
         """
         own = self._stage(stage).bytes
         return self._evaluate(self._memory(self._stage(stage)), b, sizes, (own.working, *own.working_elsewhere))

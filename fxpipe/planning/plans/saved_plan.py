@@ -37,7 +37,7 @@ class Plan(PlanData):
     # -- Other sizes ---------------------------------------------------------------------------------------------------
 
     def at(self, b: int | None = None, **sizes: int) -> Plan:
-        """The same stages, with the figures of other sizes: what these make of balance, memory and time.
+        """The same stages with the figures of other sizes.
 
             print(plan.at(s=512))
             plan.at(b=4, s=512).stages[1].forward_seconds
@@ -47,14 +47,14 @@ class Plan(PlanData):
             sizes: dynamic sizes, by name; others are as planned.
 
         Raises:
-            ArgumentError: there is no such size, or the graph is not one for this size.
+            ArgumentError: there is no such size, or the graph does not hold for it.
         """
         samples = self.micro_batch if b is None else parse_count("b", b, "a whole number of samples")
         batch = self.batch if b is None else samples * self.micro_batches
         return replace(resize_plan(self, samples, sizes=self.check_sizes(sizes)), batch=batch)
 
     def compare_sizes(self, **sizes: Sequence[int]) -> str:
-        """A table of what other sizes make of the balance of the stages, of the step and of its memory.
+        """A table of the balance of the stages, the step and its memory at other sizes.
 
             print(plan.compare_sizes())                     # smaller, as planned, larger, the largest
             print(plan.compare_sizes(s=(128, 512, 2048)))
@@ -63,7 +63,8 @@ class Plan(PlanData):
             sizes: for dynamic sizes the values to compare, by name; several sizes go together, one value each.
 
         Raises:
-            ArgumentError: there is no such size, the graph is not one for it, or sizes have unequal numbers of values.
+            ArgumentError: there is no such size, the graph does not hold for it, or sizes have unequal numbers of
+                values.
         """
         from fxpipe.inspect.plan_text import sizes_text
 

@@ -83,52 +83,52 @@ def tune(
         tuning = fxpipe.tune(model, hardware=cluster, data_parallel="auto", example_args=(x,))
 
     Every combination is tried of the schedules, of 1, 2, 4, ... micro-batches up to the samples of the mini-batch, and
-    of 1, 2 or 4 stages on a device; each on the cut that is best for it. A candidate that does not fit into memory is
-    tried with stages that recompute: all of them, all but the last micro-batch, and those that have to.
+    of 1, 2 or 4 stages on a device; each on its best cut. A candidate that does not fit into memory is tried with
+    stages that recompute: all of them, all but the last micro-batch, and those that have to.
 
-    With data_parallel="auto" so is every number of replicas among which devices and mini-batch can be shared evenly,
-    and whose pipelines hold at least parameters, gradients and optimizer state; in both orders of the mesh, unless all
-    devices stand in one node. One replica is simulated, and the reduction of gradients over all of them.
+    With data_parallel="auto" so is every number of replicas that divides devices and mini-batch, and whose pipelines
+    hold at least parameters, gradients and optimizer state; in both orders of the mesh, unless all devices are in one
+    node. One replica is simulated, and the reduction of gradients over all of them.
 
     Not tried: other orders of the devices, and fewer of them; cuts by hand and pins (for them write chunks="auto",
     schedule="auto" in `fxpipe.pipeline`); numbers of micro-batches in between, and more than 32 for each device
-    unless nothing fits otherwise; more than 4,096 forwards of one replica where replicas may be fewer or more;
-    recomputing where a candidate fits as it is, or would be slower than the best even with all the memory it likes.
-    Nor is a candidate cut that would be slower than the best even with all work shared out evenly and nothing to
-    send; its row says so. The choice depends on the profile and nothing else: the same profile, the same choice.
+    unless nothing fits otherwise; more than 4,096 forwards of one replica if their number is open; recomputing if a
+    candidate fits without, or would be slower than the best even with unlimited memory. A candidate that would be
+    slower than the best with evenly shared work and nothing to send is not cut; its row reports this. The same profile
+    always leads to the same choice.
 
     Args:
-        model_or_plan: a module, which is traced, profiled and left as it was; or a plan, of which the stages stay where
-            they are, and schedules, micro-batches and checkpoint modes are tried.
-        devices: as for `fxpipe.pipeline`, of all replicas. With `hardware` they need not be here; if that is a cluster,
-            they are all that it has. A number: so many of `hardware`, or so many CPU workers, as for `fxpipe.plan`.
-            Not beside a plan.
+        model_or_plan: a module, which is traced, profiled and left as it was; or a plan, whose stages stay, and for
+            which schedules, micro-batches and checkpoint modes are tried.
+        devices: as for `fxpipe.pipeline`, of all replicas. With `hardware` they need not be here; by default all
+            devices of a cluster. A number: so many of `hardware`, or CPU workers, as for `fxpipe.plan`. Not with a
+            plan.
         example_args, example_kwargs: a mini-batch as training will use it.
         batch_size: samples of the mini-batch, if it is not that of the example.
         schedules, chunks, checkpoint, stages_per_device: try these only. Checkpoint modes are "never", "except_last"
-            and "always", and of those given each is tried.
-        measure: run the best few for real, on the devices and with the model's values, in alternation, and choose by
-            the median of what they take. They run `forward_backward`; parameters, gradients, buffers and random
-            numbers are left as they were.
-        loss_fn, target, reduction: of `forward_backward`: the loss is costed with the model, and taken where steps are
-            measured. Without a `loss_fn` the model's output is then the loss if it is a scalar, and the mean of the
-            squares of all outputs if not.
+            and "always", and each of those given is tried.
+        measure: run the best few on the devices, with the model's values, alternately, and choose by the median of
+            their steps. They run `forward_backward`; parameters, gradients, buffers and random numbers are left as
+            they were.
+        loss_fn, target, reduction: of `forward_backward`: the loss is costed with the model, and used in measured
+            steps. Without a `loss_fn` the loss is the model's output if it is a scalar, else the mean of the squares
+            of all outputs.
         balance: how stages are cut: "auto", "block" or "optimal".
         memory_limit: what stages may take on a device, as for `fxpipe.pipeline`; for a plan it replaces the plan's.
         hardware: seconds, memory and links are those of this hardware, as for `fxpipe.plan`.
         optimizer_state, profile, profile_budget, tracer, in_dims, dynamic_shapes, out_dims, leaf_modules, check: as for
             `fxpipe.pipeline`.
-        progress: show bars, where stderr is a terminal.
-        data_parallel: so many replicas of the pipeline; "auto": as many as are best. Needs `hardware`.
-        mesh: the order in which replicas stand, as for `fxpipe.plan`. None: the better one.
-        processes: each device has a process of its own, as for `fxpipe.plan`: what it takes to send counts.
+        progress: show bars, if stderr is a terminal.
+        data_parallel: the number of replicas of the pipeline; "auto": the best number. Needs `hardware`.
+        mesh: the order of replicas, as for `fxpipe.plan`. None: the better one.
+        processes: each device has a process of its own, as for `fxpipe.plan`.
 
     Returns:
         A `Tuning`: `best`, a row with its plan, and `rows`, one for each candidate. `best.arguments` are those for
-        `fxpipe.pipeline`; its drop-in call runs gpipe's order whatever was chosen, and its memory is then gpipe's.
+        `fxpipe.pipeline`; its drop-in call always runs gpipe's order, with the memory of gpipe.
 
     Raises:
-        MemoryLimitError: nothing fits; says what is the least that would.
+        MemoryLimitError: nothing fits; names the least limit that would do.
         FxpipeError: an argument cannot be used, or the model cannot be traced or cut; see `fxpipe.errors`.
     """
     arguments = {**locals(), **options}
