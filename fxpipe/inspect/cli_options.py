@@ -122,7 +122,7 @@ def parse_devices_option(text: str) -> DevicesOption:
 
 
 def resolve_devices(devices: DevicesOption | None) -> tuple[str, ...]:
-    """The name of each device; a number means so many of the accelerator, or shares of the CPU where there is none."""
+    """The name of each device; a number means devices of the accelerator, or shares of the CPU if there is none."""
     import torch
 
     from fxpipe.utils import accelerator
@@ -156,7 +156,7 @@ def _parse_hardware_option(text: str) -> str | Hardware:
 def cluster_hardware(
     name: str | Hardware | None, nodes: int | None, devices_per_node: int | None, devices: DevicesOption | None
 ) -> str | Hardware | None:
-    """The hardware of that name, with so many nodes and devices in each, where it is said how many."""
+    """The hardware of that name, with these numbers of nodes and devices in each, if given."""
     from fxpipe.hardware import parse_hardware
 
     if nodes is None and devices_per_node is None:
@@ -177,7 +177,7 @@ def cluster_hardware(
 
 
 def planned_devices(devices: DevicesOption | None, hardware: str | Hardware) -> tuple[str, ...]:
-    """Names of devices that need not be here: those of a cluster if not told."""
+    """Names of devices that need not be here. Default: the devices of the cluster."""
     from fxpipe.hardware import device_names, parse_hardware
 
     if isinstance(devices, tuple):
@@ -194,7 +194,7 @@ def first_devices(devices: tuple[str, ...], count: int, hardware: str | Hardware
 
 
 def most_devices(devices: tuple[str, ...], usual: int, hardware: str | Hardware | None) -> int:
-    """Up to how many there can be: as many as one likes where they are shares of the CPU, or elsewhere."""
+    """The number that a sweep goes up to; no limit for shares of the CPU and for devices that are elsewhere."""
     are_here = hardware is None and any(name != "cpu" for name in devices)
     return len(devices) if are_here else max(len(devices), usual)
 
@@ -489,7 +489,7 @@ def _parse_chunks(text: str) -> int | None:
 
 
 def _argparse_type(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """`parse` for argparse, which would hide the message of a ValueError behind one of its own."""
+    """`parse` for argparse, which would replace the message of a ValueError by its own."""
 
     def parsed(text: str) -> T:
         try:

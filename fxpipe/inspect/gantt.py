@@ -43,7 +43,7 @@ NEARLY_ALL = 0.8  # of the boxes of a kind; the others, short by chance, stay wi
 RIM = 5.0  # a narrower box has none: it would hide the colour
 SMALLEST_TEXT = 6.5  # letters
 LEADING = 1.15  # from a line to the next, in heights of letters
-NAME_SLACK = 1.6  # points beside a name
+NAME_SLACK = 1.6  # points next to a name
 
 
 def action_boxes(step: StepTimeline, frame: TimeAxis, top: float, pitch: float, height: float) -> Iterator[Item]:
@@ -164,7 +164,7 @@ GANTT_MARGIN = 16.0
 NARROWEST_GANTT, WIDEST_GANTT = 720.0, 1500.0  # of the part where time runs
 ROWS_HEIGHT = 900.0  # points: as high as rows become together, where they may be
 HIGHEST_PITCH, LOWEST_PITCH = 34.0, 4.0  # from a row to the next
-LABEL_SIZE = 10.0  # letters beside the rows, where there is room
+LABEL_SIZE = 10.0  # letters next to the rows, if there is room
 LONGEST_LABEL = 170.0  # of a device's name
 
 
@@ -248,7 +248,7 @@ def draw_gantt(step: StepTimeline, *, title: str = "") -> Scene:
     return Scene(width, depth, (Group(tuple(moving), "time"), *still), told)
 
 
-# -- Labels and figures beside the rows --------------------------------------------------------------------------------
+# -- Labels and figures next to the rows -------------------------------------------------------------------------------
 
 
 def _row_labels(layout: GanttLayout) -> Iterator[Text]:

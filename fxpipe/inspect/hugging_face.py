@@ -66,7 +66,7 @@ def load_hugging_face_model(model_type: ModelType, kwargs: Mapping[str, Any]) ->
 
 
 def example_inputs(model: nn.Module, least_batch: int = 1) -> tuple[InputOption, ...]:
-    """Named shapes for the model, of at least so many samples."""
+    """Named shapes for the model, with at least this number of samples."""
     config: Any = model.config
     wanted = _wanted_inputs(model)
     batch = max(TEXT_BATCH, least_batch)

@@ -18,7 +18,7 @@ def findings_document(findings: Findings) -> dict[str, Any]:
     """Makes JSON-able data of all findings. Keys stay; new ones may come. Units are seconds and bytes.
 
     The keys of `plan_document`, where there is a plan, and
-        inputs               list of texts, as for --input: those that nobody gave and that were drawn
+        inputs               list of texts, as for --input: inputs that were drawn, as none were given
         simulation           of a step: see `simulation_document`
         schedules            list of the same stages in several schedules, the simulated one first: each
             schedule, micro_batches, checkpoint, step_seconds, bubble

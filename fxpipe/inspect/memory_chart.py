@@ -21,7 +21,7 @@ PANEL_HEIGHT, PANEL_GAP = 46.0, 10.0
 CHART_HEIGHT = 200.0
 GRAIN = 4.0  # points, of which a line of many shows the most
 CHART_HEAD = 38.0  # of the title and the legend
-FLAT_LIMIT_RATIO = 3.0  # a limit so many times the peak would leave the curves flat
+FLAT_LIMIT_RATIO = 3.0  # a limit this many times the peak would leave the curves flat
 MEMORY_PARTS = tuple(field.name for field in fields(MemoryParts))
 SMALL_TEXT = 9.0
 
@@ -31,7 +31,7 @@ class MemoryChart:
     """The items of a memory chart, and its height."""
 
     time_items: tuple[Item, ...]  # stands on the time axis
-    fixed_items: tuple[Item, ...]  # stands beside it
+    fixed_items: tuple[Item, ...]  # stands next to it
     height: float
 
 
@@ -186,7 +186,7 @@ def _stair_points(
 
 # What the devices of a step hold at their peaks, as stacked bars: a row for each device, its limit a line across.
 #
-# A limit far above all of them would leave nothing of the bars to see: it is told, and not drawn.
+# A limit far above all of them would make the bars too short: it is written, and not drawn.
 
 BARS_MARGIN, BARS_NAMES_WIDTH, BARS_WIDTH, BARS_AMOUNTS_WIDTH, BARS_LEGEND_HEIGHT = (
     8.0,

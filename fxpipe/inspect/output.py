@@ -98,7 +98,7 @@ def _plan_texts(findings: Findings) -> list[str]:
 
 
 def _drawn_inputs_note(findings: Findings) -> list[str]:
-    """Inputs that nobody gave: whoever reads the figures must know them."""
+    """Says which inputs were drawn because none were given: the figures depend on them."""
     if not findings.drawn:
         return []
     from fxpipe.utils.text_table import wrap_text

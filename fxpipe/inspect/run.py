@@ -51,7 +51,7 @@ class LoadedModel:
 
     model: nn.Module
     arguments: ModelArguments
-    drawn: tuple[InputOption, ...]  # inputs that nobody asked for
+    drawn: tuple[InputOption, ...]  # inputs that were drawn, as none were given
     loss: PlannedLoss | None  # None: none was given
 
 
@@ -142,7 +142,7 @@ def plan_profiled_model(loaded: LoadedModel, profiled: ProfiledModel, settings: 
 
 
 def _raise_if_model_fails(model: nn.Module, arguments: ModelArguments) -> None:
-    """Ask the plain model, so that its exceptions are told from those of a bug in fxpipe."""
+    """Runs the plain model, to tell its exceptions from a bug in fxpipe."""
     from fxpipe.tracing.fake_tensors import names_without_values
     from fxpipe.tracing.source_lines import UNKNOWN_LINE, line_of_error
 
@@ -173,7 +173,7 @@ def inputs_advice(model: nn.Module, arguments: ModelArguments) -> str:
     return circumstance if arguments.args or arguments.kwargs else f"{circumstance}; give them with --input"
 
 
-# Models that the memory of this machine cannot hold: told from other failures, and answered with what goes instead.
+# Models that do not fit into the memory of this machine: the error says what works instead.
 
 
 @contextlib.contextmanager
@@ -205,7 +205,7 @@ class Findings:
     plan: Plan | None = None  # None: it does not fit, but other numbers of devices were asked for
     simulation: Simulation | None = None  # of a step of the plan
     schedules: tuple[StepSummary, ...] = ()  # the plan's own, first, and others
-    drawn: tuple[InputOption, ...] = ()  # inputs that nobody gave
+    drawn: tuple[InputOption, ...] = ()  # inputs, as none were given
     sweep: tuple[Outcome, ...] = ()
     tuning: Tuning | None = None  # then the plan is the best that it found
 

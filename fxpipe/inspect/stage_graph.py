@@ -167,7 +167,7 @@ def hover_title(head: str, lines: Sequence[str]) -> str:
     return "\n".join(shown if len(lines) <= MAX_TITLE_LINES else [*shown, f"and {len(lines) - MAX_TITLE_LINES} more"])
 
 
-# -- Portals in the stage graph: named in the lane that they leave, drawn beside the lanes ---------------------------
+# -- Portals in the stage graph: named in the lane that they leave, drawn next to the lanes --------------------------
 
 ARC_COLOURS = (
     "#0072b2",
@@ -181,7 +181,7 @@ ARC_COLOURS = (
 
 
 def portal_labels(j: int, frame: GraphLayout) -> Iterator[Item]:
-    """Yields the labels of a lane's portals: those that arrive in sum, those that leave by name, as many as fit."""
+    """Yields the labels of a lane's portals: a sum of arriving ones, and the names of leaving ones that fit."""
     x, room = frame.right - PORTAL_NAMES_WIDTH, PORTAL_NAMES_WIDTH - 22
     base = 3.5  # from the middle of a line to its base line
     if arriving := frame.arriving.get(j, ()):

@@ -73,14 +73,14 @@ def summarize_step(simulation: Simulation, plan: Plan) -> StepSummary:
     )
 
 
-# Of a device, for each beside the first. A plan knows no more closely; and replicas gain nearly a whole one.
+# Of a device, for each device after the first: a plan is no more exact, and replicas gain nearly a whole device.
 LEAST_GAIN = 0.1
 
 
 def one_device_text(tuning: Tuning) -> str:
-    """Compares the chosen way with one device that has the whole model: and takes the mini-batch at once, if it can.
+    """Compares the chosen step with one device that has the whole model, and runs the whole mini-batch if it fits.
 
-    Empty where replicas share the mini-batch, or there is one device only.
+    Empty if replicas share the mini-batch, or there is one device only.
     """
     from fxpipe.planning.plans.retarget import resize_plan
 
@@ -345,7 +345,7 @@ def packets_text(plan: Plan) -> str:
 
 # The text of a simulated step: what each device does and holds, and how the same stages fare in other schedules.
 
-LEAST_UPDATE_SHARE = 1e-3  # of a step, for the optimizer to be told
+LEAST_UPDATE_SHARE = 1e-3  # of a step, from which the optimizer is shown
 
 
 def step_text(simulation: Simulation, plan: Plan) -> str:

@@ -129,6 +129,6 @@ def _points_text(points: Iterable[Point]) -> str:
 
 
 def _number_text(value: float) -> str:
-    """Formats with two places, beyond which nobody sees, and no zeros that say nothing."""
+    """Formats with at most two decimal places."""
     text = f"{value:.2f}".rstrip("0").rstrip(".")
     return "0" if text == "-0" else text

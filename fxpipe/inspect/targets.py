@@ -180,8 +180,8 @@ def _load_file(path: Path) -> ModuleType:
         close = did_you_mean(path.name, (other.name for other in path.parent.glob("*.py")))
         raise ArgumentError(f"no file {str(path)!r}{close}")
     path = path.resolve()
-    # As for a script, the modules beside the file can be imported. Its own name has a number in it, so that a file
-    # called queue.py stands in nobody's way.
+    # As for a script, modules next to the file can be imported. The name has a number, so a file called queue.py does
+    # not replace a module.
     _put_on_path(str(path.parent))
     name = f"{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     spec = importlib.util.spec_from_file_location(name, path)

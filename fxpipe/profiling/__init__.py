@@ -86,7 +86,7 @@ def profile(
         budget: seconds. Where they do not suffice, nodes are run fewer times, but once warm at least.
         repeats: how often at least a node is run for the median; more often where the times disagree.
         threads: of torch while measuring; a worker of a pipeline has but its share of the cores. Default: as they are.
-        workers: that will be at work at once; on a CPU it is measured for a moment what they cost each other
+        workers: that will run at the same time; on a CPU it is measured how they slow each other down
             (`Profile.contention`).
         hardware: nothing is measured, and the seconds are estimates for this: a name of `fxpipe.hardware.HARDWARE` or
             a `Hardware`. Default, for a model or inputs without values: "a100-80gb".
@@ -238,7 +238,7 @@ def profile(
 def _growing_on(
     hardware: Hardware, work: NodeWork, here: SizePoint, forward: Seconds, backward: Seconds, weight: Seconds
 ) -> tuple[Seconds, Seconds, Seconds]:
-    """Seconds that are estimates grow as those of the operations do."""
+    """Estimated seconds grow as the seconds of the operations do."""
     runs = (work.forward, work.backward, work.to_inputs)
     ahead, back, to_inputs = (polynomial_sum(one.growing(hardware, here.values) for one in run) for run in runs)
     of_weights = back + to_inputs * -1
@@ -333,7 +333,7 @@ def _micro_batch(traced: Traced, leaves: Sequence[Any], wanted: int | None) -> i
     size = samples if wanted is None else wanted
     if size > samples:
         raise ArgumentError(f"micro_batch={size}, but the inputs hold {samples} samples; give at least {size}")
-    # Without values nobody could compare graph and model: such a read may do no harm, and it will be seen later.
+    # Without values graph and model cannot be compared: such a read may do no harm, and is checked later.
     runs = (
         traced.holds_at(size)
         or any(size in sizes for _, sizes, _ in traced.comparisons.accepted_splits)
@@ -349,7 +349,7 @@ def _micro_batch(traced: Traced, leaves: Sequence[Any], wanted: int | None) -> i
 
 
 def _device_of_model(traced: Traced, leaves: Sequence[Any]) -> torch.device:
-    """Returns the device of the model; of a model without tensors, that of its inputs."""
+    """Returns the device of the model; of a model without tensors, the device of its inputs."""
     own = (attribute_tensor(traced, n) for n in traced.graph.nodes if n.op == "get_attr")
     inputs = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     for tensor in (*own, *inputs):

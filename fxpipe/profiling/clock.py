@@ -105,7 +105,7 @@ class Clock:
         return seconds - by_itself, results
 
     def _overhead(self, ends: int, starts: int) -> float:
-        """Measures a call of autograd that goes through nothing, from so many tensors to so many."""
+        """Measures a call of autograd that goes through nothing, with these numbers of tensors."""
         if self.device is None:
             return 0.0
         tensors = [torch.zeros((), device=self.device, requires_grad=True) for _ in range(max(ends, starts))]
@@ -157,7 +157,7 @@ class HeadStart:
         self._count = math.ceil(seconds / max(of_one, _LONG_LAUNCH))
 
     def _product_seconds(self) -> float:
-        """Measures one product, behind one that warms up."""
+        """Measures one product, after one that warms up."""
         stream, marks = accelerator.current_stream(self._device), []
         for _ in range(2):
             self._multiply()

@@ -101,12 +101,12 @@ def heavy_nodes(
 
 
 def is_plain(node: fx.Node, effects: Effects) -> bool:
-    """Returns whether several threads may run a node at once: no Python of the user's, and it changes no value."""
+    """Returns whether several threads may run a node at the same time: no Python of the user's, no write."""
     return info(node).opaque is None and not info(node).is_hook and not effects.written_classes[effects.place[node]]
 
 
 def measure_contention(parts: Sequence[Sequence[ConcurrentCall]], seconds: float) -> float:
-    """Measures how many times as long the calls take at once as alone; 1 where there is nothing to measure.
+    """Measures how many times as long the calls take together as alone; 1 if there is nothing to measure.
 
     Args:
         parts: by worker.

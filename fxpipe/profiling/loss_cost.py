@@ -32,7 +32,7 @@ from fxpipe.tracing.verify.equivalence import slice_samples
 from fxpipe.utils.batch_split import rows_of_inputs
 from fxpipe.utils.pytree import flatten, map_tensor_leaves
 
-LOSS_NAME = "loss"  # beside the names of nodes
+LOSS_NAME = "loss"  # next to the names of nodes
 LOSS_NOTE = "fxpipe: loss_fn raised this when it was called to find out what it costs"
 
 
@@ -63,7 +63,7 @@ class ExampleLoss:
     batch: int  # samples of the example
 
     def of(self, values: Mapping[fx.Node, Any], samples: int) -> LossCall:
-        """The loss of so many samples, of which the graph has given these values."""
+        """The loss of this number of samples, for these values of the graph."""
         outputs = tuple(values[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in self.traced.outputs)
         device = next((tensor.device for tensor in tensors_in(outputs)), None)
 
@@ -113,5 +113,5 @@ class LossCall:
         return median(forward[1:]), max(0.0, median(backward[1:]))  # the first is not warm
 
     def peak_bytes(self) -> int:
-        """Counts the most bytes at one time beside the outputs, their gradients among them."""
+        """Counts the most bytes at one time in addition to the outputs; gradients of these are included."""
         return peak_bytes(self, (*tensors_in(self.outputs), *tensors_in(self.target)))

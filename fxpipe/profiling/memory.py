@@ -182,7 +182,7 @@ def count_flops_and_bytes(traced: Traced, effects: Effects, leaves: Sequence[Any
     To be used in a block of `with_fake_tensors`.
 
     Raises:
-        Exception: what a node raises with so many samples, with a note.
+        Exception: what a node raises with this number of samples, with a note.
     """
     lengths = planned_lengths(traced, leaves)
     here = size_point(samples, lengths)
@@ -250,7 +250,7 @@ def _run_at_sizes(
     return runs
 
 
-MAX_LENGTH_RUNS = 40  # runs at other dynamic sizes; of so many sizes that more are needed, some terms are guessed
+MAX_LENGTH_RUNS = 40  # runs at other dynamic sizes; if more are needed, some terms are guessed
 
 
 def _run_at_other_lengths(
@@ -267,7 +267,7 @@ def _run_at_other_lengths(
         batches: numbers of samples at which it has run, ascending.
     """
     few = batches[0]
-    axes: list[list[tuple[sympy.Symbol, int]]] = []  # of each size its values, as many as its counts need
+    axes: list[list[tuple[sympy.Symbol, int]]] = []  # of each size the values that its counts need
     for symbol, size in lengths:
         known = [size]
         for others in other_lengths(traced, symbol, few, lengths):
@@ -322,7 +322,7 @@ def _run_at_size(
     """Runs the graph at a size with as little arithmetic as shows what there is to count.
 
     Args:
-        nodes: of which nobody reads a value.
+        nodes: whose values no Python reads.
         once: is one node of each kind enough.
     """
     sample = resize_inputs(traced, leaves, size, lengths)

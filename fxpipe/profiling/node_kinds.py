@@ -87,7 +87,7 @@ class TimingSamples:
         """The part of backward that goes to parameters."""
         if not self.has_both:
             return self.backward_seconds if self.has_parameters else 0.0
-        if not self.to_inputs:  # nobody asked
+        if not self.to_inputs:  # not measured
             return 0.0
         return self.backward_seconds - min(self.backward_seconds, max(0.0, median(self.to_inputs)))
 
@@ -160,9 +160,9 @@ def distinct_tensors(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return list({id(t): t for t in tensors}.values())
 
 
-# Nodes of one kind: one function, on arguments of which the same can be told but for values. They cost the same.
+# Nodes of one kind: one function, on arguments that differ in their values only. They cost the same.
 
-ValueId = tuple[str, int]  # stands for a value: equal for all of which the same can be told
+ValueId = tuple[str, int]  # stands for a value: equal for those that differ in their numbers only
 
 
 class NodeKinds:
@@ -180,14 +180,14 @@ class NodeKinds:
         return node.op, function_key(node.target), repr(args), state_of(node)
 
     def like(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> ValueId:
-        """Identifies a value by what can be told of it, which a write to its memory may change (`unsqueeze_`, grad)."""
+        """Identifies a value by its properties, which a write to its memory may change (`unsqueeze_`, grad)."""
         if node not in self._likes or self._effects.alias[node] in self._written:
             described = repr(map_tensors_in(TensorSignature.of, values[node]))
             self._likes[node] = self._numbers.setdefault(described, ("like", len(self._numbers)))
         return self._likes[node]
 
 
-# -- Values that stand for others: where only the time of nodes counts, those of one kind need not all run -----------
+# -- Values that stand for others: if only the time of nodes counts, nodes of one kind need not all run --------------
 #
 # A node with enough samples runs for its value alone. If another node of its kind has run in the same round, its value
 # has the same shapes, strides and dtypes, and is used instead. Excluded are values that are written to (or share memory
@@ -200,7 +200,7 @@ class ValueReuse:
 
     def __init__(self, traced: Traced, effects: Effects):
         self.has_reused = False
-        self._rough: dict[fx.Node, Hashable] = {}  # of nodes whose value may be another's: equal for those of one kind
+        self._rough: dict[fx.Node, Hashable] = {}  # of nodes whose value may be another's: equal for nodes of one kind
         self._last: dict[Hashable, fx.Node] = {}
         self._kept: dict[Hashable, dict[Hashable, Any]] = defaultdict(dict)  # rough kind -> kind -> value
         written = set().union(*effects.written_classes)

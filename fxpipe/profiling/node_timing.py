@@ -71,9 +71,9 @@ from fxpipe.utils import accelerator
 from fxpipe.utils.polynomial import SizePoint
 from fxpipe.utils.progress import ProgressStep, progress
 
-LONG_SECONDS = 0.05  # seconds of a node, one way, from which on what disturbs is small beside it, being cold included
+LONG_SECONDS = 0.05  # seconds of a node, one way, from which disturbances, and being cold, matter little
 SAMPLES_OF_LONG = 2  # samples of such a node
-LONG_PRODUCT_SECONDS = 1e-3  # seconds from which on a call of autograd more is small beside a product
+LONG_PRODUCT_SECONDS = 1e-3  # seconds of a product from which one more call of autograd matters little
 # seconds from which on one is enough: there is another size, and a plan wants no more than percents
 VERY_LONG_SECONDS = 0.2
 
@@ -386,7 +386,7 @@ class TimingRounds:
         """Seconds of a node, its value, and the tensors from which its backward starts."""
         values = self.values
         if written:
-            with torch.enable_grad():  # autograd lets nobody write to a leaf, but to its clone
+            with torch.enable_grad():  # autograd lets no code write to a leaf, but to its clone
                 values = {**values, **{n: map_tensors_in(torch.clone, values[n]) for n in written}}
         function, args, kwargs = self._calls[node].bound(values)
         state = state_of(node)
@@ -400,7 +400,7 @@ class TimingRounds:
         return seconds, value, distinct_tensors(t for t in (*tensors_in(value), *changed) if t.grad_fn is not None)
 
     def _time_sums(self, node: fx.Node, place: int, written: Sequence[fx.Node]) -> float:
-        """Seconds in which the gradients that come back from a node are added to those of users after it."""
+        """Seconds in which the gradients from a node are added to the gradients from later users."""
         seconds = 0.0
         for source in node.all_input_nodes:
             value = self.values[source]
@@ -468,7 +468,7 @@ def measure(
         repeats: samples for each kind of node, besides the one that warms up; more where they disagree.
         budget: seconds after which one sample for each kind is enough.
         loss: that is taken of the outputs.
-        workers: that will be at work at once, on the CPU.
+        workers: that will run at the same time, on the CPU.
     """
     with (
         torch.inference_mode(False),

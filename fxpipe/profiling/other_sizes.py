@@ -1,4 +1,4 @@
-"""Other sizes than those of a profile, at which the graph is run to see how what it counts goes with them.
+"""Other sizes than those of a profile, at which the graph runs to see how counts depend on them.
 
 Sizes are rounded where they are halved (`height // 2`). So the other sizes of a dimension leave the same remainder as
 its own: between those nothing is rounded in another way, and what is counted lies on a polynomial.
@@ -31,13 +31,13 @@ def size_point(samples: int, lengths: Lengths) -> SizePoint:
 
 
 def planned_lengths(traced: Traced, leaves: Sequence[Any]) -> Lengths:
-    """Returns the dynamic sizes of flattened inputs; those of the recording, where the inputs have no such."""
+    """Returns the dynamic sizes of flattened inputs; of the recording, if the inputs have none."""
     lengths = traced.dynamic.lengths_of(leaves)
     return traced.dynamic.example if lengths is None else lengths
 
 
 def resize_inputs(traced: Traced, leaves: Sequence[Any], samples: int, lengths: Lengths) -> list[Any]:
-    """Returns flattened inputs with so many samples, and these dynamic sizes: cut, or gone on with from the first."""
+    """Returns flattened inputs with these numbers of samples and dynamic sizes: cut, or repeated from the first."""
     resized, values = list(leaves), dict(lengths)
     with torch.no_grad():
         for (place, dim), formula in traced.dynamic.formulas.items():

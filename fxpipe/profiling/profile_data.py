@@ -66,7 +66,7 @@ class NodeCost:
     backward_flops: sympy.Expr = ZERO_FORMULA
     # storages kept for backward that no node before it keeps; see `SavedStorage`
     saved_bytes: sympy.Expr = ZERO_FORMULA
-    # held for a moment, forward or back, beside what is saved; see `working_bytes_of`
+    # held for a moment, forward or back, in addition to saved storages; see `working_bytes_of`
     working_bytes: sympy.Expr = ZERO_FORMULA
     work: NodeWork | None = None  # its operations; None: not known
 

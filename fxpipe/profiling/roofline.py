@@ -61,7 +61,7 @@ def estimate(
     loss: ExampleLoss | None = None,
     lengths: Lengths | None = None,
 ) -> dict[fx.Node, NodeTiming]:
-    """Estimates every working node for so many samples, on inputs like the flattened ones. The model stays as it is.
+    """Estimates every working node for this number of samples, on inputs like the flattened ones.
 
     What the loss takes, if there is one, stands under the output node.
 
@@ -76,7 +76,7 @@ def estimate(
 
 
 def _resize_inputs(traced: Traced, leaves: Sequence[Any], size: int, lengths: Lengths | None) -> list[Any]:
-    """Resizes inputs to so many samples, and these dynamic sizes: their own, again and again."""
+    """Resizes inputs to these numbers of samples and dynamic sizes, repeating their samples."""
     with torch.no_grad():
         resized = resize_inputs(traced, leaves, size, planned_lengths(traced, leaves) if lengths is None else lengths)
         return [
@@ -209,7 +209,7 @@ class _EstimateRun:
 
     def _cost(self, node: fx.Node, own: dict[fx.Node, NodeValue], written: Sequence[fx.Node]) -> _KindEstimate:
         operands = dict(own)
-        with torch.enable_grad():  # autograd lets nobody write to a leaf, but to its clone
+        with torch.enable_grad():  # autograd lets no code write to a leaf, but to its clone
             operands.update((n, map_tensors_in(torch.clone, own[n])) for n in written)
         with Roofline(self.hardware) as clock:
             with set_thread_state(state_of(node)):

@@ -139,7 +139,7 @@ class _StorageObserver:
         try:
             return self._run(leaves)
         finally:
-            # Values know their history, which knows the hooks, and so this run: a cycle that nobody else would find.
+            # Values refer to their history, this to the hooks, and these to this run: a reference cycle.
             self.values.clear()
             self.first.clear()
 
@@ -173,7 +173,7 @@ class _StorageObserver:
         self.first.setdefault(kind, (node, self.values[node] if self.once else None))
 
     def _release(self, node: fx.Node) -> None:
-        """Releases a value behind its last user; a value that is handed out has the model's end as a user, too."""
+        """Releases a value after its last user; the model's end is a user of its outputs."""
         value = self.values.pop(node, None)
         if node in self._outputs:
             for seen in self._all(tensors_in(value)):
@@ -194,7 +194,7 @@ class _StorageObserver:
                 leaf = leaves[places[node]]
                 value = leaf.detach().clone().requires_grad_(leaf.requires_grad)
                 if leaf.requires_grad and effects.alias[node] in written:
-                    value = value.clone()  # nobody may write to a leaf
+                    value = value.clone()  # no code may write to a leaf
                 self._note_value(node, INPUT_PLACE, value)
                 self.values[node] = value
             elif node.op == "get_attr":

@@ -49,15 +49,15 @@ def simulate_schedule(
 ) -> Simulation:
     """Computes when every action of `schedule` runs, and what follows from that.
 
-    The costs are those of the stages, whatever the schedule: so the same ones compare schedules with each other.
+    The costs do not depend on the schedule, so the same costs compare schedules.
 
     Args:
         schedule: any that would run.
         stages: for each stage what it costs.
         transfers: what goes between stages, one way each; `transfers_of` makes those of a value and its gradient.
             Nothing is sent between stages on one device, and no gradient where the schedule has no backward.
-        overlaps: transfers run beside computation, on their links. If not, the device that receives spends the time of
-            all that an action is sent before it computes, one after the other, as the runtime does.
+        overlaps: transfers run while devices compute. If not, the receiving device spends the time of all transfers to
+            an action before it computes, as the runtime does.
         one_interpreter: the workers of all devices take turns at the host, for what `StageCost.host` says; else each
             device has a host of its own.
 

@@ -42,8 +42,8 @@ class HostCost:
     forward: float = 0.0  # of F and of R, under the lock
     backward: float = 0.0  # of the whole backward, without it
     weight: float = 0.0  # the part of `backward` that W takes and B then does not
-    action: float = 0.0  # of each F, R, B and W beside that, under the lock
-    runs_ahead: bool = False  # does the device compute behind what the host has queued; else the host computes
+    action: float = 0.0  # of each F, R, B and W in addition, under the lock
+    runs_ahead: bool = False  # the device computes what the host has queued; else the host computes
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +57,14 @@ class StageCost:
     parameter_bytes: float = 0  # always there: parameters and buffers
     gradient_bytes: float = 0  # always there: of parameters
     optimizer_bytes: float = 0  # always there: its state
-    version_bytes: float = 0  # always there: weights of mini-batches in flight, beside the newest ones
+    version_bytes: float = 0  # always there: weights of mini-batches in flight, without the newest ones
     saved_bytes: float = 0  # what autograd keeps: from F, or R where there is one, to the last piece of backward
     input_bytes: float = 0  # what F was given by the stage before: from F to the last piece of backward
     portal_bytes: float = 0  # what F was given by other stages, through portals: as long
-    working_bytes: float = 0  # beside all that, while an action runs
+    working_bytes: float = 0  # in addition, while an action runs
     update: float = 0.0  # seconds of the optimizer, once for a step: of U, where the schedule has it
-    action: float = 0.0  # seconds of each F, R, B and W beside all that, for the stage to be started and handed things
-    loss: float = 0.0  # seconds of F beside `forward`: of the loss, forward and back to the outputs
+    action: float = 0.0  # seconds of each F, R, B and W in addition, to start the stage and pass its inputs
+    loss: float = 0.0  # seconds of F in addition to `forward`: of the loss, forward and back to the outputs
     host: HostCost | None = None  # what its actions take of the interpreter; None: nothing
     contention: float = 1.0  # times as long as F, R, B and W take while all devices of such stages are at work
     reduction: float = 0.0  # seconds in which its gradients are reduced over replicas, once for a step
@@ -81,7 +81,7 @@ class StageCost:
         return self.input_bytes + self.portal_bytes
 
     def memory(self, in_flight: int, activations: int) -> float:
-        """The bytes that the stage holds at most, with so many micro-batches; see `stage_memory`."""
+        """The bytes that the stage holds at most, with these numbers of micro-batches; see `stage_memory`."""
         sizes = float(self.static_bytes), float(self.received_bytes), float(self.saved_bytes), float(self.working_bytes)
         return stage_memory(*sizes, in_flight, activations)
 
@@ -96,7 +96,7 @@ def stage_memory(
     Args:
         static: always there.
         received: kept of what other stages made, for each micro-batch.
-        saved: kept for backward beside that, for each micro-batch.
+        saved: kept for backward in addition, for each micro-batch.
         working: held for a moment.
         in_flight: micro-batches that have gone forward and not yet back, at most.
         activations: of those, how many have their saved bytes at one time: with recomputation, few.
@@ -112,8 +112,8 @@ class Transfer:
     target: int  # stage
     bytes: float
     seconds: float = 0.0  # on its way, where the two are on different devices
-    over: tuple[str, ...] = ()  # names of what it takes beside the link of its devices, and shares with other links
-    handling: float = 0.0  # seconds of the action before it and of that behind it, to pack and to unpack it
+    over: tuple[str, ...] = ()  # names of what it takes in addition to its link, and shares with other links
+    handling: float = 0.0  # seconds of the actions before and after it, to pack and to unpack it
 
     @property
     def is_gradient(self) -> bool:

@@ -69,7 +69,7 @@ def dependency_edges(schedule: Schedule, transfers: Sequence[Transfer]) -> Depen
 
 
 def receive_copies(ways: DependencyEdges) -> dict[ActionKind, list[ReceiveCopies]]:
-    """Sums the copies that each stage receives before F and before B: all that comes, one after the other."""
+    """Sums the copies that each stage receives before F and before B."""
     copies = {kind: [ReceiveCopies() for _ in by_stage] for kind, by_stage in ways.items()}
     for kind, by_stage in ways.items():
         for way in (way for leaving in by_stage for way in leaving):

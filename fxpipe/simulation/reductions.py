@@ -1,4 +1,4 @@
-"""The reduction of gradients over replicas: when it starts and ends, beside the last backward and after it.
+"""The reduction of gradients over replicas: when it starts and ends, during the last backward and after it.
 
 The gradients of a stage are reduced once for a step, in buckets of equal size. The gradients of its parameters are
 complete evenly over its last action that makes them (W where backward is split, else B), so the buckets are, too:

@@ -144,7 +144,7 @@ def _add_leg(legs: list[CriticalLeg], kind: str, start: float, end: float, span:
 #
 # print(fxpipe.simulate(pipe.plan).compared(pipe.last_step))
 
-HOST_BOUND_SHARE = 0.1  # of the critical path: from there on it is told what helps
+HOST_BOUND_SHARE = 0.1  # of the critical path, from which `host_note` says what helps
 
 QUIET_CORE_SHARE = 0.95  # actions have a core for so much of their time, where nothing else wants it
 
@@ -219,7 +219,7 @@ class StepComparison:
 
 
 def compare_steps(simulated: StepTimeline, measured: StepTimeline) -> StepComparison:
-    """A step as it was simulated beside one that ran the same actions.
+    """Compares a simulated step with one that ran the same actions.
 
     Where only one of them has updates of the weights, forward and backward are compared.
 
@@ -345,9 +345,9 @@ class Simulation(TimelineMixin):
     samples: int | None = None  # of the mini-batch, of all replicas, where it is known
     limits: tuple[float | None, ...] = ()  # bytes, by device; None, or none at all: not known
     one_interpreter: bool = True  # do the workers of all devices take turns at the interpreter
-    overlaps: bool = True  # do transfers run beside computation
+    overlaps: bool = True  # transfers run while devices compute
     reductions: tuple[ReductionSpan, ...] = ()  # of gradients over replicas, device after device, each in order
-    cluster: Cluster | None = None  # where the devices stand, and those of replicas; None: not known
+    cluster: Cluster | None = None  # the nodes of the devices of all replicas; None: not known
     steady: SteadyState | None = None  # of a stream; None: it is a step
 
     def __post_init__(self) -> None:
@@ -417,7 +417,7 @@ class Simulation(TimelineMixin):
 
     @property
     def exposed_reduction_seconds(self) -> float:
-        """Seconds by which the step is longer for the reductions: those behind its last action."""
+        """Seconds by which the reductions make the step longer: after its last action."""
         return self.seconds - max(span.end for span in self.spans)
 
     @property
@@ -518,7 +518,7 @@ class Simulation(TimelineMixin):
         return dict(sorted(sent.items()))
 
     def as_step(self, *, has_memory: bool = True) -> StepTimeline:
-        """Returns the step in one form with what is measured; without memory over time where nobody asks for it."""
+        """Returns the step in the form of measured steps, with or without memory over time."""
         has_bytes = any(
             cost.static_bytes or cost.saved_bytes or cost.input_bytes or cost.portal_bytes or cost.working_bytes
             for cost in self.stages

@@ -197,7 +197,7 @@ class HasTimeline(Protocol):
     """Anything that gives the times of a step's actions in the common form: a `Simulation`, a `StepRecord`."""
 
     def as_step(self, *, has_memory: bool = True) -> StepTimeline:
-        """The step; without memory over time, which takes the longest to find out, where nobody asks for it."""
+        """The step, with or without memory over time, which takes the longest to compute."""
         ...
 
     def arrows(self) -> Iterator[TransferRecord]:
