@@ -64,8 +64,8 @@ def _width_of(out: TextIO) -> int:
 
 def set_up_process() -> None:
     """Sets up the process; to be called before torch is loaded, whose OpenMP reads the environment then."""
-    # Threads that wait for each other spin for milliseconds. With other work on the same cores they keep each other from
-    # running, and all takes twice as long.
+    # Threads that wait for each other spin for milliseconds. With other work on the same cores they keep each other
+    # from running, and all takes twice as long.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # some microseconds
     # Nearly all objects are of imported modules, and stay: to look at them again and again takes a second.
