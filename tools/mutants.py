@@ -879,9 +879,9 @@ SIMULATION = (
         "unit/simulation/test_host.py::test_no_step_is_shorter_than_the_host_or_the_devices_and_its_critical_path_has_no_gap",
     ),
     Mutant(
-        "simulation/simulation_result.py",
-        "max(0.0, 1 - busy / step) if step else 0.0 for",
-        "max(0.0, busy / step) if step else 0.0 for",
+        "simulation/timeline.py",
+        "max(0.0, 1 - time / seconds) if seconds else 0.0 for",
+        "max(0.0, time / seconds) if seconds else 0.0 for",
         "unit/simulation/test_simulate_schedule.py::test_bubble_is_n_minus_1_of_m_plus_n_minus_1",
     ),
     Mutant(
