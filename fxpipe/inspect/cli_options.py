@@ -373,7 +373,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _parser_of_option() -> dict[str, Callable[[str], Any]]:
-    """How the text of an option is read; of others it stays text."""
+    """Functions that read the values of options; the values of other options stay text."""
     return {
         "--kwargs": parse_keyword,
         "--input": parse_input,

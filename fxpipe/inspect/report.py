@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fxpipe.errors import FxpipeError
+from fxpipe.inspect.device_table import DeviceFigures, device_table
 from fxpipe.inspect.gantt import draw_gantt
 from fxpipe.inspect.html import html_page, list_markup
 from fxpipe.inspect.memory_chart import memory_bars
@@ -28,9 +29,7 @@ from fxpipe.inspect.plan_text import (
 from fxpipe.inspect.scene import Scene
 from fxpipe.inspect.stage_graph import draw_stage_graph
 from fxpipe.inspect.step_summary import (
-    DeviceFigures,
     StepSummary,
-    device_table,
     run_columns,
     schedule_outcomes,
     schedules_table,
@@ -221,7 +220,7 @@ def _devices_table(plan: Plan, simulation: Simulation) -> Table[DeviceFigures]:
     def stages(row: DeviceFigures) -> str:
         return ", ".join(str(j) for j, rows in enumerate(plan.stage_rows) if row.index in rows)
 
-    table = device_table(simulation)
+    table = device_table(simulation.devices, simulation.busy, simulation.bubble, simulation.memory, simulation.limits)
     return replace(table, columns=[*table.columns[:2], text_column("stages", stages), *table.columns[2:]])
 
 

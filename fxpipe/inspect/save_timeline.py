@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from fxpipe.errors import ArgumentTypeError
+from fxpipe.inspect.device_table import MEMORY_PARTS, device_table
 from fxpipe.inspect.gantt import draw_gantt
 from fxpipe.inspect.html import notebook_picture, notebook_view
-from fxpipe.inspect.step_summary import MEMORY_PARTS, device_table
 from fxpipe.inspect.svg import svg_of
 from fxpipe.simulation.timeline import HasTimeline, StepTimeline
 from fxpipe.utils.files import check_output_path, write_atomically
@@ -59,5 +59,5 @@ def step_html(step: StepTimeline) -> str:
         f"{'simulated' if step.is_simulated else 'measured'}: {count_text(step.stages, 'stage')}, "
         f"{count_text(step.micro_batches, 'micro-batch', 'es')}"
     )
-    table = device_table(step, *MEMORY_PARTS)
+    table = device_table(step.devices, step.busy, step.bubble, step.memory, step.limits, *MEMORY_PARTS)
     return notebook_view(title, facts, notebook_picture(svg_of(draw_gantt(step))), table.for_notebook())

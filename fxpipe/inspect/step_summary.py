@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from fxpipe.errors import FxpipeError
+from fxpipe.inspect.device_table import device_table
 from fxpipe.inspect.table import (
     Cell,
     Column,
@@ -19,13 +20,12 @@ from fxpipe.inspect.table import (
     text_column,
 )
 from fxpipe.scheduling.actions import ActionKind
-from fxpipe.simulation.timeline import MemoryParts, StepTimeline
 from fxpipe.utils.text_table import bytes_of_limit, wrap_text
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent, three_digits
 
 if TYPE_CHECKING:
     from fxpipe.planning.plans import Plan, PlannedTransfer
-    from fxpipe.planning.tuning.tuning_result import Tuning
+    from fxpipe.planning.tuning.candidates import TuningData
     from fxpipe.simulation import Simulation
 
 
@@ -77,7 +77,7 @@ def summarize_step(simulation: Simulation, plan: Plan) -> StepSummary:
 LEAST_GAIN = 0.1
 
 
-def one_device_text(tuning: Tuning) -> str:
+def one_device_text(tuning: TuningData) -> str:
     """Compares the chosen step with one device that has the whole model, and runs the whole mini-batch if it fits.
 
     Empty if replicas share the mini-batch, or there is one device only.
@@ -265,47 +265,15 @@ def summaries_text(runs: Sequence[StepSummary]) -> str:
     return f"{head}\n\n{schedules_table([Outcome(run.schedule, 0, run, over_bytes=run.over_bytes) for run in runs])}"
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceFigures:
-    """A device in a step."""
-
-    index: int
-    name: str
-    busy: float  # seconds
-    bubble: float  # share of the step
-    parts: MemoryParts  # at the peak
-    limit: float | None  # bytes
-
-
-def _part_column(part: str) -> Column[DeviceFigures]:
-    return bytes_column(part, lambda row: getattr(row.parts, part) or None)
-
-
-MEMORY_PARTS = tuple(field.name for field in fields(MemoryParts))
-DEVICE_COLUMNS: tuple[Column[DeviceFigures], ...] = (
-    number_column("device", lambda row: row.index),
-    text_column("", lambda row: row.name),
-    seconds_column("busy", lambda row: row.busy),
-    share_column("bubble", lambda row: row.bubble),
-    bytes_column("peak memory", lambda row: row.parts.total, lambda row: row.limit),
-    *map(_part_column, MEMORY_PARTS),
-)
 MAX_DEVICE_ROWS = 16  # rows; of more, those that come closest to their limits
-
-
-def device_table(step: Simulation | StepTimeline, *without: str) -> Table[DeviceFigures]:
-    """A table of devices: busy time and bubble, and the memory at the peak by what it is for, if it is known."""
-    count, parts = len(step.devices), [one.at_peak for one in step.memory]
-    hidden = {*without} if parts else {*without, "peak memory", *MEMORY_PARTS}
-    limits = step.limits or (None,) * count
-    figures = (range(count), step.devices, step.busy, step.bubble, parts or [MemoryParts()] * count, limits)
-    rows = [DeviceFigures(*row) for row in zip(*figures, strict=True)]
-    return Table([column for column in DEVICE_COLUMNS if column.name not in hidden], rows)
 
 
 def device_text(simulation: Simulation) -> str:
     """The table of devices as text: of many devices, those that come closest to their limits."""
-    table, rest = device_table(simulation, "busy"), ""
+    table = device_table(
+        simulation.devices, simulation.busy, simulation.bubble, simulation.memory, simulation.limits, "busy"
+    )
+    rest = ""
     if len(table.rows) > MAX_DEVICE_ROWS:
         rest = f"\nand {len(table.rows) - MAX_DEVICE_ROWS} devices that hold less"
         fullest = sorted(table.rows, key=lambda row: -row.parts.total / (row.limit or 1))[:MAX_DEVICE_ROWS]
@@ -317,7 +285,7 @@ MAX_PACKET_ROWS = 16  # of more, those that relay the most
 
 
 def packets_text(plan: Plan) -> str:
-    """What processes send to each other for one micro-batch, by boundary of stages; empty in one process."""
+    """The packets between processes for one micro-batch, by boundary of stages; empty in one process."""
     if not (plan.is_over_processes and plan.packets):
         return ""
 

@@ -20,15 +20,14 @@ from fxpipe.utils.text_table import wrap_text
 from fxpipe.utils.units import count_text, human_seconds, percent
 
 if TYPE_CHECKING:
-    from fxpipe.planning.tuning.candidates import CandidateResult
-    from fxpipe.planning.tuning.tuning_result import Tuning
+    from fxpipe.planning.tuning.candidates import CandidateResult, TuningData
 
 MAX_PRINTED_CANDIDATES = 20  # rows of the printed table, in addition to the chosen one
 MAX_HTML_CANDIDATES = 12  # rows
 MAX_LISTED_STAGES = 8  # with more stages, only the number of those that recompute is shown
 
 
-def tuning_table(tuning: Tuning, most: int, is_cut: bool = False) -> Table[CandidateResult]:
+def tuning_table(tuning: TuningData, most: int, is_cut: bool = False) -> Table[CandidateResult]:
     """The first `most` candidates and the chosen one; `is_cut`: of those that were cut and simulated."""
     rows = [row for row in tuning.rows if row.plan is not None or not is_cut]
     rows = rows[:most] + [row for row in rows[most:] if row is tuning.best]
@@ -59,7 +58,7 @@ def _step_cell(row: CandidateResult) -> Cell | None:
     return Cell(("≥ " if row.plan is None else "") + human_seconds(row.step_seconds), row.step_seconds)
 
 
-def _replicas_text(tuning: Tuning, row: CandidateResult) -> str:
+def _replicas_text(tuning: TuningData, row: CandidateResult) -> str:
     """`8 x 4, data outside`: the devices of a replica, the number of replicas, and the outer dimension of the mesh."""
     devices = len(tuning.devices) * tuning.best.data_parallel
     order = f", {row.mesh[0]} outside" if devices > row.data_parallel > 1 else ""
@@ -76,7 +75,7 @@ def _checkpoint_text(modes: str | tuple[str, ...]) -> str:
     return "; ".join(text for text in texts if not text.endswith("never"))
 
 
-def tuning_text(tuning: Tuning, is_whole: bool = False, remaining: str = ".rows has") -> str:
+def tuning_text(tuning: TuningData, is_whole: bool = False, remaining: str = ".rows has") -> str:
     """The table that the tuner chose from: its first rows and the chosen one, or all of them.
 
     Args:
@@ -100,7 +99,7 @@ def tuning_text(tuning: Tuning, is_whole: bool = False, remaining: str = ".rows 
     return "\n".join(lines)
 
 
-def tuning_html(tuning: Tuning) -> str:
+def tuning_html(tuning: TuningData) -> str:
     """The best of the candidates that were cut."""
     best, table = tuning.best, tuning_table(tuning, MAX_HTML_CANDIDATES, is_cut=True)
     chunks = count_text(best.chunks, "micro-batch", "es")

@@ -125,6 +125,17 @@ class CandidateResult:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class TuningData:
+    """The result of a tuner: a row for each candidate, and the one that it chose."""
+
+    best: CandidateResult
+    rows: tuple[CandidateResult, ...]  # those that fit first, by the seconds of a step
+    batch: int  # samples of the mini-batch, of all replicas
+    devices: tuple[str, ...]  # by worker, of one replica
+    estimated_for: str = ""  # the hardware for which the seconds were estimated; empty if they were measured
+
+
 def rank_fitting(rows: Iterable[CandidateResult]) -> list[CandidateResult]:
     """Ranks those that fit, the best first: the shortest step; of about equally long ones that with least memory.
 

@@ -1,22 +1,16 @@
-"""The result of a tuner: a row for each candidate, and the one that it chose."""
+"""The result of a tuner, which prints itself."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxpipe.planning.tuning.candidates import CandidateResult
+from fxpipe.planning.tuning.candidates import TuningData
 from fxpipe.utils.ipython import show_as_printed
 
 
 @dataclass(frozen=True, slots=True)
-class Tuning:
+class Tuning(TuningData):
     """The candidates that `fxpipe.tune` tried, and the best. `print` shows the table that it chose from."""
-
-    best: CandidateResult
-    rows: tuple[CandidateResult, ...]  # those that fit first, by the seconds of a step
-    batch: int  # samples of the mini-batch, of all replicas
-    devices: tuple[str, ...]  # by worker, of one replica
-    estimated_for: str = ""  # the hardware for which the seconds were estimated; empty where they were measured
 
     def __str__(self) -> str:
         from fxpipe.inspect.tuning_text import tuning_text
