@@ -1,9 +1,9 @@
-"""Applications of an `autograd.Function`, taken over for the while of a block, whatever they are called through.
+"""Applications of an `autograd.Function`, intercepted for the duration of a block, whatever they are called through.
 
-    tri = Tri.apply            # bound long before the block: it asks the class for nothing any more
+    tri = Tri.apply            # bound before the block
     tri(x)
 
-To replace the attribute `apply` would miss that one. So what all routes pass through is replaced:
+Replacing the attribute `apply` would miss that one. So what all calls pass through is replaced:
 
 - up to torch 2.13 `Function.apply` is a function of Python, one object for all classes: its code;
 - from torch 2.14 on it is one of C. What asks for the attribute finds another; what was bound before runs, and the C

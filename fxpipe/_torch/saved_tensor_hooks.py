@@ -1,11 +1,11 @@
-"""A forward whose autograd graph nobody will go back through: it saves nothing.
+"""A forward whose autograd graph is not used for backward: it saves nothing.
 
-What is recomputed must come to the same bits, and under `no_grad` torch takes other kernels (LSTM). So F makes a graph
-as R will, and hooks on saved tensors let go of each of them at once. Nor does anybody go back through what is run to
-trace a model, which may ask what requires grad.
+What is recomputed must have the same bits, and under `no_grad` torch takes other kernels (LSTM). So F makes a graph as
+R will, and hooks on saved tensors drop each of them. The same goes for runs that trace a model, which may ask what
+requires grad.
 
-`torch.func` refuses such hooks. It occurs only in Python that runs as it is; there they are taken off, and what that
-saves lives as long as the graph, which is to the end of F. That is no more than R needs.
+`torch.func` refuses such hooks. It occurs only in opaque calls; there the hooks are taken off, and what is saved lives
+as long as the graph, to the end of F. That is no more than R needs.
 
 The stack of such hooks in a thread is required, and has been the same from torch 2.11 to 2.14.
 """
@@ -39,7 +39,7 @@ _thread_hooks = _ThreadHooks()
 class NoSavedTensors(saved_tensors_hooks):
     """A block in which autograd saves nothing for backward. It may be entered again.
 
-    `was_read`: has somebody wanted what was not saved? It raises there, which may go unheard.
+    `was_read`: was something read that was not saved? That raises, but the error may be caught.
     """
 
     def __init__(self) -> None:
@@ -89,9 +89,9 @@ def hooks_suspended() -> Iterator[None]:
 
 
 def saving_block_for(function: Any, block: NoSavedTensors) -> AbstractContextManager[Any]:
-    """The block, to call a function or a method of tensors in; for those that are not torch's own, one that saves.
+    """The block to call a function or a method of tensors in; one that saves, if it is not torch's own.
 
-    For they may go back through what they have done. And hooks of the user's, of which the innermost count, stay.
+    Such a function may go back through its own graph. Hooks of the user, of which the innermost count, stay.
     """
     is_of_torch = isinstance(function, _BUILTIN_TYPES) or getattr(function, "__module__", "") in _TORCH_MODULES
     if not (is_of_torch and _is_enabled()):

@@ -1,10 +1,9 @@
 """The state of a thread that changes what torch functions do: recorded with every node, set again where the node runs.
 
-A function sees more than its arguments: whether gradients are recorded, and autocast with its dtype. Both belong to a
-thread, so a worker does not inherit them. `ThreadState.now()` is what a node was recorded under;
-`set_thread_state(state)` sets it for a block. What else a thread may have around it (inference mode, hooks for saved
-tensors, modes) is no node's, and in `runtime.caller_context`. The default dtype belongs to the process; a model that
-changes it in forward is refused.
+A function depends on more than its arguments: whether gradients are recorded, and autocast with its dtype. Both belong
+to a thread, so a worker does not inherit them. `ThreadState.now()` is the state that a node was recorded under;
+`set_thread_state(state)` sets it for a block. Inference mode, hooks for saved tensors and modes are in
+`runtime.caller_context`. The default dtype belongs to the process; a model that changes it in forward is refused.
 
 Private is only what tells that autocast is on for whatever device (torch 2.11 to 2.14), and it is optional.
 """

@@ -155,19 +155,13 @@ def _splittable_node(node: fx.Node, parameters: ParameterNames) -> SplittableNod
     if function in (F.linear, _aten.linear.default):
         arguments = _bound_arguments(node, ("input", "weight", "bias"))
         return None if arguments is None else _split_product(node, parameters, LINEAR, *arguments.values())
-    if function in _PRODUCTS:
-        return (
-            None if node.kwargs or len(node.args) != 2 else _split_product(node, parameters, MATMUL, *node.args, None)
-        )
-    if function in (torch.addmm, _aten.addmm.default, "addmm"):
-        if node.kwargs or len(node.args) != 3:
-            return None
-        b, x, w = node.args
-        return _split_product(node, parameters, ADDMM, x, w, b)
-    if function in (torch.bmm, _aten.bmm.default, "bmm"):
-        if node.kwargs or len(node.args) != 2 or _static_rank(node.args[1]) != 3:
-            return None
-        return _split_operands(node, parameters, BMM, node.args[0], node.args[1], None)
+    operands = () if node.kwargs else node.args
+    if function in _PRODUCTS and len(operands) == 2:
+        return _split_product(node, parameters, MATMUL, *operands, None)
+    if function in (torch.addmm, _aten.addmm.default, "addmm") and len(operands) == 3:
+        return _split_product(node, parameters, ADDMM, operands[1], operands[2], operands[0])
+    if function in (torch.bmm, _aten.bmm.default, "bmm") and len(operands) == 2 and _static_rank(operands[1]) == 3:
+        return _split_operands(node, parameters, BMM, *operands, None)
     if function in _CONVOLUTIONS:
         return _split_convolution(node, parameters, function)
     if function is F.embedding or function is _aten.embedding.default:

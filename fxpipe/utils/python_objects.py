@@ -1,8 +1,8 @@
 """Objects of Python classes: taken apart and put together, and looked into.
 
-An object is its items, where its class is a kind of list or dict, and its attributes. It is put together without
-`__init__` and `__post_init__`, which have run where it was made. Objects of classes made in C, other than the
-containers of Python, cannot be taken apart; nor are modules, tensors, classes and plain values.
+An object is its items, if its class is a kind of list or dict, and its attributes. It is put together without
+`__init__` and `__post_init__`. Objects of classes made in C, other than the containers of Python, cannot be taken
+apart; nor are modules, tensors, classes and plain values.
 """
 
 from __future__ import annotations

@@ -3,14 +3,14 @@
 Nodes are what torch knows (tuples, lists, dicts, named tuples, whatever is registered as a pytree), and besides
 
 - dataclasses,
-- in inputs, mappings that are no dicts (`UserDict`, as the batches of tokenizers are; `MappingProxyType`),
+- in inputs, mappings that are not dicts (`UserDict`, as the batches of tokenizers are; `MappingProxyType`),
 - in outputs, any object of a Python class that holds tensors of the recording: a cache, a distribution,
-- in inputs, any object of a Python class that holds no tensors, a configuration: its parts are leaves, so that it is
-  noticed when they change, and forward gets the object itself.
+- in inputs, any object of a Python class that holds no tensors, such as a configuration: its parts are leaves, so that
+  changes are noticed, and forward gets the object itself.
 
-How objects are taken apart: see `fxpipe.utils.python_objects`. Nothing is registered for the user's classes: in a spec
-these objects bear a type of ours, so that torch's own `tree_unflatten` gives the user's types back. As with lists, one
-object in two places comes back as two.
+`fxpipe.utils.python_objects` takes objects apart. Nothing is registered for the user's classes: in a spec these objects
+have a type of fxpipe, so that torch's own `tree_unflatten` restores the user's types. As with lists, one object in two
+places comes back as two.
 """
 
 from __future__ import annotations
@@ -201,8 +201,7 @@ def flatten_with_paths(tree: Any) -> tuple[LeafPaths, pytree.TreeSpec]:
 
 def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """The leaves of inputs or targets, and their structure; see `flatten_with_paths`."""
-    leaves, spec = flatten_with_paths(tree)
-    return [leaf for _, leaf in leaves], spec
+    return _leaves_and_spec(tree, _kind_of_input)
 
 
 def flatten_output(tree: Any, is_recorded: Callable[[Any], bool]) -> tuple[list[Any], pytree.TreeSpec]:
@@ -211,18 +210,20 @@ def flatten_output(tree: Any, is_recorded: Callable[[Any], bool]) -> tuple[list[
     Raises:
         ArgumentError: something in the output holds itself.
     """
-    leaves: LeafPaths = []
-    spec = _flatten(tree, lambda value: _Object if contains_any(value, is_recorded) else None, (), (), leaves)
-    return [leaf for _, leaf in leaves], spec
+    return _leaves_and_spec(tree, lambda value: _Object if contains_any(value, is_recorded) else None)
 
 
 def flatten_dataclasses(tree: Any, is_recorded: Callable[[Any], bool]) -> tuple[list[Any], pytree.TreeSpec]:
     """The same for what goes in and out of one node: of all objects only dataclasses are taken apart."""
-    leaves: LeafPaths = []
 
     def kind_of(value: Any) -> type[Any] | None:
         return _Object if _is_dataclass(value) and contains_any(value, is_recorded) else None
 
+    return _leaves_and_spec(tree, kind_of)
+
+
+def _leaves_and_spec(tree: Any, kind_of: Callable[[Any], type[Any] | None]) -> tuple[list[Any], pytree.TreeSpec]:
+    leaves: LeafPaths = []
     spec = _flatten(tree, kind_of, (), (), leaves)
     return [leaf for _, leaf in leaves], spec
 
