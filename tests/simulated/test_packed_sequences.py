@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.cases import each_once
 from helpers.oracle import closing
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -95,8 +96,7 @@ def _assert_trains_like_plain(plain, devices, on="cpu", **options):
         return seen
 
 
-@pytest.mark.parametrize("devices", [["sim:0", "sim:1"], ["cpu", "sim:2"]], ids=str)
-@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize(("kind", "devices"), each_once([*READERS], [["cpu", "sim:2"], ["sim:0", "sim:1"]]), ids=str)
 def test_lengths_are_on_the_cpu_where_they_are_packed(kind, devices):
     seen = _assert_trains_like_plain(Tagger(kind()), devices, balance=["embed"])
     assert seen == READERS[kind]

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.cases import each_once
 from helpers.plan_hardware import hardware
 from torch import nn
 
@@ -28,8 +29,7 @@ def step(name: str, stages: list[StageCost], m: int, **options: object) -> Simul
     return simulate_schedule(make_schedule(name, len(stages), m), stages, **options)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 4), (4, 6)])
+@pytest.mark.parametrize(("name", "p", "m"), each_once(SCHEDULES, (1, 2, 4), (3, 4, 6)))
 def test_a_step_takes_the_python_of_all_stages_for_each_micro_batch(name: str, p: int, m: int) -> None:
     """The host always has something to queue, since nothing else takes time."""
     host = HostCost(forward=5, action=1, runs_ahead=True)
