@@ -140,13 +140,12 @@ def trace(
 def trace_unverified(
     traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], in_dims: Any, out_dims: Any
 ) -> Traced:
-    """Another graph of the model, of the mode that it is in now, as far as a recording on these inputs shows it.
+    """Another graph of the model in its present mode, recorded as `traced` was and compared with nothing.
 
-    It is recorded as `traced` was, and compared with nothing. Where other functions run than in `traced`, it is found
-    how outputs go together; where the same do, that is the same as there.
+    How outputs go together is found again if other functions run than in `traced`.
 
     Raises:
-        Exception: there is no such graph, or none that is found without going by other ways.
+        Exception: there is no such graph, or only with other options.
     """
     assert traced.recording_options is not None
     model = traced.model
@@ -179,11 +178,7 @@ def _ready_to_record(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _deeper_recursion() -> Iterator[None]:
-    """A block in which Python may recurse as deep as the model does by itself, and the recording besides.
-
-    Each call of a module and of a torch function passes through frames of the recording, up to three for one of the
-    model's: modules nested some hundred deep are within Python's limit alone, and beyond it recorded.
-    """
+    """A block in which Python recurses deeper: each call of forward passes through up to three frames of ours."""
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(_FRAMES_OF_A_CALL * limit)
     try:

@@ -282,8 +282,7 @@ class DynamicSizes:
     def is_far_from(self, lengths: Lengths, compared: Collection[Lengths]) -> bool:
         """Returns whether a size is more than twice, or less than half, of those that graph and model were compared at.
 
-        Forward may go by a size in a way that nobody sees, at a threshold beyond those. Where nodes do so that run
-        Python, it is enough that the size is beyond them. A model without values was not compared: it was recorded.
+        Forward may have an unseen threshold beyond those. If nodes run Python (`is_observed`), any size beyond counts.
         """
         known, factor = [dict(one) for one in compared or (self.example,)], 1 if self.is_observed else 2
         return any(

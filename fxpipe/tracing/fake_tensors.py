@@ -122,12 +122,9 @@ def names_without_values(model: nn.Module) -> list[str]:
 
 @contextlib.contextmanager
 def with_fake_tensors(model: nn.Module, inputs: Any, always: bool = False) -> Iterator[Any]:
-    """A block in which neither model nor inputs lack values, or all their tensors are fake: gives the inputs.
+    """A block in which no tensor of model and inputs lacks values, or all are fake (or always); gives the inputs.
 
-    With `always` they are fake also where all have values.
-
-    What the user has set up for making models without values (a `FakeTensorMode`, `torch.device("meta")`) is not
-    active meanwhile.
+    A `FakeTensorMode` or `torch.device("meta")` of the user's is not active meanwhile.
 
     Raises:
         CannotRecord: the model cannot be recorded for another reason.

@@ -140,9 +140,7 @@ def node_table(graph: fx.Graph) -> str:
         if n.op in (*CALL_OPS, "placeholder")
     ]
     headers = ("node", "computes", "makes", "module", "source")
-    return text_table(
-        rows, headers, left=headers, keys=len(headers)
-    )  # whole, however wide: who searches it needs lines
+    return text_table(rows, headers, left=headers, keys=len(headers))  # all columns, however wide: it is searched
 
 
 def graph_table(traced: Traced) -> str:

@@ -139,12 +139,9 @@ def _short(value: Any) -> str:
 
 
 def refuse_unguardable(traced: Traced) -> None:
-    """Raises where a question cannot be answered before a step.
+    """Raises `CannotRecord` if a value that was read is unknown before a step; names the modules to keep whole.
 
-    To be called as soon as values that were read are known, and again when it is known which sizes are values.
-
-    Raises:
-        CannotRecord: names the first, and the modules that would have to be kept whole.
+    Called when the values that were read are known, and again when it is known which sizes are values.
     """
     _refuse_reads_before_python(traced)
     reads = _reads(traced)

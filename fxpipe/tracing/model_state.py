@@ -197,14 +197,11 @@ class Snapshot:
     grad_switched: list[str] = field(default_factory=list)  # tensors that do or do not require grad any more
     tied: list[str] = field(default_factory=list)  # tensors into which was written what requires grad
     reshaped: list[str] = field(default_factory=list)  # tensors that had another shape
-    refilled_containers: list[str] = field(
-        default_factory=list
-    )  # lists and dicts some of whose items are other tensors now
+    refilled_containers: list[str] = field(default_factory=list)  # lists and dicts with other tensors in them
     _kept: dict[Slot, _TensorCopy] = field(default_factory=dict)
     _held: dict[str, _TensorCopy] = field(default_factory=dict)  # in lists, tuples and dicts
-    _dicts: list[tuple[str, dict[str, Any], dict[str, Any]]] = field(
-        default_factory=list
-    )  # path, of a module, its copy
+    # Path of a module, one of its dicts, a copy of that.
+    _dicts: list[tuple[str, dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     _containers: list[tuple[str, Any, Any]] = field(default_factory=list)  # name, a list or the like, its copy
     _dtype: torch.dtype = torch.float32  # the default one
     _dtype_changed: bool = False
@@ -250,7 +247,7 @@ class Snapshot:
                 yield name, container
 
     def assigned(self, read: Collection[str]) -> dict[str, torch.Tensor]:
-        """Buffers and tensor attributes that forward has set to other tensors, by name. To be asked before `restore`.
+        """Buffers and attributes that forward has set to other tensors, by name. To be called before `restore`.
 
         Args:
             read: names of the tensors that forward reads.
@@ -331,9 +328,8 @@ class Snapshot:
             )
         if self.grad_switched:
             raise CannotRecord(
-                f"forward switches gradients of {self.grad_switched[0]!r} on or off (requires_grad); do so before "
-                f"the model "
-                "is called",
+                f"forward switches gradients of {self.grad_switched[0]!r} on or off (requires_grad); do so before the "
+                "model is called",
                 is_final=True,
             )
         if self.reshaped:
@@ -405,14 +401,10 @@ SMALL_RECORDING_SHARE = 1 / 16
 
 
 def recording_device(model: nn.Module, workers: Iterable[torch.device] = ()) -> torch.device | None:
-    """Chooses the device on which a model is recorded: where its stages will run.
+    """The device on which a model is recorded: that of its stages, as forward may depend on it (autocast, `x.is_cuda`).
 
-    What forward does may depend on the kind of device: autocast, functions that one kind lacks (`x.is_cuda`, kernels
-    without a CPU version), and so do the bytes of what it makes. Without an accelerator among the workers a model is
-    recorded where it is; one that is on several devices, on the CPU.
-
-    Returns:
-        The device; None for a model without tensors, or without values, for which fake ones stand.
+    Without an accelerator among the workers, the model stays where it is, or, if it is on several devices, goes to the
+    CPU. None for a model without tensors or without values.
     """
     tensors = _model_tensors(model)
     if not all(map(has_values, tensors)):
@@ -431,15 +423,13 @@ def _model_tensors(model: nn.Module) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def model_on(model: nn.Module, device: torch.device | None, share: float = RECORDING_SHARE) -> Iterator[None]:
-    """The data of the model's tensors is on this device in this block; None: it stays.
+    """A block in which the data of the model's tensors is on this device; None: it stays.
 
-    The tensors stay the same objects, and those that share memory share it there. They have no gradients: torch
-    refuses to assign one that is on another type of device. After the block each has the data and the gradient that it
-    had, the same objects. What a function takes from the CPU only is brought there for it (`host_arguments`).
+    The tensors stay the same objects, share memory as before and have no gradients. After the block each has its data
+    and its gradient again. What a function takes from the CPU only is brought there for it (`host_arguments`).
 
     Args:
-        share: of what is free of the device's memory. Where the model takes more, parameters come when they are used,
-            and leave for others (`parameter_offload`).
+        share: of the device's free memory. If the model takes more, parameters come when used (`parameter_offload`).
     """
     tensors = [] if device is None else [t for t in _model_tensors(model) if t.device != device]
     room = None if device is None else _room_on(device, tensors, share)
@@ -527,17 +517,10 @@ def look_on_recording_device(
     kwargs: dict[str, Any],
     look: Callable[[tuple[Any, ...], dict[str, Any]], T],
 ) -> tuple[torch.device | None, T]:
-    """Moves model and inputs to where the model is recorded (`recording_device`), and looks at it there.
+    """Moves model and inputs to where the model is recorded; returns that device, and `look` of the inputs there.
 
-    Where memory runs out, it looks once more with fewer parameters there at a time; where it fails on an accelerator
-    all the same, on the CPU: what runs there may need more memory than there is, and a forward that makes tensors
-    without a device, or keeps some in a list, makes them on the CPU.
-
-    Args:
-        look: is given the inputs, on the device.
-
-    Returns:
-        The device, and what `look` returned.
+    If memory runs out, it looks again with fewer parameters there at a time; if it still fails on an accelerator, on
+    the CPU, which forwards need that make tensors without a device or keep some in a list.
     """
     device = recording_device(model, workers)
     is_there = all(tensor.device == device for tensor in _model_tensors(model))

@@ -256,10 +256,9 @@ class OffloadedParameters:
                 self._has_released = True
 
     def _leaving(self) -> list[_Offloaded]:
-        """Returns those that are there, in the order in which they should leave.
+        """Those on the device, in the order in which they should leave.
 
-        The model runs again and again, so what was used last is needed last. But not what is used in turns, as in a
-        loop over time: a part of the room is for that.
+        The model runs again and again, so what was used last is needed last; but a part of the room is for loops.
         """
         latest: list[_Offloaded] = []
         size = 0

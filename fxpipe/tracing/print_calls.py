@@ -1,11 +1,8 @@
 """`print` in forward: what it shows is shown once.
 
-A model runs several times while it is planned (recorded, compared with its graph at several sizes, looked at without
-values), and not at all in a step, which runs the graph of what forward computes. So what forward prints would appear a
-few times, of inputs that nobody gave, and then never more. Here the first run is heard, and the pipe says the rest.
-
-Only `print` to stdout is muted, in the thread that plans; a debugger, say, writes to a file of its own. What is printed
-is still made a text: forward does the same in each run.
+A model runs several times while it is planned, and not at all in a step, which runs the graph of what forward computes.
+So prints would appear a few times, of inputs that nobody gave, and then never more. Here the first run is heard, and
+the pipe says the rest. Only `print` to stdout is muted, in the thread that plans.
 """
 
 from __future__ import annotations

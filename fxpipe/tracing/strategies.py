@@ -185,11 +185,7 @@ def _record_by_size(request: TraceRequest, options: RecordingOptions, recordings
 def _options_after(
     problem: TraceError, first: TraceError, options: RecordingOptions, model: nn.Module
 ) -> RecordingOptions:
-    """The options for the next recording, after one with `options` has met `problem`.
-
-    Raises:
-        TraceError: there is nothing left to try.
-    """
+    """The options for the recording after one that met `problem`. Raises if nothing is left to try."""
     if _is_same_failure(problem, first):
         options = replace(options, in_compile_mode=False)  # no help
     whole, graph_breaks = options.whole, options.graph_breaks
@@ -255,12 +251,7 @@ def _modules_of_same_class(model: nn.Module, paths: frozenset[str]) -> list[str]
 
 # No model of the zoo at its sizes: GPT-2 needs it with sequences as long as the batch (behaviour/test_generate.py).
 def _graph_of_micro_batch(request: TraceRequest, error: OtherMicroBatchesError) -> Traced:
-    """The graph of a micro-batch, where it can run in place of the mini-batch's.
-
-    Raises:
-        OtherMicroBatchesError: it cannot.
-        ArgumentError: micro-batches do not make as many rows as the mini-batch.
-    """
+    """The graph of a micro-batch, if it can run instead of the mini-batch's; else raises."""
     whole, leaves = error.traced, request.leaves
     try:
         args, kwargs = pytree.tree_unflatten(take_samples(whole, leaves, 0, max(error.sizes)), whole.in_spec)

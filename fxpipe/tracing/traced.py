@@ -135,15 +135,13 @@ class Traced:
     tracer: str = "record"  # or the name of the function that made the graph, whatever that is
     is_recorded: bool = True  # False: something else than a recording of the model made it
     in_dims: tuple[int | None, ...] = ()  # by leaf: the dimension that holds the batch
-    out_dims: tuple[
-        int | str | None, ...
-    ] = ()  # by output leaf: a dimension, "mean", "sum", "stack", "combined" (see below), None: not batched
+    # By output leaf: a dimension, "mean", "sum", "stack", "combined" (see below), None: not batched.
+    out_dims: tuple[int | str | None, ...] = ()
     combinations: tuple[OutputCombination, ...] = ()  # of the outputs that are "combined"
     piece_dims: tuple[str | None, ...] = ()  # of `pieces`: "sum", "mean", or None: the same for all
     told: frozenset[int] = frozenset()  # outputs of which the user has said how they go together
-    untold: tuple[
-        UndeterminedOutput, ...
-    ] = ()  # why outputs are taken for means over samples where the graph does not tell
+    # Why outputs are taken for means over samples, if the graph does not show it.
+    untold: tuple[UndeterminedOutput, ...] = ()
     size_assumptions: tuple[SizeAssumption, ...] = ()  # of `torch.export`, which made the graph, on input sizes
     batch_conditions: tuple[SizeCondition, ...] = ()  # of mini-batch and micro-batches
     mini_batch_conditions: tuple[SizeCondition, ...] = ()  # what need not hold for micro-batches
@@ -163,9 +161,8 @@ class Traced:
     device: torch.device | None = None  # to which planning had moved the model for it; None: it stayed
     signature: int = 0  # the same for recordings of the same functions of the same values; see `signature_of`
     seed: int = 0  # of the numbers that forward drew and read
-    draws_from_stream: tuple[
-        bool, ...
-    ] = ()  # of each number drawn: does a guard answer for it, or did a module kept whole draw it?
+    # Of each number drawn: does a guard answer for it, or did a module kept whole draw it?
+    draws_from_stream: tuple[bool, ...] = ()
     recorded_sizes: tuple[int, ...] = ()  # where plain numbers in it depend on the batch size: it holds for these only
     recorded_samples: int | None = None  # samples, where these were not all of the example's
     uneven_outputs: tuple[tuple[str, sympy.Expr], ...] = ()  # outputs whose sizes do not simply grow with the batch
@@ -402,11 +399,7 @@ class Traced:
         return self.guards is None or self.guards.hold(self, leaves, seed)
 
     def refuse_uneven_outputs(self, batch: int, parts: Sequence[int]) -> None:
-        """Asks whether micro-batches of these sizes make as many rows as the mini-batch.
-
-        Raises:
-            ArgumentError: they do not, as where forward takes every other sample and one of them is odd.
-        """
+        """Raises `ArgumentError` if micro-batches of these sizes do not make as many rows as the mini-batch."""
         for name, rows in self.uneven_outputs:
             whole, part_rows = rows.subs(self.batch, batch), [rows.subs(self.batch, part) for part in parts]
             if sum(part_rows) != whole:

@@ -62,11 +62,7 @@ def run_passes(traced: Traced, request: TraceRequest) -> Traced:
 
 
 def _batch_bounds(traced: Traced, request: TraceRequest) -> tuple[int, int | None]:
-    """The least and the largest number of samples of a mini-batch that the user allows (`dynamic_shapes`).
-
-    Raises:
-        ArgumentError: the samples and another dimension have one name.
-    """
+    """The fewest and the most samples of a mini-batch that the user allows (`dynamic_shapes`)."""
     asked = request.dynamic.asked
     of_samples = [(place, dim) for place, dim in asked if traced.in_dims[place] == dim]
     names = {asked[key].name: key for key in of_samples if asked[key].name}

@@ -57,11 +57,7 @@ def trace_by_function(
 
 
 def _size_assumptions(graph: fx.Graph, dims: Sequence[int | None]) -> tuple[SizeAssumption, ...]:
-    """Returns the conditions on sizes that export has relied on. Recording the graph does not show them.
-
-    Args:
-        dims: of the leaves of the inputs: the dimension that may hold the batch.
-    """
+    """The conditions on sizes that export relied on; `dims`: the batch dimension of each leaf, or None."""
     placeholders = graph.find_nodes(op="placeholder")
     if not takes_input_leaves(graph) or len(placeholders) != len(dims):
         return ()

@@ -105,11 +105,7 @@ def record_imported(
 
 
 def raise_model_errors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises what the model itself raises on these inputs, and what it does that is no matter of how a graph is made.
-
-    Raises:
-        CannotRecord: forward changes a container among its inputs.
-    """
+    """Raises what the model itself raises on these inputs, and if it changes a container among them."""
     leaves, spec, values = input_leaves(model, args, kwargs)
     copies = list(map(copy_of_input, values))
     run_args, run_kwargs = pytree.tree_unflatten(copies, spec)
@@ -144,12 +140,7 @@ def _tensors_not_of_model(model: nn.Module, held: Mapping[str, torch.Tensor]) ->
 
 
 def run_imported_graph(recorder: Recorder, graph: fx.Graph, values: NodeValues, named: Callable[[str], Any]) -> Any:
-    """Runs `graph` node by node under `recorder`; the argument of its output node.
-
-    Args:
-        values: of the placeholders; those of all other nodes are added.
-        named: gives what `get_attr` and `call_module` speak of.
-    """
+    """Runs `graph` node by node under `recorder`; `named` finds what `get_attr` and `call_module` name."""
     paths = {path for path, _ in recorder.model.named_modules()}
     for node in graph.nodes:
         if getattr(node.target, "__module__", None) == PREDISPATCH_MODULE:

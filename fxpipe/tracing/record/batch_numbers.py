@@ -1,19 +1,16 @@
 """Plain numbers that depend on the batch size: found by comparing recordings at several sizes.
 
-A model that computes with `len(x)`, `int(x.shape[0])` or `1 / x.shape[0]` has left the sizes that a recording follows
-(`recorded_sizes`): its graph holds a plain number where the batch size should be. So where a graph turns out wrong at
-another size, the model is recorded again on other numbers of samples, as it is:
+A model that computes with `len(x)`, `int(x.shape[0])` or `1 / len(x)` has left the sizes that a recording follows
+(`recorded_sizes`): its graph holds a plain number. If a graph turns out wrong at another size, the model is recorded
+again on other numbers of samples:
 
-    4 samples   view(lin, 4, 2, 3)   div(view, 4.0)   sqrt: mul(div, 2.0)
-    5 samples   view(lin, 5, 2, 3)   div(view, 5.0)         mul(div, 2.236...)
-    6 samples   view(lin, 6, 2, 3)   div(view, 6.0)         mul(div, 2.449...)
+    4 samples   view(lin, 4, 2, 3)   div(view, 4.0)
+    5 samples   view(lin, 5, 2, 3)   div(view, 5.0)
+    6 samples   view(lin, 6, 2, 3)   div(view, 6.0)
 
-Where all else is the same, each number that differs is one in the batch size, and nodes that compute it take its place:
-the simplest formula that gives all of the numbers seen, if need be a polynomial through them. Python could do anything
-at a size that was not seen (`min(len(x), 512)`), so the graph holds for the sizes recorded and no others; a batch of
-another size is recorded by itself.
-
-Nothing is read off the values of tensors: where some size depends on them, so might a number.
+If all else is the same, nodes that compute them replace the numbers that differ: the simplest formula that gives all
+numbers seen, or a polynomial through them. Python could do anything at another size (`min(len(x), 512)`), so the graph
+holds for the sizes recorded and no others.
 """
 
 from __future__ import annotations
@@ -50,10 +47,9 @@ RecordFunction = Callable[..., Traced]  # (args, kwargs) -> a recording; see `re
 
 
 def record_with_batch_numbers(request: TraceRequest, record_on: RecordFunction) -> Traced | None:
-    """Records with formulas for the plain numbers that depend on the batch size; None where there are none.
+    """Records with formulas for the plain numbers that depend on the batch size; None if there are none.
 
-    Raises:
-        CannotRecord: the model runs other functions at other batch sizes.
+    Raises `CannotRecord` if the model runs other functions at other batch sizes.
     """
     args, kwargs, in_dims, chunks = request.args, request.kwargs, request.in_dims, request.chunks
     base = record_on(args, kwargs)

@@ -47,11 +47,7 @@ def cut() -> None:
 
 @contextmanager
 def refuse_missed_marks() -> Iterator[None]:
-    """A block that makes a graph without recording.
-
-    Raises:
-        TraceError: at its end, if there were marks.
-    """
+    """A block that makes a graph without recording; raises `TraceError` at its end if there were marks."""
     before = _missed.marks
     yield
     if _missed.marks != before:

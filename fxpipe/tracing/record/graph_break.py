@@ -1,36 +1,30 @@
 """A forward that can be recorded up to some line only: from there on its Python runs in every step.
 
     def forward(self, x):
-        h = self.encoder(x)                   # recorded, as fine as any other module
+        h = self.encoder(x)                   # recorded, as any other module
         slot = int(self.pointer)              # a buffer that forward changes: no graph can know it
         self.bank[slot] = h.detach().mean(0)
-        ...
         return self.head(h) @ self.bank.t()
 
-Python cannot be entered in the middle. So a node runs forward from its first line, with the results of the calls that
-were recorded in place of these calls:
+Python cannot be entered in the middle. So a node runs forward from its first line, with the results of recorded calls
+in place of these calls:
 
     encoder = ...                                            # its nodes
     rest = M_rest(bank, pointer, head..., encoder, x)        # forward(x), in which self.encoder(x) gives `encoder`
 
-Where the rest would be most of the model it is cut at the calls of its large modules, which are recorded as well:
+If the rest is most of the model, it is cut at the calls of its large modules, which are recorded as well:
 
-    encoder = ...
     args = M_until_decoder(bank, pointer, encoder, x)        # forward(x), up to the line that calls self.decoder
     decoder = ...                                            # its nodes
     rest = M_rest(bank, pointer, encoder, decoder, x)
 
-The lines of forward itself, not the modules that it calls, run once in each of these nodes. What they write to buffers
-counts in the last one. So a line that writes, draws random numbers or reads a value of the samples (which would be the
-mini-batch's in the graph, and each micro-batch's own in such a node) must not be recorded as well
+The lines of forward itself run once in each of these nodes; what they write to buffers counts in the last. So a line
+that writes, draws random numbers or reads a value of the samples must not be recorded as well
 (`calls_before_effects`), and one that draws, or writes to a value that it was given, must not run twice: then the rest
 stays in one piece. A run that calls other modules than the recording did is an error.
 
-Checkpoints of `torch.utils.checkpoint` in these lines are called through, as where they are recorded: a recompute in
-backward would call modules whose results are known here only, and the pipeline recomputes by itself.
-
-The alternative, to keep the whole module as one node (`leaf_module`), leaves nothing to cut where the module is the
-model.
+Checkpoints of `torch.utils.checkpoint` in these lines are called through: a recompute in backward would call modules
+whose results are known here only, and the pipeline recomputes by itself.
 """
 
 from __future__ import annotations
@@ -91,11 +85,7 @@ class _SegmentStop(BaseException):
 def call_with_graph_break(
     recorder: Recorder, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Runs forward of a module: recorded up to a call, and what follows as nodes that run its Python.
-
-    Raises:
-        CannotRecord: they would not be right.
-    """
+    """Runs forward of a module: recorded up to a call, then nodes that run its Python. Raises `CannotRecord`."""
     continued = recorder.graph_breaks[path]
     names, results = _record_first_calls(recorder, module, path, args, kwargs)
     stops = (
@@ -236,10 +226,9 @@ class _Segment:
         return result
 
     def _slots_used(self, recorder: Recorder, arguments: SegmentArguments) -> tuple[Slot, ...]:
-        """The tensors that it is given: those outside of the modules that do not run, and those inside that it uses.
+        """The tensors that it is given: those outside of the modules that do not run, and those that a first run uses.
 
-        The first run, which tells. Of buffers a segment that is not the last one is given those that it uses: what is
-        written to them later must not come back to an earlier stage.
+        A segment before the last gets only the buffers that it uses: later writes must not reach an earlier stage.
         """
         slots = slots_of(self.module)
         outside = [slot for slot in slots if not _is_in_modules(slot, self._left_out)]

@@ -2,15 +2,13 @@
 
     if self.padding is None: self.padding = (...)       an attribute that is set once
     self.cache[x.device] = bias                         what is put into a dict, and found there
-    self.attn = a.detach()                              an attribute that was not there
     self.scale.resize_(...); self.scale.copy_(...)      the shape of a buffer that was empty (observers of weights)
 
-Tracing puts everything back, and a graph of the first call would make these in every step, or could not. So the model
-is called once, what it has made stays, and the next call is recorded. Values of tensors that were there before are put
-back: statistics count what training shows the model, and nothing else.
+Tracing puts everything back, and a graph of the first call would make these in every step. So the model is called once,
+what it has made stays, and the next call is recorded. Values of tensors that existed before are put back.
 
-That is right where the first call does what a later one does. So both are compared, on the samples that made the state
-and on others: a forward that takes its first statistics or scales from the first batch does something else on these.
+That is right only if the first call does what a later one does. So both are compared, on the samples that made the
+state and on others: a forward that takes its first statistics from the first batch does something else on these.
 """
 
 from __future__ import annotations

@@ -144,13 +144,10 @@ def _options_after(recorder: Recorder, error: Exception | None) -> RecordingOpti
 
 
 def refuse_side_effects(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], has_run: bool) -> None:
-    """Refuses what forward changes of Python's each time it runs: in steps it would stay as it is.
+    """Raises `CannotRecord` for Python state that forward changes each time it runs: in steps it would stay as it is.
 
     Args:
         has_run: whether the model has run since it was recorded.
-
-    Raises:
-        CannotRecord: final; names what is changed and the line.
     """
     state = traced.python_state
     if has_run and state.holds():

@@ -66,13 +66,6 @@ def record_small_batch(request: TraceRequest, record_on: RecordFunction) -> Trac
     def samples_of(size: int) -> Any:
         return pytree.tree_unflatten(slice_samples(values, dims, 0, size), spec)
 
-    def does_the_same(size: int) -> bool:
-        inputs = samples_of(size)
-        with contextlib.suppress(Exception), with_fake_tensors(model, inputs, always=True) as fakes:
-            if _is_same_recording(traced, record_on(*fakes)):
-                return True
-        return _is_same_recording(traced, record_on(*inputs))  # forward reads values
-
     start = time.perf_counter()
     traced = record_on(*samples_of(samples))
     if time.perf_counter() - start < LONG_RECORDING:
@@ -83,8 +76,16 @@ def record_small_batch(request: TraceRequest, record_on: RecordFunction) -> Trac
         return None
     # The first size once more: a model that remembers what it met does something else the second time. It is seen
     # before tensors without values meet tables of other sizes, in which they would stay.
-    if not all(map(does_the_same, (samples, batch, batch + 1))):
-        return None
+    reads_values = False
+    for size in (samples, batch, batch + 1):
+        inputs = samples_of(size)
+        if not reads_values:
+            with contextlib.suppress(Exception), with_fake_tensors(model, inputs, always=True) as fakes:
+                if _is_same_recording(traced, record_on(*fakes)):
+                    continue
+            reads_values = True
+        if not _is_same_recording(traced, record_on(*inputs)):
+            return None
     return replace(traced, leaves=leaves, recorded_samples=samples)
 
 

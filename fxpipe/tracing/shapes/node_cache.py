@@ -1,13 +1,10 @@
 """Calls that make alike values: a model of many equal blocks makes a shape once, not once for each block.
 
-To run a function on fake tensors with symbolic sizes takes milliseconds. What comes out depends on nothing but the
-function, its constants, the state of the thread, and what can be told of the fake tensors among its arguments (sizes,
-strides, dtype, ...). So each value gets a *number*, the same one for values of which the same can be told, and a call
-is known by its function, constants and the numbers of its arguments. A call that is known is not run again: its value
-is handed out again, the very object.
+To run a function on fake tensors with symbolic sizes takes milliseconds. The result depends on the function, its
+constants, the state of the thread, and what can be told of the fake tensors among its arguments (sizes, strides,
+dtype). So each value gets a *number*, equal for values that look alike, and a known call returns the same object again.
 
-Handing out one object for several values is right as long as nobody changes what can be told of it. A function that
-does (`unsqueeze_`, `resize_`) is noticed when it runs first, and the graph is then run again without this.
+That is right unless a function changes its argument (`unsqueeze_`, `resize_`); then the graph runs without the cache.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
 """Sizes that fake tensors cannot tell, seen in real runs.
 
-A function whose Python reads values (inside an `autograd.Function`, or in a module that is kept whole), a custom
-operator that has no rule for fake tensors, a view of `x[mask]`: what they make can only be seen. So the graph is run on
-real values with three numbers of samples n, and each size is fitted by a * n + c: two runs give a and c, the third must
-agree.
+A function whose Python reads values (in an `autograd.Function`, in a module kept whole), a custom operator without a
+rule for fake tensors, a view of `x[mask]`: what they make can only be seen. So the graph is run on real values with
+three numbers of samples n, and each size is fitted by a * n + c: two runs give a and c, the third must agree.
 
-Which inputs hold samples is not known for certain then: a mask of shape [T, T] looks batched where T happens to equal
-the batch size. All that may be are varied together; where the graph refuses that, fewer of them.
+Which inputs hold samples is not certain then: a mask of shape [T, T] looks batched if T happens to equal the batch
+size. All that may be are varied together; if the graph refuses that, fewer of them.
 
-Where dynamic sizes go into a node, the graph is run at other ones as well, and each size that the node makes is fitted
-by a formula in those that it is given: one of them, the product of two, a half of one.
+If dynamic sizes go into a node, the graph is run at other ones as well, and each size that the node makes is fitted by
+a formula in those that it is given: one of them, the product of two, a half of one.
 """
 
 from __future__ import annotations
@@ -105,16 +104,14 @@ def observe_shapes(
 ) -> Observation:
     """Runs the graph with several numbers of samples, as far as it goes, and fits what each node makes.
 
-    The model and all random states stay as they are.
-
     Args:
         values: flattened inputs.
         dims: place of an input -> the dimension that may hold the samples.
         groups: places of inputs that have the same number of samples, each a group.
-        node: the one that is asked for. What can be said of others comes with it.
+        node: the node that is needed; others are fitted if possible.
 
     Raises:
-        TraceError: there is no way to vary the number of samples, or what `node` makes is no such formula.
+        TraceError: the number of samples cannot vary, or what `node` makes follows no formula.
     """
     why, out_of_memory = "no input that it depends on has samples that could be varied", None
     if any(isinstance(v, torch.Tensor) and v.is_meta for v in values):
@@ -210,10 +207,9 @@ def _choices(
 
 
 def _sample_counts(samples: int) -> list[tuple[int, int, int]]:
-    """Chooses the numbers of samples to run with.
+    """The numbers of samples to run with: one less and twice as many; or multiples, for models that need pairs.
 
-    One less and twice as many: a number of rows that are chosen by value may look like a formula at neighbours, but
-    not at both. Multiples are for models that take their batch in pairs.
+    A number of rows that are chosen by value may follow a formula at neighbours, but not at both.
     """
     first = (samples, samples - 1, 2 * samples) if samples > 2 else (samples, samples + 1, samples + 2)
     return [first, (samples, 2 * samples, 3 * samples)]
@@ -313,11 +309,7 @@ def _fit_all(numbers: Sequence[int], runs: Sequence[Mapping[fx.Node, Any]], want
 
 
 def fit_lengths(node: fx.Node, sources: Sequence[fx.Node], runs: Sequence[ObservedValues]) -> Any:
-    """Fits what a node makes by formulas in the sizes of `sources`, which it is given.
-
-    Raises:
-        TraceError: there is no simple one.
-    """
+    """Formulas for what a node makes in the sizes of `sources`, which it is given. Raises `TraceError`."""
     operands = [list(given_sizes([run[source] for source in sources])) for run in runs]
     if len({*map(len, operands)}) > 1:
         raise TraceError("it returns one structure or another")

@@ -76,11 +76,7 @@ def is_not_followed(read: SizeRead) -> bool:
 
 
 def batch_condition(traced: Traced, read: SizeRead) -> SizeCondition | None:
-    """Returns the condition that a read of a size puts on the batch size, where it depends on the batch.
-
-    Raises:
-        TraceError: it went on computing with it.
-    """
+    """The condition that a read puts on the batch size, if any. Raises `TraceError` if forward computed with it."""
     operands = _operand_sizes(read)
     if not any(o.free_symbols for o in operands):
         return None
@@ -121,11 +117,7 @@ def assumed_conditions(traced: Traced, batch: int) -> Iterator[SizeCondition]:
 
 
 def recorded_sizes_condition(traced: Traced) -> SizeCondition:
-    """A graph with numbers computed from the batch size holds where it was recorded.
-
-    Raises:
-        TraceError: some size depends on values; so may have what was taken for a number in the batch size.
-    """
+    """A graph with numbers computed from the batch size holds where it was recorded, if no size depends on values."""
     for node in traced.graph.nodes:
         sizes = [size for shape in info(node).shapes for size in shape.shape]
         if any(size.free_symbols - {traced.batch} for size in sizes):

@@ -71,10 +71,8 @@ class SymbolicRun:
     symbols: dict[int, sympy.Symbol]  # place of an input leaf -> what its batch dimension was called
     node_values: dict[fx.Node, Any]  # the value of every node; equal ones are one object
     fixed_by: dict[sympy.Symbol, fx.Node]  # which node gave a symbol a fixed size
-    value_dependent_nodes: frozenset[
-        fx.Node
-    ]  # which nodes took a number from a value, so that sizes of what they make may be one
-
+    # Nodes that took a number from a value, so that sizes of what they make may be one.
+    value_dependent_nodes: frozenset[fx.Node]
     dynamic: dict[InputDim, sympy.Symbol]  # what the sizes of dynamic dimensions were called
     guards: tuple[SizeGuard, ...]
     layouts: tuple[tuple[LayoutRead, Any], ...]  # what forward asked about tensors, and the answers of fake ones
@@ -135,11 +133,7 @@ def run_on_symbols(
 def _observe_lengths(
     traced: Traced, values: Sequence[Any], dims: dict[int, int], known: _Knowledge, unknown: _UnknownLengthsError
 ) -> None:
-    """Runs the graph for real at other dynamic sizes, to see what a node makes of them.
-
-    Raises:
-        FixedSizeError: that cannot be told.
-    """
+    """Runs the graph for real at other dynamic sizes, to see what a node makes. Raises `FixedSizeError`."""
     node, observation = unknown.node, unknown.observation
     why = known.unknown_nodes.get(node)
     try:
@@ -192,9 +186,8 @@ class _Knowledge:
 
     traced: Traced
     unknown_nodes: dict[fx.Node, Exception] = field(default_factory=dict)  # by fake tensors, and why: not asked again
-    value_dependent_nodes: set[fx.Node] = field(
-        default_factory=set
-    )  # what they make may have sizes that are values (`t[:n]`)
+    # What they make may have sizes that are values (`t[:n]`).
+    value_dependent_nodes: set[fx.Node] = field(default_factory=set)
     baked: set[fx.Node] = field(default_factory=set)  # functions that do fix the batch size
     observed: list[Observation] = field(default_factory=list)
     lengths: dict[fx.Node, Any] = field(default_factory=dict)  # formulas for what nodes make of dynamic sizes
@@ -441,11 +434,7 @@ class _Attempt:
         return fake_value(observation.node_values[node], self.inputs[varied[0]] if varied else 0)
 
     def _seen_at_lengths(self, node: fx.Node, observation: Observation) -> Any:
-        """Builds the value from the sizes that the node is given, where dynamic ones are among them.
-
-        Raises:
-            FixedSizeError: its sizes may depend on values as well.
-        """
+        """The value from the sizes that the node is given. Raises `FixedSizeError` if values may decide, too."""
         dims = self._dynamic_dims_given(node)
         if node in self.known.value_dependent_nodes or self._is_of_values(node):
             raise FixedSizeError(f"the sizes of {node.name} ({info(node).source}) depend on values", dims)
@@ -485,8 +474,7 @@ class _Attempt:
     def _groups(self, node: fx.Node) -> list[list[int]]:
         """Inputs that a node depends on and whose samples may vary, those of one symbol together.
 
-        With them those that others have turned out to have as many samples as: real runs meet these on their way, also
-        where nobody uses what they make of them.
+        With them those that have turned out to have as many samples, which real runs meet on their way.
         """
         sizes = {place: self.env.replace(symbol) for place, symbol in self.symbols.items()}
         groups: dict[Any, list[int]] = {

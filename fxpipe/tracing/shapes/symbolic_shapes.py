@@ -154,8 +154,7 @@ def _run_with_dynamic_sizes(
 ) -> tuple[Traced, SymbolicRun]:
     """Runs the graph on symbols; finds `in_dims`, and which dimensions can be dynamic.
 
-    What the user says is dynamic and may hold the samples is held to do so first, and dynamic then, unless a dimension
-    that cannot has the same name.
+    A dimension of the user's that may hold the samples is tried as such first, unless another has the same name.
     """
     reasons: dict[InputDim, str] = {}
     may_hold = {(place, dim) for place, dim in enumerate(candidates) if dim is not None}
@@ -217,11 +216,7 @@ def _own_symbols(traced: Traced, run: SymbolicRun, asked: Mapping[InputDim, str]
 
 
 def _dynamic_symbols(run: SymbolicRun) -> dict[sympy.Symbol, InputDim]:
-    """The symbols of sizes that can vary, and of which dimension each is the size.
-
-    Raises:
-        FixedSizeError: a size of a dynamic dimension is a number, or goes with the batch size.
-    """
+    """The symbols of sizes that can vary, and a dimension of each. Raises `FixedSizeError`."""
     symbols: dict[sympy.Symbol, InputDim] = {}
     sizes = {key: run.env.replace(symbol) for key, symbol in run.dynamic.items()}
     for key, size in sizes.items():
@@ -249,11 +244,7 @@ def _dynamic_sizes(
     names: Mapping[Any, sympy.Symbol],
     reasons: Mapping[InputDim, str],
 ) -> DynamicSizes:
-    """The dynamic sizes of a graph, with all that was concluded from them.
-
-    Raises:
-        FixedSizeError: a size cannot be dynamic, or forward made a plain number of it.
-    """
+    """The dynamic sizes of a graph, with all that was concluded from them. Raises `FixedSizeError`."""
     free = _dynamic_symbols(run)
     if not free:
         return replace(FIXED_SIZES, fixed=dict(reasons))
@@ -326,11 +317,7 @@ def _operand_values(run: SymbolicRun, read: SizeRead) -> list[Any]:
 
 
 def _find_batch(traced: Traced, asked: Sequence[int | None], run: SymbolicRun, sure: bool) -> tuple[int | None, ...]:
-    """Finds which inputs hold the batch: of each the dimension, or None.
-
-    Raises:
-        ArgumentError: none does, or they disagree on its size.
-    """
+    """The dimension of each input that holds the batch, or None. Raises `ArgumentError` if there is none."""
     symbols, fixed_by, env = run.symbols, run.fixed_by, run.env
     if traced.is_whole and not symbols:
         return (None,) * len(traced.leaves)

@@ -105,10 +105,9 @@ def _bounds(
 
 
 def _compare(traced: Traced, leaves: Sequence[Any], lengths: Lengths) -> bool:
-    """Compares graph and model on a few samples of these sizes. Returns whether the graph is for them and they run.
+    """Compares graph and model on a few samples of these sizes; returns whether the graph is for them and both run.
 
-    Raises:
-        FixedSizeError: they differ.
+    Raises `FixedSizeError` if they differ.
     """
     sample = _sample_of(traced, leaves, lengths)
     if sample is None:

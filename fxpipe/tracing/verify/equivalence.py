@@ -83,16 +83,15 @@ def check_against_model(
 ) -> Traced:
     """Compares graph and model on the inputs and at other sizes: those of micro-batches, one sample less, and one more.
 
-    One less only where micro-batches are no smaller than the batch. One more is needed: a loop over four samples that
-    slices (`x[n : n + 1]`) does the same with three. Sizes that the model refuses (batch norm, a single sample) are
-    left out. Of a graph that was recorded on a part of the samples it is known that forward is the same on all of them
-    and on one more: it is compared at the sizes of micro-batches, and watched at that of a larger part.
-
-    Returns the graph with what its nodes were seen to do (`effects`).
+    One less only if micro-batches are no smaller than the batch; one more, since a loop over four samples that slices
+    does the same with three. Sizes that the model refuses are left out. A graph recorded on a part of the samples is
+    the same on all: it is compared at the sizes of micro-batches, and watched at that of a larger part.
 
     Args:
-        going_on: (size, samples) -> what goes on from the runs of model and graph on these samples, so that they need
-            not run again for it; None: nothing.
+        going_on: (size, samples) -> what continues the runs on these samples, so that they need not run again for it.
+
+    Returns:
+        The graph with what its nodes were seen to do (`effects`).
 
     Raises:
         TraceError: an output or a buffer differs; names it, the size and the remedy.
@@ -150,12 +149,10 @@ def check_against_model(
 
 
 def _compared_sizes_condition(traced: Traced, sizes: Collection[int]) -> tuple[SizeCondition, ...]:
-    """The condition that a graph holds for these sizes only, where Python went by the batch size and nobody saw how.
+    """The condition that a graph holds for these sizes only, if Python used the batch size unseen.
 
-    At another size it may be another graph also where those compared are one: `h[: len(x) // 2 * 2]` is `h[:8]` with 4
-    samples, with 8 and with 9. So is a slice of samples whose bound is a plain number, wherever that is from: nothing
-    tells `h[:8]` from `h[: len(range(size)) // 2 * 2]`. Sizes of micro-batches may be excused later, by a comparison
-    like these.
+    At another size it may be another graph although those compared agree: `h[: len(x) // 2 * 2]` is `h[:8]` with 8
+    samples and with 9. So is a slice of samples with a plain number. Micro-batches may be excused later.
     """
     where = traced.not_followed or next((info(n).source for n in traced.nodes if _cuts_samples(n)), "")
     if not where or traced.recorded_sizes:
@@ -190,8 +187,7 @@ def excuse_reads(
     """Reads of the batch size need not hold for micro-batches with which the model does the same.
 
     As in `if batch_size != positions.shape[0]: positions = positions.expand(batch_size, -1)`, with one sample.
-
-    Returns the graph's run with so many samples, if there was one and it is the model's.
+    Returns the graph's run on them, if it is the model's.
     """
     sample = None if traced.holds_at(size) else sample_within_guards(traced, leaves, size, batch, seed)
     if sample is None:
@@ -360,10 +356,9 @@ def _refuse_other_dimensions(traced: Traced, have: RunResult, size: int, batch: 
     for place, (value, node, dim) in enumerate(zip(have.outputs, traced.outputs, traced.out_dims, strict=True)):
         if isinstance(dim, int) and isinstance(node, fx.Node) and value.dim() != len(info(node).shapes[0].shape):
             raise TraceError(
-                f"output {place} ({node.name}, {info(node).shapes[0]}) has {value.dim()} dimensions"
-                f"{_size_note(size, batch)}, so the outputs of micro-batches cannot be put together; name the "
-                f"dimensions "
-                "that forward takes out (x.squeeze(1))"
+                f"output {place} ({node.name}, {info(node).shapes[0]}) has {value.dim()} "
+                f"dimensions{_size_note(size, batch)}, so the outputs of micro-batches cannot be put together; name "
+                "the dimensions that forward takes out (x.squeeze(1))"
             )
 
 

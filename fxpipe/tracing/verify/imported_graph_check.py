@@ -1,8 +1,8 @@
 """Checks an imported graph for what it may have lost and only the model's own run shows.
 
-Export and symbolic tracing drop hooks on tensors, what forward keeps in attributes, and numbers that were drawn while
-they looked. The recorder sees all of it; for its own graphs there is nothing to look for. Gradients and state of every
-graph are compared elsewhere (`training_equivalence`).
+Export and symbolic tracing see the model run on fake tensors or proxies, and give a graph whose outputs may be right
+all the same: hooks and `backward` leave no trace in it, a number that Python drew is a constant, and so is a tensor
+that requires grad and is not the model's. Gradients and state are compared elsewhere (`training_equivalence`).
 """
 
 from __future__ import annotations
@@ -41,12 +41,6 @@ from fxpipe.tracing.verify.effects import observe_run
 from fxpipe.utils.pytree import flatten_output, preserve_objects
 from fxpipe.utils.random_generators import comparison_seed
 
-# What only the model's own run shows, and a graph made in another way does not do: looked for while the model runs.
-#
-# The recorder sees all of it where it records the model itself. Export and symbolic tracing see the model run on fake
-# tensors or proxies, and give a graph whose outputs may be right all the same: hooks and `backward` leave no trace in
-# it, a number that Python drew is a constant, and so is a tensor that requires grad and is not the model's (export).
-
 
 class _LossDetector(TorchFunctionMode):
     """Notes the first call of a function that other graphs lose.
@@ -82,13 +76,9 @@ class _LossDetector(TorchFunctionMode):
 
 @contextlib.contextmanager
 def detect_losses(model: nn.Module, inputs: Sequence[Any]) -> Iterator[None]:
-    """A block in which the model runs.
+    """A block in which the model runs on `inputs`, leaves whose `grad` shows whether backward has reached them.
 
-    Args:
-        inputs: what is given to it: leaves whose `grad` tells whether backward has come to them.
-
-    Raises:
-        CannotRecord: it did what no other way of making a graph carries, so that none needs to be tried.
+    Raises `CannotRecord` if it does what no other way of making a graph carries.
     """
     before, own_generators = python_rng_state(), OwnGenerators(model)
     witness = _LossDetector([*slots_of(model).values(), *container_tensors(model).values(), *inputs])

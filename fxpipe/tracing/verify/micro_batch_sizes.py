@@ -1,16 +1,15 @@
 """The check that a graph holds for the micro-batches that run, as well as for the mini-batch.
 
-Forward goes by the number of samples (`max(*x.shape)`, `if len(x) > 4`), and goes by that of the mini-batch. So what it
-concluded from sizes must be so for each size that runs, or do no harm. That is tried in this order:
+Forward may depend on the number of samples (`max(*x.shape)`, `if len(x) > 4`). What it concluded from the mini-batch's
+must hold for each size that runs, or do no harm. That is tried in this order:
 
 1. All conditions hold for the sizes of the micro-batches: nothing is run.
-2. The model does the same as its graph with so many samples: this size is *excused*.
+2. The model does the same as its graph with that many samples: this size is *excused*.
 3. What the graph of the mini-batch makes of the micro-batches is, put together, what it makes of the mini-batch.
-4. So is what the graph of a micro-batch makes of them, which is another one: it runs in its place.
+4. So is what the graph of a micro-batch makes of them, which is another one: it runs instead.
 
-The last two hold for this mini-batch in these micro-batches, and are known by values: without random numbers, and for
-outputs that can be put together. The third is asked as well where all conditions hold, but the batch size is, or may
-be, a number in what the graph computes: it is then that of a micro-batch. Where nobody can tell, the graph holds.
+The last two hold for this mini-batch only, without random numbers, and for outputs that can be put together. The third
+is tried as well if the batch size is, or may be, a number in what the graph computes. Undecided, the graph holds.
 """
 
 from __future__ import annotations
@@ -84,10 +83,9 @@ def must_compare_micro_batches(traced: Traced) -> bool:
 
 
 def excuse_sizes(traced: Traced, leaves: Sequence[Any], sizes: Collection[int] = FEW_SIZES) -> None:
-    """Compares graph and model with so many samples where reads do not hold.
+    """Compares graph and model with that many samples if reads do not hold.
 
-    Those few with which it is asked whether samples act on each other: most that forward says of a single sample does
-    no harm (`if len(x) != 1: mask = mask.expand(len(x), ...)`), and all samples need not be compared then.
+    Most of what forward decides for a single sample does no harm (`if len(x) != 1: mask = mask.expand(len(x), ...)`).
     """
     batch, seed = traced.batch_of(leaves), torch.default_generator.initial_seed() % 2**31
     for size in sizes:
@@ -96,23 +94,14 @@ def excuse_sizes(traced: Traced, leaves: Sequence[Any], sizes: Collection[int] =
 
 
 def may_replace(whole: Traced, parts: Traced, leaves: Sequence[Any], sizes: Collection[int]) -> bool:
-    """Tells whether the graph of a micro-batch, `parts`, may run in place of the mini-batch's.
-
-    Args:
-        leaves: the mini-batch.
-        sizes: of its micro-batches.
-    """
+    """Tells whether `parts`, the graph of micro-batches of these sizes, may run instead of the mini-batch's."""
     excuse_sizes(parts, leaves, sizes)
     guards_hold = parts.guards is None or parts.guards.hold(parts, leaves, parts.seed)
     return guards_hold and all(map(parts.holds_at, sizes)) and bool(_give_same_outputs(whole, parts, leaves, sizes))
 
 
 def refuse_uneven(traced: Traced, leaves: Sequence[Any], sizes: Collection[int]) -> None:
-    """Says so where micro-batches do not even make as many rows as the mini-batch.
-
-    Raises:
-        ArgumentError: they do not.
-    """
+    """Raises `ArgumentError` if micro-batches do not make as many rows as the mini-batch."""
     batch = traced.batch_of(leaves)
     traced.refuse_uneven_outputs(batch, [stop - start for start, stop in _micro_batch_bounds(batch, sizes)])
 
@@ -199,9 +188,9 @@ def _failure_message(traced: Traced, batch: int, sizes: Collection[int]) -> str:
     if not failing:
         return (
             f"what forward computes with the batch size (as in {_first_size_line(traced)}) is another number in "
-            f"micro-batches "
-            f"of {' and '.join(map(str, sorted(sizes)))}, and what these make is, put together, not what the model "
-            f"makes of the mini-batch of {batch}; use chunks=1, or take the batch size out of what forward computes"
+            f"micro-batches of {' and '.join(map(str, sorted(sizes)))}, and what these make is, put together, not what "
+            f"the model makes of the mini-batch of {batch}; use chunks=1, or take the batch size out of what forward "
+            "computes"
         )
     size, read = failing[0]
     condition = read.condition.xreplace({symbol: sympy.Integer(n) for symbol, n in traced.dynamic.example})

@@ -1,18 +1,15 @@
 """Graph and model are compared as training calls them: outputs, gradients and what stays behind, over two calls.
 
-An output can be right and the graph still be wrong. Export and symbolic tracing record what the forward of an
-`autograd.Function` computes and forget its backward; what goes around torch's functions may do so in a recording. What
-forward leaves in buffers and attributes is read by the next call, and what it leaves where nobody looks (an object, a
-global) shows in the output of the next call and nowhere else. So on a few samples
+An output can be right and the graph still be wrong: symbolic tracing forgets the backward of an `autograd.Function`;
+what forward leaves in buffers is read by the next call, and what it leaves where nobody looks (an object, a global)
+shows in the output of the next call and nowhere else. So on a few samples
 
     model   call ──▶ output, gradients, state ──▶ call on other samples ──▶ output, state
     graph   run  ──▶ output, gradients, state ──▶ run  on the same      ──▶ output, state
 
 with the same random numbers, the backward from one random direction of the outputs. A parameter without a gradient is
-another thing than one whose gradient is zero: an optimizer leaves the first alone, and decays the second.
-
-Gradients are compared as soon as they are there and let go of: all of them would take as much memory as the model. Of
-large ones only the sums along each dimension are kept.
+not one with a gradient of zero: an optimizer leaves the first alone, and decays the second. Gradients are compared and
+freed one by one, as all of them would take as much memory as the model; of large ones only sums are kept.
 """
 
 from __future__ import annotations
@@ -111,13 +108,10 @@ class _CallResult:
 
 
 class _TwoCalls:
-    """Two calls in a row, on some samples, of the model and then of its graph.
-
-    The first one of each is a run of `equivalence`, which compares what it makes; here is what comes after it.
+    """Two calls in a row of the model and then of its graph; `equivalence` runs and compares the first.
 
     Attributes:
-        again: the samples of the second call; None: there is none. A model that the first has left as it was needs
-            none: the first was one in a row already, behind that of the recording.
+        again: the samples of the second call; None, if the first has left the model as it was.
         want, have: what the calls of the model and of the graph have made, and left behind.
         error: what backward through the graph has raised.
     """
@@ -293,8 +287,7 @@ def _refuse_other_state(
             leave = "" if traced.is_recorded else ", or leave it to recording (tracer='record')"
             raise TraceError(
                 f"forward changes {name!r}, and {_graph_text(traced)} does not do the same{when}; keep what forward "
-                f"changes "
-                f"in a buffer (register_buffer){leave}"
+                f"changes in a buffer (register_buffer){leave}"
             )
 
 

@@ -31,11 +31,7 @@ NO_OTHERS: Mapping[str, Any] = {}
 
 
 def refuse_differing_writes(traced: Traced) -> None:
-    """Raises where an input that is not cut is written something that differs between micro-batches.
-
-    Raises:
-        CannotRecord: final; names the input and the line.
-    """
+    """Raises `CannotRecord` if micro-batches would leave different values in an input that is not cut."""
     effects = traced.effects
     assert effects is not None
     if traced.is_whole:
@@ -46,10 +42,9 @@ def refuse_differing_writes(traced: Traced) -> None:
         if dims[node] is None and effects.alias[node] in differing:
             raise CannotRecord(
                 f"forward writes to the input {_input_path(traced, node)} at {_writing_line(traced, node)}, which is "
-                f"not cut into "
-                "micro-batches, and what it writes depends on samples, on random numbers or on buffers that change, so "
-                "that each micro-batch would leave something else in it; return the new value, keep it in a buffer "
-                "(register_buffer), or give it a dimension for the samples (in_dims=)",
+                "not cut into micro-batches, and what it writes depends on samples, on random numbers or on buffers "
+                "that change, so that each micro-batch would leave something else in it; return the new value, keep "
+                "it in a buffer (register_buffer), or give it a dimension for the samples (in_dims=)",
                 is_final=True,
             )
 
