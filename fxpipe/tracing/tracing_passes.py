@@ -19,7 +19,7 @@ from fxpipe.tracing.verify.micro_batch_sizes import (
     must_compare_micro_batches,
 )
 from fxpipe.tracing.verify.sample_rows import check_sample_rows
-from fxpipe.tracing.verify.training_equivalence import FirstCalls, check_training_equivalence
+from fxpipe.tracing.verify.training_equivalence import check_training_equivalence
 from fxpipe.tracing.verify.written_inputs import refuse_differing_writes, refuse_unwritable_inputs
 from fxpipe.utils.batch_split import micro_batch_sizes, rows_per_sample
 from fxpipe.utils.progress import phase
@@ -46,7 +46,12 @@ def run_passes(traced: Traced, request: TraceRequest) -> Traced:
     traced = read_untracked_values(traced)
     refuse_unguardable(traced)
     traced = replace(traced, guards=extract_guards(traced))
-    traced = _compare(traced, request) if request.is_compared else _take_as_it_is(traced, request)
+    if request.is_compared:
+        phase("comparing the graph with the model")
+        traced = check_against_model(traced, leaves, request.chunks)
+        check_training_equivalence(traced, leaves, request.chunks)
+    else:
+        traced = replace(traced, effects=effects_unverified(traced, leaves))
     is_told = is_faked() or traced.is_whole or check_sample_rows(traced, leaves, request.chunks)
     refuse_differing_writes(traced)
     refuse_unwritable_inputs(traced, leaves)
@@ -87,18 +92,3 @@ def _why_sizes_are_fixed(traced: Traced, request: TraceRequest) -> str:
     if traced.recorded_sizes:
         return "forward makes plain numbers of the number of samples, and what becomes of other sizes is not followed"
     return ""
-
-
-def _compare(traced: Traced, request: TraceRequest) -> Traced:
-    """Compares graph and model."""
-    leaves = request.leaves
-    phase("comparing the graph with the model")
-    calls = FirstCalls(traced, leaves)
-    traced = check_against_model(traced, leaves, request.chunks, calls)
-    check_training_equivalence(traced, leaves, request.chunks, calls.begun)
-    return traced
-
-
-def _take_as_it_is(traced: Traced, request: TraceRequest) -> Traced:
-    """Takes the graph for the model's."""
-    return replace(traced, effects=effects_unverified(traced, request.leaves))

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import sympy
 import torch
@@ -38,6 +38,8 @@ from fxpipe.utils.pytree import StructureError, leaves_by_structure, preserve_ob
 # numbers that are compared at a time: what is made for many takes longer to get than to fill
 COMPARED_AT_ONCE = 1 << 18
 
+AfterModel = Callable[[list[Any], list[Any]], None]  # called with outputs and inputs before the model is put back
+
 
 def take_samples(traced: Traced, leaves: Sequence[Any], start: int, stop: int) -> list[Any]:
     """Samples start..stop of flattened inputs; those after the last are the first again."""
@@ -64,31 +66,12 @@ def slice_samples(leaves: Sequence[Any], dims: Sequence[int | None], start: int,
     return [leaf if dim is None else parts.setdefault((id(leaf), dim), part(leaf, dim)) for leaf, dim in pairs]
 
 
-class Calls(Protocol):
-    """Goes on from where a run has ended, before the model is put back: each method once, the model's first."""
-
-    def go_on_from_model(self, outputs: list[Any], inputs: list[Any]) -> None: ...
-    def go_on_from_graph(self, ended: Ended) -> None: ...
-
-
-def _nothing_more(size: int, sample: list[Any]) -> Calls | None:
-    return None
-
-
-def check_against_model(
-    traced: Traced,
-    leaves: Sequence[Any],
-    chunks: int = 1,
-    going_on: Callable[[int, list[Any]], Calls | None] = _nothing_more,
-) -> Traced:
+def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) -> Traced:
     """Compares graph and model on the inputs and at other sizes: those of micro-batches, one sample less, and one more.
 
     One less only if micro-batches are no smaller than the batch; one more, since a loop over four samples that slices
     does the same with three. Sizes that the model refuses are left out. A graph recorded on a part of the samples is
     the same on all: it is compared at the sizes of micro-batches, and watched at that of a larger part.
-
-    Args:
-        going_on: (size, samples) -> what continues the runs on these samples, so that they need not run again for it.
 
     Returns:
         The graph with what its nodes were seen to do (`effects`).
@@ -105,12 +88,10 @@ def check_against_model(
         raise TraceError("forward does something else with all samples than with a part of them")
     parts = smaller if min(chunks, batch) > 1 else ()
     watched = {size: excuse_reads(traced, leaves, size, batch, seed) for size in parts}
-    refused = set[int]()
-    wanted: list[
-        tuple[int, list[Any], RunResult | None, Calls | None]
-    ] = []  # size, samples, what the model makes of them
+    compared, refused = set[int](), set[int]()
+    seen: list[ObservedEffects] = []
     for size in dict.fromkeys((example, *others) if example == batch else (*others, example)):
-        if (size > batch + 1 and len(wanted) > 1) or not traced.holds_at(size):
+        if (size > batch + 1 and len(seen) > 1) or not traced.holds_at(size):
             continue
         sample = sample_within_guards(traced, leaves, size, batch, seed)
         if sample is None and size == example:
@@ -120,11 +101,10 @@ def check_against_model(
             )
         if sample is None:
             continue
-        want = calls = None
+        want = None
         if not watched.get(size) and all(read.holds(size) for read in traced.mini_batch_conditions):
-            calls = going_on(size, sample)
             try:
-                want = run_model(traced, sample, size, batch, seed, calls)
+                want = run_model(traced, sample, size, batch, seed)
             except TraceError:
                 raise
             except Exception:
@@ -132,20 +112,17 @@ def check_against_model(
                     raise
                 refused.add(size)
                 continue  # it will say so itself when it meets such a batch
-        wanted.append((size, sample, want, calls))
-    ours = [
-        watched.get(size) or watch_seeded(traced, sample, seed, want is not None, calls)
-        for size, sample, want, calls in wanted
-    ]
-    for (size, _, want, _), (have, _) in zip(wanted, ours, strict=True):
+        have, effects = watched.get(size) or watch_seeded(traced, sample, seed, want is not None)
+        seen.append(effects)
         if size < batch or not traced.mini_batch_conditions:
             _refuse_other_dimensions(traced, have, size, batch)
         if want is not None:
             _compare_runs(traced, want, have, size, batch)
-    compared = {size for size, _, want, _ in wanted if want is not None or watched.get(size)}
+        if want is not None or watched.get(size):
+            compared.add(size)
     sizes = {batch, *compared, *refused, *((example, batch + 1) if example != batch else ())}
     conditions = (*traced.batch_conditions, *_compared_sizes_condition(traced, sizes))
-    return replace(traced, effects=effects_of(traced, [seen for _, seen in ours]), batch_conditions=conditions)
+    return replace(traced, effects=effects_of(traced, seen), batch_conditions=conditions)
 
 
 def _compared_sizes_condition(traced: Traced, sizes: Collection[int]) -> tuple[SizeCondition, ...]:
@@ -240,13 +217,17 @@ def sample_within_guards(traced: Traced, leaves: Sequence[Any], size: int, batch
 
 
 def watch_seeded(
-    traced: Traced, sample: Sequence[Any], seed: int, needs_values: bool = True, calls: Calls | None = None
+    traced: Traced,
+    sample: Sequence[Any],
+    seed: int,
+    needs_values: bool = True,
+    then: Callable[[Ended], None] | None = None,
 ) -> tuple[RunResult, ObservedEffects]:
     def run_with(products: contextlib.AbstractContextManager[object]) -> tuple[RunResult, ObservedEffects]:
         # A hook, or a module kept whole, may write to what is not its own.
         with preserve_state(traced.model), without_gradients(traced.model), products:
             torch.manual_seed(seed)
-            return observe_run(traced, sample, None if calls is None else calls.go_on_from_graph)
+            return observe_run(traced, sample, then)
 
     if not (needs_values or expectations_of(traced) or any(map(runs_python, traced.nodes))):
         with contextlib.suppress(Exception):  # an inverse of zeros, say
@@ -263,9 +244,9 @@ def watch_seeded(
 
 
 def run_model(
-    traced: Traced, sample: Sequence[Any], size: int, batch: int, seed: int, calls: Calls | None = None
+    traced: Traced, sample: Sequence[Any], size: int, batch: int, seed: int, then: AfterModel | None = None
 ) -> RunResult:
-    if calls is None and not any(map(runs_python, traced.nodes)):  # else it may go back inside
+    if then is None and not any(map(runs_python, traced.nodes)):  # else it may go back inside
         block = NoSavedTensors()
         try:
             with block:
@@ -275,11 +256,11 @@ def run_model(
         except Exception as error:
             if not (block.was_read or is_hooks_error(error)):
                 raise
-    return _run_now(traced, sample, size, batch, seed, calls)
+    return _run_now(traced, sample, size, batch, seed, then)
 
 
 def _run_now(
-    traced: Traced, sample: Sequence[Any], size: int, batch: int, seed: int, calls: Calls | None = None
+    traced: Traced, sample: Sequence[Any], size: int, batch: int, seed: int, then: AfterModel | None = None
 ) -> RunResult:
     inputs_as_leaves = list(map(copy_as_leaf, sample))
     names = {n.target for n in traced.graph.nodes if n.op == "get_attr"} | set(traced.assigned)
@@ -292,10 +273,10 @@ def _run_now(
         slots = {s: t for s, t in slots.items() if s.kind != "parameter" and s.name in names}
         buffers = {s.name: t.detach().clone() for s, t in slots.items()}
         inputs = {p: detached(copies[p], own) for p in traced.placeholders}
-        if calls is not None:
+        if then is not None:
             del copies
-            calls.go_on_from_model(leaves, inputs_as_leaves)
-    if calls is not None:
+            then(leaves, inputs_as_leaves)
+    if then is not None:
         snapshot.refuse_changes()
     return RunResult(outputs, buffers, inputs)
 

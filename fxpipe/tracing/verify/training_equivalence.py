@@ -108,7 +108,7 @@ class _CallResult:
 
 
 class _TwoCalls:
-    """Two calls in a row of the model and then of its graph; `equivalence` runs and compares the first.
+    """Two calls in a row of the model and then of its graph; `equivalence` runs the first.
 
     Attributes:
         again: the samples of the second call; None, if the first has left the model as it was.
@@ -184,26 +184,8 @@ class _TwoCalls:
             _refuse_other_state(self.traced, want.state, have.state, " in the second of two calls in a row")
 
 
-class FirstCalls:
-    """Begins two calls where outputs are compared on as few samples as they need."""
-
-    def __init__(self, traced: Traced, leaves: Sequence[Any]):
-        self.traced, self.leaves = traced, leaves
-        self.begun: dict[int, _TwoCalls] = {}  # by size
-
-    def __call__(self, size: int, sample: list[Any]) -> _TwoCalls | None:
-        if size == min(FEWEST_SAMPLES, self.traced.batch_of(self.leaves)):
-            self.begun[size] = _begin(self.traced, self.leaves, size, sample)
-        return self.begun.get(size)
-
-
-def check_training_equivalence(
-    traced: Traced, leaves: Sequence[Any], chunks: int = 1, begun: Mapping[int, _TwoCalls] | None = None
-) -> None:
+def check_training_equivalence(traced: Traced, leaves: Sequence[Any], chunks: int = 1) -> None:
     """Compares gradients and state on the fewest samples that the graph holds for and the model runs on.
-
-    Args:
-        begun: by size: calls that were made before, where outputs were compared.
 
     Raises:
         TraceError: something differs; names it.
@@ -214,27 +196,22 @@ def check_training_equivalence(
     )
     seed = torch.default_generator.initial_seed() % 2**31
     for size in sorted(sizes, key=lambda size: (size < FEWEST_SAMPLES, size)):
-        calls = (begun or {}).get(size)
-        if calls is None and traced.holds_at(size) and all(r.holds(size) for r in traced.mini_batch_conditions):
-            sample = sample_within_guards(traced, leaves, size, batch, seed)
-            if sample is not None:
-                calls = _begin(traced, leaves, size, sample)
-                try:
-                    run_model(traced, sample, size, batch, seed, calls)
-                except TraceError:
-                    raise
-                except Exception:
-                    continue  # the model will say so itself when it meets such a batch
-                watch_seeded(traced, sample, seed, calls=calls)
-        if calls is not None and calls.want:
-            calls.compare()
-            return
-
-
-def _begin(traced: Traced, leaves: Sequence[Any], size: int, sample: Sequence[Any]) -> _TwoCalls:
-    batch, seed = traced.batch_of(leaves), torch.default_generator.initial_seed() % 2**31
-    start = size if size < batch else min(1, batch - 1)
-    return _TwoCalls(traced, sample, take_samples(traced, leaves, start, start + size), seed)
+        if not traced.holds_at(size) or not all(r.holds(size) for r in traced.mini_batch_conditions):
+            continue
+        sample = sample_within_guards(traced, leaves, size, batch, seed)
+        if sample is None:
+            continue
+        start = size if size < batch else min(1, batch - 1)
+        calls = _TwoCalls(traced, sample, take_samples(traced, leaves, start, start + size), seed)
+        try:
+            run_model(traced, sample, size, batch, seed, calls.go_on_from_model)
+        except TraceError:
+            raise
+        except Exception:
+            continue  # the model will say so itself when it meets such a batch
+        watch_seeded(traced, sample, seed, then=calls.go_on_from_graph)
+        calls.compare()
+        return
 
 
 def _refuse_other_gradients(
