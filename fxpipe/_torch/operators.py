@@ -21,7 +21,6 @@ with required_names():
     # A tensor of another shape that autograd takes for no view of the first.
     unsafe_view: Any = torch.ops.aten._unsafe_view
     DETACH: Any = torch.ops.aten.detach.default  # what `tensor.detach()` calls
-    LOCAL_SCALAR: Any = torch.ops.aten._local_scalar_dense.default  # what `tensor.item()` calls
     # RNNs as `nn.LSTM` and the like call them, whose dropout draws.
     RNN_FUNCTIONS: tuple[Any, ...] = (torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu)
 
@@ -30,7 +29,6 @@ require_attributes(torch.ops.aten.add.Tensor, "_schema")
 __all__ = [
     "BUILTIN_MODULE",
     "DETACH",
-    "LOCAL_SCALAR",
     "MODULE_ALIASES",
     "RNN_FUNCTIONS",
     "HigherOrderOperator",

@@ -36,12 +36,12 @@ from fxpipe.profiling.other_sizes import other_lengths, planned_lengths, resize_
 from fxpipe.profiling.probe import Probe
 from fxpipe.profiling.profile_data import SavedStorage
 from fxpipe.profiling.saved_storages import ObservedStorage, StorageObservations, ValueLabel, observe_storages
+from fxpipe.profiling.skip_matmul import SkipMatmul
 from fxpipe.tracing.dynamic_sizes import Lengths
 from fxpipe.tracing.fake_tensors import in_fake_mode, is_faked
 from fxpipe.tracing.model_state import preserve_state, slots_of
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.shapes.tensor_shape import bytes_at
-from fxpipe.tracing.skip_matmul import SkipMatmul
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import Traced, runs_python
 from fxpipe.tracing.verify.effects import Effects

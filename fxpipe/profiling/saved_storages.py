@@ -29,13 +29,13 @@ from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.errors import StateError
 from fxpipe.profiling.node_kinds import NodeKinds
 from fxpipe.profiling.probe import Probe, probe_node
+from fxpipe.profiling.skip_matmul import SkipMatmul
 from fxpipe.tracing.fake_tensors import fake_if_active
 from fxpipe.tracing.forward_rng import DrawStream
 from fxpipe.tracing.interpreter import naming_node
 from fxpipe.tracing.model_state import container_tensors, slots_of
 from fxpipe.tracing.node_info import info, state_of
 from fxpipe.tracing.shapes.node_cache import ChangedInPlaceError
-from fxpipe.tracing.skip_matmul import SkipMatmul
 from fxpipe.tracing.tensors import hidden_tensors, tensors_in
 from fxpipe.tracing.traced import Traced, attribute_tensor, call_node
 from fxpipe.tracing.verify.effects import Effects

@@ -1,12 +1,11 @@
-"""Guards: forward has read the value of a tensor, and its graph holds where the value is the same.
+"""Guards: forward has read the value of a tensor, and its graph holds while the value is the same.
 
-A read that depends on nothing but constants is none. One that depends on inputs, buffers or parameters alone is asked
-in every step, on the whole mini-batch, as the plain model would ask; the answers choose the graph, and other answers
-are another graph. Never micro-batch by micro-batch: these may disagree where one graph is right for all. A read of what
-is computed from inputs and parameters is known to nobody before the step; nor is one of a buffer that forward changes.
+A read of constants needs no guard. One that depends on inputs, buffers or parameters alone is asked in every step, on
+the whole mini-batch, as the plain model would ask; other answers are another graph. Never for each micro-batch: these
+may disagree although one graph is right for all. A read of what is computed from inputs and parameters is unknown
+before the step; so is one of a buffer that forward changes.
 
-`extract_guards` takes the reads out of a graph. What they depend on becomes a program of its own, and is left in the
-graph only where that uses it too.
+`extract_guards` takes the reads out of a graph, with what they depend on, as a program of its own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A graph run node by node on real values: by checks, observations and guards, which differ in what they give it.
 
-Each says what an input is, what a tensor of the model is (itself, or a copy), and what to do for a working node; and
-looks at what has been made after each node. `torch.fx.Interpreter` does the same in 5.2 microseconds a node where this
-loop takes 1.6 (2,000 nodes, one core at 2.5 GHz), and guards are asked in every step.
+`torch.fx.Interpreter` takes 5.2 microseconds a node where this loop takes 1.6 (2,000 nodes, one core at 2.5 GHz), and
+guards are asked in every step.
 """
 
 from __future__ import annotations

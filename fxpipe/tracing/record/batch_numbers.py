@@ -139,6 +139,13 @@ def _compare_recordings(
     )
 
 
+def is_same_recording(left: Traced, right: Traced) -> bool:
+    """Returns whether forward did the same: the same functions, numbers, and values that it read."""
+    numbers, others = tuple(numbers_in(left)), tuple(numbers_in(right))
+    is_same = first_difference(left, right) is None and same_value_reads(left, right)
+    return is_same and len(numbers) == len(others) and same_numbers(numbers, others)
+
+
 def same_numbers(left: Sequence[Number], right: Sequence[Number]) -> bool:
     return all(map(equal_values, left, right))
 

@@ -1,12 +1,11 @@
 """Tensors that torch wants on the CPU, wherever the others are: the lengths of a packed sequence.
 
-Stages bring what they receive to their device. A call that is kept whole may hand some of it to a function that takes
-it from the CPU only, and would be refused there. Its first run tells (`HostArguments.finding`):
+Stages bring what they receive to their device. A call that is kept whole may pass some of it to a function that takes
+it from the CPU only. Its first run shows (`HostArguments.finding`):
 
-- an argument of the call that only ever meets itself on its way to such a function stays on the CPU, as where the plain
-  model is trained on a device, and nobody waits for it;
-- one that is used with other tensors as well is needed on the device, and brought to the CPU for the function alone,
-  for which the host waits (`HostArguments.converting`). So is any while a model that is on a device is traced there.
+- an argument that reaches such a function without meeting other tensors stays on the CPU, and the host never waits;
+- one that is used with other tensors as well is brought to the CPU for the function alone, for which the host waits
+  (`HostArguments.converting`). So is any while a model that is on a device is traced there.
 """
 
 from __future__ import annotations

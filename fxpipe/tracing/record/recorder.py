@@ -1,15 +1,15 @@
 """The recorder: a function mode under which a model runs once, and every torch function it calls becomes a graph node.
 
-Recording meets real tensors, so whatever Python the model does simply runs. It goes on inside the modules of
-`torch.nn`: the graph holds functions only, and the tensors of the model are `get_attr` nodes, found by identity. What a
-function mode does not see is handled as well (`patches`), since forgetting it gives a graph that is silently wrong:
+Recording meets real tensors, so whatever Python the model does simply runs. The graph holds functions only, and the
+tensors of the model are `get_attr` nodes, found by identity. What a function mode does not see is handled as well
+(`patches`), since forgetting it gives a graph that is silently wrong:
 
 - `no_grad`, `inference_mode` and autocast are remembered with every node (`ThreadState`).
 - A node is *random* if torch's generators moved while it ran, or would have on other values (`might_draw`).
-- Sizes are `sizes.Size`; what the model concludes from them is kept as `SizeRead`.
+- Sizes are `RecordedSize`; what the model concludes from them is kept as `SizeRead`.
 - A read of a tensor's value returns the real value and leaves a node that knows it (`NodeInfo.read`): see `guards`.
-- A tensor of unknown origin is a constant if it is the same object when the model is recorded again, a table that some
-  library keeps. Else something made it that the mode does not see, and it is refused (`unrecordable`).
+- A tensor of unknown origin is a constant if it is the same object when the model is recorded again (a table that some
+  library keeps). Else the mode has not seen what made it, and it is refused (`unrecordable`).
 """
 
 from __future__ import annotations

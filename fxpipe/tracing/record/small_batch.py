@@ -25,14 +25,7 @@ from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.module_internals import hook_stores
 from fxpipe.tracing.fake_tensors import is_faked, with_fake_tensors
 from fxpipe.tracing.model_state import container_tensors
-from fxpipe.tracing.record.batch_numbers import (
-    RecordFunction,
-    first_difference,
-    numbers_in,
-    same_numbers,
-    same_size_reads,
-    same_value_reads,
-)
+from fxpipe.tracing.record.batch_numbers import RecordFunction, is_same_recording, same_size_reads
 from fxpipe.tracing.record.module_hooks import is_computation_hook
 from fxpipe.tracing.record.record_model import input_leaves
 from fxpipe.tracing.shapes.input_dims import candidate_dims
@@ -101,18 +94,11 @@ def _has_hooks(model: nn.Module) -> bool:
 
 
 def _is_same_recording(base: Traced, other: Traced) -> bool:
-    if (
-        first_difference(base, other) is not None
-        or not same_size_reads(base, other)
-        or not same_value_reads(base, other)
-    ):
+    if not is_same_recording(base, other) or not same_size_reads(base, other):
         return False
     if len(base.constants) != len(other.constants) or base.draws_from_stream != other.draws_from_stream:
         return False
-    if any(_tensor_kind(tensor) != _tensor_kind(other.constants[name]) for name, tensor in base.constants.items()):
-        return False
-    numbers, others = tuple(numbers_in(base)), tuple(numbers_in(other))
-    return len(numbers) == len(others) and same_numbers(numbers, others)
+    return all(_tensor_kind(t) == _tensor_kind(other.constants[name]) for name, t in base.constants.items())
 
 
 def _tensor_kind(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from torch import fx
 
 from fxpipe.tracing.dynamic_sizes import FixedSizeError
 from fxpipe.tracing.node_info import info
-from fxpipe.tracing.record.batch_numbers import first_difference, numbers_in, same_numbers, same_value_reads
+from fxpipe.tracing.record.batch_numbers import is_same_recording
 from fxpipe.tracing.record.record_model import erase_unused_nodes
 from fxpipe.tracing.record.recorded_sizes import SizeRead, SourcePlace, length
 from fxpipe.tracing.record.recorder import GUISES
@@ -98,12 +98,9 @@ def _is_same_recording_in(
     plain: Traced, again: Callable[[Mapping[Any, int]], Traced], disguised: Mapping[Any, int]
 ) -> bool:
     try:
-        other = again(disguised)
+        return is_same_recording(plain, again(disguised))
     except Exception:  # an index that is out of range, a text that is no number
         return False
-    numbers, others = tuple(numbers_in(plain)), tuple(numbers_in(other))
-    is_same = first_difference(plain, other) is None and same_value_reads(plain, other)
-    return is_same and len(numbers) == len(others) and same_numbers(numbers, others)
 
 
 # No model of the zoo: Python that goes by a size of values needs it (behaviour/test_continuation.py).

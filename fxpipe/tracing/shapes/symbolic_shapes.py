@@ -2,15 +2,10 @@
 
 The graph is run once on fake tensors whose batch dimensions are symbols, one for each input (`symbolic_run`).
 Operations unify the symbols of inputs that meet; a symbol that meets a fixed size becomes that number: a mask of shape
-[T, T] turns out to have no batch, also where T happens to equal the batch size of the example. What remains free is the
-batch.
+[T, T] turns out to have no batch, even if T equals the batch size of the example. What remains free is the batch.
 
-Other dimensions are fixed, unless they are asked to be dynamic: then their sizes are symbols too. Shapes are written
-with the sizes of the recording in place of these; what the symbols are, and what must hold of them, is in
-`Traced.dynamic`.
-
-Beside it: which dimensions may hold the batch (`input_dims`), what forward reads of sizes (`size_reads`), how outputs
-go together (`output_dims`).
+Other dimensions are fixed, unless they are to be dynamic: then their sizes are symbols, too. Shapes are written with
+the sizes of the recording instead; the symbols and what must hold of them are in `Traced.dynamic`.
 """
 
 from __future__ import annotations

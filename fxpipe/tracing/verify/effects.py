@@ -2,11 +2,8 @@
 
 The graph is run for real, once for each size that will occur, and after each node one looks: which storages do its
 tensors have, which of the tensors it read have a new version, which buffers have new values (batch norm changes its
-buffers without raising their version; as its statistics may come out the same by chance, it is also known by name).
-Whether `reshape` and `contiguous` share or copy depends on sizes as much as on code, so what holds at any size is taken
-to hold at all.
-
-The same runs serve to compare the graph with the model.
+buffers without raising their version, and is also known by name). Whether `reshape` and `contiguous` share or copy
+depends on sizes, so what holds at any size is taken to hold at all. The same runs serve to compare graph and model.
 """
 
 from __future__ import annotations

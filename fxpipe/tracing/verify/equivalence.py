@@ -28,7 +28,6 @@ from fxpipe.tracing.model_state import container_tensors, preserve_state, slots_
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.record import module_hooks as hooks
 from fxpipe.tracing.record.input_containers import changed_container_error, changed_input_item
-from fxpipe.tracing.skip_matmul import SkipMatmul
 from fxpipe.tracing.tensors import detached, storage_of
 from fxpipe.tracing.traced import Traced, as_given, runs_python
 from fxpipe.tracing.verify.effects import Effects, Ended, ObservedEffects, RunResult, effects_of, observe_run
@@ -112,7 +111,7 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
                     raise
                 refused.add(size)
                 continue  # it will say so itself when it meets such a batch
-        have, effects = watched.get(size) or watch_seeded(traced, sample, seed, want is not None)
+        have, effects = watched.get(size) or watch_seeded(traced, sample, seed)
         seen.append(effects)
         if size < batch or not traced.mini_batch_conditions:
             _refuse_other_dimensions(traced, have, size, batch)
@@ -170,13 +169,22 @@ def excuse_reads(
     if sample is None:
         return None
     try:
-        want = run_model(traced, sample, size, batch, seed)
-        have, seen = watch_seeded(traced, sample, seed)
-        _refuse_other_dimensions(traced, have, size, batch)
-        _compare_runs(traced, want, have, size, batch)
+        result = _run_both(traced, sample, size, batch, seed)
     except Exception:
         return None  # it is another graph for such micro-batches
     traced.comparisons.excused.add(size)
+    return result
+
+
+def _run_both(
+    traced: Traced, sample: Sequence[Any], size: int, batch: int, seed: int, with_model: bool = True
+) -> tuple[RunResult, ObservedEffects]:
+    """Runs model and graph, and compares them. Raises `TraceError` if they differ."""
+    want = run_model(traced, sample, size, batch, seed) if with_model else None
+    have, seen = watch_seeded(traced, sample, seed)
+    _refuse_other_dimensions(traced, have, size, batch)
+    if want is not None:
+        _compare_runs(traced, want, have, size, batch)
     return have, seen
 
 
@@ -189,11 +197,7 @@ def agrees_at_size(traced: Traced, leaves: Sequence[Any], size: int) -> bool:
         return True  # forward is asked about the mini-batch, and would be another with so few
     try:
         is_model = all(read.holds(size) for read in traced.mini_batch_conditions)
-        want = run_model(traced, sample, size, batch, seed) if is_model else None
-        have, _ = watch_seeded(traced, sample, seed)
-        _refuse_other_dimensions(traced, have, size, batch)
-        if want is not None:
-            _compare_runs(traced, want, have, size, batch)
+        _run_both(traced, sample, size, batch, seed, is_model)
     except Exception:
         return False
     return True
@@ -217,23 +221,14 @@ def sample_within_guards(traced: Traced, leaves: Sequence[Any], size: int, batch
 
 
 def watch_seeded(
-    traced: Traced,
-    sample: Sequence[Any],
-    seed: int,
-    needs_values: bool = True,
-    then: Callable[[Ended], None] | None = None,
+    traced: Traced, sample: Sequence[Any], seed: int, then: Callable[[Ended], None] | None = None
 ) -> tuple[RunResult, ObservedEffects]:
-    def run_with(products: contextlib.AbstractContextManager[object]) -> tuple[RunResult, ObservedEffects]:
+    """Runs the graph, with the seed that the model has run with. `then` is called before the model is put back."""
+    try:
         # A hook, or a module kept whole, may write to what is not its own.
-        with preserve_state(traced.model), without_gradients(traced.model), products:
+        with preserve_state(traced.model), without_gradients(traced.model):
             torch.manual_seed(seed)
             return observe_run(traced, sample, then)
-
-    if not (needs_values or expectations_of(traced) or any(map(runs_python, traced.nodes))):
-        with contextlib.suppress(Exception):  # an inverse of zeros, say
-            return run_with(SkipMatmul())
-    try:
-        return run_with(contextlib.nullcontext())
     except (DecisionError, TraceError):
         raise
     except Exception as error:

@@ -18,8 +18,8 @@ import fxpipe
 from fxpipe.profiling import saved_storages as saving
 from fxpipe.profiling.memory import unread_nodes
 from fxpipe.profiling.saved_storages import observe_storages
+from fxpipe.profiling.skip_matmul import SkipMatmul, ValuesNeededError
 from fxpipe.tracing import trace
-from fxpipe.tracing.skip_matmul import SkipMatmul, ValuesNeededError
 
 aten = torch.ops.aten
 
