@@ -87,10 +87,10 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
         raise TraceError("forward does something else with all samples than with a part of them")
     parts = smaller if min(chunks, batch) > 1 else ()
     watched = {size: excuse_reads(traced, leaves, size, batch, seed) for size in parts}
-    compared, refused = set[int](), set[int]()
-    seen: list[ObservedEffects] = []
+    refused = set[int]()
+    wanted: list[tuple[int, list[Any], RunResult | None]] = []  # size, samples, what the model makes of them
     for size in dict.fromkeys((example, *others) if example == batch else (*others, example)):
-        if (size > batch + 1 and len(seen) > 1) or not traced.holds_at(size):
+        if (size > batch + 1 and len(wanted) > 1) or not traced.holds_at(size):
             continue
         sample = sample_within_guards(traced, leaves, size, batch, seed)
         if sample is None and size == example:
@@ -111,14 +111,17 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
                     raise
                 refused.add(size)
                 continue  # it will say so itself when it meets such a batch
+        wanted.append((size, sample, want))
+    # After all runs of the model: a tensor that it changes behind the graph's back is another one by then.
+    seen: list[ObservedEffects] = []
+    for size, sample, want in wanted:
         have, effects = watched.get(size) or watch_seeded(traced, sample, seed)
         seen.append(effects)
         if size < batch or not traced.mini_batch_conditions:
             _refuse_other_dimensions(traced, have, size, batch)
         if want is not None:
             _compare_runs(traced, want, have, size, batch)
-        if want is not None or watched.get(size):
-            compared.add(size)
+    compared = {size for size, _, want in wanted if want is not None or watched.get(size)}
     sizes = {batch, *compared, *refused, *((example, batch + 1) if example != batch else ())}
     conditions = (*traced.batch_conditions, *_compared_sizes_condition(traced, sizes))
     return replace(traced, effects=effects_of(traced, seen), batch_conditions=conditions)
