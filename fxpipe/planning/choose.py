@@ -298,7 +298,7 @@ def _pool_sums(figures: Sequence[float | None], pools: Sequence[int]) -> list[fl
 
 
 MIN_GAIN_OF_STAGE = 0.01  # of a step: by less, recomputing only a part of a stage does not pay for one stage more
-BALANCING_ROUNDS = 2  # in which stages that share a device are balanced against each other
+BALANCING_ROUNDS = 4  # in which stages that share a device are balanced against each other
 
 
 def choose_cut(
