@@ -1394,6 +1394,18 @@ TRACING = (
         "behaviour/test_own_losses.py::test_a_count_of_what_is_drawn_is_known_behind_the_draw_alone",
     ),
     Mutant(
+        "tracing/shapes/batch_reductions.py",
+        "        if first is not None and share >= MAX_TAIL_SHARE:",
+        "        if first is None:",
+        "behaviour/test_joint_tail.py::test_a_large_part_of_the_model_is_no_tail",
+    ),
+    Mutant(
+        "tracing/shapes/batch_reductions.py",
+        "            if is_joint and (reader := self._reader_of_changed_state(piece.node)):",
+        "            if not is_joint and (reader := self._reader_of_changed_state(piece.node)):",
+        "behaviour/test_joint_tail.py::test_state_and_random_numbers_of_the_tail_are_refused_with_the_line",
+    ),
+    Mutant(
         "tracing/verify/sample_rows.py",
         "        hiding = {n for n in self.blocks - self.opened if self.joins[n] or len(info(n).shapes) > 1}",
         "        hiding = set()",
@@ -1542,12 +1554,6 @@ TRACING = (
         "                piece = piece / weight",
         "                pass",
         "behaviour/test_own_losses.py::test_a_models_loss_is_that_of_the_mini_batch",
-    ),
-    Mutant(
-        "planning/evaluation_check.py",
-        "    return not evaluation.untold",
-        "    return True",
-        "unit/planning/test_evaluation_check.py::test_a_loss_that_the_graph_does_not_tell_is_told",
     ),
     Mutant(
         "planning/evaluation_check.py",

@@ -38,7 +38,7 @@ from fxpipe.runtime.engine import (
 )
 from fxpipe.runtime.executors import InlineExecutor
 from fxpipe.runtime.loss_stage import LossStage
-from fxpipe.runtime.losses import MicroBatchLosses, ambiguous_output_message
+from fxpipe.runtime.losses import MicroBatchLosses
 from fxpipe.runtime.step_inputs import StepInputs, shares_of
 from fxpipe.runtime.step_record import StepRecord
 from fxpipe.scheduling import Schedule
@@ -202,8 +202,12 @@ class RankEngine(Engine):
     def call_ranks(self, graph: RankGraph, inputs: RankInputs, schedule: Schedule, *, to_all: bool) -> Any:
         """Runs all forwards; returns the output on the rank of the last stage, or on all, else None."""
         bound, connection = graph.bound, self.group.connection
-        if schedule.micro_batches > 1 and bound.untold:
-            raise LossError(ambiguous_output_message(bound.untold[0]))
+        joint = next((one for one in bound.combinations if one.is_joint), None)
+        if joint is not None and schedule.micro_batches > 1:
+            raise LossError(
+                f"{joint.where} is made of all samples of the mini-batch, which processes do not gather; call a pipe "
+                "in one process, or use chunks=1"
+            )
         mailbox, tensors = self._mailbox(graph), ModelTensors(self.model, bound.constants)
         exchange = self._tensor_exchange(graph, mailbox, tensors)
         exchange.borrow(graph.transfers)

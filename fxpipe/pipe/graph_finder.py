@@ -131,7 +131,7 @@ class GraphFinder(ABC):
             best = max(covered, key=lambda key: sum(covered[key]))
             graphs = [different[best] if holds else own for own, holds in zip(graphs, covered[best], strict=True)]
         # If samples act on each other, or no dimension holds them, a loss is no mean over samples: all count the same.
-        counts_samples = not any(bound.is_whole for _, bound in graphs)
+        counts_samples = not any(bound.is_whole or bound.is_joint for _, bound in graphs)
         samples = []
         for i, ((prepared, bound), one) in enumerate(zip(graphs, inputs, strict=True)):
             with note_of_micro_batch(i, len(inputs)):

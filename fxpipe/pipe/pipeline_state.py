@@ -34,7 +34,6 @@ from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.simulate_plan import simulate
 from fxpipe.runtime import BoundProgram, Engine, Executor, StepRecord, executor_for
 from fxpipe.runtime.bound_program import ModelTensors
-from fxpipe.runtime.losses import ambiguous_output_message
 from fxpipe.runtime.stage_updates import OverlappedUpdates, StagewiseOptimizer, noting_updates
 from fxpipe.scheduling import Schedule, make_schedule
 from fxpipe.tracing.fake_tensors import names_without_values
@@ -429,8 +428,8 @@ class PipelineState(GraphFinder):
         if not self.checks_evaluation:
             return None
         self.checks_evaluation = False
-        error, untold = refusal_of_evaluation(first, args, kwargs, seed)
-        return str(error) if error is not None else ambiguous_output_message(untold[0]) if untold else None
+        error = refusal_of_evaluation(first, args, kwargs, seed)
+        return None if error is None else str(error)
 
     def _keep(self, prepared: PreparedGraph) -> CachedGraph:
         traced = prepared.traced

@@ -27,9 +27,8 @@ def bind_program(prepared: PreparedGraph, settings: Settings) -> BoundProgram:
         traced.constants,
         left_attribute_dims=traced.left_attribute_dims,
         told=traced.told,
-        combinations=traced.combinations,
+        combinations=tuple(one.on(devices[-1]) for one in traced.combinations),
         known_pieces=InputPieces.of(traced, devices[-1]) if traced.combinations else None,
-        untold=traced.untold,
         used_outputs=_used_outputs(traced),
         moving_buffers=_moving_buffers(prepared),
         is_whole=traced.is_whole,
@@ -57,7 +56,8 @@ def _used_outputs(traced: Traced) -> frozenset[int]:
     """Returns the places of the outputs from which the model itself makes something that requires grad."""
     requires_grad = {} if traced.effects is None else traced.effects.requires_grad
     nodes = ((place, node) for place, node in enumerate(traced.outputs) if isinstance(node, fx.Node))
-    return frozenset(place for place, node in nodes if any(requires_grad.get(user) for user in node.users))
+    pieces = {*traced.pieces}
+    return frozenset(p for p, node in nodes if node in pieces or any(requires_grad.get(user) for user in node.users))
 
 
 def _moving_buffers(prepared: PreparedGraph) -> tuple[str, ...]:

@@ -10,15 +10,12 @@ What the recording does not show is not foreseen: other inputs, or a graph that 
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fxpipe.errors import FxpipeError
 from fxpipe.planning.passes import PreparedGraph, prepare_additional_graph
 from fxpipe.utils.locks import planning_block
 from fxpipe.utils.progress import show_phases, show_progress
-
-if TYPE_CHECKING:
-    from fxpipe.utils.output_combination import UndeterminedOutput
 
 EVALUATION_SAMPLES = 2  # samples
 
@@ -27,11 +24,11 @@ EVALUATION_SAMPLES = 2  # samples
 @show_phases("checking evaluation")
 def refusal_of_evaluation(
     first: PreparedGraph, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int = 0
-) -> tuple[FxpipeError | None, tuple[UndeterminedOutput, ...]]:
-    """Predicts why `model.eval()` under `no_grad` will be refused: the error, and why its outputs cannot be combined.
+) -> FxpipeError | None:
+    """Predicts the error with which `model.eval()` under `no_grad` will be refused.
 
-    Both are None for a model that does not train or was not recorded, and for errors of the model itself. The model is
-    left as it is.
+    None for a model that does not train or was not recorded, and for errors of the model itself. The model is left as
+    it is.
     """
     import torch
 
@@ -41,7 +38,7 @@ def refusal_of_evaluation(
 
     model, settings = first.traced.model, first.settings
     if not model.training or first.traced.recording_options is None:
-        return None, ()
+        return None
     everything = [name for name, _ in model.named_modules()]
     with (
         warnings.catch_warnings(),
@@ -52,18 +49,15 @@ def refusal_of_evaluation(
     ):
         warnings.simplefilter("ignore")  # evaluation itself will give them
         if _can_be_recorded(first, args, kwargs):
-            return None, ()
+            return None
         with preserve_state(model):  # what a first evaluation makes is left to it
             try:
-                evaluated = prepare_additional_graph(first, args, kwargs, settings, seed)
+                prepare_additional_graph(first, args, kwargs, settings, seed)
             except FxpipeError as error:
-                return error, ()
+                return error
             except Exception:
-                return None, ()
-    if settings.micro_batches(_batch_of(first, args, kwargs)) == 1:
-        return None, ()
-    known = {one.place for one in first.traced.untold}  # the first step of training says so
-    return None, tuple(one for one in evaluated.traced.untold if one.place not in known)
+                return None
+    return None
 
 
 def _can_be_recorded(first: PreparedGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -81,13 +75,7 @@ def _can_be_recorded(first: PreparedGraph, args: tuple[Any, ...], kwargs: dict[s
         few = slice_samples(leaves, traced.in_dims, 0, min(EVALUATION_SAMPLES, traced.batch_of(leaves)))
         args, kwargs = pytree.tree_unflatten(few, spec)
         try:
-            evaluation = trace_unverified(traced, args, kwargs, settings.in_dims, settings.out_dims)
+            trace_unverified(traced, args, kwargs, settings.in_dims, settings.out_dims)
         except Exception:
             return False
-    return not evaluation.untold
-
-
-def _batch_of(first: PreparedGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    from fxpipe.utils.pytree import flatten
-
-    return first.traced.batch_of(flatten((args, kwargs))[0])
+    return True

@@ -64,15 +64,19 @@ class ExampleLoss:
 
     def of(self, values: Mapping[fx.Node, Any], samples: int) -> LossCall:
         """The loss of this number of samples, for these values of the graph."""
-        outputs = tuple(values[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in self.traced.outputs)
+        leaves = [*self.traced.outputs, *self.traced.pieces]
+        outputs = [values[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+        for one in self.traced.combinations:
+            outputs[one.output] = one.of(outputs)
+        outputs = outputs[: len(self.traced.outputs)]
         device = next((tensor.device for tensor in tensors_in(outputs)), None)
 
         def beside_outputs(tensor: torch.Tensor) -> torch.Tensor:
             return fake_if_active(tensor.detach()).to(tensor.device if device is None else device)
 
-        leaves, spec = flatten(map_tensor_leaves(beside_outputs, self.loss.target))
-        part = slice_samples(leaves, target_dims(leaves, self.batch, rows_of_inputs(self.traced.in_dims)), 0, samples)
-        return LossCall(self.traced, self.loss.function, outputs, pytree.tree_unflatten(part, spec))
+        given, spec = flatten(map_tensor_leaves(beside_outputs, self.loss.target))
+        part = slice_samples(given, target_dims(given, self.batch, rows_of_inputs(self.traced.in_dims)), 0, samples)
+        return LossCall(self.traced, self.loss.function, tuple(outputs), pytree.tree_unflatten(part, spec))
 
 
 @dataclass(frozen=True, slots=True)

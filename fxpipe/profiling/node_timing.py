@@ -162,7 +162,9 @@ class TimingRounds:
                 self.step()
             self._back.go()
             if self.keeps_outputs and not self.outputs:
-                self.outputs = {n: self._output(n) for n in self.traced.outputs if isinstance(n, fx.Node)}
+                self.outputs = {
+                    n: self._output(n) for n in (*self.traced.outputs, *self.traced.pieces) if isinstance(n, fx.Node)
+                }
         finally:
             self.values.clear()
             self._back.clear()

@@ -138,9 +138,8 @@ class _EstimateRun:
                 self.effects.drop_unused(node, self.values)
             self.step()
         if self.loss is not None:
-            outputs = {
-                n: _detached_like(self.values[n], self.grads[n]) for n in self.traced.outputs if n in self.values
-            }
+            leaves = (*self.traced.outputs, *self.traced.pieces)
+            outputs = {n: _detached_like(self.values[n], self.grads[n]) for n in leaves if n in self.values}
             timings[self.traced.graph.output_node()] = self._loss_timing(self.loss(outputs))
         return timings
 

@@ -15,7 +15,7 @@ from fxpipe._torch.thread_state import ThreadState
 from fxpipe.rewriting.program import PIPE_INPUT, ConstantOutput, Program, ReceivedValue, Stage
 from fxpipe.runtime.wiring import Wiring
 from fxpipe.scheduling.replicas import replica_of
-from fxpipe.utils.output_combination import OutputCombination, UndeterminedOutput
+from fxpipe.utils.output_combination import OutputCombination
 
 
 class StageReplica(NamedTuple):
@@ -41,9 +41,6 @@ class BoundProgram:
     told: frozenset[int] = frozenset()  # output leaves of which the user has said how they go together
     combinations: tuple[OutputCombination, ...] = ()  # of the outputs that are made of pieces
     known_pieces: Callable[[Sequence[Any], int], Mapping[int, Any]] | None = None  # (inputs, samples) -> by place
-    untold: tuple[
-        UndeterminedOutput, ...
-    ] = ()  # why outputs are taken for means over samples, though nobody has said so
     used_outputs: frozenset[int] = frozenset()  # those from which the model itself makes something that requires grad
     moving_buffers: tuple[str, ...] = ()  # of a graph of evaluation, which then runs in one micro-batch
     is_whole: bool = False  # is the number of samples not known, or not what micro-batches are weighted by?
@@ -54,6 +51,11 @@ class BoundProgram:
         if self.replicas:
             return self.replicas[stage]
         return (StageReplica(self.devices[stage], self.program.stages[stage]),)
+
+    @property
+    def is_joint(self) -> bool:
+        """Returns whether an output is made of all samples, so that the loss need not be a mean over samples."""
+        return any(one.is_joint for one in self.combinations)
 
     @property
     def stage_devices(self) -> tuple[tuple[torch.device, ...], ...]:

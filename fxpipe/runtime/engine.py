@@ -37,7 +37,7 @@ from fxpipe.runtime.exchange import BoundaryValue, TransferNote
 from fxpipe.runtime.executors import Executor, close_all_executors
 from fxpipe.runtime.loss_stage import LossStage
 from fxpipe.runtime.loss_verification import LossHistories, LossHistory
-from fxpipe.runtime.losses import LOSS_REMEDIES, MODEL_LOSS_REMEDIES, MicroBatchLosses, ambiguous_output_message
+from fxpipe.runtime.losses import LOSS_REMEDIES, MODEL_LOSS_REMEDIES, MicroBatchLosses
 from fxpipe.runtime.microbatches import gather, scatter, scatter_gradient, target_dims
 from fxpipe.runtime.stage_updates import OverlappedUpdates, UpdateStep, actions_before_updates, update_rows
 from fxpipe.runtime.step import Step
@@ -246,8 +246,6 @@ class Engine:
     def call(self, given: GivenInputs, schedule: Schedule) -> Any:
         """Runs all forwards of a mini-batch and returns the output; its backward runs all backwards, once."""
         bound, leaves, m = given.bound, given.leaves, schedule.micro_batches
-        if m > 1 and bound.untold:
-            raise LossError(ambiguous_output_message(bound.untold[0]))
         kind = self.loss_histories.for_drop_in(bound)
         step = self._step(StepInputs.of(given), schedule, look_at_elements=kind.look_at_elements and m > 1)
         step.samples = given.batch

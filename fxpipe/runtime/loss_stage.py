@@ -19,7 +19,7 @@ from fxpipe.runtime.commit import add_gradient
 from fxpipe.runtime.exchange import Exchange
 from fxpipe.runtime.loss_verification import GatheredOutput, verify_loss
 from fxpipe.runtime.loss_weighting_check import LossWeightingCheck
-from fxpipe.runtime.losses import MicroBatchLosses, ambiguous_output_message, hold_generators, restore_generators
+from fxpipe.runtime.losses import MicroBatchLosses, hold_generators, restore_generators
 from fxpipe.runtime.microbatches import gather
 from fxpipe.scheduling.replicas import replica_of
 from fxpipe.utils.output_combination import OutputCombination
@@ -29,7 +29,8 @@ _own_lock = threading.RLock()  # held while gradients are made of what else a lo
 
 NOT_AFFINE = (
     "is no sum of what samples give, nor one over a count that inputs tell: what a micro-batch adds to it depends on "
-    "all the others (a product of means, as in the loss of a router; a count of hidden values), and forward_backward "
+    "all the others (a product of means, as in the loss of a router; a count of hidden values; similarities of all "
+    "samples), and forward_backward "
     "goes back before these have come; use the drop-in, which has them all: loss_fn(pipe(x), target).backward()"
 )
 
@@ -236,7 +237,7 @@ class OutputTree:
     def of(cls, bound: BoundProgram) -> OutputTree:
         link = {link.value: k for k, link in enumerate(bound.wiring.links[-1])}
         places = tuple(o if isinstance(o, ConstantOutput) else link[o] for o in bound.program.outputs)
-        is_weighed = bool(bound.combinations or bound.untold) or "sum" in bound.out_dims
+        is_weighed = bool(bound.combinations) or "sum" in bound.out_dims
         return cls(bound, places, is_weighed)
 
     def __call__(self, values: Sequence[Any]) -> Any:
@@ -254,9 +255,6 @@ class OutputTree:
         combined = {
             one.output: _combined_share(one, handed_out, known, weight, reduction) for one in self.bound.combinations
         }
-        if weight != 1:
-            for one in self.bound.untold:
-                handed_out[one.place] = _refuse_gradient(handed_out[one.place], ambiguous_output_message(one))
         if reduction == "mean" and weight != 1:
             leaves = self.bound.out_spec.num_leaves
             for place, how in enumerate(self.bound.out_dims[:leaves]):
@@ -273,7 +271,8 @@ def _combined_share(
     one: OutputCombination, handed_out: Sequence[Any], known: Mapping[int, Any], weight: float, reduction: str
 ) -> Any:
     if not one.is_affine:
-        return _refuse_gradient(one.of(handed_out), f"{one.where} {NOT_AFFINE}")
+        value = one.of(handed_out)
+        return value if weight == 1 else _refuse_gradient(value, f"{one.where} {NOT_AFFINE}")
     value = one.share(handed_out, known, weight)
     return value * weight if reduction == "sum" and weight != 1 else value
 

@@ -23,7 +23,6 @@ import torch
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError, LossError
 from fxpipe.utils import accelerator
-from fxpipe.utils.output_combination import UndeterminedOutput
 from fxpipe.utils.pytree import map_tensor_leaves
 from fxpipe.utils.random_generators import generator_lock
 from fxpipe.utils.units import with_article
@@ -177,14 +176,6 @@ def check_loss_function(loss_fn: Any, target: Any) -> None:
         raise ArgumentError(
             "target without loss_fn: give loss_fn=..., or leave target out if the model returns its loss"
         )
-
-
-def ambiguous_output_message(one: UndeterminedOutput) -> str:
-    """Returns the message for outputs whose micro-batches cannot be put together without knowing how."""
-    return (
-        f"{one.why}: whether it is a mean over samples, over elements of which some do not count (padding, "
-        "a mask), or a sum, cannot be told from the graph. " + MODEL_LOSS_REMEDIES
-    )
 
 
 def checked_loss(value: Any, where: str) -> tuple[torch.Tensor, Any]:

@@ -152,7 +152,7 @@ def trace_unverified(
     with mute_repeated_prints(is_first_run=False), show_progress(False), _ready_to_record(model):
         recording = record(model, args, kwargs, traced.recording_options, traced.seed)
         refuse_unguardable(recording)
-        if recording.signature == traced.signature and recording.out_spec == traced.out_spec and not traced.untold:
+        if recording.signature == traced.signature and recording.out_spec == traced.out_spec:
             return recording
         recording = add_shapes(recording, input_leaves(model, args, kwargs)[2], in_dims, out_dims)
         refuse_unguardable(recording)

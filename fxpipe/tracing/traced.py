@@ -44,7 +44,7 @@ from fxpipe.tracing.record.recorded_sizes import LayoutRead, SizeRead, SourcePla
 from fxpipe.utils.batch_split import rows_per_sample, samples_along
 from fxpipe.utils.equality import equal_values
 from fxpipe.utils.locks import cancellation_point
-from fxpipe.utils.output_combination import OutputCombination, UndeterminedOutput
+from fxpipe.utils.output_combination import OutputCombination
 from fxpipe.utils.python_state import PythonState
 from fxpipe.utils.pytree import is_plain_layout
 
@@ -138,10 +138,9 @@ class Traced:
     # By output leaf: a dimension, "mean", "sum", "stack", "combined" (see below), None: not batched.
     out_dims: tuple[int | str | None, ...] = ()
     combinations: tuple[OutputCombination, ...] = ()  # of the outputs that are "combined"
-    piece_dims: tuple[str | None, ...] = ()  # of `pieces`: "sum", "mean", or None: the same for all
+    piece_dims: tuple[int | str | None, ...] = ()  # of `pieces`: of rows the dimension, "sum", "mean", None: the same
     told: frozenset[int] = frozenset()  # outputs of which the user has said how they go together
-    # Why outputs are taken for means over samples, if the graph does not show it.
-    untold: tuple[UndeterminedOutput, ...] = ()
+    tail: frozenset[fx.Node] = frozenset()  # what combinations with rows run once, until it is taken out of the graph
     size_assumptions: tuple[SizeAssumption, ...] = ()  # of `torch.export`, which made the graph, on input sizes
     batch_conditions: tuple[SizeCondition, ...] = ()  # of mini-batch and micro-batches
     mini_batch_conditions: tuple[SizeCondition, ...] = ()  # what need not hold for micro-batches

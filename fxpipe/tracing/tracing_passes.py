@@ -8,17 +8,19 @@ from fxpipe.errors import ArgumentError
 from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.guards import extract_guards, refuse_unguardable
 from fxpipe.tracing.record.untracked_values import read_untracked_values
+from fxpipe.tracing.shapes.output_dims import without_tail
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
 from fxpipe.tracing.trace_request import TraceRequest
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.dynamic_sizes_check import check_dynamic_sizes
+from fxpipe.tracing.verify.effects import effects_of_changed
 from fxpipe.tracing.verify.equivalence import check_against_model, effects_unverified
 from fxpipe.tracing.verify.micro_batch_sizes import (
     OtherMicroBatchesError,
     holds_for_micro_batches,
     must_compare_micro_batches,
 )
-from fxpipe.tracing.verify.sample_rows import check_sample_rows
+from fxpipe.tracing.verify.sample_rows import join_sample_rows
 from fxpipe.tracing.verify.training_equivalence import check_training_equivalence
 from fxpipe.tracing.verify.written_inputs import refuse_differing_writes, refuse_unwritable_inputs
 from fxpipe.utils.batch_split import micro_batch_sizes, rows_per_sample
@@ -52,7 +54,12 @@ def run_passes(traced: Traced, request: TraceRequest) -> Traced:
         check_training_equivalence(traced, leaves, request.chunks)
     else:
         traced = replace(traced, effects=effects_unverified(traced, leaves))
-    is_told = is_faked() or traced.is_whole or check_sample_rows(traced, leaves, request.chunks)
+    is_told = is_faked() or traced.is_whole
+    if not is_told:
+        traced, is_told = join_sample_rows(traced, leaves, request.chunks, request.out_dims)
+    traced = without_tail(traced)
+    assert traced.effects is not None
+    traced = replace(traced, effects=effects_of_changed(traced, traced.effects))
     refuse_differing_writes(traced)
     refuse_unwritable_inputs(traced, leaves)
     sizes = micro_batch_sizes(traced.batch_of(leaves), request.chunks)

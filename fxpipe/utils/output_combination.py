@@ -14,12 +14,11 @@ from inputs alone (labels, masks): its shares add up to the loss if it is affine
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.thread_state import ThreadState, set_thread_state
 
 
@@ -46,7 +45,7 @@ class OutputCombination:
 
     output: int  # its place among the leaves of the model's output
     pieces: tuple[int, ...]  # places among all that micro-batches hand out
-    reductions: tuple[str | None, ...]  # of these pieces: "sum", "mean"; None: the same for all micro-batches
+    reductions: tuple[int | str | None, ...]  # of these pieces: the dimension of rows, "sum", "mean"; None: the same
     calls: tuple[CombinationCall, ...]  # the last one makes the output
     is_known: tuple[bool, ...]  # of these pieces: do they come from inputs alone
     is_affine: bool  # in the pieces that do not
@@ -55,12 +54,25 @@ class OutputCombination:
     def __call__(self, pieces: Sequence[Any]) -> Any:
         values = list(pieces)
         for call in self.calls:
-            args, kwargs = pytree.tree_map_only(
-                CombinationRef, lambda ref: values[ref.number], (call.args, dict(call.kwargs))
+            args, kwargs = map_nested(
+                (call.args, call.kwargs), lambda v: values[v.number] if isinstance(v, CombinationRef) else v
             )
             with set_thread_state(call.state):
                 values.append(call.function(*args, **kwargs))
         return values[-1]
+
+    @property
+    def is_joint(self) -> bool:
+        """Returns whether it is made of rows, so that its calls run for the mini-batch only."""
+        return any(isinstance(how, int) for how in self.reductions)
+
+    def on(self, device: torch.device) -> OutputCombination:
+        """The combination on the device where pieces are; calls are recorded with another."""
+        calls = []
+        for call in self.calls:
+            args, kwargs = map_nested((call.args, call.kwargs), lambda v: device if isinstance(v, torch.device) else v)
+            calls.append(replace(call, args=args, kwargs=kwargs))
+        return replace(self, calls=tuple(calls))
 
     def of(self, handed_out: Sequence[Any]) -> Any:
         """The output, of all that micro-batches hand out, gathered."""
@@ -73,18 +85,21 @@ class OutputCombination:
             piece = handed_out[place]
             if is_known:
                 piece = known[place].to(piece.device) if isinstance(piece, torch.Tensor) else known[place]
-            elif how == "sum" and weight != 1:
+            elif (how == "sum" or isinstance(how, int)) and weight != 1:
                 piece = piece / weight
             pieces.append(piece)
         return self(pieces)
 
 
-@dataclass(frozen=True, slots=True)
-class UndeterminedOutput:
-    """An output of which the graph does not tell how it goes together. That of the samples seen is a mean over them."""
-
-    place: int  # among the leaves of the model's output
-    why: str
+def map_nested(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Applies a function to what lists, tuples, dicts and slices hold, named tuples aside."""
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(map_nested(item, change) for item in value)
+    if isinstance(value, Mapping):
+        return {key: map_nested(item, change) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(*(map_nested(part, change) for part in (value.start, value.stop, value.step)))
+    return change(value)
 
 
 def cross_entropy_divisor(target: torch.Tensor, weight: torch.Tensor | None, ignored: int) -> torch.Tensor:

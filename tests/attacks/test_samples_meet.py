@@ -12,7 +12,7 @@ from torch import nn
 from torch.ao.quantization import default_fused_act_fake_quant
 
 import fxpipe
-from fxpipe.errors import ArgumentError, FxpipeError
+from fxpipe.errors import ArgumentError
 
 BATCH = 8
 
@@ -237,10 +237,23 @@ class OwnLoss(Model):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_in_which_samples_meet_are_refused_with_the_line(name):
+def test_losses_in_which_samples_meet_are_those_of_the_whole_batch(name):
+    torch.manual_seed(0)
     model = OwnLoss(LOSSES[name], steps=torch.zeros(()))
-    with pytest.raises(FxpipeError, match=rf"samples act on each other at {re.escape(__file__)}:\d+"):
-        fxpipe.pipeline(model, ["cpu", "cpu"], 4, example_args=(torch.randn(BATCH, 8),), progress=False)
+    plain = copy.deepcopy(model)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 4, example_args=(torch.randn(BATCH, 8),), progress=False) as pipe:
+        for batch in (BATCH, 11):
+            x, losses = torch.randn(batch, 8), []
+            for one in (model, plain):
+                one.zero_grad()
+                one.steps.fill_(0.5)  # what was closed when it was planned
+            for one in (pipe, plain):
+                loss, out = one(x)
+                (loss + out.square().mean()).backward()
+                losses.append(loss)
+            torch.testing.assert_close(*losses)
+            for own, its in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(own.grad, its.grad, rtol=1e-4, atol=1e-6)
 
 
 # -- right models ------------------------------------------------------------------------------------------------------

@@ -211,14 +211,14 @@ class Running(nn.Module):
 
     def __init__(self, is_running):
         super().__init__()
-        self.lin, self.is_running = nn.Linear(8, 8), is_running
+        self.lin, self.last, self.is_running = nn.Linear(8, 8), nn.Linear(8, 8), is_running
         self.register_buffer("mean", torch.zeros(8))
 
     def forward(self, x):
         h = self.lin(x)
         mean = h.mean((0, 1))
         self.mean.mul_(0.9).add_(mean.detach(), alpha=0.1)
-        return torch.relu(h - (self.mean if self.is_running else mean))
+        return self.last(torch.relu(h - (self.mean if self.is_running else mean)))
 
 
 @pytest.mark.parametrize("model", [Running(True), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(5), nn.ReLU())])
@@ -271,13 +271,13 @@ def test_values_that_hide_what_an_unknown_function_does_with_a_mean_are_replaced
 
 def test_outputs_of_one_number_for_each_sample_are_asked_as_well():
     with pytest.raises(ArgumentError, match=r"samples act on each other at .*:\d+ \(_1_mean goes over the samples\)"):
-        fxpipe.trace(nn.Sequential(nn.Linear(8, 8), Total()), (X[:, 0],))
+        fxpipe.trace(nn.Sequential(nn.Linear(8, 8), Total(), nn.Linear(1, 64)), (X[:, 0],))
 
 
 class Total(nn.Module):
     def forward(self, h):
         h = h * (h > 1e9)
-        return Own.apply(h - h.mean(0)).square().sum(-1)
+        return Own.apply(h - h.mean(0)).square().sum(-1, keepdim=True)
 
 
 def test_two_samples_of_several_values_are_told_apart():

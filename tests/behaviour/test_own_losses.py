@@ -316,6 +316,12 @@ def hidden(y, t):
     return F.cross_entropy(y.flatten(0, 1), t.flatten())
 
 
+def written_part(_, y, t):
+    parts = torch.zeros(2)
+    parts[0] = entropy(y, t)
+    return parts[0] + parts[1]
+
+
 # Where nothing is padding each of these is a mean over samples, or a sum; elsewhere it is neither.
 MIXED = {
     "weights over their sum": lambda _, y, t: (entropy(y, t, reduction="none") * ((t >= 0) / (t >= 0).sum())).sum(),
@@ -324,6 +330,8 @@ MIXED = {
     ).mean(),
     "a target over a mean": lambda _, y, t: F.mse_loss(y.mean((1, 2)), counts(t) / counts(t).mean()),
     "the largest so far": lambda _, y, t: (y.mean((1, 2)) * counts(t).cummax(0)[0]).mean(),
+    "a function kept whole": lambda _, y, t: hidden(y, t),
+    "a value that is written to": written_part,
     "an unknown sum": lambda _, y, t: torch.einsum("blc,bl->", y, (t >= 0).float()) / (t >= 0).sum(),
 }
 
@@ -333,17 +341,11 @@ def counts(t):
 
 
 @pytest.mark.parametrize("loss", MIXED.values(), ids=MIXED.keys())
-def test_a_loss_in_which_samples_meet_is_refused_unless_somebody_says_how_it_goes_together(loss):
+def test_a_loss_in_which_samples_meet_is_taken_of_all_of_them(loss):
     """The example has no padding, and values of the example say nothing of other batches."""
-    torch.manual_seed(0)
+    assert_planned_without_padding_is_right_with_it(loss)
     even = torch.randint(0, CLASSES, (6, LENGTH)), torch.randint(0, CLASSES, (6, LENGTH))
     model = OwnLoss(loss)
-    with (
-        pytest.raises((ArgumentError, LossError), match=r"samples act on each other|cannot be told"),
-        fxpipe.pipeline(model, ["cpu"], 3, example_args=even) as pipe,
-    ):
-        pipe(even[0], labels(6, 1))["loss"].backward()
-    assert all(p.grad is None for p in model.parameters())
     with fxpipe.pipeline(model, ["cpu"], 3, example_args=even, out_dims={"loss": "mean"}) as pipe:
         pipe.forward_backward(even[0], labels(6, 1), loss_fn=lambda out: out["logits"].square().mean())
 
@@ -382,6 +384,10 @@ def margins(_, y, t):
     "loss", [added_to_zeros, written_to_zeros, weighted_errors, chosen_soft_targets, variances, margins]
 )
 def test_losses_planned_without_padding_are_right_with_it(loss):
+    assert_planned_without_padding_is_right_with_it(loss)
+
+
+def assert_planned_without_padding_is_right_with_it(loss):
     torch.manual_seed(0)
     even = torch.randint(0, CLASSES, (6, LENGTH)), torch.randint(0, CLASSES, (6, LENGTH))
     model = OwnLoss(loss)
@@ -397,29 +403,10 @@ def test_losses_planned_without_padding_are_right_with_it(loss):
                 torch.testing.assert_close(own.grad, its.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_a_value_that_is_written_to_after_it_is_made_is_no_piece():
-    def loss(_, y, t):
-        parts = torch.zeros(2)
-        parts[0] = entropy(y, t)
-        return parts[0] + parts[1]
-
-    even = torch.randint(0, CLASSES, (6, LENGTH)), torch.randint(0, CLASSES, (6, LENGTH))
-    with (
-        fxpipe.pipeline(OwnLoss(loss), ["cpu"], 3, example_args=even) as pipe,
-        pytest.raises(LossError, match="changed in place"),
-    ):
-        pipe(even[0], labels(6, 1))
-
-
-def test_a_loss_that_the_graph_does_not_tell_is_refused_in_training_and_evaluation():
+def test_a_function_kept_whole_is_a_mean_over_micro_batches_where_the_user_says_so():
     torch.manual_seed(0)
     model = OwnLoss(lambda _, y, t: hidden(y, t))
     even = torch.randint(0, CLASSES, (6, LENGTH)), torch.randint(0, CLASSES, (6, LENGTH))
-    with fxpipe.pipeline(copy.deepcopy(model), ["cpu"], 3, example_args=even) as pipe:
-        with pytest.raises(LossError, match=r"cannot be told.*out_dims=\{'loss': 'sum'\}"):
-            pipe(*even)
-        with torch.no_grad(), pytest.raises(LossError, match=r"cannot be told.*out_dims=\{'loss': 'sum'\}"):
-            pipe(*even)
     pipe = fxpipe.pipeline(model, ["cpu"], 3, example_args=even, out_dims={"loss": "mean"})
     with pipe, torch.no_grad():
         parts = [model(*part)["loss"] for part in zip(even[0].chunk(3), labels(6, 1).chunk(3), strict=True)]

@@ -94,7 +94,8 @@ def test_with_one_micro_batch_any_model_is_the_plain_one(name):
         loss = pipe.forward_backward(*args, loss_fn=loss_of)
         torch.testing.assert_close(loss, loss_of(expected).detach())
         _assert_same_gradients(pipe, plain)
-        assert "samples_per_second" not in pipe.last_step.metrics(), "their number is not known"
+        is_whole = name != "two_towers"  # which meet at the end only
+        assert ("samples_per_second" not in pipe.last_step.metrics()) == is_whole, "their number is not known"
         if name == "noting":
             torch.testing.assert_close(pipe.noted, plain.noted)
         with torch.no_grad():
@@ -120,6 +121,19 @@ def test_micro_batches_that_are_handed_over_are_those_of_gradient_accumulation(n
         _assert_same_gradients(pipe, plain)
 
 
+def test_micro_batches_count_the_same_where_samples_meet_in_the_loss():
+    torch.manual_seed(0)
+    model = TwoTowers()
+    plain = copy.deepcopy(model)
+    pipe = fxpipe.pipeline(model, DEVICES, chunks=4, schedule="1f1b")
+    calls = [(torch.randn(n, 8), torch.randn(n, 6)) for n in (3, 5)]
+    losses = [plain(*args)[1] for args in calls]
+    sum(losses).div(2).backward()
+    loss = pipe.forward_backward(micro_batches=[(args, {}, None) for args in calls], loss_fn=lambda out: out[1])
+    torch.testing.assert_close(loss, sum(losses).detach() / 2)
+    _assert_same_gradients(pipe, plain)
+
+
 def test_micro_batches_count_the_same_where_nothing_is_a_mean_over_samples():
     torch.manual_seed(0)
     model = Field()
@@ -135,7 +149,7 @@ def test_micro_batches_count_the_same_where_nothing_is_a_mean_over_samples():
     _assert_same_gradients(pipe, plain)
 
 
-@pytest.mark.parametrize("name", ["two_towers", "rolled", "field"])
+@pytest.mark.parametrize("name", ["rolled", "field"])
 def test_what_cannot_be_cut_is_refused_with_more_micro_batches(name):
     make, inputs, loss_of = MODELS[name]
     pipe = fxpipe.pipeline(make(), DEVICES, chunks=2)

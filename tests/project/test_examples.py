@@ -62,7 +62,7 @@ def test_a_model_without_values_is_planned_for_other_hardware(monkeypatch, capsy
 
 
 @pytest.mark.parametrize("options", [IN_TWO, pytest.param(("--steps", "2"), marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["resnet.py", "unet.py", "gpt.py"])
+@pytest.mark.parametrize("name", ["resnet.py", "unet.py", "gpt.py", "contrastive.py"])
 def test_models_written_by_hand_train_as_they_do_alone(monkeypatch, capsys, name, options):
     text = run(monkeypatch, capsys, name, *options)
     assert "loss, plain" in text

@@ -1,23 +1,27 @@
-"""Sums and means over samples in an output without the batch, found from the graph.
+"""Outputs without the batch, found from the graph: what is summed by micro-batch, and what runs once for all.
 
-Walks back from the output to the first values that hold the batch. What has reduced those are its *pieces*:
+Walks back from the output to values that micro-batches give, its *pieces*:
 
 - a sum over samples (`sum`, `reduction="sum"`): those of micro-batches add up;
 - a mean over as many elements of each sample (`mean` over batch and length, `F.mse_loss`): a mean weighted by size;
 - a mean over elements that count (`F.cross_entropy`, of which padding is ignored; `loss[mask].mean()`): its total and
-  its count are pieces, both sums;
+  its count are pieces, both sums, and logits stay where they are;
+- *rows*, with a dimension for the samples: they are concatenated;
 - what does not depend on samples: the same for all.
 
-In between stand functions of pieces (`total / count.clamp(min=1)`, `ce + 0.01 * aux`), whatever they are: the output
-of the mini-batch is the same function of the pieces of the mini-batch. Where the function is plain, a mean of
-means or a sum of sums, the outputs go together as such. What the walk does not know is `UnknownReductionError`.
+The nodes after them are the *tail* (`total / count.clamp(min=1)`, the similarities of all samples): whatever these
+functions are, they run once, on the pieces of the mini-batch. Which values are rows is read from their shapes, and then
+tried (`verify/sample_rows.py`): if samples have met in one of them, the walk goes further back, by what was seen.
+
+Where the tail is a mean of means or a sum of sums, the outputs are combined as such. `UnknownReductionError` names what
+cannot run once: random numbers, state, a large part of the parameters.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
+from types import FunctionType
 from typing import Any
 
 import sympy
@@ -28,102 +32,77 @@ from torch import fx
 from fxpipe._torch.functions import opname
 from fxpipe.tracing.dynamic_sizes import FixedSizeError
 from fxpipe.tracing.node_arguments import named_arguments_and_defaults
-from fxpipe.tracing.node_info import constant_of, info, number_of, set_info, state_of
+from fxpipe.tracing.node_info import constant_of, info, number_of, set_info, state_of, update_info
 from fxpipe.tracing.shapes.reduced_output import (
     CONSTANT_TERMS,
-    JOINING,
-    LINEAR,
     MEAN_TERMS,
-    PRODUCTS,
-    QUOTIENTS,
+    ROW_TERMS,
     SIZE_TERMS,
     SUM_TERMS,
-    SUMS,
     OutputPiece,
     ReducedOutput,
     Terms,
-    map_nested,
 )
 from fxpipe.tracing.shapes.tensor_shape import TensorShape
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor, runs_python
+from fxpipe.utils.batch_split import rows_per_sample
 from fxpipe.utils.output_combination import (
     CombinationCall,
     CombinationRef,
     OutputCombination,
     cross_entropy_divisor,
     element_count,
+    map_nested,
     sum_from_mean,
 )
 
-MAX_PIECE_ELEMENTS = 1 << 14  # of a piece, or of what is made of pieces: it is made in the caller's thread
-
-_ELEMENTWISE_LOSSES = (
-    F.mse_loss,
-    F.l1_loss,
-    F.smooth_l1_loss,
-    F.huber_loss,
-    F.binary_cross_entropy,
-    F.binary_cross_entropy_with_logits,
-    F.kl_div,
-    F.poisson_nll_loss,
-    F.soft_margin_loss,
-    F.hinge_embedding_loss,
-    F.multilabel_soft_margin_loss,
-    F.multilabel_margin_loss,
-)
-_COUNTED_LOSSES = (F.cross_entropy, F.nll_loss)
-_SAMPLE_LOSSES = (
-    F.gaussian_nll_loss,
-    F.multi_margin_loss,
-    F.margin_ranking_loss,
-    F.cosine_embedding_loss,
-    F.triplet_margin_loss,
-    F.ctc_loss,
-)  # means over samples of what each gives
+MAX_TAIL_SHARE = 0.1  # of the parameters: more is no tail, but a part of the model that would run on one device
 _DIVIDED_BY_WEIGHTS = (F.mse_loss, F.l1_loss)  # whose means with `weight=` are over the sum of these
-_OTHER = frozenset(
-    "pow square exp exp2 expm1 log log1p log2 log10 sqrt rsqrt abs clamp clamp_min clamp_max maximum minimum max min "
-    "amax amin where sigmoid tanh relu softplus softmax log_softmax logsumexp reciprocal eq ne gt lt ge le isnan isinf "
-    "isfinite nan_to_num prod norm std var dot matmul floor_divide floordiv remainder round floor ceil sign "
-    "logical_and logical_or logical_not and or invert not zeros_like ones_like full_like masked_fill argmax argmin any "
-    "all int long bool cumsum sort topk median".split()
-)
-_FUNCTIONS = LINEAR | JOINING | _OTHER | {"full"} | SUMS | PRODUCTS | QUOTIENTS
-_IN_PLACE = {"iadd": operator.add, "isub": operator.sub, "imul": operator.mul, "itruediv": operator.truediv}
-_IN_PLACE |= {"add_": torch.add, "sub_": torch.sub, "mul_": torch.mul, "div_": torch.div}
+_IN_PLACE = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "truediv"}
+_IN_PLACE |= {"add_": "add", "sub_": "sub", "mul_": "mul", "div_": "div"}
+
+Joins = Collection[int | str]  # how parts of a value give the whole: by a dimension, "sum", "mean", "same"
 
 
 class UnknownReductionError(Exception):
-    """The graph does not tell. The text says where."""
+    """A part of the graph cannot run once for the mini-batch. The text says where."""
 
 
 class ReductionWalk:
-    """A walk back from outputs without the batch. `dependent`: the nodes that depend on batched inputs."""
+    """A walk back from outputs to pieces.
 
-    def __init__(self, traced: Traced, dependent: set[fx.Node]):
-        self.traced, self.batch_dependent = traced, dependent
+    Args:
+        dependent: the nodes that depend on batched inputs.
+        joins: by node what was seen of it; None: values of one dimension with samples are rows.
+    """
+
+    def __init__(self, traced: Traced, dependent: set[fx.Node], joins: Mapping[fx.Node, Joins] | None = None):
+        self.traced, self.batch_dependent, self.joins = traced, dependent, joins
         self.order = {node: place for place, node in enumerate(traced.graph.nodes)}
         self.changed = frozenset[int]().union(*(info(node).written_storages for node in traced.graph.nodes))
+        given = [n for n in self.order if n.op in ("get_attr", "placeholder")]
+        self.state = frozenset[int]().union(*(info(n).storages for n in given))  # memory of the model and of inputs
+        self.of_samples = set[fx.Node]()  # that depend on more than the number of samples
+        for node in traced.graph.nodes:
+            sources = (n for n in node.all_input_nodes if info(n).number is None)
+            if node in dependent and (node.op not in CALL_OPS or not dependent.isdisjoint(sources)):
+                self.of_samples.add(node)
         self._counted: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}  # mean -> its total and count
         self._copies: dict[fx.Node, fx.Node] = {}
+        self._size: fx.Node | None = None  # of an input: the number of samples
         self.added: list[fx.Node] = []
-        self.handed_out: dict[fx.Node, str | None] = {}  # the pieces of all combinations, and how they go together
+        self.handed_out: dict[fx.Node, int | str | None] = {}  # the pieces of all combinations, and how they are joined
+        self.tail = set[fx.Node]()  # of all combinations that have rows
 
-    def reduced(self, output: fx.Node) -> ReducedOutput:
-        """Walks back from an output to its pieces; raises UnknownReductionError where the graph does not tell them."""
-        reduced = ReducedOutput()
-        if self._is_changed_between(output, self.traced.graph.output_node()):
-            raise _unknown_reduction(output, "which is changed in place before it is returned")
-        self._visit(output, reduced)
-        return reduced
-
-    def combination(self, output: fx.Node, place: int) -> OutputCombination | str:
-        """Finds how the output goes together: "mean", "sum", or a function of pieces, which are then in the graph.
+    def combination(self, output: fx.Node, place: int) -> OutputCombination | int | str | None:
+        """Finds how the output is put together: as one piece, or as a function of pieces, which are then in the graph.
 
         Raises:
-            UnknownReductionError: the graph does not tell.
+            UnknownReductionError: there is no such function.
         """
-        reduced = self.reduced(output)
+        reduced = self._reduced(output)
+        if len(reduced.pieces) == 1 and not reduced.calls:
+            return reduced.pieces[0].how
         terms = reduced.terms([piece.terms for piece in reduced.pieces])
         if terms is not None and terms <= CONSTANT_TERMS | MEAN_TERMS:
             return "mean"
@@ -131,14 +110,14 @@ class ReductionWalk:
             return "sum"
         return self._combination(reduced, output, place)
 
-    def finish(self) -> tuple[str | None, ...]:
+    def finish(self) -> tuple[int | str | None, ...]:
         """Makes the pieces outputs of the graph, and takes out again what was added and nobody needs.
 
-        Returns how each piece goes together.
+        Returns how each piece is joined.
         """
         output = self.traced.graph.output_node()
-        if self.handed_out:
-            output.args = ((*output.args[0][:2], tuple(self.handed_out)),)  # type: ignore[index, misc]
+        pieces = (tuple(self.handed_out),) if self.handed_out else ()
+        output.args = ((*output.args[0][:2], *pieces),)  # type: ignore[index, misc]
         for node in reversed(self.added):
             if not node.users:
                 self.traced.graph.erase_node(node)
@@ -163,28 +142,143 @@ class ReductionWalk:
             f"output {place} ({output.name}, made at {info(output).source or 'the input'})",
         )
 
-    # -- nodes ---------------------------------------------------------------------------------------------------------
+    # -- the tail ------------------------------------------------------------------------------------------------------
 
-    def _visit(self, node: fx.Node, reduced: ReducedOutput) -> None:
-        if node in reduced.values:
-            return
+    def _reduced(self, output: fx.Node) -> ReducedOutput:
+        """Walks back from an output to its pieces; what it meets before them is the tail."""
+        reduced, tail = ReducedOutput(), set[fx.Node]()
+        if self._is_changed_after(output):
+            raise _unknown_reduction(output, "which is changed in place before it is returned")
+        todo = [output]
+        while todo:
+            node = todo.pop()
+            if node not in tail and node not in reduced.values and not self._is_piece(node, reduced):
+                todo += self._sources_in_tail(node, tail)
+            for writer in self._writers([*tail, *reduced.values], output, tail) if not todo else ():
+                if writer in reduced.values:
+                    raise _unknown_reduction(writer, "which is changed in place, and used as another view")
+                todo += self._sources_in_tail(writer, tail)
+        self._refuse_tail(reduced, tail)
+        self._add_calls(reduced, tail)
+        return reduced
+
+    def _is_piece(self, node: fx.Node, reduced: ReducedOutput) -> bool:
+        """Adds the pieces of a value that micro-batches give; False where the tail makes it."""
         number = info(node).number
         if node not in self.batch_dependent:
             self._piece(node, None, CONSTANT_TERMS, reduced)
-        elif number is not None and not info(node).is_float_number:
-            if sympy.cancel(number / self.traced.batch).free_symbols:
-                raise _unknown_reduction(node, "which is a number that does not simply grow with the batch")
-            self._piece(node, "sum", SIZE_TERMS, reduced)
-        elif self._reduction(node, reduced):
-            return
-        else:
-            self._function(node, reduced)
+        elif number is not None:
+            if info(node).is_float_number or sympy.cancel(number / self.traced.batch).free_symbols:
+                return False
+            self._size_piece(node, number / self.traced.batch, reduced)
+        elif not self._reduction(node, reduced):
+            if (dim := self._rows(node)) is None:
+                return False
+            self._piece(node, dim, ROW_TERMS, reduced)
+        return True
 
-    def _piece(self, node: fx.Node, how: str | None, terms: Terms, reduced: ReducedOutput) -> None:
-        if _elements(node) > MAX_PIECE_ELEMENTS:
-            raise _unknown_reduction(node, "which is large")
+    def _sources_in_tail(self, node: fx.Node, tail: set[fx.Node]) -> list[fx.Node]:
+        """Adds a node to the tail; returns what it is made of. Raises if it cannot run once, on the caller's side."""
+        if node.op not in CALL_OPS:
+            raise _unknown_reduction(node, "whose samples are not in one dimension")
+        if info(node).is_random:
+            raise _unknown_reduction(node, "which draws random numbers")
+        if info(node).is_hook or self._writes_to_state(node):
+            raise _unknown_reduction(node, "which changes the model's state or an input")
+        tail.add(node)
+        return [n for n in node.all_input_nodes if not self._is_constant(n)]
+
+    def _refuse_tail(self, reduced: ReducedOutput, tail: set[fx.Node]) -> None:
+        """Raises if a tail reads state that forward changes, is read by forward, or is a large part of the model."""
+        is_joint = any(isinstance(piece.how, int) for piece in reduced.pieces)
+        taken = 0.0
+        for piece in reduced.pieces if tail else ():
+            attributes = [n for n in dependencies_of(piece.node) if n.op == "get_attr"] if piece.how is None else []
+            if is_joint and (reader := self._reader_of_changed_state(piece.node)):
+                raise _unknown_reduction(reader, "which reads state that forward changes")
+            if any(isinstance(attribute_tensor(self.traced, n), torch.nn.Parameter) for n in attributes):
+                taken += _elements(piece.node)
+        share = taken / max(1, sum(p.numel() for p in self.traced.model.parameters()))
+        first = min(tail, key=self.order.__getitem__, default=None)
+        if first is not None and share >= MAX_TAIL_SHARE:
+            raise _unknown_reduction(first, f"after which {share:.0%} of the parameters are used")
+        if is_joint:
+            kept = {*self.traced.assigned.values()}
+            kept |= {n for n in self.order if info(n).read or self._writes_to_state(n)}
+            for node in kept:
+                if not tail.isdisjoint(dependencies_of(node)):
+                    raise _unknown_reduction(node, "which forward reads or keeps")
+            self.tail |= tail
+
+    def _writes_to_state(self, node: fx.Node) -> bool:
+        return not self.state.isdisjoint(info(node).written_storages)
+
+    def _reader_of_changed_state(self, piece: fx.Node) -> fx.Node | None:
+        """Returns a node before a piece that reads a buffer which forward changes, other than a batch norm."""
+        changed = {n for n in self.order if n.op == "get_attr" and not self.changed.isdisjoint(info(n).storages)}
+        nodes = (n for n in dependencies_of(piece) if n.op in CALL_OPS and "_norm" not in base_opname(n))
+        return next((n for n in nodes if not changed.isdisjoint(n.all_input_nodes)), None)
+
+    def _add_calls(self, reduced: ReducedOutput, tail: set[fx.Node]) -> None:
+        """The tail as calls, in the order of the graph. They write to copies of pieces."""
+        written = frozenset[int]().union(*(info(node).written_storages for node in tail))
+        for node in [n for n in reduced.values if n not in tail and not written.isdisjoint(info(n).storages)]:
+            if any(n is not node and not info(n).storages.isdisjoint(info(node).storages) for n in reduced.values):
+                raise _unknown_reduction(node, "which is changed in place, and used as another view")
+            ref, state = CombinationRef(reduced.values[node]), state_of(next(iter(tail)))
+            reduced.calls.append((CombinationCall(torch.clone, (ref,), {}, state), "clone"))
+            reduced.values[node] = -len(reduced.calls)
+
+        def put(value: Any) -> Any:
+            if not isinstance(value, fx.Node):
+                return value
+            if not self._is_constant(value):
+                return CombinationRef(reduced.values[value])
+            if info(value).dynamic_number is not None:
+                raise FixedSizeError(f"an output is put together with a size as a number, at {info(value).source}")
+            return constant_of(value, number_of(value))
+
+        for node in sorted(tail, key=self.order.__getitem__):
+            name, changed = base_opname(node), node.args[0] if node.args else None
+            if info(node).written_storages and isinstance(changed, fx.Node):
+                name = _IN_PLACE.get(name, name)
+                is_last = all(self.order.get(user, -1) <= self.order[node] for user in changed.users)
+                reduced.is_opaque |= name not in _IN_PLACE.values() or not is_last
+            function = getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
+            args, kwargs = map_nested((tuple(node.args), dict(node.kwargs)), put)
+            self._call(name, function, args, kwargs, node, reduced)
+
+    def _writers(self, held: list[fx.Node], output: fx.Node, tail: set[fx.Node]) -> list[fx.Node]:
+        """What changes the memory of values of the tail, or of pieces, after they are made."""
+        memory = frozenset[int]().union(*(info(n).storages for n in held))
+        return [
+            node
+            for node, place in self.order.items()
+            if place < self.order[output] and node not in tail and not memory.isdisjoint(info(node).written_storages)
+            if any(self.order.get(n, place) < place for n in held if info(n).storages & info(node).written_storages)
+        ]
+
+    # -- nodes ---------------------------------------------------------------------------------------------------------
+
+    def _piece(self, node: fx.Node, how: int | str | None, terms: Terms, reduced: ReducedOutput) -> None:
         reduced.values[node] = len(reduced.pieces)
         reduced.pieces.append(OutputPiece(node, how, terms))
+
+    def _size_piece(self, node: fx.Node, of_sample: sympy.Expr, reduced: ReducedOutput) -> None:
+        """A multiple of the number of samples, which an input tells: it may be the size of what only the tail makes."""
+        place = next(place for place, dim in enumerate(self.traced.in_dims) if dim is not None)
+        dim, source = self.traced.in_dims[place], self.traced.placeholders[place]
+        factor = of_sample / rows_per_sample(dim)
+        if not factor.is_Integer:
+            return self._piece(node, "sum", SIZE_TERMS, reduced)
+        if self._size is None:
+            self._size = self._add_after(source, torch.Tensor.size, (source, int(dim or 0)), torch.int64)
+            number = self.traced.batch * rows_per_sample(dim)
+            update_info(self._size, known_shapes=(), number=number)
+        self.tail.add(node)
+        if self._size not in reduced.values:
+            self._piece(self._size, "sum", SIZE_TERMS, reduced)
+        self._call("mul", operator.mul, (CombinationRef(reduced.values[self._size]), int(factor)), {}, node, reduced)
 
     def _counted_piece(
         self, node: fx.Node, count: Callable[..., torch.Tensor], args: tuple[Any, ...], reduced: ReducedOutput
@@ -197,14 +291,8 @@ class ReductionWalk:
         # Divided, then given the digits of the mean.
         self._call("truediv", operator.truediv, operands, {}, node, reduced)
         if info(total).shapes[0].dtype != info(node).shapes[0].dtype:
-            self._call(
-                "to",
-                torch.Tensor.to,
-                (CombinationRef(reduced.values[node]), info(node).shapes[0].dtype),
-                {},
-                node,
-                reduced,
-            )
+            mean = CombinationRef(reduced.values[node])
+            self._call("to", torch.Tensor.to, (mean, info(node).shapes[0].dtype), {}, node, reduced)
 
     def _call(
         self,
@@ -215,207 +303,105 @@ class ReductionWalk:
         node: fx.Node,
         reduced: ReducedOutput,
     ) -> None:
-        reduced.calls.append((CombinationCall(function, args, kwargs, state_of(node)), name))
+        state = state_of(node) if info(node).state is not None else self.traced.state
+        reduced.calls.append((CombinationCall(function, args, kwargs, state), name))
         reduced.values[node] = -len(reduced.calls)
-
-    # No model of the zoo: a mean over `x[mask]` needs it (behaviour/test_own_losses.py).
-    def _elements_piece(self, node: fx.Node, source: fx.Node, reduced: ReducedOutput) -> None:
-        """A mean over elements of which values tell the number: a mask does, where they are chosen by one."""
-        mask = source.args[1] if base_opname(source) in ("getitem", "masked_select") and len(source.args) == 2 else None
-        if isinstance(mask, fx.Node) and [s.dtype for s in info(mask).shapes] == [torch.bool]:
-            chosen = info(source.all_input_nodes[0]).shapes[0].shape
-            if info(mask).shapes[0].shape == chosen:
-                return self._counted_piece(node, torch.count_nonzero, (mask,), reduced)
-        return self._counted_piece(node, element_count, (source,), reduced)
-
-    def _function(self, node: fx.Node, reduced: ReducedOutput) -> None:
-        """A function of values that are known as functions of pieces."""
-        name = base_opname(node)
-        in_place = _IN_PLACE.get(name)
-        if node.op not in CALL_OPS or runs_python(node) or info(node).is_random or self._holds_batch(node):
-            raise _unknown_reduction(node, "which is no known function of sums and means over samples")
-        if in_place is not None:
-            if not self._is_last_of(node, node.args[0]):
-                raise _unknown_reduction(node, "which changes a value that is used again")
-            name = name.removeprefix("i") if name.startswith("i") else name.removesuffix("_")
-        elif info(node).written_storages or name not in _FUNCTIONS:
-            raise _unknown_reduction(node, "which is no known function of sums and means over samples")
-        if _elements(node) > MAX_PIECE_ELEMENTS:
-            raise _unknown_reduction(node, "which is large")
-        for source in node.all_input_nodes:
-            if not self._is_constant(source):
-                if self._is_changed_between(source, node):
-                    raise _unknown_reduction(source, "which is changed in place before it is used")
-                self._visit(source, reduced)
-
-        def put(value: Any) -> Any:
-            if isinstance(value, slice):
-                if any(isinstance(part, fx.Node) for part in (value.start, value.stop, value.step)):
-                    raise _unknown_reduction(node, "which takes a part whose bounds are computed")
-                return value
-            if not isinstance(value, fx.Node):
-                return value
-            if not self._is_constant(value):
-                return CombinationRef(reduced.values[value])
-            if info(value).dynamic_number is not None:
-                raise FixedSizeError(f"an output is put together with a size as a number, at {info(node).source}")
-            return constant_of(value, number_of(value))
-
-        args = map_nested(tuple(node.args), put)
-        kwargs = {key: map_nested(value, put) for key, value in node.kwargs.items()}
-        function = in_place or (getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target)
-        self._call(name, function, args, kwargs, node, reduced)
 
     def _is_constant(self, node: fx.Node) -> bool:
         number = info(node).number
         return number is not None and not number.free_symbols
 
-    def _is_changed_between(self, source: fx.Node, user: fx.Node) -> bool:
-        storages = info(source).storages
-        if self.changed.isdisjoint(storages):
-            return False
-        first, last = self.order.get(source, -1), self.order.get(user, len(self.order))
-        return any(
-            first < place < last and not storages.isdisjoint(info(node).written_storages)
-            for node, place in self.order.items()
-        )
+    def _is_changed_after(self, node: fx.Node) -> bool:
+        storages, first = info(node).storages, self.order[node]
+        return any(first < at and not storages.isdisjoint(info(n).written_storages) for n, at in self.order.items())
 
-    def _is_last_of(self, node: fx.Node, changed: Any) -> bool:
-        """Returns whether nobody uses a value after this node has changed it."""
-        later = self.order.get(node, 0)
-        return (
-            isinstance(changed, fx.Node)
-            and all(user is node or self.order.get(user, -1) < later for user in changed.users if user.op in CALL_OPS)
-            and changed not in self.traced.outputs
-        )
-
-    def _holds_batch(self, node: fx.Node) -> bool:
-        return any(size.free_symbols for shape in info(node).shapes for size in shape.shape)
+    def _rows(self, node: fx.Node) -> int | None:
+        """The dimension that holds the samples, of a tensor whose rows are those of samples one after the other."""
+        shapes = info(node).shapes
+        if len(shapes) != 1 or node not in self.of_samples:
+            return None
+        dims = [d for d, size in enumerate(shapes[0].shape) if size.free_symbols]
+        is_seen = self.joins is None or dims == [d for d in self.joins.get(node, ()) if isinstance(d, int)]
+        return dims[0] if len(dims) == 1 and is_seen else None
 
     # -- reductions ----------------------------------------------------------------------------------------------------
 
     def _reduction(self, node: fx.Node, reduced: ReducedOutput) -> bool:
-        """Adds the pieces of a node that reduces over samples; False where it is none."""
-        if not node.all_input_nodes or node.op not in CALL_OPS or self._holds_batch(node):
+        """Adds the pieces of a node that reduces rows over samples; False where it does something else."""
+        if not node.all_input_nodes or node.op not in CALL_OPS or len(info(node).shapes) != 1:
+            return False
+        if any(size.free_symbols for size in info(node).shapes[0].shape):
             return False
         source = node.args[0] if node.args else next(iter(node.kwargs.values()))
-        if not isinstance(source, fx.Node) or not self._holds_batch(source) or len(info(node).shapes) != 1:
+        batched = [n for n in node.all_input_nodes if n in self.batch_dependent and info(n).number is None]
+        if not isinstance(source, fx.Node) or any(self._rows(n) is None for n in (source, *batched)):
             return False
-        name = base_opname(node)
-        if name in ("sum", "mean") and (parts := self._samples_and_factor(source)) is not None:
-            self._reduction_of_product(node, source, *parts, reduced)
-            return True
-        if name in ("sum", "nansum", "mean", "count_nonzero"):
-            even = self._is_reduced_over_samples(source)
-            if even is None:
-                return False
-            if name != "mean":
-                self._piece(node, "sum", SUM_TERMS, reduced)
-            elif even:
-                self._piece(node, "mean", MEAN_TERMS, reduced)
-            else:
-                if info(node).shapes[0].shape:
-                    return False
-                self._elements_piece(node, source, reduced)
-            return True
+        even, name = self._is_even(source), base_opname(node)
+        if even is None:
+            return False
+        if name in ("sum", "nansum", "count_nonzero"):
+            return self._simple_piece(node, "sum", reduced)
+        if name == "mean":
+            if even:
+                return self._simple_piece(node, "mean", reduced)
+            return not info(node).shapes[0].shape and self._elements_piece(node, source, reduced)
         arguments = _loss_arguments(node)
-        if arguments is None or arguments.get("size_average") is not None or arguments.get("reduce") is not None:
+        if arguments is None or self._differ(node, batched):
             return False
-        even = self._is_even(source)
-        if even is None or arguments["reduction"] not in ("mean", "sum", "batchmean"):
-            return False
-        if node.target in _SAMPLE_LOSSES:
-            return self._loss_of_samples(node, source, arguments["reduction"], even, reduced)
         return self._loss(node, source, arguments, even, reduced)
 
-    def _samples_and_factor(self, source: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-        """The operands of a product or a quotient by one number that all samples share."""
-        name = base_opname(source)
-        if name not in PRODUCTS | {"truediv", "div", "divide", "true_divide"} or len(source.args) != 2 or source.kwargs:
-            return None
-        samples, factor = source.args
-        if name in PRODUCTS and not (isinstance(samples, fx.Node) and self._holds_batch(samples)):
-            samples, factor = factor, samples
-        if not isinstance(samples, fx.Node) or not isinstance(factor, fx.Node) or factor not in self.batch_dependent:
-            return None
-        is_one = not self._holds_batch(factor) and _elements(factor) <= 1
-        has_same_shape = [s.shape for s in info(samples).shapes] == [info(source).shapes[0].shape]
-        return (samples, factor) if is_one and has_same_shape else None
+    def _simple_piece(self, node: fx.Node, how: str, reduced: ReducedOutput) -> bool:
+        """A sum or a mean, unless it was seen to be none."""
+        if self.joins is not None and how not in self.joins.get(node, ()):
+            return False
+        self._piece(node, how, SUM_TERMS if how == "sum" else MEAN_TERMS, reduced)
+        return True
 
-    # No model of the zoo: a loss weighed by what samples share needs it (behaviour/test_own_losses.py).
-    def _reduction_of_product(
-        self, node: fx.Node, source: fx.Node, samples: fx.Node, factor: fx.Node, reduced: ReducedOutput
-    ) -> None:
-        """`(loss * mask / mask.sum()).sum()` is `(loss * mask).sum() / mask.sum()`: a factor comes last."""
-        if node not in self._counted:
-            with self.traced.graph.inserting_after(node):
-                new = self.traced.graph.create_node(node.op, node.target, (samples, *node.args[1:]), node.kwargs)
-            set_info(new, replace(info(node), storages=frozenset()))
-            self.added.append(new)
-            self.batch_dependent.add(new)
-            self._counted[node] = new, new
-        new = self._counted[node][0]
-        self._visit(new, reduced)
-        self._visit(factor, reduced)
-        refs = (CombinationRef(reduced.values[new]), CombinationRef(reduced.values[factor]))
-        is_product = base_opname(source) in PRODUCTS
-        self._call(
-            "mul" if is_product else "truediv",
-            operator.mul if is_product else operator.truediv,
-            refs,
-            {},
-            node,
-            reduced,
-        )
+    # No model of the zoo: a mean over `x[mask]` needs it (behaviour/test_own_losses.py).
+    def _elements_piece(self, node: fx.Node, source: fx.Node, reduced: ReducedOutput) -> bool:
+        """A mean over elements of which values tell the number: a mask does, where they are chosen by one."""
+        mask = source.args[1] if base_opname(source) in ("getitem", "masked_select") and len(source.args) == 2 else None
+        count: Callable[..., torch.Tensor] = element_count
+        counted = source
+        if isinstance(mask, fx.Node) and [s.dtype for s in info(mask).shapes] == [torch.bool]:
+            is_full = info(mask).shapes[0].shape == info(source.all_input_nodes[0]).shapes[0].shape
+            count, counted = (torch.count_nonzero, mask) if is_full else (count, counted)
+        self._counted_piece(node, count, (counted,), reduced)
+        return True
 
     def _loss(
         self, node: fx.Node, source: fx.Node, arguments: dict[str, Any], even: bool, reduced: ReducedOutput
     ) -> bool:
-        target, reduction = arguments.get("target"), arguments["reduction"]
-        shape = info(source).shapes[0].shape
-        if not isinstance(target, fx.Node) or not info(target).shapes:
+        """Adds the pieces of a loss function of torch."""
+        target, weight, reduction = arguments.get("target"), arguments.get("weight"), arguments["reduction"]
+        shape, is_counted = info(source).shapes[0].shape, "ignore_index" in arguments
+        others = info(target).shapes[0] if isinstance(target, fx.Node) and info(target).shapes else None
+        if is_counted and (others is None or len(shape) < 2 or shape[1].free_symbols):
             return False
-        is_counted = node.target in _COUNTED_LOSSES
-        others = info(target).shapes[0]
-        if is_counted and (len(shape) < 2 or shape[1].free_symbols):
-            return False
-        if not is_counted and others.shape != shape and node.target is not F.multilabel_margin_loss:
+        if others is not None and "input" in arguments and others.dtype.is_floating_point and others.shape != shape:
             return False  # broadcast: each sample against each, it may be
         if reduction == "sum":
-            self._piece(node, "sum", SUM_TERMS, reduced)
-        elif reduction == "batchmean":
+            return self._simple_piece(node, "sum", reduced)
+        if reduction == "batchmean":
             is_mean = bool(shape[0].free_symbols)
-            if is_mean and not even:
-                return False
-            self._piece(node, "mean" if is_mean else "sum", MEAN_TERMS if is_mean else SUM_TERMS, reduced)
-        elif is_counted and not others.dtype.is_floating_point:
-            weight = arguments.get("weight")
+            return not (is_mean and not even) and self._simple_piece(node, "mean" if is_mean else "sum", reduced)
+        if reduction != "mean":
+            return False
+        if is_counted and others is not None and not others.dtype.is_floating_point:
             if isinstance(weight, fx.Node) and weight in self.batch_dependent:
                 return False
             self._counted_piece(node, cross_entropy_divisor, (target, weight, arguments["ignore_index"]), reduced)
-        elif arguments.get("weight") is not None and node.target in _DIVIDED_BY_WEIGHTS:
-            self._counted_piece(node, torch.sum, (arguments["weight"],), reduced)
+        elif weight is not None and node.target in _DIVIDED_BY_WEIGHTS:
+            self._counted_piece(node, torch.sum, (weight,), reduced)
         elif even:
-            self._piece(node, "mean", MEAN_TERMS, reduced)
+            return self._simple_piece(node, "mean", reduced)
         else:
-            self._elements_piece(node, source, reduced)
+            return self._elements_piece(node, source, reduced)
         return True
 
-    # No model of the zoo: a mean of `triplet_margin_loss` needs it (behaviour/test_own_losses.py).
-    def _loss_of_samples(
-        self, node: fx.Node, source: fx.Node, reduction: str, even: bool, reduced: ReducedOutput
-    ) -> bool:
-        first = self._batch_dim(source)
-        others = [other for other in node.all_input_nodes if info(other).shapes and self._holds_batch(other)]
-        if node.target is not F.ctc_loss and any(self._batch_dim(other) != first for other in others):
-            return False  # broadcast: each sample against each
-        if reduction == "sum":
-            self._piece(node, "sum", SUM_TERMS, reduced)
-        elif even:
-            self._piece(node, "mean", MEAN_TERMS, reduced)
-        else:
-            return False
-        return True
+    def _differ(self, node: fx.Node, batched: list[fx.Node]) -> bool:
+        """Returns whether arguments of a loss hold samples in unlike dimensions: each against each, it may be."""
+        return node.target is not F.ctc_loss and len({self._batch_dim(n) for n in batched}) > 1
 
     def _batch_dim(self, node: fx.Node) -> tuple[int, Any]:
         """Returns the dimension that holds the batch, and its size."""
@@ -423,20 +409,11 @@ class ReductionWalk:
         return next((d, size) for d, size in enumerate(shape) if size.free_symbols)
 
     def _is_even(self, node: fx.Node) -> bool | None:
-        """Returns whether it has as many elements for each sample; None where several dimensions hold samples, say."""
-        shape = info(node).shapes[0].shape
-        sizes = [size for size in shape if size.free_symbols]
-        if len(sizes) != 1:
-            return None
-        if not sympy.cancel(sizes[0] / self.traced.batch).free_symbols:
+        """Returns whether it has as many elements for each sample; None where it has as many for several, say."""
+        size = self._batch_dim(node)[1]
+        if not sympy.cancel(size / self.traced.batch).free_symbols:
             return True
-        return None if self.traced.batch in sizes[0].free_symbols else False
-
-    def _is_reduced_over_samples(self, source: fx.Node) -> bool | None:
-        """Returns `_is_even` of what is reduced."""
-        if len(info(source).shapes) != 1:
-            return None
-        return self._is_even(source)  # the result holds no batch, so that its dimension is among those that are gone
+        return None if self.traced.batch in size.free_symbols else False
 
     # -- nodes for the pieces ------------------------------------------------------------------------------------------
 
@@ -514,10 +491,12 @@ def base_opname(node: fx.Node) -> str:
 
 
 def _loss_arguments(node: fx.Node) -> dict[str, Any] | None:
-    """The arguments of a loss function of torch by name."""
-    if node.target not in (*_ELEMENTWISE_LOSSES, *_COUNTED_LOSSES, *_SAMPLE_LOSSES):
+    """The arguments by name of a loss function of torch, which gives a sum or a mean."""
+    if node.op != "call_function" or getattr(F, opname(node.target), None) is not node.target:
         return None
-    return named_arguments_and_defaults(node)
+    arguments = named_arguments_and_defaults(node) if isinstance(node.target, FunctionType) else {}
+    is_old = arguments.get("size_average") is not None or arguments.get("reduce") is not None
+    return None if is_old or "reduction" not in arguments else arguments
 
 
 def _elements(node: fx.Node) -> float:

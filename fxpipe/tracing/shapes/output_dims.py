@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +12,10 @@ from torch import fx
 from fxpipe.errors import ArgumentError
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.record.unrecordable import CannotRecord
-from fxpipe.tracing.shapes.batch_reductions import ReductionWalk, UnknownReductionError
+from fxpipe.tracing.shapes.batch_reductions import Joins, ReductionWalk, UnknownReductionError
 from fxpipe.tracing.shapes.input_dims import batch_sizes
 from fxpipe.tracing.traced import CALL_OPS, Traced
-from fxpipe.utils.output_combination import OutputCombination, UndeterminedOutput
+from fxpipe.utils.output_combination import OutputCombination
 from fxpipe.utils.pytree import UNNAMED, StructureError, broadcast_prefix
 
 OUT_DIM_REDUCTIONS = ("mean", "sum", "stack")
@@ -36,8 +37,11 @@ def batch_dependent_nodes(traced: Traced) -> set[fx.Node]:
     return dependent
 
 
-def with_out_dims(traced: Traced, out_dims: Any) -> Traced:
-    """Finds how the outputs of micro-batches go together."""
+def with_out_dims(traced: Traced, out_dims: Any, joins: Mapping[fx.Node, Joins] | None = None) -> Traced:
+    """Finds how the outputs of micro-batches go together.
+
+    `joins`: by node how parts of its value were seen to give the whole; None: values are what their shapes say.
+    """
     if traced.is_whole:
         return replace(traced, out_dims=(None,) * len(traced.outputs))
     asked: Any = None
@@ -49,11 +53,10 @@ def with_out_dims(traced: Traced, out_dims: Any) -> Traced:
             raise ArgumentError(
                 f"out_dims={out_dims!r} does not fit the output, which has {len(traced.outputs)} leaves: {error}"
             ) from error
-    walk = ReductionWalk(traced, batch_dependent_nodes(traced))
+    walk = ReductionWalk(traced, batch_dependent_nodes(traced), joins)
     dependent = walk.batch_dependent
     hows: list[int | str | None] = []
     combinations: list[OutputCombination] = []
-    untold: list[UndeterminedOutput] = []
     for place, output in enumerate(traced.outputs):
         if not isinstance(output, fx.Node):
             hows.append(None)
@@ -68,9 +71,6 @@ def with_out_dims(traced: Traced, out_dims: Any) -> Traced:
             if isinstance(how, OutputCombination):
                 combinations.append(how)
                 how = "combined"
-            elif isinstance(how, UndeterminedOutput):
-                untold.append(how)
-                how = "mean"
             hows.append(how)
     return replace(
         traced,
@@ -78,8 +78,22 @@ def with_out_dims(traced: Traced, out_dims: Any) -> Traced:
         combinations=tuple(combinations),
         piece_dims=walk.finish(),
         told=frozenset(place for place, dim in enumerate(asked or ()) if dim is not UNNAMED),
-        untold=tuple(untold),
+        tail=frozenset(walk.tail),
     )
+
+
+def without_tail(traced: Traced) -> Traced:
+    """The graph of the stages, without what runs once for the mini-batch."""
+    joint = {one.output for one in traced.combinations if one.is_joint}
+    output = traced.graph.output_node()
+    outputs = tuple(None if place in joint else leaf for place, leaf in enumerate(traced.outputs))
+    output.args = ((outputs, *output.args[0][1:]),)  # type: ignore[index,misc]
+    kept = [n for n in traced.graph.nodes if n not in traced.tail]
+    memory = frozenset[int]().union(*(info(n).storages for n in kept))
+    for node in reversed(traced.nodes):
+        if node in traced.tail and not node.users and memory.isdisjoint(info(node).written_storages):
+            traced.graph.erase_node(node)
+    return replace(traced, tail=frozenset())
 
 
 def left_dims(traced: Traced) -> dict[str, int | str]:
@@ -144,31 +158,31 @@ def uneven_outputs(traced: Traced) -> tuple[tuple[str, sympy.Expr], ...]:
     return tuple(uneven)
 
 
-def _out_dim(
-    traced: Traced, output: fx.Node, place: int, walk: ReductionWalk
-) -> int | str | OutputCombination | UndeterminedOutput:
-    if (dim := _batch_dim(traced, output)) is not None:
+def _out_dim(traced: Traced, output: fx.Node, place: int, walk: ReductionWalk) -> int | str | OutputCombination | None:
+    if walk.joins is None and (dim := _batch_dim(traced, output)) is not None:
         return dim
     shapes = info(output).shapes
     number = info(output).number
     if number is not None and not sympy.cancel(number / traced.batch).free_symbols:
         return "sum"  # as many times the samples: each micro-batch has its share
-    try:
-        return walk.combination(output, place)
-    except UnknownReductionError as unknown:
-        told = str(unknown)
-    if len(shapes) == 1 and not shapes[0].shape and shapes[0].dtype.is_floating_point:
-        return UndeterminedOutput(place, f"output {place} ({output.name}) is made of {told}")
     what = str(shapes[0]) if shapes else "a number"
     if any(size.free_symbols - {traced.batch} for size in _sizes_of(output)):
         why = "has a size that depends on values"
-    elif any(size.free_symbols for size in _sizes_of(output)):
-        why = "holds the batch in several dimensions"
     else:
-        why = "depends on the batch but has no dimension for it"
-        example = batch_sizes(traced.leaves, traced.in_dims)
-        if example & {int(s) for shape in shapes for s in shape.shape if s != 1}:
-            why += " (forward may have taken its size in plain Python: range(len(x)), int(x.shape[0]))"
+        try:
+            return walk.combination(output, place)
+        except UnknownReductionError as unknown:
+            if walk.joins is not None:
+                raise
+            cause = unknown
+        if any(size.free_symbols for size in _sizes_of(output)):
+            why = "holds the batch in several dimensions"
+        else:
+            why = "depends on the batch but has no dimension for it"
+            example = batch_sizes(traced.leaves, traced.in_dims)
+            if example & {int(s) for shape in shapes for s in shape.shape if s != 1}:
+                why += " (forward may have taken its size in plain Python: range(len(x)), int(x.shape[0]))"
+        why += f", and it cannot be made of all samples once, since it is made of {cause}"
     raise ArgumentError(
         f"output {place} ({output.name}, {what}, made at {info(output).source or 'the input'}) {why}, so the "
         "outputs of micro-batches cannot be put together; say how with out_dims: a dimension, None (the same for "

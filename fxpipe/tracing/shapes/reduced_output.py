@@ -8,13 +8,13 @@ mean or as a sum (`fxpipe.tracing.shapes.batch_reductions` finds pieces and call
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
-from fxpipe.utils.output_combination import CombinationCall, CombinationRef
+from fxpipe.utils.output_combination import CombinationCall, CombinationRef, map_nested
 
 # Names of functions. The arithmetic ones are those of `operator` and torch; r..., with the operands reversed.
 LINEAR = frozenset(
@@ -31,6 +31,9 @@ QUOTIENTS = frozenset(("truediv", "div", "divide", "true_divide", "rtruediv", "r
 # it would grow. A mean over samples is (1, 0), a sum (1, 1), a count that is always the same for a sample (0, 1).
 Terms = frozenset[tuple[int, int]]
 CONSTANT_TERMS, MEAN_TERMS, SUM_TERMS, SIZE_TERMS = (frozenset({term}) for term in ((0, 0), (1, 0), (1, 1), (0, 1)))
+_ROW = 1000  # a power that only values with rows have: each row by itself, until they are summed
+ROW_TERMS: Terms = frozenset({(1, _ROW)})
+_OF_EACH_ROW = PRODUCTS | QUOTIENTS | {"neg", "to", "float", "double"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class OutputPiece:
     """A value that a micro-batch hands out."""
 
     node: fx.Node
-    how: str | None
+    how: int | str | None  # an int: the dimension of the rows
     terms: Terms
 
 
@@ -48,6 +51,7 @@ class ReducedOutput:
 
     pieces: list[OutputPiece] = field(default_factory=list)
     calls: list[tuple[CombinationCall, str]] = field(default_factory=list)  # and their plain names
+    is_opaque: bool = False  # are values changed in place, and used by another name?
     values: dict[fx.Node, int] = field(default_factory=dict)  # node -> number of a piece (from 0) or call (-1 down)
 
     def numbered_calls(self) -> list[CombinationCall]:
@@ -59,9 +63,7 @@ class ReducedOutput:
             return value
 
         return [
-            CombinationCall(
-                c.function, map_nested(c.args, put), {k: map_nested(v, put) for k, v in c.kwargs.items()}, c.state
-            )
+            CombinationCall(c.function, map_nested(c.args, put), map_nested(c.kwargs, put), c.state)
             for c, _ in self.calls
         ]
 
@@ -70,20 +72,16 @@ class ReducedOutput:
         terms: list[Terms | None] = list(of_pieces)
         for call, (_, name) in zip(self.numbered_calls(), self.calls, strict=True):
             terms.append(_terms_of(name, call, terms))
-        return terms[-1]
+        last = None if self.is_opaque else terms[-1]
+        return last if last is not None and not _has_rows(last) else None
+
+
+def _has_rows(terms: Terms) -> bool:
+    return any(scale > _ROW / 2 for _, scale in terms)
 
 
 def _number(number: int, pieces: int) -> int:
     return number if number >= 0 else pieces - 1 - number
-
-
-def map_nested(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Applies a function to what lists, tuples and dicts hold, named tuples aside."""
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(map_nested(item, change) for item in value)
-    if isinstance(value, dict):
-        return {key: map_nested(item, change) for key, item in value.items()}
-    return change(value)
 
 
 def _refs(value: Any) -> Iterator[CombinationRef]:
@@ -92,6 +90,8 @@ def _refs(value: Any) -> Iterator[CombinationRef]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _refs(item)
+    elif isinstance(value, slice):
+        yield from _refs((value.start, value.stop, value.step))
     elif isinstance(value, Mapping):
         yield from _refs(list(value.values()))
 
@@ -107,6 +107,10 @@ def _terms_of(name: str, call: CombinationCall, known: Sequence[Terms | None]) -
     everything = _joined([known[ref.number] for ref in _refs((call.args, call.kwargs))])
     if everything is None:
         return None
+    if _has_rows(everything) and name not in _OF_EACH_ROW:
+        is_sum = name == "sum" and len(call.args) == 1 and not call.kwargs
+        is_rows = all(scale > _ROW / 2 for _, scale in everything)
+        return frozenset((d, scale - _ROW + 1) for d, scale in everything) if is_sum and is_rows else None
     if name in JOINING:
         return everything
     if name == "full":  # of a number: `torch.tensor(len(x))` is recorded so

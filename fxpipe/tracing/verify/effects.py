@@ -9,6 +9,7 @@ depends on sizes, so what holds at any size is taken to hold at all. The same ru
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -165,9 +166,7 @@ def observe_run(
 def effects_of(traced: Traced, seen: Sequence[ObservedEffects]) -> Effects:
     """Merges what holds of the nodes in any of these runs, one for each size that will occur."""
     nodes = traced.nodes
-    place = {n: -1 for n in traced.graph.nodes if n.op == "placeholder"} | {n: p for p, n in enumerate(nodes)}
-    last = {n: max((place[u] for u in n.users if u in place), default=-1) for n in traced.graph.nodes}
-    last |= {o: len(nodes) for o in [*traced.handed_out, *traced.assigned.values()] if isinstance(o, fx.Node)}
+    place, last = _places_and_last_users(traced)
     classes = UnionFind[_StorageKey]()
     first: dict[fx.Node, _StorageKey] = {}  # one of the storages of each node
     for number, one in enumerate(seen):
@@ -192,6 +191,31 @@ def effects_of(traced: Traced, seen: Sequence[ObservedEffects]) -> Effects:
     effects = Effects(nodes, place, last, alias, same, writes, requires_grad)
     last |= dict.fromkeys(effects.written_inputs, len(nodes))  # the caller gets them back
     return effects
+
+
+def effects_of_changed(traced: Traced, effects: Effects) -> Effects:
+    """The effects of a graph in which nodes were taken out, or that make new tensors were added."""
+    nodes, (place, last) = traced.nodes, _places_and_last_users(traced)
+    new = itertools.count(len(effects.alias))
+    alias = {n: effects.alias[n] if n in effects.alias else next(new) for n in traced.graph.nodes}
+    same = {n: source for n, source in effects.same.items() if n in alias}
+    writes = [effects.written_classes[effects.place[n]] if n in effects.place else set() for n in nodes]
+    requires_grad = dict(effects.requires_grad)
+    for node in nodes:
+        if node not in requires_grad:
+            requires_grad[node] = any(requires_grad.get(n) for n in node.all_input_nodes)
+    requires_grad = {n: flag for n, flag in requires_grad.items() if n in alias}
+    changed = Effects(nodes, place, last, alias, same, writes, requires_grad)
+    last |= dict.fromkeys(changed.written_inputs, len(nodes))
+    return changed
+
+
+def _places_and_last_users(traced: Traced) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
+    nodes = traced.nodes
+    place = {n: -1 for n in traced.graph.nodes if n.op == "placeholder"} | {n: p for p, n in enumerate(nodes)}
+    last = {n: max((place[u] for u in n.users if u in place), default=-1) for n in traced.graph.nodes}
+    last |= {o: len(nodes) for o in [*traced.handed_out, *traced.assigned.values()] if isinstance(o, fx.Node)}
+    return place, last
 
 
 _StorageKey = tuple[int, int]  # number of a run, storage

@@ -15,7 +15,7 @@ is tried as well if the batch size is, or may be, a number in what the graph com
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -117,10 +117,10 @@ def _give_same_outputs(whole: Traced, parts: Traced, leaves: Sequence[Any], size
         return False
     if "stack" in whole.out_dims or not (can_run_deterministically(whole) and can_run_deterministically(parts)):
         return None
-    asked = [{k: node for k, node in enumerate(t.outputs) if isinstance(node, fx.Node)} for t in (whole, parts)]
-    if asked[0].keys() != asked[1].keys():
+    asked = [{k: node for k, node in enumerate(t.handed_out) if isinstance(node, fx.Node)} for t in (whole, parts)]
+    count = len(whole.outputs)
+    if {k for k in asked[0] if k < count} != {k for k in asked[1] if k < count}:
         return False
-    asked[1] |= dict(enumerate(parts.pieces, len(parts.outputs)))
     cuts = _micro_batch_bounds(batch, sizes)
     try:
         with preserve_state(whole.model):
@@ -131,20 +131,28 @@ def _give_same_outputs(whole: Traced, parts: Traced, leaves: Sequence[Any], size
     except Exception:
         return None
     weights = [(stop - start) / batch for start, stop in cuts]
-    constants = zip(whole.outputs, parts.outputs, strict=True)
-    combined = {one.output: one for one in parts.combinations}
-
-    def together(place: int) -> Any:
-        if place in combined:
-            return combined[place]([together(piece) for piece in combined[place].pieces])
-        return _join_outputs([part[place] for part in part_values], parts.results[place][1], weights)
-
-    return all(a == b for a, b in constants if not isinstance(a, fx.Node)) and all(
-        _all_close(value, [part[place] for part in part_values])
-        if whole.out_dims[place] is None
-        else _is_close_across_sizes(value, together(place))
-        for place, value in want.items()
+    if any(
+        a != b
+        for a, b in zip(whole.handed_out[:count], parts.handed_out[:count], strict=True)
+        if not isinstance(a, fx.Node)
+    ):
+        return False
+    dims = parts.handed_out_dims
+    given = {place: _join_outputs([part[place] for part in part_values], dims[place], weights) for place in asked[1]}
+    made = [(_combined(whole, place, want), _combined(parts, place, given)) for place in range(count)]
+    return all(_is_close_across_sizes(*pair) for pair in made) and all(
+        _all_close(want[place], [part[place] for part in part_values])
+        for place in asked[0]
+        if place < count and dims[place] is None
     )
+
+
+def _combined(traced: Traced, place: int, handed_out: Mapping[int, Any]) -> Any:
+    """An output of what micro-batches hand out; None where it is a constant."""
+    for one in traced.combinations:
+        if one.output == place:
+            return one([handed_out[piece] for piece in one.pieces])
+    return handed_out.get(place)
 
 
 def _micro_batch_bounds(batch: int, sizes: Collection[int]) -> list[tuple[int, int]]:

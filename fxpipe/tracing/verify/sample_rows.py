@@ -39,7 +39,8 @@ from fxpipe.tracing.guards import expect
 from fxpipe.tracing.interpreter import NodeValues, run_nodes
 from fxpipe.tracing.model_state import preserve_rng, preserve_state
 from fxpipe.tracing.node_info import info, state_of
-from fxpipe.tracing.shapes.batch_reductions import base_opname, dependencies_of
+from fxpipe.tracing.shapes.batch_reductions import UnknownReductionError, base_opname, dependencies_of
+from fxpipe.tracing.shapes.output_dims import with_out_dims
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
 from fxpipe.tracing.verify.deterministic_run import (
     MADE_DETERMINISTIC,
@@ -54,9 +55,9 @@ SAMPLES = 4  # that run; the example's again where it has fewer
 EVIDENCE = 5  # times the tolerance: the change of a value that shows on what it depends
 WEAK = 0.05  # of the largest element: what samples may have in common unseen behind the next nodes
 
-Joins = frozenset[int | str]  # dimensions that hold rows, "sum", "mean", "same"; "parts" of a tuple
 _Opened = dict[fx.Node, torch.Tensor]  # what stands for parameters that are zero or tiny
-_NO_JOIN: Joins = frozenset()
+_Joins = frozenset[int | str]  # dimensions that hold rows, "sum", "mean", "same"; "parts" of a tuple
+_NO_JOIN: _Joins = frozenset()
 _UNSET = frozenset("empty new_empty empty_like empty_strided new_empty_strided".split())
 _LIKE_FIRST = _UNSET | frozenset(
     "zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones new_full new_tensor".split()
@@ -69,7 +70,7 @@ _LIKE_SECOND = frozenset("view_as expand_as reshape_as type_as to".split())  # t
 class _Findings:
     """The findings of all runs."""
 
-    joins: dict[fx.Node, Joins] = field(default_factory=dict)
+    joins: dict[fx.Node, _Joins] = field(default_factory=dict)
     depends: set[fx.Node] = field(default_factory=set)  # nodes whose values depend on samples
     blocks: set[fx.Node] = field(default_factory=set)  # values that join although an argument does not
     opened: set[fx.Node] = field(default_factory=set)  # of these: values that were seen to depend on that argument
@@ -124,18 +125,20 @@ class _Findings:
         return min(ends or seen, key=lambda n: (len(self.sources[n]) > len(_value_sources(n)), order.index(n)))
 
 
-def check_sample_rows(traced: Traced, leaves: Sequence[Any], chunks: int) -> bool:
+def join_sample_rows(traced: Traced, leaves: Sequence[Any], chunks: int, out_dims: Any = None) -> tuple[Traced, bool]:
     """Checks that each result of micro-batches, put together, is that of the batch.
 
-    Returns whether this holds for all sizes of micro-batches: not if samples belong together by two, or the graph runs
-    at the sizes of these micro-batches only.
+    If it is not, the walk back from the outputs goes further, to values that are: what is made of them runs once.
+
+    Returns the graph, and whether it holds for all sizes of micro-batches: not if samples belong together by two, or
+    the graph runs at the sizes of these micro-batches only.
 
     Raises:
         ArgumentError: samples act on each other, or may; names the line where they meet, and the remedies.
     """
     claims = [*_claims(traced)]
     if not claims:
-        return True
+        return traced, True
     batch = traced.batch_of(leaves)
     own = tuple(samples_per_micro_batch(batch, min(chunks, batch)))
     # Few samples for which the model happens to do the same say nothing of more: `min(len(x), 4)`.
@@ -143,27 +146,56 @@ def check_sample_rows(traced: Traced, leaves: Sequence[Any], chunks: int) -> boo
     shows_less = not all(read.holds(size) for read in traced.batch_conditions for size in asked)
     excuse_sizes(traced, leaves, range(1, SAMPLES + 1))
     if shows_less and len(own) > 1 and _holds_at(traced, own) and (refusal := _refusal(traced, leaves, own, claims)):
-        raise refusal
+        return _with_longer_tail(traced, out_dims, claims, refusal), False
     few: list[tuple[int, ...]] = [(1, SAMPLES - 1), (SAMPLES // 2,) * 2]
     if 1 < batch < SAMPLES:  # samples that must be in an order cannot be given twice
         few.append((1, batch - 1))
     splits = [parts for parts in few if _holds_at(traced, parts) and _grows_evenly(traced)]
     splits = splits or [parts for parts in [own] if len(parts) > 1]
     if not splits or not _holds_at(traced, splits[0]):
-        return False  # a graph of this batch alone: micro-batches of others are compared when they come
+        return traced, False  # a graph of this batch alone: micro-batches of others are compared when they come
+    first: _Refusal | None = None
     for parts in splits:
         refusal = _refusal(traced, leaves, parts, claims)
         if refusal is None:
-            return parts == few[0]
-        if refusal.__cause__ is None and (parts[0] > 1 or not can_run_deterministically(traced)):
+            return traced, parts == few[0]
+        first = first or (refusal if refusal.joins else None)
+        if refusal.joins and (parts[0] > 1 or not can_run_deterministically(traced)):
             break  # micro-batches of even sizes would have to be compared in each step
     assert refusal is not None
-    raise refusal
+    return _with_longer_tail(traced, out_dims, claims, first or refusal), splits[0] == few[0]
+
+
+@dataclass(slots=True)
+class _Refusal:
+    """An error, since a result does not join, and what does."""
+
+    error: ArgumentError
+    joins: dict[fx.Node, _Joins] = field(default_factory=dict)  # of all runs; none: the parts have not run
+
+
+# No model of the zoo: a loss of statistics over the batch needs it (behaviour/test_joint_tail.py).
+def _with_longer_tail(
+    traced: Traced, out_dims: Any, claims: Sequence[tuple[str, fx.Node, Any]], refusal: _Refusal
+) -> Traced:
+    """The graph, of which outputs that do not join are made once, of values that do.
+
+    Raises:
+        ArgumentError: the refusal.
+    """
+    last = len(traced.outputs) + len(traced.pieces)
+    of_outputs = {node for node, _ in traced.results[:last]}
+    if not refusal.joins or any(how not in refusal.joins[n] for _, n, how in claims if n not in of_outputs):
+        raise refusal.error
+    try:
+        return with_out_dims(traced, out_dims, refusal.joins)
+    except UnknownReductionError as reason:
+        raise ArgumentError(f"{refusal.error}. What is made of all samples cannot run once: {reason}") from None
 
 
 def _refusal(
     traced: Traced, leaves: Sequence[Any], parts: tuple[int, ...], claims: Sequence[tuple[str, fx.Node, Any]]
-) -> ArgumentError | None:
+) -> _Refusal | None:
     """Returns the error if a claim does not hold; None if all do."""
     even = (sum(parts) // 2,) * 2 if sum(parts) == SAMPLES and _holds_at(traced, [SAMPLES // 2]) else parts
     findings = _Findings()
@@ -172,20 +204,20 @@ def _refusal(
             run = _run(traced, leaves, split, mode, findings.parameters)
             findings.add(run)
             hides = findings.blocks or run.has_python or not run.is_noisy or findings.hiding()
-            if not (hides and all(how in findings.joins[node] for _, node, how in claims)):
-                break  # each function by itself leaves samples alone, or they meet: other values show no more
+            if not hides:
+                break  # each function by itself leaves samples alone: other values show no more
     except Exception as error:
         refusal = ArgumentError(
             f"whether samples act on each other cannot be told, since parts of the batch do not run: {error}; "
             f"{_REMEDIES}"
         )
         refusal.__cause__ = error
-        return refusal
+        return _Refusal(refusal)
     hiding = findings.distrust()
     for name, node, how in claims:
         if how not in findings.joins[node]:
             is_hidden = bool(hiding & {*dependencies_of(node)})
-            return _mixing_error(traced, name, node, findings.meeting(node), is_hidden)
+            return _Refusal(_mixing_error(traced, name, node, findings.meeting(node), is_hidden), findings.joins)
     return None
 
 
@@ -240,7 +272,7 @@ class _SideBySide:
     def __init__(self, traced: Traced, parts: Sequence[int], mode: str, is_noisy: bool, opened_parameters: _Opened):
         self.traced, self.parts, self.mode, self.is_noisy = traced, parts, mode, is_noisy
         self.opened_parameters = opened_parameters
-        self.joins: dict[fx.Node, Joins] = {}
+        self.joins: dict[fx.Node, _Joins] = {}
         self.depends, self.blocks, self.opened = set[fx.Node](), set[fx.Node](), set[fx.Node]()
         self.sources: dict[fx.Node, list[fx.Node]] = {}
         self.features = set[fx.Node]()  # floats that are made of parameters, or of floats among the inputs
@@ -393,7 +425,7 @@ class _SideBySide:
         if node.op != "get_attr":
             self._spread(node)
 
-    def _joins_of(self, node: fx.Node) -> Joins:
+    def _joins_of(self, node: fx.Node) -> _Joins:
         whole, *parts = self.values[node]
         tolerance = max(2e-4, 4 * self.eps[node])
         if isinstance(whole, torch.Tensor):
@@ -535,7 +567,7 @@ def _is_parameter(traced: Traced, node: fx.Node) -> bool:
 
 def _joins_of_tensors(
     whole: torch.Tensor, parts: Sequence[torch.Tensor], sizes: Sequence[int], tolerance: float
-) -> Joins:
+) -> _Joins:
     def is_whole(value: Any) -> bool:
         is_exact = not (whole.is_floating_point() or whole.is_complex())
         return is_close(whole, value, 0.0 if is_exact else tolerance)

@@ -59,7 +59,7 @@ def _counts_without_gradients(m: Any, y: torch.Tensor) -> torch.Tensor:
 
 
 REFUSED: dict[str, Any] = {
-    "a similarity of all samples": lambda m, y: y @ y.t(),
+    "a map of what samples share": lambda m, y: m.second(y.t() @ y),
     "as many rows as values say": lambda m, y: y[y[:, 0] > 0],
     "a parameter is written": _writes_to_a_parameter,
     "a counter": _counts,
@@ -91,29 +91,6 @@ def test_a_pipe_that_plans_at_its_first_call_says_it_there() -> None:
         y.sum().backward()
         pipe(x).sum().backward()
     assert [warning.filename for warning in told] == [__file__]
-
-
-@fxpipe.leaf
-def _hidden(y: torch.Tensor) -> torch.Tensor:
-    return y.square().mean()
-
-
-def _untold_loss(m: Any, y: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A loss of which the graph shows a call only."""
-    return {"y": y, "loss": _hidden(y)}
-
-
-def test_a_loss_that_the_graph_does_not_tell_is_told() -> None:
-    told_loss = Model(lambda m, y: {"y": y, "loss": y.square().mean()}, _untold_loss)
-    _quiet(told_loss).close()
-    _quiet(Model(_untold_loss, _untold_loss), chunks=1).close()
-    _quiet(Model(_untold_loss, _untold_loss), out_dims={"loss": "mean"}).close()
-    _quiet(Model(_untold_loss, _untold_loss)).close()  # the first step of training says so
-    with pytest.warns(UserWarning, match=r"will be refused: output 1 .*cannot be told.*out_dims") as told:
-        pipe = _pipeline(Model(_untold_loss))
-    with pipe.eval(), torch.no_grad(), pytest.raises(FxpipeError) as refused:
-        pipe(torch.randn(6, 4))
-    assert str(told[0].message).endswith(f"will be refused: {refused.value}")
 
 
 class Rolls(nn.Module):
@@ -203,14 +180,14 @@ def test_nothing_is_said_of_models_that_are_not_refused(name: str, asked: list[s
 
 
 def test_only_a_pipe_that_trains_and_plans_for_itself_is_asked(asked: list[str]) -> None:
-    model, x = Model(REFUSED["a similarity of all samples"]), torch.randn(6, 4)
+    model, x = Model(REFUSED["a map of what samples share"]), torch.randn(6, 4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plan = fxpipe.plan(model, 2, example_args=(x,), chunks=2, profile_budget=0.0)
         with fxpipe.pipeline(model, example_args=(x,), plan=plan):
             pass
         with torch.device("meta"):
-            without_values = Model(REFUSED["a similarity of all samples"])
+            without_values = Model(REFUSED["a map of what samples share"])
         fxpipe.pipeline(without_values, ["cpu", "cpu"], 2, example_args=(x,)).close()
         _quiet(Model().eval()).close()
     assert asked == []

@@ -1,0 +1,346 @@
+"""Losses and outputs in which samples meet at the end: they run once, on what all micro-batches give."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import ArgumentError, LossError
+
+WIDTH, CLASSES = 12, 7
+
+
+def tower(width=WIDTH):
+    return nn.Sequential(nn.Linear(width, 24), nn.GELU(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 8))
+
+
+def off_diagonal(x):
+    return x.flatten()[:-1].view(len(x) - 1, len(x) + 1)[:, 1:].flatten()
+
+
+class TwoTowers(nn.Module):
+    """CLIP: each image against each text. Returns the similarities as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.image, self.text = tower(), tower()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x, y):
+        u, v = F.normalize(self.image(x), dim=-1), F.normalize(self.text(y), dim=-1)
+        scores = u @ v.t() * self.scale.exp()
+        places = torch.arange(len(scores), device=scores.device)
+        return (F.cross_entropy(scores, places) + F.cross_entropy(scores.t(), places)) / 2, scores, u
+
+
+class Views(nn.Module):
+    """Two views of each sample, compared by a function."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.encoder, self.loss = tower(), loss
+
+    def forward(self, x, y):
+        return self.loss(self.encoder(x), self.encoder(y))
+
+
+def nt_xent(a, b):
+    z = F.normalize(torch.cat([a, b]), dim=-1)
+    scores = (z @ z.t() / 0.5).masked_fill(torch.eye(len(z), dtype=torch.bool), -torch.inf)
+    places = torch.arange(len(z), device=z.device)
+    return F.cross_entropy(scores, (places + len(a)) % len(z))
+
+
+def nt_xent_with_a_mask(a, b):
+    z = torch.cat([F.normalize(a, dim=-1), F.normalize(b, dim=-1)])
+    scores = z @ z.t() / 0.2
+    scores[torch.eye(len(z), dtype=torch.bool)] = -9e15
+    same = torch.roll(torch.eye(len(z), dtype=torch.bool), len(z) // 2, 0)
+    return (torch.logsumexp(scores, -1) - scores[same]).mean()
+
+
+def vicreg(a, b):
+    def covariance(z):
+        z = z - z.mean(0)
+        return off_diagonal(z.T @ z / (len(z) - 1)).square().sum() / z.shape[1]
+
+    def variance(z):
+        return F.relu(1 - torch.sqrt(z.var(0) + 1e-4)).mean()
+
+    return 25 * F.mse_loss(a, b) + 25 * (variance(a) + variance(b)) + covariance(a) + covariance(b)
+
+
+def barlow_twins(a, b):
+    a, b = ((z - z.mean(0)) / (z.std(0) + 1e-3) for z in (a, b))
+    c = a.T @ b / len(a)
+    return (torch.diagonal(c) - 1).square().sum() + 0.005 * off_diagonal(c).square().sum()
+
+
+def with_a_branch(a, b):
+    """Which of the two is taken depends on all samples, and changes from batch to batch."""
+    scores = a @ b.T
+    return F.cross_entropy(scores if scores.max() < 0.4 else scores.tanh(), torch.arange(len(a)))
+
+
+class Experts(nn.Module):
+    """A language model of experts, with labels and a router's loss over all tokens that count."""
+
+    def __init__(self, experts=4):
+        super().__init__()
+        self.embed, self.router = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, experts)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(experts))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, ids, labels):
+        h = self.embed(ids).flatten(0, 1)
+        chances = self.router(h).softmax(-1)
+        weights, chosen = chances.topk(2, -1)
+        out = torch.zeros_like(h)
+        for k, expert in enumerate(self.experts):
+            row, column = torch.where(chosen == k)
+            out.index_add_(0, row, expert(h[row]) * weights[row, column, None])
+        logits = self.head(torch.tanh(h + out))
+        counts = (labels.flatten() >= 0).to(h.dtype)
+        used = F.one_hot(chosen, len(self.experts)).to(h.dtype).sum(1)
+        fractions = torch.einsum("te,t->e", used, counts) / counts.sum()
+        mean = (chances * counts[:, None]).sum(0) / counts.sum()
+        balance = len(self.experts) * (fractions * mean).sum()
+        return F.cross_entropy(logits, labels.flatten()) + 0.1 * balance, logits.view(*ids.shape, -1)
+
+
+class Weighted(nn.Module):
+    """Weights of samples that add up to 1, and advantages less their mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.value = tower(), tower()
+
+    def forward(self, x, y):
+        advantages = y.sum(1) - self.value(x).mean(1).detach()
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-6)
+        weights = (x.mean(1) - x.mean(1).max()).exp()
+        errors = (self.body(x) - y[:, :8]).square().mean(1)
+        return (weights / weights.sum() * errors).sum() - (advantages * self.value(x)[:, 0]).mean()
+
+
+MODELS = {
+    "two towers": TwoTowers,
+    "SimCLR": lambda: Views(nt_xent),
+    "SimCLR with a mask": lambda: Views(nt_xent_with_a_mask),
+    "VICReg": lambda: Views(vicreg),
+    "Barlow Twins": lambda: Views(barlow_twins),
+    "a branch in Python": lambda: Views(with_a_branch),
+    "experts": Experts,
+    "weights": Weighted,
+    "a norm and a largest": lambda: Views(lambda a, b: a.norm() + torch.logsumexp(a - b, (0, 1)) + b.max()),
+}
+
+
+def inputs(model, batch, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    if isinstance(model, Experts):
+        ids = torch.randint(0, CLASSES, (batch, 5), generator=generator)
+        labels = torch.randint(-1, CLASSES, (batch, 5), generator=generator)
+        return ids, labels.where(labels >= 0, -100)
+    return tuple(torch.randn(batch, WIDTH, generator=generator, dtype=dtype) for _ in range(2))
+
+
+def tensors(out):
+    return out if isinstance(out, tuple) else (out,)
+
+
+def assert_steps(pipe, plain, batches, exact):
+    """Outputs, losses and all gradients are those of the plain model on the whole batch, over steps that train."""
+    optimizers = [torch.optim.SGD(one.parameters(), 0.05) for one in (pipe, plain)]
+    for given in batches:
+        results = []
+        for one, optimizer in zip((pipe, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            out = tensors(one(*given))
+            (out[0] + sum(0.01 * o.square().sum() for o in out[1:])).backward()
+            results.append(out)
+        for have, want in zip(*results, strict=True):
+            torch.testing.assert_close(have.detach().cpu(), want.detach(), rtol=exact, atol=exact)
+        for (name, p), q in zip(pipe.named_parameters(), plain.parameters(), strict=True):
+            scale = max(1.0, float(q.grad.abs().max()))
+            torch.testing.assert_close(p.grad.cpu(), q.grad, rtol=exact, atol=exact * scale, msg=name)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.mark.parametrize(("dtype", "chunks"), [(torch.float32, 4), (torch.float64, 2)])
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_are_those_of_the_plain_model_on_the_whole_batch(name, dtype, chunks):
+    torch.manual_seed(0)
+    model = MODELS[name]().to(dtype)
+    plain = copy.deepcopy(model)
+    options = {"checkpoint": "always"} if chunks == 2 else {}
+    batches = [inputs(model, batch, dtype, seed) for seed, batch in enumerate((8, 11, 8), 1)]
+    example = inputs(model, 8, dtype)
+    with fxpipe.pipeline(
+        model, ["cpu", "cpu"], chunks, example_args=example, progress=False, profile_budget=0.0, **options
+    ) as pipe:
+        assert_steps(pipe, plain, batches, 1e-10 if dtype == torch.float64 else 2e-4)
+        for one in (pipe, plain):
+            one.eval()
+        with torch.no_grad():
+            for have, want in zip(tensors(pipe(*batches[0])), tensors(plain(*batches[0])), strict=True):
+                torch.testing.assert_close(have, want)
+
+
+# -- models of libraries -----------------------------------------------------------------------------------------------
+
+
+def assert_library_steps(model, batches, exact=1e-9, **options):
+    plain = copy.deepcopy(model)
+    with fxpipe.pipeline(
+        model, ["cpu", "cpu"], 4, example_kwargs=batches[0], progress=False, profile_budget=0.0, **options
+    ) as pipe:
+        for given in batches:
+            losses = []
+            for one in (pipe, plain):
+                one.zero_grad()
+                losses.append(one(**given).loss)
+                losses[-1].backward()
+            torch.testing.assert_close(*losses, rtol=exact, atol=exact)
+            for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad, rtol=10 * exact, atol=exact, msg=name)
+
+
+def test_clip_of_transformers_takes_its_loss():
+    transformers = pytest.importorskip("transformers")
+    body = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = body | {"vocab_size": 50, "max_position_embeddings": 16, "eos_token_id": 49, "bos_token_id": 1}
+    config = transformers.CLIPConfig(
+        text_config=text, vision_config=body | {"image_size": 16, "patch_size": 8}, projection_dim=8
+    )
+    torch.manual_seed(0)
+    model = transformers.CLIPModel(config).double()
+
+    def batch(count):
+        ids = torch.randint(2, 49, (count, 6))
+        ids[:, -1] = 49
+        images = torch.randn(count, 3, 16, 16, dtype=torch.float64)
+        return {"input_ids": ids, "pixel_values": images, "return_loss": True}
+
+    assert_library_steps(model, [batch(8), batch(10)], checkpoint="always")
+
+
+def test_mixtral_of_transformers_takes_the_loss_of_its_router():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4, "use_cache": False}
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(**sizes, **heads, output_router_logits=True, router_aux_loss_coef=0.5)
+    model = transformers.MixtralForCausalLM(config)
+
+    def batch(count):
+        ids = torch.randint(2, 50, (count, 6))
+        mask = torch.ones_like(ids)
+        mask[::3, 4:] = 0
+        return {"input_ids": ids, "attention_mask": mask, "labels": ids.where(mask > 0, -100)}
+
+    assert_library_steps(model, [batch(8), batch(9)], exact=1e-5)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_forward_backward_names_the_drop_in():
+    model = TwoTowers()
+    given = inputs(model, 8, torch.float32)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 4, example_args=given, progress=False, profile_budget=0.0) as pipe:
+        with pytest.raises(LossError, match=r"output 0 .*depends on all the others.*use the drop-in"):
+            pipe.forward_backward(*given, loss_fn=lambda out: out[0])
+        assert all(p.grad is None for p in model.parameters())
+        pipe.forward_backward(*given, loss_fn=lambda out: out[2].square().mean())  # of what does not need the others
+
+
+def test_a_mini_batch_in_one_micro_batch_is_no_problem_for_forward_backward():
+    model = TwoTowers()
+    plain, given = copy.deepcopy(model), inputs(model, 8, torch.float32)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 1, example_args=given, progress=False, profile_budget=0.0) as pipe:
+        loss = pipe.forward_backward(*given, loss_fn=lambda out: out[0])
+    want = plain(*given)[0]
+    want.backward()
+    torch.testing.assert_close(loss, want.detach())
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+class Tail(Views):
+    """A tail that does something else than functions of samples."""
+
+    def __init__(self, loss, **tensors):
+        super().__init__(loss)
+        for name, value in tensors.items():
+            self.register_buffer(name, value)
+
+    def forward(self, x, y):
+        return self.loss(self, F.normalize(self.encoder(x), dim=-1), F.normalize(self.encoder(y), dim=-1))
+
+
+def with_a_bank(m, a, b):
+    loss = F.cross_entropy(torch.cat([a @ b.T, a @ m.bank.T], 1), torch.arange(len(a)))
+    m.bank.copy_(torch.cat([b.detach(), m.bank])[: len(m.bank)])
+    return loss
+
+
+def that_draws(m, a, b):
+    scores = a @ b.T
+    return F.cross_entropy(scores + torch.randn_like(scores), torch.arange(len(a)))
+
+
+def that_remembers(m, a, b):
+    scores = a @ b.T
+    m.largest.copy_(scores.detach().max())
+    return F.cross_entropy(scores, torch.arange(len(a)))
+
+
+REFUSED = {
+    "a memory bank": (with_a_bank, {"bank": torch.zeros(6, 8)}),
+    "random numbers": (that_draws, {}),
+    "a statistic": (that_remembers, {"largest": torch.zeros(())}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_state_and_random_numbers_of_the_tail_are_refused_with_the_line(name):
+    function, tensors = REFUSED[name]
+    model = Tail(function, **{key: value.clone() for key, value in tensors.items()})
+    with pytest.raises(ArgumentError, match=r"cannot (run|be made).* once.*made at .*test_joint_tail.py:\d+"):
+        fxpipe.trace(model, inputs(model, 8, torch.float32), chunks=4)
+
+
+def test_a_large_part_of_the_model_is_no_tail():
+    class Head(Views):
+        def __init__(self):
+            super().__init__(None)
+            self.head = nn.Linear(8, 64)
+
+        def forward(self, x, y):
+            z = self.encoder(x)
+            return self.head(z - z.mean(0)).square().mean()
+
+    model = Head()
+    with pytest.raises(ArgumentError, match=r"samples act on each other at .*% of the parameters"):
+        fxpipe.trace(model, inputs(model, 8, torch.float32), chunks=4)
+
+
+# -- what stages run ---------------------------------------------------------------------------------------------------
+
+
+def test_stages_run_nothing_of_the_tail_and_gather_no_logits():
+    model = TwoTowers()
+    traced = fxpipe.trace(model, inputs(model, 8, torch.float32), chunks=4)
+    assert {node.name for node in traced.nodes}.isdisjoint({"matmul", "cross_entropy", "arange", "size"})
+    model = Experts()
+    traced = fxpipe.trace(model, inputs(model, 8, torch.float32), chunks=4)
+    rows = [node for node, how in zip(traced.pieces, traced.piece_dims, strict=True) if isinstance(how, int)]
+    assert all("head" not in node.name for node in rows)
+    assert traced.out_dims == ("combined", 0)
