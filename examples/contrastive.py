@@ -101,7 +101,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     if options.memory == "both":
-        for one in ("plain", "pipe"):  # a process for each, since the peak is that of a process
+        for one in ("plain", "pipe"):  # each in a process, since peaks are counted by process
             subprocess.run([sys.executable, *sys.argv, "--memory", one], check=True)
         return
     if options.memory is not None:

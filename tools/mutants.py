@@ -1562,12 +1562,6 @@ TRACING = (
         "unit/planning/test_evaluation_check.py::test_the_reason_is_the_one_that_evaluation_gives",
     ),
     Mutant(
-        "planning/evaluation_check.py",
-        " if one.place not in known)",
-        ")",
-        "unit/planning/test_evaluation_check.py::test_a_loss_that_the_graph_does_not_tell_is_told",
-    ),
-    Mutant(
         "tracing/forward_rng.py",
         "            self._state = generator.get_state()\n",
         "",

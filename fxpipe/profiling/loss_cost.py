@@ -74,8 +74,8 @@ class ExampleLoss:
         def beside_outputs(tensor: torch.Tensor) -> torch.Tensor:
             return fake_if_active(tensor.detach()).to(tensor.device if device is None else device)
 
-        given, spec = flatten(map_tensor_leaves(beside_outputs, self.loss.target))
-        part = slice_samples(given, target_dims(given, self.batch, rows_of_inputs(self.traced.in_dims)), 0, samples)
+        targets, spec = flatten(map_tensor_leaves(beside_outputs, self.loss.target))
+        part = slice_samples(targets, target_dims(targets, self.batch, rows_of_inputs(self.traced.in_dims)), 0, samples)
         return LossCall(self.traced, self.loss.function, tuple(outputs), pytree.tree_unflatten(part, spec))
 
 

@@ -80,8 +80,8 @@ class ReductionWalk:
         self.traced, self.batch_dependent, self.joins = traced, dependent, joins
         self.order = {node: place for place, node in enumerate(traced.graph.nodes)}
         self.changed = frozenset[int]().union(*(info(node).written_storages for node in traced.graph.nodes))
-        given = [n for n in self.order if n.op in ("get_attr", "placeholder")]
-        self.state = frozenset[int]().union(*(info(n).storages for n in given))  # memory of the model and of inputs
+        held = [n for n in self.order if n.op in ("get_attr", "placeholder")]
+        self.state = frozenset[int]().union(*(info(n).storages for n in held))  # memory of the model and of inputs
         self.of_samples = set[fx.Node]()  # that depend on more than the number of samples
         for node in traced.graph.nodes:
             sources = (n for n in node.all_input_nodes if info(n).number is None)
@@ -249,7 +249,7 @@ class ReductionWalk:
             self._call(name, function, args, kwargs, node, reduced)
 
     def _writers(self, held: list[fx.Node], output: fx.Node, tail: set[fx.Node]) -> list[fx.Node]:
-        """What changes the memory of values of the tail, or of pieces, after they are made."""
+        """The nodes that change memory of the tail, or of pieces, after these are made."""
         memory = frozenset[int]().union(*(info(n).storages for n in held))
         return [
             node

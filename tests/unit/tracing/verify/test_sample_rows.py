@@ -83,13 +83,17 @@ def test_samples_far_behind_act_on_all():
             return x * 2 + x[8:].sum(0)
 
     with pytest.raises(ArgumentError, match="put together"):
-        fxpipe.trace(Far(), (torch.randn(12, 5, 6),))
+        fxpipe.trace(nn.Sequential(Far(), nn.Linear(6, 6)), (torch.randn(12, 5, 6),))
 
 
 def test_complex_rows_in_another_order():
     class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last = nn.Linear(2, 2)
+
         def forward(self, x):
-            return torch.fft.fft(x).flip(0)
+            return self.last(torch.view_as_real(torch.fft.fft(x).flip(0)))
 
     with pytest.raises(ArgumentError, match="samples act on each other"):
         fxpipe.trace(Turned(), (EXAMPLE,))
@@ -101,7 +105,7 @@ def test_doubles_beside_a_constant_of_less_digits():
             return x + 1e-5 * x.mean(0) * torch.ones(6)
 
     with pytest.raises(ArgumentError, match="put together"):
-        fxpipe.trace(Little(), (EXAMPLE.double(),))
+        fxpipe.trace(nn.Sequential(Little(), nn.Linear(6, 6).double()), (EXAMPLE.double(),))
 
 
 @pytest.mark.parametrize("samples", [2, 3])
@@ -170,7 +174,7 @@ def test_a_map_with_weights_of_a_sample():
             return F.linear(torch.tanh(x), x[0])
 
     with pytest.raises(ArgumentError, match="put together"):
-        fxpipe.trace(Mixing(), (EXAMPLE,))
+        fxpipe.trace(nn.Sequential(Mixing(), nn.Linear(5, 6)), (EXAMPLE,))
 
 
 # -- in the midst of a model -------------------------------------------------------------------------------------------
