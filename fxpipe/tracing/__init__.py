@@ -30,8 +30,9 @@ from fxpipe.tracing.fake_tensors import is_faked, mute_fake_tensor_logs, origina
 from fxpipe.tracing.forward_rng import preserve_own_generators
 from fxpipe.tracing.guards import refuse_unguardable
 from fxpipe.tracing.print_calls import lost_prints, mute_repeated_prints
+from fxpipe.tracing.record import record_model
 from fxpipe.tracing.record.lazy_state import make_lazy_state, new_attributes
-from fxpipe.tracing.record.record_model import input_leaves, record, refuse_side_effects
+from fxpipe.tracing.record.record_model import input_leaves, refuse_side_effects
 from fxpipe.tracing.record.unrecordable import CannotRecord, MakesState
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
 from fxpipe.tracing.strategies import find_graph
@@ -150,7 +151,7 @@ def trace_unverified(
     assert traced.recording_options is not None
     model = traced.model
     with mute_repeated_prints(is_first_run=False), show_progress(False), _ready_to_record(model):
-        recording = record(model, args, kwargs, traced.recording_options, traced.seed)
+        recording = record_model.record(model, args, kwargs, traced.recording_options, traced.seed)
         refuse_unguardable(recording)
         if recording.signature == traced.signature and recording.out_spec == traced.out_spec:
             return recording

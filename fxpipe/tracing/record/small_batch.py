@@ -69,16 +69,15 @@ def record_small_batch(request: TraceRequest, record_on: RecordFunction) -> Trac
         return None
     # The first size once more: a model that remembers what it met does something else the second time. It is seen
     # before tensors without values meet tables of other sizes, in which they would stay.
-    reads_values = False
-    for size in (samples, batch, batch + 1):
-        inputs = samples_of(size)
-        if not reads_values:
-            with contextlib.suppress(Exception), with_fake_tensors(model, inputs, always=True) as fakes:
-                if _is_same_recording(traced, record_on(*fakes)):
-                    continue
-            reads_values = True
-        if not _is_same_recording(traced, record_on(*inputs)):
-            return None
+    inputs = [samples_of(size) for size in (samples, batch, batch + 1)]
+    found = 0
+    with contextlib.suppress(Exception), with_fake_tensors(model, inputs, always=True) as fakes:
+        for args, kwargs in fakes:
+            if not _is_same_recording(traced, record_on(args, kwargs)):
+                break
+            found += 1
+    if not all(_is_same_recording(traced, record_on(args, kwargs)) for args, kwargs in inputs[found:]):
+        return None
     return replace(traced, leaves=leaves, recorded_samples=samples)
 
 
