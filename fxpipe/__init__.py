@@ -3,7 +3,7 @@
     pipe = fxpipe.pipeline(model, devices=["cuda:0", "cuda:1"], chunks=8)
     loss_fn(pipe(x), target).backward()
 
-Names are imported when they are first used, so that `import fxpipe` costs nothing.
+Names are imported at first use, so that `import fxpipe` is cheap.
 """
 
 from __future__ import annotations

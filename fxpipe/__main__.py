@@ -1,4 +1,4 @@
-"""`python -m fxpipe`: the versions and devices that a report of a problem needs."""
+"""`python -m fxpipe`: prints versions and devices for bug reports."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from importlib import metadata
 
 from fxpipe import __version__
 
-# Where there is one, its version is told.
+# Reported if installed.
 OTHER_PACKAGES = ("numpy", "transformers", "accelerate", "peft", "lightning", "triton", "matplotlib")
 
 
 def environment_text() -> str:
-    """Formats what fxpipe runs on, a line for each fact."""
     facts = {
         "fxpipe": f"{__version__} in {os.path.dirname(os.path.abspath(__file__))}",
         "Python": f"{platform.python_version()} ({platform.python_implementation()})",
@@ -38,7 +37,7 @@ def _torch_facts() -> dict[str, str]:
 
         from fxpipe._torch.versions import TESTED_VERSIONS
         from fxpipe.utils import accelerator
-    except ImportError as error:  # it is the report of just that
+    except ImportError as error:  # a report may be about this
         return {"torch": f"cannot be imported: {' '.join(str(error).split())}"}
     devices = [f"{device} {accelerator.device_name(device) or ''}".strip() for device in accelerator.local_devices()]
     return {

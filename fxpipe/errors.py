@@ -1,8 +1,8 @@
-"""Every exception that fxpipe raises on purpose; each is also the built-in class one would expect."""
+"""The exceptions of fxpipe. Each also derives from the matching built-in class."""
 
 
 class FxpipeError(Exception):
-    """Base of all of them: to catch what fxpipe refused, and nothing of the user's own."""
+    """Base class of all exceptions of fxpipe; the user's exceptions are not instances of it."""
 
 
 class ArgumentError(FxpipeError, ValueError):
@@ -10,11 +10,11 @@ class ArgumentError(FxpipeError, ValueError):
 
 
 class FileError(ArgumentError, OSError):
-    """A file cannot be written where an argument says: also what `open` would raise."""
+    """A file cannot be written to the path in an argument. Also an `OSError`, as `open` would raise."""
 
 
 class UnequalOutputsError(ArgumentError):
-    """Outputs of micro-batches have sizes with which they cannot be put together."""
+    """Outputs of micro-batches cannot be combined because of their sizes."""
 
 
 class ArgumentTypeError(FxpipeError, TypeError):
@@ -26,18 +26,18 @@ class TraceError(FxpipeError, RuntimeError):
 
 
 class DecisionError(FxpipeError, RuntimeError):
-    """A check of forward's fails for these samples, of a value that only a stage knows (`torch.distributions`)."""
+    """A check in forward fails for these samples, on a value that only a stage has (`torch.distributions`)."""
 
 
 class PartitionError(FxpipeError, ValueError):
-    """The graph cannot be cut as asked."""
+    """The graph cannot be cut as requested."""
 
 
 class TooManyStagesError(PartitionError):
-    """The graph has fewer places for cuts than so many stages need."""
+    """The graph has too few places for cuts for this number of stages."""
 
     def __init__(self, problem: str, most: int, remedy: str = "") -> None:
-        """`most`: so many stages there can be. `remedy`: what to use, where that is not simply fewer stages."""
+        """`most`: largest possible number of stages. `remedy`: what to use, if not just fewer stages."""
         advice = f". Use {remedy or f'stages={most} or fewer'}" if most else ""
         super().__init__(problem + advice)
         self.problem, self.most, self.remedy = problem, most, remedy
@@ -49,7 +49,7 @@ class MemoryLimitError(PartitionError):
     def __init__(self, message: str, brief: str = "", over: float = 0.0) -> None:
         super().__init__(message)
         self.brief = brief or message  # the message without its table
-        self.over = over  # bytes: with so many more for each stage there would be a cut; 0: not known
+        self.over = over  # bytes of memory missing for each stage; 0: unknown
 
 
 class ScheduleError(FxpipeError, ValueError):
@@ -57,15 +57,15 @@ class ScheduleError(FxpipeError, ValueError):
 
 
 class LossError(FxpipeError, ValueError):
-    """The loss cannot be taken micro-batch by micro-batch, or is no scalar tensor."""
+    """The loss cannot be computed micro-batch by micro-batch, or is not a scalar tensor."""
 
 
 class StateError(FxpipeError, RuntimeError):
-    """The pipe is in no state for what was asked: it is closed, its backward has run, a step is running."""
+    """The state of the pipe does not allow the call: it is closed, its backward has run, a step is running."""
 
 
 class DistributedError(FxpipeError, RuntimeError):
-    """Another process of a pipe has failed, is gone or does not answer, or does something else than this one."""
+    """Another process of a pipe has failed, has ended or does not answer, or its calls differ from this process's."""
 
 
 class TorchVersionError(FxpipeError, ImportError):
@@ -73,4 +73,4 @@ class TorchVersionError(FxpipeError, ImportError):
 
 
 class InternalError(FxpipeError, RuntimeError):
-    """A rule that fxpipe keeps for itself was broken: a bug in fxpipe, please report it."""
+    """An invariant of fxpipe is broken: a bug in fxpipe, please report it."""

@@ -1,13 +1,13 @@
-"""Hardware by its figures: what a device computes, holds and sends in a second; of data sheets, or of devices at hand.
+"""Hardware figures: the rates and sizes of devices, from data sheets or measured on local devices.
 
     fxpipe.plan(model, 8, example_args=(x,), hardware="h100")
-    HARDWARE["h100"]                                    # the figures behind the name
-    replace(HARDWARE["h100"], devices_per_node=4)       # the like of it: `dataclasses.replace`
-    replace(HARDWARE["h100"], nodes=16)                 # a cluster: how its devices stand is in `fxpipe.cluster`
+    HARDWARE["h100"]                                    # the figures of this name
+    replace(HARDWARE["h100"], devices_per_node=4)       # a variant: `dataclasses.replace`
+    replace(HARDWARE["h100"], nodes=16)                 # a cluster, see `fxpipe.cluster`
     Hardware("mine", {"float32": 20e12}, 1e12, memory=24 * 2**30, within=None, between=Link(12e9))
 
-Peaks are those that the maker states, without sparsity; what of them large operations reach is a figure of its own, so
-that both can be looked up. Sizes are bytes, rates are per second, one direction of a link at a time.
+Peaks are the maker's, without sparsity; the share of a peak that large operations reach is a separate figure. Sizes are
+bytes, and rates are per second, for one direction of a link.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ if TYPE_CHECKING:
 
 
 GiB = 2**30
-MEMORY_MARGIN = 0.06  # of a device's memory: fragmentation, the libraries' own, what nobody has counted
+MEMORY_MARGIN = 0.06  # share of a device's memory: fragmentation, memory of libraries, uncounted memory
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A kind of device, and how many of them are connected. Checked when made.
+    """A device type and the links between its devices. Checked on construction.
 
     Raises:
-        ArgumentError: a figure is no finite number above 0, or there is no rate for float32.
+        ArgumentError: a figure is not a finite number above 0, or the rate for float32 is missing.
     """
 
     name: str
     flops_per_second: Mapping[str, float] = field(hash=False)  # peak by dtype ("float32", "bfloat16", "tfloat32", ...)
     bytes_per_second: float  # peak, of its memory
-    memory: int  # bytes that a program can have
-    within: Link | None  # between two devices of a node; None: a value is handed over and costs nothing
-    between: Link | None  # between devices of two nodes, over a network adapter at each end; None: there is none
+    memory: int  # bytes available to a program
+    within: Link | None  # between two devices of a node; None: values are passed by reference, at no cost
+    between: Link | None  # between devices of two nodes, over a network adapter at each end; None: no link
     devices_per_node: int = 8
-    adapters_per_node: int | None = None  # which its devices share, as evenly as can be; None: one for each device
-    arithmetic_efficiency: float = 1.0  # what large products of matrices reach of the peak
-    memory_efficiency: float = 1.0  # what large operations reach of the memory's peak
+    adapters_per_node: int | None = None  # shared evenly by the node's devices; None: one for each device
+    arithmetic_efficiency: float = 1.0  # share of the peak that large matrix products reach
+    memory_efficiency: float = 1.0  # share of the memory's peak that large operations reach
     launch: float = 0.0  # seconds: no operation takes less
-    nodes: int | None = None  # of a cluster; None: as many as it takes
+    nodes: int | None = None  # number of nodes of a cluster; None: any
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "flops_per_second", dict(self.flops_per_second))  # nobody else's, and it pickles
+        object.__setattr__(self, "flops_per_second", dict(self.flops_per_second))  # a private copy, which pickles
         if "float32" not in self.flops_per_second:
             raise ArgumentError(
                 f"Hardware {self.name!r} has rates for {', '.join(self.flops_per_second) or 'nothing'}; give one for "
@@ -91,25 +91,24 @@ class Hardware:
 
     @property
     def devices(self) -> int | None:
-        """The number of devices of a cluster; None: as many as it takes."""
+        """The number of devices of a cluster; None: any."""
         return None if self.nodes is None else self.nodes * self.devices_per_node
 
     @property
     def most_devices(self) -> int | None:
-        """The largest number of devices of a pipeline: one node's if no network joins nodes. None: any."""
+        """The largest number of devices of a pipeline: a node's devices without a network. None: any."""
         return self.devices_per_node if self.between is None else self.devices
 
     @property
     def usable_memory(self) -> int:
-        """Bytes of a device that stages may take."""
         return int(self.memory * (1 - MEMORY_MARGIN))
 
     def update_seconds(self, gradient_bytes: float, optimizer_bytes: float) -> float:
-        """Estimates an optimizer's time: it reads parameters, gradients and its state, and writes all but gradients."""
+        """Estimates an update's seconds: reading parameters, gradients and state, writing parameters and state."""
         return (3 * gradient_bytes + 2 * optimizer_bytes) / (self.bytes_per_second * self.memory_efficiency)
 
     def seconds(self, flops: float, dtype: str, moved: float) -> float:
-        """Estimates an operation's time: the longest of its arithmetic in `dtype`, moving these bytes and launching."""
+        """Estimates an operation's seconds: the longest of arithmetic in `dtype`, moving `moved` bytes, and launch."""
         rate = self.flops_per_second.get(dtype, self.flops_per_second["float32"])
         arithmetic = flops / (rate * self.arithmetic_efficiency)
         return max(arithmetic, moved / (self.bytes_per_second * self.memory_efficiency), self.launch)
@@ -117,26 +116,26 @@ class Hardware:
 
 # -- Devices known by name ---------------------------------------------------------------------------------------------
 
-# What is reached of the peaks, of all three GPUs: products of matrices in bfloat16 267.9 of 312 TFLOP/s (A100 SXM) and
-# 792.1 of 989 (H100 SXM), S. Bekman, Machine Learning Engineering Open Book, "Maximum Achievable Matmul FLOPS
-# comparison table", github.com/stas00/ml-engineering. Copies by torch within an H200 move 4.3 of 4.8 TB/s.
+# Efficiencies: matrix products in bfloat16 reach 267.9 of 312 TFLOP/s (A100 SXM) and 792.1 of 989 (H100 SXM),
+# S. Bekman, Machine Learning Engineering Open Book, "Maximum Achievable Matmul FLOPS comparison table",
+# github.com/stas00/ml-engineering. Copies by torch within an H200 move 4.3 of 4.8 TB/s.
 #
-# An operation that is launched after another takes 3.8 microseconds at least: A. Gray, Getting started with CUDA
-# graphs, NVIDIA technical blog, 2019.
+# Launch: an operation takes at least 3.8 microseconds, A. Gray, Getting started with CUDA graphs, NVIDIA technical
+# blog, 2019.
 #
-# Links: NCCL reckons with 20.0 of the 25 GB/s of each NVLink of an A100 and with 20.6 on Hopper (src/graph/topo.h), and
-# with a latency of 8.4 + 3.4 microseconds over NVLink and 8.4 + 14 over a network (ring, simple protocol;
-# src/graph/tuning.cc). A node is a DGX or HGX: eight GPUs, and a network adapter for each.
+# Links: NCCL assumes 20.0 of the 25 GB/s of each NVLink of an A100 and 20.6 on Hopper (src/graph/topo.h). Latencies are
+# 8.4 + 3.4 microseconds over NVLink and 8.4 + 14 over a network (ring, simple protocol; src/graph/tuning.cc). A node is
+# a DGX or HGX: eight GPUs, and a network adapter for each.
 
-_GPU_EFFICIENCY = 0.9  # of the memory
+_GPU_EFFICIENCY = 0.9  # memory_efficiency
 _GPU_LAUNCH = 3.8e-6
 _NVLINK_LATENCY = 11.8e-6
 _NETWORK_LATENCY = 22.4e-6
 
 _A100 = Hardware(
     "NVIDIA A100 80GB",
-    # NVIDIA A100 Tensor Core GPU data sheet (A100 80GB SXM), for all but the last two: 80 GB of which CUDA gives
-    # 79.1 GiB, 12 NVLinks of the third generation (600 GB/s in both directions together).
+    # NVIDIA A100 Tensor Core GPU data sheet (A100 80GB SXM), except efficiencies and launch: 80 GB (79.1 GiB in CUDA),
+    # 12 NVLinks of the third generation (600 GB/s in both directions together).
     {
         "float64": 19.5e12,
         "float32": 19.5e12,
@@ -154,7 +153,7 @@ _A100 = Hardware(
     launch=_GPU_LAUNCH,
 )
 
-_HOPPER = {  # the data sheet's figures are with sparsity; without it they are half of that
+_HOPPER = {  # half of the data sheet's figures, which are with sparsity
     "float64": 67e12,
     "float32": 67e12,
     "tfloat32": 494.7e12,
@@ -167,8 +166,8 @@ _HOPPER = {  # the data sheet's figures are with sparsity; without it they are h
 
 _H100 = Hardware(
     "NVIDIA H100 SXM",
-    # NVIDIA H100 Tensor Core GPU data sheet (SXM5): 80 GB of which CUDA gives 79.1 GiB, 18 NVLinks of the fourth
-    # generation (900 GB/s in both directions together).
+    # NVIDIA H100 Tensor Core GPU data sheet (SXM5): 80 GB (79.1 GiB in CUDA), 18 NVLinks of the fourth generation
+    # (900 GB/s in both directions together).
     _HOPPER,
     3.35e12,
     memory=79 * GiB,
@@ -181,7 +180,7 @@ _H100 = Hardware(
 
 _H200 = Hardware(
     "NVIDIA H200 SXM",
-    # NVIDIA H200 Tensor Core GPU data sheet (SXM): the H100's arithmetic and links, 141 GB of which CUDA gives 139 GiB.
+    # NVIDIA H200 Tensor Core GPU data sheet (SXM): arithmetic and links of the H100, 141 GB (139 GiB in CUDA).
     _HOPPER,
     4.8e12,
     memory=139 * GiB,
@@ -194,24 +193,24 @@ _H200 = Hardware(
 
 _CPU = Hardware(
     "Intel Xeon Platinum 8380, one socket",
-    # Intel's product page: 40 cores at 2.3 GHz, two AVX-512 units each, so 64 operations in float32 in a cycle. Types
-    # of 16 bits are slower there: by what torch 2.13 reaches of its own float32 on a core of this generation.
+    # Intel's product page: 40 cores at 2.3 GHz, two AVX-512 units each, so 64 float32 operations per cycle. 16-bit
+    # types are slower: the factors are the measured ratios to float32 in torch 2.13 on a core of this generation.
     {"float64": 2.94e12, "float32": 5.89e12, "bfloat16": 0.19 * 5.89e12, "float16": 0.011 * 5.89e12},
     204.8e9,  # eight channels of DDR4-3200
-    memory=256 * GiB,  # eight modules of 32 GiB, for want of a better number
+    memory=256 * GiB,  # eight modules of 32 GiB, an assumption
     within=None,  # workers of one process
     between=Link(25e9, _NETWORK_LATENCY),  # InfiniBand HDR
     devices_per_node=2,
     adapters_per_node=1,
-    arithmetic_efficiency=0.8,  # 132 of 160 GFLOP/s: a product of 2048 x 2048 in torch 2.13, on one core at 2.5 GHz
+    arithmetic_efficiency=0.8,  # 132 of 160 GFLOP/s: a 2048 x 2048 product in torch 2.13, on one core at 2.5 GHz
     memory_efficiency=0.8,  # an estimate
     launch=5e-6,  # torch 2.13 called from Python: an addition of two numbers
 )
 
-# Other cards: TFLOP/s without sparsity, TB/s, and the GiB that the driver gives. What they reach of the peaks is an
-# estimate after the cards above. NCCL assumes 12 GB/s for PCI 3.0 x16, twice that for 4.0, and a latency of 8.4 + 5.7
-# microseconds (src/graph/topo.h, tuning.cc). No data sheet has the network: unless a comment says otherwise, a node has
-# eight cards and one adapter of 100 Gb/s; for another use `dataclasses.replace`.
+# Other cards: TFLOP/s without sparsity, TB/s, and the GiB that the driver reports. Efficiencies are estimates from the
+# cards above. NCCL assumes 12 GB/s for PCI 3.0 x16, twice that for 4.0, and a latency of 8.4 + 5.7 microseconds
+# (src/graph/topo.h, tuning.cc). Unless a comment says otherwise, a node has eight cards and one adapter of 100 Gb/s;
+# for another network use `dataclasses.replace`.
 
 _PCI_4 = Link(24e9, 14.1e-6)
 _ETHERNET = Link(12.5e9, _NETWORK_LATENCY)
@@ -221,7 +220,7 @@ def _card(
     name: str, peaks: Mapping[str, float], rate: float, memory: int, within: Link = _PCI_4, between: Link = _ETHERNET,
     adapters: int | None = 1, efficiency: float = 0.8,
 ) -> Hardware:  # fmt: skip
-    """Returns the hardware of a card: peaks in TFLOP/s by dtype, TB/s and GiB of its memory."""
+    """Returns the hardware of a card from peaks in TFLOP/s by dtype, and TB/s and GiB of its memory."""
     return Hardware(
         name,
         {dtype: peak * 1e12 for dtype, peak in peaks.items()},
@@ -292,11 +291,11 @@ def load_hardware(path: str | Path) -> Hardware:
 
 
 def parse_hardware(hardware: str | Hardware) -> Hardware:
-    """The hardware of that name, or the one given.
+    """Returns the hardware of a name in `HARDWARE`, or the `Hardware` itself.
 
     Raises:
-        ArgumentError: nothing is known by that name.
-        ArgumentTypeError: it is neither a name nor a `Hardware`.
+        ArgumentError: the name is unknown.
+        ArgumentTypeError: `hardware` is neither a name nor a `Hardware`.
     """
     if isinstance(hardware, Hardware):
         return hardware
@@ -315,17 +314,17 @@ def cluster_of(
     mesh: tuple[str, str] = MESHES[0],
     replicas: tuple[int, ...] = (),
 ) -> Cluster:
-    """The devices of so many replicas of a pipeline on this hardware, or of each device of it so many."""
+    """Returns the cluster of `data` replicas of a pipeline of `pipe` devices, or of `replicas` of each device."""
     size = hardware.devices_per_node
     adapters = min(size, hardware.adapters_per_node or size)
     return Cluster(size, adapters, hardware.within, hardware.between, pipe, data, mesh, replicas)
 
 
 def check_device_count(hardware: Hardware | None, pipe: int, data: int) -> None:
-    """Checks that the devices of all replicas are those of the cluster, where that has a number of nodes.
+    """Checks that all replicas together use all devices of the cluster, if it has a number of nodes.
 
     Raises:
-        ArgumentError: they are not; or there are replicas, and nothing is known of the links between them.
+        ArgumentError: they do not; or there are replicas and no hardware, so their links are unknown.
     """
     if hardware is None:
         if data > 1:
@@ -344,21 +343,18 @@ def check_device_count(hardware: Hardware | None, pipe: int, data: int) -> None:
     cluster_of(hardware, pipe, data)
 
 
-MOST_DEVICES = 128  # that torch has an index for
+MOST_DEVICES = 128  # torch has no larger device index
 
 
 def planned_devices(count: int | None, hardware: Hardware | None) -> list[str] | int | None:
-    """Names devices of hardware, by default all of a cluster. Without hardware they are devices here: their number."""
+    """Returns names of devices of hardware, by default all of a cluster. Without hardware: the number of devices."""
     if count is None:
         return None if hardware is None or hardware.devices is None else device_names(hardware, hardware.devices)
     return count if hardware is None else device_names(hardware, count)
 
 
 def device_names(hardware: Hardware, count: int) -> list[str]:
-    """Names so many devices that need not be here: GPUs, or workers on the CPU.
-
-    Those of a cluster are named by their place in a node, as they are there.
-    """
+    """Returns the names of `count` GPUs or CPU workers, which need not be local; in a cluster, by index in a node."""
     if hardware.within is None:
         return ["cpu"] * count
     size = hardware.devices_per_node if hardware.nodes is not None or count > MOST_DEVICES else count
@@ -367,12 +363,12 @@ def device_names(hardware: Hardware, count: int) -> list[str]:
 
 # -- Local devices -----------------------------------------------------------------------------------------------------
 
-_SMALL_COPY, _LARGE_COPY = 2**12, 2**26  # bytes of the two copies by which a way is known
+_SMALL_COPY, _LARGE_COPY = 2**12, 2**26  # bytes of the two copies that measure a link
 _COPIES = 7
 
 
 def local_link(a: torch.device, b: torch.device) -> Link | None:
-    """The way from one device of this machine to another, measured once; None where a value is handed over."""
+    """Measures, once, the link between two devices of this machine; None if they are the same device."""
     from fxpipe.utils import accelerator
 
     a, b = accelerator.with_index(a), accelerator.with_index(b)
@@ -380,10 +376,7 @@ def local_link(a: torch.device, b: torch.device) -> Link | None:
 
 
 def local_memory(device: torch.device) -> int | None:
-    """Bytes of a device that this process can have for further tensors: all but what tensors and others have.
-
-    None for the CPU, and where the backend does not tell.
-    """
+    """Returns the bytes of a device available for further tensors of this process; None for the CPU, or if unknown."""
     from fxpipe.utils import accelerator
 
     figures = accelerator.memory_figures(accelerator.with_index(device))
@@ -391,8 +384,8 @@ def local_memory(device: torch.device) -> int | None:
 
 
 def fit_link(small: float, large: float, small_bytes: int = _SMALL_COPY, large_bytes: int = _LARGE_COPY) -> Link:
-    """The link over which copies of these two sizes take `small` and `large` seconds."""
-    if large <= small:  # too noisy to tell
+    """Returns the link over which copies of these two sizes take `small` and `large` seconds."""
+    if large <= small:  # noise
         return Link(large_bytes / large)
     rate = (large_bytes - small_bytes) / (large - small)
     return Link(rate, max(0.0, small - small_bytes / rate))
@@ -414,31 +407,29 @@ def _measure_link(a: torch.device, b: torch.device) -> Link:
             accelerator.copy_to(accelerator.pinned(source) if a.type == "cpu" else source, b)
             accelerator.synchronize(a, b)
             seconds.append(time.perf_counter() - start)
-        return median(seconds[1:])  # the first opens the way
+        return median(seconds[1:])  # the first copy is a warm-up
 
     return fit_link(copy_seconds(_SMALL_COPY), copy_seconds(_LARGE_COPY))
 
 
-# The work of nodes and stages, whatever the hardware: the operations that run, as formulas in the micro-batch size.
-#
-# An operation has an arithmetic, in a type, and a traffic: with the figures of some hardware that makes seconds
-# (`Hardware.seconds`). So what was measured here can be reckoned for hardware that is elsewhere.
+# The work of nodes, independent of hardware: operations with their arithmetic and memory traffic as formulas in the
+# micro-batch size. `Hardware.seconds` turns them into seconds of any hardware.
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
     """One call of a kernel."""
 
-    dtype: str  # in which it computes, by name; "" where it only moves
+    dtype: str  # name of the type in which it computes; "" if it only moves data
     flops: Polynomial
     moved: Polynomial  # bytes read and written
 
     def seconds(self, hardware: Hardware, sizes: Mapping[str, int]) -> float:
-        """Seconds for sizes by name, the samples `b` among them."""
+        """Returns the seconds for sizes by name, including the number of samples `b`."""
         return hardware.seconds(self.flops.at(sizes), self.dtype, self.moved.at(sizes))
 
     def growing(self, hardware: Hardware, sizes: Mapping[str, int]) -> Polynomial:
-        """Of these seconds, what grows with the sizes: all, or none where it takes that long to launch it."""
+        """Returns the part of the seconds that grows with the sizes: all, or nothing if launch takes longest."""
         seconds = self.seconds(hardware, sizes)
         if seconds <= hardware.launch:
             return ZERO
@@ -453,4 +444,4 @@ class NodeWork:
 
     forward: tuple[Operation, ...] = ()
     backward: tuple[Operation, ...] = ()
-    to_inputs: tuple[Operation, ...] = ()  # what backward would run, had no parameter a gradient
+    to_inputs: tuple[Operation, ...] = ()  # the backward if no parameter had a gradient

@@ -40,45 +40,43 @@ _WrittenOptions = dict[tuple[int | None, str], Any]  # by group, None for the op
 
 
 class StageOptimizer(torch.optim.Optimizer, StagewiseOptimizer):
-    """An optimizer of a pipe's parameters; the stages step their own parameters, all at the same time.
+    """An optimizer of a pipe's parameters. All stages step their parameters at the same time.
 
         optimizer = fxpipe.optim.StageOptimizer(pipe, torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
 
     It is an instance of the class that you pass, with its `state`, `param_groups` and `defaults`; only `step` differs:
-    it passes the parameters of each stage to the stage's worker. On CPUs weights and state are bit for bit those of
+    it passes the parameters of each stage to the stage's worker. On CPUs weights and state are bitwise equal to
     `torch.optim.AdamW(pipe.parameters(), lr=1e-3, weight_decay=0.1)`, and `state_dict` of either can be loaded into the
     other. Learning rate schedulers, `GradScaler`, hooks, `add_param_group`, `foreach` and `fused` work as in torch.
 
-    A weight that several stages use is updated once, by the first of them. Clipping by the norm of all gradients needs
-    all of them, so call it between the backward and the step:
+    A weight that several stages use is updated once, by the first of them. Clip by the norm of all gradients between
+    the backward and the step:
 
         loss = pipe.forward_backward(x, target=t, loss_fn=loss_fn)
         torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)
         optimizer.step()
 
-    If nothing is needed between them, `pipe.forward_backward(x, target=t, loss_fn=loss_fn, optimizer=optimizer)` also
-    steps; and with `overlap=True` in less time.
-
-    Before the pipe has planned, and once it is closed, parameters are stepped in the calling thread. Over processes
-    each rank steps the parameters that it holds.
+    Without code between them, `pipe.forward_backward(x, target=t, loss_fn=loss_fn, optimizer=optimizer)` also steps;
+    `overlap=True` makes this faster. Before the pipe has planned, and once it is closed, parameters are stepped in the
+    calling thread. Over processes each rank steps the parameters that it holds.
 
     Args:
         pipe: made by `fxpipe.pipeline`.
-        optimizer_class: a class of `torch.optim`, or another one that treats each parameter by itself.
-        param_groups: groups with their own options. A list of dicts: "params" is a name, a pattern of names ("*.bias",
+        optimizer_class: a class of `torch.optim`, or another class that updates each parameter independently.
+        param_groups: groups with separate options. A list of dicts: "params" is a name, a pattern of names ("*.bias",
             as in `fnmatch`), a list of these, or the parameters themselves; a parameter goes to the first group that
             matches it, so "*" in the last group is for all others. Or a function from the name of a parameter and the
             parameter to a dict of options, or None to leave the parameter out. Default: one group of all.
         overlap: `pipe.forward_backward(..., optimizer=optimizer)` updates each stage as soon as its device has ended
             the backward of its stages, while others still run. A step that fails then leaves the weights of some stages
-            updated, and its exception names them; without it a failed step changes nothing. The first step with a
-            loss, the tenth, the hundredth and so on verify the loss before they update.
+            updated, and its exception names them; without `overlap` a failed step changes nothing. The first step with
+            a loss, the tenth, the hundredth and so on verify the loss before they update.
         options: the arguments of the class, defaults of all groups.
 
     Raises:
-        ArgumentError: the class needs a closure (`LBFGS`), names match nothing, a parameter is given twice, is in no
+        ArgumentError: the class needs a closure (`LBFGS`), names match nothing, a parameter is passed twice, is in no
             group, or is not the pipe's, or groups split a tied weight.
-        ArgumentTypeError: `pipe` is not a pipe, or `optimizer_class` not a class of optimizers.
+        ArgumentTypeError: `pipe` is not a pipe, or `optimizer_class` is not a class of optimizers.
         StateError: the pipe is closed.
 
     Warns:
@@ -89,7 +87,7 @@ class StageOptimizer(torch.optim.Optimizer, StagewiseOptimizer):
     _written: list[_WrittenOptions]  # by each part of a step
     _rival: str | None = None  # the class of another optimizer that steps the same parameters
     _is_updated = _has_stepped = _has_warned = False
-    _tried: frozenset[Any] = frozenset()  # sizes of stages and kinds of options for which a trial has passed
+    _tried: frozenset[Any] = frozenset()  # sizes of stages and types of options for which a trial has passed
 
     def __new__(cls, pipe: Any, optimizer_class: Any, **kwargs: Any) -> StageOptimizer:
         return _blank_optimizer(_checked_class(optimizer_class))
@@ -113,14 +111,14 @@ class StageOptimizer(torch.optim.Optimizer, StagewiseOptimizer):
         super().__init__(make_parameter_groups(param_groups, _named_parameters(pipe)), **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group: "params" are parameters of the pipe or, as for `StageOptimizer`, names and patterns."""
+        """Adds a group. "params" are parameters of the pipe or, as for `StageOptimizer`, names and patterns."""
         taken, held = {id(p) for p in self.parameters()}, {id(p) for p in self.pipe.parameters()}
         super().add_param_group(resolve_group(param_group, _named_parameters(self.pipe), taken, held))
 
     # -- Steps -------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the weights of all stages, in their workers, at the same time.
+        """Updates the weights of all stages at the same time, in their workers.
 
         `closure` runs the model again and returns the loss, as for torch's optimizers.
         """
@@ -142,7 +140,7 @@ class StageOptimizer(torch.optim.Optimizer, StagewiseOptimizer):
             self._is_updated = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's. In the middle of a stream it does nothing: stages drop their gradients themselves."""
+        """Resets gradients, as in torch. Does nothing in a stream, where stages drop their gradients."""
         if not self.pipe._fxpipe.engine.is_streaming:
             super().zero_grad(set_to_none)
 
@@ -184,7 +182,7 @@ class StageOptimizer(torch.optim.Optimizer, StagewiseOptimizer):
             written |= {(k, key): v for key, v in group.items() if key != "params" and every[k].get(key, part) is not v}
         if options is None:
             self._written.append(written)
-        elif written:  # the next mini-batch would begin with what this one has begun with
+        elif written:  # the next mini-batch would start from the values before this step
             names = ", ".join(sorted(repr(name) for _, name in written))
             raise StateError(
                 f"{self.optimizer_class.__name__} writes {names} while it steps, to its groups or to itself, and "
@@ -201,16 +199,16 @@ class StageOptimizer(torch.optim.Optimizer, StagewiseOptimizer):
     # -- Options and state -------------------------------------------------------------------------------------------
 
     def _take_written_options(self) -> None:
-        """Takes over what the parts of a step have written to the options of groups, and to themselves.
+        """Copies values that the parts of a step wrote to their groups and attributes to this optimizer.
 
         Raises:
-            StateError: the values differ, since the class computes something of all its parameters.
+            StateError: the values differ, since the class computes something from all its parameters.
         """
         self._has_stepped = True
         written, self._written = self._written, []
         for place, name in {key for of_part in written for key in of_part}:
             values = [of_part[place, name] for of_part in written if (place, name) in of_part]
-            is_common = place is not None or len(values) == len(written)  # a group may be of few stages
+            is_common = place is not None or len(values) == len(written)  # a group may be in few stages
             if not is_common or not all(equal_values(values[0], value) for value in values):
                 raise StateError(
                     f"{self.optimizer_class.__name__} writes {name!r} while it steps, and comes to different values in "
@@ -221,7 +219,7 @@ class StageOptimizer(torch.optim.Optimizer, StagewiseOptimizer):
             options[name] = values[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, in the order of the parameters, whichever stage was the first to have some state."""
+        """Returns torch's `state_dict`, with the state in the order of parameters, not of the stages' updates."""
         result: dict[str, Any] = super().state_dict()
         entries = sorted(result["state"].items(), key=lambda entry: entry[0] if isinstance(entry[0], int) else math.inf)
         return {**result, "state": dict(entries)}
@@ -235,14 +233,14 @@ class StageOptimizer(torch.optim.Optimizer, StagewiseOptimizer):
 
 @functools.cache
 def _stage_class(optimizer_class: Any) -> type[StageOptimizer]:
-    """The class of stage optimizers that are of this class, too."""
+    """Creates the subclass of `StageOptimizer` and `optimizer_class`."""
     attributes = {"__module__": __name__, "__doc__": StageOptimizer.__doc__, "optimizer_class": optimizer_class}
     bases = StageOptimizer, optimizer_class
     return types.new_class(f"Stage{optimizer_class.__name__}", bases, exec_body=lambda own: own.update(attributes))
 
 
 def _blank_optimizer(optimizer_class: Any) -> StageOptimizer:
-    """An optimizer that is not initialised yet, and notes when another one steps parameters that it has stepped."""
+    """Creates an uninitialized optimizer, which notices when another optimizer steps parameters that it has stepped."""
     optimizer = object.__new__(_stage_class(optimizer_class))
     known = weakref.ref(optimizer)
 
@@ -250,7 +248,7 @@ def _blank_optimizer(optimizer_class: Any) -> StageOptimizer:
         ours = known()
         if ours is None or ours is other or ours._rival is not None or not ours._has_stepped:
             return
-        if other.__dict__.get("_written") is not ours._written:  # else it is a part of ours: its class calls super()
+        if other.__dict__.get("_written") is not ours._written:  # equal for a part of ours, whose class calls super()
             own = {id(parameter) for parameter in ours.parameters()}
             if any(id(parameter) in own for group in other.param_groups for parameter in group["params"]):
                 ours._rival = type(other).__name__
@@ -260,7 +258,7 @@ def _blank_optimizer(optimizer_class: Any) -> StageOptimizer:
 
 
 def _named_parameters(pipe: Pipeline) -> NamedParameters:
-    """The parameters of the whole model: groups are the same on all processes."""
+    """Returns the parameters of the full model, so that groups are equal on all processes."""
     return NamedParameters(pipe._fxpipe_model.named_parameters(remove_duplicate=False))
 
 
@@ -268,17 +266,17 @@ def _named_parameters(pipe: Pipeline) -> NamedParameters:
 
 
 def _kind_of_option(value: Any) -> Any:
-    """Returns what has to stay as it is of an option, so that no other trial is needed."""
+    """Returns the part of an option's value whose change requires another trial."""
     if value is None or isinstance(value, (str, bool)):
         return value
     return type(value), isinstance(value, (int, float)) and value != 0
 
 
 def _try_parts(optimizer: StageOptimizer, parts: Sequence[Collection[torch.Tensor]]) -> None:
-    """Steps small copies of the parameters, all together and stage by stage, and compares them bit for bit.
+    """Steps small copies of the parameters, all together and stage by stage, and compares the results bitwise.
 
     Raises:
-        StateError: they differ, or cannot be stepped.
+        StateError: the results differ, or the copies cannot be stepped.
     """
     name, cause = optimizer.optimizer_class.__name__, None
     why = "takes another update where each stage steps its own parameters than where all are stepped together"
@@ -305,7 +303,7 @@ def _try_parts(optimizer: StageOptimizer, parts: Sequence[Collection[torch.Tenso
 def _step_copies(
     optimizer: StageOptimizer, parts: Sequence[Collection[torch.Tensor]], is_sparse: bool
 ) -> dict[tuple[int, int], torch.Tensor]:
-    """Takes three steps with an optimizer for each part; returns the copies after each, by step and parameter."""
+    """Takes three steps with an optimizer for each part. Returns the copies after each step, by step and parameter."""
     result, trials = {}, []
     with accelerator.restore_generators([]), torch.no_grad():
         torch.default_generator.manual_seed(0)
@@ -345,11 +343,11 @@ def _check_pipe(pipe: Any) -> None:
 
 
 def _checked_class(optimizer_class: Any) -> type[torch.optim.Optimizer]:
-    """The class of the optimizers of the stages.
+    """Returns `optimizer_class` after checking it.
 
     Raises:
-        ArgumentTypeError: it is no such class.
-        ArgumentError: its step cannot be taken stage by stage.
+        ArgumentTypeError: it is not a class of optimizers.
+        ArgumentError: its step cannot run stage by stage.
     """
     if isinstance(optimizer_class, torch.optim.Optimizer):
         name = type(optimizer_class).__name__

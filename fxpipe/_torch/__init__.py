@@ -1,1 +1,1 @@
-"""The private parts of PyTorch that fxpipe uses, behind functions named for what they mean."""
+"""Wrappers of the private parts of PyTorch that fxpipe uses."""

@@ -1,8 +1,8 @@
-"""Graphs of autograd: where they begin and end, and where there is no way back.
+"""Autograd graphs: gradients, leaves, entry nodes, and attributes of nodes.
 
-Versions and views of tensors, hooks on leaves and what nodes know of their inputs are required, and the same from torch
-2.11 to 2.14. Optional are the engine called directly (`torch.autograd.grad` does the same in more time), the classes of
-nodes in C (the public ways take longer), and which run of backward calls a hook.
+Versions and views of tensors, hooks on leaves and input metadata of nodes are required, and unchanged from torch 2.11
+to 2.14. Optional are direct calls of the engine (`torch.autograd.grad` is slower), the C++ classes of nodes (public
+functions are slower), and the id of the backward run that calls a hook.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _DelayedError: Any = optional_name("torch", "_C._functions.DelayedError")
 def gradients_of(
     inputs: Sequence[Any], roots: Sequence[Any], gradients: Sequence[torch.Tensor], keep_graph: bool = False
 ) -> tuple[torch.Tensor | None, ...]:
-    """`torch.autograd.grad` for tensors and gradient edges; None where no root depends on an input.
+    """Computes gradients as `torch.autograd.grad`, for tensors and gradient edges; None for unused inputs.
 
-    What torch does in Python around its engine takes longer than to go back through several small nodes: it looks for
-    classes that override the function, compares shapes, which the engine does as well, and prepares for threads of the
-    engine's own, which there are none: whoever calls has set `torch.autograd.set_multithreading_enabled(False)`.
+    Calls the engine directly: torch's Python code around it takes longer than the backward of several small nodes
+    (overrides, shape checks that the engine repeats, preparations for threads of the engine). Callers must have set
+    `torch.autograd.set_multithreading_enabled(False)`.
 
-    And not `.backward()`: AccumulateGrad would give each gradient the strides of its leaf, and the next kernel other
-    bits.
+    Not `.backward()`: AccumulateGrad would give each gradient the strides of its leaf, which changes the bits of the
+    next kernel's result.
     """
     ends, starts = tuple(roots), tuple(inputs)
     if _engine is None:
@@ -55,10 +55,10 @@ def gradients_of(
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Registers `function` for autograd to call when the backward that runs in this thread has ended well.
+    """Registers `function` to be called when the current backward of this thread has succeeded.
 
     Raises:
-        TorchVersionError: torch has no engine that takes such calls.
+        TorchVersionError: torch's engine has no `queue_callback`.
     """
     if _engine is None or not hasattr(_engine, "queue_callback"):
         raise missing_name("Variable._execution_engine has no attribute 'queue_callback'")
@@ -66,15 +66,15 @@ def call_after_backward(function: Callable[[], None]) -> None:
 
 
 def gradient_edge_of(tensor: torch.Tensor) -> GradientEdge:
-    """`get_gradient_edge`, in a third of the time if a function of torch has made the tensor.
+    """Returns `get_gradient_edge`, in a third of the time if a function of torch has made the tensor.
 
     Raises:
-        InternalError: the edge of a leaf is not where its gradient arrives.
+        InternalError: the edge of a leaf does not lead to its gradient.
     """
     node = tensor.grad_fn
-    # A leaf; or a node in Python, which owns no graph; or torch does not tell which nodes these are.
+    # A leaf; or a Python node, which does not own its graph; or Python nodes cannot be recognized.
     if node is None or _PythonNode is None or isinstance(node, _PythonNode):
-        with without_torch_function():  # torch takes a view, to which the class of the tensor would add a node
+        with without_torch_function():  # torch takes a view, for which the tensor's class would add a node
             edge = get_gradient_edge(tensor)
         if node is None and getattr(edge.node, "variable", None) is not tensor:
             raise InternalError(f"a {type(tensor).__name__} whose gradient would be lost: its edge is {edge.node}")
@@ -83,24 +83,23 @@ def gradient_edge_of(tensor: torch.Tensor) -> GradientEdge:
 
 
 def takes_gradient(tensor: torch.Tensor) -> bool:
-    """Returns True if a gradient goes in at a tensor. A view made without gradients has its base's requires_grad."""
+    """Returns True if a tensor takes a gradient, unlike a view made under `no_grad` with its base's `requires_grad`."""
     if not tensor.requires_grad or tensor.grad_fn is not None:
         return tensor.requires_grad
     return not (tensor._base is not None and tensor._base.requires_grad)
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that one is a view of, as autograd sees it."""
     return tensor._base
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Returns how often a tensor, or a view of its memory, was written to. Inference tensors have none and raise."""
+    """Returns the number of writes to a tensor and its views. Inference tensors have no version and raise."""
     return tensor._version
 
 
 def has_gradient_hooks(leaf: Any) -> bool:
-    """Returns True if autograd calls somebody when it hands out the gradient of this leaf."""
+    """Returns True if autograd calls hooks with the gradient of this leaf."""
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
 
 
@@ -109,7 +108,7 @@ def _is_leaf_node(node: Any) -> bool:
 
 
 def leaves_below(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The leaves that a tensor depends on: of a loss, the outputs and whatever parameters its function uses."""
+    """Returns the leaves that a tensor depends on. For a loss: the outputs, and parameters of the loss function."""
     leaves: list[torch.Tensor] = []
     todo: list[Any] = [tensor.grad_fn]
     seen: set[Any] = {None}
@@ -118,7 +117,7 @@ def leaves_below(tensor: torch.Tensor) -> list[torch.Tensor]:
         if node in seen:
             continue
         seen.add(node)
-        if _is_leaf_node(node):  # a leaf has one, and it leads no further
+        if _is_leaf_node(node):
             leaves.append(node.variable)
         else:
             for below, _ in node.next_functions:
@@ -128,7 +127,7 @@ def leaves_below(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 @contextmanager
 def suspend_hooks(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
-    """A block in which hooks on these tensors do not run: they are of a step, and `autograd.grad` runs them."""
+    """A block in which hooks on these tensors do not run: `autograd.grad` would run hooks that belong to the step."""
     hooks = [(leaf, leaf._backward_hooks) for leaf in leaves]
     try:
         for leaf, _ in hooks:
@@ -150,7 +149,7 @@ _ENTRY_MESSAGE = f"fxpipe: {KEPT_TENSOR}".encode()
 
 
 class _GraphEntry(torch.autograd.Function):
-    """A node whose outputs are its inputs, and which no backward goes past; in Python."""
+    """A node whose outputs are its inputs, and whose backward raises; in Python."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -162,10 +161,10 @@ class _GraphEntry(torch.autograd.Function):
 
 
 def graph_entry(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The same tensors as outputs of one node that keeps nothing and that no backward goes past; one requires grad.
+    """Returns the tensors as outputs of one node that saves nothing and whose backward raises.
 
-    To torch the node is the guard behind derivatives that exist once only. Where torch has none, an autograd.Function
-    does the same in three times the time.
+    At least one tensor requires grad. The node is torch's guard for functions that are differentiable only once. If
+    torch lacks it, a three times slower `autograd.Function` is used.
     """
     if _DelayedError is None:
         outputs: Sequence[torch.Tensor] = _GraphEntry.apply(*tensors)
@@ -175,15 +174,13 @@ def graph_entry(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 class _ThreadBackward(threading.local):
-    is_of_stage = False  # does this thread run the backward of a stage
+    is_of_stage = False  # this thread runs the backward of a stage
 
 
 _thread_backward = _ThreadBackward()
 
 
 class StageBackward:
-    """A block that runs the backward of a stage."""
-
     def __enter__(self) -> None:
         _thread_backward.is_of_stage = True
 
@@ -192,10 +189,9 @@ class StageBackward:
 
 
 def refuse_other_backwards(tensors: Iterable[Any]) -> None:
-    """Makes any backward through these tensors raise `StateError`, but for that of their stage.
+    """Makes every backward through these tensors raise `StateError`, except the backward of their stage.
 
-    Torch would say that a graph cannot be gone through twice; or where the stage has not gone through it yet, put the
-    gradients into copies of the parameters.
+    Otherwise torch would report a second backward, or add gradients to copies of the parameters.
     """
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
@@ -211,60 +207,59 @@ def _check_backward(gradient: torch.Tensor) -> None:
 
 
 def output_shape(node: Any, number: int) -> torch.Size | None:
-    """The shape of an output of the function that `node` goes back through; None where it has no such output.
+    """Returns the shape of an output of the function whose backward `node` is; None if it has no such output.
 
     Raises:
-        TorchVersionError: nodes no longer tell.
+        TorchVersionError: nodes have no input metadata.
     """
     try:
-        outputs = node._input_metadata  # inputs of the node: gradients of those outputs
+        outputs = node._input_metadata  # the node's inputs are the gradients of these outputs
     except AttributeError as error:
         raise missing_name(str(error)) from error
     return outputs[number].shape if number < len(outputs) else None
 
 
 def saved_reduction(node: Any) -> int | None:
-    """The `reduction` that the loss function behind a node was given, as torch's number; None where it takes none."""
+    """Returns the `reduction` of a node's loss function as torch's number; None if it has no reduction."""
     _require_saved_reduction()
     reduction: int | None = getattr(node, "_saved_reduction", None)
     return reduction
 
 
 def saved_total_weight(node: Any) -> torch.Tensor:
-    """Returns the divisor of the mean of `nll_loss`, which its node saves."""
+    """Returns the divisor of the mean of `nll_loss`, saved by its node."""
     weight: torch.Tensor = node._saved_total_weight
     return weight
 
 
 @functools.cache
 def _require_saved_reduction() -> None:
-    """Checks the class of a node that has a reduction: others have none, so that a renamed one would go unseen."""
+    """Checks a node class with a reduction. Other nodes lack the attribute, so a renaming would go unnoticed."""
     with required_names():
         functions: Any = torch._C._functions
         require_attributes(functions.NllLossBackward0, "_saved_reduction", "_saved_total_weight")
 
 
 def saved_names(node: Any) -> list[str]:
-    """The attributes of a node in which autograd keeps what its backward needs."""
+    """Returns the attributes of a node with saved values for its backward."""
     return [name for name in dir(node) if name.startswith("_saved_") or name == "saved_tensors"]
 
 
 def forward_class_of(node: Any) -> type[torch.autograd.Function]:
-    """The class of the `autograd.Function` that a node in Python goes back through."""
+    """Returns the `autograd.Function` of a Python node."""
     function: type[torch.autograd.Function] = type(node)._forward_cls
     return function
 
 
-# -- The state around a call: the backward run, tracing, forward mode ------------------------------------------------
+# -- State of a call: the backward run, tracing, forward mode --------------------------------------------------------
 
 
 def backward_id() -> int:
-    """Returns the id of the backward run that calls a hook; always the same where torch does not tell it."""
+    """Returns the id of the backward run that calls a hook; 0 if torch does not provide it."""
     return 0 if _current_graph_task_id is None else int(_current_graph_task_id())
 
 
 def is_jit_tracing() -> bool:
-    """Returns True if `torch.jit.trace` is at work in this thread."""
     return _get_tracing_state() is not None
 
 

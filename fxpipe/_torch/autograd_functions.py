@@ -1,15 +1,15 @@
-"""Applications of an `autograd.Function`, intercepted for the duration of a block, whatever they are called through.
+"""Interception of all applications of an `autograd.Function` in a block.
 
     tri = Tri.apply            # bound before the block
     tri(x)
 
-Replacing the attribute `apply` would miss that one. So what all calls pass through is replaced:
+Replacing only the attribute `apply` would miss this call. So:
 
-- up to torch 2.13 `Function.apply` is a function of Python, one object for all classes: its code;
-- from torch 2.14 on it is one of C. What asks for the attribute finds another; what was bound before runs, and the C
-  code then asks the class for its parts, in this order: `_backward_cls`, which makes the context, `setup_context`, and
-  `forward`, with gradients switched off. The metaclass tells (`ApplicationObserver`). In all versions that is also the
-  way of a call of the C function itself.
+- up to torch 2.13 `Function.apply` is one Python function for all classes: its code is replaced;
+- from torch 2.14 on it is a C function. The attribute is replaced. An `apply` that was bound earlier runs, and its C
+  code then reads attributes of the class, in this order: `_backward_cls`, which creates the context, `setup_context`,
+  and `forward`, with gradients disabled. The metaclass reports these reads (`ApplicationObserver`); in all versions
+  this also covers direct calls of the C function.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ ApplyHandler = Callable[[Apply, FunctionClass, tuple[Any, ...], dict[str, Any]],
 _SETUP_CONTEXT = torch.autograd.Function.setup_context
 _handlers: list[
     Callable[[FunctionClass, tuple[Any, ...], dict[str, Any]], Any]
-] = []  # that are open, the innermost last
+] = []  # one for each open block, the innermost last
 
 
 class ApplicationObserver(Protocol):
-    """Observes applications that only C sees."""
+    """Observes applications that are visible only in C."""
 
     def is_watching(self) -> bool:
-        """Returns True if applications are to be reported to this observer. Called often, also in other threads."""
+        """Returns True if this observer wants reports. Called often, also in other threads."""
 
     def forward(
         self, function: FunctionClass, forward: Callable[..., Any], state: ThreadState, args: Any, kwargs: Any
     ) -> Any:
-        """Runs `forward` in place of C; `state` is that of the caller."""
+        """Runs `forward` instead of C; `state` is the caller's thread state."""
 
     def setup_context(self, setup: Callable[..., Any], args: Any) -> Any:
-        """The same for `setup_context`."""
+        """Runs `setup_context` instead of C."""
 
 
 def has_context(function: FunctionClass) -> bool:
@@ -57,14 +57,14 @@ def has_context(function: FunctionClass) -> bool:
 
 @contextlib.contextmanager
 def intercept_apply(call: ApplyHandler, inside: ApplicationObserver | None = None) -> Iterator[None]:
-    """A block in which `call(apply, function, args, kwargs)` runs wherever an `autograd.Function` is applied.
+    """A block in which `call(apply, function, args, kwargs)` runs for each application of an `autograd.Function`.
 
-    In all threads; blocks may be nested, and are left in the reverse order.
+    In all threads. Blocks may be nested.
     """
     with contextlib.nullcontext() if inside is None else _observe_applications(inside):
         own = torch.autograd.Function.__dict__["apply"]
         shared: Any = getattr(own, "__func__", None)
-        # Code can only be replaced by one that closes over the same: `super()`'s class, in all versions that are known.
+        # The new code must have the same free variables: only `__class__`, for `super()`, in all known versions.
         is_known = isinstance(shared, FunctionType) and shared.__code__.co_freevars == ("__class__",)
         with _replace_code(shared, call) if is_known else _replace_attribute(own, call):
             yield
@@ -93,17 +93,17 @@ def _replace_code(shared: Any, call: ApplyHandler) -> Iterator[None]:
 
 
 class _StandIn:
-    """Holds the code that stands in for that of `Function.apply`, whose module has nothing of ours."""
+    """Holds the code that replaces the code of `Function.apply`; it runs with the globals of torch's module."""
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         from fxpipe._torch.autograd_functions import dispatch_apply
 
-        __class__  # type: ignore[name-defined]  # noqa: B018  # the cell that torch's code closes over
+        __class__  # type: ignore[name-defined]  # noqa: B018  # the free variable of torch's code
         return dispatch_apply(cls, args, kwargs)
 
 
 def dispatch_apply(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls the handler of the innermost block with an application of an autograd function."""
+    """Calls the innermost block's handler for an application of an autograd function."""
     return _handlers[-1](function, args, kwargs)
 
 
@@ -124,8 +124,8 @@ def _replace_attribute(own: Any, call: ApplyHandler) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _observe_applications(inside: ApplicationObserver) -> Iterator[None]:
-    """A block in which `inside` is told of applications that reach C without `intercept_apply` seeing them."""
-    begun: list[Any] = [None, None]  # the application that C has begun: of which function, and the state until forward
+    """A block in which `inside` observes applications that reach C and bypass `intercept_apply`."""
+    begun: list[Any] = [None, None]  # the application that C has begun: its function, and its state until forward
 
     def getattribute(cls: Any, name: str) -> Any:
         value = type.__getattribute__(cls, name)
@@ -135,7 +135,7 @@ def _observe_applications(inside: ApplicationObserver) -> Iterator[None]:
             begun[:] = cls, ThreadState.now()
         elif begun[0] is not cls:
             return value
-        elif name == "setup_context" and value is not _SETUP_CONTEXT:  # C asks for it twice, before and behind forward
+        elif name == "setup_context" and value is not _SETUP_CONTEXT:  # C reads it twice, before and after forward
             return lambda *args: inside.setup_context(value, args)
         elif name == "forward" and begun[1] is not None and not torch.is_grad_enabled():
             state, begun[1] = begun[1], None
@@ -151,10 +151,7 @@ def _observe_applications(inside: ApplicationObserver) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watch_saved_tensors(note: Callable[[Iterable[torch.Tensor]], object]) -> Iterator[None]:
-    """A block in which `note` is given what an `autograd.Function` has saved, before its backward gets it.
-
-    In all threads; blocks may be nested, and are left in the reverse order.
-    """
+    """A block, for all threads, in which `note` gets an `autograd.Function`'s saved tensors before its backward."""
     own: Any = inspect.getattr_static(BackwardCFunction, "saved_tensors")
     is_replaced = "saved_tensors" in vars(BackwardCFunction)
 

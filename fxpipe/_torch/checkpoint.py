@@ -1,7 +1,7 @@
-"""Checkpoints of `torch.utils.checkpoint` that are not reentrant, switched off for a block of one thread.
+"""Disabling of non-reentrant checkpoints of `torch.utils.checkpoint` in a block of one thread.
 
-The function that each begins with is private and optional: `_checkpoint_without_reentrant_generator` from torch 2.11 to
-2.13; from 2.14 on `..._impl`, which takes arguments by name. If torch has neither, nothing is switched off.
+Their first function is private and optional: `_checkpoint_without_reentrant_generator` from torch 2.11 to 2.13; from
+2.14 on `..._impl`, which takes keyword arguments. If torch has neither, nothing is disabled.
 """
 
 from __future__ import annotations
@@ -22,23 +22,22 @@ _module: Any = checkpoint
 
 
 def can_call_checkpoints_through() -> bool:
-    """Returns True if torch has the function that is replaced."""
     return _NAME is not None
 
 
 class _Blocks(threading.local):
-    depth = 0  # blocks that this thread is in
+    depth = 0  # open blocks of this thread
 
 
 class _Switch:
-    """Replaces the function while any thread is in a block; when the last one leaves, torch is as it was."""
+    """Replaces torch's function while any thread is in a block, and restores it after the last block."""
 
     def __init__(self) -> None:
         self._lock = ForkSafeLock()
-        self._count = 0  # blocks of all threads
+        self._count = 0  # open blocks of all threads
         self._plain: Any = None
         self._blocks = _Blocks()
-        call_in_forked_child(self._restore)  # the threads inside are not in the child
+        call_in_forked_child(self._restore)  # the child has no other threads
 
     @contextlib.contextmanager
     def block(self) -> Iterator[None]:
@@ -68,7 +67,7 @@ class _Switch:
 
 
 def _call_through() -> Iterator[None]:
-    """Stands for what a checkpoint does around its function, which runs at the yield."""
+    """Replaces the checkpoint around its function, which runs at the yield."""
     yield
 
 
@@ -76,5 +75,5 @@ _switch = _Switch()
 
 
 def call_checkpoints_through() -> contextlib.AbstractContextManager[None]:
-    """A block in which this thread's checkpoints are calls of their functions: nothing is recomputed."""
+    """A block in which checkpoints of this thread only call their functions: nothing is recomputed."""
     return _switch.block()

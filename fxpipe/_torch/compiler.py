@@ -1,6 +1,6 @@
-"""The state of `torch.compile`: whether it is loaded, when it compiles a backward, and for which sizes.
+"""Settings of `torch.compile`: whether it is loaded, when it compiles a backward, and dynamic dimensions.
 
-All hold from torch 2.11 to 2.14. When a backward is compiled, and for which sizes, is optional.
+Unchanged from torch 2.11 to 2.14. The time of compiling a backward and dynamic dimensions are optional.
 """
 
 from __future__ import annotations
@@ -16,15 +16,12 @@ from fxpipe._torch.versions import optional_name
 
 
 def is_compiler_loaded() -> bool:
-    """Returns True if there may be anything compiled in this process."""
+    """Returns True if this process may have compiled code."""
     return "torch._dynamo" in sys.modules
 
 
 def compile_backward_at_once() -> contextlib.AbstractContextManager[Any]:
-    """A block in which `torch.compile` compiles the backward of what it compiles, and not when that first runs.
-
-    Optional: where this torch has no such setting, the backward is compiled when it first runs, which takes time then.
-    """
+    """A block in which `torch.compile` compiles the backward with the forward, if torch has this setting."""
     config = "torch._functorch.config"
     patch = optional_name(config, "patch")
     if patch is None or optional_name(config, "force_non_lazy_backward_lowering") is None:
@@ -34,10 +31,7 @@ def compile_backward_at_once() -> contextlib.AbstractContextManager[Any]:
 
 
 def mark_dynamic_dims(tensor: torch.Tensor, dims: Sequence[int]) -> None:
-    """Makes `torch.compile` take these dimensions for ones of any size from the beginning, as far as the code lets it.
-
-    Optional: without it a dimension is so once it has come with a second size, which compiles once more.
-    """
+    """Makes `torch.compile` treat these dimensions as dynamic before a second size occurs, if torch supports it."""
     mark = optional_name("torch._dynamo", "maybe_mark_dynamic")
     if mark is not None:
         mark(tensor, list(dims))

@@ -1,7 +1,7 @@
-"""The question whether code runs inside `forward` of a `DistributedDataParallel`.
+"""Detection of code inside `forward` of a `DistributedDataParallel`.
 
-Optional, with torch 2.11 to 2.14: torch keeps the module whose forward runs for its compiler. Without that a step that
-takes gradients there, before the reducer expects any, is not seen.
+Optional, from torch 2.11 to 2.14: torch stores the module whose forward runs, for its compiler. Without it, a step that
+computes gradients there, before the reducer expects them, is not detected.
 """
 
 from __future__ import annotations
@@ -14,5 +14,5 @@ _is_kept = optional_name("torch.nn.parallel", "DistributedDataParallel._inside_d
 
 
 def is_in_data_parallel_forward() -> bool:
-    """Returns whether forward of a `DistributedDataParallel` runs; False where torch does not say."""
+    """Returns True if forward of a `DistributedDataParallel` runs; False if unknown."""
     return _is_kept and getattr(DistributedDataParallel, "_active_ddp_module", None) is not None

@@ -1,6 +1,6 @@
-"""Modes of `__torch_dispatch__`: their class, and the stack of those that are on in a thread.
+"""Modes of `__torch_dispatch__`: their class, and the stack of active modes of a thread.
 
-All of it is required, and has been the same from torch 2.11 to 2.14.
+Required, and unchanged from torch 2.11 to 2.14.
 """
 
 from __future__ import annotations
@@ -41,21 +41,20 @@ __all__ = [
 
 
 def current_dispatch_modes() -> tuple[TorchDispatchMode, ...]:
-    """The modes that are on in this thread, outermost first."""
+    """Returns the active modes of this thread, outermost first."""
     return tuple(current_modes())
 
 
 def dispatch_modes_suspended() -> AbstractContextManager[Any]:
-    """A block of this thread without dispatch modes."""
     block: AbstractContextManager[Any] = disable_current_modes()
     return block
 
 
 def is_infrastructure_mode(mode: TorchDispatchMode) -> bool:
-    """Returns True for torch's own modes that stand for another kind of tensors: fake, functional, proxies.
+    """Returns True for torch's modes for fake, functional and proxy tensors.
 
     Raises:
-        TorchVersionError: torch no longer tells these by a key.
+        TorchVersionError: these modes have no key in this version of torch.
     """
     _require_mode_keys()
     return getattr(mode, "_mode_key", None) is not None
@@ -63,7 +62,7 @@ def is_infrastructure_mode(mode: TorchDispatchMode) -> bool:
 
 @functools.cache
 def _require_mode_keys() -> None:
-    """Modes of others have no key, so that a renamed one would go unseen: one that is known to have a key is asked."""
+    """Checks a mode with a key. Other modes lack the attribute, so a renaming would go unnoticed."""
     from fxpipe._torch.fake_tensor_mode import FakeTensorMode
 
     if getattr(FakeTensorMode(), "_mode_key", None) is None:

@@ -1,7 +1,7 @@
-"""Fake tensors: their classes and errors, and what torch logs about them.
+"""Fake tensors: their classes, errors and logger.
 
-All of it is required, and has been the same from torch 2.11 to 2.14. `unset_fake_temporarily` switches the mode off for
-a block. `SymNode._expr` is optional.
+Required, and unchanged from torch 2.11 to 2.14. `unset_fake_temporarily` switches the mode off for a block.
+`SymNode._expr` is optional.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ __all__ = [
     "unset_fake_temporarily",
 ]
 
-LOGGER = "torch._subclasses.fake_tensor"  # which logs, with a stack, what fake tensors cannot do
+LOGGER = "torch._subclasses.fake_tensor"  # logs, with a stack, operations that fake tensors do not support
 
 
 def first_expression(size: Any) -> Any:
-    """Returns what a symbolic size was made as: it stays the same when symbols turn out to be equal.
+    """Returns the original expression of a symbolic size, which does not change when symbols are found to be equal.
 
-    Without `SymNode._expr` it is the expression of now.
+    Without `SymNode._expr` it is the current expression.
     """
     try:
         return size.node._expr

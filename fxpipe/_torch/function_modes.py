@@ -1,6 +1,6 @@
-"""Modes of `__torch_function__`: the stack of those that are on in a thread, and that of the default device.
+"""Modes of `__torch_function__`: the stack of active modes of a thread, and the mode of the default device.
 
-All of it is required, and has been the same from torch 2.11 to 2.14.
+Required, and unchanged from torch 2.11 to 2.14.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ with required_names():
     )
     from torch.utils._device import DeviceContext
 
-    # A block in which functions do not ask the modes and classes of tensors that override them.
+    # A block in which overrides by modes and tensor subclasses are disabled.
     without_torch_function = torch._C.DisableTorchFunction
 
 __all__ = [
@@ -35,5 +35,5 @@ __all__ = [
 
 
 def current_function_modes() -> tuple[TorchFunctionMode, ...]:
-    """The modes that are on in this thread, outermost first; that of a default device is a `DeviceContext`."""
+    """Returns the active modes of this thread, outermost first; a default device is a `DeviceContext`."""
     return tuple(current_modes())

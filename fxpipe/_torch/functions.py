@@ -1,4 +1,4 @@
-"""The names of torch's functions, and the arguments that an overload's schema declares as mutated."""
+"""Names and properties of torch's functions, and the arguments that an overload's schema declares as mutated."""
 
 from __future__ import annotations
 
@@ -14,54 +14,54 @@ from fxpipe._torch.operators import OpOverload, schema_of
 
 
 def opname(target: Any) -> str:
-    """The name of a function; that of an overload (`aten.add.Tensor`) without the overload's."""
+    """Returns the name of a function; for an overload (`aten.add.Tensor`) the operator's name."""
     if isinstance(target, OpOverload):
         return str(target._opname)
     return str(getattr(target, "__name__", target))
 
 
 def overload_writes(overload: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """The arguments that an overload writes to, as its schema says."""
+    """Yields the arguments that an overload mutates according to its schema."""
     for place, argument in enumerate(schema_of(overload).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield args[place] if place < len(args) else kwargs.get(argument.name)
 
 
-# What a call of a torch function becomes in the graph: the kind of its node, and a name after the module's path.
+# -- Nodes of calls of torch functions: the opcode, and a name with the module's path --------------------------------
 
 
 def is_torch_nn_leaf(module: nn.Module) -> bool:
-    """Returns True for a module of torch.nn that computes by itself."""
+    """Returns True for a module of torch.nn without children."""
     return type(module).__module__.startswith("torch.nn.") and not own_children(module)
 
 
 def label_of(path: str, name: str, args: tuple[Any, ...], is_all_of_module: bool) -> str:
-    """The name of a node, after the module, so that stage code reads like the model.
+    """Returns the name of a node, with the module's path, so that stage code reads like the model.
 
     Args:
-        path: of the module in which the function `name` is called.
-        args: of the node.
-        is_all_of_module: the function is what a torch.nn module does; then the module's name says enough.
+        path: the path of the module in which the function `name` is called.
+        args: the arguments of the node.
+        is_all_of_module: the function is all that a torch.nn module runs; the module's name suffices.
     """
     parts = [path] if is_all_of_module else [path, name]
     if args and isinstance(args[0], fx.Node) and args[0].op == "get_attr" and name.endswith("_"):
-        parts = [path, str(args[0].target).rpartition(".")[2], name]  # `bn_num_batches_tracked_add`; not `bn`
+        parts = [path, str(args[0].target).rpartition(".")[2], name]  # `bn_num_batches_tracked_add`, not `bn`
     label = "_".join(part.strip("_").replace(".", "_") for part in parts if part.strip("_")) or name.strip("_")
     return f"_{label}" if label[0].isdigit() else label
 
 
 def is_tensor_method(func: Any, name: str) -> bool:
-    """Returns True for a method of tensors, which a graph calls by its name."""
+    """Returns True for a tensor method, which a graph calls by name."""
     return (
         getattr(torch.Tensor, name, None) is func
         or type(func).__name__ in ("method_descriptor", "wrapper_descriptor")
-        # `x ** 2` and the like: wrappers that torch._tensor does not export.
+        # Wrappers that torch._tensor does not export, such as `x ** 2`.
         or (getattr(func, "__module__", "") == "torch._tensor" and not hasattr(torch._tensor, name))
     )
 
 
 def takes_only_arrays(args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Returns True if a function makes a tensor of arrays only."""
+    """Returns True if the arguments contain arrays and no tensors."""
     values = pytree.tree_leaves((tuple(args), dict(kwargs)))
     return any(type(v).__module__ == "numpy" and getattr(v, "shape", ()) for v in values) and not any(
         isinstance(v, torch.Tensor) for v in values
@@ -72,9 +72,9 @@ def holds_numbers(result: Any) -> bool:
     return result is not None and any(isinstance(leaf, (int, float, complex)) for leaf in pytree.tree_leaves(result))
 
 
-# -- Names of functions and attributes, and kinds of values, that recording depends on -------------------------------
+# -- Names of functions and attributes, and types of values, that recording depends on -------------------------------
 
-# Answers that are the same for every run of one graph, or text for people: they run and leave no node.
+# Functions without a node: their results are equal in every run of a graph, or are text for users.
 _NODELESS = frozenset(
     "dense_dim sparse_dim dim_order cudnn_is_acceptable dim ndimension is_floating_point is_complex is_signed "
     "element_size is_contiguous storage_offset data_ptr get_device __hash__ untyped_storage can_cast __dir__ "
@@ -82,25 +82,25 @@ _NODELESS = frozenset(
     "is_same_size is_tensor is_grad_enabled "
     "is_autocast_enabled get_autocast_dtype get_default_dtype".split()
 )
-# Those of them that tell how a tensor lies in memory, by its sizes.
+# Functions that report the memory layout of a tensor, which depends on its sizes.
 LAYOUT_QUESTIONS = frozenset("is_contiguous storage_offset dim_order is_non_overlapping_and_dense".split())
 STORAGE_METHODS = frozenset("untyped_storage storage".split())
 _STATE_FUNCTIONS = frozenset("_set_grad_enabled _enter_autocast _exit_autocast".split())  # kept by ThreadState
-# Functions that tell the values of a tensor.
+# Functions that read the values of a tensor.
 VALUE_READS = frozenset(
     "item tolist numpy __array__ __bool__ __int__ __float__ __index__ __complex__ __contains__ is_nonzero equal "
     "allclose".split()
 )
-# Functions that give as many tensors as a dimension is long, or as many pieces of it; and where that one is given.
+# Functions that return one tensor per index or piece of a dimension -> the position of the argument `dim`.
 SPLIT_FUNCTIONS = {"__iter__": 1, "unbind": 1, "split": 2, "chunk": 2, "unsafe_split": 2, "unsafe_chunk": 2}
 TEXT_METHODS = frozenset("__repr__ __format__ __str__".split())
-TENSOR_ATTRIBUTES = frozenset("data T mT H mH real imag _base".split())  # the other attributes are no tensors
+TENSOR_ATTRIBUTES = frozenset("data T mT H mH real imag _base".split())  # other attributes are not tensors
 GRADIENT_ATTRIBUTES = frozenset("requires_grad is_leaf grad_fn".split())
-# Kinds of values: those that count by their value, and further ones that are arguments of a node as they are.
+# Types compared by value, and further types that are arguments of a node unchanged.
 PLAIN_TYPES = (bool, int, float, complex, str)
 CONSTANT_TYPES = (type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 def leaves_no_node(name: str) -> bool:
-    """Returns True if a function of this name simply runs, without a node."""
+    """Returns True if functions of this name run without a node."""
     return name in _NODELESS or name in _STATE_FUNCTIONS or (name.startswith("is_") and name != "is_nonzero")

@@ -1,7 +1,7 @@
-"""Transforms of `torch.func`: is one at work, and calls of vmap taken over for a block.
+"""Transforms of `torch.func`: detection of an active transform, and interception of vmap.
 
-Whether one is at work is required, and the same from torch 2.11 to 2.14. `apis.vmap_impl`, which every vmap passes
-through, is optional: without it a model that uses vmap is refused at its first function in it, or kept whole there.
+Detection is required, and unchanged from torch 2.11 to 2.14. `apis.vmap_impl`, through which every vmap passes, is
+optional: without it a model is refused at its first function inside vmap, or becomes opaque there.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from fxpipe._torch.versions import optional_name, required_names
 with required_names():
     _peek_interpreter_stack: Any = torch._C._functorch.peek_interpreter_stack
 
-PREDISPATCH_MODULE = "torch._functorch.predispatch"  # of functions that stand for transforms in graphs of export's
+PREDISPATCH_MODULE = "torch._functorch.predispatch"  # functions that represent transforms in graphs of export
 
 
 def is_in_functorch_transform() -> bool:
-    """Returns True if this code runs inside a transform of `torch.func`."""
     return _peek_interpreter_stack() is not None
 
 
 @contextlib.contextmanager
 def intercept_vmap(call: Callable[..., Any]) -> Iterator[None]:
-    """A block in which `call(vmap, function, *arguments, **kwargs)` runs wherever vmap is called, in all threads.
+    """A block in which each call of vmap, in all threads, runs `call(vmap, function, *arguments, **kwargs)`.
 
-    `vmap` is what torch would have called: with the function, four settings of vmap, and the arguments of the function.
+    `vmap` is torch's implementation. It takes the function, four settings of vmap, and the arguments of the function.
     """
     plain = optional_name("torch._functorch.apis", "vmap_impl")
     if plain is None:

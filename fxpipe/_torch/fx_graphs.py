@@ -1,6 +1,6 @@
-"""Graphs of `torch.fx` that others have made.
+"""Graphs of `torch.fx` from other tracers.
 
-The attributes are required, and have been the same from torch 2.11 to 2.14.
+The attributes are required, and unchanged from torch 2.11 to 2.14.
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ require_attributes(fx.Graph(), "_codegen")
 
 
 def takes_input_leaves(graph: fx.Graph) -> bool:
-    """Returns True for a graph of export's, whose placeholders are the leaves of the model's arguments."""
+    """Returns True for a graph of export, whose placeholders are the leaves of the model's arguments."""
     return getattr(graph._codegen, "pytree_info", None) is not None

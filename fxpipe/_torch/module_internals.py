@@ -1,7 +1,7 @@
-"""The dicts of an `nn.Module`'s `__dict__` in which it keeps its tensors, children and hooks.
+"""The dicts in which an `nn.Module` stores its tensors, children and hooks.
 
-All of it is required, and has been the same from torch 2.11 to 2.14. `nn.Module` itself documents the calls that fill
-these dicts, but none that tells what is in them as fast as a step needs, or in the order in which hooks run.
+Required, and unchanged from torch 2.11 to 2.14. The public methods of `nn.Module` fill these dicts, but do not read
+them fast enough for each step, nor in the order in which hooks run.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch.utils.module_tracker import ModuleTracker
 
 from fxpipe._torch.versions import require_attributes
 
-MODULE_DICT_KEYS = frozenset(nn.Module().__dict__)  # what every module keeps in its `__dict__`
+MODULE_DICT_KEYS = frozenset(nn.Module().__dict__)  # attributes of every module
 STORE_NAMES = ("_parameters", "_buffers", "_modules")  # its tensors and its children
 HOOK_STORE_NAMES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-GLOBAL_HOOK_STORE_NAMES = (  # of hooks on all modules, in the module of nn.Module
+GLOBAL_HOOK_STORE_NAMES = (  # hooks on all modules, in `torch.nn.modules.module`
     "_global_forward_pre_hooks",
     "_global_forward_hooks",
     "_global_backward_pre_hooks",
     "_global_backward_hooks",
 )
-COMPILED_CALL = "_compiled_call_impl"  # in its `__dict__`: what runs in place of it where `module.compile()` was called
+COMPILED_CALL = "_compiled_call_impl"  # runs instead of the module after `module.compile()`
 CALL_NAMES = (  # attributes that belong to a call of the module itself
     *HOOK_STORE_NAMES,
     "_forward_hooks_with_kwargs",
@@ -34,7 +34,7 @@ CALL_NAMES = (  # attributes that belong to a call of the module itself
     "_is_full_backward_hook",
     COMPILED_CALL,
 )
-GUARDS_MODULE = "_guards_fn"  # the end of the name of a module that export puts its checks into
+GUARDS_MODULE = "_guards_fn"  # the end of the name of the module with export's checks
 
 require_attributes(
     nn.Module(),
@@ -46,28 +46,26 @@ _GLOBAL_HOOK_STORES = [getattr(torch_module, name) for name in GLOBAL_HOOK_STORE
 
 
 def own_buffers(module: nn.Module) -> dict[str, Any]:
-    """The buffers that stand in the module itself."""
     return module._buffers
 
 
 def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The modules that stand in the module itself."""
     return module._modules
 
 
 def tensor_stores(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The dicts that a module may hold tensors in: parameters, buffers, plain attributes."""
+    """Returns the dicts in which a module may hold tensors: parameters, buffers, plain attributes."""
     return module._parameters, module._buffers, module.__dict__
 
 
 def reset_method_of(module: nn.Module) -> Callable[[], Any] | None:
-    """Returns the method with which a module initializes its parameters: torch's attention has it as a private one."""
+    """Returns the method that initializes a module's parameters, which is private in torch's attention."""
     method = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return method if callable(method) else None
 
 
 def with_metadata(entries: dict[str, Any], state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns entries of a `state_dict()` with its metadata, the versions of the modules that have made it."""
+    """Returns entries of a `state_dict()` with its metadata, the versions of its modules."""
     result: OrderedDict[str, Any] = OrderedDict(entries)
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:  # `load_state_dict` looks for it there
@@ -76,24 +74,24 @@ def with_metadata(entries: dict[str, Any], state_dict: Mapping[str, Any]) -> dic
 
 
 def new_call_state() -> dict[str, Any]:
-    """Returns what a new module has of `CALL_NAMES`: no hooks, and nothing compiled."""
+    """Returns the attributes `CALL_NAMES` of a new module: no hooks, and not compiled."""
     module = nn.Module()
     return {name: getattr(module, name) for name in CALL_NAMES}
 
 
 def hook_stores(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """The hooks on a module by torch's numbers: forward pre-hooks, forward, backward pre-hooks, backward."""
+    """Returns the hooks on a module by id: forward pre-hooks, forward, backward pre-hooks, backward."""
     return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
 
 
 def forward_hooks_with_kwargs(module: nn.Module) -> Iterator[tuple[Any, bool]]:
-    """The forward hooks of a module: each with whether it takes keyword arguments."""
+    """Yields the forward hooks of a module, each with True if it takes keyword arguments."""
     for key, hook in list(module._forward_hooks.items()):
         yield hook, key in module._forward_hooks_with_kwargs
 
 
 def forward_pre_hooks_with_kwargs(module: nn.Module) -> Iterator[tuple[Any, bool]]:
-    """The forward pre-hooks of a module: each with whether it takes and returns keyword arguments."""
+    """Yields the forward pre-hooks of a module, each with True if it takes and returns keyword arguments."""
     for key, hook in list(module._forward_pre_hooks.items()):
         yield hook, key in module._forward_pre_hooks_with_kwargs
 
@@ -104,12 +102,11 @@ def has_legacy_backward_hook(module: nn.Module) -> bool:
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Returns True if the module is what `torch.compile` has made of another module."""
     return type(module).__module__ == "torch._dynamo.eval_frame"
 
 
 def original_module(module: nn.Module) -> nn.Module:
-    """A module; of a compiled one the module that it was made from."""
+    """Returns the module; for a compiled module the module that it was made from."""
     return module._modules["_orig_mod"] or module if is_compiled_module(module) else module
 
 
@@ -117,19 +114,15 @@ def original_module(module: nn.Module) -> nn.Module:
 
 
 def global_hooks() -> list[tuple[int, Any]]:
-    """Returns the hooks on all modules with torch's numbers, but not of the tracker that names modules to profilers."""
+    """Returns the hooks on all modules with their ids, except the hooks of `ModuleTracker`."""
     hooks = [item for store in _GLOBAL_HOOK_STORES if store for item in store.items()]
     return [item for item in hooks if type(getattr(item[1], "__self__", None)) is not ModuleTracker] if hooks else hooks
 
 
 def module_flags(model: nn.Module) -> tuple[Any, ...]:
-    """Returns the flags of each module of a model: its identity, its `training` flag, its hooks (by torch's numbers).
-
-    And its attributes, parameters and buffers: forward may ask for them, and one set later hides that of the class.
-    """
+    """Returns the flags of each module of a model: id, `training`, class, names of attributes and tensors, hook ids."""
     flags: list[Any] = [number for number, _ in global_hooks()]
     for m in all_modules(model):
-        # Most modules have few tensors of their own, and no hooks.
         parameters = _tensor_names(m._parameters) if m._parameters else ()
         buffers = _tensor_names(m._buffers) if m._buffers else ()
         flags.append((id(m), m.training, type(m), hash(tuple(m.__dict__)), parameters, buffers))
@@ -143,10 +136,10 @@ def _tensor_names(store: dict[str, Any]) -> tuple[str, ...]:
 
 
 def all_modules(model: nn.Module) -> Sequence[nn.Module]:
-    """All modules of a model, each once.
+    """Returns all modules of a model, each once.
 
-    `model.modules()` takes thrice as long, since it hands each module through all that are above it. Where a class says
-    by itself which modules it has, that is asked.
+    `model.modules()` takes three times as long, since nested generators yield each module. It is called only if a class
+    overrides `modules` or `named_modules`.
     """
     modules, seen = [model], {model}
     for module in modules:

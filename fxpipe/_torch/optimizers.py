@@ -1,6 +1,6 @@
-"""Optimizers of torch, of which a part of the parameters is stepped by itself.
+"""Steps of a part of an optimizer's parameters.
 
-Hooks of an optimizer are required, and kept under the same names from torch 2.11 to 2.14.
+The hooks of an optimizer are required, and unchanged from torch 2.11 to 2.14.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _PRE_HOOKS, _POST_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hoo
 def part_of_optimizer(
     optimizer: torch.optim.Optimizer, optimizer_class: type[torch.optim.Optimizer], groups: Sequence[dict[str, Any]]
 ) -> torch.optim.Optimizer:
-    """Makes an optimizer of these groups alone, which shares all else with `optimizer`, its state too.
+    """Creates an optimizer of these groups, which shares all other attributes with `optimizer`, including the state.
 
-    It has no hooks: those of `optimizer` see all of its parameters.
+    It has no hooks: the hooks of `optimizer` expect all of its parameters.
     """
     part = object.__new__(optimizer_class)
     part.__dict__.update(optimizer.__dict__)
@@ -30,18 +30,18 @@ def part_of_optimizer(
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Runs the step of an optimizer's class, without the hooks and the profiler's range that torch puts around it."""
+    """Runs the step of an optimizer's class without torch's hooks and profiler range."""
     function: Any = type(optimizer).step
-    if getattr(function, "hooked", False):  # by the first instance of the class
+    if getattr(function, "hooked", False):  # since the class's first instance
         function = function.__wrapped__
     function(optimizer)
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer, when: str) -> bool:
-    """Returns whether this optimizer has hooks of its own before ("pre") or after ("post") its step.
+    """Returns True if this optimizer has hooks before ("pre") or after ("post") its step, other than global hooks.
 
     Raises:
-        TorchVersionError: this version of torch does not show its hooks.
+        TorchVersionError: optimizers have no such attribute in this version of torch.
     """
     name = {"pre": _PRE_HOOKS, "post": _POST_HOOKS}[when]
     if not hasattr(optimizer, name):

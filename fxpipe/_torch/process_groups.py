@@ -1,8 +1,8 @@
-"""The parts of process groups of `torch.distributed`: stores, the gloo backend, and the backends of accelerators.
+"""Stores and process groups of `torch.distributed`: gloo, and communicators of accelerators.
 
-Their names are public and documented, but torch defines them in a private module, where type checkers look for them.
-Required, with torch 2.11 to 2.14, if a pipe runs over processes, and imported only there. How a backend is made from
-its name is private, and optional: without it values between accelerators go through the memory of the CPU.
+The names are public and documented, but defined in a private module, where type checkers look for them. Required, with
+torch 2.11 to 2.14, for pipes over processes, and imported only by them. Creating a backend from its name is private,
+and optional: without it transfers between accelerators go through CPU memory.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ with required_names():
 
 require_attributes(_distributed_c10d, "AllgatherOptions", "BroadcastOptions")
 
-_OWN_BACKENDS = {"nccl": "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}  # that torch brings; others are registered
-_DESCRIPTION = "_DistributedBackendOptions"  # that some of those are made of
+_OWN_BACKENDS = {"nccl": "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}  # built into torch; others are registered
+_DESCRIPTION = "_DistributedBackendOptions"  # argument of some registered backends
 
 __all__ = [
     "PrefixStore",
@@ -40,19 +40,19 @@ __all__ = [
 ]
 
 
-# gloo runs a collective in a thread of its group, for which the end of the group waits. `Work.wait(timeout)` does not
-# end that thread: without a timeout of its own it stays until that of the group has passed, or the peer is gone.
+# gloo runs a collective in a thread of its group, and destroying the group waits for it. `Work.wait(timeout)` does not
+# end that thread: without a timeout of the collective it runs until the group's timeout, or until the peer ends.
 
 
 def broadcast(group: Any, tensor: torch.Tensor, source: int, timeout: timedelta) -> Any:
-    """Begins to fill a tensor on all ranks with what `source` has in it; that ends after `timeout` at the latest."""
+    """Starts a broadcast of `source`'s tensor to all ranks; it ends after `timeout` at the latest."""
     options = _distributed_c10d.BroadcastOptions()
     options.rootRank, options.rootTensor, options.timeout = source, 0, timeout
     return group.broadcast([tensor], options)
 
 
 def all_gather(group: Any, results: list[torch.Tensor], tensor: torch.Tensor, timeout: timedelta) -> Any:
-    """Begins to fill `results` with the tensors of all ranks; that ends after `timeout` at the latest."""
+    """Starts an all-gather of the tensors of all ranks into `results`; it ends after `timeout` at the latest."""
     options = _distributed_c10d.AllgatherOptions()
     options.timeout = timeout
     return group.allgather([results], [tensor], options)
@@ -62,28 +62,27 @@ def all_gather(group: Any, results: list[torch.Tensor], tensor: torch.Tensor, ti
 
 
 def _maker(backend: str) -> Any:
-    """Returns the class of a backend, or how one is made that was registered by `Backend.register_backend`, or None."""
+    """Returns the class of a backend, or the plugin from `Backend.register_backend`; None if neither is usable."""
     if backend in _OWN_BACKENDS:
-        return getattr(_distributed_c10d, _OWN_BACKENDS[backend], None)  # where torch was built with it
+        return getattr(_distributed_c10d, _OWN_BACKENDS[backend], None)  # depends on the build of torch
     plugin = getattr(dist.Backend, "_plugins", {}).get(backend.upper())
     is_known = plugin is not None and (not plugin.extended_api or hasattr(_distributed_c10d, _DESCRIPTION))
     return plugin if is_known else None
 
 
 def has_communicators(backend: str) -> bool:
-    """Tells whether `communicator` can make one of this backend."""
     return _maker(backend) is not None
 
 
 def communicator(backend: str, store: Store, rank: int, ranks: tuple[int, ...], seconds: float) -> Any:
-    """Makes a communicator of a backend between the processes that call this with the same store.
+    """Creates a communicator of a backend between the processes that call this with the same store.
 
-    It has `send([tensor], peer, tag)` and `recv`, with the peer's place in `ranks`, and `allreduce([tensor])`, which
+    It has `send([tensor], peer, tag)` and `recv`, with the peer's index in `ranks`, and `allreduce([tensor])`, which
     sums; each returns a `Work`, whose `wait()` makes the current stream wait, not the host.
 
     Args:
-        rank: the place of this process in `ranks`.
-        seconds: after which the backend itself ends the process.
+        rank: the index of this process in `ranks`.
+        seconds: the timeout after which the backend itself ends the process.
     """
     timeout, maker, name = timedelta(seconds=seconds), _maker(backend), f"fxpipe {ranks}"
     if backend in _OWN_BACKENDS:
@@ -101,10 +100,7 @@ def communicator(backend: str, store: Store, rank: int, ranks: tuple[int, ...], 
 
 @contextlib.contextmanager
 def _failures_left_to_us() -> Iterator[None]:
-    """A block in which a communicator is made that does not end its process when a peer is gone.
-
-    A failure is told by the ranks to each other, and the communicator is aborted. NCCL's watchdog would else be first.
-    """
+    """A block that creates communicators without NCCL's error handling: ranks report failures and abort instead."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(name)
     os.environ[name] = "0"
@@ -118,10 +114,10 @@ def _failures_left_to_us() -> Iterator[None]:
 
 
 def abort_communicator(channel: Any) -> bool:
-    """Ends a communicator, and what it is at: afterwards no device writes to memory that it was given.
+    """Aborts a communicator and its operations, so that no device writes to their memory afterwards.
 
     Returns:
-        Whether it could be ended. If not, that memory must not be used for anything else.
+        True if it was aborted. If not, that memory must not be reused.
     """
     for name in ("abort", "shutdown"):
         with contextlib.suppress(RuntimeError, AttributeError):

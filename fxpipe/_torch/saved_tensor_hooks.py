@@ -1,13 +1,12 @@
-"""A forward whose autograd graph is not used for backward: it saves nothing.
+"""Hooks that make a forward save no tensors, for graphs without a backward.
 
-What is recomputed must have the same bits, and under `no_grad` torch takes other kernels (LSTM). So F makes a graph as
-R will, and hooks on saved tensors drop each of them. The same goes for runs that trace a model, which may ask what
-requires grad.
+Recomputed values must be bitwise equal, and under `no_grad` torch uses other kernels (LSTM). So F builds a graph as R
+will, and hooks drop all saved tensors. Tracing, where forward may read `requires_grad`, does the same.
 
-`torch.func` refuses such hooks. It occurs only in opaque calls; there the hooks are taken off, and what is saved lives
+`torch.func` refuses such hooks. It occurs only in opaque calls; there the hooks are suspended, and saved tensors live
 as long as the graph, to the end of F. That is no more than R needs.
 
-The stack of such hooks in a thread is required, and has been the same from torch 2.11 to 2.14.
+The stack of these hooks in a thread is required, and unchanged from torch 2.11 to 2.14.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from fxpipe.errors import StateError
 
 
 class _ThreadHooks(threading.local):
-    hooks: NoSavedTensors | None = None  # of the block that runs in this thread
+    hooks: NoSavedTensors | None = None  # the current block of this thread
 
 
 _thread_hooks = _ThreadHooks()
@@ -39,7 +38,7 @@ _thread_hooks = _ThreadHooks()
 class NoSavedTensors(saved_tensors_hooks):
     """A block in which autograd saves nothing for backward. It may be entered again.
 
-    `was_read`: was something read that was not saved? That raises, but the error may be caught.
+    `was_read`: a dropped tensor was read. This raises, but the error may be caught.
     """
 
     def __init__(self) -> None:
@@ -60,7 +59,7 @@ class NoSavedTensors(saved_tensors_hooks):
 
 
 _NOTHING = contextlib.nullcontext()
-# Functions in C, and what torch has of its own in Python: none of them goes back through anything.
+# Functions in C, and torch's functions in Python: none of them runs a backward.
 _BUILTIN_TYPES = (str, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _TORCH_MODULES = ("torch._tensor", "torch.functional", "torch.nn.functional")
 
@@ -73,14 +72,13 @@ with required_names():
 
 
 def current_hooks() -> SavedTensorHooks | None:
-    """The innermost hooks on saved tensors of this thread, which alone count."""
+    """Returns the innermost hooks on saved tensors of this thread; only these run."""
     hooks: SavedTensorHooks | None = _top(False)
     return hooks
 
 
 @contextlib.contextmanager
 def hooks_suspended() -> Iterator[None]:
-    """A block of this thread without hooks on saved tensors."""
     with contextlib.ExitStack() as stack:
         while (hooks := _top(False)) is not None:
             _pop()
@@ -89,10 +87,7 @@ def hooks_suspended() -> Iterator[None]:
 
 
 def saving_block_for(function: Any, block: NoSavedTensors) -> AbstractContextManager[Any]:
-    """The block to call a function or a method of tensors in; one that saves, if it is not torch's own.
-
-    Such a function may go back through its own graph. Hooks of the user, of which the innermost count, stay.
-    """
+    """Returns `block` for torch's functions without active hooks; else an empty block, as others may run a backward."""
     is_of_torch = isinstance(function, _BUILTIN_TYPES) or getattr(function, "__module__", "") in _TORCH_MODULES
     if not (is_of_torch and _is_enabled()):
         return _NOTHING
@@ -100,7 +95,7 @@ def saving_block_for(function: Any, block: NoSavedTensors) -> AbstractContextMan
 
 
 def is_hooks_error(error: BaseException | None) -> bool:
-    """Returns whether it was raised since there are hooks where what ran (`torch.func`, the model) allows none."""
+    """Returns True if an error was raised because hooks are not allowed there (by `torch.func`, the model)."""
     while error is not None:
         frames = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__))
         if saved_tensors_hooks.__module__ in frames:
@@ -110,7 +105,7 @@ def is_hooks_error(error: BaseException | None) -> bool:
 
 
 def with_saved_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with what it saves, also where everything around it forgets."""
+    """Wraps `function` so that it saves tensors also inside a `NoSavedTensors` block."""
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
@@ -127,4 +122,4 @@ def with_saved_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _discard(tensor: torch.Tensor) -> None:
-    """Drops a tensor that forward would save for backward."""
+    """Drops a tensor that forward saves for backward."""

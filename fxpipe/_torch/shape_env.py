@@ -1,7 +1,6 @@
-"""Symbolic sizes: what running a graph on fake tensors with symbols needs besides `ShapeEnv` itself.
+"""Symbolic sizes: what runs of a graph on fake tensors with symbols need in addition to `ShapeEnv`.
 
-All of it is required, and has been the same from torch 2.11 to 2.14. To import it imports much of torch, so only what
-makes a symbolic run does.
+Required, and unchanged from torch 2.11 to 2.14. Importing it imports much of torch, so only symbolic runs do.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ __all__ = ["LocalSource", "QuietShapeEnv", "enable_python_dispatcher"]
 
 
 class QuietShapeEnv(ShapeEnv):
-    """A `ShapeEnv` that asks for nobody's line: to know which lines are the user's, torch would import its compiler."""
+    """A `ShapeEnv` that does not look up the user's lines, for which torch would import its compiler."""
 
     def _get_user_frame(self) -> None:
         return None

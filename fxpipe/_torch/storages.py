@@ -1,7 +1,6 @@
-"""Storages, told apart for as long as one likes: an address would name another one after the first is gone.
+"""Identities of storages that stay unique after a storage is freed, unlike its address.
 
-The number of a storage (`_cdata`) and the parts of a sparse tensor are required, and the same from torch 2.11 to 2.14.
-To get a storage back from a weak reference is optional.
+The address of a storage (`_cdata`) and the parts of sparse tensors are required, and unchanged from torch 2.11 to 2.14.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _SPARSE_PARTS = {
 
 
 def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """Yields the storages of a tensor: one, those of its parts (sparse ones, wrappers), or none that can be seen."""
+    """Yields the storages of a tensor, or of the parts of a sparse tensor or wrapper subclass, if accessible."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from storages_of(getattr(tensor, name))
@@ -39,21 +38,20 @@ def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """Names the storage of a strided tensor while it lives; tensors that share memory share it."""
+    """Returns the address of a strided tensor's storage, unique while it lives and equal for shared memory."""
     address: int = tensor.untyped_storage()._cdata
     return address
 
 
 def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The indices and the values of a COO tensor, which need not be coalesced."""
     return tensor._indices(), tensor._values()
 
 
 class StorageNumbers:
-    """Numbers for storages; never the same one for two."""
+    """Unique numbers for storages."""
 
     def __init__(self) -> None:
-        # A weak reference keeps the address from being given to another storage, and no memory alive.
+        # A weak reference prevents the reuse of the address, and keeps no memory alive.
         self._seen: dict[int, StorageWeakRef] = {}
         self._kept: dict[int, torch.Tensor] = {}
 
@@ -67,7 +65,7 @@ class StorageNumbers:
         return map(self.number, storages_of(tensor))
 
     def name(self, tensor: torch.Tensor) -> int:
-        """One number for a tensor: of its storage; a sparse one has several, and writing to it puts others there."""
+        """Returns one number for a tensor. A sparse tensor has several storages, which writes replace: its id."""
         if tensor.layout == torch.strided:
             return self.number(tensor.untyped_storage())
         self._kept[id(tensor)] = tensor

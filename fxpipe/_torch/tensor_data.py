@@ -1,7 +1,6 @@
-"""The memory of a tensor, replaced by other memory while the tensor stays the same object.
+"""Replacement of a tensor's memory that preserves the tensor object.
 
-Optional: torch does it itself, unless one memory is of the CPU and the other of a backend that is not torch's own. From
-2.11 to 2.14 it has what is needed then.
+Optional (torch 2.11 to 2.14): needed only between the CPU and an out-of-tree backend.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _swap_tensor_impl: Any = optional_name("torch", "_C._swap_tensor_impl")
 
 
 def replace_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Gives a tensor other data, as `tensor.data = data` does, also of another device."""
+    """Sets the data of a tensor as `tensor.data = data`, also to another device."""
     try:
         tensor.data = data
     except RuntimeError:
@@ -28,7 +27,7 @@ def replace_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 
 def _replace_tensor(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Puts a new tensor of C++ behind the object of Python, with all that autograd knows of the old one."""
+    """Replaces the C++ tensor of a Python object, and preserves its autograd state."""
     gradient = tensor.grad if tensor.is_leaf else None
     fresh = data.detach()
     if tensor.is_leaf:
@@ -36,7 +35,7 @@ def _replace_tensor(tensor: torch.Tensor, data: torch.Tensor) -> None:
             gradient_edge_of(tensor).node.register_prehook(_refuse_late_gradient)
         fresh = fresh.requires_grad_(tensor.requires_grad)
     _swap_tensor_impl(tensor, fresh)
-    # Hooks are the object's, but only called where they are registered with the tensor of C++.
+    # Hooks belong to the Python object, but run only if they are registered with the C++ tensor.
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(tensor, hooks) is not None:
             setattr(tensor, hooks, getattr(tensor, hooks))
@@ -45,7 +44,7 @@ def _replace_tensor(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 
 def _refuse_late_gradient(gradients: Any) -> None:
-    """Refuses the gradient that a graph from before gives to the old tensor, which nobody has any more."""
+    """Refuses the gradient that an older graph would add to the old tensor, which is unreachable."""
     raise StateError(
         "this graph was made before a parameter in it moved to another type of device (a pipe moves parameters when it "
         "is planned), so its gradient would be lost; call backward before, or forward again"
@@ -53,7 +52,7 @@ def _refuse_late_gradient(gradients: Any) -> None:
 
 
 def _put_gradient(tensor: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Gives the tensor its gradient back, which has to be where the tensor is: it is moved behind it."""
+    """Restores the gradient of the tensor, moved to the tensor's device."""
     if gradient.device.type != tensor.device.type:
         replace_data(gradient, gradient.detach().to(tensor.device))
     tensor.grad = gradient

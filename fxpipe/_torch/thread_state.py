@@ -1,11 +1,11 @@
-"""The state of a thread that changes what torch functions do: recorded with every node, set again where the node runs.
+"""Thread-local state that changes the results of torch functions: recorded with every node, and set when it runs.
 
-A function depends on more than its arguments: whether gradients are recorded, and autocast with its dtype. Both belong
-to a thread, so a worker does not inherit them. `ThreadState.now()` is the state that a node was recorded under;
-`set_thread_state(state)` sets it for a block. Inference mode, hooks for saved tensors and modes are in
-`runtime.caller_context`. The default dtype belongs to the process; a model that changes it in forward is refused.
+Functions depend on grad mode and on autocast with its dtype, which a worker thread does not inherit.
+`ThreadState.now()` is the state that a node is recorded under; `set_thread_state(state)` sets it for a block. Inference
+mode, hooks for saved tensors and modes are in `runtime.caller_context`. The default dtype is process-wide; a model that
+changes it in forward is refused.
 
-Private is only what tells that autocast is on for whatever device (torch 2.11 to 2.14), and it is optional.
+The check of autocast for any device is private (torch 2.11 to 2.14) and optional.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _is_any_autocast_enabled: Any = optional_name("torch", "_C._is_any_autocast_enab
 
 
 def autocast_devices() -> tuple[str, ...]:
-    """Returns the types of devices whose autocast a stage may depend on: the CPU, and the accelerator."""
+    """Returns the device types whose autocast a stage may depend on: the CPU and the accelerator."""
     kind = accelerator_type()
     return ("cpu",) if kind is None else ("cpu", kind)
 
@@ -34,14 +34,12 @@ def _is_known_autocast_enabled() -> bool:
     return any(map(torch.is_autocast_enabled, autocast_devices()))
 
 
-# Is autocast on in this thread, for whatever device? Without a function of torch's for it, for those of a pipe.
+# Returns True if autocast is on in this thread for any device; if torch lacks the function, for the types of a pipe.
 is_any_autocast_enabled: Callable[[], bool] = _is_any_autocast_enabled or _is_known_autocast_enabled
 
 
 @dataclass(frozen=True, slots=True)
 class AutocastState:
-    """Autocast for one kind of device."""
-
     device: str
     enabled: bool
     dtype: torch.dtype
@@ -57,9 +55,9 @@ class AutocastState:
 
 @dataclass(frozen=True, slots=True)
 class ThreadState:
-    """The thread-local state that a function depends on besides its arguments: grad mode and autocast."""
+    """The thread-local state that functions depend on: grad mode and autocast."""
 
-    grad: bool  # are gradients recorded; False in `no_grad` and in `inference_mode`
+    grad: bool  # False in `no_grad` and in `inference_mode`
     autocast: tuple[AutocastState, ...]  # one for each of `autocast_devices`
 
     @classmethod
@@ -73,14 +71,14 @@ class ThreadState:
             *map(torch.get_autocast_dtype, devices),
         )
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019 - of states, of which there are few
+    @functools.lru_cache(maxsize=64)  # noqa: B019 - there are few states
     def without_autocast(self) -> ThreadState:
         return ThreadState(self.grad, tuple(replace(one, enabled=False) for one in self.autocast))
 
 
 @functools.lru_cache(maxsize=64)
 def _cached_state(devices: tuple[str, ...], grad: bool, cache: bool, *autocast: Any) -> ThreadState:
-    """Every node is recorded and run under one of a few states, which are asked for at each of them."""
+    """Caches states, since each node reads the state and few states occur."""
     enabled, dtypes = autocast[: len(devices)], autocast[len(devices) :]
     return ThreadState(
         grad,
@@ -90,17 +88,16 @@ def _cached_state(devices: tuple[str, ...], grad: bool, cache: bool, *autocast: 
 
 @contextlib.contextmanager
 def set_thread_state(state: ThreadState) -> Iterator[None]:
-    """Sets `state` in this thread for a block."""
     before = ThreadState.now()
     with torch.set_grad_enabled(state.grad):
         if state.autocast != before.autocast:
             for autocast in state.autocast:
                 autocast.set()
-            # The cache of casts is the process's: another worker that leaves its block would empty it under this one.
+            # The cast cache is process-wide: another worker that leaves its block would clear it.
             torch.set_autocast_cache_enabled(False)
         try:
             yield
         finally:
-            if ThreadState.now().autocast != before.autocast:  # what ran may have raised within a block of its own
+            if ThreadState.now().autocast != before.autocast:  # an inner block may have raised
                 for autocast in before.autocast:
                     autocast.set()

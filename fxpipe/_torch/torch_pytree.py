@@ -1,6 +1,6 @@
-"""Torch's pytrees: what `torch.utils._pytree` has, which torch's own documentation of `torch.func` and export use.
+"""Torch's pytrees, from `torch.utils._pytree`, to which torch's documentation of `torch.func` and export refers.
 
-All of it is required, and has been the same from torch 2.11 to 2.14.
+Required, and unchanged from torch 2.11 to 2.14.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ with required_names():
         tree_unflatten,
     )
     from torch.utils._pytree import (
-        _get_node_type as node_type,  # the type under which a value is registered, if it is: named tuples are one
+        _get_node_type as node_type,  # the type under which a value may be registered; one type for all named tuples
     )
 
 __all__ = [
@@ -43,5 +43,5 @@ __all__ = [
     "tree_unflatten",
 ]
 
-# How a user makes a class a pytree, for messages.
+# The function that registers a class as a pytree, for messages.
 REGISTRATION = "torch.utils._pytree.register_pytree_node"

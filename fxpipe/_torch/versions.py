@@ -1,10 +1,10 @@
-"""The versions of torch whose private names this package uses, and the error where one of them is missing.
+"""The supported versions of torch, and access to its private names.
 
-Each file of `fxpipe._torch` fetches the private names of one subject when it is imported:
+Each file of `fxpipe._torch` imports the private names of one subject:
 
-- `required_names()` is the block around names that fxpipe cannot do without: where one is missing, importing the file
-  raises a `TorchVersionError`, and so does `import fxpipe`, or the first use of what needs the file;
-- `optional_name()` gives a name that only makes something faster or says more; its user has a way without it.
+- `required_names()` is the block around required names: if a name is missing, importing the file raises a
+  `TorchVersionError`, and so does `import fxpipe` or the first use of the file;
+- `optional_name()` returns a name that only makes something faster or adds information; callers work without it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ TESTED_VERSIONS = "2.11 to 2.14"
 
 
 class required_names:
-    """A block that fetches private names of torch which fxpipe cannot do without.
+    """A block that imports required private names of torch. A class, to keep contextlib out of tracebacks.
 
     Raises:
-        TorchVersionError: one is missing. (No generator, so that no frame of contextlib's is in the traceback.)
+        TorchVersionError: a name is missing.
     """
 
     def __enter__(self) -> None: ...
@@ -35,7 +35,7 @@ class required_names:
 
 
 def missing_name(detail: str) -> TorchVersionError:
-    """The error where torch does not have a name, of which `detail` tells."""
+    """Returns the error for a missing name in torch, described by `detail`."""
     return TorchVersionError(
         f"torch {torch.__version__} lacks something that fxpipe needs: it is tested with torch {TESTED_VERSIONS}; "
         f"install one of these versions, or a later fxpipe\n{detail}"
@@ -43,10 +43,10 @@ def missing_name(detail: str) -> TorchVersionError:
 
 
 def require_attributes(owner: Any, *names: str) -> None:
-    """Checks that an object of torch's has these attributes, which are then used directly.
+    """Checks that an object of torch has these attributes, which are then used directly.
 
     Raises:
-        TorchVersionError: one is missing.
+        TorchVersionError: an attribute is missing.
     """
     for name in names:
         if not hasattr(owner, name):
@@ -54,7 +54,7 @@ def require_attributes(owner: Any, *names: str) -> None:
 
 
 def optional_name(module: str, name: str) -> Any:
-    """`module.name`, or None where torch has none; `name` may have dots. Imports the module."""
+    """Imports `module` and returns its attribute `name`, which may have dots; None if it does not exist."""
     try:
         value: Any = importlib.import_module(module)
         for part in name.split("."):

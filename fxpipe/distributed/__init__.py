@@ -1,32 +1,32 @@
-"""One pipe over several processes: the stages and the plan of the one-process pipe, and the code that runs its rows.
+"""Pipelines over several processes: the stages and plan of a pipe in one process, with one row per process.
 
     mesh = init_device_mesh("cpu", (2,))                    # under torchrun, in every process
     pipe = fxpipe.pipeline(model, devices=mesh, chunks=8, schedule="1f1b", example_args=(x,))
     loss = pipe.forward_backward(x, target=t, loss_fn=loss_fn)
 
 Each process, a *rank*, runs the row of one device; with `data_parallel=` there are several *replicas* of the pipe. A
-model that is too large for one process is built on the meta device: it is planned without values, and then `load` or
-`initialize` gives each rank those of its own stages:
+model too large for one process is built on the meta device and planned without values; then `load` or `initialize`
+gives each rank the values of its stages:
 
     with torch.device("meta"):
         model = Model()
     pipe = fxpipe.pipeline(model, devices=mesh, chunks=8, schedule="1f1b", example_args=(x,))
     fxpipe.distributed.load(pipe, "checkpoint")
 
-Where `torchrun --max-restarts` starts failed processes again, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: else torch 2.13
-gives them the store of the ones before, and gloo may connect to the addresses of these.
+If `torchrun --max-restarts` restarts failed processes, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: otherwise torch 2.13
+gives them the previous processes' store, and gloo may connect to outdated addresses.
 
-From the bottom:
+Modules, bottom up:
 
-- `connection` (transfers between ranks, of one generation), `failures` (what each rank says when a step has failed),
-  `rank_group` (both together: a block that ends well on all ranks or on none)
-- `packets` (values as messages), `packet_link` (what a row receives before its actions and sends after them),
-  `rank_step` (a step with this rank's stages)
-- `held_tensors` (who has which parameter, and tied ones), `gradient_reduction` (sums over replicas), `device_sums` (the
-  same in memory of devices), `replicas` (the part of each in a step), `step_report` (what the ranks tell each other at
-  its end), `rank_gradients` (from sums of stages to `.grad`)
-- `agreement` (all ranks have the same model, plan and versions), `rank_engine` (whole steps), `rank_state` (graphs,
-  recorded on all ranks together), `rank_stream`, `rank_train_stream` (streams: of one stage, and its loop), `pipeline`
+- `connection` (transfers between ranks in one generation), `failures` (reports after a failed step), `rank_group` (both
+  together: a block that succeeds on all ranks or on none)
+- `packets` (values as messages), `packet_link` (the packets that a row receives and sends), `rank_step` (a step with
+  this rank's stages)
+- `held_tensors` (which rank has which parameter; tied weights), `gradient_reduction` (sums over replicas),
+  `device_sums` (sums in device memory), `replicas` (the part of each in a step), `step_report` (reports at the end of a
+  step), `rank_gradients` (from sums of stages to `.grad`)
+- `agreement` (all ranks have the same model, plan and versions), `rank_engine` (complete steps), `rank_state` (graphs,
+  recorded on all ranks), `rank_stream`, `rank_train_stream` (one stage of a stream, and the loop), `pipeline`
 - `materialization` (memory for this rank's tensors), `checkpoint_readers`, `checkpoint_loading`, `initialization`,
   `clip_grad_norm`
 """

@@ -1,7 +1,7 @@
-"""All ranks have the same model, settings, versions, graph and plan: compared before anything depends on it.
+"""Comparison of model, settings, versions, graph and plan between ranks, before anything depends on them.
 
-Each rank publishes a text for each field; where two ranks differ, the error on every rank names the field and which
-ranks have which text. Values of parameters are not compared: each is used by the ranks that hold it only.
+Each rank publishes a text per field; if the texts differ, the error on every rank names the field and which ranks have
+which text. Values of parameters are not compared: only the ranks that hold a parameter use it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,9 @@ COMPARED_SETTINGS = (
 
 
 def check_agreement(group: RankGroup, own: Fields, *, between_replicas: bool = True, is_long: bool = True) -> None:
-    """Compares what the ranks have.
+    """Compares the fields of ranks in all replicas, or in this one. Raises `ArgumentError` on all ranks if they differ.
 
-    Args:
-        between_replicas: those of all replicas, else of this one.
-        is_long: some may plan or record meanwhile; else all have to answer within the timeout.
-
-    Raises:
-        ArgumentError: on all ranks, where they differ; names the fields and the ranks.
+    `is_long`: ranks may be planning or recording; if False, all must answer within the timeout.
     """
     what, replicas = "what the other ranks have", 1
     everybody: Sequence[Fields]
@@ -70,7 +65,7 @@ def _difference(field: str, everybody: Sequence[Fields], replicas: int = 1) -> s
 
 
 def _around_difference(text: str, texts: Sequence[str]) -> str:
-    """Returns the part of a text where it differs from the others."""
+    """Returns the part of a text where it first differs from the others."""
     if len(text) <= LONGEST_SHOWN:
         return text
     shortest = min(map(len, texts))
@@ -80,7 +75,7 @@ def _around_difference(text: str, texts: Sequence[str]) -> str:
 
 
 def model_fields(model: nn.Module, settings: Settings) -> Fields:
-    """Returns what must be equal before there is a plan."""
+    """Returns the fields that must be equal before there is a plan."""
     from fxpipe import __version__
 
     tensors = [
@@ -97,7 +92,7 @@ def model_fields(model: nn.Module, settings: Settings) -> Fields:
 
 
 def _value_text(value: Any) -> str:
-    """Returns a text that is the same in another process: without addresses."""
+    """Returns a text without addresses, which is equal in other processes."""
     if isinstance(value, Schedule):
         value = str(value)
     elif callable(value):
@@ -106,7 +101,7 @@ def _value_text(value: Any) -> str:
 
 
 def graph_fields(fingerprint: str, bound: BoundProgram, placement: Sequence[int], settings: Settings) -> Fields:
-    """Returns what must be equal of a graph that was recorded, and of its stages."""
+    """Returns the fields that must be equal for a recorded graph and its stages."""
     return {
         "graph": f"fingerprint {fingerprint}",
         "plan": f"stages on ranks {tuple(placement)}, chunks {settings.chunks}, checkpoint {settings.checkpoint}, "
@@ -118,7 +113,7 @@ def graph_fields(fingerprint: str, bound: BoundProgram, placement: Sequence[int]
 def _stage_fields(program: Program) -> Fields:
     fields = {}
     for j, stage in enumerate(program.stages):
-        code = re.sub(r" +#.*", "", stage.code)  # source lines may stand elsewhere on another machine
+        code = re.sub(r" +#.*", "", stage.code)  # paths of source lines may differ between machines
         text = repr((code, stage.attributes, stage.receives, stage.sends, stage.assigns))
         fields[f"stage {j}"] = hashlib.sha256(text.encode()).hexdigest()[:16]
     return fields

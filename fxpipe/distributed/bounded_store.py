@@ -1,8 +1,8 @@
-"""A store that is asked for so long and no longer.
+"""A store with a timeout for each request.
 
-The store of a process group is a server in one process, rank 0's or torchrun's. Its clients wait for an answer on their
-connection, without a deadline of their own: where the server's host is cut off no packet comes that would end the wait,
-and the kernel gives up after a quarter of an hour. So each question is asked in a thread that nobody has to wait for.
+The store of a process group is a server in one process: rank 0 or torchrun. Its clients wait for an answer without a
+deadline: if the server's host is disconnected, no packet ends the wait, and the kernel gives up after a quarter of an
+hour. So a daemon thread makes each request, and the caller stops waiting for it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,11 @@ T = TypeVar("T")
 
 
 class StoreSilentError(RuntimeError):
-    """The store has not answered; an answer that comes later is dropped."""
+    """The store has not answered in time; a later answer is dropped."""
 
 
 class BoundedStore:
-    """Asks a store what this package asks, each time for so many seconds.
-
-    Raises:
-        StoreSilentError: it does not answer.
-        RuntimeError: torch's own, where the connection is closed.
-    """
+    """Makes requests to a store. Raises `StoreSilentError` after `seconds`, or `RuntimeError` from torch."""
 
     def __init__(self, store: Store, seconds: float):
         self.store, self.seconds = store, seconds

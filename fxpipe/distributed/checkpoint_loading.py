@@ -1,4 +1,4 @@
-"""`fxpipe.distributed.load`: each process reads its own part of a checkpoint."""
+"""`fxpipe.distributed.load`: each process reads its part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def load(
     strict: bool = True,
     init_fn: InitFunction | None = None,
 ) -> None:
-    """Loads a checkpoint into a pipe. Over processes all ranks call it, and each reads its own part.
+    """Loads a checkpoint into a pipe. Over processes, all ranks call it, and each reads the part of its stages.
 
         with torch.device("meta"):
             model = Model()
@@ -37,25 +37,25 @@ def load(
         fxpipe.distributed.load(pipe, "checkpoint")
         optimizer = torch.optim.AdamW(pipe.parameters())
 
-    The parameters and buffers of a model that was built on the meta device get memory on the devices of their stages,
-    and are read there one by one: the host never holds the model. Over processes, each rank reads those of its stages
-    and nothing else. Parameters stay the same objects; tied ones are read once. Values are cast to the dtype of the
-    model, as by `load_state_dict`.
+    Parameters and buffers without values, of a model built on the meta device, are allocated on the devices of their
+    stages and read there one by one: the host never holds the model. Parameters stay the same objects; tied ones are
+    read once. Values are cast to the dtype of the model, as by `load_state_dict`.
 
     Args:
-        path: of the model's `state_dict()`, or that of any pipe of it: a folder as `torch.distributed.checkpoint.save`
-            writes it; a .safetensors file; a .safetensors.index.json, as Hugging Face ships large models; or a folder
-            with one of these.
-        key: where the model's state is in a checkpoint of more: "model" of {"model": pipe.state_dict(), ...}.
-        strict: refuse what is missing or unexpected in the checkpoint. Without it what is missing must have values.
-        init_fn: a function of a module that computes what is in no checkpoint, and what `__init__` had no values for on
-            the meta device: non-persistent buffers (rotary tables, position ids), plain tensors. It is called for
-            modules that hold such, before the checkpoint is read: parameters that it initializes as well get the
-            checkpoint's values. By default the module's `reset_parameters` is called.
+        path: a checkpoint of the `state_dict()` of the model or of any pipe of it: a folder that
+            `torch.distributed.checkpoint.save` has written; a .safetensors file; a .safetensors.index.json, as Hugging
+            Face ships large models; or a folder with one of these.
+        key: the key of the model's state in a larger checkpoint: "model" for {"model": pipe.state_dict(), ...}.
+        strict: refuse missing or unexpected keys. If False, tensors missing from the checkpoint must have values.
+        init_fn: a function of a module that fills tensors without values that are not persistent: non-persistent
+            buffers (rotary tables, position ids) and plain tensors. It is called before the checkpoint is read, for
+            the modules that hold such tensors; parameters that it also initializes get the values of the checkpoint.
+            Default: the module's `reset_parameters`.
 
     Raises:
-        ArgumentError: on all ranks: keys are missing, unexpected, or have other shapes; names them. Nothing was loaded.
-        StateError: tensors are left without values; names them. Or the pipe has no plan yet.
+        ArgumentError: on all ranks, before anything is loaded: names keys that are missing, unexpected, or have other
+            shapes.
+        StateError: names tensors that have no values afterwards. Or the pipe has no plan yet.
     """
     state = _state_of(pipe)
     parse_switch("strict", strict)
@@ -69,12 +69,11 @@ def load(
         covered = {name: value for name, value in entries.items() if prefix + name in reader.keys}
         entries = with_metadata(covered, entries)
         _read(state, reader, entries, prefix)
-        pipe.load_state_dict(entries, strict=False)  # hooks and extra state; tensors are themselves
+        pipe.load_state_dict(entries, strict=False)  # for hooks and extra state; the tensors already have their values
         refuse_missing_values(state, "load", "they are not in the checkpoint")
 
 
 def _state_of(pipe: object) -> PipelineState:
-    """Returns the state of a pipe, in one process or over several."""
     if isinstance(pipe, Pipeline) and not isinstance(pipe, DistributedPipeline):
         return pipe._fxpipe
     return distributed_state(pipe)
@@ -82,7 +81,7 @@ def _state_of(pipe: object) -> PipelineState:
 
 @dataclass(frozen=True, slots=True)
 class Misfits:
-    """The differences of a checkpoint from what one process needs."""
+    """The mismatches between a checkpoint and the tensors of one process."""
 
     missing: tuple[str, ...]
     shapes: tuple[str, ...]
@@ -97,9 +96,9 @@ def _check_fit(
     path: Any,
     strict: bool,
 ) -> None:
-    """Compares the keys and shapes of a checkpoint with the model's, in all processes."""
+    """Compares the keys and shapes of a checkpoint with the model, in all processes."""
     keys = {name.removeprefix(prefix) for name in reader.keys if name.startswith(prefix)}
-    present = {id(entries[name]) for name in entries.keys() & keys}  # a tied weight may be there under one name
+    present = {id(entries[name]) for name in entries.keys() & keys}  # a tied weight may be stored under one name
     shapes = []
     for name in entries.keys() & keys:
         value, shape = entries[name], reader.shape_of(prefix + name)
@@ -131,7 +130,7 @@ def _shape_text(shape: tuple[int, ...] | None) -> str:
 
 
 def _key_hint(reader: CheckpointReader, prefix: str) -> str:
-    """Returns advice where all of a checkpoint is below one or two keys, as of {"model": ..., "optimizer": ...}."""
+    """Returns a hint if the keys do not match `prefix`, or the model is below the key "model"."""
     heads = sorted({name.partition(".")[0] for name in reader.keys})
     if prefix or "model" not in heads:
         return f". Its keys begin with {names_text(heads)}" if prefix else ""
@@ -139,7 +138,6 @@ def _key_hint(reader: CheckpointReader, prefix: str) -> str:
 
 
 def _read(state: PipelineState, reader: CheckpointReader, entries: dict[str, Any], prefix: str) -> None:
-    """Reads values into memory that tensors without values are given for it."""
     names = {id(value): name for name, value in reversed(entries.items()) if isinstance(value, torch.Tensor)}
     tensors = [value for value in entries.values() if isinstance(value, torch.Tensor)]
     memory = GivenMemory(tensors, lambda tensor: state.device_of(names[id(tensor)]))
@@ -161,7 +159,7 @@ def _read(state: PipelineState, reader: CheckpointReader, entries: dict[str, Any
 
 
 def _check_tie(reader: CheckpointReader, tensor: torch.Tensor, first: str, other: str) -> None:
-    """Refuses a checkpoint in which a tied weight has two values."""
+    """Refuses a checkpoint that has two different values for a tied weight."""
     again = {other: torch.empty_like(tensor)}
     reader.read(again)
     if not torch.equal(again[other], tensor):

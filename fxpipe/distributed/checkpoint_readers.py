@@ -1,4 +1,4 @@
-"""Readers of checkpoints on disk, which fetch single tensors: `torch.distributed.checkpoint` and safetensors."""
+"""Readers of single tensors from checkpoints on disk: `torch.distributed.checkpoint` and safetensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
 from fxpipe.utils.units import with_article
 
 INDEX_SUFFIX = ".safetensors.index.json"
-DCP_METADATA = ".metadata"  # the file that every folder of torch.distributed.checkpoint has
+DCP_METADATA = ".metadata"  # a file in every folder of torch.distributed.checkpoint
 
 
 class CheckpointReader(Protocol):
@@ -27,21 +27,17 @@ class CheckpointReader(Protocol):
 
     @property
     def keys(self) -> Set[str]:
-        """The keys of all that is in it."""
+        """The keys of all entries."""
 
     def shape_of(self, key: str) -> tuple[int, ...] | None:
-        """Returns the shape of a tensor; None for what is no tensor."""
+        """Returns the shape of a tensor; None if the entry is not a tensor."""
 
     def read(self, values: dict[str, Any]) -> None:
-        """Fills tensors in place, and replaces other values, by key. Reads nothing else."""
+        """Fills tensors in place, and replaces other values, by key; reads no other entries."""
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
-    """Returns the reader for a folder or a file.
-
-    Raises:
-        ArgumentError: there is no checkpoint, or of no known kind.
-    """
+    """Returns the reader for a folder or a file. Raises `ArgumentError` if it is not a known kind of checkpoint."""
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentTypeError(f"path is {with_article(path)}; expected the path of a checkpoint")
     place = Path(path)
@@ -86,15 +82,15 @@ class DistributedCheckpointReader:
 
     def read(self, values: dict[str, Any]) -> None:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank reads for itself: no_dist
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended: each rank reads alone
             load_in_place(values, checkpoint_id=self._folder, no_dist=True)
 
 
 class SafetensorsReader:
-    """Files of safetensors, each of which has some of the tensors."""
+    """One or more safetensors files."""
 
     def __init__(self, files: Mapping[str, Path]):
-        """`files`: by key."""
+        """`files`: the file of each key."""
         self._files = files
 
     @classmethod
@@ -104,7 +100,7 @@ class SafetensorsReader:
 
     @classmethod
     def of_index(cls, path: Path) -> SafetensorsReader:
-        """The files that an index names, as Hugging Face ships large models."""
+        """Returns a reader of the files that an index lists, as Hugging Face ships large models."""
         try:
             names = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
             files = {key: path.parent / name for key, name in names.items()}
@@ -136,12 +132,7 @@ class SafetensorsReader:
 
 
 def _opened(path: Path) -> Any:
-    """Opens a file of safetensors, which maps it and reads what is asked for.
-
-    Raises:
-        StateError: the package is not installed.
-        ArgumentError: it is no such file.
-    """
+    """Opens a safetensors file. Raises `StateError` without the package, `ArgumentError` if it is not such a file."""
     if importlib.util.find_spec("safetensors") is None:
         raise StateError(
             f"to read {str(path)!r} the package safetensors is needed, which is not installed: pip install safetensors"

@@ -1,4 +1,4 @@
-"""Gradients clipped by their norm over all ranks: `torch.nn.utils.clip_grad_norm_` for a pipe over processes."""
+"""`torch.nn.utils.clip_grad_norm_` for a pipe over processes: the norm of the gradients of all ranks."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ from fxpipe.utils.units import with_article
 def clip_grad_norm_(
     pipe: Pipeline, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
-    """Clips the gradients of a model by the norm of all of them, on all ranks, which all call this.
+    """Clips the gradients of a model by their norm over all ranks. All ranks call it.
 
         loss = pipe.forward_backward(x, target=t, loss_fn=loss_fn)
         fxpipe.distributed.clip_grad_norm_(pipe, 1.0)
         optimizer.step()
 
-    The norm is that of `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)` on the plain model: over the
-    parameters of all stages, a tied weight counted once. Replicas have the same gradients and need not tell each other.
-    The gradients of a pipe in one process are clipped by that function.
+    The norm equals `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)` on the plain model: over the parameters of
+    all stages, with tied weights counted once. For a pipe in one process, it calls that function.
 
     Args:
-        max_norm: gradients are scaled so that their norm is at most this.
-        norm_type: which norm; `inf` is the largest element.
-        error_if_nonfinite: raise on all ranks where the norm is NaN or infinite.
+        max_norm: the largest norm of the gradients after scaling.
+        norm_type: order of the norm; `inf` for the largest element.
+        error_if_nonfinite: raise on all ranks if the norm is NaN or infinite.
 
     Returns:
         The norm before clipping, on all ranks.
 
     Raises:
-        StateError: the gradients are those of one replica yet, from calls within `no_sync()`.
+        StateError: gradients are not summed over replicas yet, after calls within `no_sync()`.
         RuntimeError: the norm is not finite, and `error_if_nonfinite`.
     """
     if not isinstance(pipe, Pipeline):
@@ -46,7 +45,7 @@ def clip_grad_norm_(
                 "the gradients are those of one replica, from calls of forward_backward within no_sync(): clip behind "
                 "the call that sums them over the replicas"
             )
-        # By the names that the model itself has, so that one on several ranks is there once.
+        # By the names in the model, so that a tied weight on several ranks counts once.
         names = {id(parameter): name for name, parameter in pipe._fxpipe_model.named_parameters()}
         gradients = {names[id(p)]: p.grad for p in pipe.parameters() if p.grad is not None}
         own = {name: torch.linalg.vector_norm(g, norm_type).cpu() for name, g in gradients.items()}

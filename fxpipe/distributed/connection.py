@@ -1,12 +1,12 @@
-"""Transfers between the ranks of a pipe, on a gloo group of its own.
+"""Transfers between the ranks of a pipe, on a separate gloo group.
 
-A group that has failed cannot be used again: messages on their way would be taken for later ones. So a group lives for
-one *generation*, up to the first failure, and the next one has another name in the store. `torch.distributed.new_group`
-would use names again, and needs all processes of the world.
+After a failure a group cannot be reused: later receives would match messages in flight. So a group lives for one
+*generation*, up to the first failure, and the next generation has another name in the store.
+`torch.distributed.new_group` would reuse names, and needs all processes of the world.
 
-A message is one tensor of bytes with a tag of its own, so the order of sends and receives does not matter. A group
-lives as long as anything of torch's that waits in it: each `Work` is in the tables of the connection and nowhere else,
-so an exception, whose traceback holds frames, keeps no socket open.
+A message is one tensor of bytes with a unique tag, so the order of sends and receives does not matter. A pending
+`Work` of torch keeps its group alive, so only the tables of the connection hold it: an exception, whose traceback
+holds frames, keeps no socket open.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch
 from fxpipe._torch.process_groups import ProcessGroupGloo, Store, all_gather, broadcast
 from fxpipe.distributed.failures import ConnectionLost
 
-COLLECTIVE_BYTES = 1024  # of an object that goes round in one message; a longer one takes a second
-LONG_SECONDS = 7200.0  # for what plans or records a graph
+COLLECTIVE_BYTES = 1024  # size of the first message of a collective; a longer object takes a second message
+LONG_SECONDS = 7200.0  # timeout while a rank plans or records a graph
 
 
 class Connection:
@@ -37,10 +37,10 @@ class Connection:
         self._group: Any = ProcessGroupGloo(store, rank, size, longest) if size > 1 else None
         self._sends: dict[Hashable, list[tuple[Any, torch.Tensor]]] = {}
         self._receives: dict[int, tuple[Any, torch.Tensor]] = {}
-        self.heard: dict[int, str] = {}  # by rank, the last message that came from there
+        self.heard: dict[int, str] = {}  # by rank, the last message received
 
     def close(self) -> None:
-        """Closes the connections: whoever waits for this rank fails."""
+        """Closes the connections: ranks that wait for this rank fail."""
         self._sends.clear()
         self._receives.clear()
         self._group = None
@@ -52,14 +52,14 @@ class Connection:
     # -- from one rank to another ------------------------------------------------------------------------------------
 
     def send(self, key: Hashable, peer: int, tag: int, memory: torch.Tensor) -> None:
-        """Begins to send bytes; `finish_sends(key)` waits until they are gone, and `memory` is kept until then."""
+        """Begins to send bytes; `finish_sends(key)` waits until they are sent, and `memory` stays alive until then."""
         try:
             self._sends.setdefault(key, []).append((self._group.send([memory], peer, tag), memory))
         except RuntimeError as error:
             raise lost_connection(f"rank {peer} to take a message", error) from None
 
     def finish_sends(self, key: Hashable, what: str) -> None:
-        """Returns when all that was sent under this key has been taken."""
+        """Waits until all messages under this key are sent."""
         while self._sends.get(key):
             self._wait(self._sends[key][-1][0], what)
             self._sends[key].pop()
@@ -70,7 +70,7 @@ class Connection:
             self.finish_sends(key, "its messages to be taken")
 
     def expect(self, peer: int, tag: int, size: int) -> None:
-        """Begins to receive so many bytes; `receive` waits for them."""
+        """Begins to receive `size` bytes; `receive` waits for them."""
         memory = torch.empty(size, dtype=torch.uint8, device="cpu")
         try:
             self._receives[tag] = (self._group.recv([memory], peer, tag), memory)
@@ -78,7 +78,7 @@ class Connection:
             raise lost_connection(f"a message of rank {peer}", error) from None
 
     def receive(self, peer: int, tag: int, what: str) -> torch.Tensor:
-        """Returns the bytes that were expected. `what`: for people, what is waited for."""
+        """Returns the expected bytes. `what`: the message, as text for errors."""
         self._wait(self._receives[tag][0], f"{what} of rank {peer}")
         self.heard[peer] = what
         return self._receives.pop(tag)[1]
@@ -101,7 +101,7 @@ class Connection:
             raise lost_connection(what, error) from None
 
     def broadcast(self, value: Any, source: int, what: str, *, is_long: bool = False) -> Any:
-        """Returns on all ranks the object that `source` has. `is_long`: it may plan meanwhile."""
+        """Returns the object of `source` on all ranks. `is_long`: `source` may be planning meanwhile."""
         if self.size == 1:
             return value
         content = _bytes_of(pickled(value)) if self.rank == source else torch.empty(0, dtype=torch.uint8)
@@ -118,7 +118,7 @@ class Connection:
         return value if self.rank == source else pickle.loads(_joined(head, rest, size))
 
     def broadcast_tensor(self, tensor: torch.Tensor, source: int, what: str) -> None:
-        """Fills a tensor on all ranks with the values that `source` has in it."""
+        """Fills a tensor on all ranks with the values on `source`."""
         if self.size == 1:
             return
         same = tensor.detach().to("cpu", copy=True).contiguous()
@@ -127,7 +127,7 @@ class Connection:
             tensor.copy_(same)
 
     def all_gather(self, value: Any, what: str, *, is_long: bool = False) -> list[Any]:
-        """Returns the objects of all ranks, in their order."""
+        """Returns the objects of all ranks, in rank order."""
         if self.size == 1:
             return [value]
         content = _bytes_of(pickled(value))
@@ -156,16 +156,13 @@ class _Pickler(pickle.Pickler):
 
 
 def pickled(value: Any) -> bytes:
-    """Returns an object as bytes for another rank, where tensors of devices are in memory of the CPU.
-
-    Pickled as it is, a tensor of the device cuda:1 would come to the other rank's cuda:1, which is another rank's.
-    """
+    """Pickles an object for another rank. Device tensors move to the CPU: their device there may be another rank's."""
     content = io.BytesIO()
     _Pickler(content, pickle.HIGHEST_PROTOCOL).dump(value)
     return content.getvalue()
 
 
-_PREFIX = 8  # bytes that tell how long an object is
+_PREFIX = 8  # bytes; the length of an object
 _ROOM = COLLECTIVE_BYTES - _PREFIX
 
 
@@ -174,7 +171,7 @@ def _bytes_of(content: bytes) -> torch.Tensor:
 
 
 def content_of(memory: torch.Tensor) -> bytes:
-    """Returns what memory of the CPU holds, a tensor of bytes without gaps."""
+    """Returns the bytes of a contiguous uint8 tensor in CPU memory."""
     return ctypes.string_at(memory.data_ptr(), memory.numel())
 
 
@@ -194,7 +191,7 @@ def _joined(head: torch.Tensor, rest: torch.Tensor, size: int) -> bytes:
 
 
 def lost_connection(what: str, error: RuntimeError) -> ConnectionLost:
-    """Converts an error of torch in a transfer. `what`: for people, what is waited for."""
+    """Converts an error of torch in a transfer. `what`: the awaited message, as text for errors."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     lower = text.lower()
     is_timeout = "timed out" in lower or "timeout" in lower

@@ -1,22 +1,22 @@
-"""Sums over replicas in memory of devices, by the backend that the devices have for it: NCCL, XCCL, HCCL, …
+"""Sums over replicas in device memory, by the devices' backend: NCCL, XCCL, HCCL, …
 
-Gradients are copied into buckets (`gradient_reduction`). Each bucket that is full is summed in place:
+Gradients are copied into buckets (`gradient_reduction`). Each full bucket is summed in place:
 
     compute   last B ──●
     sums               └──▶ copies into a bucket ──●               ●──▶ copies out of it ──▶ the host goes on
     backend                                        └──▶ all-reduce ┘
 
-*Order.* A communicator matches operations by their order alone. This one has only buckets, in one order everywhere.
+*Order.* A communicator matches operations only by order. This one has only buckets, in the same order on all replicas.
 
-*Streams.* Copies into and out of buckets have a stream of their own: on the compute stream the rest of the backward
-would wait for sums. It waits for the compute stream when a gradient is given, and for the sums after the row.
+*Streams.* Copies into and out of buckets have a separate stream: on the compute stream, the rest of the backward would
+wait for sums. This stream waits for the compute stream when a gradient is added, and for the sums after the row.
 
-*Memory.* This stream uses the memory of gradients, and the compute stream that of sums (`record_stream`). A bucket is
-kept until the host has waited for its sum. After a failure the communicator is aborted before memory is freed, since
-devices may still write to it.
+*Memory.* This stream uses the memory of gradients, and the compute stream uses the memory of sums (`record_stream`). A
+bucket is kept until the host has waited for its sum. After a failure, the communicator is aborted before memory is
+freed, since devices may still write to it.
 
-*Failure.* The host waits only in `settle`, which is bounded by the timeout, and in the first operation of a
-communicator, by which the replicas meet.
+*Failure.* The host waits only in `settle`, up to the timeout, and in the first operation of a communicator, which
+connects the replicas.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from fxpipe.utils import accelerator
 
 WAITED_FOR = "the gradients of the other replicas"
 
-_SHARE = 0.9  # of the timeout that sums have: the rank whose device hangs says so before others give it up
-_NEVER_REUSED: list[torch.Tensor] = []  # memory to which a device may still write: its communicator could not be ended
+_SHARE = 0.9  # fraction of the timeout: the rank whose device hangs reports it before others give up on it
+_NEVER_REUSED: list[torch.Tensor] = []  # memory to which a device may still write, since abort failed
 
 
 class DeviceSums:
-    """One generation of sums over the replicas of a rank, each of which has a device of its own."""
+    """One generation of sums over the replicas of a rank, each on a different device."""
 
     def __init__(self, backend: str, device: torch.device, store: Store, replica: int, replicas: int, timeout: float):
         self.backend, self.device = backend, device
         self._store, self._replica, self._replicas, self._timeout = store, replica, replicas, timeout
         self._communicator: Any = None
         self._stream = accelerator.new_stream(device)
-        self._memory: list[torch.Tensor] = []  # of this round, in which devices compute sums
+        self._memory: list[torch.Tensor] = []  # buckets of this round
 
     def connect(self) -> None:
-        """Makes the communicator if there is none yet; all replicas do at once."""
+        """Creates the communicator if it does not exist. All replicas call it together."""
         if self._communicator is not None:
             return
         try:
@@ -66,27 +66,22 @@ class DeviceSums:
             raise lost_connection(f"a {self.backend} communicator of all replicas", error) from None
 
     def on_stream(self) -> accelerator.current_streams:
-        """A block on the stream of the sums."""
         return accelerator.current_streams(self._stream)
 
     def take(self, tensor: torch.Tensor) -> None:
-        """Lets the stream of the sums read a tensor that the current stream has made."""
+        """Makes the stream of the sums wait for a tensor from the current stream."""
         self._stream.wait_event(accelerator.record_event(accelerator.current_stream(self.device)))
         accelerator.keep_for_stream(tensor, self._stream)
 
     # -- one round ---------------------------------------------------------------------------------------------------
 
     def sum(self, memory: torch.Tensor) -> Any:
-        """Begins to sum a bucket over replicas, in place; `wait()` of the result makes the current stream wait."""
+        """Begins to sum a bucket over replicas in place; `wait()` of the result makes the current stream wait."""
         self._memory.append(memory)
         return self._communicator.allreduce([memory])
 
     def settle(self, results: Iterable[torch.Tensor]) -> None:
-        """Lets the host wait until these are there, for use by the current stream and all that is queued from now on.
-
-        Raises:
-            ConnectionLost: that takes longer than the timeout.
-        """
+        """Blocks the host until the results are complete. Raises `ConnectionLost` after the timeout."""
         event, seconds = accelerator.record_event(self._stream), _SHARE * self._timeout
         if not accelerator.wait_on_host(event, seconds):
             raise ConnectionLost(
@@ -100,7 +95,7 @@ class DeviceSums:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Aborts the communicator, and then gives back memory."""
+        """Aborts the communicator, then frees memory."""
         if self._communicator is not None and not abort_communicator(self._communicator):
             _NEVER_REUSED.extend(self._memory)
         self._communicator = None

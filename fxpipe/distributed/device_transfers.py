@@ -1,26 +1,25 @@
-"""Transfers of device memory between ranks, by the backend that the devices have for it: NCCL, XCCL, HCCL, …
+"""Transfers of device memory between ranks, by the devices' backend: NCCL, XCCL, HCCL, …
 
-Packets (`packets`) say by gloo what comes, and whether a rank fails; bytes of tensors on accelerators go here, from
-memory of one device to memory of another:
+gloo transfers the layouts of packets (`packets`) and reports failed ranks. Tensors move between devices:
 
-    rank a   compute   value ──●                        ●─▶ the value's memory is given back
+    rank a   compute   value ──●                        ●─▶ the value's memory is freed
              a → b             └──▶ send ═══════════════┘
-    rank b   a → b                  recv ═══╗ (in memory of a stream of its own)
+    rank b   a → b                  recv ═══╗ (in memory of a separate stream)
              compute             ... F ...  ╚═●─▶ F of this value
 
-*Order.* A communicator matches sends and receives by their order alone, and one that waits holds up those after it. So
-each ordered pair of ranks has one: values and gradients never wait for each other. The receiver begins its receives in
-the order of the sender's row (`packet_link`), and early: so only packets whose layout it knows go here, others by gloo.
+*Order.* A communicator matches sends and receives only by order, and a waiting operation blocks those after it. So each
+ordered pair of ranks has one: values and gradients never wait for each other. The receiver posts its receives early and
+in the order of the sender's row (`packet_link`), so only packets with a known layout move here, others through gloo.
 
-*Streams.* A send follows what its compute stream was given so far. A receive is into memory of a stream that does
-nothing else: on the compute stream it would wait for all that is queued there.
+*Streams.* A send follows the work already queued on its compute stream. A receive uses memory of an idle stream: on
+the compute stream it would wait for all queued work.
 
-*Memory.* A message is kept until the compute stream waits for the end of its send. What arrives is used by later
-computations: `record_stream`. After a failure communicators are aborted before memory is freed, since devices may still
-write to it.
+*Memory.* A message is kept until the compute stream waits for the end of its send. Received memory is used by later
+computations: `record_stream`. After a failure, communicators are aborted before memory is freed, since devices may
+still write to it.
 
-*Failure.* The host waits only in `settle`, at the end of a row, which is bounded by the timeout. A step is committed
-only when all ranks have come that far.
+*Failure.* The host waits only in `settle`, at the end of a row, up to the timeout. A step is committed after all ranks
+have passed it.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ from fxpipe.utils import accelerator
 
 RankPair = tuple[int, int]  # from one rank to another
 
-_SHARE = 0.9  # of the timeout that a transfer has: the rank whose device hangs says so before others give it up
-_NEVER_REUSED: list[torch.Tensor] = []  # memory to which a device may still write: its communicator could not be ended
-_THROUGH_CPU = ("gloo", "mpi")  # that have the host wait for devices, or know of none
+_SHARE = 0.9  # fraction of the timeout: the rank whose device hangs reports it before others give up on it
+_NEVER_REUSED: list[torch.Tensor] = []  # memory to which a device may still write, since abort failed
+_THROUGH_CPU = ("gloo", "mpi")  # backends that block the host on devices, or do not support them
 
 
 def device_backend(group: ProcessGroup, device: torch.device) -> str | None:
-    """Returns the backend that a process group of the user's has for a device; None where that goes by the CPU."""
+    """Returns the backend of the user's process group for a device; None if transfers use CPU memory."""
     if device.type == "cpu":
         return None
     names = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))  # "cpu:gloo,cuda:nccl"
@@ -69,14 +68,14 @@ class DeviceTransfers:
         self._communicators: dict[RankPair, Any] = {}
         self._sends: dict[Hashable, list[tuple[Any, torch.Tensor]]] = {}
         self._receives: dict[Hashable, tuple[Any, torch.Tensor]] = {}
-        self._arrivals = accelerator.new_stream(device)  # whose memory what arrives is; nothing runs there
+        self._arrivals = accelerator.new_stream(device)  # idle; owns the memory of received messages
         self._last_arrival: torch.Event | None = None
 
     def connect(self, pairs: Iterable[RankPair]) -> None:
-        """Makes the communicators of these pairs that there are not yet; all ranks give the same ones.
+        """Creates the missing communicators of these pairs; all ranks pass the same pairs.
 
-        To make one both sides wait for each other: so all make them in one order. By turns of pairs that have no rank
-        in common, so that a long pipe is not connected one pair after the other.
+        Both sides of a pair wait for each other, so all ranks use one order. Pairs with an even lower rank are first,
+        so that a long pipe connects pairs in parallel.
         """
         new = {pair for pair in pairs if pair not in self._communicators}
         for source, target in sorted(new, key=lambda pair: (min(pair) % 2, *pair)):
@@ -104,7 +103,7 @@ class DeviceTransfers:
     # -- from one rank to another ------------------------------------------------------------------------------------
 
     def send(self, key: Hashable, peer: int, memory: torch.Tensor) -> None:
-        """Begins to send bytes; `finish_sends(key)` gives them back."""
+        """Begins to send bytes; `finish_sends(key)` frees them."""
         channel = self._communicators[self._rank, peer]
         try:
             self._sends.setdefault(key, []).append((channel.send([memory], 1, 0), memory))
@@ -112,13 +111,13 @@ class DeviceTransfers:
             raise lost_connection(f"rank {peer} to take a message", error) from None
 
     def finish_sends(self, key: Hashable, what: str) -> None:
-        """Gives back what was sent under this key, for use behind the send."""
+        """Makes the current stream wait for the sends under this key, and frees their memory."""
         for work, memory in self._sends.pop(key, ()):
             _wait(work, what)
             del memory
 
     def expect(self, key: Hashable, peer: int, size: int) -> None:
-        """Begins to receive so many bytes."""
+        """Begins to receive `size` bytes."""
         channel = self._communicators[peer, self._rank]
         try:
             with accelerator.current_streams(self._arrivals):
@@ -128,7 +127,7 @@ class DeviceTransfers:
             raise lost_connection(f"a message of rank {peer}", error) from None
 
     def receive(self, key: Hashable, what: str) -> torch.Tensor:
-        """Returns the bytes that were expected, for use on the current stream."""
+        """Returns the expected bytes, for use on the current stream."""
         work, memory = self._receives.pop(key)
         _wait(work, what)
         stream = accelerator.current_stream(self._device)
@@ -139,10 +138,9 @@ class DeviceTransfers:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Finishes all sends, and lets the host wait until all that was received is there.
+        """Finishes all sends, and blocks the host until received messages are complete.
 
-        Raises:
-            ConnectionLost: that takes longer than the timeout.
+        Raises `ConnectionLost` after the timeout.
         """
         for key in [*self._sends]:
             self.finish_sends(key, "its messages to be taken")
@@ -156,9 +154,9 @@ class DeviceTransfers:
             )
 
     def close(self) -> None:
-        """Aborts the communicators, and then gives back memory."""
+        """Aborts the communicators, then frees memory."""
         channels = [channel for channel in self._communicators.values() if channel is not None]
-        if not all([abort_communicator(channel) for channel in channels]):  # each of them, whatever one says
+        if not all([abort_communicator(channel) for channel in channels]):  # a list, to abort all of them
             _NEVER_REUSED.extend(
                 memory for _, memory in itertools.chain(*self._sends.values(), self._receives.values())
             )

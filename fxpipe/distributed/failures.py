@@ -1,8 +1,8 @@
-"""Reports of ranks to each other when a step has failed, through the store of the process group.
+"""Reports of ranks to each other after a step has failed, through the store of the process group.
 
-A failure goes round by itself: who fails closes its connections, whoever waits for it then fails too and closes its
-own. What a closed connection does not say is why, so each rank leaves a report before it closes. The cause is the rank
-whose own code raised; or, where all reports say "I was waiting", the rank that left none: it is gone, or hangs.
+A failure spreads by itself: the failed rank closes its connections, so ranks that wait for it fail and close theirs.
+Each rank leaves a report before it closes. The cause is the rank whose code raised; or, if all reports say "I was
+waiting", the rank without a report: its process has ended or hangs.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from fxpipe._torch.process_groups import PrefixStore, Store
 from fxpipe.distributed.bounded_store import BoundedStore, StoreSilentError
 from fxpipe.errors import DistributedError
 
-GRACE_SECONDS = 3.0  # that others have to leave their reports
-STORE_SECONDS = 10.0  # that the store has to answer, once something has failed
+GRACE_SECONDS = 3.0  # for other ranks to leave their reports
+STORE_SECONDS = 10.0  # timeout of the store after a failure
 POLL_SECONDS = 0.02
 
 
 class ConnectionLost(Exception):
-    """A transfer between ranks has failed; the cause is elsewhere."""
+    """A failed transfer between ranks. `FailureBoard` finds the cause."""
 
     def __init__(self, what: str, detail: str, is_timeout: bool) -> None:
         super().__init__(f"{what}: {detail}")
@@ -36,33 +36,28 @@ class ConnectionLost(Exception):
 class FailureReport:
     """One rank's report of a failed step."""
 
-    number: int  # of the rank, among those of all replicas
+    number: int  # rank number over all replicas
     doing: str  # the last action it began
-    waiting: str = ""  # for what; empty where its own code raised
-    error: str = ""  # what that raised, with its notes
-    heard: dict[int, str] = field(default_factory=dict)  # by number of a rank, the last message that came from there
+    waiting: str = ""  # the awaited message; empty if its code raised
+    error: str = ""  # the exception, with its notes
+    heard: dict[int, str] = field(default_factory=dict)  # by rank number, the last message received
 
 
 def error_text(error: BaseException) -> str:
-    """Returns an exception with its notes, as a few lines."""
     notes = getattr(error, "__notes__", [])
     return "\n".join([f"{type(error).__name__}: {error}", *notes])
 
 
 class FailureBoard:
-    """The reports of one generation of connections, of the ranks of all replicas."""
+    """The reports of all ranks of all replicas, for one generation of connections."""
 
     def __init__(self, store: Store, number: int, size: int, replicas: int = 1, timeout: float = STORE_SECONDS):
-        """
-        Args:
-            number: of this rank, among `size * replicas`: those of the first replica come first.
-            timeout: seconds that the store has to answer, as far as they are fewer than `STORE_SECONDS`.
-        """
+        """`number`: of this rank, over all replicas. `timeout`: of the store, in seconds, at most `STORE_SECONDS`."""
         self._store = BoundedStore(store, min(timeout, STORE_SECONDS))
         self._number, self._size, self._replicas = number, size, replicas
 
     def leave(self, report: FailureReport) -> None:
-        """Leaves this rank's report. Where the store itself is gone nobody can be told."""
+        """Leaves this rank's report, unless the store itself has ended."""
         with contextlib.suppress(RuntimeError):
             self._store.set(f"report/{self._number}", pickle.dumps(report).hex())
 
@@ -77,7 +72,7 @@ class FailureBoard:
         return rank_names(numbers, self._size, self._replicas)
 
     def cause(self, own: FailureReport, lost: ConnectionLost) -> DistributedError:
-        """Waits a moment for the others' reports, and makes the error of them."""
+        """Waits up to `GRACE_SECONDS` for the reports of other ranks, and returns the error that they show."""
         everybody = set(range(self._size * self._replicas))
         reports = {self._number: own}
         deadline = time.monotonic() + GRACE_SECONDS
@@ -90,7 +85,7 @@ class FailureBoard:
                 if reports.keys() == everybody or time.monotonic() > deadline:
                     break
                 time.sleep(POLL_SECONDS)
-        except RuntimeError as error:  # the store is gone with the process that holds it
+        except RuntimeError as error:  # the process that holds the store has ended
             is_silent = isinstance(error, StoreSilentError)
             state = "does not answer: it hangs, or its host cannot be reached" if is_silent else "is gone"
             return DistributedError(
@@ -137,7 +132,7 @@ class FailureBoard:
 
 
 def rank_names(numbers: Iterable[int], size: int, replicas: int = 1) -> str:
-    """Names ranks, of which each of so many replicas has `size`.
+    """Returns the names of ranks, by number; each replica has `size` ranks.
 
     >>> rank_names([0, 3], 4), rank_names([0, 3], 2, replicas=2)
     ('ranks 0, 3', 'rank 0 of replica 0, rank 1 of replica 1')
@@ -154,16 +149,12 @@ def _waiting_words(report: FailureReport) -> str:
 
 
 def meet_ranks(store: Store, rank: int, size: int, timeout: float, kind: str = "rank") -> Store:
-    """Waits until all ranks have called this with the same store, and returns one that only they know.
+    """Waits until all ranks have called this with the same store, and returns a store for these calls only.
 
-    In the store may be what processes have left that are gone: torchrun starts ranks that have failed again on the same
-    one. So each rank leaves a token that is new, and believes who answers to this token: rank 0, by a new name for all.
+    The store may have keys of ended processes: torchrun restarts failed ranks on the same store. So each rank leaves a
+    new token. Rank 0 answers to these tokens with a new name for all, and a rank only accepts an answer to its token.
 
-    Args:
-        kind: "rank", or "replica" of which this is one.
-
-    Raises:
-        DistributedError: one has not come in `timeout` seconds, or the store does not answer.
+    Raises `DistributedError` after `timeout` seconds. `kind`: "rank" or "replica", for errors.
     """
     try:
         return _meet_ranks(store, rank, size, timeout, kind)
@@ -203,14 +194,14 @@ def _meet_ranks(shared: Store, rank: int, size: int, timeout: float, kind: str) 
 
 
 def _give_name(store: BoundedStore, size: int, name: str) -> None:
-    """Gives the ranks a name, by the tokens that they have left so far."""
+    """Publishes a name for the ranks, with the tokens that they have left so far."""
     keys = [f"token/{other}" for other in range(size)]
     tokens = [store.get(key).decode() for key in keys if store.check([key])]
     store.set("name", json.dumps({"name": name, "tokens": tokens}))
 
 
 def _name_for(store: BoundedStore, token: str) -> str | None:
-    """Returns the name that rank 0 has given to whoever has this token; None where it has not yet."""
+    """Returns the name that rank 0 has published for this token; None if it has not."""
     if not store.check(["name"]):
         return None
     answer = json.loads(store.get("name"))

@@ -1,12 +1,11 @@
-"""Gradients summed over the replicas of a pipe, in buckets that are on their way while the last backward runs.
+"""Sums of gradients over the replicas of a pipe, in buckets that are sent while the last backward runs.
 
-    last B of a stage ──▶ give("weight", stage) ──▶ bucket ──▶ all-reduce, beside the rest of the step
+    last B of a stage ──▶ give("weight", stage) ──▶ bucket ──▶ all-reduce, concurrent with the rest of the step
 
-A bucket has parameters of one dtype, in the order in which a backward completes their gradients. When it has all of its
-gradients, and the buckets before it are on their way, it is all-reduced. So buckets have one order on all replicas.
+A bucket has parameters of one dtype, in the order in which a backward completes their gradients. It is all-reduced when
+it is full and the previous buckets are sent, so the order of buckets is the same on all replicas.
 
-Buckets and sums are on the device of the rank if the replicas have a backend that sums there (`device_sums`), else on
-the CPU, and gloo sums.
+Buckets are on the device if the replicas have a backend that sums there (`device_sums`), else on the CPU with gloo.
 """
 
 from __future__ import annotations
@@ -21,16 +20,12 @@ from fxpipe._torch.process_groups import ProcessGroupGloo
 from fxpipe.distributed.connection import lost_connection
 from fxpipe.distributed.device_sums import WAITED_FOR, DeviceSums
 
-StageParameter = tuple[str, int]  # a parameter, and a stage that uses it
-BUCKET_BYTES = 25 * 2**20  # as of DistributedDataParallel
+StageParameter = tuple[str, int]  # parameter name, stage that uses it
+BUCKET_BYTES = 25 * 2**20  # as in DistributedDataParallel
 
 
 def buckets_of(parameters: Mapping[StageParameter, torch.Tensor]) -> list[list[StageParameter]]:
-    """Returns the parameters of each bucket, in the order in which buckets are full: of each stage the last one first.
-
-    Args:
-        parameters: of the last stage first.
-    """
+    """Returns the parameters of each bucket, in the order in which buckets are full. `parameters`: last stage first."""
     stages = dict.fromkeys(j for _, j in parameters)
     order = [key for stage in stages for key in reversed([*parameters]) if key[1] == stage]
     filling: dict[torch.dtype, list[StageParameter]] = {}
@@ -49,7 +44,7 @@ def buckets_of(parameters: Mapping[StageParameter, torch.Tensor]) -> list[list[S
 
 
 class GradientReduction:
-    """Sums the gradients of these parameters over replicas, once for each call of `begin`."""
+    """Sums the gradients of these parameters over replicas, once per call of `begin`."""
 
     def __init__(
         self,
@@ -57,13 +52,7 @@ class GradientReduction:
         parameters: Mapping[StageParameter, torch.Tensor],
         sums: DeviceSums | None = None,
     ):
-        """Makes the buckets.
-
-        Args:
-            group: of the replicas, for nothing else.
-            parameters: the same on all replicas, in the same order.
-            sums: in memory of the device, if all replicas of the rank have them.
-        """
+        """`group`: of the replicas, used only here. `parameters`: in the same order on all. `sums`: None for gloo."""
         self._like = {key: (tensor.shape, tensor.dtype, tensor.device) for key, tensor in parameters.items()}
         self.completed: set[StageParameter] = set()
         self._group: Any = group
@@ -71,37 +60,33 @@ class GradientReduction:
         self._buckets = buckets_of(parameters)
         self._bucket_of = {key: number for number, bucket in enumerate(self._buckets) for key in bucket}
         self._unsynced: Mapping[StageParameter, torch.Tensor] = {}
-        self._gradients: dict[StageParameter, torch.Tensor] = {}  # that wait for their bucket
-        self._missing: list[int] = []  # gradients, by bucket
+        self._gradients: dict[StageParameter, torch.Tensor] = {}  # waiting for their bucket
+        self._missing: list[int] = []  # by bucket, number of gradients
         self._begun: list[tuple[Any, torch.Tensor]] = []  # by bucket, the operation and its memory
         if sums is not None:
             sums.connect()
 
     def has(self, key: StageParameter) -> bool:
-        """Returns whether it sums the gradients of a parameter in a stage."""
         return key in self._like
 
     def _on_stream(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self._sums is None else self._sums.on_stream()
 
     def begin(self, unsynced: Mapping[StageParameter, torch.Tensor] | None = None) -> None:
-        """Begins a sum over replicas; all of them do.
-
-        `unsynced`: gradients of earlier calls, scaled as in `Replicas`, which are added.
-        """
+        """Begins a sum on all replicas. `unsynced`: gradients of earlier calls to add, scaled as in `Replicas`."""
         self.completed, self._unsynced = set(), unsynced or {}
         self._missing = [len(bucket) for bucket in self._buckets]
         self._gradients.clear()
         self._begun.clear()
 
     def close(self) -> None:
-        """Closes the connections, whoever still refers to this: who waits for this replica fails."""
+        """Closes the connections despite references to this object: replicas that wait for this one fail."""
         self._group = None
         self._gradients.clear()
         self._begun.clear()
 
     def give(self, key: StageParameter, gradient: torch.Tensor) -> None:
-        """Gives the gradient of one parameter in one stage. Its bucket is sent when it is full."""
+        """Adds the gradient of one parameter in one stage; sends its bucket when it is full."""
         self.completed.add(key)
         earlier = self._unsynced.get(key)
         gradient = (gradient if earlier is None else gradient + earlier).to(self._device)
@@ -119,14 +104,14 @@ class GradientReduction:
             self._begun.append((work, memory))
 
     def give_rest(self, gradients: Mapping[StageParameter, torch.Tensor]) -> None:
-        """Gives the gradients that remain, and zeros instead of those that are missing."""
+        """Adds the remaining gradients, and zeros for the missing ones."""
         for key, (shape, dtype, _) in self._like.items():
             if key not in self.completed:
                 gradient = gradients.get(key)
                 self.give(key, torch.zeros(shape, dtype=dtype, device=self._device) if gradient is None else gradient)
 
     def finish(self) -> dict[StageParameter, torch.Tensor]:
-        """Waits for the sums over replicas and returns them, where the parameters are."""
+        """Waits for the sums over replicas; returns them on the devices of the parameters."""
         gradients: dict[StageParameter, torch.Tensor] = {}
         with self._on_stream():
             for bucket in self._buckets:

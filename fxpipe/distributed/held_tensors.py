@@ -1,9 +1,9 @@
-"""The parameters and buffers that a rank holds, and those that several ranks hold, kept equal.
+"""The parameters and buffers that each rank holds; tensors that several ranks hold are kept equal.
 
-A rank holds the tensors that its stages use in the first graph. Several ranks hold a tied weight: in each step all get
-the gradients of all stages, and sum them in the order of stages, as one process does. The first holder is a tensor's
-*home*. A later graph (for evaluation, say) may use a tensor on a rank that does not hold it: then the rank *borrows* it
-from its home for each step, and sends gradients or a changed buffer to the holders.
+A rank holds the tensors that its stages use in the first graph. A tied weight can be on several ranks: in each step all
+its holders get the gradients of all stages, and sum them in the order of stages, as one process does. The first holder
+is a tensor's *home*. In a later graph (for evaluation, say) a rank may use a tensor that it does not hold: then the
+rank *borrows* it from its home for each step, and sends gradients or a changed buffer to the holders.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from fxpipe.runtime.bound_program import ModelTensors
 from fxpipe.tracing.tensors import has_values
 
 StageSum = tuple[str, int]  # a parameter, and the stage that has a sum of its gradients
-Peers = dict[tuple[int, int], list[Any]]  # from one rank to another
+Peers = dict[tuple[int, int], list[Any]]  # by source and target rank
 
 
 @dataclass(frozen=True, slots=True)
 class TensorTransfers:
-    """The tensors of the model that go from rank to rank in each step of one graph."""
+    """The tensors of the model that move between ranks in each step of one graph, by source and target rank."""
 
     borrowed: Mapping[tuple[int, int], tuple[str, ...]]
     gradients: Mapping[tuple[int, int], tuple[StageSum, ...]]
@@ -43,7 +43,7 @@ class HeldTensors:
     """The ranks that hold each tensor of a model."""
 
     def __init__(self, first: Program, routes: RelayRoutes, names: Iterable[str]):
-        """`names`: of all tensors of the model. What no stage uses is held by the rank of the first one."""
+        """`names`: of all tensors of the model. The rank of the first stage holds tensors that no stage uses."""
         holders: dict[str, list[int]] = {}
         for j, stage in enumerate(first.stages):
             for name in stage.attributes:
@@ -76,11 +76,11 @@ class HeldTensors:
 
     @property
     def shared(self) -> tuple[str, ...]:
-        """The names that several ranks hold."""
+        """The names of tensors that several ranks hold."""
         return tuple(name for name in self._names if len(self.holders(name)) > 1)
 
     def transfers(self, programs: Sequence[Program], routes: RelayRoutes) -> TensorTransfers:
-        """Computes what goes from rank to rank in a step of these programs, of which micro-batches run one each."""
+        """Computes the transfers in a step of these programs; each micro-batch runs one of them."""
         stages_of: dict[str, list[int]] = {}
         changed: Peers = {}
         for j, stages in enumerate(zip(*(program.stages for program in programs), strict=True)):
@@ -110,7 +110,7 @@ def _frozen(peers: Peers) -> dict[tuple[int, int], tuple[Any, ...]]:
 
 
 class TensorExchange:
-    """The transfers of one step, on one rank."""
+    """The transfers of tensors of the model in one step, on one rank."""
 
     def __init__(self, mailbox: Mailbox, rank: int, tensors: ModelTensors, packet_key: tuple[Any, ...], free_tag: int):
         self._mailbox, self._rank, self._tensors = mailbox, rank, tensors
@@ -119,7 +119,7 @@ class TensorExchange:
     def _swap(
         self, kind: int, what: str, pairs: Mapping[tuple[int, int], tuple[Any, ...]], value_of: Any
     ) -> dict[Any, Any]:
-        """Sends the values of this rank and returns those of the others, by key."""
+        """Sends the values of this rank and returns the values of other ranks, by key."""
         received: dict[Any, Any] = {}
         tag = self._free_tag + kind
         for source, target in pairs:
@@ -136,12 +136,12 @@ class TensorExchange:
 
     @torch.no_grad()
     def borrow(self, transfers: TensorTransfers) -> None:
-        """Gives ranks the values of tensors that they use and do not hold."""
+        """Sends values of tensors to ranks that use them and do not hold them."""
         values = self._swap(0, "the parameters that it holds", transfers.borrowed, self._detached)
         self.write(values)
 
     def sum_gradients(self, transfers: TensorTransfers, step: RankStep) -> dict[tuple[str, int], torch.Tensor]:
-        """Returns, by name and stage, the sums of stages on other ranks, of the tensors that this rank holds."""
+        """Returns, by name and stage, gradient sums of stages on other ranks, for tensors that this rank holds."""
 
         def sum_of(key: StageSum) -> torch.Tensor | None:
             name, j = key
@@ -152,12 +152,11 @@ class TensorExchange:
 
     @torch.no_grad()
     def spread_changes(self, transfers: TensorTransfers) -> None:
-        """Gives the holders of buffers what another rank has left in them."""
+        """Sends changed buffers to their holders."""
         self.write(self._swap(2, "the buffers that it has changed", transfers.changed, self._detached))
 
     @torch.no_grad()
     def write(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Writes values into tensors of the model."""
         for name, value in values.items():
             write_tensor(self._tensors, name, value)
 
@@ -167,7 +166,7 @@ class TensorExchange:
 
 @torch.no_grad()
 def share_buffers(group: RankGroup, tensors: ModelTensors, names: Iterable[str]) -> None:
-    """Writes the buffers that forward has changed in the first replica into the model of all."""
+    """Writes the buffers that forward has changed on the first replica into the models of all replicas."""
     own = {name: tensors.get(name).detach().cpu() for name in names} if group.replica == 0 else {}
     values = group.replicas.broadcast(own, 0, "the buffers that forward has changed")
     if group.replica != 0:
@@ -180,7 +179,7 @@ def write_tensor(tensors: ModelTensors, name: str, value: torch.Tensor) -> None:
     if target.shape == value.shape and target.dtype == value.dtype:
         if has_values(target) and target.device == value.device:
             target.detach().copy_(value)
-        else:  # it lives on other ranks; from now on here, too
+        else:  # it had values on other ranks only
             replace_data(target, value.detach().clone())
     elif isinstance(target, nn.Parameter):
         raise StateError(
@@ -193,7 +192,7 @@ def write_tensor(tensors: ModelTensors, name: str, value: torch.Tensor) -> None:
 def gradient_of(
     name: str, stages: Iterable[int], step: RankStep, others: Mapping[tuple[str, int], torch.Tensor]
 ) -> torch.Tensor | None:
-    """Sums the gradient of a parameter over stages in order, as `Step.parameter_gradient` does."""
+    """Sums the gradient of a parameter over stages, in order, like `Step.parameter_gradient`."""
     total: torch.Tensor | None = None
     for j in stages:
         part = step.totals[j].sums.pop(name, None)

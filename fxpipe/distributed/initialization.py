@@ -1,9 +1,9 @@
-"""Initialization of a pipe whose model was built on the meta device: each rank computes the values of its own part.
+"""Initialization of a pipe whose model was built on the meta device: each rank computes the values of its part.
 
-The random numbers are those of the plain model. So every rank goes through all modules in the plain order, and draws
-for those of other ranks as well, into scratch memory of one module at a time (and what is below it).
+The random numbers equal the plain model's: every rank initializes all modules in the plain order. Modules of
+other ranks get scratch memory, one module (and its children) at a time.
 
-What nobody has written to still has no values afterwards: it is never left with what was in its memory.
+A tensor that no function has written to has no values afterwards: uninitialized memory is never kept.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 
 
 def initialize(pipe: Pipeline, init_fn: InitFunction | None = None) -> None:
-    """Initializes a pipe over processes whose model was built on the meta device: on each rank its own part.
+    """Initializes a pipe over processes whose model was built on the meta device. All ranks call it.
 
         with torch.device("meta"):
             model = Model()
@@ -48,23 +48,23 @@ def initialize(pipe: Pipeline, init_fn: InitFunction | None = None) -> None:
         fxpipe.distributed.initialize(pipe)
         optimizer = torch.optim.AdamW(pipe.parameters())
 
-    All ranks call it. It is `model.to_empty(...)` and `model.apply(init_fn)` of a model that is whole: the parameters
-    and buffers of this rank's stages alone are given memory, on its device. They stay the same objects.
+    It replaces `model.to_empty(...)` and `model.apply(init_fn)`, but allocates only the parameters and buffers of this
+    rank's stages, on its device. They stay the same objects.
 
-    Random numbers are those of the plain model on the CPU, drawn from the generators of rank 0: the weights are those
-    of `torch.manual_seed(0); model = Model()`, bit for bit, if the model's layers initialize themselves when they are
-    made, and are made in the order in which they stand in the model. A tied weight has the values of the last module
-    that holds it. A model whose constructor initializes once more (`self.apply(self._init_weights)`) is initialized
-    so: `initialize(pipe)`, and then `initialize(pipe, model._init_weights)`.
+    Random numbers equal the plain model's on the CPU, drawn from the generators of rank 0: the weights equal
+    the weights of `torch.manual_seed(0); model = Model()`, bit for bit, if the layers initialize themselves in their
+    constructors, and are created in their order in the model. A tied weight has the values of the last module that
+    holds it. If the constructor of the model initializes again (`self.apply(self._init_weights)`), call
+    `initialize(pipe)`, and then `initialize(pipe, model._init_weights)`.
 
     Args:
         init_fn: a function of a module, called for all modules, children first, as by `model.apply(init_fn)`. It is
-            called for the modules of other ranks as well, whose tensors have scratch memory then, as far as it writes
-            to them. By default each module's `reset_parameters`, if it has one.
+            also called for the modules of other ranks, with scratch memory for their tensors. Default: each module's
+            `reset_parameters`, if it exists.
 
     Raises:
-        StateError: tensors are left without values: no `reset_parameters` and no `init_fn` has written to them (tables
-            that `__init__` computes, say); names them. Or ranks have drawn different numbers, or there is no plan yet.
+        StateError: names tensors without values, to which no `reset_parameters` or `init_fn` has written (tables that
+            `__init__` computes, say). Or ranks have drawn different numbers, or there is no plan yet.
     """
     state = distributed_state(pipe)
     check_init_fn(init_fn)
@@ -80,7 +80,7 @@ def check_init_fn(init_fn: object) -> None:
 
 
 def refuse_missing_values(state: PipelineState, after: str, why: str) -> None:
-    """Raises `StateError` on all ranks where one of them has tensors without values; names them."""
+    """Raises `StateError` on all ranks if any rank has tensors without values; names them."""
     everybody = state.from_all(state.own_without_values(), "the tensors without values")
     if missing := list(dict.fromkeys(name for names in everybody for name in names)):
         raise StateError(
@@ -94,20 +94,19 @@ def refuse_missing_values(state: PipelineState, after: str, why: str) -> None:
 
 
 def _holder_name(model: nn.Module, name: str) -> str:
-    """Returns the class of the module that holds a tensor."""
     paths = {path for path, _ in model.named_modules()}
     return type(model.get_submodule(_path_of_module(name, paths))).__name__
 
 
 def initialize_stages(state: RankState, init_fn: InitFunction | None) -> None:
-    """Initializes the tensors of this rank. All ranks call it at once, inside of a block that they go through."""
+    """Initializes the tensors of this rank. All ranks call it within a block that they run together."""
     connection, model = state.group.connection, state.model
     generators = (torch.get_rng_state(), python_rng_state())
     numbers, python_states = state.group.broadcast(generators, "the state of its random generators")
     torch.set_rng_state(numbers)
     set_python_rng_state(python_states)
     modules = list(_children_first(model))
-    if init_fn is None:  # each was constructed once
+    if init_fn is None:  # the plain model constructs each module once
         modules = list(dict.fromkeys(modules))
     with _initializing(state.own_tensors().values(), state.model) as initialization:
         for module in modules:
@@ -122,10 +121,7 @@ def initialize_stages(state: RankState, init_fn: InitFunction | None) -> None:
 
 
 def initialize_missing(state: PipelineState, names: Collection[str], init_fn: InitFunction | None) -> None:
-    """Initializes some tensors of this process, by the modules that hold them, and changes nothing else.
-
-    What they draw depends on the module alone, so that a tensor is the same on all ranks that hold it.
-    """
+    """Initializes these tensors by their modules only. The random numbers depend on the module, not on the rank."""
     model, seed = state.model, state.from_first(peek_seed(), "the seed of its random numbers")
     paths = {path for path, _ in model.named_modules()}
     wanted = {model.get_submodule(_path_of_module(name, paths)) for name in names}
@@ -139,7 +135,7 @@ def initialize_missing(state: PipelineState, names: Collection[str], init_fn: In
 
 
 def _path_of_module(name: str, paths: Collection[str]) -> str:
-    """Returns the path of the module that holds a tensor, of one in a list as well."""
+    """Returns the path of the module that holds a tensor, also if it is in a list."""
     path = name.rpartition(".")[0]
     while path not in paths:
         path = path.rpartition(".")[0]
@@ -147,7 +143,7 @@ def _path_of_module(name: str, paths: Collection[str]) -> str:
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields the modules in the order of `module.apply`: a constructor makes its children before it initializes."""
+    """Yields modules in the order of `module.apply`: children first."""
     for child in module.children():
         yield from _children_first(child)
     yield module
@@ -159,7 +155,7 @@ def _generator_states() -> bytes:
 
 @contextlib.contextmanager
 def _initializing(tensors: Iterable[torch.Tensor], model: nn.Module) -> Iterator[_Initialization]:
-    """A block in which these tensors are initialized, on the CPU. Those that nobody writes to keep what they had."""
+    """Runs a block that initializes these tensors on the CPU. Tensors that it does not write to are unchanged."""
     tensors = list(tensors)
     memory = GivenMemory(tensors, lambda tensor: CPU)
     for tensor in tensors:
@@ -176,20 +172,19 @@ def _initializing(tensors: Iterable[torch.Tensor], model: nn.Module) -> Iterator
 
 
 class _Initialization(TorchDispatchMode):
-    """Runs the initialization of modules, and notes which tensors are written to."""
+    """Initializes modules, and records which tensors are written to."""
 
     def __init__(self, targets: Collection[torch.Tensor]):
         super().__init__()
         self._targets = {id(tensor) for tensor in targets}
         self._storages = {storage_of(tensor) for tensor in targets}
-        self._written: set[int] = set()  # storages among these
-        self.digest = b""  # of the random generators behind each module
+        self._written: set[int] = set()  # a subset of `_storages`
+        self.digest = b""  # states of the random generators after each module
 
     def is_written(self, tensor: torch.Tensor) -> bool:
         return storage_of(tensor) in self._written
 
     def run(self, module: nn.Module, init_fn: InitFunction | None) -> None:
-        """Calls `init_fn(module)`, or has the module reset its parameters, if it can."""
         function = reset_method_of(module) if init_fn is None else lambda: init_fn(module)
         if function is None:
             return
@@ -203,10 +198,7 @@ class _Initialization(TorchDispatchMode):
 
     @contextlib.contextmanager
     def _scratch_memory(self, module: nn.Module) -> Iterator[None]:
-        """A block in which all tensors below a module have memory; afterwards the objects are as before.
-
-        Scratch memory takes no room where nobody writes to it.
-        """
+        """Runs a block in which tensors of a module and its children have memory; restores the objects afterwards."""
         places = [
             (store, key, tensor)
             for below in module.modules()
@@ -214,7 +206,7 @@ class _Initialization(TorchDispatchMode):
             for key, tensor in store.items()
             if isinstance(tensor, torch.Tensor)
         ]
-        scratch: dict[int, torch.Tensor] = {}
+        scratch: dict[int, torch.Tensor] = {}  # takes no physical memory until it is written to
         for store, key, tensor in places:
             if id(tensor) not in self._targets:
                 if id(tensor) not in scratch:
@@ -234,7 +226,7 @@ class _Initialization(TorchDispatchMode):
             self._take(tensor, value, f"{key!r} of {with_article(module)}")
 
     def _take(self, tensor: torch.Tensor, value: Any, name: str) -> None:
-        """Gives a tensor the values of another one, which has been put in its place."""
+        """Copies the values of a tensor that has replaced this one."""
         if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
             what = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
             raise ArgumentError(

@@ -1,7 +1,7 @@
 """Memory for this process's part of a model that was built on the meta device.
 
-The objects stay the same, so that ties, optimizers and what modules know of their parameters hold. A tensor on the meta
-device is one that has no values yet: whoever gives it memory fills it, or takes the memory back.
+Tensors stay the same objects, so ties, optimizers and references in modules remain valid. A tensor on the meta device
+has no values yet: the code that gives it memory also fills it, or takes the memory back.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from fxpipe.tracing.tensors import has_values, storage_of
 
 
 class GivenMemory:
-    """The memory that tensors without values were given, until it is known which of them have got values."""
+    """Memory for tensors without values, which can be taken back from tensors that get none."""
 
     def __init__(self, tensors: Iterable[torch.Tensor], device_of: Callable[[torch.Tensor], torch.device]):
-        """Tensors that have values already stay as they are."""
+        """Skips tensors that have values."""
         self.tensors = list({id(tensor): tensor for tensor in tensors if not has_values(tensor)}.values())
         self._before = [tensor.detach() for tensor in self.tensors]
         for device in dict.fromkeys(map(device_of, self.tensors)):
@@ -29,14 +29,14 @@ class GivenMemory:
                 replace_data(tensor, memory)
 
     def take_back(self, keep: Callable[[torch.Tensor], bool] = lambda tensor: False) -> None:
-        """Takes the memory from all tensors but those of which `keep` says that they have values."""
+        """Takes the memory back, except from tensors for which `keep` returns True."""
         for tensor, before in zip(self.tensors, self._before, strict=True):
             if tensor.numel() and not keep(tensor):
                 replace_data(tensor, before)
 
 
 def _empty_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Makes tensors without contents like these; those that share memory share it there."""
+    """Creates uninitialized tensors like these, which share memory if these do."""
     tensors = list(tensors)
     sharing = Counter(storage_of(tensor) for tensor in tensors)
     storages: dict[int, torch.UntypedStorage] = {}

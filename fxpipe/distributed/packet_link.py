@@ -1,14 +1,14 @@
 """Packets between stages on different ranks: a row receives them before its actions and sends them after.
 
 F of stage j sends what crosses the cut between stages j and j + 1, B what crosses the cut between j - 1 and j. A packet
-has the name of the action that makes it.
+has the name of the action that produces it.
 
-*Order.* A rank receives the packets of another rank in the order of that rank's row, whichever it needs first:
-communicators of devices match messages by their order alone. Both rows are known, so the order is. A receive begins
-early: as soon as the row has taken the packet of that rank before it.
+*Order.* A rank receives the packets of another rank in the order of that rank's row, since communicators of devices
+match messages only by order. Both rows are known. A receive begins early: as soon as the row has taken the previous
+packet of that rank.
 
-*Memory.* The sender keeps a packet until it has been taken. For values, the gradients that come back say so; for
-gradients, a number in later packets of values. (gloo does not report it except by waiting.)
+*Memory.* The sender keeps a packet until it has been received. For values, the gradients that return confirm it; for
+gradients, a number in later packets of values. (gloo reports it only by waiting.)
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ from fxpipe.distributed.packets import Mailbox, PacketValue
 from fxpipe.rewriting.relay_routes import RelayRoutes
 from fxpipe.scheduling.actions import Action, ActionKind, Rows
 
-TAGGED_PACKETS = 1 << 20  # far more than are on their way at a time: then tags repeat
+TAGGED_PACKETS = 1 << 20  # tags repeat after this number, far more than packets in flight
 _TAGS = {ActionKind.FORWARD: 0, ActionKind.BACKWARD: 1}
 JOB_TAG = 2
 FIRST_FREE_TAG = 3 * TAGGED_PACKETS
 
 
 def tag_of(number: int, kind: int) -> int:
-    """Returns the tag of a packet, by a number that packets of its kind on their way do not share."""
+    """Returns the tag of a packet. `number`: unique among the packets of this kind in flight."""
     return 3 * (number % TAGGED_PACKETS) + kind
 
 
 def cut_of(maker: Action) -> int:
-    """Returns the cut that the packet of an action crosses, F or B."""
     return maker.stage if maker.kind is ActionKind.FORWARD else maker.stage - 1
 
 
@@ -59,11 +58,11 @@ def _neighbour(action: Action, step: int, placement: Sequence[int]) -> Action | 
 
 @dataclass(frozen=True, slots=True)
 class PacketOrder:
-    """The packets of some rows that concern one rank."""
+    """The packets that one rank sends and receives in some rows."""
 
-    coming: tuple[tuple[int, Action], ...]  # rank and maker; of each rank in the order of its row
-    needed: tuple[tuple[int, Action], ...]  # the same packets in the order of the row here
-    returned: tuple[Action, ...]  # gradients sent from here; those of a cut in the order in which they are taken
+    coming: tuple[tuple[int, Action], ...]  # source rank and maker; each rank's in the order of its row
+    needed: tuple[tuple[int, Action], ...]  # the same packets in the order of this rank's row
+    returned: tuple[Action, ...]  # gradients that this rank sends; for each cut in the order of receipt
 
     @classmethod
     def of(cls, rows: Rows, placement: Sequence[int], rank: int) -> PacketOrder:
@@ -83,20 +82,20 @@ order_of_step = lru_cache(maxsize=32)(PacketOrder.of)
 
 
 class PacketLink:
-    """The packets of one rank, in a step."""
+    """The packets of one rank in a step."""
 
     def __init__(self, mailbox: Mailbox, routes: RelayRoutes, name: tuple[Any, ...] = ()):
-        """`name`: the same for steps whose packets are the same, as a rule: graph and sizes of inputs."""
+        """`name`: equal for steps whose packets usually have equal layouts: graph and input sizes."""
         self.mailbox, self.placement, self._name = mailbox, routes.placement, name
-        self._coming: defaultdict[int, deque[Action]] = defaultdict(deque)  # by rank, not expected yet
-        self._needed: defaultdict[int, deque[Action]] = defaultdict(deque)  # by rank, not taken yet
+        self._coming: defaultdict[int, deque[Action]] = defaultdict(deque)  # by rank, packets not expected yet
+        self._needed: defaultdict[int, deque[Action]] = defaultdict(deque)  # by rank, packets not received yet
         self._expected: set[Action] = set()
-        self._taken: Counter[int] = Counter()  # by cut, the packets of gradients that came
-        self._returned: defaultdict[int, deque[Action]] = defaultdict(deque)  # by cut, gradients still kept here
-        self._freed: Counter[int] = Counter()  # by cut, the packets of gradients whose memory is free again
+        self._taken: Counter[int] = Counter()  # by cut, number of packets of gradients received
+        self._returned: defaultdict[int, deque[Action]] = defaultdict(deque)  # by cut, sent gradients still kept here
+        self._freed: Counter[int] = Counter()  # by cut, number of packets of gradients freed
 
     def queue(self, order: PacketOrder) -> None:
-        """Adds the packets of the rows that run next; begins to receive the first of them."""
+        """Adds the packets of the next rows; begins to receive the first of them."""
         for source, maker in order.coming:
             self._coming[source].append(maker)
         for source, maker in order.needed:
@@ -107,7 +106,7 @@ class PacketLink:
             self._expect(source)
 
     def _expect(self, source: int) -> None:
-        """Begins to receive, in the order in which they are sent, packets up to the next one that is needed."""
+        """Begins to receive packets, in the order in which they are sent, up to the next one that is needed."""
         needed, coming = self._needed[source], self._coming[source]
         while needed and needed[0] not in self._expected:
             maker = coming.popleft()
@@ -115,11 +114,10 @@ class PacketLink:
             self._expected.add(maker)
 
     def maker_before(self, action: Action) -> Action | None:
-        """Returns the action whose packet is to be received before an action, if any."""
+        """Returns the action whose packet must arrive before an action, if any."""
         return maker_before(action, self.placement)
 
     def receive(self, maker: Action) -> list[PacketValue]:
-        """Waits for the packet of an action."""
         source, what = self.placement[maker.stage], self._words(maker)
         values = self.mailbox.receive(*self._address(maker), source, what)
         self._needed[source].popleft()
@@ -134,21 +132,20 @@ class PacketLink:
         return values
 
     def _free_values(self, maker: Action, what: str) -> None:
-        """Frees the packet whose gradients have come back: it was taken."""
+        """Frees the packet of values whose gradients have arrived."""
         self.mailbox.finish_send(self._address(maker)[0], what)
 
     def _free_gradients(self, cut: int, taken: int) -> None:
-        """Frees the first packets of gradients through a cut, of which the other side has taken that many."""
+        """Frees the first packets of gradients through a cut, up to the number that the peer has received."""
         while self._freed[cut] < taken:
             self.mailbox.finish_send(self._address(self._returned[cut].popleft())[0], "its gradients to be taken")
             self._freed[cut] += 1
 
     def is_sent(self, action: Action) -> bool:
-        """Returns whether another rank needs what an action makes."""
+        """Returns whether another rank needs the result of an action."""
         return reader_after(action, self.placement) is not None
 
     def send(self, maker: Action, values: Iterable[PacketValue]) -> None:
-        """Sends the packet of an action."""
         reader = reader_after(maker, self.placement)
         assert reader is not None
         self.mailbox.send(
@@ -156,7 +153,6 @@ class PacketLink:
         )
 
     def _address(self, maker: Action) -> tuple[tuple[Any, ...], int]:
-        """Returns the key and the tag of a packet."""
         number = maker.micro_batch * len(self.placement) + cut_of(maker)
         return self._key(maker), tag_of(number, _TAGS[maker.kind])
 
@@ -164,5 +160,4 @@ class PacketLink:
         return (*self._name, maker.kind, cut_of(maker), maker.micro_batch)
 
     def _words(self, maker: Action) -> str:
-        """Returns what a packet is, for people."""
         return f"the result of {maker} (stage {maker.stage}, micro-batch {maker.micro_batch})"

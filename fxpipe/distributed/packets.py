@@ -1,19 +1,18 @@
-"""Values on their way between ranks: a packet is a layout and a payload.
+"""Values sent between ranks as packets: a layout and a payload.
 
-The receiver must know the *layout* first: sizes, strides, which values are tensors. As a rule it is the same in each
+The receiver must know the *layout* first: sizes, strides, which values are tensors. It is usually the same in each
 step, so both ends remember it:
 
-    control     24 bytes: is the layout that of the last step, or the length of a new one; and a note
+    control     24 bytes: whether the layout is the remembered one, the length of a new layout, and a note
     payload     the memory of all tensors in one message, expected early if the layout is known
     layout      if it is new; then the payload again, with the sizes of the layout
 
-If the devices of the ranks have a backend (`device_transfers`), the payload of what is on a device is a second message,
-from device to device. A payload after a new layout always goes through memory of the CPU, since communicators of
-devices match messages by their order alone.
+If the devices of the ranks have a backend (`device_transfers`), the payload on a device is a second message, from
+device to device. A payload after a new layout always uses CPU memory, since communicators of devices match messages
+only by order.
 
-A sender whose layout has changed cannot call back what the receiver expects, so it first sends that many bytes of
-nothing. What is remembered changes only at the end of a step, so both ends agree. Nothing is predicted: sizes that
-depend on values, missing gradients, flags and None are layouts like any others, and strides are those of the sender.
+A sender whose layout has changed cannot cancel what the receiver expects, so it first sends that many placeholder
+bytes. Layouts are updated only at the end of a step, so both ends agree.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from fxpipe.errors import InternalError
 from fxpipe.runtime.transport import PackedTensor, is_packable, pack
 
 CONTROL_BYTES = 24
-ALIGNMENT = 64  # bytes, of each tensor in a payload
-MAX_KEYS = 4096  # of layouts that are remembered
+ALIGNMENT = 64  # bytes; of each tensor in a payload
+MAX_KEYS = 4096  # remembered layouts
 
 
 class PacketValue(NamedTuple):
-    """A value, and whether it requires grad where it was made."""
+    """A value, and whether it requires grad on its sender."""
 
     value: Any
     requires_grad: bool = False
@@ -49,12 +48,12 @@ class TensorLayout:
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    numel: int  # of its memory
+    numel: int  # in memory
     is_gathered: bool
     is_conj: bool
     is_neg: bool
     requires_grad: bool
-    is_on_device: bool  # it goes from device to device
+    is_on_device: bool  # True if it is sent from device to device
 
     @property
     def bytes(self) -> int:
@@ -73,7 +72,7 @@ Layout = tuple[TensorLayout | PickledLayout, ...]
 
 
 def payload_bytes(layout: Layout, on_device: bool = False) -> int:
-    """Returns the bytes of a payload: of the tensors that go through memory of the CPU, or of the others."""
+    """Returns the size in bytes of a payload: of the tensors sent from device to device, or of the others."""
     end = 0
     for one in layout:
         if isinstance(one, TensorLayout) and one.is_on_device == on_device:
@@ -82,7 +81,7 @@ def payload_bytes(layout: Layout, on_device: bool = False) -> int:
 
 
 def _next_start(end: int) -> int:
-    """Returns the place behind `end` where another tensor may begin."""
+    """Returns the first aligned offset at or after `end`."""
     return -(-end // ALIGNMENT) * ALIGNMENT
 
 
@@ -91,11 +90,11 @@ class Payload:
     """The memory of the tensors of a packet, as bytes."""
 
     host: torch.Tensor
-    device: torch.Tensor | None = None  # of those that go from device to device
+    device: torch.Tensor | None = None  # tensors sent from device to device
 
 
 def encode(values: Sequence[PacketValue], device: torch.device | None = None) -> tuple[Layout, Payload]:
-    """Returns the layout and the payload. `device`: whose tensors stay there; the others are in memory of the CPU."""
+    """Returns the layout and the payload. Tensors on `device` stay there; the others move to CPU memory."""
     layout: list[TensorLayout | PickledLayout] = []
     memories: dict[bool, list[torch.Tensor]] = {False: [], True: []}
     for value, requires_grad in values:
@@ -126,7 +125,7 @@ def encode(values: Sequence[PacketValue], device: torch.device | None = None) ->
 
 
 def _joined(memories: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Returns pieces of memory as one, on a device: itself, if there is one, which is there."""
+    """Joins pieces of memory into one on a device, without a copy if a single piece is already there."""
     if len(memories) == 1:
         return memories[0].to(device)
     starts, end = [], 0
@@ -140,7 +139,7 @@ def _joined(memories: Sequence[torch.Tensor], device: torch.device) -> torch.Ten
 
 
 def decode(layout: Layout, payload: Payload, device: torch.device) -> list[PacketValue]:
-    """Returns the values, on a device; tensors of one packet share its memory."""
+    """Returns the values on a device; tensors of one packet share its memory."""
     parts = {False: payload.host.to(device), True: payload.device}
     ends = {False: 0, True: 0}
     values = []
@@ -160,7 +159,7 @@ def decode(layout: Layout, payload: Payload, device: torch.device) -> list[Packe
 
 
 class Mailbox:
-    """Sends packets to other ranks and receives theirs. `key` says what a packet is, and is the same at both ends."""
+    """Sends packets to other ranks and receives their packets. A `key` identifies a packet on both ends."""
 
     def __init__(
         self,
@@ -169,18 +168,13 @@ class Mailbox:
         layouts: dict[Hashable, Layout],
         transfers: DeviceTransfers | None = None,
     ):
-        """Makes the mailbox of a step.
-
-        Args:
-            layouts: of the last steps, by key; those of this step are put there by `remember`.
-            transfers: from device to device, if this rank and all others have them.
-        """
+        """Creates the mailbox of a step. `layouts`: of earlier steps, by key; `remember` adds this step's layouts."""
         self._connection, self._device, self._known, self._transfers = connection, device, layouts, transfers
         self._new: dict[Hashable, Layout] = {}
-        self.note = 0  # of the packet that was received last
+        self.note = 0  # note of the last packet received
 
     def send(self, key: Hashable, tag: int, peer: int, values: Sequence[PacketValue], note: int = 0) -> None:
-        """Begins to send a packet. `note`: a number that goes with it; see `packet_link`."""
+        """Begins to send a packet. `note`: a number sent with it; see `packet_link`."""
         connection, known = self._connection, self._known_layout(key)
         layout, payload = encode(values, None if self._transfers is None else self._device)
         self._note_layout(key, layout)
@@ -201,26 +195,24 @@ class Mailbox:
             connection.send(key, peer, 4 * tag + 3, whole)
 
     def _send_expected(self, key: Hashable, tag: int, peer: int, payload: Payload) -> None:
-        """Begins to send what the receiver expects."""
         if payload.host.numel():
             self._connection.send(key, peer, 4 * tag + 1, payload.host)
         if self._transfers is not None and payload.device is not None and payload.device.numel():
             self._transfers.send(key, peer, payload.device)
 
     def finish_send(self, key: Hashable, what: str) -> None:
-        """Returns when a packet has been taken; its memory can be given back."""
+        """Waits until the peer has received a packet, and frees its memory."""
         self._connection.finish_sends(key, what)
         if self._transfers is not None:
             self._transfers.finish_sends(key, what)
 
     def settle(self) -> None:
-        """Returns when all packets have been taken, and all that were received are there."""
+        """Waits until all packets are sent, and the device memory of received packets is complete."""
         self._connection.finish_all_sends()
         if self._transfers is not None:
             self._transfers.settle()
 
     def expect(self, key: Hashable, tag: int, peer: int) -> None:
-        """Begins to receive a packet."""
         self._connection.expect(peer, 4 * tag, CONTROL_BYTES)
         known = self._known_layout(key) or ()
         if size := payload_bytes(known):
@@ -230,7 +222,7 @@ class Mailbox:
             self._transfers.expect(key, peer, size)
 
     def receive(self, key: Hashable, tag: int, peer: int, what: str) -> list[PacketValue]:
-        """Returns a packet that was expected, when it has come."""
+        """Waits for an expected packet and returns it."""
         connection, known = self._connection, self._known_layout(key)
         control = connection.receive(peer, 4 * tag, what).view(torch.int64)
         is_known, size, self.note = control.tolist()
@@ -247,14 +239,13 @@ class Mailbox:
         return decode(layout, payload, self._device)
 
     def _known_layout(self, key: Hashable) -> Layout | None:
-        """Returns the layout that both ends take a packet to have before it has come."""
         return self._known.get(key)
 
     def _note_layout(self, key: Hashable, layout: Layout) -> None:
         self._new[key] = layout
 
     def _received(self, key: Hashable, tag: int, peer: int, known: Layout, what: str) -> Payload:
-        """Returns what was expected. (It is nothing, where the layout is a new one.)"""
+        """Returns the expected payload: placeholder bytes if the layout is new."""
         host, device = torch.empty(0, dtype=torch.uint8), None
         if payload_bytes(known):
             host = self._connection.receive(peer, 4 * tag + 1, what)
@@ -264,7 +255,6 @@ class Mailbox:
         return Payload(host, device)
 
     def _received_late(self, tag: int, peer: int, layout: Layout, what: str) -> Payload:
-        """Returns the payload behind a new layout."""
         size, rest = payload_bytes(layout), payload_bytes(layout, True)
         whole = torch.empty(0, dtype=torch.uint8)
         if size + rest:
@@ -273,5 +263,5 @@ class Mailbox:
         return Payload(whole[:size], whole[size:].to(self._device, copy=True))
 
     def remember(self) -> None:
-        """Remembers the layouts of a step that has ended well on all ranks."""
+        """Remembers the layouts of a step that all ranks have committed."""
         self._known.update(self._new)

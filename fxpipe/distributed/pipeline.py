@@ -47,47 +47,42 @@ REFUSED_DROP_IN = (
 
 
 class DistributedPipeline(Pipeline):
-    """A model that runs as a pipeline over processes, on one of them. Made by `fxpipe.pipeline(devices=mesh)`.
+    """The pipeline module of one rank. `fxpipe.pipeline(devices=mesh)` returns it.
 
-    All ranks make the same calls. Its parameters and buffers, and the keys of `state_dict`, are those of the stages of
-    this rank; a tied weight is on each rank that uses it.
+    All ranks make the same calls. `parameters()`, `buffers()` and `state_dict()` cover the stages of this rank; a tied
+    weight is on each rank that uses it. A model that has values stays complete in each process, so you can still call,
+    copy or save it; on accelerators only this rank's part moves to the device. If the model was built on the meta
+    device, the tensors of other ranks stay there, also in `model`, and later graphs (for evaluation, say) are recorded
+    without values, so forward may not read values.
 
-    A model that has values stays whole in each process, since it is the user's, who may call it, copy it or save it;
-    on accelerators this rank's part alone moves there. One that was built on the meta device is nowhere whole: what
-    belongs to other ranks stays on the meta device, also in `model`. Graphs that are recorded later, for evaluation
-    say, are recorded without values then, so that forward may read none.
-
-    With data parallelism each row of a mesh is a replica of the pipe, with a mini-batch of its own in each step:
+    With data parallelism, each row of a mesh is a replica of the pipe with a separate mini-batch in each step:
 
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("data", "pipe"))
         pipe = fxpipe.pipeline(model, devices=mesh["pipe"], data_parallel=mesh["data"], chunks=8, example_args=(x,))
         loss = pipe.forward_backward(x, target=t, loss_fn=loss_fn)
 
-    The step is that of the *union* of these mini-batches, on all ranks: loss and gradients are those of the plain
-    model on it, also where replicas have unequal numbers of samples, or of tokens where the loss is a pair (total,
-    weight). So nothing is to be divided by the number of replicas. (A loss that is no mean over samples is found out
-    where micro-batches of one replica show it; replicas with one micro-batch each are not compared.) Gradients are
-    summed in buckets while the last backward of each stage runs; calls within `no_sync()` leave that to the next one.
-    Parameters and buffers begin with the values of the first replica; buffers that a step of training changes are then
-    those of the first replica on all, as DDP has them at its next forward.
+    A step processes the *union* of these mini-batches: it computes the loss and gradients of the plain model on the
+    union, also if replicas have unequal numbers of samples, or of tokens if the loss is a pair (total, weight). Do not
+    divide by the number of replicas. (A loss that is not a mean over samples is detected if the micro-batches of one
+    replica show it; replicas with one micro-batch each are not compared.) Gradients are summed in buckets while the
+    last backward of each stage runs. Parameters and buffers start with the values of the first replica. Buffers that a
+    training step changes get the first replica's values on all replicas, as DDP does at its next forward. Random
+    numbers equal the numbers of one process that trains on the union: replicas draw different ones, from the generator
+    of the first replica's first stage. Each replica evaluates separately.
 
-    Random numbers are those of one process that trains on the union: replicas draw different ones, from the generator
-    of the first replica's first stage. Evaluation is each replica's own.
+    `forward_backward` works as in one process (`Pipeline.forward_backward`). Inputs are read on the rank of the first
+    stage (`needs_inputs`), target and loss_fn on the rank of the last stage (`needs_target`); other ranks may pass
+    None, or `micro_batches=()`. All ranks get the loss of all replicas. Each rank has a `grad_scaler`, created with
+    equal arguments; if a gradient is infinite on one rank it is set to infinite on all, so all skip the update. If a
+    step fails on one rank, all raise (`DistributedError` names the rank), and gradients and buffers are unchanged.
 
-    `forward_backward` is that of one process (`Pipeline.forward_backward`), on all ranks at the same time. Inputs are
-    read on the rank of the first stage (`needs_inputs`), target and loss_fn on the rank of the last stage
-    (`needs_target`); others may pass None, or `micro_batches=()`. All ranks get the loss, of all replicas. Each rank
-    has its own `grad_scaler`, made alike; a gradient that is infinite on one rank is made so on all, so that all skip
-    the update. If a step fails on one rank, all raise (`DistributedError` names the rank), and gradients and buffers
-    are as before on all ranks.
-
-    `train_stream` gives the bits of one process. All ranks iterate and get all losses; each has a
+    `train_stream` gives the same bits as one process. All ranks iterate and get all losses; each has a
     `fxpipe.optim.StageOptimizer`, which updates its stage. The rank of the first stage reads the inputs of `batches`
-    and decides when they end; the rank of the last stage reads the targets; others may pass `batches=()`. A loop that
-    the rank of the first stage leaves ends the stream for all ranks; another rank that leaves its loop goes on without
-    it until then. `with pipe.train_stream(...) as losses:` ends it for sure, and reports what is raised in its block to
-    the other ranks. With data parallelism mini-batch t of the stream is the union of the t-th mini-batches of all
-    replicas; the stream ends with the first replica whose inputs end.
+    and decides when they end; the rank of the last stage reads the targets; others may pass `batches=()`. The stream
+    ends for all ranks if the rank of the first stage leaves its loop; any other rank that leaves its loop still runs
+    its stage until then. `with pipe.train_stream(...) as losses:` always ends the stream, and reports an exception in
+    its block to the other ranks. With data parallelism, mini-batch t of the stream is the union of the t-th
+    mini-batches of all replicas; the stream ends with the first replica whose inputs end.
     """
 
     __slots__ = ()
@@ -99,15 +94,15 @@ class DistributedPipeline(Pipeline):
     # -- Running -----------------------------------------------------------------------------------------------------
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for a mini-batch, without gradients.
+        """Returns the model's output for a mini-batch, without gradients.
 
-        Inputs are looked at on the rank of the first stage (`needs_inputs`), and may be left out or None elsewhere.
+        Inputs are read on the rank of the first stage (`needs_inputs`); other ranks may omit them or pass None.
 
         Returns:
-            The output on the rank of the last stage, None on the others; with `outputs="all"` on all of them.
+            The output on the rank of the last stage, None on the others; with `outputs="all"` on all ranks.
 
         Raises:
-            StateError: gradients are on: training goes through `forward_backward`.
+            StateError: gradients are enabled: train with `forward_backward`.
         """
         if torch.is_grad_enabled():
             raise StateError(REFUSED_DROP_IN)
@@ -134,7 +129,7 @@ class DistributedPipeline(Pipeline):
         return RankTrainStream(RankStreamLoop(self._state, *arguments))
 
     def _check_replicas_are_equal(self) -> None:
-        """Raises `StateError` where a stream would update each replica with gradients of its own."""
+        """Raises `StateError` if a stream would update replicas with different gradients."""
         replicas = self._state.engine.replicas
         if not replicas.is_synced:
             raise StateError(
@@ -149,13 +144,13 @@ class DistributedPipeline(Pipeline):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A block of calls of `forward_backward` whose gradients stay on their replica, as DDP's `no_sync`.
+        """Keeps the gradients of `forward_backward` calls in this block on their replica, like DDP's `no_sync`.
 
             with pipe.no_sync():
                 pipe.forward_backward(x1, target=t1, loss_fn=loss_fn)
-            pipe.forward_backward(x2, target=t2, loss_fn=loss_fn)       # sums those of both calls over the replicas
+            pipe.forward_backward(x2, target=t2, loss_fn=loss_fn)       # sums the gradients of both calls over replicas
 
-        All replicas accumulate so in the same calls. Without data parallelism it changes nothing.
+        All replicas must use it for the same calls. Without data parallelism it has no effect.
         """
         replicas = self._state.engine.replicas
         before, replicas.is_synced = replicas.is_synced, False
@@ -166,19 +161,16 @@ class DistributedPipeline(Pipeline):
 
     @property
     def needs_inputs(self) -> bool:
-        """Tells whether this rank's inputs are looked at: it has the first stage."""
+        """Returns whether this rank's inputs are read: it has the first stage."""
         return self._state.group.rank == self._state.leader
 
     @property
     def needs_target(self) -> bool:
-        """Tells whether this rank's target and loss_fn are looked at: it has the last stage."""
+        """Returns whether this rank's target and loss_fn are used: it has the last stage."""
         return self._state.group.rank == self._state.last
 
     def gather_last_step(self) -> StepRecord | None:
-        """Gathers the records of the last step from all ranks, which all call this: one record of all devices.
-
-        `last_step` has this rank's actions alone. Times count from where each rank has begun the step.
-        """
+        """Gathers the records of all ranks, which all call this. Times count from the step's start on each rank."""
         state = self._state
         state.check_open()
         with state.engine.running(), state.group.together() as connection:
@@ -188,7 +180,6 @@ class DistributedPipeline(Pipeline):
     # -- Tensors of this rank ----------------------------------------------------------------------------------------
 
     def _own(self) -> set[int]:
-        """Returns the identities of the tensors that this rank holds."""
         return {id(tensor) for tensor in self._state.own_tensors().values()}
 
     def named_parameters(
@@ -208,14 +199,11 @@ class DistributedPipeline(Pipeline):
                 yield name, buffer
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The part of the model's state that this rank holds, under the model's keys.
-
-        `torch.distributed.checkpoint` saves and loads it: together the ranks have all of the model.
-        """
+        """Returns this rank's part of the state, under the model's keys; `torch.distributed.checkpoint` saves it."""
         own, state = self._own(), self._state
         keep = kwargs.pop("keep_vars", False)
         full = self._fxpipe_model.state_dict(*args, keep_vars=True, **kwargs)
-        # What is no tensor of the model (the extra state of a module) goes with the first stage.
+        # A value that is not a tensor of the model (the extra state of a module) goes to the first stage.
         known = {id(tensor) for tensor in (*self._fxpipe_model.parameters(), *self._fxpipe_model.buffers())}
         for key in [*full]:
             value = full[key]
@@ -227,10 +215,7 @@ class DistributedPipeline(Pipeline):
         return full
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads this rank's part of a state, of which `state_dict` may have more: all of the model, say.
-
-        Tensors of this rank that have no values yet are given memory on its device for it.
-        """
+        """Loads this rank's part of `state_dict`, which may have the full model; allocates tensors without values."""
         own = self.state_dict(keep_vars=True)
         values = [(tensor, state_dict.get(key)) for key, tensor in own.items() if isinstance(tensor, torch.Tensor)]
         fitting = [t for t, new in values if isinstance(new, torch.Tensor) and has_values(new) and new.shape == t.shape]
@@ -248,7 +233,7 @@ class DistributedPipeline(Pipeline):
         return type(keys)(missing, unexpected)
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
-        """Raises `StateError`: memory without values would go unseen, and what is tied would not be tied any more."""
+        """Raises `StateError`: missing values would stay unnoticed, and tied tensors would no longer be tied."""
         raise StateError(
             "a pipe over processes gives memory to its parameters together with values: call "
             "fxpipe.distributed.load(pipe, path), or fxpipe.distributed.initialize(pipe), on all ranks"
@@ -256,7 +241,7 @@ class DistributedPipeline(Pipeline):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Pipeline:
         def cast(tensor: torch.Tensor) -> torch.Tensor:
-            """Tensors that live on other ranks follow casts of the dtype, so that graphs stay the same on all ranks."""
+            """Casts the dtype of tensors on other ranks too, so that graphs stay the same on all ranks."""
             return fn(tensor) if has_values(tensor) else tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype)
 
         return super()._apply(cast, recurse)
@@ -264,7 +249,7 @@ class DistributedPipeline(Pipeline):
     # -- Lifecycle ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Closes the connections to the other ranks; the model stays as it is. Every rank closes its own."""
+        """Closes the connections to the other ranks; the model is unchanged. Each rank calls it."""
         super().close()
         self._state.group.leave()
         self._state.engine.replicas.close()
@@ -290,10 +275,7 @@ class DistributedPipeline(Pipeline):
 
 
 def gathered_record(records: Sequence[StepRecord | None]) -> StepRecord | None:
-    """Joins the records of all ranks, by rank; None where they have run no step.
-
-    A transfer is in the record of who received it; what an action has sent is summed here.
-    """
+    """Joins the records of all ranks. The receiver records a transfer; bytes that an action sends are summed here."""
     known = [record for record in records if record is not None]
     if not known:
         return None
@@ -312,11 +294,7 @@ def gathered_record(records: Sequence[StepRecord | None]) -> StepRecord | None:
 
 
 def distributed_state(pipe: object) -> RankState:
-    """Returns the state of a pipe over processes that is open.
-
-    Raises:
-        ArgumentTypeError: it is none.
-    """
+    """Returns the state of a pipe over processes. Raises `ArgumentTypeError` if `pipe` is not one."""
     if not isinstance(pipe, DistributedPipeline):
         raise ArgumentTypeError(
             f"pipe is {with_article(pipe)}; expected what fxpipe.pipeline(model, devices=mesh, ...) returns on the "
@@ -327,7 +305,7 @@ def distributed_state(pipe: object) -> RankState:
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
-    """Refuses a model whose gradients or parameters somebody else distributes."""
+    """Refuses a model whose gradients or parameters another wrapper distributes."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ArgumentError(
             "model is a DistributedDataParallel, which sums gradients by itself: give model.module, and the ranks of "
@@ -353,7 +331,7 @@ def pipeline_over_ranks(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> DistributedPipeline:
-    """Makes the pipe of this rank, together with all the others."""
+    """Creates the pipe of this rank. All ranks call it together."""
     group = RankGroup(devices, timeout, data_parallel)
     with group.together():
         if outputs not in OUTPUTS:

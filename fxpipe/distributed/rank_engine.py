@@ -1,8 +1,7 @@
-"""Whole steps of a pipe over several processes, on one rank.
+"""Complete steps of a pipe over several processes, on one rank.
 
-A step goes as in one process (`runtime.engine`); what differs is its end. Before anything is committed all ranks
-gather what each has to say: the loss, which the rank of the last stage has, and whether the step counts. So it is
-committed on all ranks, or on none.
+A step runs as in one process (`runtime.engine`) up to its end. Before anything is committed, all ranks gather the loss,
+which the rank of the last stage has, and whether the step succeeded. So it is committed on all ranks or on none.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ from fxpipe.utils.pytree import map_tensor_leaves
 
 @dataclass(frozen=True, slots=True)
 class RankGraph:
-    """A graph with all that a rank needs to run it."""
+    """A graph with everything that a rank needs to run it."""
 
-    number: Any  # by which ranks speak of it; of several in one step, a tuple of theirs
+    number: Any  # the same on all ranks; a tuple for several graphs in one step
     bound: BoundProgram
     routes: RelayRoutes
     held: HeldTensors
@@ -57,11 +56,7 @@ class RankGraph:
 
 
 def pairs_of_ranks(routes: RelayRoutes, transfers: TensorTransfers | None = None) -> Iterator[tuple[int, int]]:
-    """Yields the pairs of ranks of which the first sends to the second in a step; some more than once.
-
-    Args:
-        transfers: of tensors of the model.
-    """
+    """Yields pairs (sender, receiver) of ranks in a step, some repeatedly. `transfers`: of tensors of the model."""
     for cut in range(len(routes.placement) - 1):
         if routes.crosses(cut):
             yield routes.rank(cut), routes.rank(cut + 1)
@@ -72,15 +67,15 @@ def pairs_of_ranks(routes: RelayRoutes, transfers: TensorTransfers | None = None
 
 @dataclass(frozen=True, slots=True)
 class RankInputs:
-    """The inputs of a step: the same on all ranks, but for the leaves, which the rank of the first stage has."""
+    """The inputs of a step, the same on all ranks, except for the leaves on the rank of the first stage."""
 
-    graphs: tuple[RankGraph, ...]  # by micro-batch
-    samples: tuple[int, ...]  # by micro-batch
-    leaves: Sequence[Any]  # of the mini-batch, or by micro-batch those of each
-    sizes: tuple[Any, ...]  # of the leaves, on all ranks
+    graphs: tuple[RankGraph, ...]  # by micro-batch, like `samples`
+    samples: tuple[int, ...]
+    leaves: Sequence[Any]  # with `is_handed_over` one sequence per micro-batch
+    sizes: tuple[Any, ...]  # sizes of the leaves, on all ranks
     seed: int
-    known: Mapping[int, Any] = field(default_factory=dict)  # pieces of the mini-batch, by place
-    is_handed_over: bool = False  # by the caller, micro-batch by micro-batch
+    known: Mapping[int, Any] = field(default_factory=dict)  # pieces of the mini-batch, by index
+    is_handed_over: bool = False  # True if the caller passes micro-batches
 
     @property
     def batch(self) -> int:
@@ -92,7 +87,7 @@ class RankInputs:
 
     @property
     def programs(self) -> list[Program]:
-        """The programs that run, each once."""
+        """The programs that run, without duplicates."""
         return [bound.program for bound in different_programs(self.bounds)]
 
     @property
@@ -102,14 +97,14 @@ class RankInputs:
 
 @dataclass(frozen=True, slots=True)
 class TrainingCall:
-    """The arguments of a `forward_backward`, but for its inputs."""
+    """The arguments of `forward_backward`, except its inputs."""
 
     loss_fn: Callable[..., Any]
-    target: Any  # () or (target,); where micro-batches are handed over, a list of one for each
+    target: Any  # () or (target,); a list of them if the caller passes micro-batches
     reduction: str
     scaler: torch.amp.GradScaler | None  # this rank's
     with_outputs: bool
-    to_all: bool  # outputs
+    to_all: bool  # True if all ranks get the outputs
 
 
 class RankEngine(Engine):
@@ -123,7 +118,7 @@ class RankEngine(Engine):
         self.replicas = Replicas(group)
 
     def _end(self) -> None:
-        """Closes the connections as well: a thread of gloo that frees a tensor after the interpreter's end aborts."""
+        """Also closes the connections: a thread of gloo that frees a tensor after the interpreter's end aborts."""
         super()._end()
         self.group.close()
 
@@ -140,9 +135,9 @@ class RankEngine(Engine):
     # -- rows --------------------------------------------------------------------------------------------------------
 
     def _mailbox(self, graph: RankGraph) -> Mailbox:
-        """Makes the mailbox of a step, which all ranks do at once."""
+        """Creates the mailbox of a step. All ranks call it together."""
         if self._generation != self.group.generation or len(self._layouts) > MAX_KEYS:
-            self._layouts.clear()  # on all ranks at once
+            self._layouts.clear()  # in the same step on all ranks
             self._generation = self.group.generation
         transfers = self.group.transfers
         if transfers is not None:
@@ -162,7 +157,7 @@ class RankEngine(Engine):
         reduction: GradientReduction | None = None,
         **more: Any,
     ) -> RankStep:
-        """Runs the row. `reduction`: gets gradients as soon as they are complete, where one program runs."""
+        """Runs the row. `reduction`: gets gradients as soon as they are complete, if one program runs."""
         rank = self.group.rank
         link = PacketLink(mailbox, graph.routes, (graph.number, inputs.sizes, schedule.micro_batches))
         step = RankStep(
@@ -184,11 +179,10 @@ class RankEngine(Engine):
         self._note_step(step, schedule)
         step.rank_exchange.check_empty()
         if self.group.transfers is not None:
-            self.group.transfers.settle()  # what has not come fails this step, and is not agreed upon
+            self.group.transfers.settle()  # a missing message fails this step before the ranks commit it
         return step
 
     def own_inputs(self, inputs: RankInputs) -> StepInputs:
-        """Returns the inputs of the stages of this rank."""
         bounds, shares, leaves = inputs.bounds, shares_of(inputs.samples), inputs.leaves
         if not inputs.graphs[0].routes.is_here(0, self.group.rank):
             parts = tuple(leaves) if inputs.is_handed_over else (leaves,) * len(bounds)
@@ -200,7 +194,7 @@ class RankEngine(Engine):
     # -- evaluation --------------------------------------------------------------------------------------------------
 
     def call_ranks(self, graph: RankGraph, inputs: RankInputs, schedule: Schedule, *, to_all: bool) -> Any:
-        """Runs all forwards; returns the output on the rank of the last stage, or on all, else None."""
+        """Runs all forwards; returns the output on the rank of the last stage or on all ranks, else None."""
         bound, connection = graph.bound, self.group.connection
         joint = next((one for one in bound.combinations if one.is_joint), None)
         if joint is not None and schedule.micro_batches > 1:
@@ -235,12 +229,12 @@ class RankEngine(Engine):
     def train_ranks(
         self, graph: RankGraph, inputs: RankInputs, schedule: Schedule, call: TrainingCall
     ) -> tuple[torch.Tensor, Any]:
-        """Runs a step and adds its gradients to the parameters of this rank; returns the loss, and outputs or None."""
+        """Runs a step and adds its gradients to `.grad` on this rank; returns the loss, and outputs or None."""
         bound, m = graph.bound, schedule.micro_batches
         last = graph.routes.rank(len(bound.devices))
         is_last = self.group.rank == last
         tensors = ModelTensors(self.model, inputs.constants)
-        kind = None  # micro-batches that are handed over are compared with no mini-batch
+        kind = None  # micro-batches from the caller are not compared with a mini-batch
         if is_last and not inputs.is_handed_over:
             kind = self.loss_histories.of(call.loss_fn, call.reduction, call.target, bound, (inputs.batch, m))
         mailbox = self._mailbox(graph)
@@ -274,7 +268,7 @@ class RankEngine(Engine):
             gradients.finish_sum()
             verdict = LossVerdict.of(reports, last, part)
             if verdict.is_unsure and not is_again:
-                is_verified, is_again = is_last and m > 1, True  # nothing has changed yet: again, and for certain
+                is_verified, is_again = is_last and m > 1, True  # nothing has changed yet: repeat with verification
                 mailbox.settle()
                 continue
             break
@@ -308,7 +302,7 @@ class RankEngine(Engine):
         gradients: RankGradients,
         is_last: bool,
     ) -> ReplicaPart:
-        """Settles with the other replicas what part of the step this one has."""
+        """Exchanges messages with the other replicas; returns this replica's part of the step."""
         start = ReplicaStart(
             inputs.batch,
             len(inputs.samples),
@@ -327,14 +321,13 @@ class RankEngine(Engine):
         return part
 
     def _loss_scale(self, scaler: torch.amp.GradScaler | None) -> float | None:
-        """Returns the scale of the loss. A scaler begins to work when it scales something first."""
+        """Returns the scale of the loss. The first call of `scale` initializes a scaler."""
         if scaler is None:
             return None
         scaler.scale(torch.zeros((), device=self.group.device))
         return float(scaler.get_scale())
 
     def changed_here(self, graph: RankGraph, inputs: RankInputs) -> list[str]:
-        """Returns the buffers that forward changes and this rank holds."""
         stages = [stage for program in inputs.programs for stage in program.stages]
         changed = dict.fromkeys(name for stage in stages for name in (*stage.changed_buffers, *stage.assigns))
         return [name for name in changed if self.group.rank in graph.held.holders(name)]
@@ -348,7 +341,7 @@ class RankEngine(Engine):
         tensors: ModelTensors,
         part: ReplicaPart,
     ) -> None:
-        """Writes the buffers that forward has changed into the model: on all replicas those of the first one."""
+        """Writes the buffers that forward has changed into the model: the first replica's on all replicas."""
         if self.group.replica == 0:
             step.commit_buffers()
             exchange.spread_changes(graph.transfers)
@@ -376,13 +369,13 @@ class RankEngine(Engine):
     def _close_loss(
         self, step: RankStep, stage: LossStage, kind: Any, report: StepReport, is_verified: bool, is_asked: bool
     ) -> list[Any]:
-        """Fills in the report of the rank of the last stage, and returns the outputs, where they were kept."""
+        """Completes the report of the rank of the last stage; returns the saved outputs."""
         losses = stage.losses
         report.wrong = step.loss_weighting.difference(losses.share)
         report.shares = [losses.share(i) * losses.scale for i in range(step.micro_batches)]
         outputs, is_verified = self.gathered_outputs(stage, is_verified, is_asked)
         if self.replicas.count > 1 and stage.tree.is_weighed:
-            is_verified = False  # micro-batches add up to a loss of which this mini-batch is a part
+            is_verified = False  # the micro-batches of all replicas add up to the loss, which is not verified here
         report.is_verified = is_verified
         if is_verified:
             start = time.perf_counter()
@@ -395,7 +388,7 @@ class RankEngine(Engine):
         return outputs
 
     def refuse_strange_leaves(self, stage: LossStage) -> None:
-        """Refuses a loss that reads parameters of the model itself: other ranks may hold them."""
+        """Refuses a loss that reads parameters of the model: other ranks may hold them."""
         if self.group.size == 1:
             return
         names = {id(tensor): name for name, tensor in self.model.named_parameters()}
@@ -407,10 +400,7 @@ class RankEngine(Engine):
 
     @staticmethod
     def _other_results(step: RankStep, inputs: RankInputs) -> list[Any]:
-        """Returns what forward has left in inputs and attributes, on the rank of the last stage.
-
-        By micro-batch, where these were handed over.
-        """
+        """Returns results that forward has left in inputs and attributes; per micro-batch if the caller passed them."""
         if step.loss is None:
             return []
         if inputs.is_handed_over:
@@ -418,10 +408,9 @@ class RankEngine(Engine):
         with torch.no_grad():
             return step.loss.gather_other_results()
 
-    # -- what the ranks hand each other at the end of a step ---------------------------------------------------------
+    # -- exchange at the end of a step -------------------------------------------------------------------------------
 
     def _from_last(self, graph: RankGraph, inputs: RankInputs, values: Sequence[Any]) -> Sequence[Any]:
-        """Returns what forward has left in inputs and attributes, on all ranks."""
         if not any(program.written_inputs or program.left for program in inputs.programs):
             return []
         result: Sequence[Any] = self._on_all(list(values), graph.routes.rank(len(graph.bound.devices)))

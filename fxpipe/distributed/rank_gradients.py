@@ -1,9 +1,9 @@
-"""The gradients of one step on one rank, on their way from the stages to `.grad`.
+"""The gradients of one step on one rank, from the stages to `.grad`.
 
     sums of stages ──▶ sums over replicas ──▶ sums over the stages of all ranks (tied weights) ──▶ divided ──▶ `.grad`
 
-With one replica the second step falls away; within `no_sync()` it does as well, and what is in `.grad` then goes with
-the gradients of the next call that sums over replicas.
+The second step is omitted with one replica, and within `no_sync()`; the next call that sums over replicas then also
+sums the gradients in `.grad`.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class RankGradients:
         self._group, self._replicas = group, replicas
         self.trained = self._trained()
         own = held.used_by_stages(group.rank)
-        # By stage, what the reduction sums: the same in each step, whatever graph it takes.
+        # By stage, the parameters in the reduction: the same in each step, independent of its graph.
         self.parameters = replicas.reducible({(n, j): self.trained[n] for n, j in own if n in self.trained})
         self._reduction: GradientReduction | None = None
         self._sums: dict[StageParameter, torch.Tensor] = {}
         self._is_divided = False
-        self._late: set[StageParameter] = set()  # what was summed behind the step
+        self._late: set[StageParameter] = set()  # gradients summed after the step
 
     def _trained(self) -> dict[str, torch.Tensor]:
         """Returns, by name, the tensors that this rank holds and trains."""
@@ -71,7 +71,7 @@ class RankGradients:
     # -- sums over replicas ------------------------------------------------------------------------------------------
 
     def _unsynced(self) -> dict[StageParameter, torch.Tensor]:
-        """Returns what is in `.grad` since the replicas were equal, each on the first rank that holds it."""
+        """Returns the gradients in `.grad` that are not summed over replicas, each on the first rank that holds it."""
         if not self._replicas.has_unsynced:
             return {}
         at_home = (
@@ -82,11 +82,11 @@ class RankGradients:
         return {(name, j or 0): parameter.grad for name, j, parameter in at_home if parameter.grad is not None}
 
     def _reducible_unsynced(self) -> dict[StageParameter, torch.Tensor]:
-        """Returns those of them that the reduction sums."""
+        """Returns the `_unsynced` gradients that the reduction sums."""
         return {k: g for k, g in self._unsynced().items() if k in self.parameters and not g.is_sparse}
 
     def open_sum(self) -> GradientReduction | None:
-        """Begins to sum over replicas what the row completes; None where that is not to be, or not yet."""
+        """Begins to sum gradients over replicas while the row runs; returns None if they are summed later or never."""
         self._reduction = self._begin_sum() if self._replicas.sums_at_once else None
         return self._reduction
 
@@ -94,7 +94,7 @@ class RankGradients:
         return self._replicas.open_sum(self._reducible_unsynced())
 
     def give_rest(self, step: RankStep, report: StepReport) -> None:
-        """Gives the reduction what the row has left, and reports what it does not sum."""
+        """Gives the reduction the remaining gradients of the row, and reports the gradients that it does not sum."""
         replicas = self._replicas
         if replicas.count == 1 or not replicas.is_synced:
             return
@@ -110,23 +110,22 @@ class RankGradients:
             give_totals(step.totals, self._reduction)
 
     def finish_sum(self) -> None:
-        """Waits for the sums of what was given."""
         if self._reduction is not None:
             self._sums = self._finish(self._reduction)
 
     def _finish(self, reduction: GradientReduction) -> dict[StageParameter, torch.Tensor]:
         sums = reduction.finish()
-        if self._group.any_device_sums:  # one that hangs does so for some: none commits the step then
+        if self._group.any_device_sums:  # if a device hangs for some ranks, none commits the step
             self._group.everybody(None, WAITED_FOR)
         return sums
 
     def sum_over_replicas(self, step: RankStep, reports: Reports, divisor: Any) -> None:
-        """Puts sums over replicas in the place of gradients; computes them now, where they were not at once."""
+        """Replaces gradients with sums over replicas; computes the sums now if the row did not."""
         replicas, rank = self._replicas, self._group.rank
         if replicas.count == 1 or not replicas.is_synced:
             return
         if self._reduction is None:
-            self._divide(step, divisor)  # what is in `.grad`, and goes with them, is divided already
+            self._divide(step, divisor)  # the gradients in `.grad`, which are added, are already divided
             self._sums = self._finish(give_totals(step.totals, self._begin_sum()))
         put_sums(step.totals, self._sums, [of_replica[rank].missing for of_replica in reports])
         replicas.note_unreducible(key for of_replica in reports for key in of_replica[rank].sparse)
@@ -144,7 +143,7 @@ class RankGradients:
     def sum_late(
         self, step: RankStep, reports: Reports, others: Mapping[StageParameter, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Returns, by parameter, sums over replicas of what the reduction leaves; puts those of loss_fn in place."""
+        """Returns, by name, sums over replicas of late gradients; also replaces gradients of loss_fn's parameters."""
         everybody = [report for of_replica in reports for report in of_replica]
         if not any(report.late or report.loss_parameters for report in everybody):
             return {}
@@ -175,14 +174,14 @@ class RankGradients:
     def commit(
         self, step: RankStep, reports: Reports, others: Mapping[StageParameter, torch.Tensor], divisor: Any
     ) -> None:
-        """Adds the gradients of the step to `.grad`. Where hooks may fail on one rank, all wait for it."""
+        """Adds the gradients of the step to `.grad`. If gradients have hooks, which may fail, all ranks wait."""
         replicas = self._replicas
         any_hooks = any(report.has_hooks for of_replica in reports for report in of_replica)
         is_summed = replicas.count > 1 and replicas.is_synced
         late = self.sum_late(step, reports, others) if is_summed else {}
-        # A mean over replicas is to come of it, whatever else is in `.grad`.
+        # The next sum over replicas divides `.grad` by their count.
         scale = replicas.count if replicas.count > 1 and not replicas.is_synced else 1
-        is_scaled = reports[0][0].scale is not None  # by a gradient scaler, the same on all ranks
+        is_scaled = reports[0][0].scale is not None  # by a gradient scaler; equal on all ranks (`check_scales`)
         extra = [] if step.loss is None else [leaf for leaf, *_ in step.loss.own.values()]
 
         def finished(gradient: torch.Tensor | None, is_shared: bool) -> torch.Tensor | None:
@@ -210,7 +209,7 @@ class RankGradients:
         if leaves:
             (root,) = attach_commit(step.transport.on_step_streams(finish), [torch.zeros((), device="cpu")], leaves)
             with gradient_rollback(leaves_below(root), is_certain=any_hooks):
-                if is_summed and replicas.has_unsynced:  # the sums have what is there
+                if is_summed and replicas.has_unsynced:  # the sums include `.grad`
                     _clear_gradients([*self.trained.values(), *(x for x in extra if isinstance(x, nn.Parameter))])
                 root.backward()
                 if any_hooks:
@@ -223,10 +222,7 @@ class RankGradients:
         replicas.has_unsynced = replicas.count > 1 and not replicas.is_synced
 
     def _spread_infinity(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Makes the gradients of all ranks infinite where those of one are, so that all skip the same update.
-
-        A gradient scaler looks at those of its own optimizer alone.
-        """
+        """Makes gradients on all ranks infinite if any rank has infinite ones, so that all scalers skip the update."""
         finite = [torch.isfinite(_values(gradient)).all() for gradient in gradients]
         is_finite = bool(torch.stack([flag.cpu() for flag in finite]).all()) if finite else True
         if all(self._group.connection.all_gather(is_finite, "the gradients of the other ranks to be finite")):
@@ -242,13 +238,13 @@ class RankGradients:
 
 
 def parameters_of_loss(step: Step) -> list[tuple[nn.Parameter, torch.Tensor, int]]:
-    """Returns the parameters that loss_fn uses, with the sums of their gradients and how many these are."""
+    """Returns the parameters that loss_fn uses, with the sums and counts of their gradients."""
     own = [] if step.loss is None else step.loss.own.values()
     return [(leaf, gradient, count) for leaf, gradient, count in own if isinstance(leaf, nn.Parameter)]
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
-    """Returns the elements of a gradient, of a sparse one those that it has."""
+    """Returns the elements of a gradient: the stored elements if it is sparse."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 

@@ -1,8 +1,7 @@
-"""The ranks of a pipe: who they are, and blocks of code that end well on all of them or on none.
+"""The ranks of a pipe, and blocks of code that succeed on all of them or on none.
 
-With data parallelism there are several *replicas* of the pipe, each on ranks of its own. A process talks to the other
-ranks of its replica through one connection, and to the ranks that have the same stages in other replicas through
-another one. A failure goes through both.
+With data parallelism there are several *replicas* of the pipe, each on separate ranks. A process has one connection to
+the other ranks of its replica, and one to the ranks with the same stages in other replicas. A failure closes both.
 """
 
 from __future__ import annotations
@@ -33,15 +32,13 @@ from fxpipe.errors import ArgumentError, ArgumentTypeError, DistributedError, In
 from fxpipe.utils import accelerator
 from fxpipe.utils.units import with_article
 
-_pipes_of: Counter[str] = Counter()  # by process group, the pipes that this process has made on it
+_pipes_of: Counter[str] = Counter()  # by process group, the number of pipes that this process has created on it
 
 
 def process_group_of(argument: str, devices: DeviceMesh | dist.ProcessGroup) -> tuple[dist.ProcessGroup, str]:
-    """Returns the process group of an argument, and the type of its devices.
+    """Returns the process group and device type of an argument.
 
-    Raises:
-        ArgumentError: a mesh of several dimensions, or one that this process is not in, or of devices that are not
-            here.
+    Raises `ArgumentError` if a mesh has several dimensions, or this process is not in the mesh or group.
     """
     if isinstance(devices, DeviceMesh):
         if devices.ndim != 1:
@@ -55,7 +52,7 @@ def process_group_of(argument: str, devices: DeviceMesh | dist.ProcessGroup) -> 
                 "none of them: call fxpipe.pipeline on the ranks of the mesh only"
             )
         return devices.get_group(), devices.device_type
-    outside: Any = dist.GroupMember.NON_GROUP_MEMBER  # what `new_group` returns to those who are not in it
+    outside: Any = dist.GroupMember.NON_GROUP_MEMBER  # `new_group` returns it to ranks outside the group
     if devices is outside:
         raise ArgumentError(
             f"{argument} is a process group that this process, rank {dist.get_rank()}, is not in: call "
@@ -89,17 +86,15 @@ def _refuse_overlap(pipe: dist.ProcessGroup, data: dist.ProcessGroup) -> None:
 
 
 class RankDevice(NamedTuple):
-    """The device of a rank, and its way to other devices."""
+    """The device of a rank, and its backend for transfers between devices."""
 
     type: str
-    backend: str | None  # that takes them from device to device
-    uuid: str | None  # of the device, where torch tells
+    backend: str | None  # None: transfers use CPU memory
+    uuid: str | None  # None if torch does not report it
 
 
 def common_transport(devices: Sequence[RankDevice], kind: str = "rank") -> str:
-    """Returns the backend that takes tensors from device to device between all ranks; or why memory of the CPU does.
-
-    `kind`: "rank", or "replica" of which these are the devices.
+    """Returns the backend for transfers between all devices, or why they use CPU memory. `kind`: "rank" or "replica".
 
     >>> common_transport([RankDevice("cuda", "nccl", "GPU-1"), RankDevice("cuda", "nccl", "GPU-2")])
     'nccl'
@@ -125,7 +120,7 @@ def common_transport(devices: Sequence[RankDevice], kind: str = "rank") -> str:
 
 
 class RankGroup:
-    """This process among the ranks of a pipe."""
+    """This process and its connections to the other ranks of a pipe."""
 
     def __init__(
         self,
@@ -141,57 +136,56 @@ class RankGroup:
         self.replica_count = 1 if self.data_group is None else self.data_group.size()
         if self.data_group is not None:
             _refuse_overlap(self.process_group, self.data_group)
-        # Those that all ranks have made: where one has not come, the next attempt has the same number.
+        # Counts pipes that all ranks have created: if a rank is missing, the next attempt has the same number.
         self._name = self.process_group.group_name
         self._number = _pipes_of[self._name] + 1
         self._store = PrefixStore(f"fxpipe/{self._name}/{self._number}", self.process_group.get_group_store())
         self._connection: Connection | None = None
         self._replicas: Connection | None = None
-        self.transfers: DeviceTransfers | None = None  # from device to device, if all ranks of the replica have them
-        self.transport = ""  # for people, how tensors go from rank to rank
-        self.device_sums: DeviceSums | None = None  # of gradients over replicas, if all replicas of the rank have them
-        self.any_device_sums = False  # have any ranks, of all
-        self.reduction = ""  # for people, how gradients are summed over replicas
+        self.transfers: DeviceTransfers | None = None  # if all ranks of the replica have a backend for their devices
+        self.transport = ""  # transfers between ranks, as text for users
+        self.device_sums: DeviceSums | None = None  # if all replicas of the rank have a backend that sums gradients
+        self.any_device_sums = False  # True if any rank has `device_sums`
+        self.reduction = ""  # sums of gradients over replicas, as text for users
         self._data_store: Store | None = None
-        self._data_groups = 0  # made so far in this generation
+        self._data_groups = 0  # created in this generation
         self._board: FailureBoard | None = None
         self.doing = ""  # the last action that this rank has begun
         self.generation = 0
-        self.when_closed: list[Callable[[], None]] = []  # called when the connections have been closed
+        self.when_closed: list[Callable[[], None]] = []  # called after the connections are closed
 
     @property
     def connection(self) -> Connection:
-        """The connection to the other ranks of this replica."""
         if self._connection is None:
             raise InternalError("ranks talk outside of a block that they go through together")
         return self._connection
 
     @property
     def replicas(self) -> Connection:
-        """The connection to the ranks that have the same stages in other replicas; its ranks are replicas."""
+        """The connection to the ranks with the same stages in other replicas, numbered by replica."""
         if self._replicas is None:
             raise InternalError("ranks talk outside of a block that they go through together")
         return self._replicas
 
     @property
     def is_first(self) -> bool:
-        """Tells whether this is the rank that decides what is decided once: rank 0 of replica 0."""
+        """Returns whether this rank makes decisions for all ranks: rank 0 of replica 0."""
         return self.rank == self.replica == 0
 
     def everybody(self, value: Any, what: str, *, is_long: bool = False) -> list[list[Any]]:
-        """Returns the objects of all ranks of all replicas, by replica and rank."""
+        """Gathers the objects of all ranks of all replicas, by replica and rank."""
         own = self.connection.all_gather(value, what, is_long=is_long)
         result: list[list[Any]] = self.replicas.all_gather(own, what, is_long=is_long)
         return result
 
     def broadcast(self, value: Any, what: str) -> Any:
-        """Returns on all ranks of all replicas the object that the first one has, which may plan meanwhile."""
+        """Sends an object of the first rank to all ranks of all replicas. The first rank may be planning meanwhile."""
         if self.rank == 0:
             value = self.replicas.broadcast(value, 0, what, is_long=True)
         return self.connection.broadcast(value, 0, what, is_long=True)
 
     def data_parallel_group(self) -> ProcessGroupGloo:
-        """Makes a group of the ranks that have the same stages in all replicas, for this generation."""
+        """Creates a group of the ranks that have the same stages in all replicas, for this generation."""
         assert self._data_store is not None
         try:
             store = PrefixStore(f"gradients/{self._data_groups}", self._data_store)
@@ -202,10 +196,9 @@ class RankGroup:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[Connection]:
-        """A block that all ranks go through. Where it fails on one, it fails on all, and the next one begins anew.
+        """Runs a block on all ranks. If it fails on one rank, all raise, and the next block reconnects.
 
-        Raises:
-            DistributedError: it has failed on another rank, or a rank is gone.
+        Raises `DistributedError` if it has failed on another rank, or a process has ended.
         """
         connection, lost = self._connect(), None
         self.doing = ""
@@ -234,7 +227,6 @@ class RankGroup:
         )
 
     def _connect(self) -> Connection:
-        """Returns the connection; a new one, where the last one has failed or there was none yet."""
         if self._connection is None:
             store = meet_ranks(PrefixStore(str(self.generation), self._store), self.rank, self.size, self.timeout)
             data_store = self._meet_replicas()
@@ -251,14 +243,14 @@ class RankGroup:
         return self.connection
 
     def _connect_devices(self, store: Store) -> None:
-        """Settles with the other ranks of this replica whether tensors go from device to device."""
+        """Agrees with the other ranks of this replica on how tensors move, and sets up transfers between devices."""
         own = self._own_device(self.process_group)
         self.transport = common_transport(self.connection.all_gather(own, "the devices of all ranks"))
         if self.transport == own.backend:
             self.transfers = DeviceTransfers(own.backend, self.device, store, self.rank, self.timeout)
 
     def _connect_device_sums(self, data_group: dist.ProcessGroup, store: Store) -> None:
-        """Settles with the same rank of the other replicas whether gradients are summed in memory of devices."""
+        """Agrees with this rank of the other replicas on whether gradients are summed in device memory."""
         own = self._own_device(data_group)
         self.reduction = common_transport(self.replicas.all_gather(own, "the devices of all replicas"), "replica")
         if self.reduction == own.backend:
@@ -284,8 +276,8 @@ class RankGroup:
             return
         self._replicas = Connection(PrefixStore("gloo", store), self.replica, self.replica_count, self.timeout)
         self._connect_device_sums(self.data_group, PrefixStore("devices", store))
-        # One board for all: on the store of the whole world, under a name that all ranks make of all ranks.
-        # The token keeps off what processes that are gone have left there.
+        # One board for all: on the store of the world, under a name derived from all ranks. The token separates it from
+        # keys that ended processes have left in the store.
         own = (dist.get_rank(), uuid.uuid4().hex, self.device_sums is not None)
         ranks = self.everybody(own, "the ranks of all replicas")
         self.any_device_sums = any(has_sums for of_replica in ranks for *_, has_sums in of_replica)
@@ -297,15 +289,15 @@ class RankGroup:
         self._board = FailureBoard(board, number, self.size, self.replica_count, self.timeout)
 
     def _fail(self, report: FailureReport) -> None:
-        """Leaves the report, then closes: others who find the connection closed find the report."""
-        if self._board is None:  # the pipe was closed within the block, and has told the others
+        """Leaves the report, then closes: other ranks read it when they find the connection closed."""
+        if self._board is None:  # the pipe was closed within the block, and has already left its report
             return
         self._board.leave(report)
-        self.generation += 1  # what is on its way in this one is never read
+        self.generation += 1  # messages in flight in the old generation are never read
         self.close()
 
     def leave(self) -> None:
-        """Ends this rank's part in the pipe; ranks that still call it are told."""
+        """Ends this rank's part in the pipe; ranks that still call it get an error."""
         if self._connection is not None:
             self._fail(self._report(error="StateError: the pipe was closed on this rank"))
 

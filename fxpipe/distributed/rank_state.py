@@ -1,8 +1,8 @@
-"""The graphs of a pipe over processes: recorded on all ranks at once, chosen by the rank that has the inputs.
+"""The graphs of a pipe over processes: all ranks record them together.
 
-The rank of the first stage, the *leader*, looks at the inputs of a step: which graph is theirs, how many samples. It
-tells the others, who need no inputs. Where no graph is, it sends the inputs, and all record it. The first plan is made
-by rank 0 alone, since times differ, and the others cut as it says.
+The rank of the first stage, the *leader*, reads the inputs of a step and sends the others a job: which graph runs, and
+the number of samples. If the graph is not recorded yet, the leader sends the inputs, and all ranks record it. Rank 0
+alone makes the first plan, since measured times differ between ranks; the others use the plan of rank 0.
 """
 
 from __future__ import annotations
@@ -50,30 +50,30 @@ TRAINING, STREAM = "forward_backward", "train_stream"
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """The decisions of planning, made on rank 0."""
+    """The planning decisions of rank 0."""
 
     plan: Plan
     placement: tuple[int, ...]
     chunks: int
     checkpoint: str | tuple[str, ...]
-    schedule: Any  # None for a function of the user's, which each rank has
+    schedule: Any  # None for a user's function, which each rank has
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The message of the leader to the others, of what a step is."""
+    """The message of the leader to the other ranks that describes a step."""
 
-    call: str  # what runs; all ranks must call the same
-    mode: str  # of the modules and the thread
-    is_handed_over: bool = False  # are micro-batches handed over
-    inputs: Any = None  # of a graph that is to be recorded: (args, kwargs)
-    count: int | None = None  # of the micro-batches that are handed over, with one of which it is recorded
-    peeked_seed: int = 0  # of the numbers that forward draws and reads, while it is recorded
+    call: str  # the method; all ranks must call the same
+    mode: str  # digest of the modes of modules and thread
+    is_handed_over: bool = False  # True if the caller passes micro-batches
+    inputs: Any = None  # to record a graph with: (args, kwargs)
+    count: int | None = None  # number of micro-batches passed, one of which is in `inputs`
+    peeked_seed: int = 0  # seeds the random numbers that forward draws while it is recorded
     seed: int = 0
-    numbers: tuple[int, ...] = ()  # by micro-batch: of its graph
+    numbers: tuple[int, ...] = ()  # graph number, by micro-batch
     samples: tuple[int, ...] = ()
-    sizes: tuple[Any, ...] = ()  # of the leaves
-    known: Any = None  # pieces of the mini-batch, by place
+    sizes: tuple[Any, ...] = ()
+    known: Any = None  # pieces of the mini-batch, by index
 
     @property
     def batch(self) -> int:
@@ -83,18 +83,18 @@ class Job:
 class RankState(PipelineState):
     """The state of a pipe on one rank."""
 
-    can_overlap_updates = False  # whether the step counts is settled by all ranks at its end
+    can_overlap_updates = False  # all ranks decide at the end of a step whether it is committed
 
     def __init__(self, model: nn.Module, settings: Settings, plan: Plan | None, group: RankGroup):
         super().__init__(model, settings, plan, InlineExecutor())
         self.group = group
-        self.outputs = "last"  # ranks that get what a call returns
+        self.outputs = "last"  # "last" or "all": the ranks that get the output of a call
         self.engine: RankEngine = RankEngine(model, group)
         self.held: HeldTensors | None = None
-        # Those of a model built on the meta device: each rank gives values to its own, and to no others.
+        # Tensors of a model built on the meta device: each rank initializes its own tensors only.
         self.without_values = frozenset(names_without_values(model))
         self._awaits_values = bool(self.without_values)
-        self.checks_evaluation &= group.is_first and not self._awaits_values  # one warning will do
+        self.checks_evaluation &= group.is_first and not self._awaits_values  # one rank warns
         self._numbered: dict[int, tuple[PreparedGraph, RankGraph]] = {}
         self._next_number = 0
         self._proposes = ""  # the call for which the leader looks for graphs
@@ -103,7 +103,7 @@ class RankState(PipelineState):
 
     @property
     def leader(self) -> int:
-        """The rank that is asked for inputs: that of the first stage, or before there is a plan rank 0."""
+        """The rank that reads the inputs: the rank of the first stage, or rank 0 if there is no plan yet."""
         return 0 if self.first is None else self.settings.placement[0]
 
     @property
@@ -111,11 +111,7 @@ class RankState(PipelineState):
         return self.settings.placement[-1]
 
     def own_names(self) -> tuple[str, ...]:
-        """Returns the names of the tensors that this rank holds.
-
-        Raises:
-            StateError: that is not known before there is a plan.
-        """
+        """Returns the names of the tensors that this rank holds. Raises `StateError` if there is no plan yet."""
         if self.held is None:
             raise StateError(
                 "the pipe has no plan yet, so nobody knows which parameters this rank has: give example_args to "
@@ -151,7 +147,7 @@ class RankState(PipelineState):
         return list(dict.fromkeys(missing))
 
     def _check_values(self) -> None:
-        """Raises `StateError` before a step for which this rank's tensors lack values."""
+        """Raises `StateError` before a step if tensors of this rank have no values."""
         if self._awaits_values:
             if missing := self.own_without_values():
                 raise StateError(
@@ -165,10 +161,10 @@ class RankState(PipelineState):
         return [j for j, rank in enumerate(placement) if rank == self.group.rank]
 
     def _check_values_to_record(self) -> None:
-        """A model without values is recorded on fake tensors: it is nowhere as a whole."""
+        """Allows missing values: a model without values is recorded on fake tensors."""
 
     def update(self, optimizer: StagewiseOptimizer) -> None:
-        """Steps the parameters of this rank, in this thread, which is its worker."""
+        """Updates the parameters of this rank in this thread, which is its worker."""
         with self.engine.running():
             if self.first is not None:
                 self.parameters_by_stage(optimizer)
@@ -178,7 +174,7 @@ class RankState(PipelineState):
 
     @contextlib.contextmanager
     def checking(self) -> Iterator[None]:
-        """All ranks check and run together: what one refuses, the others raise."""
+        """Runs checks and the step on all ranks together: if one rank refuses a call, the others raise."""
         self.check_open()
         with self.engine.running(), self.group.together():
             yield
@@ -205,16 +201,14 @@ class RankState(PipelineState):
     def agree(
         self, call: str, calls: Sequence[ModelCall] | None, is_handed_over: bool = False, seed: int | None = None
     ) -> tuple[RankGraph, RankInputs]:
-        """Settles with all ranks what runs now. Only the leader's inputs are looked at.
-
-        The leader finds the graphs. If one is missing, all ranks record it.
+        """Determines with all ranks what runs now. The leader finds the graphs; if one is missing, all ranks record it.
 
         Args:
-            calls: a mini-batch, or micro-batches that are handed over; None if this rank does not need them.
-            seed: of the step, on the leader, and any other number elsewhere; if not given, all draw one.
+            calls: a mini-batch, or the micro-batches passed by the caller; None if this rank does not need them.
+            seed: the seed of the step on the leader, any number elsewhere; None to draw one.
         """
         is_leader = self.group.rank == self.leader
-        if self.first is None:  # planned and recorded with the inputs of the first replica
+        if self.first is None:  # plan and record with the inputs of the first replica
             job = self._first_job(call, self._required(calls), is_handed_over, seed) if is_leader else None
             job = self.group.broadcast(job, "the first stage's inputs")
             self._check_call(job, call, is_handed_over)
@@ -231,11 +225,11 @@ class RankState(PipelineState):
         self._check_values()
         inputs = self._inputs_of(job, calls)
         if any(graph.bound.program.is_random for graph in inputs.graphs) and not is_leader and seed is None:
-            draw_seed()  # so that the generators of all ranks stand where that of one process would
+            draw_seed()  # advance the generators of all ranks as in one process
         return self._union(inputs.graphs), inputs
 
     def targets_of(self, calls: Sequence[ModelCall] | None, inputs: RankInputs) -> list[tuple[Any, ...]]:
-        """Returns the targets of micro-batches that are handed over, on the rank of the last stage."""
+        """Returns the targets of the micro-batches passed by the caller, on the rank of the last stage."""
         if self.group.rank != self.last:
             return []
         targets = [one.target for one in self._required(calls)]
@@ -247,7 +241,7 @@ class RankState(PipelineState):
         return targets
 
     def _inputs_of(self, job: Job, calls: Sequence[ModelCall] | None) -> RankInputs:
-        """Returns the inputs of a step; the leaves on the leader alone."""
+        """Returns the inputs of a step; only the leader has the leaves."""
         if self.group.rank == self.leader:
             leaves = [flatten((one.args, one.kwargs))[0] for one in calls or ()]
         else:
@@ -274,7 +268,7 @@ class RankState(PipelineState):
         return calls
 
     def _first_job(self, call: str, calls: Sequence[ModelCall], is_handed_over: bool, seed: int | None) -> Job:
-        """Returns what is planned with: the mini-batch, or the largest of micro-batches."""
+        """Returns the job to plan with: the mini-batch, or the largest micro-batch."""
         seed = peek_seed() if seed is None else seed
         largest = max(self._graph_inputs(calls, seed), key=lambda one: count_elements(one.leaves))
         return self._recording_job(call, largest.call, seed, len(calls) if is_handed_over else None)
@@ -284,12 +278,10 @@ class RankState(PipelineState):
         return Job(call, self._mode(), count is not None, inputs, count, seed)
 
     def _record_graph(self, call: ModelCall, seed: int, count: int | None) -> CachedGraph:
-        """Records a graph on all ranks; called on the leader."""
         job = self._broadcast(self._recording_job(self._proposes, call, seed, count))
         return self._record(job.inputs, seed, count)
 
     def _propose(self, call: str, calls: Sequence[ModelCall], is_handed_over: bool, seed: int | None) -> Job:
-        """Finds the graphs, on the leader."""
         self._proposes = call
         given = self.find(calls, is_handed_over, call in (TRAINING, STREAM), seed)
         if seed is None:
@@ -314,7 +306,7 @@ class RankState(PipelineState):
         )
 
     def _union(self, graphs: tuple[RankGraph, ...]) -> RankGraph:
-        """Returns what a step over micro-batches of these graphs has as one."""
+        """Returns one graph for a step over micro-batches of these graphs."""
         first = graphs[0]
         if all(graph is first for graph in graphs):
             return first
@@ -328,7 +320,7 @@ class RankState(PipelineState):
         return result
 
     def _mode(self) -> str:
-        """Returns the modes of the modules and of this thread as a text that another process makes, too."""
+        """Returns a digest of the modes of the modules and of this thread, equal in all processes with these modes."""
         flags = "".join("t" if module.training else "e" for module in all_modules(self.model))
         return hashlib.sha256(f"{flags} {ThreadState.now()}".encode()).hexdigest()[:16]
 
@@ -357,17 +349,17 @@ class RankState(PipelineState):
         return False  # the plan has decided on all ranks
 
     def job_at_hand(self, graph: RankGraph, call: ModelCall, seed: int) -> Job | None:
-        """Looks at a mini-batch of a stream, on the leader; None where it does not run the graph that runs now."""
+        """Returns the job of a mini-batch of a stream; None if it needs another graph. The leader calls it."""
         given = self.find_known(call, seed)
         return None if given is None or given.bound is not graph.bound else self._job_of(STREAM, given, seed)
 
     def inputs_at_hand(self, job: Job, call: ModelCall | None) -> RankInputs:
-        """Takes up the job of a mini-batch of a stream. `call`: on the leader."""
+        """Returns the inputs for the job of a mini-batch of a stream. `call`: on the leader only."""
         self._check_call(job, STREAM)
         return self._inputs_of(job, None if call is None else [call])
 
     def with_micro_batches(self, inputs: RankInputs, micro_batches: int) -> RankInputs:
-        """Returns the inputs of a mini-batch in so many micro-batches, as those of other replicas are."""
+        """Returns the inputs of a mini-batch split into this number of micro-batches, as on the other replicas."""
         if micro_batches == len(inputs.samples):
             return inputs
         sizes, (graph, *_) = samples_per_micro_batch(inputs.batch, micro_batches), inputs.graphs
@@ -376,7 +368,7 @@ class RankState(PipelineState):
         return replace(inputs, graphs=(graph,) * micro_batches, samples=tuple(sizes))
 
     def check_stream_graph(self, graph: RankGraph, held: Collection[int]) -> None:
-        """Raises `StateError` where a graph cannot run in a stream. `held`: identities of trained parameters."""
+        """Raises `StateError` if a graph cannot run in a stream. `held`: ids of trained parameters."""
         self.check_stream_program(graph.bound, held)
         tensors, transfers = ModelTensors(self.model, graph.bound.constants), graph.transfers
         tied = (name for keys in transfers.gradients.values() for name, _ in keys if tensors.get(name).requires_grad)
@@ -397,10 +389,7 @@ class RankState(PipelineState):
         self._record(inputs, seed)
 
     def _record(self, inputs: Any, seed: int, micro_batches: int | None = None) -> CachedGraph:
-        """Records a graph on all ranks, and compares what came of it.
-
-        `micro_batches`: the inputs are one of so many micro-batches; else they are a mini-batch.
-        """
+        """Records a graph on all ranks and compares it. `micro_batches`: their number, if `inputs` is one of them."""
         args, kwargs = map_tensor_leaves(lambda t: t.to(self.group.device), inputs)
         known = {id(bound) for _, bound in self.graphs}
         if self.first is None:
@@ -445,7 +434,6 @@ class RankState(PipelineState):
         return graph
 
     def _number(self, prepared: PreparedGraph, bound: BoundProgram) -> None:
-        """Makes a graph known by a number, the same on all ranks."""
         placement = self.settings.placement
         fields = graph_fields(prepared.traced.fingerprint(), bound, placement, self.settings)
         check_agreement(self.group, fields, between_replicas=self.held is None)
@@ -455,7 +443,7 @@ class RankState(PipelineState):
             used = {id(tensors.get(name)) for stage in bound.program.stages for name in stage.attributes}
             names = {id(tensor): slot.name for slot, tensor in slots_of(self.model).items() if id(tensor) not in used}
             self.held = HeldTensors(bound.program, routes, names.values())
-            self._send_to_replicas(bound.constants)  # each rank may have drawn its own
+            self._send_to_replicas(bound.constants)  # each rank may have drawn different values
             self._send_from_home(self.held.shared, bound.constants)
         transfers = self.held.transfers([bound.program], routes)
         self._numbered[self._next_number] = (
@@ -464,14 +452,13 @@ class RankState(PipelineState):
         self._next_number += 1
 
     def _refresh(self) -> None:
-        """Gives all ranks the values of all tensors, which other ranks have trained: forward may read them."""
+        """Sends all ranks the values of tensors trained on other ranks: forward may read them."""
         assert self.held is not None
         _, graph = next(iter(self._numbered.values()))
         self._send_from_home(self.held.names, graph.bound.constants)
 
     @torch.no_grad()
     def _send_to_replicas(self, constants: dict[str, torch.Tensor]) -> None:
-        """Gives all replicas the values that the first one has."""
         tensors = ModelTensors(self.model, constants)
         for name in self.own_names() if self.group.replica_count > 1 else ():
             tensor = tensors.get(name)
@@ -480,7 +467,7 @@ class RankState(PipelineState):
 
     @torch.no_grad()
     def _send_from_home(self, names: Sequence[str], constants: dict[str, torch.Tensor]) -> None:
-        """Gives all ranks the values that the home of each tensor has, unless only ranks that hold it have values."""
+        """Sends all ranks the values of each tensor's home, unless only ranks that hold the tensor have values."""
         assert self.held is not None
         tensors, connection = ModelTensors(self.model, constants), self.group.connection
         for name in names:

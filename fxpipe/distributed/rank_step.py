@@ -1,7 +1,7 @@
-"""A step of which only the stages of this rank are here, and the values and gradients on this rank.
+"""One step with the stages, values and gradients of this rank only.
 
-What each action does is the one-process step's (`runtime.step`). A value that arrives is entered for all stages of this
-rank that use it, and waits for the cuts that it still has to cross. `packet_link` sends and receives packets.
+Actions run as in the one-process step (`runtime.step`). An arriving value is entered for all stages of this rank
+and for the cuts that it still has to cross. `packet_link` sends and receives packets.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from fxpipe.scheduling.actions import Action, ActionKind, Schedule
 
 
 class RankExchange(Exchange):
-    """The values and gradients of one step that are on this rank."""
+    """The values and gradients of one step on this rank."""
 
     def __init__(self, inputs: StepInputs, transport: Transport, grad: bool, routes: Sequence[RelayRoutes], rank: int):
-        """`inputs`: anything in the place of tensors, on ranks without the first stage. `routes`: by micro-batch."""
+        """`inputs`: without the first stage, placeholders instead of tensors. `routes`: by micro-batch."""
         self._routes, self._rank = routes, rank
-        # By micro-batch and value, the cuts that it crosses from this rank on; by cut, what is to be sent.
+        # By micro-batch and value, the cuts that it crosses from this rank on; by cut, the values to send.
         cuts_of = {id(one): _cuts_of(one, rank) for one in routes}
         self._cuts_of = [cuts_of[id(one)] for one in routes]
         self._leaving: dict[tuple[int, int], dict[ValueKey, PacketValue]] = {}
@@ -46,7 +46,7 @@ class RankExchange(Exchange):
         super().__init__(inputs, transport, grad)
 
     def _is_here(self, stage: int) -> bool:
-        return self._routes[0].is_here(stage, self._rank)  # of all micro-batches alike
+        return self._routes[0].is_here(stage, self._rank)  # equal for all micro-batches
 
     def _enter(self, name: str, i: int, part: Any, wants: bool) -> None:
         if not self._is_here(0):
@@ -60,7 +60,7 @@ class RankExchange(Exchange):
         """Enters a value for the stages of this rank that use it, and for the cuts that it crosses."""
         for user in self.bounds[i].wiring.users[key]:
             if self._is_here(user):
-                target = self._device(i, key[1], user)  # the host for some
+                target = self._device(i, key[1], user)  # the CPU for some values
                 own = self.transport.start_copy(value, target) if self._may_move else value
                 self._values[user, *key, i] = BoundaryValue(own, requires_grad)
         for cut in self._cuts_of[i].get(key, ()):
@@ -79,7 +79,7 @@ class RankExchange(Exchange):
             self._returning[(link.value.source, link.value.name, link.gradient_target), i] = gradient
 
     def take_packet(self, maker: Action) -> list[PacketValue]:
-        """Takes what an action sends through its cut: of F values, of B gradients or None."""
+        """Removes and returns what an action sends through its cut: values of F, or gradients (or None) of B."""
         cut, i = cut_of(maker), maker.micro_batch
         if maker.kind is ActionKind.FORWARD:
             leaving = self._leaving.pop((cut, i), {})
@@ -87,7 +87,6 @@ class RankExchange(Exchange):
         return [PacketValue(self._returning.pop((key, i), None)) for key in self._routes[i].up[cut]]
 
     def enter_packet(self, maker: Action, values: Sequence[PacketValue]) -> None:
-        """Enters what an action on another rank has sent."""
         cut, i = cut_of(maker), maker.micro_batch
         if maker.kind is ActionKind.FORWARD:
             for key, one in zip(self._routes[i].down[cut], values, strict=True):
@@ -105,14 +104,13 @@ class RankExchange(Exchange):
                 self._returning[gradient_key, i] = one.value
 
     def check_empty(self) -> None:
-        """Raises `InternalError` where something was sent that nobody has taken."""
+        """Raises `InternalError` if values or gradients are left that no packet has taken."""
         left = [*self._leaving, *self._returning]
         if left:
             raise InternalError(f"left behind at the end of a step: {left[:4]}")
 
 
 def _cuts_of(routes: RelayRoutes, rank: int) -> dict[ValueKey, list[int]]:
-    """Returns, by value, the cuts that it crosses from a rank on."""
     cuts_of: dict[ValueKey, list[int]] = {}
     for cut, at in enumerate(routes.placement[:-1]):
         if at == rank and routes.crosses(cut):
@@ -122,7 +120,7 @@ def _cuts_of(routes: RelayRoutes, rank: int) -> dict[ValueKey, list[int]]:
 
 
 class RankStep(Step):
-    """One mini-batch on one rank. The loss is there where the last stage is."""
+    """One mini-batch on one rank. The rank of the last stage has the loss."""
 
     def __init__(
         self,
@@ -140,12 +138,7 @@ class RankStep(Step):
         first_micro_batch: int = 0,
         reduction: GradientReduction | None = None,
     ):
-        """Makes the step.
-
-        Args:
-            routes: by micro-batch.
-            reduction: gets each gradient as soon as it is complete.
-        """
+        """Creates the step. `routes`: by micro-batch. `reduction`: gets each gradient as soon as it is complete."""
         self.first_micro_batch = first_micro_batch
         self._routes, self._group, self._link, self._reduction = routes, group, link, reduction
         self._last = _last_backwards(schedule.rows[group.rank]) if reduction is not None else frozenset()
@@ -185,10 +178,10 @@ class RankStep(Step):
         if action in self._last:
             totals.when_final = partial(self._give, action.stage)
         super().perform(action)
-        totals.when_final = None  # which refers to this step
+        totals.when_final = None  # it refers to this step
 
     def _give(self, j: int, name: str) -> None:
-        """Gives a gradient that is complete to the reduction, if that sums it."""
+        """Adds a complete gradient to the reduction if the reduction sums it."""
         sums, reduction = self.totals[j].sums, self._reduction
         if reduction is not None and reduction.has((name, j)) and not sums[name].is_sparse:
             reduction.give((name, j), sums.pop(name))
@@ -201,7 +194,7 @@ class RankStep(Step):
 
 @lru_cache(maxsize=32)
 def _last_backwards(row: tuple[Action, ...]) -> Collection[Action]:
-    """Returns the actions in which each gradient that they make is complete."""
+    """Returns the actions after which every gradient that they add to is complete."""
     last: set[Action] = set()
     backwards = [action for action in row if action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT)]
     split = {(action.stage, action.micro_batch) for action in row if action.kind is ActionKind.WEIGHT}
@@ -210,6 +203,6 @@ def _last_backwards(row: tuple[Action, ...]) -> Collection[Action]:
         last.add(end)
         if end.kind is ActionKind.WEIGHT:
             *_, last_b = (action for action in own if action.kind is ActionKind.BACKWARD)
-            if (j, last_b.micro_batch) in split:  # else it runs its tape itself, and W adds to what that makes
+            if (j, last_b.micro_batch) in split:  # otherwise B computes weight gradients, to which W adds
                 last.add(last_b)
     return frozenset(last)

@@ -1,20 +1,20 @@
-"""The part of `train_stream` that one rank runs: one stage of a stream of mini-batches.
+"""One stage of `train_stream` on one rank: a stream of mini-batches.
 
-The order of a stream is data (`scheduling.streams`), and each rank runs its row in the thread that asks for losses.
-While mini-batches are in flight, ranks wait for neighbours only. What all ranks must know goes along the stages:
+Each rank runs its row of the schedule (`scheduling.streams`) in the thread that iterates over the losses. While
+mini-batches are in flight, ranks wait for neighbours only. Information for all ranks moves along the stages:
 
     job      what the leader has read: which graph, how many samples, or the end; down, ahead of
     values   what the stages send each other; down
     report   the loss of the mini-batch, and the divisor of gradients; up, with the last of the
     gradients
 
-So the report is at a stage when its update needs it. (Mini-batches, versions and updates are in `runtime.stream`.)
+So a stage has the report when its update needs it. (`runtime.stream` describes mini-batches, versions and updates.)
 
-With replicas, the leaders agree on the part of each in a mini-batch, the ranks of the last stage on the loss of all,
-and before U the ranks of a stage sum its gradients. Rows are the same on all replicas, and so is the order of these.
+With replicas, the leaders exchange the part of each in a mini-batch, the ranks of the last stage compute the loss of
+all, and before U the ranks of a stage sum its gradients. Rows are equal on all replicas.
 
-A row runs one mini-batch after it is known, so that packets come while the stage is busy with the one before. A packet
-is expected when the one before it has come, whose layout it is taken to have: so both ends agree on the layout.
+A row runs a mini-batch when the next one is queued, so that packets arrive while the stage is busy. A receive begins
+when the previous packet has arrived, and expects the same layout: so both ends agree on the layout.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ from fxpipe.utils.pytree import map_tensor_leaves
 
 
 class LossReport(NamedTuple):
-    """The report of the rank of the last stage on the loss of a mini-batch: values of a packet, tensors on the CPU."""
+    """The loss report of the rank of the last stage for a mini-batch: values of a packet, with tensors on the CPU."""
 
-    loss: torch.Tensor  # of all replicas, as the divisor
-    divisor: Any  # of gradients; None: there is none
-    shares: torch.Tensor  # of micro-batches
-    is_verified: bool  # the loss of all outputs at once was compared with what those of micro-batches add up to
+    loss: torch.Tensor  # over all replicas, as the divisor
+    divisor: Any  # divides gradients; or None
+    shares: torch.Tensor  # by micro-batch
+    is_verified: bool  # True if the loss of all outputs together was compared with the sum over micro-batches
 
 
 class RankStreamStep(StreamStep):
-    """A mini-batch of a stream on one rank. The loss is there where the last stage is, its report on all."""
+    """A mini-batch of a stream on one rank. The rank of the last stage has the loss; all ranks get its report."""
 
     takes_loss = True
 
@@ -90,11 +90,11 @@ class RankStreamStep(StreamStep):
         first_changes_buffers: bool,
         **more: Any,
     ):
-        """`first_changes_buffers`: does forward of the first replica, in the stage that is here."""
+        """`first_changes_buffers`: whether forward changes buffers of this stage on the first replica."""
         self._routes, self._rank, self._group = routes, group.rank, group
         self.part, self.first_micro_batch = part, part.first
         self._first_changes_buffers = first_changes_buffers
-        self.report: LossReport | None = None  # once it has come
+        self.report: LossReport | None = None  # None until it arrives
         super().__init__(inputs, model, seed, recomputed, ambient, **more)
 
     def _open_exchange(self, inputs: StepInputs) -> Exchange:
@@ -114,7 +114,7 @@ class RankStreamStep(StreamStep):
 
     @torch.no_grad()
     def commit_buffers_of(self, j: int) -> None:
-        """Writes those that a stage has changed: on all replicas those of the first one."""
+        """Writes the buffers that a stage has changed: the first replica's on all replicas."""
         if self._group.replica == 0:
             super().commit_buffers_of(j)
         if self._group.replica_count > 1 and self._first_changes_buffers:
@@ -124,7 +124,7 @@ class RankStreamStep(StreamStep):
 
 
 class StreamMailbox(Mailbox):
-    """A mailbox whose keys end in a number that counts on. The layout is known of the packet with the number before."""
+    """A mailbox whose keys end in a counter. A packet is expected to have the layout of the previous number."""
 
     def _known_layout(self, key: Any) -> Layout | None:
         return self._known.get(key[:-1])
@@ -134,14 +134,14 @@ class StreamMailbox(Mailbox):
 
 
 class StreamLink(PacketLink):
-    """The packets of one stage with its neighbours: of values, of gradients, and of jobs."""
+    """The packets between one stage and its neighbours: values, gradients and jobs."""
 
     def __init__(self, group: RankGroup, routes: RelayRoutes, stage: int, order: StreamSchedule):
         if group.transfers is not None:
             group.transfers.connect(pairs_of_ranks(routes))
         super().__init__(StreamMailbox(group.connection, group.device, {}, group.transfers), routes)
         self._routes, self._stage, self._order = routes, stage, order
-        self._jobs = 0  # that were passed on
+        self._jobs = 0  # number of jobs passed on
 
     @property
     def is_first(self) -> bool:
@@ -166,7 +166,7 @@ class StreamLink(PacketLink):
             self.mailbox.finish_send(("job", self._stage, t), what)
 
     def pass_job(self, job: Any, t: int) -> Any:
-        """Hands on what the leader says of mini-batch t, or of what comes in its place; returns it on all ranks."""
+        """Forwards the leader's job for mini-batch t, or the end of the segment; returns it on all ranks."""
         tag = tag_of(self._jobs, JOB_TAG)
         self._jobs += 1
         if not self.is_first:
@@ -180,12 +180,12 @@ class StreamLink(PacketLink):
 
 
 class RankStreamRun(StreamRun):
-    """Performs the actions of one stage, with the packets around them."""
+    """Performs the actions of one stage; sends and receives their packets."""
 
     def __init__(
         self, *arguments: Any, packets: StreamLink, group: RankGroup, report: Callable[[MiniBatch], LossReport]
     ):
-        """`report`: of a mini-batch that has gone back through the last stage."""
+        """`report`: makes the report of a mini-batch after its last backward in the last stage."""
         super().__init__(*arguments)
         self._packets, self._group, self._report = packets, group, report
 
@@ -219,7 +219,7 @@ class RankStreamRun(StreamRun):
 
     @staticmethod
     def _is_end(one: MiniBatch, own: Action) -> bool:
-        """Returns whether a mini-batch goes back through a stage for the last time."""
+        """Returns whether this is the last backward of a mini-batch in a stage."""
         return own.kind is ActionKind.BACKWARD and own.micro_batch == one.micro_batches - 1
 
 
@@ -229,7 +229,7 @@ def _rank_step(one: MiniBatch) -> RankStreamStep:
 
 
 class RankStream(Stream):
-    """The mini-batches of one call of `train_stream` on one rank."""
+    """The mini-batches of one `train_stream` call on one rank."""
 
     engine: RankEngine
 
@@ -247,12 +247,12 @@ class RankStream(Stream):
     ):
         (self._stage,) = [j for j in range(order.stages) if routes.is_here(j, engine.group.rank)]
         self.packets = StreamLink(engine.group, routes, self._stage, order)
-        self._waiting: tuple[Action, ...] = ()  # of the row, behind what has run
+        self._waiting: tuple[Action, ...] = ()  # queued actions that have not run
         self._replicas = engine.replicas
-        # Of the segment: the parameters whose gradients the reduction sums over replicas, the same on all of these,
+        # For the current segment; `_summed` has the parameters in the reduction, the same on all replicas.
         self._summed: Mapping[StageParameter, torch.Tensor] = {}
-        self._digest = ""  # of them,
-        self._changes_buffers = self._first_changes_buffers = False  # and does forward, here and on the first replica
+        self._digest = ""
+        self._changes_buffers = self._first_changes_buffers = False  # forward, here and on replica 0
         super().__init__(name, engine, context, order, stage_devices, optimizer, parameters, loss, seed=0)
         self.stages = (self._stage,)
 
@@ -262,10 +262,10 @@ class RankStream(Stream):
         arguments = (self._order, weights, stage_devices, self._context, recomputes, self._update_stage)
         return RankStreamRun(*arguments, packets=self.packets, group=self.engine.group, report=self._loss_report)
 
-    # -- in, and out ---------------------------------------------------------------------------------------------------
+    # -- segments and mini-batches -------------------------------------------------------------------------------------
 
     def begin_segment(self, graph: RankGraph, inputs: RankInputs) -> ReplicaPart:
-        """Settles with the other replicas what part each has in the first mini-batch of a graph; all ranks do."""
+        """Returns this replica's part in the first mini-batch of a graph. All ranks call it."""
         engine = self.engine
         tensors = ModelTensors(engine.model, inputs.constants)
         gradients = RankGradients(graph.held, graph.transfers, tensors, inputs.programs, engine.group, self._replicas)
@@ -285,7 +285,7 @@ class RankStream(Stream):
     def start_of(
         self, graph: RankGraph, batch: int, micro_batches: int, seed: int, known: Mapping[int, Any] | None
     ) -> ReplicaStart:
-        """Returns what this replica tells the others of a mini-batch."""
+        """Returns this replica's message to the others about a mini-batch."""
         own_seed = seed if graph.bound.program.is_random else None
         return ReplicaStart(
             batch,
@@ -300,11 +300,11 @@ class RankStream(Stream):
         )
 
     def settle_part(self, graph: RankGraph, start: ReplicaStart | None) -> ReplicaPart | None:
-        """Settles with the other replicas what part each has in a mini-batch; None where any has none."""
+        """Returns this replica's part in a mini-batch; None if any replica has no mini-batch."""
         return self._replicas.begin_in_stream(start, graph.bound.combinations)
 
     def admit_part(self, graph: RankGraph, inputs: RankInputs, target: tuple[Any, ...], part: ReplicaPart) -> None:
-        """Queues this rank's part of a mini-batch. `target`: where the last stage is."""
+        """Queues this rank's part of a mini-batch. `target`: on the rank of the last stage."""
         bound = graph.bound
         t, count = self._order.admitted, len(inputs.samples)
         history, losses, is_verified = LossHistory(is_cheap=True), None, False
@@ -338,7 +338,7 @@ class RankStream(Stream):
         self._queue(self._order.admit(count))
 
     def _queue(self, rows: Rows) -> None:
-        """Runs what was queued before; these follow when more is known, or with a drain."""
+        """Queues rows, and runs the rows queued before."""
         self.packets.queue(PacketOrder.of(rows, self.packets.placement, self.engine.group.rank))
         due, self._waiting = self._waiting, rows[self._stage]
         self._run_row(due)
@@ -348,7 +348,6 @@ class RankStream(Stream):
         self._raise_failure()
 
     def drain(self) -> None:
-        """Runs what is left of the mini-batches in flight."""
         super().drain()
         due, self._waiting = self._waiting, ()
         self._run_row(due)
@@ -357,17 +356,13 @@ class RankStream(Stream):
     # -- the loss ------------------------------------------------------------------------------------------------------
 
     def _loss_report(self, one: MiniBatch) -> LossReport:
-        """Makes the report of a mini-batch that has gone back through the last stage, which is here.
-
-        Raises:
-            LossError: its micro-batches do not add up to it.
-        """
+        """Makes the report of a mini-batch. Raises `LossError` if its micro-batches do not add up to its loss."""
         stage = self._loss_stage(one)
         losses = stage.losses
         self.engine.refuse_strange_leaves(stage)
         is_part = self._replicas.count > 1
         if is_part and stage.tree.is_weighed:
-            one.is_verified = False  # micro-batches add up to a loss of which this mini-batch is a part
+            one.is_verified = False  # the micro-batches of all replicas add up to the loss, which is not verified here
         loss, divisor = super()._checked_loss(one), losses.divisor
         if is_part:
             loss, divisor = self._loss_of_union(_rank_step(one), loss_of_replica(losses))
@@ -376,7 +371,7 @@ class RankStream(Stream):
         return LossReport(loss, divisor, torch.tensor(shares, dtype=torch.float64, device="cpu"), one.is_verified)
 
     def _loss_of_union(self, step: RankStreamStep, loss: ReplicaLoss) -> tuple[torch.Tensor, Any]:
-        """Returns the loss of all replicas and its divisor; sums what the loss itself has of gradients over them."""
+        """Returns the loss of all replicas and its divisor; sums gradients of the loss's parameters over replicas."""
         own = parameters_of_loss(step)
         reports = self._replicas.group.replicas.all_gather((loss, len(own)), "the losses of the other replicas")
         losses = [one for one, _ in reports]
@@ -391,7 +386,7 @@ class RankStream(Stream):
     # -- updates -------------------------------------------------------------------------------------------------------
 
     def _update_stage(self, steps: Sequence[Step], j: int, updates: OverlappedUpdates) -> None:
-        """Gives the parameters of the stage the gradients of all replicas and steps them."""
+        """Sums the gradients of a stage over replicas and updates its parameters."""
         if self._replicas.count > 1:
             for step in steps:
                 assert isinstance(step, RankStreamStep)
@@ -399,11 +394,7 @@ class RankStream(Stream):
         self.engine.update_stage(steps, j, updates)
 
     def _sum_over_replicas(self, step: RankStreamStep, j: int) -> None:
-        """Puts sums over replicas in the place of the gradients of a stage.
-
-        Raises:
-            LossError: elements count differently on different replicas.
-        """
+        """Sums the gradients of a stage over replicas. Raises `LossError` if element weights differ between them."""
         replicas, sums = self._replicas, step.totals[j].sums
         own = {(name, j): gradient for name, gradient in sums.items()}
         report = self._report_of_stage(step, own)
@@ -412,7 +403,7 @@ class RankStream(Stream):
         reduction = give_totals(step.totals, replicas.open_sum({}))
         sums.clear()
         put_sums(step.totals, reduction.finish(), [one.missing for one in reports])
-        if replicas.group.device_sums is not None:  # one that hangs does so for some: no replica updates then
+        if replicas.group.device_sums is not None:  # if a device hangs for some replicas, none updates
             replicas.group.replicas.all_gather(None, WAITED_FOR)
         if not any(one.late for one in reports):
             return
@@ -426,7 +417,7 @@ class RankStream(Stream):
         replicas.prepare_sum(self._summed, self._digest)
 
     def _report_of_stage(self, step: RankStreamStep, own: Mapping[StageParameter, torch.Tensor]) -> StepReport:
-        """Returns what this replica tells the others of its gradients of a stage, before they are summed."""
+        """Returns this replica's report to the others on its gradients of a stage, before they are summed."""
         report = step.report
         assert report is not None
         shares = report.shares.tolist()

@@ -1,12 +1,12 @@
 """`pipe.train_stream` over processes: the loop of one rank over the losses of mini-batches.
 
-The leader, which has the first stage, reads mini-batches and tells the others of each; it decides when the stream ends.
-As long as mini-batches run one graph, nobody waits for anybody but neighbours (`rank_stream`). Where another one is
-needed, those in flight end, and all ranks settle it together, as for a step: so begins a *segment*.
+The leader, which has the first stage, reads mini-batches, sends a job for each, and decides when the stream ends. While
+mini-batches run the same graph, ranks wait for neighbours only (`rank_stream`). If another graph is needed, the
+mini-batches in flight finish, and all ranks start a new *segment* with it, as they start a step.
 
-With replicas, mini-batch t of the stream is that of all replicas together, and the leaders settle with each other what
-comes next: where one replica needs another graph all begin a segment, and where one has no more mini-batches the stream
-ends for all. What others have read by then does not run.
+With replicas, mini-batch t of the stream is the union over replicas, and the leaders agree on the next one: if one
+replica needs another graph, all begin a segment; if one has no more mini-batches, the stream ends for all, and other
+replicas drop the mini-batches they have read.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from fxpipe.utils.random_generators import draw_seed, mix_seed
 
 
 class RankTrainStream(TrainStream):
-    """The losses of a stream over processes, on each rank. Made by `pipe.train_stream`.
+    """The losses of a stream over processes, on each rank. `pipe.train_stream` returns it.
 
-    All ranks iterate, and are given all losses. The rank of the first stage reads the inputs, and that of the last one
-    the targets; it ends when the inputs do. A rank that leaves the loop before goes on, without its loss, until the
-    rank of the first stage has ended; where that one leaves, the stream ends for all. With replicas it ends for all
-    with the first replica that ends so.
+    All ranks iterate and get all losses. The rank of the first stage reads the inputs, the rank of the last stage the
+    targets; the stream ends with the inputs. If the rank of the first stage leaves the loop, the stream ends for all
+    ranks; another rank that leaves still runs its stage until then. With replicas, the first replica that ends ends the
+    stream for all.
 
-    `applied` and `versions_held` are those of the stage of this rank.
+    `applied` and `versions_held` are of the stage of this rank.
     """
 
     def __exit__(self, *exception: object) -> None:
-        """Ends the stream; where the block has raised, on the other ranks with its exception."""
+        """Ends the stream; passes an exception of the block to the other ranks."""
         error = exception[1]
         if not isinstance(error, BaseException):
             self.close()
@@ -57,7 +57,7 @@ class RankTrainStream(TrainStream):
 
 
 class RankStreamLoop(StreamLoop):
-    """The loop behind a `RankTrainStream`."""
+    """The loop that a `RankTrainStream` runs."""
 
     _inside: RankState
     stream: RankStream | None
@@ -75,12 +75,12 @@ class RankStreamLoop(StreamLoop):
         super().__init__(inside, batches, loss_fn, optimizer, reduction, policy, is_loss_given)
         rank = inside.group.rank
         self._is_leader, self._is_last = rank == inside.leader, rank == inside.last
-        # `batches=()` of the last rank says that there are no targets.
+        # `batches=()` on the last rank means that there are no targets.
         self._has_batches = not (isinstance(batches, (tuple, list)) and not batches)
-        self._graph: RankGraph | None = None  # of the segment
-        self._call: ModelCall | None = None  # on the leader: the mini-batch that was read last, if it is still to run
-        self._failure: Exception | None = None  # on the leader: what has made it impossible to read on
-        self._has_more = True  # on the leader: whether it reads on
+        self._graph: RankGraph | None = None  # graph of the segment
+        self._call: ModelCall | None = None  # on the leader: the last mini-batch read, if it has not run
+        self._failure: Exception | None = None  # on the leader: the error that ended reading
+        self._has_more = True  # on the leader: False if reading has ended
 
     def losses(self) -> Generator[torch.Tensor]:
         engine, has_ended, is_left = self._inside.engine, False, False
@@ -120,7 +120,6 @@ class RankStreamLoop(StreamLoop):
             raise
 
     def _next_loss(self, context: CallerContext) -> torch.Tensor | None:
-        """Returns the next loss; None at the end."""
         self._inside.check_open()
         most = len(self._inside.settings.placement) + READ_AHEAD
         while not self._is_over and (self.stream is None or self.stream.in_flight < most):
@@ -132,7 +131,7 @@ class RankStreamLoop(StreamLoop):
         return self.stream.collect() if self.stream is not None and self.stream.in_flight else None
 
     def _begin_segment(self, context: CallerContext) -> None:
-        """Settles with all ranks the graph of the next mini-batch, and admits that; or that there is none."""
+        """Agrees with all ranks on the graph of the next mini-batch, and admits it; or ends the stream."""
         inside = self._inside
         self._read_call()
         if not inside.group.connection.broadcast(self._have_all_one(), inside.leader, "the next mini-batch"):
@@ -143,7 +142,7 @@ class RankStreamLoop(StreamLoop):
             graph, inputs = inside.agree(STREAM, calls, seed=self._seed_of_next())
         if graph.bound.program.is_random and not self._has_drawn:
             self._has_drawn = True
-            draw_seed()  # so that the generators of all ranks stand where that of one process would
+            draw_seed()  # advance the generators of all ranks as in one process
         inside.check_stream_graph(graph, {id(p) for p in self._optimizer.parameters()})
         if self.stream is None:
             self.stream = self._begin_on_rank(context, graph)
@@ -151,7 +150,7 @@ class RankStreamLoop(StreamLoop):
         self._admit(graph, inputs, self.stream.begin_segment(graph, inputs))
 
     def _have_all_one(self) -> bool:
-        """Returns on the leader whether there is a mini-batch for each replica; else the stream ends for all."""
+        """Returns, on the leader, whether all replicas have another mini-batch; else the stream ends for all."""
         if not self._is_leader:
             return False
         what = "the next mini-batches of the other replicas"
@@ -198,13 +197,13 @@ class RankStreamLoop(StreamLoop):
     # -- mini-batches --------------------------------------------------------------------------------------------------
 
     def _seed_of_next(self) -> int:
-        """Returns the seed of the mini-batch that comes next; on the leader, whose number counts."""
+        """Returns the seed of the next mini-batch; only the leader's seed is used."""
         if not self._read:
             self._seed = peek_seed()
         return mix_seed(self._seed, self._read)
 
     def _read_call(self) -> None:
-        """Reads a mini-batch, on the leader, unless there is one that was read and has not run."""
+        """Reads a mini-batch on the leader, unless the last one read has not run."""
         if not self._is_leader or not self._has_more or self._call is not None:
             return
         try:
@@ -217,16 +216,13 @@ class RankStreamLoop(StreamLoop):
             self._end_with(error)
 
     def _end_with(self, error: Exception) -> None:
-        """Lets the stream end before a mini-batch that cannot be read."""
+        """Ends the stream before a mini-batch that cannot be read."""
         self._failure, self._has_more, self._call = error, False, None
         if self._read:
             self._note_reading(error)
 
     def _settled_job(self, graph: RankGraph) -> tuple[Job, ReplicaPart] | None:
-        """Returns what the leader tells the others of the mini-batch it has read; None elsewhere, or for the end.
-
-        That is also where another replica has none for the graph that it runs.
-        """
+        """Returns the leader's message about its mini-batch; None on other ranks, or if the segment ends."""
         if not self._is_leader:
             return None
         assert self.stream is not None
@@ -238,7 +234,7 @@ class RankStreamLoop(StreamLoop):
         return None if job is None or part is None else (job, part)
 
     def _job(self, graph: RankGraph) -> Job | None:
-        """Returns the job of the mini-batch that the leader has read; None where that cannot run now."""
+        """Returns the job of the mini-batch that the leader has read; None if it cannot run now."""
         if self._call is None:
             return None
         try:
@@ -248,11 +244,7 @@ class RankStreamLoop(StreamLoop):
             return None
 
     def _read_target(self) -> tuple[Any, ...]:
-        """Reads the target of the next mini-batch, on the rank of the last stage.
-
-        Raises:
-            ArgumentError: there is none any more.
-        """
+        """Reads the next target on the rank of the last stage. Raises `ArgumentError` if none is left."""
         if not self._has_batches:
             return ()
         try:

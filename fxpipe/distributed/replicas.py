@@ -1,18 +1,16 @@
-"""The replicas of a pipe in one step: what part of all mini-batches each has, and the loss and gradients of all.
+"""The replicas of a pipe in one step: the part of each in the union of mini-batches, and the total loss and gradients.
 
-A step is that of the *union*: one mini-batch with those of all replicas, one after another. Before it the replicas
-exchange their numbers of samples, so a sample counts the same on each. Micro-batches are numbered over all replicas;
-random numbers depend on those numbers, so replicas draw different ones.
+A step processes the *union*: one mini-batch that concatenates the mini-batches of all replicas. The replicas exchange
+their numbers of samples first, so each sample has equal weight. Micro-batches are numbered over all replicas; random
+numbers depend on these numbers.
 
     replica 0     samples 0 ... 6     micro-batches 0, 1, 2
     replica 1     samples 7 ... 9     micro-batches 3, 4
 
-A loss that is a pair (total, weight) is divided by the weights of all replicas at the end.
-
-Gradients are sums over replicas. Within `no_sync()` they stay on their replica, and `.grad` of n replicas has n times
-its part, as with `DistributedDataParallel`; it goes with the gradients of the next call without `no_sync()`. Gradients
-that buckets cannot have, sparse ones and those of later graphs, which other replicas may not have run, are *late*: they
-are summed after the step, through memory of the CPU.
+Gradients are summed over replicas. Within `no_sync()` they stay on their replica, and with n replicas `.grad` has n
+times its part, as with `DistributedDataParallel`; the next call without `no_sync()` adds it to its sum. *Late*
+gradients do not fit buckets: sparse gradients, and gradients of later graphs, which other replicas may not have run.
+They are summed after the step, through CPU memory.
 """
 
 from __future__ import annotations
@@ -38,38 +36,38 @@ _NEXT_MINI_BATCH = "the next mini-batches of the other replicas"
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStart:
-    """The message of a replica to the others at the beginning of a step, from each rank to those with its stages."""
+    """The message that each rank of a replica sends at the beginning of a step to the ranks with the same stages."""
 
     batch: int
     micro_batches: int
-    seed: int | None  # None: nothing draws
+    seed: int | None  # None: the step draws no random numbers
     is_synced: bool
     reduction: str
-    parameters: str  # a digest of those that the reduction has
-    changes_buffers: bool  # that the rank holds
-    known: Mapping[int, Any] | None = None  # of the rank of the last stage: pieces of its mini-batch, by place
-    may_differ: bool = False  # its weights from those of others
+    parameters: str  # digest of the parameters in the reduction
+    changes_buffers: bool  # True if forward changes buffers that the rank holds
+    known: Mapping[int, Any] | None = None  # from the rank of the last stage: pieces of its mini-batch, by index
+    may_differ: bool = False  # True if its weights may differ from other replicas
 
 
 def digest(parameters: Mapping[StageParameter, torch.Tensor]) -> str:
-    """Returns a text that differs where the parameters do."""
+    """Returns a digest that differs if the parameters differ."""
     text = repr([(key, tuple(tensor.shape), tensor.dtype) for key, tensor in parameters.items()])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPart:
-    """The part that a replica has in a step."""
+    """The part of one replica in a step."""
 
     seed: int
-    micro_batches: int  # of all replicas
-    batch: int  # of all replicas
-    portions: Sequence[float] = (1.0,)  # by replica, of all samples
-    firsts: Sequence[int] = (0,)  # by replica, the number of its first micro-batch among all
+    micro_batches: int  # sum over replicas
+    batch: int  # sum over replicas
+    portions: Sequence[float] = (1.0,)  # by replica, its fraction of all samples
+    firsts: Sequence[int] = (0,)  # by replica, the number of its first micro-batch
     replica: int = 0
-    changes_buffers: bool = False  # does the first replica, of those that this rank holds
-    known: Mapping[int, Any] | None = None  # pieces of the union of mini-batches
-    may_differ: bool = False  # the weights of replicas
+    changes_buffers: bool = False  # True if the first replica changes buffers that this rank holds
+    known: Mapping[int, Any] | None = None  # pieces of the union
+    may_differ: bool = False
 
     @property
     def portion(self) -> float:
@@ -81,11 +79,7 @@ class ReplicaPart:
 
 
 def part_of(starts: Sequence[ReplicaStart], replica: int, combinations: Sequence[OutputCombination]) -> ReplicaPart:
-    """Computes the part of a replica of what all of them have told.
-
-    Raises:
-        StateError: they do different things.
-    """
+    """Computes the part of a replica from all messages. Raises `StateError` if replicas make different calls."""
     for field, what in (
         ("is_synced", "call forward_backward within no_sync() and without"),
         ("reduction", "call forward_backward with different values of reduction"),
@@ -113,7 +107,7 @@ def part_of(starts: Sequence[ReplicaStart], replica: int, combinations: Sequence
 def _known_of_union(
     starts: Sequence[ReplicaStart], batch: int, combinations: Sequence[OutputCombination]
 ) -> Mapping[int, Any] | None:
-    """Returns the pieces of the union of mini-batches, of those of each."""
+    """Combines the known pieces of all replicas into the pieces of the union."""
     if starts[0].known is None:
         return None
     places = [frozenset(start.known or ()) for start in starts]
@@ -138,19 +132,15 @@ def _known_of_union(
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoss:
-    """The loss of one replica, before it is divided by what others have to tell."""
+    """The loss of one replica, before the division by the weights of all replicas."""
 
     total: torch.Tensor  # a sum for pairs, else the loss of its mini-batch
-    weight: Any = None  # of pairs
+    weight: Any = None
     unit: Any = None
 
 
 def loss_of_replica(losses: MicroBatchLosses) -> ReplicaLoss:
-    """Returns what a replica tells the others of its loss.
-
-    Raises:
-        LossError: nothing that requires grad leads to it.
-    """
+    """Returns the loss as a message to other replicas. Raises `LossError` if it does not require grad."""
     loss = losses.total().cpu()
     if not losses.returns_weights:
         return ReplicaLoss(loss)
@@ -162,11 +152,7 @@ def loss_of_replica(losses: MicroBatchLosses) -> ReplicaLoss:
 
 
 def loss_of_union(losses: Sequence[ReplicaLoss], part: ReplicaPart, reduction: str) -> tuple[torch.Tensor, Any]:
-    """Returns the loss of the union, and the number by which gradients are still to be divided, or None.
-
-    Raises:
-        LossError: it is a pair on some replicas only.
-    """
+    """Returns the loss of the union, and the remaining divisor or None. Raises `LossError` if only some are pairs."""
     if len({loss.weight is None for loss in losses}) > 1:
         raise LossError("loss_fn returns (total, weight) on some replicas and a loss on others; return one kind")
     totals = [loss.total for loss in losses]
@@ -184,29 +170,29 @@ def weight_of_union(losses: Sequence[ReplicaLoss]) -> Any:
 
 
 def unit_of_samples(batch: int) -> float:
-    """Returns the unit of losses that are pairs, as long as no weights are known."""
+    """Returns the unit of losses that are pairs while no weights are known."""
     return 2.0 ** -(batch - 1).bit_length()
 
 
 def unit_of_union(losses: Sequence[ReplicaLoss]) -> float:
-    """Returns the unit of losses that are pairs, for the next step: a power of two near 1 / the weights of all."""
+    """Returns the unit of losses that are pairs for the next step: a power of two near 1 / sum of all weights."""
     weight = float(abs(weight_of_union(losses)))
     return 2.0 ** -math.ceil(math.log2(min(max(weight, 1.0), LARGEST_UNIT)))
 
 
 class Replicas:
-    """The replicas of a pipe, of which this process is in one: what it does with the others in each step."""
+    """This process's replica and its communication with the others in each step."""
 
     def __init__(self, group: RankGroup):
         self.group = group
-        self.is_synced = True  # else gradients stay on their replica: within no_sync()
-        self.has_unsynced = False  # is there anything in `.grad` that other replicas do not know of
-        self._is_weighted = False  # was the last loss a pair
-        self._unit: float | None = None  # of losses that are pairs, the same on all replicas
-        self._unreducible: set[StageParameter] = set()  # that have sparse gradients
+        self.is_synced = True  # False within no_sync(): gradients stay on their replica
+        self.has_unsynced = False  # True if `.grad` has gradients that are not summed over replicas
+        self._is_weighted = False  # True if the last loss was a pair
+        self._unit: float | None = None  # for losses that are pairs; the same on all replicas
+        self._unreducible: set[StageParameter] = set()  # parameters with sparse gradients
         self._reduction: GradientReduction | None = None
-        self._reduced: tuple[Any, ...] = ()  # what that is of
-        self.may_differ = False  # has a stream failed, of which not all replicas may have made the same updates
+        self._reduced: tuple[Any, ...] = ()  # generation and digest of `_reduction`
+        self.may_differ = False  # True if a failed stream may have updated some replicas only
         group.when_closed.append(self.close)
 
     @property
@@ -221,7 +207,7 @@ class Replicas:
     # -- before the rows ---------------------------------------------------------------------------------------------
 
     def reducible(self, parameters: Mapping[StageParameter, torch.Tensor]) -> dict[StageParameter, torch.Tensor]:
-        """Returns those of the parameters whose gradients the reduction sums."""
+        """Returns the parameters whose gradients the reduction sums."""
         if self.count == 1:
             return {}
         return {key: p for key, p in parameters.items() if p.is_floating_point() and key not in self._unreducible}
@@ -232,7 +218,7 @@ class Replicas:
         parameters: Mapping[StageParameter, torch.Tensor],
         combinations: Sequence[OutputCombination],
     ) -> ReplicaPart:
-        """Settles with the other replicas what part of the step each has. `parameters`: `reducible` ones."""
+        """Exchanges messages with the other replicas; returns this one's part. `parameters`: `reducible` ones."""
         if self.count == 1:
             return ReplicaPart(own.seed or 0, own.micro_batches, own.batch, known=own.known)
         starts = self.group.replicas.all_gather(own, "the other replicas to begin the step")
@@ -244,15 +230,9 @@ class Replicas:
     def begin_in_stream(
         self, own: ReplicaStart | None, combinations: Sequence[OutputCombination] = ()
     ) -> ReplicaPart | None:
-        """Settles with the other replicas what part of a mini-batch of a stream each has.
+        """Returns this replica's part in a mini-batch of a stream; None if any replica has no mini-batch.
 
-        All have as many micro-batches as the one that has fewest, so that their rows are the same.
-
-        Args:
-            own: None where this replica has no mini-batch that can run now.
-
-        Returns:
-            None where any replica has none.
+        All replicas use the smallest number of micro-batches of any replica, so that their rows are equal.
         """
         starts: list[ReplicaStart | None] = self.group.replicas.all_gather(own, _NEXT_MINI_BATCH)
         known = [start for start in starts if start is not None]
@@ -262,11 +242,7 @@ class Replicas:
         return part_of([replace(one, micro_batches=count) for one in known], self.group.replica, combinations)
 
     def check_weights(self, trained: Mapping[str, torch.Tensor]) -> None:
-        """Compares the weights of a stage over replicas, behind a stream that has failed.
-
-        Raises:
-            StateError: on all of them, where they differ.
-        """
+        """Compares the weights of a stage over replicas after a failed stream. Raises `StateError` if they differ."""
         content = hashlib.sha256()
         for tensor in trained.values():
             content.update(content_of(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)))
@@ -281,7 +257,7 @@ class Replicas:
         self.may_differ = False
 
     def prepare_sum(self, parameters: Mapping[StageParameter, torch.Tensor], their_digest: str) -> None:
-        """Makes the reduction of these parameters, where there is none yet; all replicas do. They are `reducible`."""
+        """Creates the reduction of these `reducible` parameters if it does not exist. All replicas call it."""
         reduced = (self.group.generation, their_digest)
         if self._reduced != reduced:
             self.close()
@@ -289,34 +265,29 @@ class Replicas:
             self._reduced = reduced
 
     def unit(self, part: ReplicaPart) -> float | None:
-        """Returns the unit of losses that are pairs: the same on all replicas, as their gradients are summed."""
         if self.count == 1:
             return None
         return unit_of_samples(part.batch) if self._unit is None else self._unit
 
     @property
     def sums_at_once(self) -> bool:
-        """Tells whether gradients go to the reduction as they come.
+        """Returns whether gradients are summed as soon as they are complete.
 
-        Not where those of earlier calls go with them, but what to divide by is only known when the step has ended.
+        They are not if gradients in `.grad` are added and the divisor is only known when the step has ended.
         """
         return self.count > 1 and self.is_synced and not (self.has_unsynced and self._is_weighted)
 
     def open_sum(self, unsynced: Mapping[StageParameter, torch.Tensor]) -> GradientReduction:
-        """Begins a sum of gradients over replicas. `unsynced`: what is in `.grad`."""
+        """Begins a sum of gradients over replicas. `unsynced`: the gradients in `.grad`."""
         assert self._reduction is not None
         earlier = {key: gradient / self.count for key, gradient in unsynced.items()} if self.has_unsynced else {}
         self._reduction.begin(earlier)
         return self._reduction
 
-    # -- behind them -------------------------------------------------------------------------------------------------
+    # -- after the rows ----------------------------------------------------------------------------------------------
 
     def note_loss(self, losses: Sequence[ReplicaLoss]) -> None:
-        """Notes the kind of the loss of a step.
-
-        Raises:
-            LossError: gradients of it cannot be added to those that are there.
-        """
+        """Records whether the loss is a pair. Raises `LossError` if its gradients cannot be added to `.grad`."""
         is_weighted = losses[0].weight is not None
         if is_weighted and self.sums_at_once and self.has_unsynced:
             raise LossError(
@@ -327,7 +298,6 @@ class Replicas:
         self.note_unit(losses)
 
     def note_unit(self, losses: Sequence[ReplicaLoss]) -> None:
-        """Notes the unit of the next losses that are pairs."""
         if losses[0].weight is not None:
             self._unit = unit_of_union(losses)
 
@@ -335,7 +305,7 @@ class Replicas:
         self._unreducible.update(keys)
 
     def sum_late(self, gradients: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
-        """Returns the sums over replicas of gradients that the reduction has not summed, of which each has some."""
+        """Returns the sums over replicas of gradients that the reduction has not summed. Keys differ by replica."""
         sums: dict[Any, torch.Tensor] = {}
         own = {key: gradient.detach().cpu() for key, gradient in gradients.items()}
         for part in self.group.replicas.all_gather(own, "the gradients of the other replicas"):
@@ -345,7 +315,7 @@ class Replicas:
 
 
 def give_totals(totals: Sequence[StageTotals], reduction: GradientReduction) -> GradientReduction:
-    """Gives a reduction all gradients of a step that it sums and does not have yet; returns it."""
+    """Gives a reduction the remaining gradients of a step that it sums; returns the reduction."""
     remaining = {
         (name, j): of_stage.sums.pop(name)
         for j, of_stage in enumerate(totals)
@@ -361,7 +331,7 @@ def put_sums(
     sums: Mapping[StageParameter, torch.Tensor],
     missing: Sequence[frozenset[StageParameter]],
 ) -> None:
-    """Puts sums over replicas in the place of gradients. `missing`: by replica, of which it has none."""
+    """Replaces gradients with their sums over replicas. `missing`: by replica, the gradients that it does not have."""
     for (name, j), value in sums.items():
         if not all((name, j) in keys for keys in missing):
             totals[j].sums[name] = value

@@ -1,4 +1,4 @@
-"""The reports of all ranks at the end of the rows, and what they say of the loss together."""
+"""The reports of all ranks after the rows, and the verdict on the loss that follows from all of them."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from fxpipe.runtime.losses import LOSS_REMEDIES, MODEL_LOSS_REMEDIES
 
 @dataclass(slots=True)
 class StepReport:
-    """One rank's report at the end of the rows."""
+    """One rank's report after the rows."""
 
-    has_hooks: bool = False  # on leaves of this rank, which may fail
-    scale: float | None = None  # by which its gradient scaler scales the loss; None: it has none
-    loss: ReplicaLoss | None = None  # of the rank of the last stage, as all that follows
-    shares: Sequence[Any] = ()  # of micro-batches, where other ranks have to ask
+    has_hooks: bool = False  # True if leaves of this rank have hooks, which may fail
+    scale: float | None = None  # loss scale of its gradient scaler; None without a scaler
+    loss: ReplicaLoss | None = None  # the fields up to `is_verified` are set by the rank of the last stage
+    shares: Sequence[Any] = ()  # by micro-batch, for checks on other ranks
     wrong: str | None = None
     wrong_means: str | None = None
     can_verify: bool | None = False  # None: the loss draws random numbers
     is_verified: bool = False
-    weights_of_elements: dict[Any, Any] = field(default_factory=dict)  # that the loss weighting check has noted here
-    # Of gradients that are to be summed over replicas:
-    missing: frozenset[StageParameter] = frozenset()  # those that this rank has none of
-    late: frozenset[StageParameter] = frozenset()  # those that the reduction does not sum
-    sparse: frozenset[StageParameter] = frozenset()  # those that the reduction can never sum
-    loss_parameters: int = 0  # that loss_fn uses
+    weights_of_elements: dict[Any, Any] = field(default_factory=dict)  # recorded by the loss weighting check
+    # For gradients that are summed over replicas:
+    missing: frozenset[StageParameter] = frozenset()  # gradients that this rank does not have
+    late: frozenset[StageParameter] = frozenset()  # gradients that the reduction does not sum
+    sparse: frozenset[StageParameter] = frozenset()  # gradients that the reduction can never sum
+    loss_parameters: int = 0  # number of parameters that loss_fn uses
 
     def note_gradients(
         self, own: Mapping[StageParameter, torch.Tensor], summed: Mapping[StageParameter, torch.Tensor]
     ) -> None:
-        """Notes which gradients this rank has. `summed`: the parameters whose gradients the reduction sums."""
+        """Records which gradients this rank has. `summed`: the parameters whose gradients the reduction sums."""
         sparse = frozenset(key for key, gradient in own.items() if gradient.is_sparse)
         self.missing = frozenset(summed) - (own.keys() - sparse)
         self.late = sparse | (own.keys() - summed.keys())
@@ -46,16 +46,15 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class LossVerdict:
-    """The finding of all ranks whether elements count the same in all micro-batches."""
+    """The verdict of all ranks on whether elements have the same weight in all micro-batches."""
 
     reports: Sequence[Sequence[StepReport]]  # by replica and rank
-    of_last: Sequence[Any]  # by replica, that of the rank of the last stage
-    wrong: Sequence[str | None]  # by replica, how elements count differently
+    of_last: Sequence[Any]  # by replica, the report of the rank of the last stage
+    wrong: Sequence[str | None]  # by replica, how weights differ
     part: ReplicaPart
 
     @classmethod
     def of(cls, reports: Sequence[Sequence[StepReport]], last: int, part: ReplicaPart) -> LossVerdict:
-        """`last`: the rank of the last stage."""
         of_last = [of_replica[last] for of_replica in reports]
         wrong = [
             _wrong_weights(of_replica, of_last[k], of_last[k].wrong, means_only=False)
@@ -65,14 +64,14 @@ class LossVerdict:
 
     @property
     def is_unsure(self) -> bool:
-        """Tells whether the loss has to be taken of all outputs at once to know."""
+        """Returns whether only the loss of all outputs together can decide."""
         return any(
             wrong and of_last.can_verify and not of_last.is_verified
             for wrong, of_last in zip(self.wrong, self.of_last, strict=True)
         )
 
     def check(self) -> None:
-        """Raises `LossError` on all ranks where gradients would be wrong."""
+        """Raises `LossError` on all ranks if gradients would be wrong."""
         wrong_means = None
         for of_replica, of_last, wrong in zip(self.reports, self.of_last, self.wrong, strict=True):
             if wrong and not (of_last.is_verified and of_last.can_verify):
@@ -83,7 +82,7 @@ class LossVerdict:
             raise LossError(f"{wrong_means} {LOSS_REMEDIES}. {MODEL_LOSS_REMEDIES}")
 
     def _wrong_between_replicas(self) -> str | None:
-        """Describes how elements count differently on different replicas, which no replica can see by itself."""
+        """Describes how elements have different weights on different replicas, which no replica can detect alone."""
         check = LossWeightingCheck(True, frozenset())
         shares: dict[int, Any] = {}
         for first, of_last, of_replica in zip(self.part.firsts, self.of_last, self.reports, strict=True):
@@ -95,7 +94,7 @@ class LossVerdict:
 
 
 def check_scales(reports: Sequence[Sequence[StepReport]]) -> None:
-    """Raises `StateError` on all ranks where their gradient scalers differ."""
+    """Raises `StateError` on all ranks if their gradient scalers differ."""
     scales = {report.scale for of_replica in reports for report in of_replica}
     if len(scales) > 1:
         texts = ", ".join("none" if scale is None else f"scale {scale:g}" for scale in scales)
@@ -108,7 +107,7 @@ def check_scales(reports: Sequence[Sequence[StepReport]]) -> None:
 def _wrong_weights(
     reports: Sequence[StepReport], of_last: StepReport, wrong: str | None, *, means_only: bool
 ) -> str | None:
-    """Returns how elements count differently: as the rank of the last stage says, or of what others have reduced."""
+    """Returns how weights differ: from the rank of the last stage, or computed from the records of the other ranks."""
     if wrong:
         return wrong
     notes = {

@@ -8,16 +8,16 @@ try:
     from fxpipe.inspect.cli import finish_process, main, set_up_process
 
     set_up_process()
-except KeyboardInterrupt:  # as `main` ends, which is not there yet
+except KeyboardInterrupt:  # as in `main`, which is not imported yet
     print("fxpipe.inspect: interrupted", file=sys.stderr)
     sys.exit(130)
 if isinstance(sys.stdout, io.TextIOWrapper):
-    sys.stdout.reconfigure(errors="replace")  # a terminal or file that has no letter for a name gets a mark for it
+    sys.stdout.reconfigure(errors="replace")  # characters that the terminal or file cannot encode
 try:
     status = main(sys.argv[1:])
     sys.stdout.flush()
 except BrokenPipeError:
-    # The reader has seen enough (`... | head`). Python flushes once more at exit, which must find an open file.
+    # The reader closed the pipe (`... | head`). Python flushes again at exit, and needs an open file then.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     status = 1
 finish_process()

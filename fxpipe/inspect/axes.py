@@ -1,4 +1,4 @@
-"""Round numbers along an axis, and their names: of time, and of bytes."""
+"""Axes of pictures: round numbers of time and bytes with labels, and legends."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fxpipe.inspect.style import text_width
 from fxpipe.utils.units import human_bytes
 
 TIME_UNITS = ((1e-9, "ns"), (1e-6, "µs"), (1e-3, "ms"), (1.0, "s"))
-MINUTE_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 18000, 36000, 86400)  # steps, in seconds
+MINUTE_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 18000, 36000, 86400)  # seconds
 
 
 def time_ticks(seconds: float, most: int) -> tuple[tuple[float, str], ...]:
-    """Chooses at most `most` + 1 places from 0 to `seconds`, and what to write there: `20 ms`, `1:30 min`."""
+    """Chooses at most `most` + 1 positions from 0 to `seconds`, with labels: `20 ms`, `1:30 min`."""
     if seconds <= 0:
         return ((0.0, "0"),)
     least = seconds / max(1, most)
@@ -25,7 +25,7 @@ def time_ticks(seconds: float, most: int) -> tuple[tuple[float, str], ...]:
 
 
 def byte_ticks(size: float, most: int) -> tuple[tuple[float, str], ...]:
-    """Chooses at most `most` + 1 places from 0 to `size`, and what to write there."""
+    """Chooses at most `most` + 1 positions from 0 to `size`, with labels."""
     if size <= 0:
         return ((0.0, "0"),)
     unit = 1024.0 ** max(0, min(4, math.floor(math.log(size, 1024))))
@@ -36,7 +36,7 @@ def byte_ticks(size: float, most: int) -> tuple[tuple[float, str], ...]:
 
 
 def _round_up(least: float) -> float:
-    """The least of 1, 2, 5, 10, 20, 50 … that is not less."""
+    """Rounds up to one of 1, 2, 5, 10, 20, 50 …, times a power of 10."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(factor * power for factor in (1, 2, 5, 10, 20) if factor * power >= least * (1 - 1e-9))
 
@@ -52,17 +52,13 @@ def _time_label(at: float, step: float, seconds: float) -> str:
 
 
 def _rounded_number(value: float, step: float) -> str:
-    """Formats a number with as many decimal places as the steps need."""
     places = max(0, -math.floor(math.log10(step) + 1e-9))
     return f"{value:.{places}f}"
 
 
-# -- The time axis of a picture --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class TimeAxis:
-    """Time 0 is at `left`, the step's end at `right`."""
+    """A time axis from time 0 at `left` to the end of the step at `right`."""
 
     left: float
     right: float
@@ -76,10 +72,8 @@ class TimeAxis:
         return self.left + self.width * min(1.0, max(0.0, time / self.seconds)) if self.seconds else self.left
 
 
-# -- The legend of a picture -----------------------------------------------------------------------------------------
-
-SQUARE_SIDE = 10.0  # of a square
-LEGEND_TEXT_SIZE = 10.0  # of the letters
+SQUARE_SIDE = 10.0
+LEGEND_TEXT_SIZE = 10.0  # font size
 TEXT_GAP, ENTRY_GAP = 5.0, 18.0  # from a square to its text; to the next square
 
 
@@ -92,7 +86,7 @@ class LegendEntry:
 
 
 def legend_items(entries: Sequence[LegendEntry], x: float, y: float, width: float) -> list[Item]:
-    """Draws a legend in one line, whose base is at `y`; what has no room in `width` is left out."""
+    """Draws a legend in one line with baseline `y`; omits entries that do not fit into `width`."""
     items: list[Item] = []
     at = x
     for entry in entries:

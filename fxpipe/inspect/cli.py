@@ -1,7 +1,7 @@
-"""The command `python -m fxpipe.inspect`: make a model, plan its pipeline, show what becomes of it.
+"""The command `python -m fxpipe.inspect`: loads a model, plans its pipeline and shows the result.
 
-Standard output has what was asked for and nothing else: what the user's code prints goes to standard error. Whatever
-the user can mend ends in one line there and exit status 2. A traceback is a bug in fxpipe.
+Standard output has only the requested output; what the user's code prints goes to standard error. Errors that the user
+can fix end in one line there and exit status 2. A traceback is a bug in fxpipe.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import TextIO
 from fxpipe.errors import FxpipeError, MemoryLimitError
 from fxpipe.inspect.request import parse_request, with_option_name
 
-# Neither torch nor anything that imports it is imported above: --help answers at once.
+# Nothing above imports torch, so that --help is fast.
 
-EXIT_INTERRUPTED = 130  # as a shell has it: 128 + SIGINT
+EXIT_INTERRUPTED = 130  # as in shells: 128 + SIGINT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command line and returns the exit status: 0, 2 for what the user has to mend, 130 if interrupted."""
+    """Runs a command line and returns the exit status: 0, 2 for an error that the user can fix, 130 if interrupted."""
     try:
         request = parse_request(sys.argv[1:] if argv is None else argv)
         out = sys.stdout
@@ -52,26 +52,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _width_of(out: TextIO) -> int:
-    """Returns how many characters a line of the output may have: as wide as the window, or as `COLUMNS` says."""
+    """Returns the line width of the output, in characters: of the terminal or, if set, `COLUMNS`."""
     from fxpipe.utils.text_table import TEXT_WIDTH
 
     is_said = out.isatty() or "COLUMNS" in os.environ
     return shutil.get_terminal_size((TEXT_WIDTH, 24)).columns if is_said else TEXT_WIDTH
 
 
-# -- Set-up of the command's process: it is short, looks at one model, and somebody waits for it ---------------------
-
-
 def set_up_process() -> None:
-    """Sets up the process; to be called before torch is loaded, whose OpenMP reads the environment then."""
-    # Threads that wait for each other spin for milliseconds. With other work on the same cores they keep each other
-    # from running, and all takes twice as long.
+    """Sets up the process. Call it before torch is loaded, when OpenMP reads the environment."""
+    # Waiting threads spin for milliseconds. If other work shares the cores, that doubles the time.
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # some microseconds
-    # Nearly all objects are of imported modules, and stay: to look at them again and again takes a second.
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # microseconds instead
+    # Nearly all objects belong to imported modules, and stay; repeated collections would take a second.
     gc.set_threshold(50_000, 50, 100)
 
 
 def finish_process() -> None:
-    """Skips the last garbage collection, which takes another second; to be called at the end: the system frees all."""
+    """Skips the last garbage collection, which takes a second. Call it at the end of the process."""
     gc.freeze()

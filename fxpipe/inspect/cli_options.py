@@ -1,4 +1,4 @@
-"""The options of the command, in groups, and how each is read."""
+"""The options of the command, and the functions that parse them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ from fxpipe.scheduling.custom import refuse_bidirectional
 if TYPE_CHECKING:
     from fxpipe.hardware import Hardware
 
-# -- The target of a command line: a model of the user's, a type of transformers, or a saved plan --------------------
-
 
 @dataclass(frozen=True, slots=True)
 class PlanFile:
-    """A plan that was saved."""
+    """The file of a saved plan."""
 
     path: Path
 
@@ -36,7 +34,7 @@ Subject: TypeAlias = Target | ModelType | PlanFile
 
 
 def parse_subject(text: str) -> Subject:
-    """`hf:gpt2`, `plan.json`, or a factory."""
+    """Parses `hf:gpt2`, `plan.json`, or a factory."""
     if text.startswith(HUGGING_FACE_PREFIX):
         return parse_model_type(text)
     if text.endswith(".json"):
@@ -49,16 +47,13 @@ def parse_subject(text: str) -> Subject:
         ) from None
 
 
-# -- Sizes that differ from batch to batch ---------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class DynamicOption:
     """A dimension of an input whose size may differ from batch to batch."""
 
     input: str
     dim: int
-    name: str = ""  # of the size
+    name: str = ""  # name of the size
     least: int | None = None
     most: int | None = None
 
@@ -69,7 +64,7 @@ _DYNAMIC_TEXT = re.compile(
 
 
 def parse_dynamic_option(text: str) -> DynamicOption:
-    """`ids:1=s` -> dimension 1 of ids, whose size is s; `ids:1=s:2-512` -> from 2 to 512."""
+    """Parses `ids:1=s` (dimension 1 of ids has size s) and `ids:1=s:2-512` (from 2 to 512)."""
     match = _DYNAMIC_TEXT.fullmatch(text.strip())
     if match is None:
         raise ArgumentError(f"{text!r}: expected an input, a dimension and a name, as in ids:1=s or ids:1=s:2-512")
@@ -80,7 +75,7 @@ def parse_dynamic_option(text: str) -> DynamicOption:
 
 
 def dynamic_shapes_of(options: Sequence[DynamicOption]) -> dict[str, dict[int, Any]]:
-    """The options as `fxpipe.plan` takes them."""
+    """Returns the options as the `dynamic_shapes` of `fxpipe.plan`."""
     from torch.export import Dim
 
     shapes: dict[str, dict[int, Any]] = {}
@@ -92,27 +87,24 @@ def dynamic_shapes_of(options: Sequence[DynamicOption]) -> dict[str, dict[int, A
 
 
 def parse_size_option(text: str) -> tuple[str, int]:
-    """`s=512` -> ("s", 512)."""
+    """Parses `s=512` -> ("s", 512)."""
     match = re.fullmatch(r"([^\W\d]\w*)=(0*[1-9]\d{0,11})", text.strip())
     if match is None:
         raise ArgumentError(f"{text!r}: expected the name of a size and a whole number, as in s=512")
     return match[1], int(match[2])
 
 
-# -- Devices as the command line names them, and those that are here -------------------------------------------------
-
-
 def parse_schedule_option(text: str) -> str:
-    """The name of a schedule, to be looked up; one of the field that cannot be is refused with the reason."""
+    """Returns the name of a schedule, not yet looked up. Raises `ArgumentError` for bidirectional schedules."""
     refuse_bidirectional(text)
     return text
 
 
-DevicesOption: TypeAlias = "int | tuple[str, ...]"  # how many, or the name of each
+DevicesOption: TypeAlias = "int | tuple[str, ...]"  # the number of devices, or their names
 
 
 def parse_devices_option(text: str) -> DevicesOption:
-    """`4` -> 4; `cuda:0,cuda:1` -> ("cuda:0", "cuda:1")."""
+    """Parses `4` -> 4; `cuda:0,cuda:1` -> ("cuda:0", "cuda:1")."""
     names = tuple(name.strip() for name in text.split(","))
     if len(names) == 1 and re.fullmatch(r"0*[1-9]\d{0,3}", text.strip()):
         return int(text)
@@ -122,7 +114,7 @@ def parse_devices_option(text: str) -> DevicesOption:
 
 
 def resolve_devices(devices: DevicesOption | None) -> tuple[str, ...]:
-    """The name of each device; a number means devices of the accelerator, or shares of the CPU if there is none."""
+    """Returns device names; a number means devices of the accelerator, or shares of the CPU if there is none."""
     import torch
 
     from fxpipe.utils import accelerator
@@ -156,7 +148,7 @@ def _parse_hardware_option(text: str) -> str | Hardware:
 def cluster_hardware(
     name: str | Hardware | None, nodes: int | None, devices_per_node: int | None, devices: DevicesOption | None
 ) -> str | Hardware | None:
-    """The hardware of that name, with these numbers of nodes and devices in each, if given."""
+    """Returns the hardware of that name, with the given numbers of nodes and devices per node."""
     from fxpipe.hardware import parse_hardware
 
     if nodes is None and devices_per_node is None:
@@ -177,7 +169,7 @@ def cluster_hardware(
 
 
 def planned_devices(devices: DevicesOption | None, hardware: str | Hardware) -> tuple[str, ...]:
-    """Names of devices that need not be here. Default: the devices of the cluster."""
+    """Returns names of devices that need not be present. Default: the devices of the cluster."""
     from fxpipe.hardware import device_names, parse_hardware
 
     if isinstance(devices, tuple):
@@ -187,29 +179,29 @@ def planned_devices(devices: DevicesOption | None, hardware: str | Hardware) -> 
 
 
 def first_devices(devices: tuple[str, ...], count: int, hardware: str | Hardware | None) -> tuple[str, ...]:
-    """So many devices, the first of those given; beyond them, more of their kind, which need not be here."""
+    """Returns the first `count` devices, extended by more of their kind, which need not be present."""
     if count <= len(devices):
         return devices[:count]
     return ("cpu",) * count if hardware is None else planned_devices(count, hardware)
 
 
 def most_devices(devices: tuple[str, ...], usual: int, hardware: str | Hardware | None) -> int:
-    """The number that a sweep goes up to; no limit for shares of the CPU and for devices that are elsewhere."""
+    """Returns the largest number of devices in a sweep; for CPU shares and `hardware`, `usual` or more."""
     are_here = hardware is None and any(name != "cpu" for name in devices)
     return len(devices) if are_here else max(len(devices), usual)
 
 
 T = TypeVar("T")
 
-# As planning has them, whose files import torch.
-BALANCE_CHOICES = ("auto", "block", "optimal", "pipedream")  # any other word is the name of a node or module
+# Repeated from planning, which imports torch. Any other word is the name of a node or module.
+BALANCE_CHOICES = ("auto", "block", "optimal", "pipedream")
 
 DESCRIPTION = """\
 Plan the pipeline of a model and see it before it runs: its stages, what they
 take and send, how long a step is, how much of it the devices idle, whether it
 fits. Nothing is trained, and the devices need not be here (--hardware).
 """
-# In 80 columns, which the rest is wrapped to.
+# In 80 columns, like the wrapped rest.
 EXAMPLES = """\
 examples:
   a factory of yours, on four devices
@@ -250,7 +242,7 @@ the model needs fixing, or 130 if interrupted
 """
 
 
-# Groups of options, and options with their values, as `--help` shows them.
+# Groups and options, in the order of `--help`.
 OPTIONS_TEXT = """\
 # the model
 --kwargs NAME=VALUE
@@ -343,7 +335,7 @@ OPTIONS_TEXT = """\
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, with this command's way of refusing: one line and no usage."""
+    """An argparse parser whose errors are one line, without usage."""
 
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ").split()
@@ -373,7 +365,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _parser_of_option() -> dict[str, Callable[[str], Any]]:
-    """Functions that read the values of options; the values of other options stay text."""
+    """Returns the parsers of option values; values of other options stay text."""
     return {
         "--kwargs": parse_keyword,
         "--input": parse_input,
@@ -431,12 +423,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_memory_limit_option(text: str) -> str | list[str]:
-    """`70GiB` -> "70GiB"; `70GiB,40GiB` -> ["70GiB", "40GiB"]."""
+    """Parses `70GiB` -> "70GiB"; `70GiB,40GiB` -> ["70GiB", "40GiB"]."""
     return text.split(",") if "," in text else text
 
 
 def parse_pin_option(text: str) -> tuple[str, int | str]:
-    """`lm_head=0` -> ("lm_head", 0); `encoder=cuda:1` -> ("encoder", "cuda:1")."""
+    """Parses `lm_head=0` -> ("lm_head", 0); `encoder=cuda:1` -> ("encoder", "cuda:1")."""
     name, equals, device = (part.strip() for part in text.rpartition("="))
     if not name or not equals or not device:
         raise ArgumentError(f"{text!r}: expected the name of a module or node and a device, as in lm_head=0")
@@ -444,7 +436,7 @@ def parse_pin_option(text: str) -> tuple[str, int | str]:
 
 
 def parse_balance_option(text: str) -> str | tuple[int, ...] | tuple[str, ...]:
-    """`block` and the like are themselves; `10,12,9` are numbers of nodes; any other list has names."""
+    """Parses a word such as `block`, numbers of nodes (`10,12,9`), or names."""
     if text in BALANCE_CHOICES:
         return text
     parts = tuple(part.strip() for part in text.split(","))
@@ -458,7 +450,7 @@ def _parse_data_parallel(text: str) -> int | str:
 
 
 def _parse_mesh_option(text: str) -> tuple[str, ...]:
-    """`data,pipe` -> ("data", "pipe")."""
+    """Parses `data,pipe` -> ("data", "pipe")."""
     names = tuple(name.strip() for name in text.split(","))
     if sorted(names) != ["data", "pipe"]:
         raise ArgumentError(f"{text!r}: expected data,pipe or pipe,data, the outer dimension first")
@@ -473,8 +465,6 @@ def _parse_optimizer_state(text: str) -> float:
 
 
 def _whole_number_parser(what: str, digits: int) -> Callable[[str], int]:
-    """Reads a whole number of at least 1."""
-
     def parse(text: str) -> int:
         if not re.fullmatch(rf"0*[1-9]\d{{0,{digits - 1}}}", text):
             raise ArgumentError(f"{text!r}: expected the number of {what}, at least 1")
@@ -484,12 +474,12 @@ def _whole_number_parser(what: str, digits: int) -> Callable[[str], int]:
 
 
 def _parse_chunks(text: str) -> int | None:
-    """Reads the number of micro-batches; None: left to planning."""
+    """Parses the number of micro-batches; None: chosen by planning."""
     return None if text == "auto" else _whole_number_parser("micro-batches", 6)(text)
 
 
 def _argparse_type(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """`parse` for argparse, which would replace the message of a ValueError by its own."""
+    """Adapts `parse` to argparse, which would replace the message of a ValueError."""
 
     def parsed(text: str) -> T:
         try:

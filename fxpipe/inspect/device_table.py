@@ -1,4 +1,4 @@
-"""The table of the devices of a step: their time, and their memory at its peak."""
+"""The table of the devices of a step: their time and peak memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from fxpipe.simulation.timeline import MemoryParts, MemoryTimeline
 
 @dataclass(frozen=True, slots=True)
 class DeviceFigures:
-    """A device in a step."""
-
     index: int
     name: str
     busy: float  # seconds
@@ -44,11 +42,7 @@ def device_table(
     limits: Sequence[float | None],
     *without: str,
 ) -> Table[DeviceFigures]:
-    """A table of devices: busy time and bubble, and the memory at the peak by what it is for, if it is known.
-
-    Args:
-        without: names of columns to leave out.
-    """
+    """Makes a table of devices: time and, if known, peak memory by part. Omits the columns named in `without`."""
     parts = [one.at_peak for one in memory] or [MemoryParts()] * len(names)
     hidden = {*without} if memory else {*without, "peak memory", *MEMORY_PARTS}
     figures = (range(len(names)), names, busy, bubble, parts, limits or (None,) * len(names))

@@ -1,4 +1,4 @@
-"""A timeline as a picture: what each device does when, and below it what it holds in memory.
+"""A timeline as a picture: the actions of each device over time, and its memory below.
 
     device 0 │ F0 F1 F2    B0    F3 B1          │ busy 12 s  bubble 33 %
     device 1 │    F0 F1 B0    F2 B1 …           │
@@ -6,7 +6,7 @@
     memory     ▁▂▃▃▂▂▁
 
 With many devices rows get lower; with many actions the picture gets wider, up to a bound. An action too narrow for its
-name shows its colour only, and beyond `MAX_BOXES` actions all of a kind in a row are one shape. White is bubble.
+name shows only its colour. Beyond `MAX_BOXES` actions, all actions of a kind in a row are one shape. White is bubble.
 """
 
 from __future__ import annotations
@@ -35,19 +35,17 @@ from fxpipe.simulation.text_timeline import has_looped_stages, span_names
 from fxpipe.simulation.timeline import Span, StepTimeline
 from fxpipe.utils.units import count_text, human_seconds, percent
 
-# -- The boxes of a timeline, one for each action, and the names in them ---------------------------------------------
-
 MAX_BOXES = 4000
 INSTANT = 1.0  # the width of an action that takes no time
-NEARLY_ALL = 0.8  # of the boxes of a kind; the others, short by chance, stay without a name
-RIM = 5.0  # a narrower box has none: it would hide the colour
-SMALLEST_TEXT = 6.5  # letters
-LEADING = 1.15  # from a line to the next, in heights of letters
+NEARLY_ALL = 0.8  # share of the boxes of a kind that a name must fit; the others have no name
+RIM = 5.0  # narrower boxes have no rim: it would hide the colour
+SMALLEST_TEXT = 6.5  # font size
+LEADING = 1.15  # line spacing, as a factor of the font size
 NAME_SLACK = 1.6  # points next to a name
 
 
 def action_boxes(step: StepTimeline, frame: TimeAxis, top: float, pitch: float, height: float) -> Iterator[Item]:
-    """Draws the boxes of actions from `top` downwards; a row is `height` high and begins `pitch` below the last."""
+    """Draws the boxes of actions from `top` downwards; a row is `height` high, `pitch` below the row before."""
     if len(step.spans) > MAX_BOXES:
         for d, row in enumerate(step.rows):
             yield from _merged_boxes(row, d, frame, top + d * pitch, height)
@@ -68,16 +66,15 @@ def _span_boxes(span: Span, frame: TimeAxis, y: float, height: float) -> Iterato
 
 @dataclass(frozen=True, slots=True)
 class BoxNames:
-    """The texts in the boxes."""
-
     texts: tuple[Text, ...]
-    are_stacked: bool  # somewhere the stage stands above the micro-batch
+    are_stacked: bool  # in some boxes the stage is above the micro-batch
 
 
 def box_names(step: StepTimeline, frame: TimeAxis, top: float, pitch: float, height: float) -> BoxNames:
-    """Chooses one sort of name for the boxes of a kind on a device: the longest and largest that fits nearly all.
+    """Chooses one form of name for the boxes of a kind on a device: the longest and largest that fits nearly all.
 
-    `F3`, or `2F3` if a device has several stages; then `3`, or 2 above 3. If no sort fits, boxes that it fits have it.
+    The forms are `F3`, then `3`; if a device has several stages, `2F3`, then 2 above 3. If no form fits nearly all,
+    the boxes that the first form fits have names.
     """
     letters = text_size_for(height)
     if letters < SMALLEST_TEXT:
@@ -112,12 +109,10 @@ def box_names(step: StepTimeline, frame: TimeAxis, top: float, pitch: float, hei
 
 
 def text_size_for(height: float) -> float:
-    """Returns the size of text in a box of that height."""
     return min(11.0, height * 0.68)
 
 
 def smaller_text_size(letters: float) -> float:
-    """Returns the size of text for boxes that have less room."""
     return max(SMALLEST_TEXT, letters * 0.75)
 
 
@@ -144,7 +139,7 @@ def _merged_boxes(row: Sequence[Span], device: int, frame: TimeAxis, y: float, h
 
 
 def _span_places(span: Span, frame: TimeAxis) -> tuple[float, float, float]:
-    """Returns the x of a span's start, of the end of its receiving, and of its end; an instant gets a thin stroke."""
+    """Returns the x of a span's start, end of receiving, and end; an instant gets a thin stroke."""
     if not span.seconds:
         left = min(frame.x(span.start), frame.right - INSTANT)
         return left, left, left + INSTANT
@@ -152,7 +147,6 @@ def _span_places(span: Span, frame: TimeAxis) -> tuple[float, float, float]:
 
 
 def span_title(span: Span) -> str:
-    """Formats the title that a box shows where the pointer rests on it."""
     action = span.action
     times = f"{human_seconds(span.seconds)} from {human_seconds(span.start)}"
     received = f", {human_seconds(span.receiving)} of it receiving" if span.receiving else ""
@@ -161,17 +155,15 @@ def span_title(span: Span) -> str:
 
 
 GANTT_MARGIN = 16.0
-NARROWEST_GANTT, WIDEST_GANTT = 720.0, 1500.0  # of the part where time runs
-ROWS_HEIGHT = 900.0  # points: as high as rows become together, where they may be
+NARROWEST_GANTT, WIDEST_GANTT = 720.0, 1500.0  # width of the time axis
+ROWS_HEIGHT = 900.0  # points: the preferred height of all rows together
 HIGHEST_PITCH, LOWEST_PITCH = 34.0, 4.0  # from a row to the next
-LABEL_SIZE = 10.0  # letters next to the rows, if there is room
-LONGEST_LABEL = 170.0  # of a device's name
+LABEL_SIZE = 10.0  # font size next to the rows, if it fits
+LONGEST_LABEL = 170.0  # width of a device's name
 
 
 @dataclass(frozen=True, slots=True)
 class _RowFigures:
-    """The figures at the end of each row."""
-
     busy: list[str]
     bubble: list[str]
 
@@ -192,16 +184,15 @@ class _RowFigures:
 class GanttLayout:
     """The rows of a picture with their labels and figures; lengths in points."""
 
-    labels: list[str]  # before the rows
-    figures: _RowFigures  # at the ends of the rows
+    labels: list[str]
+    figures: _RowFigures
     frame: TimeAxis
-    top: float  # of the first row
+    top: float  # y of the first row
     pitch: float  # from a row to the next
-    height: float  # of a row
+    height: float
 
 
 def gantt_layout(step: StepTimeline) -> GanttLayout:
-    """Lays out the rows of a step, one for each device."""
     pitch = min(HIGHEST_PITCH, max(LOWEST_PITCH, ROWS_HEIGHT / max(1, len(step.devices))))
     height = pitch * 0.82 if pitch > 8 else pitch - 1
     labels = [fit_text(name, LONGEST_LABEL, LABEL_SIZE) for name in _device_labels(step)]
@@ -212,7 +203,7 @@ def gantt_layout(step: StepTimeline) -> GanttLayout:
 
 
 def draw_gantt(step: StepTimeline, *, title: str = "") -> Scene:
-    """The picture of a step. `title` stands above it; what the step is, if not given."""
+    """Draws a step. `title` is the heading. Default: a description of the step."""
     layout, n = gantt_layout(step), len(step.devices)
     frame, rows = layout.frame, (layout.top, layout.pitch, layout.height)
     width = frame.right + 8 + max(layout.figures.width, 70) + GANTT_MARGIN
@@ -248,11 +239,8 @@ def draw_gantt(step: StepTimeline, *, title: str = "") -> Scene:
     return Scene(width, depth, (Group(tuple(moving), "time"), *still), told)
 
 
-# -- Labels and figures next to the rows -------------------------------------------------------------------------------
-
-
 def _row_labels(layout: GanttLayout) -> Iterator[Text]:
-    """Names and figures of the devices; of every few, where rows are lower than letters."""
+    """Yields names and figures of the devices; skips rows if rows are lower than letters."""
     labels, figures, frame, top = layout.labels, layout.figures, layout.frame, layout.top
     size = min(LABEL_SIZE, max(SMALLEST_TEXT, layout.pitch * 0.72))
     one, _ = figures.widths
@@ -267,7 +255,6 @@ def _row_labels(layout: GanttLayout) -> Iterator[Text]:
 
 
 def _time_ticks(frame: TimeAxis, axis: float, grid: Sequence[tuple[float, float]]) -> Iterator[Item]:
-    """Lines and numbers at round times."""
     for time, name in time_ticks(frame.seconds, int(frame.width / 90)):
         x = frame.x(time)
         for top, bottom in grid:
@@ -276,7 +263,7 @@ def _time_ticks(frame: TimeAxis, axis: float, grid: Sequence[tuple[float, float]
 
 
 def _time_width(step: StepTimeline, letters: float) -> float:
-    """Computes the width that names need: most in letters of the usual size, nearly all in small ones."""
+    """Computes a width in which most names fit in the usual font size, and nearly all in the small font size."""
     taking = sorted(span.seconds - span.receiving for span in step.spans if span.seconds > span.receiving)
     if not taking:
         return NARROWEST_GANTT
@@ -287,9 +274,6 @@ def _time_width(step: StepTimeline, letters: float) -> float:
         (text_width(longest, smaller_text_size(letters)) + NAME_SLACK) * step.seconds / short,
     )
     return min(WIDEST_GANTT, max(NARROWEST_GANTT, 1.01 * wanted))
-
-
-# -- Texts -----------------------------------------------------------------------------------------------------------
 
 
 def _headline(step: StepTimeline) -> str:

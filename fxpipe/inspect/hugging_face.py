@@ -1,7 +1,7 @@
-"""`hf:gpt2`: a model of a type that the installed transformers knows, with random weights; nothing is downloaded.
+"""`hf:gpt2`: a model type of the installed transformers, with random weights; nothing is downloaded.
 
-The configuration is the type's default one, with fields of the user's (`--kwargs n_layer=4`). The class is a language
-model if the type has one, else the classifier, else the bare model. Without inputs of the user's, some are drawn.
+The configuration is the type's default, updated with the user's fields (`--kwargs n_layer=4`). The class is a language
+model if the type has one, else a classifier, else the base model. If the user gives no inputs, some are drawn.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from torch import nn
 
 HUGGING_FACE_PREFIX = "hf:"
-TEXT_BATCH, TEXT_LENGTH = 8, 128  # of a text that is drawn
+TEXT_BATCH, TEXT_LENGTH = 8, 128  # samples and tokens of a drawn text
 RAW_AUDIO = 16_000  # samples: one second
-HIDDEN_CONFIG_FIELDS = ("attn_implementation",)  # that a configuration takes and shows under another name
+HIDDEN_CONFIG_FIELDS = ("attn_implementation",)  # accepted by a configuration, and stored under another name
 
 
 @dataclass(frozen=True, slots=True)
 class ModelType:
-    """The `model_type` of a configuration of transformers."""
+    """The `model_type` of a transformers configuration."""
 
     name: str
 
@@ -37,7 +37,7 @@ class ModelType:
 
 
 def parse_model_type(text: str) -> ModelType:
-    """`hf:gpt2` -> ModelType("gpt2")."""
+    """Parses `hf:gpt2` -> ModelType("gpt2")."""
     name = text.removeprefix(HUGGING_FACE_PREFIX)
     if not re.fullmatch(r"[\w.-]+", name) and not (Path(name) / "config.json").is_file():
         raise ArgumentError(
@@ -48,7 +48,7 @@ def parse_model_type(text: str) -> ModelType:
 
 
 def load_hugging_face_model(model_type: ModelType, kwargs: Mapping[str, Any]) -> nn.Module:
-    """The model, in training mode, from its default configuration with these fields."""
+    """Makes a model in training mode, from its default configuration with these fields."""
     config = _config(model_type, kwargs)
     name = _class_name(config)
     try:
@@ -66,7 +66,7 @@ def load_hugging_face_model(model_type: ModelType, kwargs: Mapping[str, Any]) ->
 
 
 def example_inputs(model: nn.Module, least_batch: int = 1) -> tuple[InputOption, ...]:
-    """Named shapes for the model, with at least this number of samples."""
+    """Returns named shapes for the model's inputs, with at least `least_batch` samples."""
     config: Any = model.config
     wanted = _wanted_inputs(model)
     batch = max(TEXT_BATCH, least_batch)
@@ -87,7 +87,7 @@ def example_inputs(model: nn.Module, least_batch: int = 1) -> tuple[InputOption,
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """Integers below this are tokens; 2 where the configuration names no vocabulary."""
+    """Returns the vocabulary size; 2 if the configuration has none."""
     config = _text_config(model.config)
     return max(2, getattr(config, "vocab_size", None) or 2)
 
@@ -97,7 +97,7 @@ def _config(model_type: ModelType, kwargs: Mapping[str, Any]) -> Any:
         import transformers
     except ImportError:
         raise ArgumentError(f"{model_type} needs transformers: pip install transformers") from None
-    transformers.logging.set_verbosity_error()  # it warns of defaults
+    transformers.logging.set_verbosity_error()  # no warnings about defaults
     known = list(transformers.CONFIG_MAPPING)
     if (Path(model_type.name) / "config.json").is_file():
         return transformers.AutoConfig.from_pretrained(model_type.name, local_files_only=True, **kwargs)
@@ -115,7 +115,7 @@ def _config(model_type: ModelType, kwargs: Mapping[str, Any]) -> Any:
             if not hasattr(default, name) and name not in HIDDEN_CONFIG_FIELDS:
                 close = did_you_mean(name, (field for field in default.to_dict() if not field.startswith("_")))
                 raise ArgumentError(f"--kwargs: the configuration of {model_type} has no field {name!r}{close}")
-        # Keys and values kept for generation are nothing that training returns.
+        # Training does not return the keys and values that generation caches.
         off = {"use_cache": False} if hasattr(default, "use_cache") else {}
         return config_class(**off | dict(kwargs))
     except ArgumentError:
@@ -125,7 +125,7 @@ def _config(model_type: ModelType, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _class_name(config: Any) -> str:
-    """The auto class that makes of this configuration what is trained; many types are in the tables of several."""
+    """Returns the auto class that makes the trainable model of a configuration; many types have several."""
     from transformers.models.auto import modeling_auto as known
 
     tables = {
@@ -139,13 +139,12 @@ def _class_name(config: Any) -> str:
     names = list(tables)
     if not is_encoder_decoder:
         names = [name for name in names if "Seq2Seq" not in name]
-    if getattr(config, "is_decoder", False):  # of encoders, which the user wants otherwise
+    if getattr(config, "is_decoder", False):  # an encoder that is configured as a decoder
         names.remove("AutoModelForMaskedLM")
     return next((name for name in names if type(config) in tables[name]), "AutoModel")
 
 
 def _wanted_inputs(model: Any) -> list[str]:
-    """Lists the names of the inputs that the model needs."""
     config = model.config
     main = getattr(model, "main_input_name", "input_ids")
     wanted = [main]

@@ -1,7 +1,7 @@
-"""Inputs for a model: `8x3x64x64`, `8x128:int64`, `input_ids=8x128:int64`, or a function of the user's that makes them.
+"""Inputs for a model: `8x3x64x64`, `8x128:int64`, `input_ids=8x128:int64`, or a user's function that makes them.
 
-Sizes alone are float32, drawn from a normal distribution. Integers and truth values are 0 or 1, which every embedding
-accepts, or any token of a known vocabulary. The seed is fixed. For a model on the meta device nothing is drawn.
+Sizes without a dtype are float32, drawn from a normal distribution. Integers and booleans are 0 or 1, which every
+embedding accepts, or tokens of a known vocabulary. The seed is fixed. On the meta device, tensors have no values.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ ACCEPTED_INPUTS = (
 
 @dataclass(frozen=True, slots=True)
 class InputShape:
-    """One tensor, to be drawn."""
+    """The shape and dtype of a tensor to draw."""
 
     sizes: tuple[int, ...]
-    dtype: str  # one of DTYPES
+    dtype: str  # one of `INPUT_DTYPES`
 
     def __str__(self) -> str:
         return f"{'x'.join(map(str, self.sizes))}:{self.dtype}"
@@ -43,10 +43,10 @@ class InputShape:
 
 @dataclass(frozen=True, slots=True)
 class InputOption:
-    """One `--input` of the command line: its value, and the argument that it is for."""
+    """An `--input` of the command line: its value, and the argument that it is for."""
 
     value: InputShape | Target
-    name: str | None = None  # of the argument; None: it goes by position, or brings its names along
+    name: str | None = None  # name of the argument; None: a positional argument, or a function that returns names
 
     def __str__(self) -> str:
         return f"{self.value}" if self.name is None else f"{self.name}={self.value}"
@@ -54,8 +54,6 @@ class InputOption:
 
 @dataclass(frozen=True, slots=True)
 class ModelArguments:
-    """The arguments of a call of the model."""
-
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
@@ -63,10 +61,9 @@ class ModelArguments:
 def parse_input(text: str) -> InputOption:
     """Parses one `--input`.
 
-    8x3x64x64              ->  Input(Shape((8, 3, 64, 64), "float32"))
-    8x128:int64            ->  Input(Shape((8, 128), "int64"))
-    input_ids=8x128:int64  ->  Input(Shape((8, 128), "int64"), "input_ids")
-    data:make_batch        ->  Input(Target("data", "make_batch"))
+    8x3x64x64              ->  InputOption(InputShape((8, 3, 64, 64), "float32"))
+    input_ids=8x128:int64  ->  InputOption(InputShape((8, 128), "int64"), "input_ids")
+    data:make_batch        ->  InputOption(Target("data", "make_batch"))
     """
     match = NAMED_INPUT.fullmatch(text)
     name, value = (match["name"], match["value"]) if match is not None else (None, text)
@@ -83,11 +80,11 @@ def parse_input(text: str) -> InputOption:
 
 
 def make_arguments(inputs: Iterable[InputOption], *, integers_below: int = 2, on_meta: bool = False) -> ModelArguments:
-    """The inputs in order: tensors and tuples are positional arguments, names and dicts keyword arguments.
+    """Makes the inputs in order: tensors and tuples are positional arguments, names and dicts keyword arguments.
 
     Args:
-        integers_below: drawn integers are less than this.
-        on_meta: tensors that would be drawn have sizes and no values.
+        integers_below: upper bound of drawn integers, exclusive.
+        on_meta: make tensors on the meta device instead of drawing them.
     """
     import torch
 
@@ -127,7 +124,7 @@ def _draw_tensor(shape: InputShape, generator: torch.Generator, integers_below: 
             below = 2 if shape.dtype == "bool" else integers_below
             return torch.randint(0, below, shape.sizes, generator=generator).to(dtype)
         return torch.randn(shape.sizes, generator=generator).to(dtype)
-    except (RuntimeError, TypeError, OverflowError, MemoryError) as error:  # more than there is, or than can be said
+    except (RuntimeError, TypeError, OverflowError, MemoryError) as error:  # too large for memory, or for an integer
         raise ArgumentError(f"--input {shape}: cannot be made: {describe_error(error)}") from error
 
 

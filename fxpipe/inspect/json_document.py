@@ -1,4 +1,4 @@
-"""The document: what the tables show and what they leave out, for programs."""
+"""The JSON document of all findings, for programs."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ if TYPE_CHECKING:
 
 
 def findings_document(findings: Findings) -> dict[str, Any]:
-    """Makes JSON-able data of all findings. Keys stay; new ones may come. Units are seconds and bytes.
+    """Returns all findings as JSON-able data. Keys are stable; new keys may be added. Units are seconds and bytes.
 
-    The keys of `plan_document`, where there is a plan, and
-        inputs               list of texts, as for --input: inputs that were drawn, as none were given
-        simulation           of a step: see `simulation_document`
-        schedules            list of the same stages in several schedules, the simulated one first: each
+    The keys of `plan_document`, if there is a plan, and
+        inputs               list of texts, as for --input: inputs drawn at random, if none were given
+        simulation           a step: see `simulation_document`
+        schedules            list: the same stages in several schedules, the plan's schedule first
             schedule, micro_batches, checkpoint, step_seconds, bubble
-            device           the number of the device that comes closest to its limit, or is furthest over it
-            peak_bytes, limit_bytes, over_bytes                   of that device; the limit is null if none is known
-        sweep                with --sweep, list of numbers of devices and schedules: each
+            device           the number of the device closest to its limit, or furthest over it
+            peak_bytes, limit_bytes, over_bytes                   for that device; the limit is null if not known
+        sweep                with --sweep, list over numbers of devices and schedules
             devices, schedule
-            run              as in `schedules`; null where there is no such plan
-            speedup          over one device; null where one device cannot do it
-            fits, over_bytes into memory, and by how much not
-            problem          text: why there is no plan, where memory is not the reason; else empty
-        tuning               with --tune, list of what was tried; the plan is then the best of them: each
+            run              as in `schedules`; null if there is no such plan
+            speedup          over one device; null if the model does not run on one device
+            fits             true if the plan fits into memory
+            over_bytes       bytes over the limit
+            problem          text: why there is no plan, if memory is not the reason; else empty
+        tuning               with --tune, list of candidates; the plan is the best candidate
             schedule, chunks, stages_per_device, checkpoint
             data_parallel    replicas
             mesh             list of dimensions, as in `simulation_document`
-            step_seconds     simulated; of one that was not cut, what it takes at least
+            step_seconds     simulated; a lower bound if the candidate was not cut
             measured_seconds null if it was not run
             peak_bytes       on the device that holds most
             fits, over_bytes
@@ -62,7 +63,7 @@ def findings_document(findings: Findings) -> dict[str, Any]:
 
 
 def _values(source: object, names: str) -> dict[str, Any]:
-    """The attributes of these names; tuples are lists, as in JSON."""
+    """Returns the attributes of these names, with tuples as lists."""
     values = {name: getattr(source, name) for name in names.split()}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
@@ -72,66 +73,66 @@ def _summary_values(run: StepSummary) -> dict[str, Any]:
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON-able data. Keys stay; new ones may come. Units are seconds and bytes.
+    """Returns the plan as JSON-able data. Keys are stable; new keys may be added. Units are seconds and bytes.
 
-    Of the plan:
-        chunks               micro-batches of a step, as asked for
-        micro_batches        those that there are: fewer where the mini-batch has fewer samples
-        micro_batch          samples in the largest of them, for which the seconds and bytes of a stage are given
-        estimated_for        the hardware for which the seconds were estimated; empty where they were measured
+    The keys are:
+        chunks               requested number of micro-batches
+        micro_batches        actual number: fewer if the mini-batch has fewer samples
+        micro_batch          samples in the largest micro-batch, for which the seconds and bytes of a stage are given
+        estimated_for        the hardware for which the seconds were estimated; empty if measured
         schedule, balance, tracer, fingerprint                    as in `fxpipe.Plan`
         checkpoint           a mode, or a list with the mode of each stage
-        why                  list of texts: how the tracer came to this graph, where that is not plain recording
-        guards               list of texts: values that forward read; with other ones another graph runs
+        why                  list of texts: how the model was traced, if not by plain recording
+        guards               list of texts: values that forward read; with other values another graph runs
         sizes                list of {name, size, least, most, largest, dims}: sizes besides the batch that may differ
-                             from batch to batch; seconds and bytes are given for `size`, the graph holds from `least`
-                             to `most` (null: any), memory limits are asked at `largest`, `dims` are texts
-        sizes_compared       list of the same stages at several of these sizes: each
-            sizes            by name
+                             from batch to batch; seconds and bytes are given for `size`, the graph is valid from
+                             `least` to `most` (null: any), memory limits apply at `largest`, `dims` are texts
+        sizes_compared       list: the same stages at several of these sizes
+            sizes            sizes by name
             step_seconds, slowest_to_mean
             slowest          the slowest stage
-            shares           list: of each stage in the seconds of all
-            memory_bytes     of the stage that needs most
+            shares           list: the share of each stage in the total seconds
+            memory_bytes     memory of the stage that needs most
             fullest          that stage
-            over_bytes       over its limit, of the stage that is furthest; null if no limit is known
-        devices              list of names, one for each entry of `devices`: its place is the number of the device
-        placement            list: for each stage the number of its device, of several replicas in turn of the first
-        replicas             list: for each stage the devices that have it. Equal numbers are replicas of the pipeline;
-                             those of unequal ones take micro-batches in turn
-        stages               list, in order, of
+            over_bytes       bytes over the limit, for the stage furthest over; null if no limit is known
+        devices              list of names; the index is the number of the device
+        placement            list: the device number of each stage; with replicas in turn, of the first replica
+        replicas             list: the number of devices of each stage. Equal numbers are replicas of the pipeline;
+                             with unequal numbers, replicas take micro-batches in turn
+        stages               list, in order
             index, device
-            nodes            list of node names in the order in which they run
+            nodes            list of node names in execution order
             code             text, for people
-            forward_seconds, backward_seconds, flops              of one micro-batch
-            loss_seconds                                          of the loss, in each F of the last stage
-            parameter_bytes  of the stage
-            gradient_bytes   of the parameters' gradients
-            state_bytes      of gradients and of the optimizer's state
-            activation_bytes kept for backward of one micro-batch
+            forward_seconds, backward_seconds, flops              for one micro-batch
+            loss_seconds                                          the loss, in each F of the last stage
+            parameter_bytes  parameters of the stage
+            gradient_bytes   gradients of the parameters
+            state_bytes      gradients and optimizer state
+            activation_bytes saved for backward of one micro-batch
             checkpoint       its mode
-            copies           list of nodes that it computes for itself, though another stage does so too
-            sent_bytes       to the next stage for one micro-batch, portals not counted
-            in_flight        micro-batches that have gone forward and not yet back, at most
-            memory_bytes     at most at one time, of all that
-            memory_limit     bytes that it may take; null where none is known
+            copies           list of nodes that this stage and another stage both compute
+            sent_bytes       to the next stage for one micro-batch, without portals
+            in_flight        most micro-batches whose forward has run and whose backward has not
+            memory_bytes     peak memory of the stage
+            memory_limit     bytes; null if not known
             memory_formula   text: `memory_bytes` in the samples `b` of a micro-batch, and the sizes
         portals              list of {name, source, target, bytes, formula, line}: two stages, bytes of one micro-batch,
-                             the same as text in `b` and the sizes, and the user's line; empty where not known
-        sendings             list of {source, target, bytes, seconds}: all that goes from one stage to another for one
-                             micro-batch; to a later one values, to an earlier one gradients
-        processes            true where each device has a process of its own
-        packets              list of {source, target, bytes, relayed_bytes, seconds}: over processes, all that crosses a
-                             cut for one micro-batch, and what of it only passes through; null if not known
+                             their formula in `b` and the sizes, and the user's line; empty if not known
+        sendings             list of {source, target, bytes, seconds}: transfers between two stages for one micro-batch:
+                             values to a later stage, gradients to an earlier stage
+        processes            true if each device has a separate process
+        packets              list of {source, target, bytes, relayed_bytes, seconds}: over processes, the transfers
+                             across a cut for one micro-batch, and the relayed part; null if not known
         tied                 list of {names, stages, bytes}: parameters with several names, or in several stages
-        whole                list of {name, why, line}: modules that are one node
+        whole                list of {name, why, line}: opaque modules, each one node
         heaviest             {name, stage, seconds, line}: the node that no cut can divide; null if not known
-        bottlenecks          list of {balance, seconds, fits}: of the slowest stage, by each way of cutting compared
+        bottlenecks          list of {balance, seconds, fits}: the slowest stage of each compared cut
         totals
-            slowest_to_mean  forward and backward seconds of the slowest device over those of the mean device
-            bubble           share of the device time of a step that is idle
-            device_bubbles   the same for each device
-            step_seconds     as simulated: all micro-batches forward and backward, and what is sent
-            parameter_bytes  of all stages
+            slowest_to_mean  forward and backward seconds of the slowest device, divided by the mean over devices
+            bubble           idle share of the device time of a step
+            device_bubbles   idle share of each device
+            step_seconds     simulated: forward and backward of all micro-batches, with transfers
+            parameter_bytes  for all stages
     """
     figures = plan_figures(plan)
     names = "chunks micro_batches micro_batch estimated_for schedule checkpoint balance tracer fingerprint why guards"
@@ -187,40 +188,40 @@ def _stage_values(plan: Plan, figures: StageFigures) -> dict[str, Any]:
 
 
 def simulation_document(simulation: Simulation) -> dict[str, Any]:
-    """A simulated step.
+    """Returns a simulated step as JSON-able data.
 
     schedule, micro_batches
-    step_seconds         of a stream: of a mini-batch in the steady state, with its update, as bubble, devices and sent
-    stream               of what was simulated to that end; null for a step
-        mini_batches     from an empty pipe to an empty one
-        first, last      from the update of one to that of the other is measured
-        warm_up_seconds  until all devices are at work
-        drain_seconds    since the first of them has nothing to do any more
-    samples              of the mini-batch; null if not known
-    update_seconds       of the optimizer, after the step; 0 if not known
-    bubble               share of the device time of the step that is idle
-    devices              list, in order, of
+    step_seconds         for a stream, as bubble, devices and sent: a mini-batch in the steady state, with its update
+    stream               the simulated stream; null for a step
+        mini_batches     number, from an empty pipeline to an empty pipeline
+        first, last      the mini-batches between whose updates the time is measured
+        warm_up_seconds  until all devices are busy
+        drain_seconds    from when the first device has no more work
+    samples              in the mini-batch; null if not known
+    update_seconds       the optimizer, after the step; 0 if not known
+    bubble               idle share of the device time of the step
+    devices              list, in order
         device           its name
         busy_seconds, bubble
-        peak_bytes       at most at one time
-        peak             what they are: {parameters, gradients, optimizer, activations, portals, working}
-        limit_bytes      null where none is known
-    sent                 list of {source, target, bytes}: from device to device, in the whole step
+        peak_bytes       peak memory
+        peak             its parts: {parameters, gradients, optimizer, activations, portals, working}
+        limit_bytes      null if not known
+    sent                 list of {source, target, bytes}: from device to device, in the full step
     host_seconds         in which the interpreter's lock is held: no step is shorter
-    cluster              where the devices stand; null where no hardware was given
+    cluster              the cluster of the devices; null if no hardware was given
         nodes, devices_per_node
         pipe             devices of a replica
         data             replicas
-        mesh             list of these dimensions, the outer one first
-    traffic              bytes of a step of all replicas; null where no hardware was given
+        mesh             list of these dimensions, the outer dimension first
+    traffic              bytes of a step of all replicas; null if no hardware was given
         within_nodes     {pipeline, reduction}: values and gradients between stages; gradients between replicas
-        between_nodes    the same
-    reduction_seconds    of gradients over the replicas, on the device where it takes longest
-    exposed_reduction_seconds                                     of the step, after its last action
+        between_nodes    likewise
+    reduction_seconds    reduction of gradients over replicas, on the device that takes longest
+    exposed_reduction_seconds                                     the part after the last action of the step
     reductions           list of {stage, device, bytes, seconds, start, end}
-    critical_shares      what the step depends on: of F, R, B, W, U, "sending", "waiting" (for a link), "host" (Python
-                         of the workers) and "reducing" the share of the step, as a map
-    critical_path        list of texts: these actions in order, as in `1F0`, stage 1, forward, micro-batch 0
+    critical_shares      map: the shares of F, R, B, W, U, "sending", "waiting" (for a link), "host" (Python of the
+                         workers) and "reducing" in the critical path
+    critical_path        list of texts: its actions in order, such as `1F0`: stage 1, forward, micro-batch 0
     """
     steady, cluster, traffic = simulation.steady, simulation.cluster, simulation.traffic
     names = "step_seconds micro_batches samples update_seconds host_seconds reduction_seconds exposed_reduction_seconds"

@@ -1,7 +1,7 @@
-"""Memory over time below a timeline: of a few devices a panel each, by parts; of many the lines in one chart.
+"""Memory over time below a timeline: for a few devices, a panel each, by parts; for many, lines in one chart.
 
-All panels have one scale, so that devices compare, and the time axis of the timeline. A limit is a dashed line, unless
-it lies so far above that the curves would be flat.
+All panels share one scale and the time axis of the timeline. A limit is a dashed line, unless it is so far above the
+curves that they would be flat.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from fxpipe.utils.units import human_bytes
 MAX_PANELS = 8  # devices
 PANEL_HEIGHT, PANEL_GAP = 46.0, 10.0
 CHART_HEIGHT = 200.0
-GRAIN = 4.0  # points, of which a line of many shows the most
-CHART_HEAD = 38.0  # of the title and the legend
-FLAT_LIMIT_RATIO = 3.0  # a limit this many times the peak would leave the curves flat
+GRAIN = 4.0  # points over which a line of the chart of many devices shows the maximum
+CHART_HEAD = 38.0  # height of the title and the legend
+FLAT_LIMIT_RATIO = 3.0  # a limit above this many times the peak is not drawn
 MEMORY_PARTS = tuple(field.name for field in fields(MemoryParts))
 SMALL_TEXT = 9.0
 
@@ -30,8 +30,8 @@ SMALL_TEXT = 9.0
 class MemoryChart:
     """The items of a memory chart, and its height."""
 
-    time_items: tuple[Item, ...]  # stands on the time axis
-    fixed_items: tuple[Item, ...]  # stands next to it
+    time_items: tuple[Item, ...]  # on the time axis
+    fixed_items: tuple[Item, ...]  # next to it
     height: float
 
 
@@ -41,11 +41,10 @@ class _ByteScale:
 
     top: float  # bytes at its upper edge
     limits: tuple[float | None, ...]  # by device; None: not known, or far above
-    note: str  # on limits that are not drawn
+    note: str  # about limits that are not drawn
 
     @property
     def entries(self) -> list[LegendEntry]:
-        """The entries of the legend."""
         levels = sorted({limit for limit in self.limits if limit is not None})
         if not levels:
             return []
@@ -60,7 +59,7 @@ def memory_chart(
     frame: TimeAxis,
     y: float,
 ) -> MemoryChart:
-    """Draws the memory chart of the devices, whose names are `labels`, from `y` downwards."""
+    """Draws the memory chart of the devices with names `labels`, from `y` downwards."""
     scale = _byte_scale([one.peak for one in memory], limits or (None,) * len(memory))
     draw = _draw_panels if len(memory) <= MAX_PANELS else _draw_lines
     return draw(memory, labels, scale, frame, y)
@@ -77,7 +76,7 @@ def _byte_scale(peaks: Sequence[float], limits: Sequence[float | None]) -> _Byte
 def _draw_panels(
     memory: Sequence[MemoryTimeline], labels: Sequence[str], scale: _ByteScale, frame: TimeAxis, y: float
 ) -> MemoryChart:
-    """A panel for each device: its parts, one on the other."""
+    """Draws a panel for each device, with its parts stacked."""
     parts = [name for name in MEMORY_PARTS if any(getattr(size, name) for one in memory for _, size in one.steps)]
     heading = "memory" if len(memory) == 1 else "memory, all on one scale"
     still: list[Item] = [Text(frame.left, y + 12, f"{heading}{scale.note}", is_bold=True)]
@@ -116,7 +115,7 @@ def _stacked_areas(
 def _draw_lines(
     memory: Sequence[MemoryTimeline], labels: Sequence[str], scale: _ByteScale, frame: TimeAxis, y: float
 ) -> MemoryChart:
-    """Draws one chart with a line for each device, from light to dark, and a name for the one that needs most."""
+    """Draws one chart with a line for each device, from light to dark, and names the device that needs most."""
     head, base = y + CHART_HEAD, y + CHART_HEAD + CHART_HEIGHT
     peaks = [one.peak for one in memory]
     most = max(range(len(memory)), key=peaks.__getitem__)
@@ -132,7 +131,7 @@ def _draw_lines(
         at = base - size * CHART_HEIGHT / scale.top
         moving.append(Line(((frame.left, at), (frame.right, at)), GRID))
         still.append(Text(frame.left - 8, at + 3, name, SMALL_TEXT, FAINT, anchor="end"))
-    for d in sorted(range(len(memory)), key=lambda d: d == most):  # the greatest on top of all
+    for d in sorted(range(len(memory)), key=lambda d: d == most):  # the largest on top
         kept = _envelope(memory[d], frame)
         points = _stair_points(
             [time for time, _ in kept], [size for _, size in kept], frame, base, CHART_HEIGHT / scale.top
@@ -150,7 +149,7 @@ def _limit_line(limit: float, frame: TimeAxis, y: float) -> Line:
 
 
 def _thin_steps(memory: MemoryTimeline, frame: TimeAxis) -> list[tuple[float, MemoryParts]]:
-    """Keeps the greatest and the last of all steps on one point of the picture: what one would see of them."""
+    """Keeps the largest and the last of the steps on the same point of the picture."""
     kept: list[tuple[float, MemoryParts]] = []
     for steps in _steps_by_grain(memory, frame, 1.0):
         highest = max(steps, key=lambda step: step[1].total)
@@ -159,12 +158,12 @@ def _thin_steps(memory: MemoryTimeline, frame: TimeAxis) -> list[tuple[float, Me
 
 
 def _envelope(memory: MemoryTimeline, frame: TimeAxis) -> list[tuple[float, float]]:
-    """The most within every few points: many lines would be too unsteady with each rise and fall."""
+    """Computes the maximum over every `GRAIN` points, so that many lines stay legible."""
     return [(steps[0][0], max(size.total for _, size in steps)) for steps in _steps_by_grain(memory, frame, GRAIN)]
 
 
 def _steps_by_grain(memory: MemoryTimeline, frame: TimeAxis, grain: float) -> Iterator[list[tuple[float, MemoryParts]]]:
-    """The steps, those together that fall on the same `grain` points of the picture."""
+    """Yields the steps, grouped by the `grain` points of the picture that they are in."""
     for _, group in groupby(memory.steps, key=lambda step: int(frame.x(step[0]) / grain)):
         yield list(group)
 
@@ -184,9 +183,8 @@ def _stair_points(
     return (*points, (frame.right, base - level * scale))
 
 
-# What the devices of a step hold at their peaks, as stacked bars: a row for each device, its limit a line across.
-#
-# A limit far above all of them would make the bars too short: it is written, and not drawn.
+# Peak memory as stacked bars: a row for each device, with its limit as a line. A limit far above all peaks would make
+# the bars too short, and is only written.
 
 BARS_MARGIN, BARS_NAMES_WIDTH, BARS_WIDTH, BARS_AMOUNTS_WIDTH, BARS_LEGEND_HEIGHT = (
     8.0,
@@ -195,11 +193,11 @@ BARS_MARGIN, BARS_NAMES_WIDTH, BARS_WIDTH, BARS_AMOUNTS_WIDTH, BARS_LEGEND_HEIGH
     170.0,
     30.0,
 )  # points, from left to right and from the top
-BARS_TEXT_SIZE = 11.0  # of the letters
+BARS_TEXT_SIZE = 11.0
 
 
 def memory_bars(names: Sequence[str], parts: Sequence[MemoryParts], limits: Sequence[float | None]) -> Scene:
-    """Draws for each device its name, what it holds at its peak, and what it may hold, where that is known."""
+    """Draws the name, the peak memory and the limit, if known, of each device."""
     height = 16.0 if len(names) > 20 else 24.0
     held = [kind for kind in MEMORY_COLOURS if any(getattr(memory, kind) for memory in parts)]
     peak = max(memory.total for memory in parts)

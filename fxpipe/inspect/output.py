@@ -1,4 +1,4 @@
-"""The output of the command: its findings as text, as JSON and in files."""
+"""The output of the command: findings as text, as JSON and in files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxpipe.utils.units import count_text
 
 
 def output_text(findings: Findings, request: Request) -> str:
-    """Formats what is printed: the answer to what was asked; if nothing in particular, the plan and its step."""
+    """Formats the printed output: the requested results or, by default, the plan and its step."""
     if request.code is not None:
         assert findings.plan is not None
         return findings.plan.stages[request.code].code
@@ -22,13 +22,13 @@ def output_text(findings: Findings, request: Request) -> str:
 
         return json.dumps(findings_document(findings), indent=2)
     answers = _answer_texts(findings, request)
-    shows_plan = not answers or (request.chooses_replicas and not request.tune)  # it was chosen on the way to the plan
+    shows_plan = not answers or (request.chooses_replicas and not request.tune)  # by an implicit tuning
     plan = _plan_texts(findings) if shows_plan else []
     return "\n\n".join([*_drawn_inputs_note(findings), *answers, *plan])
 
 
 def write_outputs(findings: Findings, outputs: Mapping[str, Path]) -> list[str]:
-    """Writes the files that were asked for. Returns a line for each that says what is in it, and where it is."""
+    """Writes the requested files. Returns a line for each file, with its content and path."""
     lines = []
     for option, path in outputs.items():
         _write_output(findings, option, path)
@@ -39,7 +39,7 @@ def write_outputs(findings: Findings, outputs: Mapping[str, Path]) -> list[str]:
 def _write_output(findings: Findings, option: str, path: Path) -> None:
     assert findings.plan is not None
     assert findings.simulation is not None
-    title = os.path.basename(findings.name)  # a picture is shown to others, who have other folders
+    title = os.path.basename(findings.name)  # pictures are shared with people who have other folders
     if option == "save":
         findings.plan.save(path)
     elif option == "timeline":
@@ -60,7 +60,6 @@ def _write_output(findings: Findings, option: str, path: Path) -> None:
 
 
 def _answer_texts(findings: Findings, request: Request) -> list[str]:
-    """Formats the answers to the questions that were asked."""
     texts = []
     if findings.sweep:
         from fxpipe.inspect.sweep import sweep_text
@@ -98,7 +97,6 @@ def _plan_texts(findings: Findings) -> list[str]:
 
 
 def _drawn_inputs_note(findings: Findings) -> list[str]:
-    """Says which inputs were drawn because none were given: the figures depend on them."""
     if not findings.drawn:
         return []
     from fxpipe.utils.text_table import wrap_text

@@ -1,7 +1,7 @@
-"""A step as a trace that chrome://tracing and https://ui.perfetto.dev open ("Trace Event Format", Google, 2016).
+"""A step as a trace for chrome://tracing and https://ui.perfetto.dev ("Trace Event Format", Google, 2016).
 
-The step is a process, each device a thread. An action is a complete event ("X"); a pair of flow events ("s", "f") leads
-from the action that made a value or a gradient to the one that used it; the memory of a device is a counter ("C").
+The step is a process, each device a thread. An action is a complete event ("X"). A pair of flow events ("s", "f") leads
+from the action that made a value or gradient to the action that used it. The memory of a device is a counter ("C").
 """
 
 from __future__ import annotations
@@ -30,17 +30,15 @@ _MEMORY_PARTS = tuple(field.name for field in fields(MemoryParts))
 
 
 def write_perfetto(source: HasTimeline, path: str | Path) -> None:
-    """Raises `FileError` where the file cannot be written."""
+    """Writes a trace. Raises `FileError` if the file cannot be written."""
     write_atomically(path, perfetto_text(source).encode(), "a trace")
 
 
 def perfetto_text(source: HasTimeline) -> str:
-    """The file's content."""
     return json.dumps(perfetto_trace(source), separators=(",", ":"), allow_nan=False) + "\n"
 
 
 def perfetto_trace(source: HasTimeline) -> dict[str, Any]:
-    """The trace as a JSON document."""
     step = source.as_step()
     at = {span.action: span for span in step.spans}
     numbers = count(1)
@@ -98,7 +96,7 @@ def _action_events(step: StepTimeline, arrows: Sequence[TransferRecord]) -> Iter
 
 
 def _flow_events(arrow: TransferRecord, at: dict[Action, Span], number: int) -> Iterator[dict[str, Any]]:
-    """Yields the flow from within the maker's event, at its end, to the user's start: an end lies in its event."""
+    """Yields a flow from the last nanosecond of the maker's event, which must contain it, to the user's start."""
     maker, user = at[arrow.maker], at[arrow.user]
     start, end = _nanoseconds(maker)
     kind = "gradient" if arrow.is_gradient else "value"
@@ -109,7 +107,7 @@ def _flow_events(arrow: TransferRecord, at: dict[Action, Span], number: int) -> 
 
 
 def _memory_events(device: int, memory: MemoryTimeline) -> Iterator[dict[str, Any]]:
-    """Bytes of all parts that there are at some time; a viewer stacks them."""
+    """Yields the bytes of all parts that are ever nonzero; viewers stack them."""
     held = [name for name in _MEMORY_PARTS if any(getattr(parts, name) for _, parts in memory.steps)]
     common = {"ph": "C", "name": f"memory of device {device}", "cat": "memory", "pid": PERFETTO_PROCESS, "tid": device}
     for time, parts in memory.steps:
@@ -117,5 +115,5 @@ def _memory_events(device: int, memory: MemoryTimeline) -> Iterator[dict[str, An
 
 
 def _nanoseconds(span: Span) -> tuple[int, int]:
-    """Converts to whole nanoseconds, at which an arrow and its event meet."""
+    """Rounds start and end to nanoseconds, so that arrows meet their events."""
     return round(span.start * 1e9), round(span.end * 1e9)

@@ -1,4 +1,4 @@
-"""A plan as text and in notebooks: its head, tables of its stages and portals, lists, and the totals of a step."""
+"""A plan as text and in notebooks: its headline, tables of stages and portals, lists, and the totals of a step."""
 
 from __future__ import annotations
 
@@ -35,11 +35,9 @@ from fxpipe.utils.text_table import (
 )
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
 
-LEAST_CONTENTION = 1.02  # from which it is shown
-MAX_TEXT_PORTALS = 20  # rows: a dense network has hundreds of portals, and the largest matter
+LEAST_CONTENTION = 1.02  # shown from here on
+MAX_TEXT_PORTALS = 20  # rows: a dense network has hundreds of portals, but the largest matter
 MAX_HTML_STAGES = 64  # rows
-
-# -- Tables ----------------------------------------------------------------------------------------------------------
 
 
 def _portal_cell(row: StageFigures) -> Cell | None:
@@ -80,7 +78,7 @@ SIZE_COLUMNS: tuple[Column[SizeFigures], ...] = (
 
 
 def sizes_table(plans: Sequence[PlanData]) -> Table[SizeFigures]:
-    """The same stages at several sizes, a row for each plan."""
+    """Returns a table of the same stages at several sizes, with a row for each plan."""
 
     def size_column(name: str) -> Column[SizeFigures]:
         return number_column(name, lambda row: row.sizes[name])
@@ -94,7 +92,7 @@ def sizes_text(plans: Sequence[PlanData]) -> str:
     return f"{head}\n\n{sizes_table(plans)}"
 
 
-# The portals of one value, which goes to several stages; bytes are those that each of them receives.
+# A row has the portals of one value, to one or more stages; bytes are per receiving stage.
 PORTAL_COLUMNS: tuple[Column[Sequence[Portal]], ...] = (
     code_column("portal", lambda row: row[0].name),
     number_column("from", lambda row: row[0].source),
@@ -106,11 +104,7 @@ PORTAL_COLUMNS: tuple[Column[Sequence[Portal]], ...] = (
 
 
 def portals_table(portals: Sequence[Portal], most: int | None = None) -> tuple[Table[Sequence[Portal]], str]:
-    """The table of portals, a row for each value, and a line that counts those left out.
-
-    Args:
-        most: rows; with a limit long names are shortened, too.
-    """
+    """Returns a table of at most `most` values with portals, the largest, and a line that counts omitted portals."""
     by_value: dict[tuple[str, int, int], list[Portal]] = {}
     for portal in portals:
         by_value.setdefault((portal.name, portal.source, portal.bytes), []).append(portal)
@@ -125,11 +119,8 @@ def portals_table(portals: Sequence[Portal], most: int | None = None) -> tuple[T
     return Table(columns, rows), left_out
 
 
-# -- Text ------------------------------------------------------------------------------------------------------------
-
-
 def plan_text(plan: PlanData) -> str:
-    """The plan as it prints. Seconds and bytes are those of one micro-batch; memory is a step's (`Plan.memory`)."""
+    """Formats a plan. Seconds and bytes are for one micro-batch, memory for a step (`Plan.memory`)."""
     figures = plan_figures(plan)
     head = "\n".join([plan_headline(plan), *map(wrap_text, plan_facts(plan))])
     blocks = [head, str(Table(STAGE_COLUMNS, figures.stages))]
@@ -141,7 +132,7 @@ def plan_text(plan: PlanData) -> str:
 
 
 def plan_headline(plan: PlanData) -> str:
-    """`3 stages on 2 devices, 4 micro-batches of at most 16 samples, s=128`."""
+    """Formats `3 stages on 2 devices, 4 micro-batches of at most 16 samples, s=128`."""
     most = "" if plan.micro_batches == 1 else "at most "
     rows = len(plan.row_devices)
     devices = f" on {count_text(rows, 'device')}" if rows != len(plan.stages) else ""
@@ -154,7 +145,7 @@ def plan_headline(plan: PlanData) -> str:
 
 
 def plan_choices(plan: PlanData) -> str:
-    name = plan.schedule.partition(":")[0]  # in front of a table of the user's own
+    name = plan.schedule.partition(":")[0]  # without a user's table
     return (
         f"schedule {name}, checkpoint {_checkpoint_text(plan)}, balance {plan.balance}, tracer {plan.tracer}, "
         f"graph {plan.fingerprint[:12]}"
@@ -162,7 +153,7 @@ def plan_choices(plan: PlanData) -> str:
 
 
 def plan_facts(plan: PlanData) -> list[str]:
-    """The lines below the headline: choices, and what bounds the step."""
+    """Returns the lines below the headline: choices, and bounds of the step."""
     hint = ""
     if plan.chunks > plan.micro_batches:
         hint = f"chunks={plan.chunks}, but the mini-batch has {count_text(plan.micro_batches, 'sample')}"
@@ -188,7 +179,7 @@ def plan_facts(plan: PlanData) -> list[str]:
 
 
 def _heaviest(plan: PlanData) -> str:
-    """Describes the node that no cut divides, if it bounds the balance."""
+    """Describes the heaviest node, if it bounds the balance."""
     node = limiting_node(plan)
     if node is None:
         return ""
@@ -200,7 +191,7 @@ def _heaviest(plan: PlanData) -> str:
 
 
 def _bottlenecks(plan: PlanData) -> str:
-    """Formats the slowest stage with each cut that was compared, the plan's own first."""
+    """Formats the slowest stage of each compared cut, the plan's cut first."""
     compared = sorted(plan.bottlenecks, key=lambda bottleneck: bottleneck.balance != plan.balance)
     used = [" (used)" if bottleneck.balance == plan.balance and len(compared) > 1 else "" for bottleneck in compared]
     return ", ".join(
@@ -211,7 +202,7 @@ def _bottlenecks(plan: PlanData) -> str:
 
 
 def _checkpoint_text(plan: PlanData) -> str:
-    """Formats one mode, or that of most stages and where there are others: `never (always in stages 1-2, 5)`."""
+    """Formats the mode of most stages, and the exceptions: `never (always in stages 1-2, 5)`."""
     most, *others = sorted({*plan.modes}, key=lambda mode: -plan.modes.count(mode))
     where = []
     for mode in others:
@@ -221,7 +212,6 @@ def _checkpoint_text(plan: PlanData) -> str:
 
 
 def _versions(plan: PlanData) -> str:
-    """Tells how many versions of their weights the stages of a stream hold."""
     versions = [plan.weight_versions(stage.index) for stage in plan.stages]
     if max(versions) == 1:
         return ""
@@ -234,7 +224,7 @@ def _versions(plan: PlanData) -> str:
 
 
 def _replicas(plan: PlanData) -> str:
-    """Says how many replicas each stage has, where PipeDream's planner was to say so, or they take turns."""
+    """Formats the number of replicas of each stage, if chosen by PipeDream's planner or if replicas take turns."""
     if plan.balance != "pipedream" and not plan.turns:
         return ""
     from fxpipe.scheduling import is_stream
@@ -259,7 +249,7 @@ def _line_suffix(line: str) -> str:
 
 
 def plan_lists(plan: PlanData) -> list[tuple[str, tuple[str, ...]]]:
-    """Sizes; formulas of memory; tied parameters; modules that are one node; how the graph was traced; guards."""
+    """Returns named lists: sizes, formulas of memory, tied parameters, opaque modules, tracing, guards."""
     memory = tuple(f"stage {stage.index}: {plan.memory(stage.index)}" for stage in plan.stages)
     opaque = tuple(f"{module.name}{_line_suffix(module.line)}: {module.why}" for module in plan.whole)
     known = tuple(f"{name} is kept whole" for module in plan.whole for name in (f"module {module.name!r}", module.name))
@@ -280,7 +270,7 @@ def _size_line(size: PlannedSize) -> str:
 
 
 def _tied_line(tied: TiedParameter) -> str:
-    """`wte.weight = lm_head.weight, 147.2 MiB, in stages 0 and 3, which copy it for each step`."""
+    """Formats `wte.weight = lm_head.weight, 147.2 MiB, in stages 0 and 3: the other copies it for each step`."""
     names = " = ".join(tied.names)
     if len(tied.stages) == 1:
         return f"{names}, {human_bytes(tied.bytes)}, in stage {tied.stages[0]}"
@@ -304,11 +294,7 @@ def _totals(plan: PlanData, figures: PlanFigures) -> str:
     return "\n".join(wrap_text(line) for line in (totals, fits, figures.host_note) if line)
 
 
-# -- A plan in notebooks ---------------------------------------------------------------------------------------------
-
-
 def plan_html(plan: PlanData) -> str:
-    """The stages, the largest portals, and the figures of a step."""
     figures = plan_figures(plan)
     facts = (
         f"schedule {plan.schedule.partition(':')[0]}; step {human_seconds(figures.step_seconds)}, "

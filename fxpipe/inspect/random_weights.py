@@ -1,7 +1,4 @@
-"""Random weights for a model that is only planned: few numbers are drawn, and repeated.
-
-Drawing 124 million numbers takes several times as long as copying them.
-"""
+"""Random weights for a model that is only planned: few numbers are drawn, and copied, which is several times faster."""
 
 from __future__ import annotations
 
@@ -11,12 +8,12 @@ import torch
 
 from fxpipe._torch.dispatch_modes import TorchDispatchMode
 
-DRAWN_NUMBERS = 1 << 16  # numbers of a tensor that are drawn
+DRAWN_NUMBERS = 1 << 16  # numbers that are drawn for a tensor
 _DRAWING = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
 
 
 class RepeatedRandomWeights(TorchDispatchMode):
-    """The mode under which large tensors are filled with few random numbers, again and again."""
+    """A mode that fills large tensors with repetitions of few random numbers."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -26,7 +23,7 @@ class RepeatedRandomWeights(TorchDispatchMode):
         flat = tensor.view(-1)
         func(flat[:DRAWN_NUMBERS], *others, **kwargs)
         whole = len(flat) // DRAWN_NUMBERS * DRAWN_NUMBERS
-        flat[DRAWN_NUMBERS:whole].view(-1, DRAWN_NUMBERS).copy_(flat[:DRAWN_NUMBERS])  # which stay in the cache
+        flat[DRAWN_NUMBERS:whole].view(-1, DRAWN_NUMBERS).copy_(flat[:DRAWN_NUMBERS])  # the source stays in cache
         flat[whole:].copy_(flat[: len(flat) - whole])
         return tensor
 

@@ -1,7 +1,6 @@
 """A report: a plan and its steps as one HTML file, which needs no other file and no network.
 
-It can be mailed, opened from a disk and printed. Without scripts it has all tables and pictures; scripts sort the
-tables, and show the step for other numbers of micro-batches, which were simulated when the report was written.
+Scripts only sort the tables, and show steps with other numbers of micro-batches, simulated when the report was written.
 """
 
 from __future__ import annotations
@@ -58,18 +57,18 @@ def save_report(plan: Plan, path: str | Path, *, title: str = "", sweep: Sequenc
 
     Args:
         path: ends in `.html`.
-        title: of the page, such as the model's name.
-        sweep: plans of the same model for other numbers of devices, to compare with.
+        title: page title, such as the model's name.
+        sweep: plans of the same model for other numbers of devices, for comparison.
 
     Raises:
-        ArgumentError: the path has another suffix, or (a `FileError`) cannot be written.
+        ArgumentError: the path has another suffix.
+        FileError: the path cannot be written.
     """
     check_output_path(path, ("html",), REPORT_FILE)
     write_atomically(path, report_page(plan, title=title, sweep=sweep).encode(), REPORT_FILE)
 
 
 def report_page(plan: Plan, *, title: str = "", sweep: Sequence[Plan] = ()) -> str:
-    """The text of the page."""
     from fxpipe import __version__
 
     sections = (
@@ -117,19 +116,17 @@ def _note(line: str) -> str:
     return f'<p class="aside">{escape_markup(line)}</p>'
 
 
-# -- Steps with several numbers of micro-batches, and a slider that chooses one of them --------------------------------
-
 MAX_CHUNKS = 512
-MAX_STAGE_CELLS = 10_000  # stages times micro-batches: more takes seconds to simulate, and a picture of it is grey
-MAX_PATH_SHARES, LEAST_PATH_SHARE = 6, 0.03  # of the critical path that are named
+MAX_STAGE_CELLS = 10_000  # stages times micro-batches: more take seconds to simulate, and their picture is grey
+MAX_PATH_SHARES, LEAST_PATH_SHARE = 6, 0.03  # named shares of the critical path
 
 
 @dataclass(frozen=True, slots=True)
 class ChunksVariant:
-    """A step with this many micro-batches."""
+    """The step for one number of micro-batches."""
 
     chunks: int
-    samples: int  # of the largest micro-batch
+    samples: int  # in the largest micro-batch
     simulation: Simulation
     run: StepSummary
     is_own: bool  # the number of the plan
@@ -145,7 +142,7 @@ class ChunksVariant:
 
 
 def chunks_variants(plan: Plan) -> tuple[ChunksVariant, ...]:
-    """1, 2, 4, ... micro-batches and the plan's own number; that alone if the schedule is a table for it."""
+    """Simulates 1, 2, 4, ... micro-batches and the plan's number; only the latter if the schedule is a fixed table."""
     import fxpipe
 
     batch, variants = plan.batch or plan.micro_batch * plan.micro_batches, []
@@ -169,7 +166,7 @@ def chunks_to_compare(plan: Plan) -> Iterator[int]:
 
 
 def steps_section(plan: Plan) -> str:
-    """A part for each number of micro-batches, of which the plan's own is visible, and the slider."""
+    """Formats a part for each number of micro-batches, with a slider; the plan's part is visible."""
     variants = chunks_variants(plan)
     parts = [_step_part(plan, variant) for variant in variants]
     if len(variants) == 1:
@@ -225,7 +222,6 @@ def _devices_table(plan: Plan, simulation: Simulation) -> Table[DeviceFigures]:
 
 
 def _step_figures(plan: Plan, variant: ChunksVariant) -> str:
-    """Formats the main figures of a step as a list in HTML."""
     simulation, run = variant.simulation, variant.run
     step, samples = run.step_seconds, simulation.samples
     rate = f"{three_digits(samples / step)} samples a second" if samples and step else ""
@@ -252,7 +248,6 @@ def _step_figures(plan: Plan, variant: ChunksVariant) -> str:
 
 
 def _critical_path_line(simulation: Simulation) -> str:
-    """Formats the shares of the critical path by stage: what has to become faster for a shorter step."""
     spent: defaultdict[str, float] = defaultdict(float)
     for leg in simulation.legs:
         what = leg.kind if leg.kind in ("sending", "waiting", "reducing") else f"in stage {leg.span.action.stage}"
@@ -263,9 +258,6 @@ def _critical_path_line(simulation: Simulation) -> str:
     others = 1 - sum(spent[what] for what in named[:MAX_PATH_SHARES]) / total
     rest = [f"{100 * others:.0f} % others"] if others > 0.005 else []
     return f"Of the critical path, which decides how long the step is: {', '.join([*shares, *rest])}."
-
-
-# -- The other sections ------------------------------------------------------------------------------------------------
 
 
 def _nodes_cell(row: StageFigures) -> Cell:
@@ -309,7 +301,7 @@ def sweep_section(plans: Sequence[Plan]) -> str:
 
 
 def facts_section(plan: Plan) -> str:
-    """The lines and lists that the plan prints, and the slowest stage."""
+    """Formats the slowest stage, and the lines and lists that the plan prints."""
     slowest, ratio = max(plan.stages, key=lambda stage: stage.seconds), plan_figures(plan).slowest_to_mean
     first = (
         f"stage {slowest.index} is the slowest: {human_seconds(slowest.seconds)} for each micro-batch; the slowest "

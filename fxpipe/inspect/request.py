@@ -1,4 +1,4 @@
-"""The request of a command line, as data."""
+"""The request of a command line as data."""
 
 from __future__ import annotations
 
@@ -15,18 +15,12 @@ from fxpipe.inspect.save_timeline import TIMELINE_FORMATS
 from fxpipe.inspect.targets import Target
 from fxpipe.utils.files import check_output_path
 
-# -- Output files, checked before the long work ----------------------------------------------------------------------
-
 OUTPUT_FORMATS = {"timeline": TIMELINE_FORMATS, "graph": ("svg",), "report": ("html",), "save": ("json",)}
 OUTPUT_NAMES = {"timeline": "a timeline", "graph": "a graph", "report": "a report", "save": "a plan"}
 
 
 def check_outputs(outputs: Mapping[str, Path]) -> None:
-    """Checks that the output files, by option, can be written; writes nothing.
-
-    Raises:
-        ArgumentError: for the first that cannot be written, or is to be written twice.
-    """
+    """Raises `ArgumentError` if an output file cannot be written, or two options name the same file."""
     taken: dict[Path, str] = {}
     for option, path in outputs.items():
         other = taken.setdefault(path.resolve(), option)
@@ -37,10 +31,10 @@ def check_outputs(outputs: Mapping[str, Path]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """An option that was not given is None or empty, and `fxpipe.plan` has the say."""
+    """A request. Options that were not given are None or empty, and use the defaults of `fxpipe.plan`."""
 
     target: Subject
-    kwargs: dict[str, Any] = field(default_factory=dict)  # of the factory, or fields of the configuration
+    kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of the factory, or fields of the configuration
     inputs: tuple[InputOption, ...] = ()
     loss: Target | None = None
     loss_target: InputOption | None = None
@@ -48,28 +42,28 @@ class Request:
     eval: bool = False
     devices: DevicesOption | None = None
     stages_per_device: int | None = None
-    options: dict[str, Any] = field(default_factory=dict)  # of `fxpipe.plan`: those that were given
+    options: dict[str, Any] = field(default_factory=dict)  # given options of `fxpipe.plan`
     dynamic: tuple[DynamicOption, ...] = ()
-    sizes: dict[str, int] = field(default_factory=dict)  # dynamic ones, at which figures are shown
+    sizes: dict[str, int] = field(default_factory=dict)  # dynamic sizes at which figures are shown
     json: bool = False
-    code: int | None = None  # the stage whose code is to be printed
+    code: int | None = None  # the stage whose code is printed
     sweep: bool = False
     tune: bool = False
     all: bool = False  # every row of --tune
     outputs: dict[str, Path] = field(default_factory=dict)  # by option
     no_progress: bool = False
-    data_parallel: int | str | None = None  # replicas; None: not said
-    is_cluster: bool = False  # has a number of nodes
+    data_parallel: int | str | None = None  # replicas; None: not given
+    is_cluster: bool = False  # the number of nodes was given
 
     @property
     def chooses_replicas(self) -> bool:
-        """Returns True if the number of replicas is left to the tuner."""
+        """Returns True if the tuner chooses the number of replicas."""
         is_open = self.data_parallel is None and self.is_cluster and self.options.get("balance") != "pipedream"
         return self.data_parallel == "auto" or is_open
 
     @property
     def needs_plan(self) -> bool:
-        """Returns True if anything is asked for that takes a plan that fits."""
+        """Returns True if a requested output needs a plan that fits."""
         return bool(self.json or self.code is not None or self.outputs)
 
 
@@ -88,7 +82,7 @@ OPTION_ARGUMENTS = (*PLAN_OPTIONS, "devices", "stages_per_device", "pin", "data_
 
 
 def parse_request(argv: Sequence[str]) -> Request:
-    """The command line as data; nothing of the user's has been looked at yet."""
+    """Parses a command line, without loading any user code."""
     arguments = make_parser().parse_args(argv)
     options = {name: getattr(arguments, name) for name in PLAN_OPTIONS}
     options["processes"] = arguments.processes or None
@@ -123,7 +117,7 @@ _NAMED_ARGUMENT = re.compile(rf"\(({'|'.join(OPTION_OF_ARGUMENT)})\)")
 
 
 def with_option_name(message: str) -> str:
-    """A message of planning with the options of the shell: that which it begins with, and those that it advises."""
+    """Replaces argument names in a message of planning by options of the command line."""
     match = re.match(r"(\w+)['\w\[\].]*(=|: )", message)
     if match is None or match[1] not in OPTION_OF_ARGUMENT:
         return as_options(message)
@@ -131,7 +125,7 @@ def with_option_name(message: str) -> str:
 
 
 def as_options(text: str) -> str:
-    """A text of planning with `--stages-per-device 2` for `stages_per_device=2`, as a shell takes it."""
+    """Replaces `stages_per_device=2` by `--stages-per-device 2`, and so on, in a text of planning."""
 
     def option(match: re.Match[str]) -> str:
         value = match[2].strip("[]").replace("'", "").replace(", ", ",")
@@ -151,7 +145,7 @@ def _dict_without_repeats(pairs: Sequence[tuple[str, Any]], option: str) -> dict
 
 
 def _check_option_combination(request: Request) -> None:
-    """A saved plan is made already; code goes alone."""
+    """Raises `ArgumentError` for options that exclude each other, or that a saved plan does not allow."""
     if request.code is not None and (request.json or request.sweep or request.tune):
         other = "json" if request.json else "sweep" if request.sweep else "tune"
         raise ArgumentError(f"--code prints the code of a stage and nothing else; leave --{other} out")

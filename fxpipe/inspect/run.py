@@ -1,4 +1,4 @@
-"""From a request to all that is to be shown, as data: the plan, a simulated step, comparisons."""
+"""Runs a request; returns all that is shown as data: the plan, a simulated step, comparisons."""
 
 from __future__ import annotations
 
@@ -38,31 +38,25 @@ if TYPE_CHECKING:
     from fxpipe.simulation import Simulation
 
 
-# -- From a request to the plan: the model, its example inputs, the plan that they have ------------------------------
-
-# Seconds, about: somebody waits, all nodes of one kind are measured together, and what more would tell is less than a
-# machine differs by from one second to the next.
+# The user waits, and more time would improve accuracy by less than the machine varies.
 PROFILE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model and a mini-batch for it."""
-
     model: nn.Module
     arguments: ModelArguments
-    drawn: tuple[InputOption, ...]  # inputs that were drawn, as none were given
-    loss: PlannedLoss | None  # None: none was given
+    drawn: tuple[InputOption, ...]  # random inputs, if none were given
+    loss: PlannedLoss | None  # None: not given
 
 
 def devices_for(request: Request) -> tuple[str, ...]:
-    """Returns the device of each worker."""
     hardware = request.options.get("hardware")
     return resolve_devices(request.devices) if hardware is None else planned_devices(request.devices, hardware)
 
 
 def load_requested_model(request: Request) -> LoadedModel:
-    """The model in the mode that was asked for, and its inputs."""
+    """Loads the model, in the requested mode, with its inputs and its loss."""
     import torch
 
     assert not isinstance(request.target, PlanFile)
@@ -101,7 +95,7 @@ def _load_loss(request: Request) -> PlannedLoss | None:
 
 
 def settings_for(request: Request, devices: tuple[str, ...], **others: Any) -> Settings:
-    """Makes the settings that `fxpipe.plan` would, of the request for these devices; `others` override its options."""
+    """Makes the settings of a request for these devices, as `fxpipe.plan` would; `others` override its options."""
     from fxpipe.planning.options.pipeline_options import make_settings
 
     options = {
@@ -116,7 +110,6 @@ def settings_for(request: Request, devices: tuple[str, ...], **others: Any) -> S
 
 
 def profile_loaded_model(loaded: LoadedModel, settings: Settings) -> ProfiledModel:
-    """Trace and profile what was loaded."""
     from fxpipe.planning import passes
     from fxpipe.profiling.loss_cost import LOSS_NOTE
 
@@ -133,7 +126,7 @@ def profile_loaded_model(loaded: LoadedModel, settings: Settings) -> ProfiledMod
 
 
 def plan_profiled_model(loaded: LoadedModel, profiled: ProfiledModel, settings: Settings) -> Plan:
-    """A plan for other settings, of what is known; measures again where workers are others."""
+    """Plans with other settings; measures again only if the workers differ."""
     from fxpipe.planning import entry, passes
 
     settings = replace(settings, loss=loaded.loss)
@@ -142,7 +135,7 @@ def plan_profiled_model(loaded: LoadedModel, profiled: ProfiledModel, settings: 
 
 
 def _raise_if_model_fails(model: nn.Module, arguments: ModelArguments) -> None:
-    """Runs the plain model, to tell its exceptions from a bug in fxpipe."""
+    """Runs the plain model, to distinguish its exceptions from a bug in fxpipe."""
     from fxpipe.tracing.fake_tensors import names_without_values
     from fxpipe.tracing.source_lines import UNKNOWN_LINE, line_of_error
 
@@ -158,14 +151,14 @@ def _raise_if_model_fails(model: nn.Module, arguments: ModelArguments) -> None:
 
 
 def inputs_advice(model: nn.Module, arguments: ModelArguments) -> str:
-    """Says with which inputs a model failed; where it wants others, how they are given."""
+    """Describes the inputs with which a model failed and, if it takes others, how to pass them."""
     circumstance = "on these inputs" if arguments.args or arguments.kwargs else "without inputs"
     signature = inspect.signature(model.forward)
     try:
         signature.bind(*arguments.args, **arguments.kwargs)
     except TypeError:
         names = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        if len(arguments.args) > len(names):  # the message of Python's says how many it takes
+        if len(arguments.args) > len(names):  # Python's message has the number
             return f"{circumstance}; leave one of them out: forward takes {', '.join(names) or 'none'}"
         needed = [name for name in names if signature.parameters[name].default is inspect.Parameter.empty] or names[:1]
         inputs = " ".join(f"--input {name}=8x64" for name in needed)
@@ -173,16 +166,9 @@ def inputs_advice(model: nn.Module, arguments: ModelArguments) -> str:
     return circumstance if arguments.args or arguments.kwargs else f"{circumstance}; give them with --input"
 
 
-# Models that do not fit into the memory of this machine: the error says what works instead.
-
-
 @contextlib.contextmanager
 def explaining_memory_shortage(request: Request) -> Iterator[None]:
-    """A block in which a model is made and looked at.
-
-    Raises:
-        ArgumentError: memory ran out where weights and inputs have values; names what does without.
-    """
+    """Raises `ArgumentError` with a remedy if memory runs out in the block, unless the model is on the meta device."""
     try:
         yield
     except Exception as error:
@@ -199,19 +185,19 @@ def explaining_memory_shortage(request: Request) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The findings of the command. What was not asked for is None or empty."""
+    """The findings of the command; None or empty if not requested."""
 
-    name: str  # of what is inspected
-    plan: Plan | None = None  # None: it does not fit, but other numbers of devices were asked for
-    simulation: Simulation | None = None  # of a step of the plan
-    schedules: tuple[StepSummary, ...] = ()  # the plan's own, first, and others
-    drawn: tuple[InputOption, ...] = ()  # inputs, as none were given
+    name: str  # the target
+    plan: Plan | None = None  # None: it does not fit, but a sweep was requested
+    simulation: Simulation | None = None  # a step of the plan
+    schedules: tuple[StepSummary, ...] = ()  # the plan's schedule first
+    drawn: tuple[InputOption, ...] = ()  # random inputs, if none were given
     sweep: tuple[Outcome, ...] = ()
-    tuning: Tuning | None = None  # then the plan is the best that it found
+    tuning: Tuning | None = None  # its best candidate is the plan
 
 
 def run_request(request: Request) -> Findings:
-    """Runs a request. Files are looked at first: a mistake should not show after a minute."""
+    """Runs a request. Checks output files first, so that a mistake shows immediately."""
     check_outputs(request.outputs)
     if isinstance(request.target, PlanFile) and request.tune:
         return _inspect_tuning(_tune_plan(load_plan(request.target.path), request), request)
@@ -224,11 +210,7 @@ def run_request(request: Request) -> Findings:
 
 
 def load_plan(path: Path) -> Plan:
-    """A saved plan.
-
-    Raises:
-        ArgumentError: it cannot be read, or is none.
-    """
+    """Loads a saved plan. Raises `ArgumentError` if the file cannot be read, or is not a plan."""
     from fxpipe.planning.plans import Plan
 
     try:
@@ -272,7 +254,6 @@ def _inspect_plan(plan: Plan, request: Request) -> Findings:
 
 
 def _at_sizes(plan: Plan, request: Request) -> Plan:
-    """The plan with the figures of the sizes that were asked for."""
     try:
         return plan.at(**request.sizes) if request.sizes else plan
     except ArgumentError as error:
@@ -280,13 +261,12 @@ def _at_sizes(plan: Plan, request: Request) -> Plan:
 
 
 def _inspect_tuning(tuning: Tuning, request: Request) -> Findings:
-    """The best that was found, for it is what would be run."""
     assert tuning.best.plan is not None
     return replace(_inspect_plan(tuning.best.plan, request), tuning=tuning)
 
 
 def _tune_model(request: Request, loaded: LoadedModel, devices: tuple[str, ...]) -> Tuning:
-    """The search; what the user has chosen stays."""
+    """Tunes a model; options that the user has set stay fixed."""
     import fxpipe
 
     balance = request.options.get("balance", "auto")
@@ -307,7 +287,7 @@ def _tune_model(request: Request, loaded: LoadedModel, devices: tuple[str, ...])
 
 
 def _model_tune_options(request: Request) -> dict[str, Any]:
-    """The options of a search; only replicas, micro-batches and checkpointing are searched where no more is asked."""
+    """Returns the options of `fxpipe.tune`; without `--tune`, the schedule is not searched."""
     options = _tune_options(request.options)
     if not request.tune and "schedules" not in options:
         options["schedules"] = ["1f1b"]
@@ -317,7 +297,7 @@ def _model_tune_options(request: Request) -> dict[str, Any]:
 
 
 def _tune_plan(plan: Plan, request: Request) -> Tuning:
-    """Tunes a plan, whose stages stay."""
+    """Tunes a plan without changing its stages."""
     import fxpipe
     from fxpipe.planning.plans.simulate_plan import vary_plan
 
@@ -327,7 +307,7 @@ def _tune_plan(plan: Plan, request: Request) -> Tuning:
 
 
 def _tune_options(options: dict[str, Any]) -> dict[str, Any]:
-    """The options as `fxpipe.tune` has them: what it would try is given as the one thing to try."""
+    """Returns the options of `fxpipe.tune`; each searched option that the user has set has one candidate."""
     tune_options = {name: value for name, value in options.items() if name not in ("schedule", "chunks", "checkpoint")}
     if "schedule" in options:
         tune_options["schedules"] = [options["schedule"]]
@@ -339,19 +319,19 @@ def _tune_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_code_stage(request: Request, stages: int) -> None:
-    """Raises `ArgumentError` if the code of a stage is asked for that there is not."""
+    """Raises `ArgumentError` if the code of a nonexistent stage is requested."""
     if request.code is not None and not 0 <= request.code < stages:
         raise ArgumentError(f"--code {request.code}: no such stage; stages are 0 to {stages - 1}")
 
 
 def _with_least_limit(error: MemoryLimitError, settings: Settings) -> MemoryLimitError:
-    """The error, and the least limit of a device with which there would be a cut."""
+    """Returns the error with the least memory limit of a device that would allow a cut."""
     from fxpipe.planning.cost_model import planned_workers
 
     limits = [worker.memory for worker in planned_workers(settings) if worker.memory is not None]
     if not (error.over and limits):
         return error
-    most = max(settings.placement.count(k) for k in settings.placement)  # stages on a device share its memory
+    most = max(settings.placement.count(k) for k in settings.placement)  # stages of a device share its memory
     least = f"The least limit that would do: --memory-limit {size_at_least(max(limits) + most * error.over)}."
     return MemoryLimitError(str(error), f"{error.brief} {least}", error.over)
 
@@ -371,5 +351,5 @@ def _sweep_rows(
     schedules = (own, *(name for name in COMPARED_SCHEDULES if name != own))
     most = most_devices(devices, USUAL_DEVICES, hardware) if request.devices is None else len(devices)
     counts = counts_up_to(most, len(devices))
-    shares_plans = "chunks" in request.options  # else each schedule has its own number of micro-batches
+    shares_plans = "chunks" in request.options  # else each schedule chooses its number of micro-batches
     return tuple(sweep_devices(counts, schedules, request.stages_per_device, plan_for, shares_plans))

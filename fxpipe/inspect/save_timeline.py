@@ -1,4 +1,4 @@
-"""Timelines outside the terminal: pictures for a talk, a trace for Perfetto to zoom in, the view in a notebook."""
+"""Timelines outside the terminal: pictures, traces for Perfetto, and views in a notebook."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ TIMELINE_FILE = "a timeline"
 
 
 def save_timeline(source: HasTimeline, path: str | Path, *, title: str = "") -> None:
-    """Draws what each device does when and, of a simulation, what memory it takes.
+    """Writes a timeline of what each device does and, for a simulation, of its memory.
 
     >>> save_timeline(pipe.last_step, "step.svg")  # doctest: +SKIP
 
     Args:
         source: a `Simulation`, or `pipe.last_step`.
-        path: its suffix is the format: `.svg`, or `.json` (for https://ui.perfetto.dev and chrome://tracing, which
-            zoom).
-        title: stands above the picture; the schedule and its size, if not given.
+        path: the suffix is the format: `.svg`, or `.json` for https://ui.perfetto.dev and chrome://tracing.
+        title: heading of the picture. Default: the schedule and its size.
 
     Raises:
-        ArgumentError: another suffix.
-        FileError: a place that cannot be written to.
-        ArgumentTypeError: a source, or a path, that is neither.
+        ArgumentError: the path has another suffix.
+        FileError: the file cannot be written.
+        ArgumentTypeError: the source, or the path, has another type.
     """
     form = check_timeline_path(path)
     if not isinstance(source, HasTimeline):
@@ -48,12 +47,12 @@ def save_timeline(source: HasTimeline, path: str | Path, *, title: str = "") -> 
 
 
 def check_timeline_path(path: str | Path) -> str:
-    """The format of a timeline's file, before there is a timeline: raises as `save_timeline` would; writes nothing."""
+    """Returns the format of a timeline's file. Raises the errors of `save_timeline`; writes nothing."""
     return check_output_path(path, TIMELINE_FORMATS, TIMELINE_FILE)
 
 
 def step_html(step: StepTimeline) -> str:
-    """A step in a notebook: the timeline, and for each device its time and, of a simulation, its memory."""
+    """Formats a step for a notebook: the timeline, and the time and (of a simulation) memory of each device."""
     title = f"{step.schedule}: step {human_seconds(step.seconds)}, bubble {percent(step.mean_bubble)}"
     facts = (
         f"{'simulated' if step.is_simulated else 'measured'}: {count_text(step.stages, 'stage')}, "

@@ -1,7 +1,7 @@
-"""A picture as data: what stands where, in points, y downwards. `svg` draws it.
+"""A picture as data: items with positions in points, y downwards. `svg` draws it.
 
-Every layout (a timeline, a graph) is a pure function to a `Scene`, so that one layout serves all formats, and tests ask
-the data whether anything overlaps or is cut off.
+Every layout (a timeline, a graph) is a pure function that returns a `Scene`, so tests can check the data for items that
+overlap or are cut off.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class Rect:
     width: float
     height: float
     fill: str
-    stroke: str = ""  # none
-    radius: float = 0.0  # of the corners
-    title: str = ""  # shown where the pointer rests on it
+    stroke: str = ""
+    radius: float = 0.0
+    title: str = ""  # hover text
 
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """Rectangles of one colour side by side in one row: thousands of them stay small in a file."""
+    """Rectangles of one colour in one row, compact in a file even if there are thousands."""
 
     y: float
     height: float
@@ -38,7 +38,7 @@ class Bars:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Straight from point to point."""
+    """Straight lines from point to point."""
 
     points: tuple[Point, ...]
     stroke: str
@@ -62,8 +62,6 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Area:
-    """A polygon."""
-
     points: tuple[Point, ...]
     fill: str
     opacity: float = 1.0
@@ -73,9 +71,9 @@ class Area:
 @dataclass(frozen=True, slots=True)
 class Text:
     x: float
-    y: float  # of the base line
+    y: float
     text: str
-    size: float = 11.0  # of the letters
+    size: float = 11.0
     fill: str = "#222222"
     anchor: Literal["start", "middle", "end"] = "start"
     is_bold: bool = False
@@ -84,7 +82,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Items that belong together: a page's script, or its style, finds them by the name."""
+    """A named group of items, which scripts and styles of a page can find."""
 
     items: tuple[Item, ...]
     name: str
@@ -95,17 +93,17 @@ Item: TypeAlias = "Rect | Bars | Line | Curve | Area | Text | Group"
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Items are drawn in their order."""
+    """A picture. Items are drawn in order."""
 
     width: float
     height: float
     items: tuple[Item, ...]
-    title: str = ""  # for those who cannot see it
+    title: str = ""  # for screen readers
     background: str = "#ffffff"
 
 
 def arrow_head(curve: Curve) -> tuple[Point, Point, Point]:
-    """The triangle at a curve's end, its tip first."""
+    """Returns the triangle at a curve's end, tip first."""
     (x, y), size = curve.end, 3.0 + 1.5 * curve.width
     back = next((p for p in (curve.control[1], curve.control[0], curve.start) if p != curve.end), (x - 1, y))
     length = hypot(x - back[0], y - back[1])

@@ -1,4 +1,4 @@
-"""A plan as a picture: every stage a lane, its modules as long as they take, and what goes from stage to stage.
+"""A plan as a picture: a lane for each stage, its modules in proportion to their time, and values between stages.
 
     ┌───────────┬────────────────────────────┬────────────────────┐
     │ stage 0   │ ▇▇▇▇ down.0 ▇▇▇ ▇ down.1 ▇ │ down.0.5 → stage 3 ├──╮
@@ -8,8 +8,8 @@
     │ stage 1   │ ▇▇▇▇▇▇ bottom ▇▇▇▇▇▇▇▇▇▇▇▇ │                    │  │
     └───────────┴─────┬──────────────────────┴────────────────────┘  │
 
-All lanes have one scale of time. The names of portals are in the lane that they leave; portals with the same two ends
-are one arc. The largest arcs are drawn, the others counted.
+All lanes share one time scale. Portals are named in the lane of their source; portals between the same two stages are
+one arc. Only the largest arcs are drawn; the others are counted.
 """
 
 from __future__ import annotations
@@ -33,20 +33,18 @@ if TYPE_CHECKING:
     from fxpipe.planning.plans import Plan, Portal, StagePlan
 
 
-# -- Layout of the stage graph: the measures that lanes and arcs share, in points ------------------------------------
-
 MAX_ARCS = 160
-MANY_STAGES = 20  # from here on lanes are low
-MAX_TITLE_LINES = 30  # lines of what is shown where the pointer rests
+MANY_STAGES = 20  # from this number on, lanes are low
+MAX_TITLE_LINES = 30  # lines of a hover title
 
-GRAPH_MARGIN = 16.0
-LANE_HEAD = 156.0  # what stands in front of a lane
-LONGEST_BAR = 760.0  # the slowest stage
-PORTAL_NAMES_WIDTH = 236.0  # for the names of portals
-LEAST_BOX_WIDTH = 30.0  # smaller modules go together with their neighbours
-BOX_GAP = 1.5  # between boxes
-TEXT_ROW = 13.0  # a line of text in a lane
-SMALL_LETTERS, USUAL_LETTERS, LARGE_LETTERS = 10.0, 11.0, 15.0  # letters
+GRAPH_MARGIN = 16.0  # points, like all lengths
+LANE_HEAD = 156.0  # the labels left of a lane
+LONGEST_BAR = 760.0
+PORTAL_NAMES_WIDTH = 236.0
+LEAST_BOX_WIDTH = 30.0  # smaller modules are merged with their neighbours
+BOX_GAP = 1.5
+TEXT_ROW = 13.0
+SMALL_LETTERS, USUAL_LETTERS, LARGE_LETTERS = 10.0, 11.0, 15.0  # font sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +65,7 @@ class PortalBundle:
 
 
 def bundles_of(portals: Sequence[Portal]) -> tuple[PortalBundle, ...]:
-    """Bundles portals by their ends; the largest bundle first."""
+    """Bundles portals by source and target, largest bundle first."""
     members_by_ends: defaultdict[tuple[int, int], list[Portal]] = defaultdict(list)
     for portal in portals:
         members_by_ends[portal.source, portal.target].append(portal)
@@ -77,13 +75,13 @@ def bundles_of(portals: Sequence[Portal]) -> tuple[PortalBundle, ...]:
 
 @dataclass(frozen=True, slots=True)
 class GraphLayout:
-    """The measures that the parts of the picture share."""
+    """The layout that the parts of the picture share."""
 
     stages: int
-    slowest: float  # seconds of a stage, forward and backward
+    slowest: float  # seconds of the slowest stage, forward and backward
     drawn: tuple[PortalBundle, ...]  # as arcs
     omitted_bundles: tuple[PortalBundle, ...]
-    leaving: dict[int, tuple[PortalBundle, ...]]  # by stage; the largest first
+    leaving: dict[int, tuple[PortalBundle, ...]]  # by stage, largest first
     arriving: dict[int, tuple[PortalBundle, ...]]
 
     @classmethod
@@ -109,7 +107,6 @@ class GraphLayout:
 
     @property
     def lane_height(self) -> float:
-        """The height of the lane."""
         return 2 * TEXT_ROW + 10 if self.is_low else 4 * TEXT_ROW + 14
 
     @property
@@ -118,12 +115,11 @@ class GraphLayout:
 
     @property
     def right(self) -> float:
-        """The end of the lanes, where arcs begin."""
+        """The right end of the lanes, where arcs begin."""
         return GRAPH_MARGIN + LANE_HEAD + LONGEST_BAR + 10 + (PORTAL_NAMES_WIDTH if self.drawn else 0)
 
     @property
     def reach(self) -> float:
-        """The width of the widest arc."""
         farthest = max((b.target - b.source for b in self.drawn), default=0)
         return min(240.0, 50.0 + 16.0 * farthest) if farthest else 0.0
 
@@ -139,35 +135,32 @@ class GraphLayout:
         return 58.0 + stage * (self.lane_height + self.between)
 
     def length(self, stage: StagePlan) -> float:
-        """Returns the length of a stage's boxes; one that takes no time is still there."""
+        """Returns the total length of a stage's boxes; a stage that takes no time is drawn, too."""
         return max(LEAST_BOX_WIDTH, LONGEST_BAR * (stage.seconds / self.slowest if self.slowest else 1.0))
 
     @property
     def rows(self) -> int:
-        """Lines of text in a lane."""
         return 2 if self.is_low else 4
 
     def row(self, stage: int, k: int) -> float:
-        """The middle of its k-th line."""
+        """Returns the y of the middle of a lane's k-th line."""
         return self.top(stage) + (self.lane_height - self.rows * TEXT_ROW) / 2 + TEXT_ROW * (k + 0.5)
 
     def first_row(self, stage: int) -> int:
-        """The line in which the portals that leave begin: those that arrive have the one before."""
+        """Returns the first line of outgoing portals: incoming portals have the line before."""
         return 1 if self.arriving.get(stage) else 0
 
     def line_of(self, bundle: PortalBundle) -> int:
-        """The line in which it is named or, with others, counted."""
+        """Returns the line in which a bundle is named, or counted with others."""
         place = self.leaving[bundle.source].index(bundle)
         return min(self.first_row(bundle.source) + place, self.rows - 1)
 
 
 def hover_title(head: str, lines: Sequence[str]) -> str:
-    """Makes the title that is shown where the pointer rests, with no more lines than a person reads."""
+    """Makes a hover title of at most `MAX_TITLE_LINES` lines and a count."""
     shown = [head, *lines[:MAX_TITLE_LINES]]
     return "\n".join(shown if len(lines) <= MAX_TITLE_LINES else [*shown, f"and {len(lines) - MAX_TITLE_LINES} more"])
 
-
-# -- Portals in the stage graph: named in the lane that they leave, drawn next to the lanes --------------------------
 
 ARC_COLOURS = (
     "#0072b2",
@@ -177,13 +170,13 @@ ARC_COLOURS = (
     "#a88000",
     "#5b55b5",
     "#3aa0d8",
-)  # by the stage that they leave
+)  # by source stage
 
 
 def portal_labels(j: int, frame: GraphLayout) -> Iterator[Item]:
-    """Yields the labels of a lane's portals: a sum of arriving ones, and the names of leaving ones that fit."""
+    """Yields the labels of a lane's portals: a sum of incoming portals, and names of outgoing portals that fit."""
     x, room = frame.right - PORTAL_NAMES_WIDTH, PORTAL_NAMES_WIDTH - 22
-    base = 3.5  # from the middle of a line to its base line
+    base = 3.5  # from the middle of a line to its baseline
     if arriving := frame.arriving.get(j, ()):
         yield Text(x, frame.row(j, 0) + base, _bundles_text("in", arriving, room), SMALL_LETTERS, FAINT)
     leaving = frame.leaving.get(j, ())
@@ -209,7 +202,7 @@ def _bundles_text(word: str, bundles: Sequence[PortalBundle], room: float) -> st
 
 
 def portal_arcs(frame: GraphLayout) -> Iterator[Item]:
-    """The widest below, so that the short ones, which they would hide, are seen and pointed at."""
+    """Yields the arcs, widest first, so that shorter arcs are on top."""
     farthest = max((bundle.target - bundle.source for bundle in frame.drawn), default=1)
     largest = max((bundle.bytes for bundle in frame.drawn), default=1) or 1
     for bundle in sorted(frame.drawn, key=lambda bundle: bundle.source - bundle.target):
@@ -218,7 +211,7 @@ def portal_arcs(frame: GraphLayout) -> Iterator[Item]:
         place = (arriving.index(bundle) + 0.5) / len(arriving)
         end = frame.top(bundle.target) + 4 + (TEXT_ROW + 2) * place
         part = (bundle.target - bundle.source) / farthest
-        control = frame.right + (frame.reach * (0.2 + 0.8 * part)) / 0.75  # a Bézier curve goes three quarters as far
+        control = frame.right + (frame.reach * (0.2 + 0.8 * part)) / 0.75  # the curve reaches 3/4 of this
         thickness = 1.0 + 2.5 * (bundle.bytes / largest) ** 0.5
         colour = ARC_COLOURS[bundle.source % len(ARC_COLOURS)]
         yield Curve(
@@ -238,10 +231,10 @@ def _bundle_title(bundle: PortalBundle) -> str:
     return hover_title(head, [f"{portal.name}  {human_bytes(portal.bytes)}" for portal in by_size])
 
 
-MAX_GROUPS = 16  # in a lane
+MAX_GROUPS = 16
 
 BAND, LOCAL_ARROW_COLOUR = "#f3f5f7", "#8b949e"
-# For each device: of its boxes, those of small modules together, and the mark at the head of a lane.
+# For each device: the colours of boxes, of merged small modules, and of the mark at the left of a lane.
 DEVICE_COLOURS = (
     ("#b9d6f2", "#dcebf8", "#0072b2"),
     ("#f6cfa8", "#fbe7d4", "#d55e00"),
@@ -253,7 +246,7 @@ DEVICE_COLOURS = (
 
 
 def draw_stage_graph(plan: Plan, title: str = "") -> Scene:
-    """The picture. Bytes and seconds are those of one micro-batch."""
+    """Draws the stage graph. Bytes and seconds are for one micro-batch."""
     frame = GraphLayout.of(plan)
     items: list[Item] = []
     items += _title_items(plan, title)
@@ -318,7 +311,7 @@ def _lane_items(plan: Plan, stage: StagePlan, frame: GraphLayout) -> Iterator[It
 
 
 def _device_colours(plan: Plan, stage: StagePlan) -> tuple[str, str, str]:
-    """Returns the colours by device, where devices have several stages; else one for all: they would tell nothing."""
+    """Returns the colours of the stage's device; one for all if each device has one stage."""
     device = plan.placement[stage.index] if len(plan.workers) < len(plan.stages) else 0
     return DEVICE_COLOURS[device % len(DEVICE_COLOURS)]
 
@@ -327,7 +320,7 @@ def _lane_head(plan: Plan, stage: StagePlan, frame: GraphLayout) -> Iterator[Ite
     x, room = GRAPH_MARGIN + 13, LANE_HEAD - 20
     name, where = f"stage {stage.index}", _devices_text(plan, stage)
     time = f"{human_seconds(stage.forward_seconds)} + {human_seconds(stage.backward_seconds)}"
-    base = 3.5  # from the middle of a line to its base line
+    base = 3.5  # from the middle of a line to its baseline
     yield Text(x, frame.row(stage.index, 0) + base, name, USUAL_LETTERS, INK, is_bold=True)
     if frame.is_low:
         beside = text_width(name, USUAL_LETTERS, is_bold=True) + 6
@@ -357,14 +350,13 @@ def _stage_title(plan: Plan, stage: StagePlan) -> str:
 
 
 def _devices_text(plan: Plan, stage: StagePlan) -> str:
-    """`device 3, cuda:3`; `devices 0-2, cuda:0 cuda:1 cuda:2` if replicas take turns."""
+    """Formats `device 3, cuda:3`, or `devices 0-2, cuda:0 cuda:1 cuda:2` if replicas take turns."""
     rows = plan.stage_rows[stage.index]
     names = dict.fromkeys(plan.row_devices[device] for device in rows)
     return f"device{'s' if len(rows) > 1 else ''} {number_ranges(rows)}, {' '.join(names)}"
 
 
 def _box_text(group: NodeGroup, stage: StagePlan, x: float, width: float, frame: GraphLayout) -> Iterator[Item]:
-    """Formats a stage's name and its time, each where there is room."""
     room = width - 8
     name = (
         count_text(len(group.nodes), "node") if group.is_elided else short_group_name(group.name, room, SMALL_LETTERS)
@@ -388,7 +380,6 @@ def _group_title(group: NodeGroup, stage: StagePlan) -> str:
 
 
 def _next_stage_arrow(plan: Plan, stage: StagePlan, frame: GraphLayout) -> Iterator[Item]:
-    """Draws the arrow to the next stage."""
     if not stage.sent_bytes:
         return
     x, y, end = GRAPH_MARGIN + LANE_HEAD + 24, frame.top(stage.index) + frame.lane_height, frame.top(stage.index + 1)
@@ -403,22 +394,21 @@ def _next_stage_arrow(plan: Plan, stage: StagePlan, frame: GraphLayout) -> Itera
     yield Text(x + 9, middle + 3.5, text, SMALL_LETTERS, FAINT)
 
 
-# -- `save_graph`: the picture of a plan's stages as a file, SVG -----------------------
-
 GRAPH_FILE = "a graph"
 
 
 def save_graph(plan: Plan, path: str | Path, *, title: str = "") -> None:
-    """Writes the picture of a plan: its stages as lanes of modules, what goes from one to the next, portals as arcs.
+    """Writes a picture of a plan: stages as lanes of modules, values between them, and portals as arcs.
 
         save_graph(plan, "graph.svg")
 
     Args:
         path: ends in `.svg`.
-        title: stands above it, such as the model's name.
+        title: heading, such as the model's name.
 
     Raises:
-        ArgumentError: the path has another suffix, or (a `FileError`) cannot be written.
+        ArgumentError: the path has another suffix.
+        FileError: the path cannot be written.
     """
     check_output_path(path, ("svg",), GRAPH_FILE)
     write_atomically(path, svg_of(draw_stage_graph(plan, title)).encode(), GRAPH_FILE)

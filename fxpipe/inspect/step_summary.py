@@ -1,4 +1,4 @@
-"""A simulated step as a summary, as text and in tables, and the same stages in other schedules."""
+"""A simulated step as a summary, as text and in tables, compared with the same stages in other schedules."""
 
 from __future__ import annotations
 
@@ -31,28 +31,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepSummary:
-    """The summary of a simulated step, or of a mini-batch of a stream.
-
-    Memory is that of the device closest to its limit, or furthest over it.
-    """
+    """The summary of a step or of a mini-batch of a stream, with the memory of the device closest to its limit."""
 
     schedule: str  # a name
     micro_batches: int
     checkpoint: str
     step_seconds: float
-    bubble: float  # share of the device time of a step that is idle
+    bubble: float  # idle share of the device time, 0 to 1
     device: int
     peak_bytes: int
-    limit_bytes: int | None  # None: none is known
+    limit_bytes: int | None  # None: not known
 
     @property
     def over_bytes(self) -> int:
-        """The bytes over the limit; 0 where it fits."""
+        """The bytes over the limit; 0 if it fits."""
         return 0 if self.limit_bytes is None else max(0, self.peak_bytes - self.limit_bytes)
 
 
 def summarize_step(simulation: Simulation, plan: Plan) -> StepSummary:
-    """Summarizes a simulated step of the plan."""
     limits, peaks = simulation.limits, [memory.peak for memory in simulation.memory]
 
     def closeness(device: int) -> tuple[float, float]:
@@ -73,15 +69,12 @@ def summarize_step(simulation: Simulation, plan: Plan) -> StepSummary:
     )
 
 
-# Of a device, for each device after the first: a plan is no more exact, and replicas gain nearly a whole device.
+# Least speed-up for each device after the first. Estimates are no more exact, and replicas gain nearly 1.
 LEAST_GAIN = 0.1
 
 
 def one_device_text(tuning: TuningData) -> str:
-    """Compares the chosen step with one device that has the whole model, and runs the whole mini-batch if it fits.
-
-    Empty if replicas share the mini-batch, or there is one device only.
-    """
+    """Compares the chosen step with one device that runs the model; empty if there are replicas or only one device."""
     from fxpipe.planning.plans.retarget import resize_plan
 
     plan, batch = tuning.best.plan, tuning.batch
@@ -121,19 +114,18 @@ def one_device_text(tuning: TuningData) -> str:
 
 
 def mode_text(plan: Plan) -> str:
-    """Formats the checkpoint mode of a plan; `some` where stages differ."""
+    """Formats the checkpoint mode of a plan; `some` if stages differ."""
     modes = {*plan.modes}
     return modes.pop() if len(modes) == 1 else "some"
 
 
 def summarize_schedule(plan: Plan, schedule: str) -> StepSummary:
-    """Summarizes the plan's stages in a schedule, to be compared with the plan's own.
+    """Summarizes the plan's stages in a schedule, for comparison with the plan's schedule.
 
-    Beside a stream a step has its updates, as that does, and cuts the mini-batch into as many micro-batches as the
-    stream has in flight: so the same samples take as long as they need.
+    If only the plan streams, the step includes its updates, and has the micro-batches that the stream has in flight.
 
     Raises:
-        ArgumentError, ScheduleError: it wants its stages elsewhere.
+        ArgumentError, ScheduleError: the schedule needs another placement of stages.
     """
     import fxpipe
     from fxpipe.scheduling import is_stream, steady_micro_batches
@@ -148,15 +140,15 @@ def summarize_schedule(plan: Plan, schedule: str) -> StepSummary:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A step of the model in some schedule on some devices, or why there is none."""
+    """A step of the model in a schedule on some devices, or the reason why there is none."""
 
     schedule: str  # a name
     devices: int
-    run: StepSummary | None = None  # None: there is no such step
+    run: StepSummary | None = None  # None: no such step
     plan: Plan | None = None
     speedup: float | None = None  # over one device; None: not known
-    over_bytes: float = 0.0  # on the device, or in the stage, that is furthest over its limit
-    problem: str = ""  # why there is no step, where memory is not the reason
+    over_bytes: float = 0.0  # for the device or stage furthest over its limit
+    problem: str = ""  # why there is no step, if memory is not the reason
 
     @property
     def fits(self) -> bool:
@@ -164,12 +156,12 @@ class Outcome:
 
 
 def schedule_outcomes(plan: Plan) -> tuple[Outcome, ...]:
-    """The schedule of the plan, then the others that its stages allow, by time, then those that they do not allow."""
+    """Returns the plan's schedule, then other schedules by time, then schedules that its stages do not allow."""
     from fxpipe.planning.options.stage_placement import COMPARED_SCHEDULES
 
     outcomes = []
     for name in dict.fromkeys([plan.schedule, *COMPARED_SCHEDULES]):
-        short_name = name.partition(":")[0]  # in front of a table of the user's own
+        short_name = name.partition(":")[0]  # without a user's table
         try:
             run = summarize_schedule(plan, name)
             outcomes.append(Outcome(short_name, len(plan.row_devices), run, plan, over_bytes=run.over_bytes))
@@ -181,7 +173,7 @@ def schedule_outcomes(plan: Plan) -> tuple[Outcome, ...]:
 
 
 def _short_problem(schedule: str, error: str) -> str:
-    """Shortens the reason of an error if it is the number of stages."""
+    """Shortens an error about the number of stages per device."""
     from fxpipe.scheduling import SCHEDULES
 
     recipe = SCHEDULES.get(schedule)
@@ -191,14 +183,11 @@ def _short_problem(schedule: str, error: str) -> str:
 
 
 def compare_schedules(plan: Plan, simulation: Simulation) -> tuple[StepSummary, ...]:
-    """The step of the plan, first, and other schedules that can have the stages where they are, by time."""
+    """Returns the plan's step, then other schedules that allow its placement, by time."""
     own = summarize_step(simulation, plan)
-    if len(plan.workers) == 1:  # the same order in each schedule
+    if len(plan.workers) == 1:  # all schedules have the same order
         return (own,)
     return (own, *(one.run for one in schedule_outcomes(plan)[1:] if one.run is not None))
-
-
-# -- Tables ----------------------------------------------------------------------------------------------------------
 
 
 class HasRun(Protocol):
@@ -210,7 +199,7 @@ class HasRun(Protocol):
 
 
 def run_columns(rows: Sequence[HasRun]) -> tuple[Column[HasRun], Column[HasRun], Column[HasRun], Column[HasRun]]:
-    """The step, the bubble, the peak memory, and whether it fits; the shortest step that fits is marked."""
+    """Returns the columns step, bubble, peak memory and fits; the shortest step that fits is marked."""
     least = min((row.run.step_seconds for row in rows if row.run is not None and not row.over_bytes), default=None)
 
     def step(row: HasRun) -> Cell | None:
@@ -233,7 +222,7 @@ def run_columns(rows: Sequence[HasRun]) -> tuple[Column[HasRun], Column[HasRun],
 
 
 def schedules_table(outcomes: Sequence[Outcome]) -> Table[Outcome]:
-    """The same stages in several schedules; the first is the plan's."""
+    """Returns a table of the same stages in several schedules, the plan's first."""
     first = outcomes[0].run
 
     def change(row: Outcome) -> Cell | None:
@@ -258,18 +247,17 @@ def schedules_table(outcomes: Sequence[Outcome]) -> Table[Outcome]:
 
 
 def summaries_text(runs: Sequence[StepSummary]) -> str:
-    """The same stages in other schedules; the first is the plan's."""
     head = f"these stages in other schedules, {count_text(runs[0].micro_batches, 'micro-batch', 'es')}"
     if counts := {run.micro_batches for run in runs[1:]} - {runs[0].micro_batches}:
         head += f"; beside the stream steps with their updates, {count_text(max(counts), 'micro-batch', 'es')}"
     return f"{head}\n\n{schedules_table([Outcome(run.schedule, 0, run, over_bytes=run.over_bytes) for run in runs])}"
 
 
-MAX_DEVICE_ROWS = 16  # rows; of more, those that come closest to their limits
+MAX_DEVICE_ROWS = 16  # shows the devices closest to their limits
 
 
 def device_text(simulation: Simulation) -> str:
-    """The table of devices as text: of many devices, those that come closest to their limits."""
+    """Formats the table of devices; of many devices, the devices closest to their limits."""
     table = device_table(
         simulation.devices, simulation.busy, simulation.bubble, simulation.memory, simulation.limits, "busy"
     )
@@ -281,11 +269,11 @@ def device_text(simulation: Simulation) -> str:
     return f"{table}{rest}"
 
 
-MAX_PACKET_ROWS = 16  # of more, those that relay the most
+MAX_PACKET_ROWS = 16  # shows the boundaries that relay most
 
 
 def packets_text(plan: Plan) -> str:
-    """The packets between processes for one micro-batch, by boundary of stages; empty in one process."""
+    """Formats the packets between processes for one micro-batch, by stage boundary; empty in one process."""
     if not (plan.is_over_processes and plan.packets):
         return ""
 
@@ -311,13 +299,11 @@ def packets_text(plan: Plan) -> str:
     return f"{head}\n\n{Table((cut, *columns(0), *columns(1)), rows)}{rest}"
 
 
-# The text of a simulated step: what each device does and holds, and how the same stages fare in other schedules.
-
-LEAST_UPDATE_SHARE = 1e-3  # of a step, from which the optimizer is shown
+LEAST_UPDATE_SHARE = 1e-3  # share of a step from which the optimizer is shown
 
 
 def step_text(simulation: Simulation, plan: Plan) -> str:
-    """The step, what it depends on, where it takes most memory."""
+    """Formats the step, its critical path, and the device that needs most memory."""
     run = summarize_step(simulation, plan)
     samples = simulation.samples
     rate = f", {three_digits(samples / run.step_seconds)} samples a second" if samples and run.step_seconds else ""
@@ -339,7 +325,6 @@ def step_text(simulation: Simulation, plan: Plan) -> str:
 
 
 def _stream_lines(simulation: Simulation) -> list[str]:
-    """Says how a stream begins and ends."""
     steady = simulation.steady
     if steady is None:
         return []
@@ -350,7 +335,7 @@ def _stream_lines(simulation: Simulation) -> list[str]:
 
 
 def _cluster_lines(simulation: Simulation) -> list[str]:
-    """Says what crosses nodes, and what reductions take, where there are several nodes or replicas."""
+    """Formats the traffic and the reductions, if there are several nodes or replicas."""
     cluster, traffic = simulation.cluster, simulation.traffic
     has_replicas = cluster is not None and (cluster.data > 1 or bool(cluster.replicas))
     if cluster is None or traffic is None or (cluster.nodes == 1 and not has_replicas):
@@ -373,7 +358,7 @@ def _cluster_lines(simulation: Simulation) -> list[str]:
 
 
 def _path_word(kind: str) -> str:
-    """`forward` of "F"; "sending" and "waiting" are words already."""
+    """Returns `forward` for "F"; "sending" and "waiting" are words already."""
     return ActionKind(kind).words if len(kind) == 1 else kind
 
 

@@ -1,6 +1,6 @@
-"""The colours of pictures, which differ in lightness, so everybody can tell them apart, also in grey.
+"""The colours and text widths of pictures.
 
-They start from Okabe and Ito, "Color Universal Design", 2008.
+Colours differ in lightness, and so in grey, too. They are based on Okabe and Ito, "Color Universal Design", 2008.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import re
 
 from fxpipe.scheduling.actions import ActionKind
 
-INK = "#222222"  # of text
-FAINT = "#6b6b6b"  # of text that matters less; still legible on white
+INK = "#222222"
+FAINT = "#6b6b6b"  # secondary text; legible on white
 GRID = "#e3e3e3"
 PAPER = "#ffffff"
-LIMIT_COLOUR = "#b3261e"  # of a line that must not be passed
+LIMIT_COLOUR = "#b3261e"  # lines of limits
 
 KIND_COLOURS = {
     ActionKind.FORWARD: "#6fbdf0",
@@ -24,7 +24,7 @@ KIND_COLOURS = {
 }
 RECEIVING_COLOUR = "#c9c9c9"
 
-MEMORY_COLOURS = {  # what stays throughout a step, in greys; what comes and goes
+MEMORY_COLOURS = {  # static parts are grey
     "parameters": "#3f4a5a",
     "gradients": "#7d8a9c",
     "optimizer": "#b9c2cd",
@@ -33,16 +33,16 @@ MEMORY_COLOURS = {  # what stays throughout a step, in greys; what comes and goe
     "working": "#a23f8c",
 }
 
-RAMP = ("#a6d3ef", "#6fbdf0", "#0a5c99", "#0b2239")  # from the first of many to the last
+RAMP = ("#a6d3ef", "#6fbdf0", "#0a5c99", "#0b2239")  # from the first of many items to the last
 
 
 def text_colour_on(fill: str) -> str:
-    """The colour of text that is read best on `fill`, which is `#rrggbb`."""
+    """Returns the text colour with the higher contrast on `fill`, which is `#rrggbb`."""
     return INK if contrast(INK, fill) >= contrast(PAPER, fill) else PAPER
 
 
 def contrast(one: str, other: str) -> float:
-    """1 for the same colour to 21 for black on white; text needs 4.5, or 3 where it is large (WCAG 2.1, 1.4.3)."""
+    """Computes the contrast, 1 to 21 (black on white); text needs 4.5, large text 3 (WCAG 2.1, 1.4.3)."""
     lower, higher = sorted((_luminance(one), _luminance(other)))
     return (higher + 0.05) / (lower + 0.05)
 
@@ -54,7 +54,7 @@ def mix_colours(one: str, other: str, share: float) -> str:
 
 
 def ramp_colour(share: float) -> str:
-    """The colour at `share`, 0 to 1, of `RAMP`."""
+    """Returns the colour at `share`, 0 to 1, of `RAMP`."""
     place = min(1.0, max(0.0, share)) * (len(RAMP) - 1)
     step = min(int(place), len(RAMP) - 2)
     return mix_colours(RAMP[step], RAMP[step + 1], place - step)
@@ -73,14 +73,14 @@ def _linear_light(value: float) -> float:
     return value / 12.92 if value <= 0.04045 else float(((value + 0.055) / 1.055) ** 2.4)
 
 
-# -- Width of a text: a layout needs it before there is anything that draws ------------------------------------------
+# -- Width of a text, for layouts ------------------------------------------------------------------------------------
 #
-# The widths are those of DejaVu Sans, which comes with matplotlib and with most Linux systems; Verdana has nearly the
-# same ones, and what else a browser may take is narrower: so a text that fits by these widths is never cut.
+# The widths are from DejaVu Sans, which matplotlib and most Linux systems include. Verdana has nearly the same widths,
+# and other fonts of browsers are narrower, so a text that fits by these widths is never cut off.
 
-FONTS = ("DejaVu Sans", "Verdana", "Geneva", "sans-serif")  # the first that is there draws
+FONTS = ("DejaVu Sans", "Verdana", "Geneva", "sans-serif")  # in order of preference
 
-# Of the printable characters of ASCII, from the space on, in hundredths of the size of the letters.
+# Widths of the printable ASCII characters, from the space on, in hundredths of the font size.
 REGULAR_WIDTHS = (
     32, 40, 46, 84, 64, 95, 78, 27, 39, 39, 50, 84, 32, 36, 32, 34, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 34, 34, 84,
     84, 84, 53, 100, 68, 69, 70, 77, 63, 58, 77, 75, 29, 29, 66, 56, 86, 75, 79, 60, 79, 69, 63, 61, 73, 68, 99, 69, 61,
@@ -94,8 +94,8 @@ BOLD_WIDTHS = (
     65, 92, 65, 65, 58, 71, 37, 71, 84,
 )  # fmt: skip
 OTHER_WIDTHS = {"·": 38, "–": 50, "—": 100, "…": 100, "µ": 74, "×": 84, "→": 84, "−": 84}
-WIDEST_LETTER = 100  # of whatever else there is
-UNPRINTABLE = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # nor may XML hold it
+WIDEST_LETTER = 100  # any other character
+UNPRINTABLE = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # also invalid in XML
 
 
 def text_width(text: str, size: float, *, is_bold: bool = False) -> float:
@@ -107,7 +107,7 @@ def text_width(text: str, size: float, *, is_bold: bool = False) -> float:
 
 
 def fit_text(text: str, width: float, size: float, *, is_bold: bool = False) -> str:
-    """`text`, or as much of both its ends as is no wider than `width`, around dots; nothing where not even that is."""
+    """Shortens `text` in the middle, with an ellipsis, to at most `width`; empty if nothing fits."""
     if text_width(text, size, is_bold=is_bold) <= width:
         return text
     for kept in range(len(text) - 1, 0, -1):
@@ -119,5 +119,5 @@ def fit_text(text: str, width: float, size: float, *, is_bold: bool = False) -> 
 
 
 def printable(text: str) -> str:
-    """`text` with a mark in place of each character that is none: control codes, halves of pairs."""
+    """Replaces unprintable characters (control codes, lone surrogates) by a mark."""
     return UNPRINTABLE.sub("\ufffd", text)

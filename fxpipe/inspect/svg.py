@@ -1,4 +1,4 @@
-"""A scene as SVG: one element that stands in a page or, as it is, in a file; no scripts, and nothing from elsewhere."""
+"""A scene as SVG: one element, for a page or a file, without scripts and external resources."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 from fxpipe.inspect.scene import Area, Bars, Curve, Group, Item, Line, Point, Rect, Scene, Text, arrow_head
 from fxpipe.inspect.style import FONTS, printable
 
-TEXT_DEFAULTS = Text(0, 0, "")  # what a text has that says nothing else
+TEXT_DEFAULTS = Text(0, 0, "")  # attributes that elements omit
 
 
 def svg_of(scene: Scene) -> str:
-    """The text of an `svg` element. What has a title shows it where the pointer rests on it."""
+    """Formats an `svg` element. Titles of items are hover texts."""
     width, height = _number_text(scene.width), _number_text(scene.height)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
@@ -27,7 +27,7 @@ def svg_of(scene: Scene) -> str:
 
 
 def escape_markup(text: str) -> str:
-    """Escapes text for content and attributes alike."""
+    """Escapes text for content and attributes."""
     return printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
 
 
@@ -69,7 +69,7 @@ def _rect_attributes(item: Rect) -> str:
 
 
 def _bars_attributes(item: Bars) -> str:
-    """A line along the middle of the row, as wide as the row is high, with gaps: a few letters for each bar."""
+    """Formats bars as one thick line with gaps along the middle of the row, which is compact."""
     moves, x = [], 0.0
     for left, right in item.spans:
         left, right = round(left, 2), round(right, 2)
@@ -129,6 +129,5 @@ def _points_text(points: Iterable[Point]) -> str:
 
 
 def _number_text(value: float) -> str:
-    """Formats with at most two decimal places."""
     text = f"{value:.2f}".rstrip("0").rstrip(".")
     return "0" if text == "-0" else text

@@ -1,7 +1,7 @@
-"""Sweeps over numbers of devices: the model cut for 1, 2, 4, 8 ... and the number asked for, in every schedule.
+"""Sweeps over numbers of devices: plans for 1, 2, 4, 8 ... and the requested number, in every schedule.
 
-Schedules that have their stages on the same devices share a plan, unless one does not fit into memory with it and is
-planned by itself. What does not fit at all is listed with the bytes that it is over by.
+Schedules with the same placement of stages share a plan; a schedule that does not fit into memory with it has a
+separate plan. Rows that do not fit show the bytes over the limit.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from fxpipe.planning.plans import Plan
 
 
-USUAL_DEVICES = 8  # devices that a sweep goes up to, where fewer were asked for
+USUAL_DEVICES = 8  # devices that a sweep reaches if fewer were requested
 
 PlanFor: TypeAlias = "Callable[[int, str], Plan]"  # (devices, schedule)
 
 
 def counts_up_to(most: int, asked: int) -> tuple[int, ...]:
-    """1, 2, 4, 8 ... and the number that was asked for."""
+    """Returns 1, 2, 4, 8 ... up to `most`, and the requested number."""
     return tuple(sorted({*(2**power for power in range(most.bit_length())), asked}))
 
 
@@ -40,13 +40,13 @@ def sweep_devices(
     plan_for: PlanFor,
     shares_plans: bool = True,
 ) -> list[Outcome]:
-    """A row for each number of devices and schedule; for one device, where all are alike, a single one.
+    """Returns a row for each number of devices and schedule; for one device, where schedules are equal, one row.
 
     Args:
-        schedules: the user's first.
-        per_device: stages on each device, where the user says so.
+        schedules: the user's schedule first.
+        per_device: stages on each device, if the user sets it.
         plan_for: makes a plan, or raises a `FxpipeError`.
-        shares_plans: schedules that have their stages on the same devices share a plan.
+        shares_plans: schedules with the same placement of stages share a plan.
     """
     rows: list[Outcome] = []
     for count in counts:
@@ -56,14 +56,14 @@ def sweep_devices(
 
 
 def with_speedups(rows: Sequence[Outcome], seconds: float) -> list[Outcome]:
-    """The rows, each with how many times as fast it is as a step of these seconds."""
+    """Returns the rows with their speed-ups over a step of these seconds."""
     return [replace(row, speedup=seconds / row.run.step_seconds) if row.run else row for row in rows]
 
 
 def _rows_of_count(
     count: int, schedules: tuple[str, ...], per_device: int | None, plan_for: PlanFor, shares_plans: bool
 ) -> list[Outcome]:
-    plans: dict[tuple[int, ...], Plan] = {}  # by where the stages are asked to be
+    plans: dict[tuple[int, ...], Plan] = {}  # by placement of stages
     rows = []
     for schedule in schedules:
         recipe = SCHEDULES[schedule]
@@ -84,21 +84,17 @@ def _rows_of_count(
 
 
 def outcome_of(count: int, schedule: str, plan: Plan) -> Outcome:
-    """The step of a plan in a schedule."""
     import fxpipe
 
     try:
         run = summarize_step(fxpipe.simulate(plan, schedule=schedule), plan)
-    except FxpipeError as error:  # it cannot have its stages where the plan has them
+    except FxpipeError as error:  # the schedule does not allow the plan's placement
         return Outcome(schedule, count, problem=" ".join(str(error).split()))
     return Outcome(schedule, count, run, plan, over_bytes=run.over_bytes)
 
 
-# -- The text of a sweep: a row for each number of devices and schedule ----------------------------------------------
-
-
 def sweep_table(rows: Sequence[Outcome]) -> Table[Outcome]:
-    """A row for each number of devices and schedule; `*`: the fastest that fits of each number of devices."""
+    """Returns a table with a row for each number of devices and schedule; `*` marks the fastest that fits."""
     best = {row.devices: row for row in sorted(rows, key=_step_seconds, reverse=True) if row.fits}
     firsts = {row.devices: row for row in reversed(rows)}
 
@@ -129,7 +125,7 @@ def sweep_text(rows: Sequence[Outcome]) -> str:
 
 
 def _cores_note(rows: Sequence[Outcome]) -> str:
-    """Warns where plans for CPUs have more devices than there are cores: measurements assume a core for each."""
+    """Warns if plans for CPUs have more devices than cores: measurements assume one core for each device."""
     cores, plans = os.cpu_count() or 1, [row.plan for row in rows if row.plan is not None]
     are_here = [plan for plan in plans if not plan.estimated_for and {*plan.workers} == {"cpu"}]
     if all(len(plan.workers) <= cores for plan in are_here):
@@ -138,7 +134,7 @@ def _cores_note(rows: Sequence[Outcome]) -> str:
 
 
 def _problem_lines(rows: Sequence[Outcome]) -> list[str]:
-    """Says why there is no plan, once for each number of devices and reason."""
+    """Formats why there is no plan, once for each number of devices and reason."""
     schedules: dict[tuple[int, str], list[str]] = {}
     for row in rows:
         if row.problem:

@@ -1,4 +1,4 @@
-"""A table: columns that read a figure of each row. The same table is text, HTML of a notebook and HTML of a report."""
+"""Tables of columns that read a figure from each row; shown as text, in a notebook and in a report."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ Row = TypeVar("Row")
 ReadRow = TypeVar("ReadRow", contravariant=True)
 Value = TypeVar("Value")
 
-LONG_TABLE_ROWS = 24  # from here on a table of a report scrolls by itself
+LONG_TABLE_ROWS = 24  # longer tables in a report scroll
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A cell of a table: the text that it shows, and the number that a report sorts it by."""
+    """A cell: the text that it shows, and the number by which a report sorts it."""
 
     text: str
     value: float | None = None  # None: sorted by the text
     note: str = ""  # after the text; smaller in HTML
     is_code: bool = False
     is_prose: bool = False  # a sentence, which HTML wraps
-    is_marked: bool = False  # in bold letters in a report
+    is_marked: bool = False  # bold in a report
 
 
 @dataclass(frozen=True, slots=True)
 class Column(Generic[ReadRow]):
-    """A column. `cell` makes the cell of a row; None is a value that is missing."""
+    """A column. `cell` makes the cell of a row; None if the value is missing."""
 
-    name: str  # may have line breaks, for text
+    name: str  # may have line breaks, which only text shows
     cell: Callable[[ReadRow], Cell | None]
     is_left: bool = False  # aligned to the left in text
 
@@ -44,7 +44,7 @@ def text_column(name: str, read: Callable[[Row], object], *, is_left: bool = Tru
 
 
 def code_column(name: str, read: Callable[[Row], str | None], *, is_left: bool = True) -> Column[Row]:
-    """A column of names and lines of code; an empty text is missing."""
+    """Makes a column of names and lines of code; an empty text counts as missing."""
     return Column(name, _cell_maker(lambda row: read(row) or None, partial(Cell, is_code=True)), is_left)
 
 
@@ -57,14 +57,14 @@ def seconds_column(name: str, read: Callable[[Row], float | None]) -> Column[Row
 
 
 def share_column(name: str, read: Callable[[Row], float | None]) -> Column[Row]:
-    """A column of numbers from 0 to 1, shown as percentages."""
+    """Makes a column of numbers from 0 to 1, shown as percentages."""
     return number_column(name, read, percent)
 
 
 def bytes_column(
     name: str, read: Callable[[Row], float | None], limit: Callable[[Row], float | None] = lambda row: None
 ) -> Column[Row]:
-    """A column of bytes, each with its limit if there is one: `3.1 of 8.0 GiB`."""
+    """Makes a column of bytes, with limits if there are any: `3.1 of 8.0 GiB`."""
 
     def cell(row: Row) -> Cell | None:
         size, most = read(row), limit(row)
@@ -87,7 +87,7 @@ def _cell_maker(read: Callable[[Row], Value | None], show: Callable[[Value], Cel
 class Table(Generic[Row]):
     columns: Sequence[Column[Row]]
     rows: Sequence[Row]
-    keys: int = 1  # columns, the first, that each part of a divided text has
+    keys: int = 1  # number of first columns that are repeated if text is split into parts
     missing: str = EMPTY_CELL  # the text of a missing value
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ class Table(Generic[Row]):
         return text_table(cells, names, [column.name for column in self.columns if column.is_left], keys=self.keys)
 
     def for_notebook(self) -> str:
-        """The table as HTML without style sheet and script: styles stand in its elements."""
+        """Formats the table as HTML with inline styles, without style sheet and script."""
         cells = self._html_cells()
         styles = [f"{_CELL_STYLE};text-align:{'right' if number else 'left'}" for number in self._are_numbers(cells)]
         head = "".join(
@@ -113,7 +113,7 @@ class Table(Generic[Row]):
         return f'<div style="overflow-x:auto;max-width:100%">{table}</div>'
 
     def for_report(self, label: str) -> str:
-        """The table as HTML of a report, whose script sorts it; it scrolls if it is too wide or too long."""
+        """Formats the table as HTML of a report, whose script sorts it; wide and long tables scroll."""
         cells = self._html_cells()
         numbers = self._are_numbers(cells)
         head = "".join(

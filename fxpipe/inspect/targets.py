@@ -1,6 +1,6 @@
-"""Targets: `module:factory` and `path/to/file.py:factory`, the functions of the user's that make models and inputs.
+"""Targets: `module:factory` and `path/to/file.py:factory`, the user's functions that make models and inputs.
 
-Everything that goes wrong here is the user's to mend, so it is an `ArgumentError` of one line.
+Every failure here is an `ArgumentError` of one line.
 """
 
 from __future__ import annotations
@@ -29,14 +29,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-# -- Words of error messages: what was meant, what was given, what was raised ----------------------------------------
-
-
-LONGEST_ERROR = 500  # letters: some errors list all that there is
+LONGEST_ERROR = 500  # characters: some errors have long lists
 
 
 def describe_error(error: BaseException) -> str:
-    """`KeyError: 'width'`: an exception in one line."""
+    """Formats an exception in one line: `KeyError: 'width'`."""
     text = " ".join(str(error).split())
     if len(text) > LONGEST_ERROR:
         text = f"{text[:LONGEST_ERROR]} ..."
@@ -45,15 +42,15 @@ def describe_error(error: BaseException) -> str:
 
 # -- Keyword arguments of a command line: `--kwargs depth=4 name=small rate=0.1 flag=true` ---------------------------
 #
-# A value is JSON (`true`, `null`, `[64, 128]`, `{"a": 1}`) or a literal of Python's (`True`, `None`, `(3, 3)`); what is
-# neither is text, which therefore needs no quotes.
+# A value is JSON (`true`, `null`, `[64, 128]`, `{"a": 1}`) or a Python literal (`True`, `None`, `(3, 3)`). Anything
+# else is text, so text needs no quotes.
 
 
 def parse_keyword(text: str) -> tuple[str, Any]:
-    """`depth=4` -> ("depth", 4); `name=small` -> ("name", "small")."""
+    """Parses `depth=4` -> ("depth", 4); `name=small` -> ("name", "small")."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
-        place = "; TARGET goes before --kwargs" if ":" in text else ""  # it was taken for one more
+        place = "; TARGET goes before --kwargs" if ":" in text else ""  # argparse took it for a keyword
         raise ArgumentError(f"{text!r}: expected name=value, as in depth=4{place}")
     if re.fullmatch(r"[^,='\"{\[]+(,\s*\w+=[^,]*)+", value):
         raise ArgumentError(f"{text!r}: separate arguments by spaces: {text.replace(',', ' ')}")
@@ -61,10 +58,10 @@ def parse_keyword(text: str) -> tuple[str, Any]:
 
 
 def check_keywords(function: Callable[..., Any], called: str, kwargs: Mapping[str, Any]) -> None:
-    """Raises `ArgumentError`, with the function's parameters, unless it can be called with just these."""
+    """Raises `ArgumentError`, with the function's parameters, unless it accepts exactly these keyword arguments."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of C, without one: the call will tell
+    except (TypeError, ValueError):  # a C function without a signature: the call checks
         return
     parameters = signature.parameters.values()
     known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -96,7 +93,7 @@ NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The name of something in a module or in a file."""
+    """The name of an object in a module or in a file."""
 
     where: str  # a module's name, or a path that ends in .py
     name: str  # may have dots: `Models.small`
@@ -110,7 +107,7 @@ class Target:
 
 
 def parse_target(text: str) -> Target:
-    """`models:make` -> `Target("models", "make")`. The last colon divides: paths may have one of their own."""
+    """Parses `models:make` -> `Target("models", "make")`. Splits at the last colon: paths may have colons, too."""
     where, _, name = text.rpartition(":")
     target = Target(where, name)
     if not _is_dotted(name) or not (target.is_file or _is_dotted(where)):
@@ -119,7 +116,7 @@ def parse_target(text: str) -> Target:
 
 
 def load_target(target: Target) -> Any:
-    """Import the target's module, or run its file, and return what the name stands for."""
+    """Imports the target's module, or runs its file, and returns the named object."""
     module = _load_file(Path(target.where)) if target.is_file else _import_module(target.where)
     value: Any = module
     for part in target.name.split("."):
@@ -127,13 +124,12 @@ def load_target(target: Target) -> Any:
             value = getattr(value, part)
         except AttributeError:
             raise ArgumentError(f"{target.where} has no {target.name!r}{_suggestion(part, value)}") from None
-        except Exception as error:  # of a module that imports its parts when they are asked for
+        except Exception as error:  # from a module that imports attributes lazily
             raise ArgumentError(f"loading {target} raised {describe_error(error)}") from error
     return value
 
 
 def call_target(target: Target, kwargs: Mapping[str, Any] = NO_KWARGS) -> Any:
-    """Load the target and call it with these keyword arguments."""
     function = load_target(target)
     if not callable(function):
         raise ArgumentError(f"{target} is {with_article(function)}, not a function that can be called")
@@ -145,11 +141,11 @@ def call_target(target: Target, kwargs: Mapping[str, Any] = NO_KWARGS) -> Any:
 
 
 def load_model(target: Target, kwargs: Mapping[str, Any] = NO_KWARGS) -> nn.Module:
-    """The module that the target makes, or that it is."""
+    """Returns the module that the target makes, or is."""
     from torch import nn
 
     value = load_target(target)
-    # A model made when its file is run is no factory; to call it would be to run it.
+    # A target can be a model instead of a factory; calling it would run it.
     is_made = isinstance(value, nn.Module)
     if is_made and kwargs:
         raise ArgumentError(f"--kwargs {next(iter(kwargs))}=...: {target} is a model, not a function that makes one")
@@ -164,7 +160,7 @@ def _import_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # Only if the target itself is what is missing; a module that it imports is an error in it.
+        # Only if the target itself is missing, not a module that it imports.
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             close = did_you_mean(name, (path.stem for path in Path.cwd().glob("*.py")))
             looked = "looked in the current directory and where Python looks"
@@ -174,21 +170,21 @@ def _import_module(name: str) -> ModuleType:
         raise ArgumentError(f"importing {name} raised {describe_error(error)}") from error
 
 
-@functools.cache  # a model and its inputs often come from one file, which runs once
+@functools.cache  # a model and its inputs often share a file, which runs once
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         close = did_you_mean(path.name, (other.name for other in path.parent.glob("*.py")))
         raise ArgumentError(f"no file {str(path)!r}{close}")
     path = path.resolve()
-    # As for a script, modules next to the file can be imported. The name has a number, so a file called queue.py does
-    # not replace a module.
+    # As for a script, modules next to the file can be imported. The name has a checksum, so that a file named queue.py
+    # does not replace a module.
     _put_on_path(str(path.parent))
     name = f"{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None  # the name ends in .py
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses, among others, look their own module up
+    sys.modules[name] = module  # dataclasses, for example, look up their module
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -207,18 +203,18 @@ def _is_dotted(name: str) -> bool:
 
 
 def _suggestion(name: str, holder: object) -> str:
-    """Names like this one or, where none is, those the holder's author gave."""
+    """Suggests similar names or, if there are none, names that the holder defines."""
     public = [other for other in dir(holder) if not other.startswith("_")]
     close = did_you_mean(name, public)
     if close:
         return close
-    # By `vars`: a module may import its parts when they are asked for, and they are not asked for here.
+    # From `__dict__`: attribute access may import modules lazily.
     here, held = getattr(holder, "__name__", None), getattr(holder, "__dict__", {})
     own = [name for name in public if callable(held.get(name)) and getattr(held[name], "__module__", None) == here]
     return f"; it has {', '.join(own[:8])}{', ...' if len(own) > 8 else ''}" if own else ""
 
 
 def _raised_at(error: BaseException) -> str:
-    """Returns the file and line that raised the error, in brackets; empty where that is the command itself."""
+    """Returns the file and line that raised the error, in brackets; empty if the command itself raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""

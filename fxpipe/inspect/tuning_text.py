@@ -28,7 +28,7 @@ MAX_LISTED_STAGES = 8  # with more stages, only the number of those that recompu
 
 
 def tuning_table(tuning: TuningData, most: int, is_cut: bool = False) -> Table[CandidateResult]:
-    """The first `most` candidates and the chosen one; `is_cut`: of those that were cut and simulated."""
+    """Returns a table of the first `most` candidates and the best; `is_cut`: only candidates with a plan."""
     rows = [row for row in tuning.rows if row.plan is not None or not is_cut]
     rows = rows[:most] + [row for row in rows[most:] if row is tuning.best]
     columns: list[Column[CandidateResult]] = [
@@ -59,14 +59,14 @@ def _step_cell(row: CandidateResult) -> Cell | None:
 
 
 def _replicas_text(tuning: TuningData, row: CandidateResult) -> str:
-    """`8 x 4, data outside`: the devices of a replica, the number of replicas, and the outer dimension of the mesh."""
+    """Formats `8 x 4, data outside`: devices of a replica, number of replicas, and outer mesh dimension."""
     devices = len(tuning.devices) * tuning.best.data_parallel
     order = f", {row.mesh[0]} outside" if devices > row.data_parallel > 1 else ""
     return f"{devices // row.data_parallel} x {row.data_parallel}{order}"
 
 
 def _checkpoint_text(modes: str | tuple[str, ...]) -> str:
-    """`0, 2 always` for ("always", "never", "always"); `20 of 43 stages` if there are many."""
+    """Formats `0, 2 always` for ("always", "never", "always"); `20 of 43 stages` if there are many stages."""
     if isinstance(modes, str):
         return modes
     if len(modes) > MAX_LISTED_STAGES:
@@ -76,12 +76,7 @@ def _checkpoint_text(modes: str | tuple[str, ...]) -> str:
 
 
 def tuning_text(tuning: TuningData, is_whole: bool = False, remaining: str = ".rows has") -> str:
-    """The table that the tuner chose from: its first rows and the chosen one, or all of them.
-
-    Args:
-        is_whole: shows all rows.
-        remaining: what has the other rows, and its verb.
-    """
+    """Formats the first candidates and the best, or all; `remaining` begins the line that counts omitted rows."""
     kinds = Counter(name.partition(":")[0] for name in tuning.devices)
     listed = ", ".join(f"{count * tuning.best.data_parallel} x {kind}" for kind, count in kinds.items())
     how = f", seconds estimated for {tuning.estimated_for}" if tuning.estimated_for else ""
@@ -100,7 +95,7 @@ def tuning_text(tuning: TuningData, is_whole: bool = False, remaining: str = ".r
 
 
 def tuning_html(tuning: TuningData) -> str:
-    """The best of the candidates that were cut."""
+    """Formats the best candidates that have a plan as HTML."""
     best, table = tuning.best, tuning_table(tuning, MAX_HTML_CANDIDATES, is_cut=True)
     chunks = count_text(best.chunks, "micro-batch", "es")
     title = f"{best.schedule.partition(':')[0]}, {chunks}: step {human_seconds(best.step_seconds)}"

@@ -1,1 +1,1 @@
-"""Classes for trainers of other libraries, one file for each library. `import fxpipe` imports none of them."""
+"""Integrations with trainers of other libraries, one file per library, not imported by `import fxpipe`."""

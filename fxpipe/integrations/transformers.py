@@ -1,4 +1,4 @@
-"""The Trainer of transformers for pipes: its accumulation steps are the micro-batches of one pipelined step."""
+"""A Trainer of transformers for pipes: accumulation steps become the micro-batches of one pipelined step."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class PipelineTrainer(Trainer):
         settings = TrainingArguments("output", per_device_train_batch_size=2, gradient_accumulation_steps=8)
         trainer = PipelineTrainer(model=fxpipe.pipeline(model, devices), args=settings, train_dataset=dataset)
 
-    Each of the 8 batches is a micro-batch, with its own length. They run in the schedule of the pipe, whose `chunks`
-    are not used. Losses, gradients and checkpoints equal the ones of `Trainer`. With `gradient_accumulation_steps=1` it
-    calls the pipe, as `Trainer` does.
+    Each of the 8 batches is a micro-batch, and their lengths may differ. They run in the schedule of the pipe, whose
+    `chunks` are not used. Losses, gradients and checkpoints are as with `Trainer`. With `gradient_accumulation_steps=1`
+    it calls the pipe, as `Trainer` does.
 
-    You may override `compute_loss`, if it calls the model once: for each micro-batch it runs up to that call, which
-    gives the inputs, and from the beginning in a worker, where the call returns the output. For another subclass of
+    You may override `compute_loss` if it calls the model once. For each micro-batch it runs up to that call, to get the
+    inputs, and again from the beginning in a worker, where the call returns the output. For another subclass of
     Trainer: `class PipelineSeq2SeqTrainer(PipelineTrainer, Seq2SeqTrainer): pass`.
     """
 
@@ -63,7 +63,7 @@ class PipelineTrainer(Trainer):
         return loss.to(self.args.device)
 
     def _as_trainers_see(self, output: torch.Tensor) -> torch.Tensor:
-        """Returns an output in float32 under autocast, as Accelerate does, and a loss that `*=` may change."""
+        """Converts an output to float32 under autocast, as Accelerate does; copies a loss, which `*=` may change."""
         if self.accelerator.native_amp and output.dtype in (torch.float16, torch.bfloat16):
             return output.float()
         return output.clone() if output.dim() == 0 else output
@@ -72,7 +72,7 @@ class PipelineTrainer(Trainer):
         return self.compute_loss(call, dict(inputs), num_items_in_batch=num_items_in_batch)
 
     def _is_scaled(self, num_items_in_batch: Any) -> bool:
-        """Returns whether `compute_loss` divides by the number of items of all batches, by the Trainer's own rule."""
+        """Returns True if, by the Trainer's rule, `compute_loss` divides by the number of items of all batches."""
         if (stated := getattr(self, "loss_is_scaled_for_ga", None)) is not None:
             return bool(stated)
         return self.compute_loss_func is not None or (self.model_accepts_loss_kwargs and num_items_in_batch is not None)
@@ -105,7 +105,7 @@ class _CalledError(Exception):
 
 
 class _ModelCall:
-    """Stands for the model in `compute_loss`, with another call."""
+    """Replaces the model in `compute_loss`, with another `__call__`."""
 
     def __init__(self, model: Any, call: Callable[..., Any]):
         self._model, self._call, self._is_called = model, call, False

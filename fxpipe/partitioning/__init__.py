@@ -1,15 +1,13 @@
-"""Costs of nodes to stages: pure Python on plain numbers, which knows neither torch nor graphs.
+"""From costs of nodes to stages: pure Python on plain numbers, independent of torch and of graphs.
 
-By time alone: `block.py` (the algorithm, and why it ends), `manual_cuts.py` (what is known of the nodes, and the
-user's cuts), `pins.py` (the user's pins), `cutting.py` (stages between those cuts).
+By time alone: `block.py` (the algorithm and its proof), `manual_cuts.py` (the user's cuts), `pins.py` (the user's
+pins), `cutting.py` (stages between those cuts).
 
 With transfers, memory and unequal devices: `chain.py` (the graph in numbers, and the loads of a stage),
-`optimal.py` (what the best cut is, the way to it, and why nothing fits), `search.py` (the way itself), `intervals.py`
-(loads of any stage, quickly), `partial_recompute.py` (stages of which only a part recomputes).
+`optimal.py` (the best cut, and errors), `search.py` (the search), `intervals.py` (fast loads of any stage),
+`partial_recompute.py` (stages that recompute only a part).
 
-With replicas of stages: `pipedream.py` (PipeDream's stages and replicas over levels of bandwidth).
-
-`cut_least_misplaced` cuts a later graph of the same model like the first.
+With replicas of stages: `pipedream.py`. `cut_least_misplaced` cuts a later graph of the same model like the first.
 """
 
 from fxpipe.cluster import Link

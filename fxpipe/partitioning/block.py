@@ -1,39 +1,33 @@
-"""Cuts a sequence of costs into blocks: the least bottleneck first, then blocks as equal as they can always be made.
+"""Cuts a sequence of costs into blocks: the least bottleneck first, then blocks as even as can be guaranteed.
 
-The question: n items with costs >= 0 stand in a row; cut the row into k blocks, none empty. In order of priority:
+Given n items with costs >= 0, cut them into k nonempty blocks. In order of priority:
 
-1. the *bottleneck*, the largest block sum, is the least possible: it is what a pipeline waits for;
-2. any two block sums differ by at most the largest item: as even as can be promised for every row;
-3. where costs leave a choice (zeros, ties), numbers of items are kept even, and the same input gives the same blocks.
+1. the *bottleneck*, the largest block sum, is minimal: it bounds the throughput of a pipeline;
+2. any two block sums differ by at most the largest item, the best guarantee that holds for every sequence;
+3. if costs leave a choice (zeros, ties), the numbers of items are even.
 
     costs     4  1  1  3  0  2  1  2      3 blocks, largest item 4
     blocks   [4  1][1  3  0][2  1  2]     sums 5, 4, 5: least bottleneck 5, differences at most 1
 
 (2) is the theorem of I. Bárány and V. S. Grinberg, "Block partitions of sequences", Israel Journal of Mathematics 206
 (2015), https://arxiv.org/abs/1308.2452: from any start, move one item at a time towards a smallest block until (2)
-holds. A step never makes a block as large as the largest one, so from a start with the least bottleneck the result
-keeps it: (1) and (2) go together. The start here is exact, by bisection on the bottleneck, with cuts as near to even
-as the bottleneck allows, so that few steps are left.
+holds. A step never makes a block as large as the largest block, so a start with the least bottleneck keeps it. The
+start here is exact, by bisection on the bottleneck, with cuts as near to even as the bottleneck allows.
 
-torchgpipe walks the same steps from another start, on costs that are first mapped to 0..1 by subtracting the smallest
-one. That takes more from long blocks than from short ones, so (2) is lost: 23 equal layers on 8 devices become blocks
-of 2, 2, 2, 2, 2, 2, 2 and 9 layers, where 3 at most are needed.
+torchgpipe takes the same steps, on costs normalized to 0..1 by subtracting the smallest cost, which takes more from
+long blocks. So (2) is lost: 23 equal layers on 8 devices become blocks of 2 layers and one of 9, not 3.
 
-Arithmetic is exact. A finite float is an integer times a power of two, so all costs are brought to one denominator
-and are Python integers from there on: no tolerance, no rounding. Then each item is given one unit more, a unit so
-small that all n of them together are less than any difference between two sums (cost * (n + 1) + 1). So equal sums
-are ordered by number of items, which is (3), and no item costs nothing, which is why no block ends up empty:
+Arithmetic is exact: a finite float is an integer times a power of two, so all costs are scaled to integers. Then each
+cost becomes cost * (n + 1) + 1: all n extra units together are less than any difference between two sums. So the
+number of items orders equal sums, which is (3), and no block ends up empty: a block that loses its only item is the
+only block with sum 0, so it receives next, and the gap moves to the fixed largest block, which has at least two items.
 
-- A step can take the only item of a block. That block is then the only one whose sum is 0, so it is the next to
-  receive, and the gap walks to the fixed largest block. That one has at least two items, since it is larger than the
-  largest item, or the steps would have stopped.
+The steps end, as in the paper. While the largest block stays fixed, each step moves an item one block away from it, and
+there are only n items and k blocks. When it loses an item, either the largest sum decreases, or fewer blocks have it;
+there are finitely many sums and blocks.
 
-The steps end, as in the paper. While the largest block stays fixed, each step moves an item one block away from it,
-and there are only n items and k blocks. When it loses an item, either the largest sum has become smaller, or it is
-the same and fewer blocks have it; there are finitely many sums of consecutive items and finitely many blocks.
-
-What could be better: the number of steps is bounded by the order of k * n**3 only, though from this start few rows need
-any (1 in 1,500 of 40,000 random short rows; 85 steps at most on 3,000 long ones); and sending costs nothing here.
+Limitations: the number of steps is bounded only by O(k * n**3), though in practice few sequences need any; transfers
+cost nothing here.
 """
 
 from __future__ import annotations
@@ -48,14 +42,13 @@ from fxpipe.errors import PartitionError
 def block_partition(costs: Sequence[float], blocks: int) -> tuple[int, ...]:
     """Returns the lengths of `blocks` consecutive blocks of `costs`, each at least 1.
 
-    The largest block sum is the least possible one, and any two block sums differ by at most the largest cost; both
-    hold exactly, not up to rounding.
+    The largest block sum is minimal, and any two block sums differ by at most the largest cost, without rounding.
 
         >>> block_partition([4, 1, 1, 3, 0, 2, 1, 2], 3)
         (2, 3, 3)
 
     Args:
-        costs: finite numbers >= 0 of any one unit.
+        costs: finite numbers >= 0 in any common unit.
         blocks: at least 1.
 
     Raises:
@@ -67,26 +60,25 @@ def block_partition(costs: Sequence[float], blocks: int) -> tuple[int, ...]:
 
 
 def exact_integers(costs: Sequence[float]) -> list[int]:
-    """The costs in the largest unit in which all of them are integers."""
+    """Scales the costs to the largest unit in which all of them are integers."""
     ratios = [(cost if isinstance(cost, int) else float(cost)).as_integer_ratio() for cost in costs]
     denominator = max((d for _, d in ratios), default=1)  # all are powers of two
     return [numerator * (denominator // d) for numerator, d in ratios]
 
 
 def partition_integers(costs: Sequence[int], blocks: int) -> tuple[int, ...]:
-    """`block_partition` of integers >= 0, with 1 <= blocks <= len(costs), neither checked."""
-    units = [cost * (len(costs) + 1) + 1 for cost in costs]  # see the module's text
+    """Computes `block_partition` of integers >= 0, with 1 <= blocks <= len(costs), neither checked."""
+    units = [cost * (len(costs) + 1) + 1 for cost in costs]  # see the module's docstring
     sums = list(accumulate(units, initial=0))
     cuts = _even_cuts(sums, blocks, _least_bottleneck(sums, max(units), blocks))
     _improve(sums, max(units), cuts)
     return tuple(stop - start for start, stop in pairwise(cuts))
 
 
-# In what follows `sums[p]` is the sum of the first p items, and block i holds the items cuts[i] to cuts[i + 1] - 1.
+# Below, `sums[p]` is the sum of the first p items, and block i has the items cuts[i] to cuts[i + 1] - 1.
 
 
 def _least_bottleneck(sums: Sequence[int], largest: int, blocks: int) -> int:
-    """The least possible largest block sum, by bisection between two bounds."""
     low, high = max(largest, -(-sums[-1] // blocks)), sums[-1]
     while low < high:
         middle = (low + high) // 2
@@ -98,7 +90,7 @@ def _least_bottleneck(sums: Sequence[int], largest: int, blocks: int) -> int:
 
 
 def _fits(sums: Sequence[int], blocks: int, bottleneck: int) -> bool:
-    """Returns whether the items fit into `blocks` blocks of at most `bottleneck`: each takes as many as it can hold."""
+    """Returns True if the items fit into `blocks` blocks of at most `bottleneck`; fills each block greedily."""
     stop = 0
     for _ in range(blocks):
         stop = _furthest_stop(sums, stop, bottleneck)
@@ -112,14 +104,14 @@ def _furthest_stop(sums: Sequence[int], start: int, bottleneck: int) -> int:
 
 
 def _even_cuts(sums: Sequence[int], blocks: int, bottleneck: int) -> list[int]:
-    """Cuts into blocks of an item at least and `bottleneck` at most, each cut as near to its even share as can be."""
+    """Cuts into nonempty blocks of at most `bottleneck`, each cut as near to its even share as possible."""
     items, total = len(sums) - 1, sums[-1]
     first = _earliest_cuts(sums, blocks, bottleneck)
     cuts = [0]
     for i in range(1, blocks):
-        low = max(first[i], cuts[-1] + 1)  # later blocks can hold the rest; this block is not empty
-        high = min(_furthest_stop(sums, cuts[-1], bottleneck), items - (blocks - i))  # nor are the later ones
-        place = bisect_left(sums, i * total, key=lambda s: s * blocks)  # the first cut not before the even share
+        low = max(first[i], cuts[-1] + 1)  # later blocks can hold the remaining items; this block is not empty
+        high = min(_furthest_stop(sums, cuts[-1], bottleneck), items - (blocks - i))  # later blocks are not empty
+        place = bisect_left(sums, i * total, key=lambda s: s * blocks)  # the first cut at or after the even share
         if i * total - sums[place - 1] * blocks <= sums[place] * blocks - i * total:
             place -= 1
         cuts.append(min(max(place, low), high))
@@ -127,7 +119,7 @@ def _even_cuts(sums: Sequence[int], blocks: int, bottleneck: int) -> list[int]:
 
 
 def _earliest_cuts(sums: Sequence[int], blocks: int, bottleneck: int) -> list[int]:
-    """Finds for each block the first place where it can start if it and those behind it hold all items from there."""
+    """Finds the first possible start of each block such that it and all later blocks can hold the remaining items."""
     starts = [len(sums) - 1]
     for _ in range(blocks):
         starts.append(bisect_left(sums, sums[starts[-1]] - bottleneck))
@@ -135,7 +127,7 @@ def _earliest_cuts(sums: Sequence[int], blocks: int, bottleneck: int) -> list[in
 
 
 def _improve(sums: Sequence[int], largest: int, cuts: list[int]) -> None:
-    """The steps of Bárány and Grinberg, in place; `largest` is the largest item, which is 1 in the paper."""
+    """Runs the steps of Bárány and Grinberg in place; `largest` is the largest item, which is 1 in the paper."""
     size = [sums[stop] - sums[start] for start, stop in pairwise(cuts)]
     while True:
         # (1) Fix a p with M(P) = b_p: B_p is a maximal block.

@@ -1,13 +1,13 @@
-"""The graph as a chain of plain numbers: all that a cut can be judged by, for one micro-batch.
+"""The graph as a chain of plain numbers: everything that the choice of a cut needs, for one micro-batch.
 
-Nodes are known by their *place*, 0 to n - 1, in the order in which they run; stage j holds the places starts[j] to
-starts[j + 1] - 1. Seconds depend on the kind of device; bytes do not. What several nodes share is listed with all its
-places, and so counts once in each stage that has one of them:
+A node's *place* is its index, 0 to n - 1, in execution order; stage j has the places starts[j] to starts[j + 1] - 1.
+Seconds depend on the kind of device; bytes do not. What several nodes share is listed with all its places, and counts
+once in each stage that has one of them:
 
     place          0    1    2    3    4    5
     flow          make      use            use      a value, 8 bytes
-    cut                   |              |          stage 1 receives 8 bytes, stage 2 receives 8 bytes; where a gradient
-                                                    comes back, stage 2 sends it to stage 1, and stage 1 to stage 0
+    cut                   |              |          stages 1 and 2 receive 8 bytes each; a gradient goes from stage 2 to
+                                                    stage 1, and from stage 1 to stage 0
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from fxpipe.simulation.costs import StageCost
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """A value that one node makes and others use."""
+    """A value that one node computes and others use."""
 
     bytes: float
-    maker: int  # place; -1: an input of the model, which reaches each stage by itself and is sent by none
-    users: tuple[int, ...]  # places, ascending, all behind the maker; the number of nodes stands for the model's output
-    returns: bool  # does its gradient go back
+    maker: int  # place; -1: an input of the model, which every stage receives from the caller
+    users: tuple[int, ...]  # places, ascending, after the maker; the number of nodes is the model's output
+    returns: bool  # if True, its gradient is sent back
 
 
 @dataclass(frozen=True, slots=True)
 class HeldStorage:
-    """A storage that autograd keeps from forward to backward in each stage that has one of these nodes."""
+    """A storage that autograd keeps from forward to backward in each stage that has one of `savers`."""
 
     bytes: float
     maker: int  # place; -1: an input of the model
@@ -43,11 +43,11 @@ class HeldStorage:
 
 @dataclass(frozen=True, slots=True)
 class ParameterUse:
-    """A parameter or a buffer: each stage that uses it has it in memory."""
+    """A parameter or a buffer; each stage that uses it has it in memory."""
 
     bytes: float
     users: tuple[int, ...]  # places, ascending
-    is_trained: bool  # has a gradient and a state of the optimizer
+    is_trained: bool  # has a gradient and optimizer state
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,27 +59,27 @@ class Chain:
     flows: tuple[Flow, ...] = ()
     held: tuple[HeldStorage, ...] = ()
     weights: tuple[ParameterUse, ...] = ()
-    working: tuple[float, ...] = ()  # by place: bytes held for a moment beside all of the above; none: no memory known
-    forbidden_cuts: Mapping[int, str] = field(default_factory=dict)  # place -> why no cut may stand before it
-    first_stages: tuple[int, ...] = ()  # by place: the first stage that may have the node; none: all are free
-    last_stages: tuple[int, ...] = ()  # by place: the last one
-    required_cuts: tuple[int, ...] = ()  # places before which a cut must stand
-    loss: tuple[float, ...] = ()  # by kind: seconds of the loss, which are in `backward` of the last place; none: none
-    largest: Chain | None = None  # the same where sizes are largest, of which memory is asked; None: here
-    is_relayed: bool = False  # stages hand values to their neighbours alone, as over processes: see `transferred`
+    working: tuple[float, ...] = ()  # by place: bytes of temporary memory; empty: memory is unknown
+    forbidden_cuts: Mapping[int, str] = field(default_factory=dict)  # place -> reason why no cut is allowed before it
+    first_stages: tuple[int, ...] = ()  # by place: the first stage that may have the node; empty: any
+    last_stages: tuple[int, ...] = ()  # by place: the last stage that may have the node
+    required_cuts: tuple[int, ...] = ()  # places that must begin a stage
+    loss: tuple[float, ...] = ()  # by kind: seconds of the loss, part of `backward` of the last place; empty: no loss
+    largest: Chain | None = None  # the chain at the largest sizes, for memory limits; None: this one
+    is_relayed: bool = False  # stages send values only to their neighbors, as with processes: see `transferred`
 
     @property
     def transferred(self) -> tuple[Flow, ...]:
         """The flows as the links transfer them.
 
-        If values are relayed, each stage up to the last user receives a value, and its gradient comes back through all
-        of them, as if all nodes between used it. Inputs of the model are then sent from the first stage.
+        If values are relayed, each stage up to the last user receives the value and sends its gradient back, as if all
+        nodes between used the value. The first stage then sends the inputs of the model.
         """
         return tuple(relayed(flow, len(self)) for flow in self.flows) if self.is_relayed else self.flows
 
     @property
     def of_memory(self) -> Chain:
-        """The chain with the bytes of which memory limits are asked."""
+        """The chain with the bytes for memory limits."""
         if self.largest is None:
             return self
         return replace(self.largest, forward=self.forward, backward=self.backward, loss=self.loss)
@@ -90,71 +90,65 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class StageSite:
-    """The device that a stage runs on, its limits, and its way of running."""
+    """The device of a stage, its limits, and its execution mode."""
 
-    kind: int = 0  # of device: which of the chain's seconds hold
-    memory: float | None = None  # bytes that the stage may take; None: no limit
-    link: Link | None = None  # from the device of the stage before; None: a value is handed over and costs nothing
-    in_flight: int = 1  # micro-batches that are held at most at one time
-    may_recompute: bool = False  # may the stage recompute where it does not fit otherwise
+    kind: int = 0  # kind of device, an index into the chain's seconds
+    memory: float | None = None  # bytes available to the stage; None: no limit
+    link: Link | None = None  # from the device of the stage before; None: transfers are free
+    in_flight: int = 1  # maximum number of micro-batches held at one time
+    may_recompute: bool = False  # if True, the stage may recompute if it does not fit otherwise
     must_recompute: bool = False
-    recomputed: int = 1  # micro-batches of which a stage that recomputes has all activations at one time, at most
+    recomputed: int = 1  # maximum number of micro-batches with all activations at one time, if the stage recomputes
     state: float = 3.0  # bytes of gradient, optimizer state and older versions, for each byte of a trained parameter
-    versions: int = 1  # of its weights that the stage holds
+    versions: int = 1  # number of weight versions that the stage holds
 
     def activations(self, recompute: bool) -> int:
-        """Returns the micro-batches of which a stage holds all that is kept for backward at one time, at most."""
+        """Returns the maximum number of micro-batches for which a stage holds all saved activations."""
         return self.recomputed if recompute else self.in_flight
 
 
-# -- The load of a stage on its device: seconds, and bytes of memory, for any start and end --------------------------
+# -- The load of a stage on its device: seconds, and bytes of memory, for any start and end ----------------------------
 #
-# All figures are for one micro-batch of a stage that holds the places start to end - 1 of a chain.
+# All figures are for one micro-batch of a stage that has the places start to end - 1 of a chain.
 #
-# **Seconds.** The stage computes its forward and its backward (forward twice if it recomputes), and it receives:
+# **Seconds** are the sum of computation (forward twice if the stage recomputes) and of what the stage receives, since a
+# device copies what it receives before it computes. It receives
 #
-# - each flow that an earlier stage makes and that has a user here, once, over the link into this stage; also a portal.
-#   Inputs of the model cost nothing.
-# - a gradient for each returning flow that is made or used here and has a user in a later stage, over the link into the
-#   next stage: gradients go from a user to the next earlier user, and from the first one to the maker.
+# - each flow that an earlier stage computes and this stage uses, once, over the link into this stage, even if it is a
+#   portal. Inputs of the model cost nothing.
+# - a gradient for each returning flow that this stage computes or uses and a later stage uses, over the link into the
+#   next stage: gradients go from a user to the next earlier user, and from the first user to the maker.
 #
-# Over processes values are relayed (`Chain.is_relayed`): they and their gradients count at each cut between maker and
-# last user.
+# If values are relayed (`Chain.is_relayed`), they and their gradients count at each cut between maker and last user.
+# A transfer takes `latency + bytes / bytes_per_second`.
 #
-# A transfer takes `latency + bytes / bytes_per_second`; to and from the caller of the model it costs nothing. A stage's
-# *seconds* are the sum of both: a device copies what it receives before it computes.
+# **Memory** is `stage_memory` of the weights, each once, with gradients and optimizer state if trained; the received
+# flows and the other storages that are kept for backward; and the largest working memory of a place.
 #
-# **Memory** is `stage_memory` of
-#
-#     weights, each once, with gradients and optimizer state of those that are trained
-#     the received flows that are kept for backward
-#     the other storages kept for backward, of few micro-batches if the stage recomputes
-#     the largest working memory of a place
-#
-# A stage that recomputes keeps all that its forward was given. Any other keeps the received flows that return or are
-# saved here. What is saved here and was made in an earlier stage arrived as a flow, and must not count twice: of the
-# flows of a place and the storages made there that outlive it, the largest flow is taken for the largest storage, and
-# so on. A storage that came as a view made by another node counts in addition to that flow: rather too much.
+# A stage that recomputes keeps everything it receives. Any other stage keeps the received flows that return or are
+# saved here. A storage saved here but computed in an earlier stage arrived as a flow, and must not count twice. So the
+# flows of a place and the storages made there that outlive it are paired by size: the largest with the largest, and so
+# on. A storage that arrived as a view made by another node counts in addition to that flow, a slight overestimate.
 #
 # Sums are rounded once, at the end, so that equal stages have equal numbers.
 
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """The load of a stage of a cut on its device: what it costs, and what that comes to there."""
+    """The cost of a stage of a cut, and its load on its device."""
 
     cost: StageCost
-    recompute: bool  # does it run its forward again before its backward
+    recompute: bool  # if True, its forward runs again before its backward
     receive_seconds: float  # values in forward, gradients in backward
-    seconds: float  # of all: the time in which the stage is done with a micro-batch
-    memory: float  # bytes, with all micro-batches that it has at one time, where sizes are largest
-    memory_cost: StageCost  # there
+    seconds: float  # computation and transfers for one micro-batch
+    memory: float  # bytes, for all micro-batches held at one time, at the largest sizes
+    memory_cost: StageCost  # at the largest sizes
 
 
 def stage_loads(
     chain: Chain, sites: Sequence[StageSite], starts: Sequence[int], recompute: Sequence[bool]
 ) -> tuple[StageLoad, ...]:
-    """The load of each stage of a cut; stage j is on `sites[j]`."""
+    """Computes the load of each stage of a cut; stage j is on `sites[j]`."""
     storages, largest = flow_of_storage(chain), chain.of_memory
     largest_storages = storages if largest is chain else flow_of_storage(largest)
     flows, ends, links = chain.transferred, [*starts[1:], len(chain)], [*(site.link for site in sites[1:]), None]
@@ -174,42 +168,40 @@ def stage_loads(
 
 
 def recompute_choices(site: StageSite) -> tuple[bool, ...]:
-    """Lists the choices to recompute or not that a stage there has, the preferred one first."""
+    """Returns the possible choices to recompute or not, the preferred one first."""
     if site.must_recompute:
         return (True,)
     return (False, True) if site.may_recompute else (False,)
 
 
 def any_within(places: Sequence[int], start: int, end: int) -> bool:
-    """Returns whether one of these ascending places is from `start` to `end - 1`."""
+    """Returns True if one of these ascending places is from `start` to `end - 1`."""
     first = bisect_left(places, start)
     return first < len(places) and places[first] < end
 
 
 def relayed(flow: Flow, n: int) -> Flow:
-    """Returns a flow that all `n` places from its maker to its last user use."""
+    """Returns the flow as if all `n` places from its maker to its last user used it."""
     maker = max(flow.maker, 0)
     return replace(flow, maker=maker, users=tuple(range(maker + 1, min(flow.users[-1], n) + 1)))
 
 
 def flow_arrives(flow: Flow, start: int, end: int) -> bool:
-    """Returns whether a stage receives the flow from an earlier one."""
     return 0 <= flow.maker < start and any_within(flow.users, start, end)
 
 
 def gradient_arrives(flow: Flow, start: int, end: int, n: int) -> bool:
-    """Returns whether a stage receives a gradient of it from a later one; place `n` is the model's output."""
+    """Returns True if the stage receives a gradient of the flow from a later stage; place `n` is the model's output."""
     touched = start <= flow.maker < end or any_within(flow.users, start, end)
     return flow.returns and touched and any_within(flow.users, end, n)
 
 
 def sending_seconds(flow: Flow, link: Link | None) -> float:
-    """Computes the seconds that it takes to send a flow, or its gradient."""
     return 0.0 if link is None else link.latency + flow.bytes / link.bytes_per_second
 
 
 def flow_of_storage(chain: Chain) -> dict[int, int]:
-    """Index of a held storage -> index of the flow that it is in a later stage. See the module's text."""
+    """Maps the index of a held storage to the index of the flow that brings it to later stages; see above."""
     flows: dict[int, list[int]] = defaultdict(list)
     helds: dict[int, list[int]] = defaultdict(list)
     for i, flow in enumerate(chain.flows):
@@ -258,18 +250,18 @@ def _stage_cost(
 
 @dataclass(frozen=True, slots=True)
 class KeptByStage:
-    """The things that a stage keeps for backward, by index in its chain."""
+    """Values that a stage keeps for backward, by index in its chain."""
 
     held: tuple[int, ...]  # storages
-    views: tuple[int, ...]  # flows of which storages came to it as views; one for each
-    inputs: tuple[int, ...]  # flows of the stage before
-    portals: tuple[int, ...]  # flows of stages before that
+    views: tuple[int, ...]  # flows that brought storages as views; one for each storage
+    inputs: tuple[int, ...]  # flows from the stage before
+    portals: tuple[int, ...]  # flows from earlier stages
 
 
 def kept_by_stage(
     chain: Chain, starts: Sequence[int], stage: int, recompute: bool, storages: Mapping[int, int]
 ) -> KeptByStage:
-    """Finds what a stage keeps for backward. `storages`: see `flow_of_storage`."""
+    """Finds the values that a stage keeps for backward. `storages`: see `flow_of_storage`."""
     before, start, end = [0, *starts, len(chain)][stage : stage + 3]
     held, views, arrived_and_saved = [], [], set()
     for i, storage in enumerate(chain.held):

@@ -1,7 +1,7 @@
-"""Cuts the nodes of a graph into stages by their costs, between the cuts that the user has made.
+"""Cuts the nodes of a graph into stages by their costs, between the user's cuts.
 
-Nodes are known by their *place*, 0 to n - 1, in the order in which they run. A cut stands *before* a place. Where cuts
-are forbidden, the nodes on both sides cannot be separated; a run of nodes that hang together so is an *item*.
+A node's *place* is its index, 0 to n - 1, in execution order. A cut is *before* a place. A forbidden cut does not
+separate its two nodes; a run of inseparable nodes is an *item*.
 
     place      0   1   2   3   4   5          forbidden={1: "...", 4: "..."}
     cost       1   2   1   5   0   1
@@ -21,10 +21,10 @@ from fxpipe.partitioning.manual_cuts import NodeSequence
 
 
 def cut_by_block(nodes: NodeSequence, stages: int, required: Sequence[int] = ()) -> tuple[int, ...]:
-    """Finds the starts of stages: at required places, and elsewhere so that the largest cost of a stage is least.
+    """Finds the starts of stages: at required places, and elsewhere to minimize the largest cost of a stage.
 
-    Between required cuts each part is cut by itself. A stage more makes no part's largest one larger, so to give one at
-    a time to the part that has the largest leads to the least bottleneck.
+    One more stage never raises a part's largest cost, so adding stages one at a time to the part with the largest cost
+    leads to the least bottleneck.
     """
     costs = exact_integers(nodes.costs)
     parts = [_ItemRun.of(start, stop, costs, nodes) for start, stop in pairwise([0, *required, len(costs)])]
@@ -38,11 +38,11 @@ def cut_by_block(nodes: NodeSequence, stages: int, required: Sequence[int] = ())
 
 @dataclass(frozen=True, slots=True)
 class _ItemRun:
-    """The items between two required cuts, in so many stages."""
+    """The items between two required cuts, grouped into stages."""
 
-    items: tuple[int, ...]  # the places at which they begin
+    items: tuple[int, ...]
     costs: tuple[int, ...]
-    lengths: tuple[int, ...]  # of the stages, in items
+    lengths: tuple[int, ...]  # length of each stage, in items
 
     @classmethod
     def of(cls, start: int, stop: int, costs: Sequence[int], nodes: NodeSequence) -> _ItemRun:
@@ -67,15 +67,15 @@ class _ItemRun:
         return tuple(self.items[first] for first in accumulate(self.lengths[:-1], initial=0))
 
 
-# -- Cuts a graph like another one: each node should go to the stage where its parameters are ------------------------
+# -- Cuts a graph like another one: each node goes to the stage that has its parameters, if possible -------------------
 
 
 def cut_least_misplaced(misplaced: Sequence[Sequence[float]], forbidden: Mapping[int, str]) -> tuple[int, ...]:
-    """Starts of stages with the least sum of `misplaced[place][stage]`, exactly, by dynamic programming.
+    """Finds starts of stages with the least sum of `misplaced[place][stage]`, exactly, by dynamic programming.
 
     Args:
-        misplaced: for each place, what it costs to put its node into each of the stages.
-        forbidden: place -> why no cut may stand before it.
+        misplaced: for each place, the cost of its node in each stage.
+        forbidden: place -> reason why no cut is allowed before it.
 
     Returns:
         The place of the first node of each stage; every stage has at least one node. Ties go to the earlier cut.
@@ -85,7 +85,7 @@ def cut_least_misplaced(misplaced: Sequence[Sequence[float]], forbidden: Mapping
     """
     stages = len(misplaced[0]) if misplaced else 0
     infinite = float("inf")
-    # best[j]: least cost of the places so far, the last of them in stage j; and the starts that lead there
+    # best[j]: least cost of the places so far, with the last one in stage j, and its starts
     best: list[tuple[float, tuple[int, ...]]] = [(infinite, ())] * stages
     for place, costs in enumerate(misplaced):
         before = best

@@ -1,19 +1,17 @@
-"""The figures of `chain.py` for one stage, for any start and end in a chain: exact integers, quickly, after setup.
+"""The figures of `chain.py` for a stage with any start and end, as exact integers that are fast to compute after setup.
 
-What depends on one place is a difference of prefix sums. What several places share counts once in a stage:
+Costs of single places are differences of prefix sums. A thing that several places share counts once in a stage:
 
     place           0    1    2    3    4    5        three places share a thing
-    thing           .    x    x    .    x    .        a stage from 2 to 4 has two of them; the thing was begun before
+    thing           .    x    x    .    x    .        a stage from 2 to 4 has two of them; the first is before the stage
 
-So a stage from `start` has all that begins in it (prefix sums by first place) and, of what was begun before it and goes
-on, that whose next place is before `end`: a row for each start, sorted by next place, with running sums
-(`CutCrossings`). Gradients look the other way: a row for each end, sorted by the last place before it. With w things
-alive across a cut, setup takes time and memory of the order n * w, and each answer a bisection.
+So a stage from `start` has everything whose first place is in the stage (prefix sums by first place), and everything
+whose first place is before `start` and whose next place is before `end`: a row for each start, sorted by next place,
+with running sums (`CutCrossings`). For gradients there is a row for each end, sorted by the last place before it. With
+w things alive across a cut, setup takes O(n * w) time and memory, and each query a bisection.
 
-As in `block.py`, all seconds are brought to one unit in which they are integers, and all bytes to another. Only the
-time of a single transfer is rounded, to a float, before anything is added or compared.
-
-Sets of places are integers, bit p for place p: what can be reached is then found for thousands of places at a time.
+As in `block.py`, seconds and bytes are scaled to integers; only the time of a single transfer is rounded. Sets of
+places are integers, bit p for place p, so one operation handles thousands of places.
 """
 
 from __future__ import annotations
@@ -28,13 +26,13 @@ from fxpipe.partitioning.block import exact_integers
 from fxpipe.partitioning.chain import Chain, Flow, StageSite, flow_of_storage, sending_seconds
 from fxpipe.simulation.costs import stage_memory
 
-ENDS_PER_BLOCK = 16  # ends in a step of the sorted sets of a clock
+ENDS_PER_BLOCK = 16  # ends in one step of a clock's sorted sets
 
-CrossingEntry = tuple[range, int, int]  # the cuts that something crosses, by the places behind them; its key; its value
+CrossingEntry = tuple[range, int, int]  # the cuts that a thing crosses, each as the place after it; its key; its value
 
 
 class CutCrossings:
-    """Sums of the values, by key, of things that cross a cut before a place."""
+    """Sums of the values, by key, of things that cross the cut before a place."""
 
     def __init__(self, n: int, things: Iterable[CrossingEntry]) -> None:
         rows: list[list[tuple[int, int]]] = [[] for _ in range(n + 1)]
@@ -48,7 +46,7 @@ class CutCrossings:
         self._sums = [list(accumulate((value for _, value in row), initial=0)) for row in rows]
 
     def before(self, place: int, key: int) -> int:
-        """The sum of what crosses the cut before `place` with a smaller key."""
+        """Computes the sum of the values that cross the cut before `place` with a smaller key."""
         return self._sums[place][bisect_left(self.keys[place], key)]
 
     def total(self, place: int) -> int:
@@ -58,10 +56,10 @@ class CutCrossings:
 class StageClock:
     """The seconds of stages on one site.
 
-    With C the prefix sums of computation, A(s) all that crosses a cut at s and is used after it, and G(e) all gradients
-    that cross a cut at e, a stage takes at most C(e) - C(s) + A(s) + G(e), and exactly that if nothing skips it. So
-    nearly all ends that a limit allows are found by bisection among the ends sorted by C(e) + G(e); ends after it are
-    tried one by one if something skips the stage.
+    Let C be the prefix sums of computation, A(s) all arrivals that cross a cut at s, and G(e) all gradients that cross
+    a cut at e. A stage takes at most C(e) - C(s) + A(s) + G(e), and exactly that if nothing skips the stage. So
+    bisection in the ends sorted by C(e) + G(e) finds nearly all ends within a limit; further ends are tried one by one
+    if something skips the stage.
     """
 
     def __init__(self, work: list[int], arrivals: CutCrossings, gradients: CutCrossings, ends: Sequence[int]) -> None:
@@ -82,7 +80,7 @@ class StageClock:
         return work + self._arrivals.before(start, end) + gradients
 
     def ends(self, start: int, limit: int) -> int:
-        """The ends, as bits, of the stages from `start` that take `limit` at most."""
+        """Returns the ends, as bits, of the stages from `start` within `limit`."""
         if limit != self._limit:
             self._limit, self._ends_by_start = limit, {}
         if start not in self._ends_by_start:
@@ -107,7 +105,7 @@ class StageClock:
         return ends
 
     def _ends_of_older_gradients(self, n: int, ends: Sequence[int]) -> list[int]:
-        """Finds for each start the ends crossed by a gradient whose flow was neither made nor used since that start."""
+        """Finds for each start the ends crossed by a gradient of a flow without a maker or user since that start."""
         self._all_ends = bits_of(ends)
         by_oldest: list[list[int]] = [[] for _ in range(n + 1)]
         for e in ends:
@@ -117,7 +115,7 @@ class StageClock:
 
 
 class StageClocks:
-    """The clocks that the sites of a chain need, all in one unit."""
+    """The clocks of all sites of a chain, in one unit."""
 
     def __init__(self, chain: Chain, sites: Sequence[StageSite], ends: Sequence[int]) -> None:
         self._chain, self._sites, self._ends = chain, sites, ends
@@ -144,7 +142,6 @@ class StageClocks:
         return self._clocks[key]
 
     def work(self, stage: int, recompute: bool) -> list[int]:
-        """Prefix sums of computation."""
         kind, times = self._sites[stage].kind, 2 if recompute else 1
         pairs = zip(self._forward[kind], self._backward[kind], strict=True)
         return list(accumulate((times * f + b for f, b in pairs), initial=0))
@@ -173,7 +170,7 @@ class StageClocks:
 
 
 class SharedBytes:
-    """Bytes of what places share, each once in a stage."""
+    """Bytes of things that places share; each counts once in a stage."""
 
     def __init__(self, n: int, first: Iterable[tuple[int, int]], things: Iterable[CrossingEntry]) -> None:
         begun = [0] * n
@@ -187,8 +184,6 @@ class SharedBytes:
 
 
 class StageMemory:
-    """Memory of the stages of a chain, in one unit."""
-
     def __init__(self, chain: Chain, sites: Sequence[StageSite]) -> None:
         self._chain = chain
         rows = [
@@ -214,13 +209,13 @@ class StageMemory:
         self._held = SharedBytes(n, first, self._of_older(recompute=True))
 
     def exact(self, *numbers: float) -> int:
-        """The sum of numbers of bytes in the unit of `memory`, rounded down."""
+        """Computes the sum of byte counts in the unit of `memory`, rounded down."""
         return int(sum(map(Fraction, numbers)) * self.unit)
 
     def memory(self, site: StageSite, recompute: bool, start: int, end: int) -> int:
-        """Returns all bytes that a stage has in memory; they never fall as `end` grows."""
+        """Returns the bytes of a stage in memory; they never decrease as `end` grows."""
         static, working = self._with_state(site.state).bytes(start, end), self._largest_working(start, end)
-        received = self._received.bytes(start, end) if recompute else 0  # else among what is kept, and held as long
+        received = self._received.bytes(start, end) if recompute else 0  # without recomputation, `saved` includes them
         saved = (self._held if recompute else self._kept).bytes(start, end)
         return stage_memory(static, received, saved, working, site.in_flight, site.activations(recompute))
 
@@ -247,12 +242,12 @@ class StageMemory:
                 yield from _crossings_between([flow.maker, *_users_in_chain(flow, self._chain)], value)
 
     def _of_older(self, recompute: bool) -> Iterator[CrossingEntry]:
-        """Yields what is kept of what was begun before a start, less what the prefix sums count for it.
+        """Yields what a stage keeps of things that begin before it, less what the prefix sums count for them.
 
-        Without recomputation that is all that is kept; with it, what is held beside the received flows.
+        Without recomputation these are all saved values; with it, the saved values that are not received flows.
         """
         for i, (held, value) in enumerate(zip(self._chain.held, self._helds, strict=True)):
-            if i in self._pairs:  # behind its maker it is counted as a flow
+            if i in self._pairs:  # after its maker it is counted as a flow
                 yield range(held.maker + 1, held.savers[0] + 1), held.savers[0], -value
             else:
                 yield from _crossings_between(held.savers, value)
@@ -270,7 +265,6 @@ class StageMemory:
 
 
 def bits_of(places: Iterable[int]) -> int:
-    """Encodes a set of places as bits."""
     bits = 0
     for place in places:
         bits |= 1 << place
@@ -278,7 +272,6 @@ def bits_of(places: Iterable[int]) -> int:
 
 
 def places_of(bits: int) -> Iterator[int]:
-    """The places in a set, ascending."""
     text = f"{bits:b}"[::-1]
     place = text.find("1")
     while place >= 0:
@@ -287,7 +280,6 @@ def places_of(bits: int) -> Iterator[int]:
 
 
 def bits_below(place: int) -> int:
-    """Returns the bits of all places before this one."""
     return (1 << place) - 1
 
 
@@ -296,12 +288,12 @@ def _users_in_chain(flow: Flow, chain: Chain) -> list[int]:
 
 
 def _crossings_between(places: Sequence[int], value: int) -> Iterator[CrossingEntry]:
-    """Yields crossings of a thing of several places, at all starts behind the first: known by the next place."""
+    """Yields the crossings of a thing of several places, at all starts after the first; the key is the next place."""
     return ((range(a + 1, b + 1), b, value) for a, b in pairwise(places))
 
 
 def _saved_but_not_used(maker: int, users: Sequence[int], savers: Sequence[int], value: int) -> Iterator[CrossingEntry]:
-    """Yields crossings of a flow from its next saver to its next user, at the starts where the saver comes first."""
+    """Yields the crossings of a flow from its next saver to its next user, at starts where the saver comes first."""
     for earlier, saver in pairwise([maker, *savers]):
         known = bisect_right(users, saver)
         starts = range(max(earlier, users[known - 1] if known else maker) + 1, saver + 1)
@@ -311,7 +303,7 @@ def _saved_but_not_used(maker: int, users: Sequence[int], savers: Sequence[int],
 
 
 def _tables_of_maxima(row: list[int]) -> list[list[int]]:
-    """Table k has the maxima of each 2**k neighbours."""
+    """Computes tables of maxima: table k has the maxima of each 2**k neighbors."""
     tables = [row]
     while 2 * (width := 1 << len(tables) - 1) <= len(row):
         last = tables[-1]

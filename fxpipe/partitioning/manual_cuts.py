@@ -1,12 +1,12 @@
-"""Cuts that the user makes: by numbers of nodes, or by the names of nodes and modules behind which a stage ends.
+"""The user's cuts: by numbers of nodes, or by the names of nodes and modules with which stages end.
 
 places    0     1          2          3          4          5
 nodes     x     stem_conv  stem_relu  body_conv  body_relu  head
 modules   -     stem.conv  stem.relu  body.conv  body.relu  head
 
 [3, 3]             stages 0-2 and 3-5
-["stem"]           the same: a cut stands behind the last node of the module
-["stem"], 3 stages the same cut, and one more where costs say: what is left free is for the solver
+["stem"]           the same: a cut after the last node of the module
+["stem"], 3 stages the same cut, and one more that the solver chooses
 """
 
 from __future__ import annotations
@@ -20,29 +20,28 @@ from itertools import accumulate, pairwise
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError, PartitionError, TooManyStagesError
 
-# -- The nodes of a graph as a cut needs to know them, and their names in errors -------------------------------------
+# -- The nodes of a graph for cutting, and their names in errors -------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSequence:
-    """The nodes in the order in which they run; a node's index here is its *place*."""
+    """The nodes in execution order; a node's index here is its *place*."""
 
     costs: tuple[float, ...]
-    names: tuple[str, ...]  # one for each node, or none
-    modules: tuple[str, ...]  # the dotted path of each node's module, or none
-    forbidden_cuts: Mapping[int, str]  # place -> why no cut may stand before it
-    empty: Mapping[str, int | None] = field(default_factory=dict)  # module without nodes -> place before which it ends
-    inside: Mapping[str, str] = field(default_factory=dict)  # module -> the one around it that is a node
+    names: tuple[str, ...]  # one for each node, or empty
+    modules: tuple[str, ...]  # the dotted path of each node's module, or empty
+    forbidden_cuts: Mapping[int, str]  # place -> reason why no cut is allowed before it
+    empty: Mapping[str, int | None] = field(default_factory=dict)  # module without nodes -> the place after it
+    inside: Mapping[str, str] = field(default_factory=dict)  # module -> the enclosing module that is a node
 
     def label(self, place: int) -> str:
         return f"node {self.names[place]!r} (place {place})" if self.names else f"the node at place {place}"
 
     def items(self) -> list[int]:
-        """The place at which each indivisible run of nodes begins."""
+        """Returns the first place of each indivisible run of nodes."""
         return [place for place in range(len(self.costs)) if place not in self.forbidden_cuts]
 
     def too_many_stages_error(self, stages: int, remedy: str = "") -> TooManyStagesError:
-        """The error that says why there cannot be that many stages, and how many there can be; or another remedy."""
         n, possible = len(self.costs), len(self.items())
         if n == 0:
             return TooManyStagesError(f"stages={stages}, but there are no nodes to cut", 0)
@@ -57,7 +56,6 @@ class NodeSequence:
         return TooManyStagesError(text, possible, remedy)
 
     def forbidden_cut_message(self, place: int) -> str:
-        """Says why no cut can stand before a forbidden place, and which places next to it are allowed."""
         allowed = self.items()[1:]  # the first item begins without a cut
         after = bisect_left(allowed, place)
         nearest = " or ".join(map(self.label, allowed[max(after - 1, 0) : after + 1]))
@@ -66,7 +64,7 @@ class NodeSequence:
 
 
 def is_by_names(balance: Sequence[int] | Sequence[str], stages: int) -> bool:
-    """Returns True for names, False for numbers of nodes. An empty list counts as names: one stage needs none."""
+    """Returns True for names, False for numbers of nodes. An empty list counts as names: a single stage needs none."""
     return all(isinstance(entry, str) for entry in balance) and (len(balance) > 0 or stages == 1)
 
 
@@ -83,7 +81,6 @@ def _node_count(entry: int | str, entries: Sequence[int] | Sequence[str]) -> int
 
 
 def starts_by_counts(entries: Sequence[int] | Sequence[str], nodes: NodeSequence) -> tuple[int, ...]:
-    """The place at which each stage begins, from a number of nodes for each."""
     counts, n = [_node_count(entry, entries) for entry in entries], len(nodes.costs)
     if min(counts) < 1:
         raise ArgumentError(f"balance={counts} has the entry {min(counts)}: each stage needs at least 1 node")
@@ -95,7 +92,7 @@ def starts_by_counts(entries: Sequence[int] | Sequence[str], nodes: NodeSequence
 
 
 def cuts_by_names(balance: Sequence[int] | Sequence[str], nodes: NodeSequence) -> tuple[int, ...]:
-    """The places before which a cut must stand: behind the last node of each name. At most one less than stages."""
+    """Returns the places of cuts after the last node of each name; at most the number of stages less one."""
     names = [str(name) for name in balance]
     places_of = [(name, places_of_name(name, nodes)) for name in names]
     _raise_problems(
@@ -114,14 +111,13 @@ def cuts_by_names(balance: Sequence[int] | Sequence[str], nodes: NodeSequence) -
 
 
 def places_of_name(name: str, nodes: NodeSequence) -> list[int]:
-    """The places of the node of this name or, where there is none, of the nodes in this module."""
+    """Returns the places of the nodes in the module of this name or, if there are none, of the node of this name."""
     by_name = [place for place, node in enumerate(nodes.names) if node == name]
     within = [place for place, path in enumerate(nodes.modules) if path == name or path.startswith(name + ".")]
     return within or by_name
 
 
 def unknown_name_message(name: str, nodes: NodeSequence) -> str:
-    """Says what is wrong with a name that `places_of_name` does not find, and which are close to it."""
     if name in nodes.inside:
         return f"the module {name!r} runs in {nodes.inside[name]!r}, which is one node: name that"
     if name in nodes.empty:
@@ -136,7 +132,7 @@ def unknown_name_message(name: str, nodes: NodeSequence) -> str:
 
 
 def _suffix_lengths(path: str) -> Iterable[int]:
-    """Yields how much to take from the end of "a.b.c" for itself and for each module that holds it: 0, 2, 4."""
+    """Yields the lengths to cut off "a.b.c" for itself and for each enclosing module: 0, 2, 4."""
     yield 0
     yield from (len(path) - at for at, letter in enumerate(path) if letter == ".")
 
@@ -153,7 +149,6 @@ def _out_of_order_message(before: str, end: int, name: str, place: int, nodes: N
 
 
 def _raise_problems(problems: Iterable[str]) -> None:
-    """Raises one error that says all that is wrong."""
     match list(problems):
         case []:
             return

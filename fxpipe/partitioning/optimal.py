@@ -1,33 +1,30 @@
-"""Cuts a chain so that the step waits for as little as possible: the exact least bottleneck, within memory.
+"""Cuts a chain into stages with the exact least bottleneck, within memory.
 
-The question: n nodes stand in a row, and stage j will run on site j. `chain.py` computes the seconds and bytes of
-stages. Cut the row into stages, none empty. In order of priority:
+Stage j runs on site j; `chain.py` computes the seconds and bytes of stages. No stage is empty. In order of priority:
 
 1. every stage fits into its memory; it recomputes if it must, or if it may and does not fit otherwise;
-2. the *bottleneck*, the largest `seconds` of a stage, is the least possible. So a cut is moved rather than a stage
-   made to recompute if that is faster;
-3. of such cuts, as few stages as possible recompute;
-4. of those, the stages are even: from the first on, each ends where the larger of its seconds and the mean of what
-   remains for each later stage is least, among the ends from which (1) to (3) can still be had.
+2. the *bottleneck*, the largest `seconds` of a stage, is minimal. So a cut is moved, instead of making a stage
+   recompute, if that is faster;
+3. the fewest stages recompute;
+4. the stages are even: from the first on, each ends where the larger of its seconds and the mean of the remaining
+   computation for each later stage is least, among the ends for which (1) to (3) still hold.
 
-(1) to (3) are exact, by integers (`intervals.py`), and tested against every cut of small chains.
+(1) to (3) are exact, by integer arithmetic (`intervals.py`). (4) is greedy, and ignores transfers.
 
-The search (`search.py`): a limit L on seconds is tested by going from stage to stage with the set of places where the
-next one can start.
+The search (`search.py`) tests a limit L on seconds by going from stage to stage with the set of possible starts.
 
     starts of stage j      . . . x . x x . .        each start leads to the ends that L and its memory allow;
     starts of stage j + 1  . . . . . x . x x        all of them together are the starts of the next stage
 
-The sets have holes, since a stage that is one node longer can be done sooner, if it sends less. But a stage cannot
-compute less than its nodes do: from that follow a least L, by bisection, and how early a stage can start. If that L is
-too low, it is raised in growing steps, then bisected until few values remain; the least bottleneck is the seconds of
-some stage, and so one of them: about 25 tests in all. Most limits that can be kept are kept by a cut whose stages end
-near even shares; all starts are followed only if that cut fails.
+The sets have holes, because a stage with one more node can be faster if it sends less. But the computation of a stage
+is a lower bound on its seconds. This bound gives a least L, by bisection, and the earliest start of each stage. If that
+L is too low, the search raises it in growing steps, then bisects until few values remain. The least bottleneck
+is one of these values, since it is the seconds of some stage: about 25 tests in all. Most feasible limits are met by a
+cut whose stages end near even shares; the search follows all starts only if that cut fails.
 
-A test takes time in proportion to the starts that it reaches. 5,663 nodes are cut into 8 stages in 0.3 to 2 seconds,
-10,000 into 64 in 2 to 10, and in half a minute if the last node is as large as two and a half even shares (Python 3.11,
-one core at 2.5 GHz; tools/bench/README.md). Setup takes memory in proportion to n times the number of values that are
-alive across a cut. What could be better: (4) is greedy, and ignores transfers.
+A test takes time in proportion to the starts that it reaches. Cutting 5,663 nodes into 8 stages takes 0.3 to 2 seconds,
+10,000 nodes into 64 stages up to half a minute (one core at 2.5 GHz; tools/bench/README.md). Setup takes memory in
+proportion to n times the number of values alive across a cut.
 """
 
 from __future__ import annotations
@@ -44,12 +41,12 @@ from fxpipe.partitioning.search import CutSearch
 from fxpipe.utils.text_table import text_table
 from fxpipe.utils.units import human_bytes
 
-# The error if no cut fits into memory: a table of the best attempt, the part at fault, the remedies that would do.
+# The error if no cut fits into memory has a table of the best attempt, the reason, and remedies.
 #
-# The best attempt is the cut whose worst stage is over its limit by the fewest bytes, to one part in 1024. A remedy is
-# a list of *trials*, each another chain or other sites; the first trial with a cut that fits is named.
+# The best attempt is the cut that minimizes the largest excess over a memory limit, to one part in 1024. A remedy is a
+# list of *trials*, each with another chain or other sites; the error names the first trial that fits.
 
-ATTEMPT_PRECISION = 1024  # the best attempt is found to within this fraction
+ATTEMPT_PRECISION = 1024  # relative precision of the best attempt, as 1 / ATTEMPT_PRECISION
 SHORTAGE_HEADERS = (
     "stage",
     "nodes",
@@ -76,7 +73,7 @@ class RemedyTrial:
 
 
 def recompute_trials(chain: Chain, sites: Sequence[StageSite]) -> Iterator[RemedyTrial]:
-    """Yields a trial in which stages may recompute, where some may not."""
+    """Yields a trial in which all stages may recompute, if some may not."""
     if not all(site.may_recompute or site.must_recompute for site in sites):
         yield RemedyTrial("let stages recompute", chain, [replace(site, may_recompute=True) for site in sites])
 
@@ -92,10 +89,10 @@ def no_cut_fits_message(stages: int) -> str:
 def memory_limit_error(
     chain: Chain, sites: Sequence[StageSite], names: Sequence[str] = (), remedies: Iterable[Iterable[RemedyTrial]] = ()
 ) -> MemoryLimitError:
-    """The error where no cut fits: the table, the part at fault, and of each remedy the first trial that fits.
+    """Returns the error if no cut fits: the table, the reason, and for each remedy the first trial that fits.
 
     Args:
-        names: of the nodes, or none.
+        names: of the nodes, or empty.
         remedies: each a list of trials, the mildest first.
     """
     starts, loads = best_attempt(chain, sites)
@@ -126,7 +123,7 @@ def memory_limit_error(
 
 
 def best_attempt(chain: Chain, sites: Sequence[StageSite]) -> tuple[tuple[int, ...], tuple[StageLoad, ...]]:
-    """The starts and loads of the cut that is over its limits by the least; there must be a cut but for memory."""
+    """Returns starts and loads of the cut with the least excess over its memory limits; assumes that a cut exists."""
     search = CutSearch(chain, sites)
     low, high = 0.0, max(1.0, *(site.memory / ATTEMPT_PRECISION for site in sites if site.memory is not None))
     while not (fitting := search.with_spare(high)).fits():
@@ -163,7 +160,7 @@ def _shortage_row(stage: int, places: tuple[int, int], load: StageLoad, site: St
 
 
 def _versions_message(loads: Sequence[StageLoad], sites: Sequence[StageSite]) -> str:
-    """Says how many versions of its weights fit into each stage, where mini-batches in flight need several; or ""."""
+    """Describes how many weight versions fit into each stage; empty if one version suffices."""
     if max(site.versions for site in sites) == 1:
         return ""
     counts = ", ".join(
@@ -177,7 +174,7 @@ def _versions_that_fit(load: StageLoad, site: StageSite) -> int:
     if site.memory is None or load.memory <= site.memory:
         return site.versions
     older = load.memory_cost.version_bytes
-    spare = site.memory - (load.memory - older)  # beside the newest
+    spare = site.memory - (load.memory - older)
     if spare < 0 or not older:
         return 0
     return 1 + int(spare // (older / (site.versions - 1)))
@@ -188,7 +185,6 @@ def _overrun(load: StageLoad, limit: float) -> str:
 
 
 def _beside_parameters(sites: Sequence[StageSite]) -> str:
-    """Names what comes with parameters."""
     versions = max(site.versions for site in sites)
     return f"gradients, optimizer state and {versions} versions" if versions > 1 else "gradients and optimizer state"
 
@@ -201,7 +197,6 @@ def _problem_message(
     stage: int,
     places: tuple[int, int],
 ) -> str:
-    """Says which part is at fault, of what needs most of all down to what just adds up."""
     single = _single_node_message(chain, sites, names)
     if single:
         return single
@@ -230,7 +225,7 @@ def _problem_message(
 
 
 def _single_node_message(chain: Chain, sites: Sequence[StageSite], names: Sequence[str]) -> str:
-    """Names, of inseparable nodes that fit nowhere, even alone, those that need most; or nothing."""
+    """Describes the largest group of inseparable nodes that fits into no stage; empty if there is none."""
     search = CutSearch(chain, sites)
     stages = list({site: j for j, site in enumerate(sites)}.values())
     largest, message = 0.0, ""
@@ -261,13 +256,12 @@ def _node_label(place: int, names: Sequence[str]) -> str:
 class OptimalCut:
     """The cut with the least bottleneck."""
 
-    starts: tuple[int, ...]  # the place of the first node of each stage; starts[0] == 0
+    starts: tuple[int, ...]  # place of the first node of each stage; starts[0] == 0
     recompute: tuple[bool, ...]  # by stage
     loads: tuple[StageLoad, ...]
 
     @property
     def bottleneck(self) -> float:
-        """The largest `seconds` of a stage."""
         return max(load.seconds for load in self.loads)
 
 
@@ -279,7 +273,7 @@ def optimal_partition(
     remedies: Iterable[Iterable[RemedyTrial]] = (),
     explains: bool = True,
 ) -> OptimalCut:
-    """Cuts a chain into one stage for each site; the best cut is defined above.
+    """Cuts a chain into one stage for each site; the module's docstring defines the best cut.
 
         >>> chain = Chain(forward=((1.0, 1.0, 2.0, 2.0),), backward=((2.0, 2.0, 4.0, 4.0),))
         >>> optimal_partition(chain, [StageSite(), StageSite()]).starts
@@ -288,13 +282,13 @@ def optimal_partition(
     Args:
         chain: at least one node.
         sites: one for each stage, in order.
-        names: of the nodes, for errors; or none.
-        remedies: tried if no cut fits into memory, and named if one would; see `memory_limit_error`.
+        names: of the nodes, for errors; or empty.
+        remedies: tried if no cut fits into memory, and named if they fit; see `memory_limit_error`.
         explains: explain why no cut fits, which takes several times as long.
 
     Raises:
         MemoryLimitError: no cut fits into memory.
-        PartitionError: there is no such cut at all.
+        PartitionError: no cut is possible, regardless of memory.
     """
     search = CutSearch(chain, sites)
     limit = search.least_bottleneck()

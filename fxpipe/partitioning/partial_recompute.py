@@ -1,15 +1,14 @@
-"""Recomputing no more of a stage than its memory asks for: the stage in two parts on its device, one of which does.
+"""Recomputes only as much of a stage as its memory requires: the stage is split into two parts on its device.
 
-    stage      ├─────────── recomputes ───────────┤      keeps what it was given, and runs all of it twice
-    parts      ├──── is kept ────┤── recomputes ──┤      as much is kept as there is memory for
+    stage      ├─────────── recomputes ───────────┤      keeps its inputs, and runs forward twice
+    parts      ├──── is kept ────┤── recomputes ──┤      keeps as much as memory allows
 
-A part is a stage like any other; in a schedule neighbours on one device are as one. The front or the back is kept,
-whichever leaves less to recompute. Their memory together is that of the stage: shared weights and working memory count
-in both.
+A schedule runs adjacent parts on one device as one stage. The front or the back is kept, whichever leaves less to
+recompute. Shared weights and working memory count in both parts.
 
-Stages are then no longer even, so the cuts between devices are moved: by bisection on the seconds of a device, where
-each device takes as many nodes as it can, from the first on. This assumes that longer stages take longer and need more
-memory, which large values across a cut can disprove; so the result is compared with the exact cut of whole stages.
+The split makes stages uneven, so the cuts between devices are moved: by bisection on the seconds of a device, filling
+each device greedily from the first on. This assumes that longer stages take longer and need more memory, which large
+values across a cut can violate; so the result is compared with the exact cut of unsplit stages.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from itertools import accumulate, pairwise
 from fxpipe.partitioning.chain import Chain, StageSite
 from fxpipe.partitioning.intervals import StageClocks, StageMemory
 
-BISECTION_STEPS = 24  # of the bisection for the least limit
-NEARBY = 64  # places behind the one found by bisection that are looked at, too
+BISECTION_STEPS = 24  # in the search for the least limit
+NEARBY = 64  # further places to try after the bisection
 
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
     """A part of a stage: the places from `start` to the next part."""
 
-    stage: int  # whose part it is, or that it is all of
+    stage: int  # stage that it belongs to, or is all of
     start: int
     recompute: bool
 
@@ -40,12 +39,12 @@ class StagePart:
 def partial_recompute_cuts(
     chain: Chain, sites: Sequence[StageSite], starts: Sequence[int], recompute: Sequence[bool], below: float | None
 ) -> Iterator[tuple[StagePart, ...]]:
-    """Cuts in which a part of some stage recomputes: the given one with less to recompute, and one that is more even.
+    """Yields cuts in which a part of some stage recomputes: the given cut with less recomputation, and a more even cut.
 
     Args:
-        sites: of the stages, each on a device of its own.
+        sites: one for each stage, on different devices.
         starts, recompute: the given cut, which fits.
-        below: seconds that no stage may take where the cuts between devices are moved; None: they stay.
+        below: upper bound on the seconds of a stage if cuts between devices are moved; None: they stay.
     """
     search = _PartialSearch(chain, sites)
     ends = [*starts[1:], len(chain)]
@@ -96,10 +95,8 @@ class _PartialSearch:
         self._forward = [list(accumulate(row, initial=0.0)) for row in chain.forward]
         self.quick = cache(self._quick)
 
-    # -- a stage -------------------------------------------------------------------------------------------------------
-
     def least(self, j: int, start: int, end: int) -> _SplitStage | None:
-        """The stage with the least recomputation found; None if it does not fit."""
+        """Returns the split with the least recomputation found; None if it does not fit."""
         return self._stage(j, start, end, NEARBY)
 
     def _quick(self, j: int, start: int, end: int) -> _SplitStage | None:
@@ -133,9 +130,9 @@ class _PartialSearch:
         return front + self._memory(j, kept_first, middle, end) <= self._most[j]
 
     def _last(self, start: int, stop: int, nearby: int, fits: Callable[[int], bool]) -> int | None:
-        """Finds, from the number `start` towards `stop`, the last place that fits if those before it do."""
+        """Finds, from index `start` towards `stop`, the last place that fits, assuming that all before it do."""
         step = 1 if stop > start else -1
-        low, high = -1, abs(stop - start)  # the one fits, the other does not
+        low, high = -1, abs(stop - start)
         while high - low > 1:
             middle = (low + high) // 2
             if fits(self._places[start + step * middle]):
@@ -148,7 +145,6 @@ class _PartialSearch:
         return None if low < 0 else self._places[start + step * low]
 
     def _again(self, stage: _SplitStage) -> float:
-        """Seconds of recomputation."""
         row = self._forward[self._sites[stage.index].kind]
         return row[stage.stop] - row[stage.first]
 
@@ -156,10 +152,8 @@ class _PartialSearch:
         once = self._seconds.clock(stage.index, False).seconds(stage.start, stage.end) / self._seconds.unit
         return once + self._again(stage)
 
-    # -- all stages ----------------------------------------------------------------------------------------------------
-
     def even(self, high: float) -> list[_SplitStage] | None:
-        """The cut with the least bottleneck that is found, `high` at most; None if there is none."""
+        """Returns the cut with the least bottleneck found, at most `high`; None if there is none."""
         best, low = self._kept_within(high), 0.0
         if best is None:
             return None
@@ -173,7 +167,7 @@ class _PartialSearch:
         return [self.least(stage.index, stage.start, stage.end) or stage for stage in best]
 
     def _kept_within(self, limit: float) -> list[_SplitStage] | None:
-        """Finds stages that take no longer than `limit`, each as long as it can be; None if there are none."""
+        """Finds the longest stages, from the first on, within `limit`; None if there are none."""
         stages, start, count = list[_SplitStage](), 0, len(self._sites)
         for j in range(count):
             if j == count - 1:
@@ -188,7 +182,7 @@ class _PartialSearch:
         return stages
 
     def _longest(self, j: int, start: int, limit: float, left: int) -> _SplitStage | None:
-        """Finds the longest stage from `start` within `limit`. `left`: stages behind it; each needs a place."""
+        """Finds the longest stage from `start` within `limit`. `left`: number of later stages; each needs a place."""
         first, stop = _places_within(self._places, start, self._n)
         low, high, longest = first - 1, stop - left + 1, None
         while high - low > 1:
@@ -202,5 +196,5 @@ class _PartialSearch:
 
 
 def _places_within(places: Sequence[int], start: int, end: int) -> tuple[int, int]:
-    """The numbers, from and to, of the places between two."""
+    """Returns the range of indices of the places strictly between two."""
     return bisect_right(places, start), bisect_left(places, end)

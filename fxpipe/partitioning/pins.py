@@ -1,6 +1,6 @@
-"""Nodes that the user pins to devices: which stages they may be in, and how many stages that takes.
+"""Nodes that the user pins to devices: the stages that they may be in, and the number of stages needed.
 
-Stages are placed on the devices in order. A node pinned to an earlier device than a node before it needs another stage:
+Stages are placed on the devices in order. A node pinned to an earlier device than a preceding node needs another stage:
 
     devices    0, 1                    pins {"embedding": 0, "head": 0}
     stages     0 on 0, 1 on 1, 2 on 0  since the head is after nodes that are on 1
@@ -22,31 +22,31 @@ from itertools import accumulate, groupby
 from fxpipe.errors import PartitionError
 from fxpipe.partitioning.manual_cuts import NodeSequence, places_of_name, unknown_name_message
 
-MAX_WAYS = 16  # to be compared
+MAX_WAYS = 16  # maximum number of placements to compare
 
 
 @dataclass(frozen=True, slots=True)
 class PinnedPlacement:
-    """The placement and bounds that follow from pins."""
+    """A placement and the bounds that follow from pins."""
 
     placement: tuple[int, ...]  # by stage: the device
     first_stages: tuple[int, ...]  # by place: the first stage that may have the node
-    last_stages: tuple[int, ...]  # by place: the last one
+    last_stages: tuple[int, ...]  # by place: the last stage that may have the node
 
 
 def placements_for_pins(
     pins: Mapping[str, int], placement: Sequence[int], nodes: NodeSequence
 ) -> tuple[PinnedPlacement, ...]:
-    """The ways to satisfy `pins` (name of a node, or path of a module -> device), those with the fewest stages first.
+    """Returns the placements that satisfy `pins` (node name or module path -> device), the fewest stages first.
 
-    There are several where a pinned node can go into a stage that is there or into one more. A module's pin holds for
-    the modules in it, unless they have one of their own. One that computes nothing needs no place.
+    A pinned node can be in an existing stage or in a new one. A module's pin holds for its submodules unless they have
+    their own pins. A module that computes nothing needs no place.
 
     Raises:
-        PartitionError: a name that no node or module has; or no way, since each stage needs a node.
+        PartitionError: a name that no node or module has; or there are too few nodes for the stages.
     """
     device_of: dict[int, int] = {}
-    for name in sorted(pins, key=len):  # longer paths are further inside, and come later
+    for name in sorted(pins, key=len):  # longer paths are inner modules, and override
         places = places_of_name(name, nodes) if name else list(range(len(nodes.costs)))
         is_elsewhere = name in nodes.inside and pins.get(nodes.inside[name]) != pins[name]
         if not places and (is_elsewhere or not (name in nodes.inside or name in nodes.empty)):
@@ -66,8 +66,8 @@ def placements_for_pins(
 
 
 def _first_placement(device_of: Mapping[int, int], placement: Sequence[int], n: int) -> tuple[int, ...]:
-    """The stages to begin with: as given, but on the device of the first node; none for a device without nodes."""
-    if len(device_of) == n:  # a map of all modules: the runs of nodes on one device, in as many stages as are given
+    """Returns the initial placement: as given, but first the device of the first node; no device without nodes."""
+    if len(device_of) == n:  # a map of all modules: one stage per run, unless the given placement matches
         runs = tuple(device for device, _ in groupby(device_of[place] for place in range(n)))
         return tuple(placement) if tuple(device for device, _ in groupby(placement)) == runs else runs
     first = device_of.get(0, placement[0])
@@ -87,11 +87,11 @@ class _StagesForPins:
     def with_pin(self, place: int, device: int) -> list[_StagesForPins]:
         before, first, last = self.spans[-1] if self.spans else (-2, 0, 0)
         if before == place - 1 and self.placement[first] == device:
-            return [_StagesForPins(self.placement, (*self.spans, (place, first, last)))]  # it goes on as it was
+            return [_StagesForPins(self.placement, (*self.spans, (place, first, last)))]  # the same span continues
         ways = []
         for _, run in groupby(range(len(self.placement)), self.placement.__getitem__):
             stages = [stage for stage in run if self.placement[stage] == device and stage >= first]
-            if stages:  # neighbours on one device: which of them has it is for the solver
+            if stages:  # adjacent stages on one device: the solver chooses among them
                 ways.append(_StagesForPins(self.placement, (*self.spans, (place, stages[0], stages[-1]))))
         if self.placement[-1] != device:
             stage = len(self.placement)
@@ -109,10 +109,9 @@ def _stage_bounds(way: _StagesForPins, n: int) -> PinnedPlacement:
 
 
 def _leaves_a_node_for_each(way: PinnedPlacement) -> bool:
-    """Returns whether every stage can have a node: a walk through the places can enter each stage in turn."""
     stage = -1
     for low, high in zip(way.first_stages, way.last_stages, strict=True):
-        stage = min(stage + 1, high)  # as early as can be
+        stage = min(stage + 1, high)  # the earliest stage possible
         if stage < low:
             return False
     return stage == len(way.placement) - 1

@@ -1,22 +1,18 @@
-"""PipeDream's partition: stages, and how many replicas each of them has (Narayanan et al., SOSP 2019, section 3.1).
+"""PipeDream's partition: stages and the number of their replicas (Narayanan et al., SOSP 2019, section 3.1).
 
 Devices are workers of a hierarchy of levels: GPUs in a node, nodes in a cluster. Level k has m_k components of level
-k - 1, between which B_k bytes are sent per second. A stage of layers i to j on m components of level k takes for each
-mini-batch, as each of its replicas has every m-th one and all of them reduce their gradients,
+k - 1, with a bandwidth B_k between them. Replicas of a stage take mini-batches in turn and all-reduce their gradients.
+So a stage of layers i to j on m components of level k takes for each mini-batch
 
     T_k(i, j, m) = max(A_(k-1)(i, j, m_(k-1)), 2 (m - 1) |w_i ... w_j| / B_k) / m
 
-and the best pipeline of these layers on m components is one stage, or a pipeline on m - m' of them and a stage after
-it, whatever is slowest:
+The best pipeline of these layers on m components is one stage, or a pipeline on m - m' components followed by a stage:
 
     A_k(i, j, m) = min(T_k(i, j, m), min over s, m' of max(A_k(i, s, m - m'), 2 a_s / B_k, T_k(s + 1, j, m')))
 
-where A_0(i, j) is the sum of the layers' seconds, forward and backward. All workers are used. So a component has one
-stage, or a pipeline of its own: 15-1, as in the paper's table for VGG-16 on 4 x 4, is not a partition of nodes of 4,
-but of 16 workers on one level.
-
-With a flush the same holds for a whole mini-batch: m replicas share it, and reduce its gradients once. Memory is not
-taken into account.
+Here A_0(i, j) is the sum of the layers' seconds, forward and backward. All workers are used. A component has one stage
+or a pipeline: 15-1, the paper's result for VGG-16 on 4 x 4, needs a single level of 16 workers. With a flush, m
+replicas share a mini-batch, with the same result. Memory is not taken into account.
 """
 
 from __future__ import annotations
@@ -38,13 +34,13 @@ T = TypeVar("T")
 class BandwidthLevel:
     """A level of a hierarchy of workers."""
 
-    workers: int  # components of the level below, or devices on the lowest level
-    bytes_per_second: float  # between any two of them, and to reduce; infinite where values are handed over
+    workers: int  # components of the level below; devices on the lowest level
+    bytes_per_second: float  # between any two of them, and to reduce; infinite within one process
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicatedStage:
-    """Layers `start` to `stop - 1`, on so many workers, each of which has all of them."""
+    """Layers `start` to `stop - 1`, on this number of workers, each of which has all of the layers."""
 
     start: int
     stop: int
@@ -53,17 +49,15 @@ class ReplicatedStage:
 
 @dataclass(frozen=True, slots=True)
 class ReplicatedPartition:
-    """Stages with their replicas, in order."""
-
     stages: tuple[ReplicatedStage, ...]
-    seconds: float  # for each mini-batch, of what is slowest
+    seconds: float  # for each mini-batch, of the slowest stage or boundary
 
     @property
     def replicas(self) -> tuple[int, ...]:
         return tuple(stage.replicas for stage in self.stages)
 
     def __str__(self) -> str:
-        """Formats it as the paper does: `15-1`."""
+        """Formats the partition as the paper does: `15-1`."""
         return "-".join(map(str, self.replicas))
 
 
@@ -75,20 +69,20 @@ def pipedream_partition(
     *,
     required: Sequence[int] = (),
 ) -> ReplicatedPartition:
-    """Finds the stages and replicas with which the slowest stage or boundary takes least.
+    """Finds the stages and replicas that minimize the seconds of the slowest stage or boundary.
 
         >>> str(pipedream_partition([9.0, 1.0], [0.0, 0.0], [0.0, 9e9], [BandwidthLevel(4, 1e9)]))
         '3-1'
 
     Args:
         times: seconds of each layer for a mini-batch, forward and backward.
-        activation_bytes: of what each layer hands on; that of the last one is not looked at.
-        weight_bytes: of each layer's trained parameters.
+        activation_bytes: bytes of the output of each layer; the last is ignored.
+        weight_bytes: bytes of the trained parameters of each layer.
         levels: the lowest first.
-        required: layers with which a stage has to begin.
+        required: layers that must begin a stage.
 
     Raises:
-        PartitionError: no stages on all of these workers begin where they have to.
+        PartitionError: no partition on all workers has a stage that begins with each required layer.
     """
     tables = list[_LevelTable]()
     for level in levels:
@@ -106,12 +100,12 @@ def pipedream_partition(
 
 @dataclass(frozen=True, slots=True)
 class _LayerSums:
-    """Figures of runs of layers."""
+    """Prefix sums over the layers."""
 
-    seconds: tuple[float, ...]  # of all layers before each, and of all
+    seconds: tuple[float, ...]  # sums before each layer, and of all layers
     weights: tuple[float, ...]
     activations: Sequence[float]
-    cuts: tuple[int, ...]  # required ones before each layer, or with it
+    cuts: tuple[int, ...]  # number of required layers up to each layer
     count: int
 
     @classmethod
@@ -128,7 +122,7 @@ class _LayerSums:
         )
 
     def stage_seconds(self, i: int, j: int) -> float:
-        """Computes the seconds of the layers `i` to `j` on one device; infinite where a stage has to begin between."""
+        """Computes the seconds of layers `i` to `j` on one device; infinite if a stage must begin between them."""
         return math.inf if self.cuts[i] < self.cuts[j] else max(0.0, self.seconds[j + 1] - self.seconds[i])
 
     def weight_bytes(self, i: int, j: int) -> float:
@@ -138,9 +132,9 @@ class _LayerSums:
 class _LevelTable:
     """The best pipelines of a level: of each run of layers, on each number of its components.
 
-    The last level needs only the pipeline of all layers on all components. It is searched by its seconds: within a
-    limit, the components that a stage may have are a range, and the numbers that suffice for the first layers are the
-    bits of an integer. So hundreds of workers take no longer than a few.
+    The last level needs only the pipeline of all layers on all components. It is found by a bisection of the seconds:
+    for a limit, the possible numbers of components of a stage are a range, and the sufficient numbers for the first
+    layers are the bits of an integer. So hundreds of workers take no longer than a few.
     """
 
     def __init__(self, sums: _LayerSums, level: BandwidthLevel, below: _LevelTable | None):
@@ -160,7 +154,7 @@ class _LevelTable:
             for s in range(j - 1, i - 1, -1):
                 last = self.stage_seconds(s + 1, j, own)
                 if last >= best and self.is_lowest:
-                    break  # with more layers it takes no less
+                    break  # a stage with more layers takes no less
                 seconds = max(self.best[i, s, m - own], 2 * self.sums.activations[s] / rate, last)
                 if seconds < best:
                     best, split = seconds, (s, own)
@@ -170,11 +164,10 @@ class _LevelTable:
 
     @property
     def is_lowest(self) -> bool:
-        """Tells whether a stage with more layers takes no less; where it is a pipeline within, it may."""
+        """True if a stage with more layers takes no less; a stage that is a pipeline of the level below may."""
         return self.below is None
 
     def stage_seconds(self, i: int, j: int, m: int) -> float:
-        """Computes the seconds of one stage on `m` components."""
         return max(self._inner_seconds(i, j), self._reduction_seconds(i, j, m)) / m
 
     def _inner_seconds(self, i: int, j: int) -> float:
@@ -185,7 +178,7 @@ class _LevelTable:
         return 2 * (m - 1) * self.sums.weight_bytes(i, j) / self.level.bytes_per_second
 
     def stages(self, i: int, j: int, m: int) -> list[ReplicatedStage]:
-        """Lists the stages of the best pipeline, with the replicas that all levels below make of them."""
+        """Lists the stages of the best pipeline, with replicas on all levels."""
         split = self.split.get((i, j, m))
         if split is not None:
             s, own = split
@@ -195,7 +188,7 @@ class _LevelTable:
     def fewest_stages(self) -> tuple[tuple[ReplicatedStage, ...], float] | None:
         """Returns the best pipeline of all layers on all components, and its seconds; None if there is none.
 
-        If one boundary is the slowest, many pipelines are the best. This one has the fewest stages of this level.
+        Many pipelines are optimal if a boundary is the slowest. The result has the fewest stages of this level.
         """
         best = _least_bottleneck(self._fewest_runs, self._seconds)
         if best is None:
@@ -204,10 +197,10 @@ class _LevelTable:
         return tuple(one for start, stop, own in runs for one in self._stages_within(start, stop - 1, own)), seconds
 
     def _fewest_runs(self, limit: float) -> list[tuple[int, int, int]] | None:
-        """Lists the fewest stages in which nothing takes longer, each as (start, stop, components); None: none do."""
+        """Lists the fewest stages within the limit, each as (start, stop, components); None if there are none."""
         count, workers = self.sums.count, self.level.workers
         seen = [0] * (count + 1)
-        reached = [{0: 1}]  # by stages, by layers: on how many components, as bits, that need as many stages
+        reached = [{0: 1}]  # [stages][layers]: bits of the numbers of components that need this number of stages
         while not reached[-1].get(count, 0) >> workers & 1:
             new = dict[int, int]()
             for start, before in reached[-1].items():
@@ -231,11 +224,11 @@ class _LevelTable:
         return runs
 
     def _extended(self, bits: int, start: int, stop: int, limit: float) -> int:
-        """Adds a stage to what is reached before it; 0 if no number of components does."""
+        """Adds a stage to the reached numbers of components; 0 if no number is within the limit."""
         counts = self._counts(start, stop, limit)
         if not counts:
             return 0
-        width = 1  # of the numbers that bits are spread over
+        width = 1
         while width < len(counts):
             step = min(width, len(counts) - width)
             bits |= bits << step
@@ -243,7 +236,7 @@ class _LevelTable:
         return bits << counts[0] & (2 << self.level.workers) - 1
 
     def _counts(self, start: int, stop: int, limit: float) -> range:
-        """Returns the numbers of components on which a stage and the boundary before it take no longer."""
+        """Returns the numbers of components for which a stage and the boundary before it are within the limit."""
         counts, i, j = range(1, self.level.workers + 1), start, stop - 1
         if start and self._boundary_seconds(start) > limit:
             return counts[:0]
@@ -260,7 +253,7 @@ class _LevelTable:
         return max(*stages, *(self._boundary_seconds(start) for start, _, _ in runs if start), 0.0)
 
     def _stages_within(self, i: int, j: int, m: int) -> list[ReplicatedStage]:
-        """Lists those of one stage of this level, which may be a pipeline on the level below."""
+        """Lists the stages in one stage of this level, which may be a pipeline on the level below."""
         if self.below is None:
             return [ReplicatedStage(i, j + 1, m)]
         return [
@@ -270,11 +263,9 @@ class _LevelTable:
 
 
 def _least_bottleneck(within: Callable[[float], T | None], seconds: Callable[[T], float]) -> tuple[T, float] | None:
-    """Returns the answer in which the slowest part takes least, and its seconds; None if there is none.
+    """Returns the answer with the fastest bottleneck, and its seconds; None if there is none.
 
-    Args:
-        within: an answer in which nothing takes longer than a limit; None if there is none.
-        seconds: of the slowest part of an answer.
+    `within` returns an answer within a limit or None, `seconds` the seconds of the bottleneck of an answer.
     """
     best, least = within(sys.float_info.max), 0.0
     if best is None:
@@ -290,15 +281,13 @@ def _least_bottleneck(within: Callable[[float], T | None], seconds: Callable[[T]
     return best, most
 
 
-# -- Stages whose replicas are known -----------------------------------------------------------------------------------
+# -- Stages with a given number of replicas ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class StageWorkers:
-    """The workers of a stage, and the ways to them."""
-
     replicas: int = 1
-    kind: int = 0  # of device
+    kind: int = 0
     reduces: float = math.inf  # bytes per second, to reduce gradients
     receives: float = math.inf  # bytes per second, from the stage before
 
@@ -312,7 +301,7 @@ def bounds_for_replicas(
     forbidden: Sequence[int] = (),
     required: Sequence[int] = (),
 ) -> tuple[tuple[int, ...], float] | None:
-    """Finds where stages begin if each has the given replicas, so that the slowest stage or boundary takes least.
+    """Finds the first layers of stages with the given replicas that minimize the slowest stage or boundary.
 
         >>> bounds_for_replicas([[4.0, 2.0, 2.0]], [0.0] * 3, [0.0] * 3, [StageWorkers(3), StageWorkers(1)])
         ((0, 2), 2.0)
@@ -321,11 +310,10 @@ def bounds_for_replicas(
         times: for each kind of device, seconds of each layer for a mini-batch.
         activation_bytes, weight_bytes: as for `pipedream_partition`.
         workers: of each stage.
-        forbidden: layers with which no stage may begin.
-        required: those with which one has to.
+        forbidden, required: layers that must not, or must, begin a stage.
 
     Returns:
-        The first layer of each stage, and the seconds of what is slowest; None where there are no such stages.
+        The first layer of each stage, and the seconds of the slowest stage or boundary; None if no such stages exist.
     """
     problem = _BoundsProblem(
         [_LayerSums.of(row, activation_bytes, weight_bytes, required) for row in times], workers, frozenset(forbidden)
@@ -335,7 +323,7 @@ def bounds_for_replicas(
 
 @dataclass(frozen=True, slots=True)
 class _BoundsProblem:
-    """Layers, for each kind of device, that are to be cut into stages on these workers."""
+    """Layers, for each kind of device, to be cut into stages on these workers."""
 
     sums: Sequence[_LayerSums]
     workers: Sequence[StageWorkers]
@@ -351,7 +339,6 @@ class _BoundsProblem:
         return 2 * self.sums[0].activations[start - 1] / self.workers[stage].receives
 
     def seconds(self, starts: Sequence[int]) -> float:
-        """Computes the seconds of what is slowest."""
         stops = [*starts[1:], self.sums[0].count]
         stages = [
             self.stage_seconds(k, start, stop - 1) for k, (start, stop) in enumerate(zip(starts, stops, strict=True))
@@ -359,14 +346,13 @@ class _BoundsProblem:
         return max(*stages, *(self.boundary_seconds(k, start) for k, start in enumerate(starts) if k), 0.0)
 
     def within(self, limit: float) -> tuple[int, ...] | None:
-        """Finds a cut in which nothing takes longer.
+        """Finds a cut whose stages and boundaries are within the limit.
 
-        The fewer layers a stage has, the less it takes. So of all places where the stages before may end, the last one
-        that is before a layer is the best to begin with, if that stage is to end behind this layer.
+        For each end of a stage its latest possible start is the best, since a stage with fewer layers takes less.
         """
         count, last = self.sums[0].count, len(self.workers) - 1
-        begins = [0]  # where stage k may begin, ascending
-        befores: list[dict[int, int]] = []  # for each stage, by where the next one may begin: where it begins
+        begins = [0]  # possible starts of stage k, ascending
+        befores: list[dict[int, int]] = []  # for each stage: from the next stage's start to this stage's start
         for k in range(last + 1):
             ends: dict[int, int] = {}
             place = -1
@@ -398,17 +384,15 @@ class _BoundsProblem:
 
 # -- Layers of many nodes ----------------------------------------------------------------------------------------------
 
-MOST_LAYERS = 48  # of which replication is decided: it takes their number to the third power on lower levels
+MOST_LAYERS = 48  # for which replication is decided; lower levels take cubic time
 
 
 def group_into_layers(
     times: Sequence[float], weight_bytes: Sequence[float], forbidden: Sequence[int], required: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Groups nodes into at most `MOST_LAYERS` layers, each time the two neighbours that weigh least together.
+    """Groups nodes into at most `MOST_LAYERS` layers; repeatedly merges the two neighbors with the least weight.
 
-    Returns:
-        The first node of each layer. Layers are never separated where cuts are forbidden; where they are required,
-        always.
+    Returns the first node of each layer. Layers never begin at forbidden cuts, and always at required cuts.
     """
     closed, needed = frozenset(forbidden), frozenset(required)
     starts = [place for place in range(len(times)) if place == 0 or place not in closed]

@@ -1,4 +1,4 @@
-"""Search for cuts that keep every stage within a limit of seconds and within memory; `optimal.py` tells how and why."""
+"""Search for cuts whose stages are within a limit of seconds and within memory; `optimal.py` explains the algorithm."""
 
 from __future__ import annotations
 
@@ -12,31 +12,30 @@ from collections.abc import Callable, Hashable, Sequence
 from fxpipe.partitioning.chain import Chain, StageSite, recompute_choices
 from fxpipe.partitioning.intervals import StageClock, StageClocks, StageMemory, bits_below, bits_of, places_of
 
-FIRST_STEP = 64  # the first limit above the lower bound is greater by this fraction
-NEAR_FRACTION = 1024  # the values between two limits are listed where these differ by this fraction
+FIRST_STEP = 64  # the first step above the lower bound is the bound divided by this
+NEAR_FRACTION = 1024  # values between two limits are listed if they differ by at most the lower one divided by this
 
-StageStarts = list[int]  # for each stage the places where it can start, as bits
+StageStarts = list[int]  # for each stage, its possible starts, as bits
 
 
 class MemoryReach:
-    """The reach of stages on one site within its memory."""
+    """The longest stages on one site that fit into its memory."""
 
     def __init__(self, memory: Callable[[int, int], int], most: int, n: int) -> None:
-        self._memory, self._most, self._n = memory, most, n  # of a stage from start to end, which grows with the end
+        self._memory, self._most, self._n = memory, most, n  # memory of a stage from start to end, grows with the end
         self._known: dict[int, int] = {}
 
     def holds(self, start: int, end: int) -> bool:
-        """Returns whether a stage from start to end fits."""
         if start in self._known:
             return end <= self._known[start]
         return self._memory(start, end) <= self._most
 
     def last_end(self, start: int) -> int:
-        """The last end of a stage that fits; `start` if there is none."""
+        """Returns the last end of a stage that fits; `start` if there is none."""
         if start in self._known:
             return self._known[start]
-        low, high = start, self._n + 1  # the one fits, the other does not
-        end, step = max(self._known.get(start - 1, self._n), start + 1), 1  # near the one known for a neighbour
+        low, high = start, self._n + 1
+        end, step = max(self._known.get(start - 1, self._n), start + 1), 1
         while high - low > 1:
             if not low < end < high:
                 end = (low + high) // 2
@@ -50,19 +49,19 @@ class MemoryReach:
 
 
 class StageEnds:
-    """The ends that stages on sites that are alike may have, by their start."""
+    """The possible ends, by start, of stages on equal sites."""
 
     def __init__(
         self, clocks: Sequence[StageClock | None], rooms: Sequence[MemoryReach | None], until: list[int]
     ) -> None:
         self.plain, self.again = clocks  # without recomputation, and with it; None: not allowed
         self._plain_room, self._again_room = rooms  # None: no limit
-        self._until = until  # by start, the first place from there on that such a stage may not have
+        self._until = until  # by start, the last end that the chain allows
         self._limit: int | None = -1
-        self._ends: dict[int, tuple[int, int]] = {}  # for that limit
+        self._ends: dict[int, tuple[int, int]] = {}
 
     def last_ends(self, start: int) -> tuple[int, int]:
-        """The last end within memory and bounds without recomputation, and the last one of all."""
+        """Returns the last end within memory and bounds without recomputation, and the last end with or without it."""
         until = self._until[start]
         plain = start if self.plain is None else until
         if self.plain is not None and self._plain_room is not None:
@@ -73,7 +72,7 @@ class StageEnds:
         return plain, max(plain, again)
 
     def ends(self, start: int, limit: int | None) -> tuple[int, int]:
-        """The ends, as bits, within memory and the limit: without recomputation, and those that need it with it."""
+        """Returns the ends, as bits, within memory and the limit: without recomputation, and those that need it."""
         if limit != self._limit:
             self._limit, self._ends = limit, {}
         if start not in self._ends:
@@ -104,7 +103,7 @@ def _ends_in_time(clock: StageClock | None, start: int, limit: int | None) -> in
 
 
 class CutSearch:
-    """The tests of one chain on its sites."""
+    """Feasibility tests of cuts of a chain on its sites."""
 
     def __init__(self, chain: Chain, sites: Sequence[StageSite]) -> None:
         self._sites = sites
@@ -119,7 +118,7 @@ class CutSearch:
         self._set_spare(0.0)
 
     def with_spare(self, spare: float) -> CutSearch:
-        """Returns the same search with every limited memory larger by this number of bytes."""
+        """Returns a copy of the search in which every limited memory is larger by `spare` bytes."""
         other = copy.copy(self)
         other._set_spare(spare)
         return other
@@ -150,17 +149,17 @@ class CutSearch:
         return self._rooms[key]
 
     def fits(self) -> bool:
-        """Returns whether there is a cut within memory, however long it takes."""
+        """Returns True if a cut fits into memory, regardless of its seconds."""
         return self.fits_limit(None)
 
     def memory(self, stage: int, start: int, end: int) -> float:
-        """The bytes of a stage in the way in which they are the fewest; there must be a limit on some site."""
+        """Returns the least bytes of a stage, with or without recomputation; requires a limit on some site."""
         assert self._bytes is not None
         site = self._sites[stage]
         return min(self._bytes.memory(site, way, start, end) for way in recompute_choices(site)) / self._bytes.unit
 
     def least_bottleneck(self) -> int | None:
-        """The least limit that a cut can keep, in the unit of `seconds`; None if none fits into memory."""
+        """Returns the least feasible limit, in the unit of `seconds`; None if no cut fits into memory."""
         low = self._lower_bound()
         if self.fits_limit(low):
             return low
@@ -181,11 +180,11 @@ class CutSearch:
         return values[bisect_left(values, True, hi=len(values) - 1, key=self.fits_limit)]
 
     def fits_limit(self, limit: int | None) -> bool:
-        """Returns whether there is a cut within memory and this limit; None: within memory."""
+        """Returns True if a cut fits into memory and is within the limit; None: no limit."""
         return self._finds_even_cut(limit) or self.reach(limit) is not None
 
     def cut(self, limit: int | None) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-        """The starts of the stages and which of them recompute, for a limit that can be kept; (3) and (4)."""
+        """Returns the starts of the stages, and which of them recompute, for a feasible limit; see (3) and (4)."""
         starts = self.reach(limit)
         assert starts is not None
         fewest = self._fewest(starts, limit)
@@ -202,7 +201,7 @@ class CutSearch:
         return tuple(cut), tuple(recompute)
 
     def reach(self, limit: int | None) -> StageStarts | None:
-        """Finds where each stage can start if all before it keep the limit; None if stages cannot reach the end."""
+        """Finds the starts of each stage such that all earlier stages are within the limit; None if there is no cut."""
         allowed = self._allowed(limit)
         starts: StageStarts = []
         reached = 1
@@ -218,7 +217,7 @@ class CutSearch:
         return starts if starts[-1] else None
 
     def _allowed(self, limit: int | None) -> StageStarts:
-        """Finds where each stage can start by computation alone; the last one exactly."""
+        """Finds the possible starts of each stage by computation alone; exact for the last stage."""
         windows = self._windows(limit)
         if windows is None:
             return [0] * len(self._sites)
@@ -231,7 +230,7 @@ class CutSearch:
         return seconds is not None and (limit is None or seconds <= limit)
 
     def _finds_even_cut(self, limit: int | None) -> bool:
-        """Returns whether it is enough to end each stage as near to an even share of what is left as can be."""
+        """Returns True if a greedy cut, with each stage near an even share of the rest, is within the limit."""
         allowed = self._allowed(limit)
         start = 0
         for j, following in enumerate(allowed[1:]):
@@ -247,8 +246,8 @@ class CutSearch:
         return bool(allowed[-1] >> start & 1)
 
     def _windows(self, limit: int | None) -> list[tuple[int, int]] | None:
-        """Finds for each stage the first and last place where it can start, if no stage is empty and only computation
-        takes time; None if it takes longer."""
+        """Finds the first and last start of each stage if stages are not empty and only computation takes time; None
+        if the limit is too small."""
         stages = len(self._sites)
         if len(self._places) < stages:
             return None
@@ -267,7 +266,7 @@ class CutSearch:
         return list(zip(first, last, strict=True))
 
     def _lower_bound(self) -> int:
-        """The least bottleneck if nothing but computation counted."""
+        """Computes the least bottleneck if only computation takes time."""
         low, high = 0, max(work[-1] for work in self._work)
         while low < high:
             middle = (low + high) // 2
@@ -286,7 +285,7 @@ class CutSearch:
         return place == self._n
 
     def _values_between(self, low: int, high: int) -> list[int]:
-        """The seconds that a stage may have in a cut that keeps `high`, if they are more than `low`."""
+        """Lists the seconds above `low` that a stage can have in a cut within `high`."""
         windows = self._windows(high)
         assert windows is not None
         by_clock: Counter[StageClock] = Counter()
@@ -305,7 +304,7 @@ class CutSearch:
         )
 
     def _fewest(self, starts: StageStarts, limit: int | None) -> list[dict[int, int]]:
-        """Finds for each stage and number of stages from there on that recompute: the starts for which it is least."""
+        """Finds for each stage its starts, as bits, by the least number of stages from there on that recompute."""
         rows: list[dict[int, int]] = [{0: 1 << self._n}]
         for j in reversed(range(len(self._sites))):
             later, row = rows[-1], Counter[int]()
@@ -320,7 +319,7 @@ class CutSearch:
         return rows[::-1]
 
     def _unevenness(self, stage: int, start: int, end: int, recompute: bool) -> tuple[float, float, int]:
-        """Computes the key by which an end of a stage is chosen; see (4)."""
+        """Computes the key that selects the end of a stage; see (4)."""
         unit, clock = self._seconds.unit, self._seconds.clock(stage, recompute)
         seconds = clock.seconds(start, end) / unit
         left = [(work[-1] - work[end]) / unit for work in self._work[stage + 1 :]]
@@ -329,9 +328,9 @@ class CutSearch:
 
 
 def _first_barred_places(chain: Chain, stages: int) -> list[list[int]]:
-    """Finds for each stage and start the first place from there on that the stage may not have."""
+    """Finds for each stage and start the first place that the stage must not contain."""
     n, required = len(chain), frozenset(chain.required_cuts)
-    behind = [n] * (n + 1)  # of each start: the first place that a required cut separates from it
+    behind = [n] * (n + 1)  # for each start, the first place after a required cut
     for place in reversed(range(n)):
         behind[place] = place + 1 if place + 1 in required else behind[place + 1]
     if not (chain.first_stages or chain.last_stages):

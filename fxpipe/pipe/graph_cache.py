@@ -1,8 +1,8 @@
 """The graphs of one model with their programs, looked up by the inputs of a step.
 
-A pipe has one for each kind of inputs, mode of the modules, state of the caller and answer of the guards. The key is
-compared first, then the conditions on sizes and the guards. A dimension of an input, besides the batch, that comes with
-a second size becomes dynamic: the next graph is recorded for any size of it, if forward allows (`dynamic_sizes`).
+A pipe has a graph for each kind of inputs, mode of the modules, state of the caller and answer of the guards. Lookup
+compares the key first, then conditions on sizes and guards. If a dimension of an input, other than the batch, has a
+second size, it becomes dynamic: the next graph is recorded for any size of it, if forward allows (`dynamic_sizes`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from fxpipe.tracing.source_lines import warn_user
 from fxpipe.tracing.traced import Traced
 
 CachedGraph = tuple[PreparedGraph, BoundProgram]
-MAX_GRAPHS = 16  # of one model, by inputs, mode and state of the caller; the oldest goes
-MANY_PYTHON_VALUES = 4  # of one name that forward reads: more are warned of
-MANY_VALUE_GRAPHS = 8  # that differ in values or sizes alone: more are warned of
-ATTEMPTS = 2  # graphs that try to have a dimension dynamic: at one size it may be fixed by what is so only there
+MAX_GRAPHS = 16  # of one model; the oldest is dropped
+MANY_PYTHON_VALUES = 4  # values of one name that forward reads, before a warning
+MANY_VALUE_GRAPHS = 8  # graphs that differ in values or sizes only, before a warning
+ATTEMPTS = 2  # graphs that try to make a dimension dynamic: it may be fixed at one size only
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,14 @@ class GraphInputs:
     call: ModelCall
     leaves: Sequence[Any]
     key: GraphKey
-    seed: int  # of the numbers that forward draws and reads
-    checked: dict[int, bool]  # by id of a graph, for all micro-batches of a step: is it that of the model now
+    seed: int
+    checked: dict[int, bool]  # by id of a graph, for all micro-batches of a step: it holds for the model now
 
     def match(self, traced: Traced, sizes_of: Callable[[int], Collection[int]] | None = None) -> bool:
-        """Returns whether a graph is that of these inputs.
+        """Returns whether a graph fits these inputs.
 
         Args:
-            sizes_of: mini-batch -> its micro-batches, for which it must be the graph as well.
+            sizes_of: mini-batch -> sizes of its micro-batches, which the graph must fit, too.
         """
         if traced.key != self.key:
             return False
@@ -54,7 +54,7 @@ class GraphCache:
 
     def __init__(self) -> None:
         self.entries: list[CachedGraph] = []
-        self._answers: dict[str, list[dict[str, str]]] = {}  # of graphs that differ in nothing else: read -> answer
+        self._answers: dict[str, list[dict[str, str]]] = {}  # read -> answer, by graphs that are equal otherwise
         self._warned = False
 
     def __len__(self) -> int:
@@ -70,22 +70,22 @@ class GraphCache:
         self.entries.clear()
 
     def add(self, prepared: PreparedGraph, bound: BoundProgram) -> None:
-        """Adds a graph; where there are too many, the oldest goes."""
+        """Adds a graph; drops the oldest if there are too many."""
         self.entries.append((prepared, bound))
         del self.entries[:-MAX_GRAPHS]
 
     def at_other_sizes(self, traced: Traced) -> int:
-        """Counts the graphs that differ from this one in sizes alone, and this one."""
+        """Counts the graphs that differ from this one in sizes only, including this one."""
         same = [other.traced for other, _ in self.entries if other.traced.key == traced.key]
-        if traced.dynamic.fixed:  # a size that cannot be dynamic tells them apart
+        if traced.dynamic.fixed:  # sizes that cannot be dynamic distinguish them
             return sum(bool(other.dynamic.fixed) for other in same)
         has_read = traced.guards is not None and bool(traced.guards.guards)
-        return 0 if has_read else len(same)  # what forward has read may tell them apart
+        return 0 if has_read else len(same)  # a value that forward reads may distinguish them
 
     def size_conclusions(self, traced: Traced) -> list[str]:
         """Lists the lines at which forward concludes something else from the sizes of other graphs.
 
-        Of graphs that differ in sizes alone: each is for the sizes for which the same holds.
+        Only of graphs that differ in sizes alone: each fits the sizes with the same conclusions.
         """
         lines: dict[str, None] = {}
         for other in (prepared.traced for prepared, _ in self.entries):
@@ -96,7 +96,7 @@ class GraphCache:
         return list(lines)
 
     def warn_of_many(self, traced: Traced) -> None:
-        """Warns, once for a pipe, if so many graphs were made that each step may need another; `traced` is the last."""
+        """Warns, once for a pipe, if there are so many graphs that each step may need another; `traced`: the last."""
         model = type(traced.model).__name__
         for text in (self._many_values, self._many_python_values, self._many_sizes):
             if not self._warned and (message := text(traced, model)) is not None:
@@ -104,7 +104,6 @@ class GraphCache:
                 warn_user(message)
 
     def _many_sizes(self, traced: Traced, model: str) -> str | None:
-        """Describes the graphs if sizes of inputs alone have made too many."""
         if (graphs := self.at_other_sizes(traced)) <= MANY_VALUE_GRAPHS:
             return None
         if traced.dynamic.fixed:
@@ -121,7 +120,6 @@ class GraphCache:
         )
 
     def _many_python_values(self, traced: Traced, model: str) -> str | None:
-        """Describes the graphs if a value of Python that forward reads has made too many."""
         states = [one.traced.python_state for one, _ in self.entries if one.traced.key == traced.key]
         for name in {name for state in states if (name := state.changed())}:
             if (count := len({state.facts_of(name) for state in states})) > MANY_PYTHON_VALUES:
@@ -133,7 +131,6 @@ class GraphCache:
         return None
 
     def _many_values(self, traced: Traced, model: str) -> str | None:
-        """Describes the graphs if values that forward reads have made too many."""
         if not traced.guards or not traced.guards.guards:
             return None
         shapes = tuple((leaf.path, leaf.dtype, leaf.shape[1:], leaf.constant) for leaf in traced.leaves)
@@ -149,7 +146,7 @@ class GraphCache:
         )
 
     def dynamic_dims(self, inputs: GraphInputs) -> DynamicDims:
-        """Returns the dimensions that came with another size before, and may be dynamic in another graph."""
+        """Returns the dimensions that had another size before, and may be dynamic in another graph."""
         known = [prepared.traced for prepared, _ in self.entries if prepared.traced.key.inputs == inputs.key.inputs]
         tried = [traced.dynamic.fixed for traced in known if traced.key == inputs.key]
         fixed = {
@@ -170,7 +167,7 @@ class GraphCache:
 
 
 def _sizes(traced: Traced) -> dict[InputDim, int]:
-    """The sizes of the recording, but for those of the batch."""
+    """Returns the sizes of the recording, except the batch dimensions."""
     return {
         (place, dim): size
         for place, leaf in enumerate(traced.leaves)

@@ -1,4 +1,4 @@
-"""Which graphs a step runs: found among those of the pipe, or recorded."""
+"""Finds the graphs that a step runs, or records them."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class GraphFinder(ABC):
     """Finds the graphs of mini-batches and micro-batches."""
 
     model: nn.Module
-    asked: Settings  # as the user has given them
+    asked: Settings  # as the user passed them
     settings: Settings  # with the decisions of planning
     plan: Plan | None
-    first: PreparedGraph | None  # graph, which has decided the stages
+    first: PreparedGraph | None  # the graph that decided the stages
     graphs: GraphCache
-    _chosen_for: tuple[bool, int]  # of which mini-batches the number of micro-batches is: do they train? samples
+    _chosen_for: tuple[bool, int]  # (is training, samples) for which the number of micro-batches was chosen
 
     @abstractmethod
     def check_open(self) -> None:
@@ -48,24 +48,22 @@ class GraphFinder(ABC):
 
     @abstractmethod
     def _record_graph(self, call: ModelCall, seed: int, count: int | None) -> CachedGraph:
-        """Records and cuts a graph for a mini-batch, or for one of `count` micro-batches."""
+        """Records and splits a graph for a mini-batch, or for one of `count` micro-batches."""
 
     def find(
         self, calls: Sequence[ModelCall], is_handed_over: bool = False, in_one: bool = True, seed: int | None = None
     ) -> GivenInputs:
-        """Finds the graph of a mini-batch, or of each of several micro-batches that are handed over.
-
-        A graph that is missing is recorded.
+        """Finds the graph of a mini-batch, or of each micro-batch; records missing graphs.
 
         Args:
             calls: one mini-batch, or the micro-batches.
-            in_one: forward and backward run in one.
-            seed: of the step; if not given, what it will draw.
+            in_one: forward and backward run in one step.
+            seed: of the step; by default the next one of torch's generator.
         """
         seed = peek_seed() if seed is None else seed
         count = len(calls) if is_handed_over else None
         inputs = self._graph_inputs(calls, seed)
-        if count is not None and self.first is None:  # planned for the largest
+        if count is not None and self.first is None:  # plan for the largest
             largest = max(range(count), key=lambda i: count_elements(inputs[i].leaves))
             with note_of_micro_batch(largest, count):
                 self._record_graph(calls[largest], seed, count)
@@ -76,7 +74,7 @@ class GraphFinder(ABC):
                 graph = self._known(inputs[i], is_handed_over, graphs[-1] if graphs else None)
                 if graph is None:
                     graph = self._record_graph(call, seed, count)
-                    # A model may set attributes when it is first called: the keys before it are out of date.
+                    # A model may set attributes in its first call: earlier keys are outdated.
                     inputs = self._graph_inputs(calls, seed)
                 graphs.append(graph)
         if is_handed_over:
@@ -91,10 +89,10 @@ class GraphFinder(ABC):
         return self._given_mini_batch(graph, own, in_one)
 
     def find_known(self, call: ModelCall, seed: int) -> GivenInputs | None:
-        """Finds the graph of a mini-batch without looking at the weights, which stages may be updating.
+        """Finds the graph of a mini-batch without reading the weights, which stages may be updating.
 
         Returns:
-            None if there is no such graph yet, or if it has to be compared with the model first.
+            None if there is no such graph yet, or if it must be compared with the model first.
         """
         (inputs,) = self._graph_inputs([call], seed)
         graph = next((graph for graph in self.graphs if inputs.match(graph[0].traced, self._sizes)), None)
@@ -104,7 +102,7 @@ class GraphFinder(ABC):
         return None if is_open else self._given_mini_batch(graph, inputs, in_one=True)
 
     def _given_mini_batch(self, graph: CachedGraph, inputs: GraphInputs, in_one: bool) -> GivenInputs:
-        """Returns a mini-batch, cut into micro-batches, unless it cannot run."""
+        """Splits a mini-batch into micro-batches; raises if it cannot run."""
         (prepared, bound), leaves = graph, inputs.leaves
         traced, batch = prepared.traced, samples_of(prepared.traced, leaves)
         lengths = traced.dynamic.lengths_of(leaves)
@@ -121,16 +119,16 @@ class GraphFinder(ABC):
         return GivenInputs.of_mini_batch(bound, leaves, sizes, inputs.call.target)
 
     def _given_micro_batches(self, graphs: Sequence[CachedGraph], inputs: Sequence[GraphInputs]) -> GivenInputs:
-        """Returns micro-batches that are handed over, with as few programs as their graphs allow."""
+        """Returns the caller's micro-batches, with as few programs as their graphs allow."""
         different = {id(bound): (prepared, bound) for prepared, bound in graphs}
-        if len(different) > 1:  # the graph that holds for most: for all, once it is one of any size
+        if len(different) > 1:  # use the graph that fits most of them for each that it fits
             covered = {
                 key: [one.match(prepared.traced) and self._holds_for_lengths(prepared.traced, one) for one in inputs]
                 for key, (prepared, _) in different.items()
             }
             best = max(covered, key=lambda key: sum(covered[key]))
             graphs = [different[best] if holds else own for own, holds in zip(graphs, covered[best], strict=True)]
-        # If samples act on each other, or no dimension holds them, a loss is no mean over samples: all count the same.
+        # If samples interact, or no dimension holds them, a loss is not a mean over samples: weights are equal.
         counts_samples = not any(bound.is_whole or bound.is_joint for _, bound in graphs)
         samples = []
         for i, ((prepared, bound), one) in enumerate(zip(graphs, inputs, strict=True)):
@@ -147,16 +145,16 @@ class GraphFinder(ABC):
         return GivenInputs(bounds, [one.leaves for one in inputs], tuple(samples), targets, is_handed_over=True)
 
     def _known(self, inputs: GraphInputs, is_part: bool, first: CachedGraph | None = None) -> CachedGraph | None:
-        """Returns the graph of these inputs, if there is one: of a mini-batch also for its micro-batches.
+        """Returns the graph of these inputs, or None; the graph of a mini-batch must fit its micro-batches, too.
 
-        `first`: to try; most micro-batches take the same.
+        `first`: the graph to try first; most micro-batches have the same.
         """
         graphs = sorted(self.graphs, key=lambda graph: first is None or graph[1] is not first[1])
         for graph in graphs:
             traced = graph[0].traced
             if inputs.match(traced, None if is_part else self._sizes) and self._holds_for_lengths(traced, inputs):
                 return graph
-        for graph in () if is_part else graphs:  # which was not compared for such micro-batches yet
+        for graph in () if is_part else graphs:  # not yet compared for such micro-batches
             traced, args, kwargs = graph[0].traced, inputs.call.args, inputs.call.kwargs
             if (
                 inputs.match(traced)
@@ -167,7 +165,6 @@ class GraphFinder(ABC):
         return None
 
     def _sizes(self, batch: int) -> frozenset[int]:
-        """Returns the numbers of samples in the micro-batches of a mini-batch."""
         return micro_batch_sizes(batch, self.settings.micro_batches(batch))
 
     def _graph_inputs(self, calls: Sequence[ModelCall], seed: int) -> list[GraphInputs]:
@@ -175,14 +172,14 @@ class GraphFinder(ABC):
 
         Raises:
             StateError: the pipe is closed.
-            ArgumentError: they have no values.
+            ArgumentError: inputs have no values.
         """
         self.check_open()
         flags, checked, inputs = module_flags(self.model), dict[int, bool](), []
         for call in calls:
             leaves, spec = flatten((call.args, call.kwargs))
             if any(map(has_own_attributes, leaves)):
-                input_leaves(self.model, call.args, call.kwargs)  # which refuses it by name
+                input_leaves(self.model, call.args, call.kwargs)  # raises with the name of the input
             if not all(map(has_values, leaves)):
                 raise ArgumentError(
                     "the inputs have no values (meta or fake tensors); fxpipe.plan takes such, a step cannot"
@@ -192,20 +189,19 @@ class GraphFinder(ABC):
         return inputs
 
     def _holds_for_lengths(self, traced: Traced, inputs: GraphInputs) -> bool:
-        """Compares graph and model if dynamic sizes are far from those that were compared."""
+        """Compares graph and model if dynamic sizes are far from the compared ones."""
         return not _is_far(traced, inputs) or holds_for_lengths(traced, inputs.call.args, inputs.call.kwargs)
 
     def _may_choose_chunks(self, batch: int) -> bool:
-        """Returns whether the number of micro-batches is to be chosen again: the mini-batch is larger than any before.
+        """Returns whether to choose the number of micro-batches again, for a mini-batch larger than all before.
 
-        The number is for training: after a mini-batch with gradients, those without no longer count.
+        After a mini-batch with gradients, mini-batches without gradients do not count.
         """
         return "chunks" in self.asked.left and (torch.is_grad_enabled(), batch) > self._chosen_for
 
     def _choose_chunks(self, traced: Traced, batch: int, call: ModelCall) -> None:
-        """Chooses the number of micro-batches."""
         assert self.plan is not None
-        if batch != self.plan.batch:  # for which it was chosen already
+        if batch != self.plan.batch:  # else already chosen
             with torch.inference_mode(False), torch.enable_grad():
                 self.plan = with_best_chunks(self.plan, traced, batch, call.args, call.kwargs, self.settings)
             self.settings = replace(self.settings, chunks=self.plan.chunks)
@@ -213,13 +209,12 @@ class GraphFinder(ABC):
 
 
 def count_elements(leaves: Sequence[Any]) -> int:
-    """Counts the elements of the tensors among flattened inputs."""
     return sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 @contextlib.contextmanager
 def note_of_micro_batch(i: int, count: int | None) -> Iterator[None]:
-    """A block for one of `count` micro-batches that are handed over; None: for a mini-batch."""
+    """A block for one of `count` micro-batches of the caller, which exceptions name; None: for a mini-batch."""
     try:
         yield
     except Exception as error:
@@ -229,7 +224,7 @@ def note_of_micro_batch(i: int, count: int | None) -> Iterator[None]:
 
 
 def _is_far(traced: Traced, inputs: GraphInputs) -> bool:
-    """Returns whether dynamic sizes are far from those for which graph and model were compared."""
+    """Returns whether dynamic sizes are far from the sizes at which graph and model were compared."""
     lengths = traced.dynamic.lengths_of(inputs.leaves)
     return lengths is not None and traced.dynamic.is_far_from(lengths, traced.comparisons.lengths)
 
@@ -238,7 +233,7 @@ def samples_of(traced: Traced, leaves: Sequence[Any]) -> int:
     """Returns the number of samples in flattened inputs.
 
     Raises:
-        ArgumentError: they hold none.
+        ArgumentError: there are no samples.
     """
     batch = traced.batch_of(leaves)
     if batch == 0:
@@ -249,7 +244,7 @@ def samples_of(traced: Traced, leaves: Sequence[Any]) -> int:
 
 
 def peek_seed() -> int:
-    """Returns the number that torch's generator would draw next, without advancing it: the step draws from it."""
+    """Returns the next number of torch's generator without advancing it: the step draws from it."""
     generator = torch.Generator()
     generator.set_state(torch.default_generator.get_state())
     return draw_seed(generator)

@@ -1,12 +1,10 @@
-"""`forward_backward(micro_batches=...)`: an iterable of micro-batches, each read as one call of the model.
-
-So are the mini-batches of `train_stream`.
+"""Parses the micro-batches of `forward_backward` and the mini-batches of `train_stream`, each a call of the model.
 
     (args, kwargs, target)    a tuple of inputs by position, a dict of inputs by name, and the target or None
     (inputs, target)          inputs: a tensor, a tuple or list of inputs by position, or a dict of inputs by name
     tensor, or dict           inputs without a target
 
-Outer pairs and triples may be lists, as data loaders make them.
+Outer pairs and triples may be lists, as data loaders return them.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.utils.pytree import flatten
 from fxpipe.utils.units import with_article
 
-MOST_MICRO_BATCHES = 4096  # of one step: an iterator with more is one that never ends, or holds all steps
+MOST_MICRO_BATCHES = 4096  # in a step; an iterator with more may never end
 FORMS = (
     "(args, kwargs, target) with a tuple and a dict, (inputs, target) with inputs a tensor, a tuple or a dict, or a "
     "tensor or dict alone, without a target"
@@ -32,7 +30,7 @@ FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """A micro-batch as the model takes it."""
+    """A micro-batch, as arguments of the model."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -40,12 +38,12 @@ class ModelCall:
 
 
 def parse_micro_batches(micro_batches: Any) -> list[ModelCall]:
-    """Reads all micro-batches of a step.
+    """Parses all micro-batches of a step.
 
     Raises:
-        ArgumentError: there are none, or too many, or some have a target and others have none.
-        ArgumentTypeError: it is no iterable of micro-batches.
-        Exception: what the iterable raises.
+        ArgumentError: there are none, or too many, or only some have a target.
+        ArgumentTypeError: the argument is not an iterable of micro-batches.
+        Exception: an exception of the iterable.
     """
     if isinstance(micro_batches, (torch.Tensor, Mapping, str)) or not isinstance(micro_batches, Iterable):
         raise ArgumentTypeError(
@@ -76,13 +74,13 @@ def parse_micro_batches(micro_batches: Any) -> list[ModelCall]:
 
 
 def tensor_versions(item: Any) -> list[tuple[torch.Tensor, int]]:
-    """Returns the tensors of a micro-batch or mini-batch, each with the number of writes to it."""
+    """Returns the tensors of a micro-batch or mini-batch, with their version counters."""
     tensors = (leaf for leaf in flatten(item)[0] if isinstance(leaf, torch.Tensor) and not leaf.is_inference())
     return [(tensor, version_of(tensor)) for tensor in tensors]
 
 
 def refuse_written(versions: Iterable[tuple[torch.Tensor, int]], what: str, reader: str) -> None:
-    """Raises `ArgumentError` if a tensor was written to since it had these versions."""
+    """Raises `ArgumentError` if a tensor was written to after these versions."""
     for tensor, version in versions:
         if version_of(tensor) != version:
             raise ArgumentError(
@@ -92,7 +90,7 @@ def refuse_written(versions: Iterable[tuple[torch.Tensor, int]], what: str, read
 
 
 def parse_call(item: Any, what: str) -> ModelCall:
-    """Reads one of them. `what` it is, in words: "micro-batch 3".
+    """Parses one call. `what`: its name in messages, such as "micro-batch 3".
 
     Raises:
         ArgumentTypeError: it has none of the forms.
@@ -128,7 +126,6 @@ def _target_of(target: Any) -> tuple[Any, ...]:
 
 
 def _described(value: Any) -> str:
-    """Describes a value by its type, and those of its parts."""
     if type(value) in (tuple, list):
         return f"{with_article(value)} of {len(value)} ({', '.join(type(part).__name__ for part in value)})"
     return with_article(value)

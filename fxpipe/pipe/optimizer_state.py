@@ -1,9 +1,8 @@
-"""Moves the state of optimizers after the parameters that a pipe has moved to the devices of its stages.
+"""Moves the state of optimizers to the devices to which a pipe has moved parameters.
 
-State that exists before (from steps without the pipe, from `load_state_dict`, or made with the optimizer, as by
-`Adagrad`) is on the devices where the parameters were. torch does not list the optimizers of a parameter, so a hook for
-all optimizers moves the state before the first step of an optimizer after a move. The hook exists from the first move
-until the pipe is closed or the model is freed.
+State from before the move (from steps without the pipe, `load_state_dict`, or the constructor, as of `Adagrad`) is on
+the old devices. torch does not list the optimizers of a parameter, so a hook for all optimizers moves the state before
+the first step after a move. The hook exists from the first move until the pipe is closed or the model is freed.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class OptimizerStateMover:
-    """Moves the state of a model's optimizers after the parameters that a pipe has moved."""
+    """Moves the optimizer state of a model's parameters that a pipe has moved."""
 
     def __init__(self, model: nn.Module):
         self._model = weakref.ref(model)
-        self._devices_before: dict[str, set[torch.device]] = {}  # of the parameters that were moved, by name
-        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # since the last move
+        self._devices_before: dict[str, set[torch.device]] = {}  # by name of a moved parameter
+        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # optimizers handled since the last move
         self._hook: Any = None
 
     def note_move(self, name: str, before: torch.device) -> None:
-        """Notes that a tensor of the model was moved; `before`: where it was."""
+        """Records that a tensor of the model was moved from the device `before`."""
         self._devices_before.setdefault(name, set()).add(before)
         self._seen.clear()
         model = self._model()
@@ -36,13 +35,13 @@ class OptimizerStateMover:
             weakref.finalize(model, self._hook.remove)
 
     def close(self) -> None:
-        """Removes the hook; if there are gradients, with which a step may still follow, only with the model."""
+        """Removes the hook; if there are gradients, so that a step may follow, not before the model is freed."""
         if self._hook is not None and all(parameter.grad is None for parameter, _ in self._moved().values()):
             self._hook.remove()
             self._hook = None
 
     def _moved(self) -> dict[int, tuple[nn.Parameter, set[torch.device]]]:
-        """The parameters that were moved, by identity, with the devices on which they were before."""
+        """Returns the moved parameters, by identity, with their earlier devices."""
         model = self._model()
         named = () if model is None else model.named_parameters(remove_duplicate=False)
         return {id(p): (p, self._devices_before[name]) for name, p in named if name in self._devices_before}
@@ -64,7 +63,7 @@ class OptimizerStateMover:
 
 
 def _follow(value: Any, before: set[torch.device], device: torch.device) -> Any:
-    """Moves the tensors of a value that are where a parameter was to where it is now."""
+    """Moves the tensors of a value from the earlier devices of a parameter to its current device."""
     if isinstance(value, torch.Tensor):
         return value.to(device) if value.device in before else value
     if isinstance(value, Mapping):

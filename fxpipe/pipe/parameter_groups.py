@@ -1,11 +1,11 @@
-"""Parameter groups of an optimizer by names: which parameters of a model are in which group.
+"""Parameter groups of an optimizer, by names of parameters.
 
     None                                                           one group of all
     [{"params": "*.bias", "weight_decay": 0.0}, {"params": "*"}]   by name or pattern; the first group that matches
     [{"params": model.head.parameters()}]                          by tensors, as in torch
     lambda name, parameter: {"weight_decay": 0.0} if ...           by a function, which returns options
 
-All names of a tied weight have to give the same group.
+All names of a tied weight must give the same group.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_SHOWN_NAMES = 5
 
 
 class NamedParameters:
-    """The parameters of a model, each with all of its names, in the order of the model."""
+    """The parameters of a model with all of their names, in order."""
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]]):
         self.names: dict[int, list[str]] = {}
@@ -39,7 +39,7 @@ class NamedParameters:
 
 
 def make_parameter_groups(asked: ParameterGroups, named: NamedParameters) -> list[dict[str, Any]]:
-    """Returns groups as torch's optimizers take them, with the parameters of a model in place of names.
+    """Returns groups for torch's optimizers, with the parameters of a model instead of names.
 
     Raises:
         ArgumentError: a name matches nothing, parameters are in no group, or a tied weight would be in two.
@@ -83,14 +83,14 @@ def make_parameter_groups(asked: ParameterGroups, named: NamedParameters) -> lis
 
 
 def resolve_group(asked: Any, named: NamedParameters, taken: Collection[int], held: Collection[int]) -> dict[str, Any]:
-    """Returns one more group, with parameters in place of names: those that match and are in no other group.
+    """Returns an additional group, with the matching parameters that are in no other group.
 
     Args:
-        taken: the identities of the parameters of other groups.
-        held: of the parameters of this process. Other processes have optimizers with the same groups.
+        taken: identities of the parameters in other groups.
+        held: identities of the parameters in this process. Other processes have optimizers with the same groups.
 
     Raises:
-        ArgumentError: a name matches nothing, a parameter is given twice, or a tensor is not the model's.
+        ArgumentError: a name matches nothing, a parameter occurs twice, or a tensor is not the model's.
     """
     group = _as_group("param_group", asked)
     patterns = _patterns_of("param_group", group)
@@ -105,7 +105,7 @@ def resolve_group(asked: Any, named: NamedParameters, taken: Collection[int], he
         if id(tensor) in held or id(tensor) not in named.names:
             params.append(item)
         if not isinstance(tensor, torch.Tensor):
-            continue  # torch says what it expects
+            continue  # torch raises with a message
         if id(tensor) not in named.names:
             raise ArgumentError(
                 f"param_groups has a tensor of shape {tuple(tensor.shape)} that is no parameter of the pipe, so that "
@@ -119,7 +119,6 @@ def resolve_group(asked: Any, named: NamedParameters, taken: Collection[int], he
 
 
 def _as_group(what: str, item: Any) -> dict[str, Any]:
-    """Returns a copy of a group, its parameters in a list."""
     if not isinstance(item, Mapping):
         raise ArgumentTypeError(f"{what} is {with_article(item)}; expected a dict with 'params' and options")
     if "params" not in item:
@@ -131,7 +130,7 @@ def _as_group(what: str, item: Any) -> dict[str, Any]:
 
 
 def _patterns_of(what: str, group: Mapping[str, Any]) -> list[str]:
-    """Returns the names and patterns of a group; none if it has tensors."""
+    """Returns the names and patterns of a group; empty if it has tensors."""
     patterns = [entry for entry in group["params"] if isinstance(entry, str)]
     if patterns and len(patterns) < len(group["params"]):
         raise ArgumentTypeError(f"{what} has both names and tensors: give names only, or tensors only")
@@ -141,7 +140,7 @@ def _patterns_of(what: str, group: Mapping[str, Any]) -> list[str]:
 def _choose_by_name(
     patterns: Sequence[Sequence[str]], named: NamedParameters
 ) -> tuple[list[list[nn.Parameter]], list[str]]:
-    """Returns the parameters of each group, each in the first that matches it, and the names of the others."""
+    """Returns the parameters of each group, each in the first that matches, and the names of the remaining ones."""
     names = [name for of_one in named.names.values() for name in of_one]
     for pattern in (pattern for of_group in patterns for pattern in of_group):
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
@@ -159,10 +158,10 @@ def _choose_by_name(
 
 
 def _same_for_all_names(choose: Callable[[str, nn.Parameter], Any], key: int, named: NamedParameters) -> Any:
-    """Returns what is chosen for a parameter by each of its names.
+    """Returns the choice for a parameter, which must be the same for all of its names.
 
     Raises:
-        ArgumentError: the choices differ, for a tied weight.
+        ArgumentError: the choices differ.
     """
     first, *others = named.names[key]
     chosen = choose(first, named.tensors[key])
@@ -177,7 +176,7 @@ def _same_for_all_names(choose: Callable[[str, nn.Parameter], Any], key: int, na
 
 
 def _groups_of_function(function: GroupFunction, named: NamedParameters) -> list[dict[str, Any]]:
-    """Makes a group of all parameters with the same options, in the order in which the options come first."""
+    """Groups all parameters by the options that the function returns, in order of first occurrence."""
 
     def options_of(name: str, parameter: nn.Parameter) -> dict[str, Any] | None:
         options = function(name, parameter)

@@ -1,12 +1,12 @@
-"""The class of a pipe, made from the class of its model, so that the pipe is a model of that class.
+"""The class of a pipe, derived from the class of its model, so that the pipe is an instance of that class.
 
     class GPT2LMHeadModel(Pipeline, transformers.GPT2LMHeadModel): ...      # what `pipeline_class` makes, once
 
-A pipe shares the `__dict__` of its model: attributes, parameters, buffers and children are one. Properties and methods
-of the model's class run with the pipe as `self`, so that what they call (`self(...)` in `generate`) is the pipeline.
-What belongs to a call of the module itself, its hooks and what stands in the place of `forward`, is the pipe's own:
-shared, it would run around each recording of the model, too. FSDP2 (`torch.distributed.fsdp.fully_shard`) makes classes
-the same way. `pipe.__class__`, as of a proxy, is the model's class: what changes it changes the model's.
+A pipe shares the `__dict__` of its model: attributes, parameters, buffers and children. Properties and methods of the
+model's class run with the pipe as `self`, so that their calls (`self(...)` in `generate`) run the pipeline. Hooks and a
+replaced `forward` belong to the pipe: if shared, they would also run around each recording of the model. FSDP2
+(`torch.distributed.fsdp.fully_shard`) derives classes in the same way. `pipe.__class__` is the model's class, as for
+a proxy: code that changes it changes the class of the model.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ NOT_COMPILED = (
     "the stages of a pipe run in worker threads, and compile there: pipe.compile(); to export, give the model: "
     "fxpipe.unwrap(pipe)"
 )
-SLOTS = ("_fxpipe", "_fxpipe_model", "_fxpipe_call")  # of a pipe: its state, its model, what belongs to its own calls
+SLOTS = ("_fxpipe", "_fxpipe_model", "_fxpipe_call")  # state of a pipe, its model, attributes of its own calls
 
 _classes: weakref.WeakValueDictionary[tuple[type, type], type[Any]] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 
 
 def pipeline_class(base: type[nn.Module], kind: type[nn.Module]) -> type[Any]:
-    """Returns the class of pipes of models of class `kind`, which is a subclass of both; `base` is the pipe's."""
+    """Returns the class of pipes of models of class `kind`, a subclass of both; `base` is the class of pipes."""
     with _lock:
         if (base, kind) not in _classes:
-            result = _classes[base, kind] = _make_class(base, kind)  # `result` keeps it alive until it is returned
+            result = _classes[base, kind] = _make_class(base, kind)  # `result` keeps the class alive
         result = _classes[base, kind]
         return result
 
 
 def class_of_model(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """The class of models that a class of pipes was made from; None for `Pipeline` itself."""
+    """Returns the class of models of a class of pipes; None for `Pipeline`."""
     return getattr(kind, "_fxpipe_class_of_model", None)
 
 
@@ -55,7 +55,7 @@ def _make_class(base: type[nn.Module], kind: type[Any]) -> type[Any]:
         name: _of_model(name)
         for parent in kind.__mro__
         for name, member in vars(parent).items()
-        if isinstance(member, types.MemberDescriptorType)  # slots of the model's class
+        if isinstance(member, types.MemberDescriptorType)
     }
     names |= {name: _of_call(name) for name in CALL_NAMES}
     names |= {
@@ -65,36 +65,36 @@ def _make_class(base: type[nn.Module], kind: type[Any]) -> type[Any]:
         "__class__": property(lambda pipe: type(pipe._fxpipe_model), _change_class),
         "__doc__": kind.__doc__,
         "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,  # it is written into files: `architectures` of a config of transformers
+        "__qualname__": kind.__qualname__,  # transformers writes it into files: `architectures` of a config
     }
-    if any(parent.__name__ == "GenerationMixin" for parent in kind.__mro__):  # which transformers has
+    if any(parent.__name__ == "GenerationMixin" for parent in kind.__mro__):
         names["generate"] = _without_cache(kind.generate)
     bases = (base,) if kind is nn.Module else (base, kind)
     try:
         return types.new_class(kind.__name__, bases, {}, lambda namespace: namespace.update(names))
-    except Exception:  # a metaclass that asks something of classes that people write
+    except Exception:  # a metaclass with requirements on its classes
         return type.__new__(type(kind), kind.__name__, bases, names)
 
 
 def set_up(pipe: nn.Module, model: nn.Module) -> None:
-    """Makes a new pipe share what its model has."""
+    """Shares the attributes of a model with a new pipe."""
     call = new_call_state()
     if "forward" in model.__dict__:
         call["forward_of_model"] = types.MethodType(_with_signature_of(model.__dict__["forward"]), pipe)
-    # A pipe's own `__setattr__` is its model's, and sees none of these.
+    # `__setattr__` of a pipe sets attributes of the model, but not these.
     object.__setattr__(pipe, "__dict__", model.__dict__)
     object.__setattr__(pipe, "_fxpipe_model", model)
     object.__setattr__(pipe, "_fxpipe_call", call)
 
 
 def replaced_forward(pipe: Any) -> Callable[..., Any] | None:
-    """Returns what somebody has put in the place of a pipe's `forward`; None where that is the pipeline."""
+    """Returns the function that replaces a pipe's `forward`; None if it is the pipeline."""
     result: Callable[..., Any] | None = pipe._fxpipe_call.get("forward")
     return result
 
 
 def _of_model(name: str) -> property:
-    """An attribute of the model that does not stand in its `__dict__`."""
+    """Returns a property for an attribute of the model outside its `__dict__`."""
     return property(
         lambda pipe: getattr(pipe._fxpipe_model, name),
         lambda pipe, value: setattr(pipe._fxpipe_model, name, value),
@@ -103,7 +103,7 @@ def _of_model(name: str) -> property:
 
 
 def _of_call(name: str) -> property:
-    """An attribute that a pipe has beside its model's of the same name."""
+    """Returns a property for an attribute that pipe and model have separately."""
 
     def get(pipe: Any) -> Any:
         return pipe._fxpipe_call[name]
@@ -115,7 +115,7 @@ def _of_call(name: str) -> property:
 
 
 def _without_cache(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `generate` of a model of transformers, which goes without the cache that a pipe cannot take."""
+    """Wraps `generate` of a transformers model to run without a cache, which a pipe does not support."""
 
     @functools.wraps(generate)
     def run(pipe: Any, inputs: Any = None, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -129,10 +129,10 @@ def _without_cache(generate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _change_class(pipe: Any, kind: type) -> None:
-    """Changes the class of the model, for parametrizations, which put a property into it next.
+    """Changes the class of the model, for parametrizations, which next add a property to it.
 
     Raises:
-        StateError: it is not made of the model's alone (`fully_shard`).
+        StateError: the class is not derived from the model's class alone (`fully_shard`).
     """
     model = pipe._fxpipe_model
     if kind.__bases__ != (type(model),) and kind not in type(model).__mro__:
@@ -145,7 +145,7 @@ def _change_class(pipe: Any, kind: type) -> None:
 
 
 class _Forward:
-    """`forward` of a pipe: what a user has put there, or the pipeline; of its class, a function as the model's has."""
+    """The `forward` of a pipe: the pipeline, or a replacement; on the class, a function like the model's."""
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
@@ -164,19 +164,19 @@ class _Forward:
 
 
 def _with_signature_of(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The pipe's forward, which shows the signature of the model's: trainers choose the columns of data by it."""
+    """Returns the pipe's forward with the signature of the model's, by which trainers choose columns of data."""
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._forward(*args, **kwargs)
 
     run.__name__, run.__qualname__, run.__doc__ = "forward", "Pipeline.forward", forward.__doc__
     run.__annotations__ = dict(getattr(forward, "__annotations__", {}))
-    with contextlib.suppress(TypeError, ValueError):  # a function in C has none
+    with contextlib.suppress(TypeError, ValueError):  # functions in C have none
         signature = inspect.signature(forward)
         parameters = list(signature.parameters.values())
         if inspect.ismethod(forward) or not parameters or parameters[0].name != "self":
             parameters.insert(0, inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY))
         run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    # Compiled code calls it as it is: its stages compile by themselves, in their workers.
+    # Excluded from compiled code: stages compile separately, in their workers.
     disabled: Callable[..., Any] = torch.compiler.disable(run, reason=NOT_COMPILED)
     return disabled

@@ -1,4 +1,4 @@
-"""`fxpipe.Pipeline`: the module that `fxpipe.pipeline` returns, which runs the model that it was given."""
+"""`fxpipe.Pipeline`: the module that `fxpipe.pipeline` returns."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from fxpipe.tracing.source_lines import code_of_function, line_of_function, warn
 from fxpipe.tracing.tensors import has_values
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, with_article
 
-# A pipe in a few lines, in front of the model that it prints: where it runs, in what order, what each stage is.
+# The summary of a pipe that `print` shows before the model: devices, schedule and stages.
 
 MAX_PRINTED_STAGES = 8
 DROP_IN_LINE = "the schedule is that of forward_backward; pipe(x) and its backward, as in trainers, run as gpipe"
 
 
 def pipeline_lines(model: str, settings: Settings, plan: Plan | None) -> list[str]:
-    """Returns lines of `print`. `model` is the name of its class; without a plan they say when there will be one."""
+    """Returns the summary of a pipe, line by line. `model`: the name of its class."""
     workers, stages = settings.workers, len(settings.placement)
     shared = f"in {stages} stages " if stages > len(workers) else ""
     devices = ", ".join(map(str, settings.row_devices))
@@ -62,7 +62,7 @@ def pipeline_lines(model: str, settings: Settings, plan: Plan | None) -> list[st
 
 
 def pipeline_html(model: str, settings: Settings, plan: Plan | None) -> str:
-    """The same as notebooks show it: what it is and where, and its plan, once there is one."""
+    """Returns the summary and the plan of a pipe as HTML, for notebooks."""
     from fxpipe.inspect.html import notebook_note, notebook_view
     from fxpipe.inspect.plan_text import plan_html
 
@@ -73,7 +73,7 @@ def pipeline_html(model: str, settings: Settings, plan: Plan | None) -> str:
 
 
 def schedule_name(settings: Settings) -> str:
-    """Returns the name of the schedule; one of the user's own may be a text, a `Schedule` or a function."""
+    """Returns the name of the schedule, which may also be a text, a `Schedule` or a function of the user."""
     schedule = settings.schedule
     if isinstance(schedule, str):
         return schedule
@@ -81,7 +81,7 @@ def schedule_name(settings: Settings) -> str:
 
 
 def passed_by_text(forward: Callable[..., Any]) -> str:
-    """Says that what stands in the place of a pipe's `forward` has not run the pipeline, and what to do."""
+    """Returns the warning that a function that replaced a pipe's `forward` has not run the pipeline."""
     code = code_of_function(forward)
     name = type(forward).__qualname__ if code is None else code.co_qualname
     return (
@@ -98,7 +98,7 @@ def _stage_content(plan: Plan, stage: int) -> str:
     return groups[0].name if groups else "nothing"
 
 
-READABLE_OPTIONS: dict[str, Callable[[Settings], Any]] = {  # of a pipe whose model has no such attribute
+READABLE_OPTIONS: dict[str, Callable[[Settings], Any]] = {  # unless the model has such an attribute
     "chunks": lambda settings: settings.chunks,
     "devices": lambda settings: list(settings.row_devices),
     "schedule": schedule_name,
@@ -109,9 +109,9 @@ READABLE_OPTIONS: dict[str, Callable[[Settings], Any]] = {  # of a pipe whose mo
 class Pipeline(nn.Module):
     """A model that runs as a pipeline. Made by `fxpipe.pipeline`.
 
-    It is a model of its model's class (`fxpipe.pipe.pipeline_class`): attributes, properties, methods, items and
-    `isinstance` are the model's, and methods that call the model call the pipe. Beside them it has what stands here.
-    `fxpipe.unwrap(pipe)` is the model without the pipeline.
+    The pipe is an instance of the model's class (`fxpipe.pipe.pipeline_class`): attributes, properties, methods, items
+    and `isinstance` work as for the model, and methods that call the model call the pipe. `fxpipe.unwrap(pipe)` returns
+    the model without the pipeline.
     """
 
     __slots__ = ()
@@ -122,7 +122,7 @@ class Pipeline(nn.Module):
         kind = class_of_model(cls)
         if kind is None:
             return object.__new__(pipeline_class(cls, type(model)))
-        # A method of the model's class makes another model: `pipe[:2]`, `pipe.from_pretrained(...)`.
+        # A method of the model's class creates another model: `pipe[:2]`, `pipe.from_pretrained(...)`.
         return kind(*args, **kwargs) if model is None else kind(model, *args, **kwargs)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -148,11 +148,11 @@ class Pipeline(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward, engine = replaced_forward(self), self._fxpipe.engine
         if forward is None:
-            return nn.Module.__call__(self, *args, **kwargs)  # that of the model's class, if any, is in the graph
+            return nn.Module.__call__(self, *args, **kwargs)  # the graph includes a `__call__` of the model's class
         starts = engine.starts
         try:
             result = nn.Module.__call__(self, *args, **kwargs)
-        except RuntimeError as error:  # as of tensors of two stages, which are on two devices
+        except RuntimeError as error:  # for example: tensors of two stages are on two devices
             if engine.starts == starts:
                 error.add_note(f"fxpipe: {passed_by_text(forward)}")
             raise
@@ -162,12 +162,12 @@ class Pipeline(nn.Module):
         return result
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for a mini-batch, which runs through the stages in micro-batches.
+        """Returns the model's output for a mini-batch, which runs through the stages in micro-batches.
 
-        Its backward runs once. Where the model takes its loss itself, that is the mini-batch's, also where
-        micro-batches hold unequal numbers of tokens that count: its graph tells what it sums and what it divides by.
-        Where it does not (a module kept whole), such a batch is a LossError, and so is any without gradients, which
-        would not show it; unless you say how the loss goes together: `out_dims={"loss": "sum"}`.
+        The backward of the output runs once. A loss that the model computes itself is the loss of the mini-batch, even
+        if micro-batches differ in the number of tokens that count: the graph shows the sum and the divisor. The graph
+        of an opaque module does not. Then such a batch raises a LossError, and so does any batch without gradients;
+        pass `out_dims={"loss": "sum"}` if the loss is a sum.
         """
         if not user_hooks_of(self._fxpipe_model):
             return self._run(*args, **kwargs)
@@ -223,34 +223,32 @@ class Pipeline(nn.Module):
         return_outputs: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        """Runs forward and backward of a mini-batch, interleaved as the schedule says; adds the gradients to `.grad`.
+        """Runs forward and backward of a mini-batch, interleaved by the schedule; adds the gradients to `.grad`.
 
             loss = pipe.forward_backward(x, target=t, loss_fn=torch.nn.functional.cross_entropy)
 
-        The gradients are those of `loss_fn(model(x), target)` on the whole mini-batch of b samples, also if its
-        micro-batches differ in size. If the loss is a mean over something other than samples, for example over tokens
-        without padding, return the sum and the number:
+        The gradients are the gradients of `loss_fn(model(x), target)` on the whole mini-batch of b samples, even if its
+        micro-batches differ in size. If the loss is not a mean over samples, but for example over tokens without
+        padding, return the sum and the count:
 
             def loss_fn(logits, t):  # (b, classes, length), (b, length)
                 return F.cross_entropy(logits, t, reduction="sum"), (t != -100).sum()
 
-        `loss_fn` is called for each micro-batch. In the first step with a loss, the tenth, the hundredth and so on, it
-        is also called with all gathered outputs, and compared by value and by gradient; such a step holds the outputs
-        of the whole mini-batch. A loss that depends on another value than before, or a mini-batch of another size,
-        counts as another loss. These steps, and on the CPU every step, also check that each element of the sums and
-        means at the end of the loss counts the same in all micro-batches, and that no micro-batch alone has a loss of 0
-        or NaN: so padding is noticed when it comes. A loss may draw random numbers, from torch's generator; it is then
-        not compared if they make a difference.
+        `loss_fn` is called for each micro-batch. To verify the loss, the 1st, 10th, 100th, ... step also calls it with
+        all gathered outputs, and compares values and gradients; such a step holds all outputs of the mini-batch. A loss
+        with other values, or a mini-batch of another size, is another loss. These steps, and on the CPU every step,
+        also check that each element of the sums and means at the end of the loss has the same weight in all
+        micro-batches, and that no micro-batch alone has a loss of 0 or NaN: this detects padding. A loss may draw
+        random numbers from torch's generators; if they change its value, it is not compared.
 
-        Instead of a mini-batch it takes micro-batches, in any number and of any sizes, as iterators over data give
-        them:
+        Instead of a mini-batch you can pass micro-batches, any number of any sizes:
 
             loss = pipe.forward_backward(micro_batches=itertools.islice(data, 8), loss_fn=loss_fn)
 
-        Each is a mini-batch to the model, and may have its own length. The loss is the mean, weighted by samples, of
-        what `loss_fn` gives for each (the sum, with `reduction="sum"`), as in a loop that accumulates gradients. If
-        samples act on each other (a contrastive loss), or no input holds them in a dimension, micro-batches count the
-        same. For a mean over tokens return a pair (total, weight).
+        Each runs as a mini-batch of its own and may have its own length. The loss is the mean over the losses of
+        micro-batches, weighted by samples (the sum, with `reduction="sum"`), as in a loop that accumulates gradients.
+        If samples interact (a contrastive loss), or no input has a batch dimension, all micro-batches have the same
+        weight. For a mean over tokens return a pair (total, weight).
 
         Args:
             args, kwargs: the model's inputs. (Pass an input named like an argument here by position.)
@@ -258,35 +256,33 @@ class Pipeline(nn.Module):
                 None: loss_fn takes the output alone.
             loss_fn: (output, target) -> a 0-dim floating point tensor; or a pair (total, weight), of such a tensor and
                 a number or 0-dim tensor without gradient: the loss is the sum of totals over the sum of weights. It
-                may be a module; what it uses gets gradients. None: the model's output is the loss. If the loss is
-                inside the output: `lambda out: out.loss`; each micro-batch then shows its part of the mini-batch's.
+                may be a module; leaves that it uses get gradients. None: the model's output is the loss. If the loss is
+                inside the output: `lambda out: out.loss`; each micro-batch then returns its share of the loss.
             reduction: "mean": the loss is a mean over samples. "sum": it is a sum. Not used for pairs.
             grad_scaler: scales the loss for backward, as `grad_scaler.scale(loss).backward()` does; then call
                 `grad_scaler.step(optimizer)` and `grad_scaler.update()` as usual.
-            micro_batches: an iterable of micro-batches instead of inputs and target: each is (args, kwargs, target)
-                with a tuple of inputs by position, a dict of inputs by name and the target or None; or
-                (inputs, target), with inputs a tensor, a tuple or a dict; or a tensor or dict of inputs alone. All have
-                a target, or none. It is read to its end before anything runs.
-            optimizer: a `fxpipe.optim.StageOptimizer` of this pipe, which steps with the gradients of this step and of
-                steps before it that were accumulated, as `optimizer.step(); optimizer.zero_grad()`. With `overlap=True`
-                each stage is updated while others still run.
+            micro_batches: an iterable of micro-batches instead of inputs and target. Each is (args, kwargs, target),
+                with a tuple, a dict, and the target or None; or (inputs, target), with inputs a tensor, a tuple or a
+                dict; or a tensor or dict of inputs alone. All have a target, or none. It is read to its end before a
+                stage runs.
+            optimizer: a `fxpipe.optim.StageOptimizer` of this pipe. It steps with the accumulated gradients, as
+                `optimizer.step(); optimizer.zero_grad()`. With `overlap=True` each stage is updated while others run.
             return_outputs: return (loss, outputs). Otherwise an output is freed with its micro-batch.
 
         Returns:
             The loss of the mini-batch: 0-dim, detached, unscaled, on the last stage's device. With `return_outputs` the
-            pair of it and what the model returns for the mini-batch, detached, as a call returns it; for
-            `micro_batches` a list with what it returns for each.
+            pair (loss, outputs): the detached output of the mini-batch, or for `micro_batches` a list of outputs.
 
         Raises:
             LossError: the loss is not a scalar, does not require grad, or is not what the losses of micro-batches add
-                up to. As after any exception, gradients and buffers are as before.
-            ArgumentError: target has another batch than the inputs, the inputs cannot be cut, or micro_batches cannot
+                up to. After this, as after any exception, gradients and buffers are unchanged.
+            ArgumentError: target and inputs differ in batch size, the inputs cannot be split, or micro_batches cannot
                 be read.
             StateError: gradients are off, the pipe is closed, or another step is running.
 
         Source: forward and backward interleaved without stale weights is PipeDream-Flush, Narayanan et al.,
-        Memory-Efficient Pipeline-Parallel DNN Training, 2021, https://arxiv.org/abs/2006.09503; there, micro-batches
-        all count the same.
+        Memory-Efficient Pipeline-Parallel DNN Training, 2021, https://arxiv.org/abs/2006.09503. There, all
+        micro-batches have the same weight.
         """
         inside, is_handed_over = self._fxpipe, micro_batches is not None
         may_lack_target = loss_fn is not None and target is None and not is_handed_over
@@ -326,16 +322,16 @@ class Pipeline(nn.Module):
         vertical_sync: bool = False,
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> TrainStream:
-        """Trains on mini-batches that follow each other through the stages without a flush; yields their losses.
+        """Trains on a stream of mini-batches, without a flush between them; yields their losses.
 
             pipe = fxpipe.pipeline(model, devices, schedule="pipedream")
             optimizer = fxpipe.optim.StageOptimizer(pipe, torch.optim.SGD, lr=0.1)
             for loss in pipe.train_stream(loader, optimizer=optimizer, loss_fn=torch.nn.functional.cross_entropy):
                 print(loss)
 
-        A stage starts a new mini-batch as soon as it has ended the backward of another, and updates its weights
-        immediately. So no stage idles, and weights are stale: at stage j of n a mini-batch has the weights of n - 1 - j
-        updates ago. Its backward uses the weights of its forward (*weight stashing*).
+        A stage updates its weights as soon as it has run the backward of a mini-batch, and then starts another one. So
+        no stage idles, and weights are stale: at stage j of n a mini-batch uses the weights of n - 1 - j updates ago.
+        Its backward uses the weights of its forward (*weight stashing*).
 
         | schedule                           | weights of mini-batch t at stage j      | versions at stage j   |
         |------------------------------------|-----------------------------------------|-----------------------|
@@ -343,52 +339,52 @@ class Pipeline(nn.Module):
         | `pipedream`, `vertical_sync=True`  | of the first t - (n - 1), at all stages | n                     |
         | `pipedream_2bw`                    | of the first t - 1, at all stages       | 2                     |
 
-        With `pipedream` a mini-batch is not cut (`chunks=1`, unless given otherwise). With `pipedream_2bw` it runs in
-        `chunks` micro-batches, at least as many as there are stages, whose gradients make one update. With one stage on
-        one device all of them are plain training.
+        With `pipedream` a mini-batch is not split (`chunks=1`, unless you pass chunks). With `pipedream_2bw` it runs in
+        `chunks` micro-batches, at least one for each stage, and their gradients make one update. With one stage on one
+        device all of them are plain training.
 
-        If a stage has R replicas (a plan of `balance="pipedream"` with `hardware`), mini-batch t goes to replica t
-        modulo R, forward and backward, and each *round* of R mini-batches makes one update of all of them, with the
-        mean of its gradients. A mini-batch of round k = floor(t / R) has the weights of the first k - W / R updates,
-        where W mini-batches are in flight in all replicas of the stage; it holds 1 + W / R versions. A round that the
-        end of the stream cuts short makes an update with the mean of its mini-batches. With `vertical_sync` all stages
-        have the rounds of the stage with most replicas; with `pipedream_2bw`, or `chunks` of at least R, each
-        mini-batch is a round, and replicas take its micro-batches in turn. If forward changes buffers, replicas run
-        their forwards one after another.
+        If a stage has R replicas (a plan of `balance="pipedream"` with `hardware`), mini-batch t runs on replica t
+        modulo R, and each *round* of R mini-batches makes one update of all replicas, with the mean of the gradients. A
+        mini-batch of round k = floor(t / R) uses the weights of the first k - W / R updates, where W mini-batches are
+        in flight in all replicas of the stage; the stage holds 1 + W / R versions. If the stream ends within a round,
+        the update uses the mean of the mini-batches so far. With `vertical_sync` all stages have the rounds of the
+        stage with most replicas. With `pipedream_2bw`, or `chunks` of at least R, each mini-batch is a round, and
+        replicas take its micro-batches in turn. If forward changes buffers, replicas run their forwards one after
+        another.
 
-        Mini-batches are read ahead: n + 2 of them are in flight, or wait; with replicas the number that ends a round.
-        Options of the optimizer that change in the loop, such as the learning rate, hold for mini-batches read from
-        then on; a round has those of its last mini-batch. While a stream is open the pipe cannot be called, and the
-        weights must not be written to. When it has ended, or was closed, all mini-batches that were read are applied
-        on all stages; then evaluate, save, load, and open the next one. (A mini-batch of another shape, which needs
-        another graph, waits until those before it have ended.) `with pipe.train_stream(...) as losses:` closes it; so
-        does leaving a loop, once no reference to the stream is left.
+        Mini-batches are read ahead: n + 2 of them are in flight or wait; with replicas, rounded up to a whole round.
+        A change of an optimizer option in the loop, such as the learning rate, applies to mini-batches read after it; a
+        round uses the options of its last mini-batch. While a stream is open you cannot call the pipe and must not
+        write to the weights. When the stream has ended or was closed, all mini-batches read are applied on all stages;
+        then evaluate, save, load, or open the next one. (A mini-batch of another shape, which needs another graph,
+        waits until earlier ones have ended.) `with pipe.train_stream(...) as losses:` closes it; so does leaving a
+        loop, when the last reference to the stream is deleted.
 
-        If reading a mini-batch raises, the losses of those before it come first, then the exception. If a stage raises,
-        the exception comes immediately, mini-batches in flight are dropped, and a note reports the number of updates
-        of each stage. Buffers are then as forward has left them.
+        If reading a mini-batch raises, the losses of earlier ones are yielded first, then the exception is raised. If a
+        stage raises, the exception is raised immediately, mini-batches in flight are dropped, and a note reports the
+        number of updates of each stage. Buffers keep the values of the last forward.
 
-        The gradients of all stages never exist at the same time: clipping by the norm of all, `GradScaler` and hooks
-        of the optimizer need `forward_backward`. Reading `.grad` of a parameter in the loop raises a StateError that
-        says so; `optimizer.zero_grad()` there does nothing. Several stages cannot use one weight.
+        The gradients of all stages never exist at the same time: clipping by the global norm, `GradScaler` and
+        optimizer hooks need `forward_backward`. Reading `.grad` of a parameter in the loop raises a StateError;
+        `optimizer.zero_grad()` has no effect there. Several stages cannot use one weight.
 
         Args:
             batches: an iterable of mini-batches, each as a micro-batch of `forward_backward`: (inputs, target),
                 (args, kwargs, target), or inputs alone.
-            optimizer: a `fxpipe.optim.StageOptimizer` of this pipe, with `overlap` or without.
+            optimizer: a `fxpipe.optim.StageOptimizer` of this pipe, with or without `overlap`.
             loss_fn, reduction: as for `forward_backward`.
             vertical_sync: all stages use the version that was the newest at the first stage.
             grad_scaler: refused.
 
         Returns:
-            An iterator over the losses, in order, with `close()`, `applied` and `versions_held`. `pipe.last_step` is
-            then the record of the last 32 mini-batches.
+            An iterator over the losses, in order, with `close()`, `applied` and `versions_held`. At its end
+            `pipe.last_step` is the record of the last 32 mini-batches.
 
         Raises:
             ArgumentError: the pipe has another schedule, or an argument cannot be used.
             StateError: several stages use a weight, the optimizer has hooks, or another step is running.
 
-        Sources: `fxpipe.scheduling.streams` names them.
+        Sources: see `fxpipe.scheduling.streams`.
         """
         inside = self._fxpipe
         with inside.checking():
@@ -427,7 +423,7 @@ class Pipeline(nn.Module):
             options: keywords of `torch.compile`.
 
         Raises:
-            ArgumentError: torch.compile has no such keyword, or a stage cannot have it.
+            ArgumentError: torch.compile has no such keyword, or a stage cannot use it.
         """
         inside = self._fxpipe
         with inside.engine.running():
@@ -437,7 +433,7 @@ class Pipeline(nn.Module):
 
     @property
     def plan(self) -> Plan:
-        """The stages, what they cost and what they send: in the sizes that differ, too, once some were seen to."""
+        """The stages, their costs and transfers; in terms of dynamic sizes, if a graph with these was recorded."""
         plan = self._fxpipe.plan_of_all_sizes()
         if plan is None:
             raise StateError(
@@ -448,7 +444,7 @@ class Pipeline(nn.Module):
 
     @property
     def model(self) -> Any:
-        """The model that was given; where that has a child or an attribute `model` itself, this is it."""
+        """The model. If it has a child or an attribute `model`, this is returned instead."""
         own = self.__dict__
         for names in (own, *(own[store] for store in STORE_NAMES)):
             if "model" in names:
@@ -457,23 +453,23 @@ class Pipeline(nn.Module):
 
     @property
     def last_step(self) -> StepRecord | None:
-        """The record of the last step: its actions and their times; None before the first.
+        """The record of the last step: its actions and their times; None before the first step.
 
             print(pipe.last_step)                                           # seconds and bytes by device, a timeline
             pipe.last_step.save_timeline("step.svg")                        # or .json for Perfetto
             pipe.last_step.save_trace("step.json")                          # for chrome://tracing or ui.perfetto.dev
 
-        Of a drop-in it has the forward and, once that has run, the backward. On GPUs times are taken from their
-        streams; reading them here waits until the GPUs have nothing left to do, a step itself never does.
+        For a drop-in it includes the forward and, after it has run, the backward. GPU times are taken on the streams:
+        reading them here synchronizes with the GPUs, a step itself does not.
 
-        `metrics()` has its numbers by name, for loggers. Devices that measure memory, such as CUDA, have their peak
-        next to the planned one: the largest since `torch.cuda.reset_peak_memory_stats` or planning last reset it,
-        until the record is first read.
+        `metrics()` returns the numbers by name, for loggers. For devices that measure memory, such as CUDA, it has the
+        planned peak and the actual one: the largest between the last reset (`torch.cuda.reset_peak_memory_stats`, or by
+        planning) and the first read of the record.
         """
         return self._fxpipe.last_step()
 
     def __repr__(self) -> str:
-        # Its name is the model's class, by which trainers know what to do with it; printed it is a pipe.
+        # The class has the model's name, which trainers use; the printed text shows a pipe.
         kind = type(self).__mro__[1].__name__
         return kind + nn.Module.__repr__(self).removeprefix(self._get_name())
 
@@ -486,10 +482,10 @@ class Pipeline(nn.Module):
     # -- Lifecycle ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Ends the workers. The model stays as it is; calling the pipe again is an error.
+        """Stops the workers. The model stays as it is; calling the pipe again raises an error.
 
-        A step that another thread runs meanwhile fails. What the mini-batches of a stream have raised whose loop was
-        left before (`break`) is raised now, unless an earlier call has raised it.
+        A step that another thread runs at that time fails. An exception of a stream whose loop you left (`break`) is
+        raised here, unless an earlier call has raised it.
         """
         self._fxpipe.engine.executor.close()
         self._fxpipe.closed = True
@@ -508,7 +504,7 @@ class Pipeline(nn.Module):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return self.__reduce__()  # the model's class may have one
+        return self.__reduce__()  # the model's class may define one
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Pipeline, (self._fxpipe_model, self._fxpipe.asked, self._fxpipe.given_plan)
@@ -516,17 +512,17 @@ class Pipeline(nn.Module):
     # -- Access as to the model --------------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        if name in SLOTS:  # it is not set up
+        if name in SLOTS:  # before `set_up`
             raise AttributeError(name)
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if hasattr(type(self._fxpipe_model), name):  # another than it was: parametrized
+            if hasattr(type(self._fxpipe_model), name):  # its class has changed: parametrized
                 return getattr(self._fxpipe_model, name)
             if name in READABLE_OPTIONS:
                 return READABLE_OPTIONS[name](self._fxpipe.settings)
             if name == "hf_device_map" and len(devices := self._fxpipe.accelerators()) > 1:
-                return {f"device {index}": device for index, device in enumerate(devices)}  # as Hugging Face asks for
+                return {f"device {index}": device for index, device in enumerate(devices)}  # as Hugging Face expects
             raise
 
     def __dir__(self) -> list[str]:
@@ -540,7 +536,7 @@ class Pipeline(nn.Module):
         else:
             super().__setattr__(name, value)
 
-    def __prepare_scriptable__(self) -> NoReturn:  # torch.jit.script asks for it
+    def __prepare_scriptable__(self) -> NoReturn:  # torch.jit.script calls it
         raise StateError(
             "a pipe cannot be scripted by torch.jit, which compiles no worker threads; script the model: "
             "fxpipe.unwrap(pipe)"
@@ -571,15 +567,15 @@ class Pipeline(nn.Module):
 
 
 def unwrap(model: nn.Module) -> Any:
-    """Returns the model that a pipe runs, without the pipeline; any other module as it is.
+    """Returns the model that a pipe runs, without the pipeline; any other module unchanged.
 
-    The two share all they have. `pipe.model` is the same where the model has no child or attribute of that name.
+    Both share all parameters and buffers. `pipe.model` is the same, unless the model has such a child or attribute.
     """
     return model._fxpipe_model if isinstance(model, Pipeline) else model
 
 
 def refuse_option_as_attribute(model: nn.Module, name: str, value: Any) -> None:
-    """Raises `StateError` if somebody sets an option of a pipe as if it were an attribute, which would do nothing."""
+    """Raises `StateError` if an option of a pipe is set as an attribute, which would have no effect."""
     if name not in OPTION_DEFAULTS or isinstance(value, (nn.Module, torch.Tensor)):
         return
     if name != "compile" and hasattr(model, name):
@@ -599,13 +595,13 @@ def refuse_option_as_attribute(model: nn.Module, name: str, value: Any) -> None:
 
 
 def _without_move(fn: Callable[..., Any], tensor: torch.Tensor) -> torch.Tensor:
-    """Applies what `fn` does to the dtype of a tensor that has values, and leaves the tensor on its device."""
+    """Applies the dtype change of `fn` to a tensor that has values, but leaves the tensor on its device."""
     return tensor.to(fn(tensor.new_empty(0)).dtype) if has_values(tensor) else fn(tensor)
 
 
 @contextmanager
 def _asking_for_target(may_lack_target: bool) -> Iterator[None]:
-    """A block whose TypeErrors ask whether the target was meant, which is easily given as an input or left out."""
+    """A block whose TypeErrors ask whether a target was forgotten or passed as an input."""
     try:
         yield
     except TypeError as error:
@@ -618,12 +614,11 @@ def _asking_for_target(may_lack_target: bool) -> Iterator[None]:
 
 
 def model_loss(output: Any) -> Any:
-    """Without a loss_fn the model's output is the loss."""
+    """Returns the model's output: the loss, if there is no loss_fn."""
     return output
 
 
 def check_optimizer(optimizer: Any, pipe: Pipeline, grad_scaler: torch.amp.GradScaler | None) -> None:
-    """Raises where an optimizer cannot step as a part of `forward_backward`."""
     if optimizer is None:
         return
     if not isinstance(optimizer, StagewiseOptimizer):
@@ -641,7 +636,6 @@ def check_optimizer(optimizer: Any, pipe: Pipeline, grad_scaler: torch.amp.GradS
 
 
 def check_can_train(model: nn.Module, what: str = "forward_backward") -> None:
-    """Raises where forward and backward in one cannot run now."""
     if not torch.is_grad_enabled():
         raise StateError(f"{what} needs gradients, but is called under no_grad; call the pipe itself to evaluate")
     if is_in_data_parallel_forward():

@@ -1,7 +1,7 @@
 """The state of a pipe: its plan, its graphs and its engine.
 
-Graphs are found for the inputs of a step, or recorded and cut. The first one decides the stages and where parameters
-live; later ones are cut so that nodes stay where their parameters are.
+Graphs are looked up for the inputs of a step, or recorded and split. The first graph decides the stages and the
+devices of parameters; later graphs are split so that nodes stay with their parameters.
 """
 
 from __future__ import annotations
@@ -51,84 +51,84 @@ from fxpipe.utils.units import human_bytes
 
 T = TypeVar("T")
 
-DROP_IN_SCHEDULE = "gpipe"  # all forwards, then all backwards: that is all that a call and its backward can be
+DROP_IN_SCHEDULE = "gpipe"  # the only order that a call and its backward allow
 
 
 @dataclass(frozen=True, slots=True)
 class StepCall:
-    """The arguments of a `forward_backward`."""
+    """The arguments of `forward_backward`."""
 
     calls: list[ModelCall] | None  # a mini-batch, or micro-batches; None if this process does not need them
-    is_handed_over: bool  # are they micro-batches
+    is_handed_over: bool  # `calls` are micro-batches
     loss_fn: Callable[..., Any]
     reduction: str
-    scaler: torch.amp.GradScaler | None  # of this process
+    scaler: torch.amp.GradScaler | None  # the scaler in this process
     return_outputs: bool
 
 
 class PipelineState(GraphFinder):
-    """The state of a pipe, kept apart from the model's names: its plan, its graphs and its engine."""
+    """The state of a pipe, separate from the names of the model: its plan, graphs and engine."""
 
-    can_overlap_updates = True  # may an optimizer update stages within a step
+    can_overlap_updates = True  # an optimizer can update stages within a step
 
     def __init__(self, model: nn.Module, settings: Settings, plan: Plan | None, executor: Executor):
         self.model, self.asked, self.given_plan = model, settings, plan
-        self.settings = settings  # with what planning has decided, once it has
+        self.settings = settings  # completed by planning
         self.engine = Engine(model, executor, settings.row_devices)
         self.optimizer_states = OptimizerStateMover(model)
         self.plan: Plan | None = None
         self.first: PreparedGraph | None = None
         self.graphs = GraphCache()
         self.closed = False
-        self.was_moved = False  # has a move to a device of its own been warned of
-        self.was_passed_by = False  # has a forward in the place of the pipe's been warned of
-        self.checks_evaluation = plan is None  # whether evaluation will be refused is asked with the first plan
-        self._devices_ahead: dict[str, torch.device] = {}  # by tensor: of a model that was planned without values
-        self._chosen_for = (False, 0)  # of which mini-batches the number of micro-batches is: do they train? samples
+        self.was_moved = False  # the warning about `to(device)` was issued
+        self.was_passed_by = False  # the warning about a replaced forward was issued
+        self.checks_evaluation = plan is None  # predict, with the first plan, if evaluation will be refused
+        self._devices_ahead: dict[str, torch.device] = {}  # by tensor, if planned without values
+        self._chosen_for = (False, 0)  # (is training, samples) for which the number of micro-batches was chosen
         self._has_prints = self._has_drop_in = self._has_generated = False
-        self._stages_of_parameters: dict[int, tuple[torch.Tensor, int]] = {}  # by identity: the stage that updates it
-        self._sized: tuple[Plan, PreparedGraph, Plan] | None = None  # of this plan and graph: the plan of all sizes
+        self._stages_of_parameters: dict[int, tuple[torch.Tensor, int]] = {}  # by identity: tensor, its updating stage
+        self._sized: tuple[Plan, PreparedGraph, Plan] | None = None  # plan, graph, plan with dynamic sizes
 
     def plan_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Plans a model without values; the first call, when it has some, plans it again with measured seconds."""
+        """Plans a model without values; the first call with values plans again with measured seconds."""
         with torch.inference_mode(False), torch.enable_grad(), show_progress(self.settings.progress):
             prepared = prepare(self.model, args, kwargs, self.settings, self.given_plan, peek_seed())
         self.plan = prepared.plan
         for stage, device in zip(reversed(prepared.program.stages), reversed(prepared.settings.devices), strict=True):
-            self._devices_ahead.update(dict.fromkeys(stage.attributes, device))  # of the first stage that uses it
+            self._devices_ahead.update(dict.fromkeys(stage.attributes, device))  # the first stage that uses it wins
 
     def check_open(self) -> None:
         """Raises `StateError` if the pipe is closed."""
         if self.closed:
             raise StateError("the pipe is closed; make a new one with fxpipe.pipeline(model, ...)")
 
-    # -- tensors that are given values: of this process, and what others say of theirs ---------------------------------
+    # -- tensors of this process and of the other processes ------------------------------------------------------------
 
     def together(self) -> contextlib.AbstractContextManager[object]:
-        """A block that all processes of the pipe go through."""
+        """A block that all processes of the pipe enter."""
         return contextlib.nullcontext()
 
     def from_all(self, value: T, what: str) -> list[T]:
-        """Returns what each process of the pipe gives."""
+        """Returns the values that the processes pass, one for each."""
         return [value]
 
     def from_first(self, value: T, what: str) -> T:
-        """Returns in all processes what the first one gives."""
+        """Returns the value that the first process passes, in all processes."""
         return value
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the parameters, buffers and plain attributes that this process holds, tied ones once, by name."""
+        """Returns the parameters, buffers and plain attributes in this process by name, tied ones once."""
         return {slot.name: tensor for slot, tensor in slots_of(self.model).items()}
 
     def own_without_values(self) -> list[str]:
-        """Returns the names of the tensors that stages of this process need, and that have no values yet."""
+        """Returns the names of the tensors that stages of this process need and that have no values yet."""
         return names_without_values(self.model)
 
     def device_of(self, name: str) -> torch.device:
-        """Returns the device of the first stage that uses a tensor without values; that of stage 0 if none does.
+        """Returns the device of the first stage that uses a tensor without values; the device of stage 0 if none does.
 
         Raises:
-            StateError: that is not known before there is a plan.
+            StateError: there is no plan yet.
         """
         if self.plan is None:
             raise StateError(
@@ -138,7 +138,7 @@ class PipelineState(GraphFinder):
         return self._devices_ahead.get(name, self.settings.devices[0])
 
     def plan_of_all_sizes(self) -> Plan | None:
-        """The plan; once a graph with dynamic sizes has been recorded beside that of the example, with its formulas."""
+        """Returns the plan; with formulas for dynamic sizes, if a graph of the same kind was recorded with them."""
         plan, first = self.plan, self.first
         if plan is None or first is None or plan.sizes:
             return plan
@@ -148,24 +148,24 @@ class PipelineState(GraphFinder):
             return plan
         if self._sized is None or self._sized[0] is not plan or self._sized[1] is not prepared:
             sized = None
-            with contextlib.suppress(Exception):  # what runs on values only has the figures of the example
+            with contextlib.suppress(Exception):  # operators that need values only have the example's costs
                 sized = plan_with_dynamic_sizes(plan, first.traced.leaves, prepared)
             self._sized = plan, prepared, plan if sized is None else sized
         return self._sized[2]
 
     def add_prepared(self, prepared: PreparedGraph) -> None:
-        """Takes a graph that was profiled and cut elsewhere."""
+        """Adds a graph that was profiled and split elsewhere."""
         self._take_plan_of(prepared)
         self._keep(prepared)
 
     def _take_plan_of(self, prepared: PreparedGraph) -> None:
-        """Takes the first graph's plan; the loss to plan with goes, and the memory of its example target with it."""
+        """Uses the plan of the first graph, and drops the loss for planning, to free its example target."""
         settings = replace(prepared.settings, loss=None)
         self.first, self.plan = replace(prepared, settings=settings), prepared.plan
         self.settings, self.asked = settings, replace(self.asked, loss=None)
 
     def warn_of_drop_in_memory(self, micro_batches: int, batch: int) -> None:
-        """Warns once if a call and its backward take more memory than the plan was to, for another schedule."""
+        """Warns once if a call and its backward exceed the memory limit that the plan meets for another schedule."""
         plan = self.plan
         if self._has_drop_in or plan is None or self.settings.schedule == DROP_IN_SCHEDULE:
             return
@@ -197,7 +197,6 @@ class PipelineState(GraphFinder):
         return replace(record, devices=tuple(devices))
 
     def warn_of_missing_cache(self) -> None:
-        """Warns once that `generate` goes without a cache of keys and values."""
         if not self._has_generated:
             self._has_generated = True
             warn_user(
@@ -206,20 +205,19 @@ class PipelineState(GraphFinder):
             )
 
     def compile_stages(self, options: Mapping[str, Any] | None) -> None:
-        """Makes stages be compiled; graphs are recorded again, each when it is needed next."""
+        """Compiles the stages; graphs are recorded again when they are needed next."""
         self.settings, self.asked = (replace(one, compile=options) for one in (self.settings, self.asked))
         if self.first is not None:
             self.first = replace(self.first, settings=self.settings)
         self.graphs.clear()
 
     def accelerators(self) -> list[torch.device]:
-        """Returns the accelerators of the pipe, each once."""
         return [device for device in dict.fromkeys(self.settings.row_devices) if device.type != "cpu"]
 
     def keep_on_stages(self, device: torch.device) -> None:
-        """Leaves the model on the devices of its stages though it was to be moved to `device`; warns of it once.
+        """Leaves the model on the devices of its stages, although a trainer moves it to `device`; warns once.
 
-        State of an optimizer that a trainer moves to `device` follows the parameters.
+        Optimizer state that the trainer moves to `device` follows the parameters.
         """
         for name, _ in self.model.named_parameters(remove_duplicate=False):
             self.optimizer_states.note_move(name, device)
@@ -232,7 +230,7 @@ class PipelineState(GraphFinder):
             )
 
     def settle(self) -> None:
-        """Moves the model's tensors to where the stages want them, should something else have moved them away."""
+        """Moves the model's tensors back to the devices of their stages."""
         if self.first is None:
             return
         stages = self._own_stages(self.settings.placement)
@@ -243,7 +241,7 @@ class PipelineState(GraphFinder):
         return range(len(placement))
 
     def _check_values_to_record(self) -> None:
-        """Raises `StateError` where the model has no values to be recorded and run with."""
+        """Raises `StateError` if the model has tensors without values."""
         if missing := names_without_values(self.model):
             raise StateError(
                 f"the model has no values to run with: {missing[0]!r} is a meta or fake tensor; give it some first "
@@ -253,7 +251,7 @@ class PipelineState(GraphFinder):
     # -- training ------------------------------------------------------------------------------------------------------
 
     def checking(self) -> contextlib.AbstractContextManager[object]:
-        """A block in which arguments are checked, and micro-batches read."""
+        """A block in which arguments are checked and micro-batches are read."""
         return contextlib.nullcontext()
 
     def running(self) -> contextlib.AbstractContextManager[object]:
@@ -261,7 +259,7 @@ class PipelineState(GraphFinder):
         return self.engine.running()
 
     def read_micro_batches(self, micro_batches: Any) -> list[ModelCall] | None:
-        """Reads micro-batches that are handed over; None if this process does not need them."""
+        """Parses the argument `micro_batches`; None if this process does not need them."""
         return parse_micro_batches(micro_batches)
 
     def train(self, call: StepCall, optimizer: StagewiseOptimizer | None) -> tuple[torch.Tensor, Any, bool]:
@@ -282,7 +280,7 @@ class PipelineState(GraphFinder):
     # -- updates of the weights --------------------------------------------------------------------------------------
 
     def update(self, optimizer: StagewiseOptimizer) -> None:
-        """Steps an optimizer: the parameters of each stage in its worker, as far as there are workers."""
+        """Steps an optimizer: the parameters of each stage in its worker, if workers exist."""
         parameters = optimizer.parameters()
         if self.closed or self.first is None:
             optimizer.step_parameters(parameters)
@@ -293,7 +291,7 @@ class PipelineState(GraphFinder):
             self.engine.update(steps, self.settings.devices, self.settings.placement, self.settings.replicas)
 
     def overlapped_updates(self, optimizer: StagewiseOptimizer | None) -> OverlappedUpdates | None:
-        """Returns the updates of stages within a step; None unless an optimizer overlaps."""
+        """Returns the updates of stages within a step; None unless the optimizer has `overlap`."""
         if optimizer is None or not optimizer.overlap:
             return None
         parameters = self.parameters_by_stage(optimizer)
@@ -316,7 +314,7 @@ class PipelineState(GraphFinder):
     def stage_of_parameter(self, parameter: torch.Tensor) -> int:
         """Returns the stage that updates a parameter: the first that uses it in the first graph.
 
-        Of others it is the first stage on their device, or the first of all.
+        For a parameter that no stage uses: the first stage on its device, or stage 0.
         """
         if id(parameter) not in self._stages_of_parameters:
             self._stages_of_parameters.clear()  # a parameter may have been replaced
@@ -335,13 +333,13 @@ class PipelineState(GraphFinder):
     # -- graphs ------------------------------------------------------------------------------------------------------
 
     def _record_graph(self, call: ModelCall, seed: int, count: int | None) -> CachedGraph:
-        """Records and cuts a graph for a mini-batch, or for one of `count` micro-batches."""
+        """Records and splits a graph for a mini-batch, or for one of `count` micro-batches."""
         return self._make_graph(call.args, call.kwargs, seed, count)
 
     # -- streams -------------------------------------------------------------------------------------------------------
 
     def check_stream_program(self, bound: BoundProgram, held: Collection[int]) -> None:
-        """Raises `StateError` where a program cannot run in a stream. `held`: identities of trained parameters."""
+        """Raises `StateError` if a program cannot run in a stream. `held`: identities of trained parameters."""
         tensors = ModelTensors(self.model, bound.constants)
         for j, stage in enumerate(bound.program.stages):
             for name in stage.attributes:
@@ -366,7 +364,7 @@ class PipelineState(GraphFinder):
             )
 
     def schedule_for(self, micro_batches: int, name: str | None = None) -> Schedule:
-        """Makes the schedule of a step: of `forward_backward`, or the named one."""
+        """Returns the schedule of a step: of `forward_backward`, or the named one."""
         settings = self.settings
         return make_schedule(
             name or settings.schedule,
@@ -381,20 +379,20 @@ class PipelineState(GraphFinder):
     def _make_graph(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int, micro_batches: int | None = None
     ) -> CachedGraph:
-        """Records and cuts a graph; the first one decides where parameters live.
+        """Records and splits a graph; the first one decides the devices of parameters.
 
-        `micro_batches`: the inputs are one of so many micro-batches; else they are a mini-batch.
+        `micro_batches`: their number, if the inputs are one of them; None for a mini-batch.
         """
         self._check_values_to_record()
         try:
             if self.first is None:
-                # Planned as it will be trained, also where the first call only evaluates; a given plan has its mode.
+                # Plan for training, even if the first call only evaluates; a plan that was passed has its own mode.
                 with torch.inference_mode(False), torch.enable_grad(), show_progress(self.settings.progress):
                     first = prepare(self.model, args, kwargs, self.settings, self.given_plan, seed, micro_batches)
                     reason = self._refusal_of_evaluation(first, args, kwargs, seed)
                 self._take_plan_of(first)
                 assert self.first is not None
-                if self.settings.row_devices != self.asked.row_devices:  # a map of modules needs no more
+                if self.settings.row_devices != self.asked.row_devices:  # a map of modules needs fewer devices
                     self.engine.executor.close()
                     self.engine.executor = executor_for(self.settings.row_devices)
                     self.engine.devices = self.settings.row_devices
@@ -424,7 +422,7 @@ class PipelineState(GraphFinder):
     def _refusal_of_evaluation(
         self, first: PreparedGraph, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int
     ) -> str | None:
-        """Predicts why a model that trains will be refused when it is evaluated; one wants to hear that early."""
+        """Returns why the evaluation of a model will be refused although it can be trained; None if it will not."""
         if not self.checks_evaluation:
             return None
         self.checks_evaluation = False
@@ -461,7 +459,7 @@ def _move_to_stages(
     stages: Sequence[int],
     optimizer_states: OptimizerStateMover,
 ) -> None:
-    """Each parameter and buffer of these stages to the device of the first that uses it; the objects stay the same."""
+    """Moves parameters and buffers of `stages` to the first stage that uses them; the objects stay the same."""
     moved = set()
     for j in stages:
         device = devices[j]
@@ -469,20 +467,20 @@ def _move_to_stages(
             if name not in moved and name not in prepared.traced.constants:
                 tensor = ModelTensors(model, {}).get(name)
                 if tensor.device != device and has_values(tensor):
-                    torch.clear_autocast_cache()  # of casts that stay where the tensor was
+                    torch.clear_autocast_cache()  # cached casts stay on the old device
                     optimizer_states.note_move(name, tensor.device)
                     replace_data(tensor, tensor.data.to(device))
                     if tensor.grad is not None and tensor.grad.device != device:
                         replace_data(tensor.grad, tensor.grad.data.to(device))
                 moved.add(name)
     for module in model.modules():
-        # cuDNN wants the weights of an RNN side by side, or gathers them at every call, and warns of it.
+        # cuDNN needs the weights of an RNN in one block; otherwise it copies them at every call, with a warning.
         if isinstance(module, nn.RNNBase) and len({weight.device for weight in module.parameters(False)}) == 1:
             module.flatten_parameters()
 
 
 def _add_batch_size_note(error: Exception, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Inputs that disagree on the batch size make a model fail in words of its own: add what one would look for."""
+    """Adds a note to an error of the model if its inputs disagree on the batch size."""
     if isinstance(error, FxpipeError):
         return
     sizes_by_path = [(leaf.path, leaf.shape[0]) for leaf in input_leaves(model, args, kwargs)[0] if leaf.shape]

@@ -14,7 +14,6 @@ from fxpipe.tracing.traced import Traced
 
 
 def bind_program(prepared: PreparedGraph, settings: Settings) -> BoundProgram:
-    """Returns the program of a graph on the devices of its stages."""
     traced, devices = prepared.traced, settings.devices
     return BoundProgram(
         prepared.program,
@@ -37,14 +36,14 @@ def bind_program(prepared: PreparedGraph, settings: Settings) -> BoundProgram:
 
 
 def _replicas_of(prepared: PreparedGraph, settings: Settings) -> tuple[tuple[StageReplica, ...], ...]:
-    """Returns the replicas of each stage, whose code names their own devices; () if no stage has several."""
+    """Returns the replicas of each stage, with code for their own devices; () if no stage has several."""
     if not settings.replica_workers:
         return ()
     by_stage = settings.stage_devices
     every = [tuple(own[turn % len(own)] for own in by_stage) for turn in range(max(map(len, by_stage)))]
     programs = [prepared.program]
     for turn, devices in enumerate(every[1:], 1):
-        is_known = settings.compile is None and devices in every[:turn]  # compiled code is of one worker
+        is_known = settings.compile is None and devices in every[:turn]  # compiled code belongs to one worker
         programs.append(programs[every.index(devices)] if is_known else prepared.on_devices(devices))
     return tuple(
         tuple(StageReplica(device, programs[turn].stages[j]) for turn, device in enumerate(own))
@@ -53,7 +52,7 @@ def _replicas_of(prepared: PreparedGraph, settings: Settings) -> tuple[tuple[Sta
 
 
 def _used_outputs(traced: Traced) -> frozenset[int]:
-    """Returns the places of the outputs from which the model itself makes something that requires grad."""
+    """Returns the places of the outputs from which the model itself computes values that require grad."""
     requires_grad = {} if traced.effects is None else traced.effects.requires_grad
     nodes = ((place, node) for place, node in enumerate(traced.outputs) if isinstance(node, fx.Node))
     pieces = {*traced.pieces}
@@ -61,7 +60,7 @@ def _used_outputs(traced: Traced) -> frozenset[int]:
 
 
 def _moving_buffers(prepared: PreparedGraph) -> tuple[str, ...]:
-    """Returns the buffers that forward changes in evaluation, by samples or by values, but for batch norm's."""
+    """Returns the buffers that forward changes in evaluation, by samples or values, except batch norm's."""
     traced, stages = prepared.traced, prepared.program.stages
     carried, is_training = traced.carried_state, traced.flags[0][1]
     if is_training:

@@ -1,4 +1,4 @@
-"""`pipe.train_stream`: an iterator over the losses of mini-batches that go through the stages without a flush."""
+"""`pipe.train_stream`: an iterator over the losses of mini-batches that run through the stages without a flush."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from fxpipe.scheduling.streams import STREAM_POLICIES, StreamSchedule, WeightPol
 from fxpipe.utils.random_generators import draw_seed
 from fxpipe.utils.units import with_article
 
-READ_AHEAD = 2  # mini-batches beside those that the stages hold: the first stage need not wait for who reads losses
+READ_AHEAD = 2  # additional mini-batches, so that the first stage need not wait for the reader of losses
 
 
 _streams: weakref.WeakSet[TrainStream] = weakref.WeakSet()
 
 
 class TrainStream(Iterator[torch.Tensor]):
-    """The losses of a stream, one for each mini-batch, in order. Made by `pipe.train_stream`.
+    """The losses of a stream, one for each mini-batch, in order. Created by `pipe.train_stream`.
 
-    It is a context manager, which closes it. One that nobody holds any more, after a `break` say, closes at once: what
-    runs the stream refers to the loop, and not to this object.
+    A context manager, which closes it. It also closes when the last reference is dropped, for example after a `break`:
+    the running stream refers to the loop only, not to this object.
     """
 
     def __init__(self, loop: StreamLoop):
@@ -45,16 +45,16 @@ class TrainStream(Iterator[torch.Tensor]):
 
     @property
     def applied(self) -> tuple[int, ...]:
-        """The number of mini-batches, in order from the first, that each stage's weights are updated with.
+        """The number of mini-batches, in order from the first, that are in each stage's weights.
 
-        Once the stream has ended or is closed, it is the same for all stages.
+        After the stream has ended or was closed, it is the same for all stages.
         """
         stream = self._loop.stream
         return () if stream is None else tuple(stream.applied)
 
     @property
     def versions_held(self) -> tuple[int, ...]:
-        """The most versions of its weights that each stage has held so far."""
+        """The largest number of versions of its weights that each stage has held so far."""
         stream = self._loop.stream
         return () if stream is None else stream.versions_held
 
@@ -62,12 +62,12 @@ class TrainStream(Iterator[torch.Tensor]):
         return next(self._losses)
 
     def close(self) -> None:
-        """Ends the stream: all mini-batches that were read go through all stages and are applied.
+        """Ends the stream: all mini-batches that were read run through all stages and are applied.
 
-        Of a pipe that is closed already they are dropped.
+        If the pipe is closed already, they are dropped.
 
         Raises:
-            Exception: what a stage has raised in one of them.
+            Exception: an exception of a stage in one of them.
         """
         self._losses.close()
 
@@ -79,7 +79,7 @@ class TrainStream(Iterator[torch.Tensor]):
 
 
 def _losses_of(loop: StreamLoop, stream: Callable[[], TrainStream | None]) -> Generator[torch.Tensor]:
-    """Yields the losses; the pipe keeps the exception of a stream that nobody holds any more."""
+    """Yields the losses; if the stream is not referenced any more, the pipe keeps its exception."""
     try:
         yield from loop.losses()
     except BaseException as error:
@@ -89,13 +89,13 @@ def _losses_of(loop: StreamLoop, stream: Callable[[], TrainStream | None]) -> Ge
 
 
 class MiniBatches(Iterator[Any]):
-    """The mini-batches of a stream, which must stay as they are until all stages are updated with them."""
+    """The mini-batches of a stream, which must not change until all stages are updated with them."""
 
     def __init__(self, batches: Iterable[Any], count_applied: Callable[[], int]):
         self._batches, self._count_applied = iter(batches), count_applied
-        self._needed: dict[int, list[tuple[torch.Tensor, int]]] = {}  # by number, those that are needed
+        self._needed: dict[int, list[tuple[torch.Tensor, int]]] = {}  # by number, for mini-batches still needed
         self._read = 0
-        self.has_written = False  # to one that is still needed, while another was read
+        self.has_written = False  # a mini-batch still needed was written to
 
     def __next__(self) -> Any:
         item = next(self._batches)
@@ -113,7 +113,7 @@ class MiniBatches(Iterator[Any]):
 
 
 class StreamLoop:
-    """The loop behind a `TrainStream`: reads mini-batches, admits them, and collects their losses."""
+    """The loop of a `TrainStream`: reads mini-batches, admits them, and collects their losses."""
 
     def __init__(
         self,
@@ -130,14 +130,14 @@ class StreamLoop:
         self.engine = inside.engine
         self._loss, self._is_loss_given = StreamLoss(loss_fn, reduction), is_loss_given
         self.stream: Stream | None = None
-        self._bound: BoundProgram | None = None  # the program that runs
-        self._has_target: bool | None = None  # have mini-batches one
+        self._bound: BoundProgram | None = None  # the running program
+        self._has_target: bool | None = None  # mini-batches have targets
         self._seed, self._has_drawn = 0, False
-        self._read = self._most = 0  # mini-batches read, and how many of them are in flight at most
-        self._is_over = False  # nothing more is read
+        self._read = self._most = 0  # mini-batches read; the most in flight
+        self._is_over = False  # no further mini-batches
 
     def losses(self) -> Generator[torch.Tensor]:
-        """Yields the losses. Closed, it ends the stream."""
+        """Yields the losses. If closed, it ends the stream."""
         engine = self._inside.engine
         with engine.streaming() as context:
             failure: Exception | None = None
@@ -153,7 +153,7 @@ class StreamLoop:
             except GeneratorExit as left:
                 if not engine.executor.is_closed:
                     self._end(context)
-                elif self.stream is not None:  # as at the end of the interpreter: nothing can run any more
+                elif self.stream is not None:  # at the end of the interpreter no stage can run
                     self.stream.abort(left)
                 raise
             except BaseException as error:
@@ -181,10 +181,10 @@ class StreamLoop:
                     raise
 
     def _fill(self, context: CallerContext) -> Exception | None:
-        """Reads mini-batches until enough of them are in flight, and queues them; lets them end behind the last one.
+        """Reads and queues mini-batches until enough are in flight; after the last one, drains the stream.
 
         Returns:
-            What has made it impossible to read another one; those before it are not touched by it.
+            The exception of reading, which does not affect earlier mini-batches; else None.
         """
         if self._is_over:
             return None
@@ -212,7 +212,7 @@ class StreamLoop:
 
     def _begin(self, context: CallerContext) -> Stream:
         inside = self._inside
-        settings, order = inside.settings, self._order()  # as planned by now
+        settings, order = inside.settings, self._order()  # after planning
         self._most = order.mini_batches_to_end + READ_AHEAD
         parameters = inside.parameters_by_stage(self._optimizer)
         name = str(settings.schedule)
@@ -237,7 +237,7 @@ class StreamLoop:
     # -- the program of a mini-batch -----------------------------------------------------------------------------------
 
     def _given_inputs(self, call: ModelCall) -> GivenInputs:
-        """Finds the program of a mini-batch. All in flight have the same; before another one they end."""
+        """Finds the program of a mini-batch; if it differs from the running one, waits for mini-batches in flight."""
         check_can_stream_now()
         self._check_call(call)
         stream, inside = self.stream, self._inside
@@ -283,7 +283,7 @@ def check_can_stream_now() -> None:
 
 
 def parse_batches(batches: Any) -> Iterable[Any]:
-    """Raises `ArgumentTypeError` unless these can be mini-batches."""
+    """Raises `ArgumentTypeError` if the argument is not an iterable of mini-batches."""
     if isinstance(batches, (torch.Tensor, Mapping, str)) or not isinstance(batches, Iterable):
         raise ArgumentTypeError(
             f"batches is {with_article(batches)}; expected an iterable of mini-batches, each {FORMS}"
@@ -292,10 +292,10 @@ def parse_batches(batches: Any) -> Iterable[Any]:
 
 
 def stream_policy(schedule: Any, vertical_sync: bool) -> WeightPolicy:
-    """The version of weights that mini-batches have.
+    """Returns the policy for the versions of weights.
 
     Raises:
-        ArgumentError: the schedule is none of a stream, or has no such option.
+        ArgumentError: the schedule is not for streams, or has no such option.
     """
     policy = STREAM_POLICIES.get(schedule) if isinstance(schedule, str) else None
     if policy is None:
@@ -316,8 +316,8 @@ def stream_policy(schedule: Any, vertical_sync: bool) -> WeightPolicy:
 
 @atexit.register
 def _drop_streams() -> None:
-    """Drops the streams that are still open: when the interpreter takes them away, modules are empty already."""
+    """Drops the open streams before the interpreter clears modules."""
     close_all_executors()
     for stream in list(_streams):
-        with contextlib.suppress(Exception):  # nobody is there any more to be told
+        with contextlib.suppress(Exception):  # no caller is left to see it
             stream.close()

@@ -1,12 +1,12 @@
-"""`fxpipe.verify`: a pipe next to the plain model, on a batch of the user's.
+"""`fxpipe.verify`: compares a pipe with the plain model on a batch of yours.
 
     report = fxpipe.verify(pipe, tokens, target=target, loss_fn=F.cross_entropy)
     print(report)
     assert report
 
 The plain model runs twice, the second time with each parameter and each floating point input moved by one unit of
-rounding. How far its numbers move says what rounding makes of them, for this model and these values; a pipe sums in
-another order and may differ by that much, and no more.
+rounding. The change of its results shows the effect of rounding for this model and these values. A pipe sums in another
+order: it may differ by that much, but not by more.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from fxpipe.utils.random_generators import draw_seed, mix_seed
 from fxpipe.utils.text_table import shorten_name, text_table
 from fxpipe.utils.units import count_text, with_article
 
-ROUNDINGS = 32  # a difference may be this many times what one unit of rounding in weights, inputs and gradients makes
-MAX_SHOWN = 10  # names that a report shows
+ROUNDINGS = 32  # allowed multiple of the effect of one unit of rounding in weights, inputs and gradients
+MAX_SHOWN = 10
 
 
 class Name(NamedTuple):
-    """The name of a value of a step: an output, the loss, a gradient, a buffer or an input."""
+    """The name of a value in a step: an output, the loss, a gradient, a buffer or an input."""
 
     kind: str
     name: str
@@ -62,13 +62,13 @@ Values = dict[Name, Any]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The largest difference between a tensor of the pipe's step and the plain model's."""
+    """The largest difference between a tensor in the pipe's step and in the plain model's step."""
 
     kind: str  # "output", "loss", "gradient", "buffer", "input"
     name: str
-    size: float  # the largest absolute difference; inf if shapes, types or values without a distance differ
+    size: float  # the largest absolute difference; inf if shapes or types differ, or values that have no distance
     allowed: float  # the largest difference that rounding explains
-    where: str = ""  # the index of the largest difference, or what differs
+    where: str = ""  # the index of the largest difference, or the difference in words
 
     @property
     def is_rounding(self) -> bool:
@@ -80,14 +80,14 @@ class Verification:
     """The result of `fxpipe.verify`: true if all differences are rounding. `print` shows a table."""
 
     differences: tuple[Difference, ...]
-    reference: str  # the step that the pipe was compared with, in words
+    reference: str  # description of the step that the pipe was compared with
 
     def __bool__(self) -> bool:
         return all(difference.is_rounding for difference in self.differences)
 
     @property
     def wrong(self) -> tuple[Difference, ...]:
-        """The differences that rounding does not explain, the largest first."""
+        """The differences that rounding does not explain, in descending order."""
         wrong = [difference for difference in self.differences if not difference.is_rounding]
         return tuple(sorted(wrong, key=lambda d: -d.size / (d.allowed or 1e-300)))
 
@@ -125,33 +125,33 @@ def verify(
     reduction: str = "mean",
     **kwargs: Any,
 ) -> Verification:
-    """Compares a pipe with the plain model on a batch: outputs, loss, every gradient and every buffer by name.
+    """Compares a pipe with the plain model on a batch: outputs, loss, all gradients and all buffers by name.
 
         report = fxpipe.verify(pipe, tokens, target=target, loss_fn=F.cross_entropy)
         print(report)
         assert report
 
-    Run it before a long training, on a batch of your own data. With `loss_fn` the pipe runs `forward_backward`; without
-    it the pipe is called, and goes back from a sum that gives each number of the outputs its own weight. Under
-    `torch.no_grad()` outputs and buffers alone are compared. Parameters, gradients, buffers and random generators are
-    put back.
+    Run it before a long training, on a batch of your own data. With `loss_fn` the pipe runs `forward_backward`;
+    without, it is called, and runs the backward of a sum that gives each number of the outputs its own weight. Under
+    `torch.no_grad()` only outputs and buffers are compared. Parameters, gradients, buffers and random generators are
+    restored.
 
-    The reference is the plain model on the whole mini-batch, on the first device of the pipe, or on the CPU where its
-    memory does not do. If forward draws random numbers, changes buffers, or normalizes over the batch, micro-batches
-    are what is documented to differ: then the reference is the plain model over the same micro-batches with the same
-    draws, and `pipe.eval()` compares the whole mini-batch.
+    The reference is the plain model on the whole mini-batch, on the first device of the pipe, or on the CPU if it does
+    not fit there. If forward draws random numbers, changes buffers, or normalizes over the batch, micro-batches differ
+    by design: then the reference is the plain model on the same micro-batches with the same random numbers, and
+    `pipe.eval()` compares the whole mini-batch.
 
     Args:
         pipe: a pipe of one process.
-        args, kwargs: the model's inputs, as `pipe` takes them. They are not written to.
-        target, loss_fn, reduction: as `forward_backward` takes them.
+        args, kwargs: the model's inputs, as for `pipe`. They are not written to.
+        target, loss_fn, reduction: as for `forward_backward`.
 
     Returns:
         A report that is true if all differences are rounding, and prints as a table.
 
     Raises:
         ArgumentTypeError: `pipe` is not a pipe of one process.
-        StateError: forward draws random numbers that cannot be drawn again.
+        StateError: forward draws random numbers that cannot be reproduced.
         FxpipeError: the pipe refuses the batch, as it would in training.
     """
     if not isinstance(pipe, Pipeline):
@@ -192,7 +192,7 @@ def verify(
 
 
 def _why_micro_batches_differ(traced: Traced, bound: BoundProgram) -> str:
-    """Says why a step is documented to be the one over micro-batches, and not the mini-batch's; empty if it is."""
+    """Returns the reason why micro-batches differ from the mini-batch by design; empty if they do not."""
     for node in traced.nodes:
         if info(node).is_random and info(node).is_graph_break:
             raise StateError(
@@ -212,15 +212,13 @@ def _why_micro_batches_differ(traced: Traced, bound: BoundProgram) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A micro-batch, or the mini-batch."""
-
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     target: tuple[Any, ...]  # () or (target,)
-    share: float  # its share of the samples
+    share: float
 
     def copied(self, device: torch.device | None) -> _Call:
-        """A copy that a step may write to and has the gradients of."""
+        """Copies the call: a step may write to the copy and has its gradients."""
 
         def copy(tensor: torch.Tensor) -> torch.Tensor:
             copied = tensor.detach().clone() if device is None else tensor.detach().to(device, copy=True)
@@ -244,26 +242,25 @@ def _micro_batches(traced: Traced, leaves: Sequence[Any], batch: int, count: int
 
 @dataclass(slots=True)
 class _Step:
-    """Forward, loss and backward, by the pipe or by the plain model, and what of it has to be put back."""
+    """A step of the pipe or of the plain model, and the state to restore after it."""
 
     model: nn.Module
     loss_fn: Callable[..., Any] | None
     reduction: str
     unit: float  # unit of rounding: the largest eps of the dtypes in the graph
     input_names: tuple[str, ...]
-    opaque: tuple[str, ...]  # paths of modules each call of which is one random node
+    opaque: tuple[str, ...]  # paths of modules whose calls are one random node each
     loss_leaves: dict[int, tuple[torch.Tensor, Any]] = field(
         default_factory=dict
-    )  # leaves that loss_fn uses, and their gradients before
+    )  # leaves that loss_fn uses, and their earlier gradients
 
     def _begin(self, calls: Sequence[_Call], device: torch.device | None) -> list[_Call]:
-        """Copies the inputs of a step, for which nothing has a gradient yet."""
+        """Copies the inputs of a step, and clears the gradients of `loss_leaves`."""
         for leaf, _ in self.loss_leaves.values():
             leaf.grad = None
         return [call.copied(device) for call in calls]
 
     def of_pipe(self, pipe: Pipeline, calls: Sequence[_Call]) -> Values:
-        """The values of a step of the pipe."""
         with preserve_state(self.model), without_gradients(self.model):
             calls = self._begin(calls, None)
             first = calls[0]
@@ -287,7 +284,7 @@ class _Step:
             return self._values(outputs, loss, calls)
 
     def of_plain_model(self, calls: Sequence[_Call], device: torch.device) -> tuple[Values, Values]:
-        """The values of a step of the plain model, and of one in which rounding has moved what goes in and back."""
+        """Returns the values of a step of the plain model, without and with moved weights, inputs and gradients."""
         try:
             return self._of_plain_model(calls, device, 0.0), self._of_plain_model(calls, device, self.unit)
         except RuntimeError as error:
@@ -351,7 +348,6 @@ class _Step:
         return {n: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v for n, v in values.items()}
 
     def put_back(self) -> None:
-        """Puts back the gradients of what the loss function uses."""
         for leaf, gradient in self.loss_leaves.values():
             leaf.grad = gradient
 
@@ -365,7 +361,7 @@ class _Step:
 
 
 def named_leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of any object, each with its path; also in dataclasses and caches that torch does not know."""
+    """Yields the leaves of any object with their paths, including dataclasses and caches that torch does not know."""
     if isinstance(value, Mapping):
         items: list[tuple[str, Any]] = [(f"[{key!r}]", item) for key, item in value.items()]
     elif isinstance(value, (list, tuple)):
@@ -380,7 +376,7 @@ def named_leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def weighted_sum(output: Any) -> torch.Tensor:
-    """A loss that depends on every number of the outputs, each with its own weight."""
+    """Returns a loss in which each number of the outputs has its own weight."""
     total = torch.zeros((), requires_grad=False)
     for _, leaf in named_leaves(output):
         if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()) and leaf.requires_grad:
@@ -392,7 +388,7 @@ def weighted_sum(output: Any) -> torch.Tensor:
 
 
 class _SeededDraws(TorchFunctionMode):
-    """Gives each random function of the plain model the numbers that a pipe draws for it in a micro-batch."""
+    """Seeds each random function of the plain model as a pipe does in a micro-batch."""
 
     def __init__(self, seed: int, device: torch.device):
         super().__init__()
@@ -408,7 +404,7 @@ class _SeededDraws(TorchFunctionMode):
 
     @contextmanager
     def one_node(self, python_rng: bool = False) -> Iterator[None]:
-        """A block that is one random node."""
+        """A block that counts as one random node."""
         seed = mix_seed(self.seed, self.ordinal)
         with ExitStack() as stack:
             stack.enter_context(accelerator.restore_generators(self.generators))
@@ -462,16 +458,16 @@ def _moved_by_rounding(tensors: Sequence[torch.Tensor], unit: float) -> Iterator
 
 @contextmanager
 def _gradients_moved_by_rounding(model: nn.Module, unit: float) -> Iterator[None]:
-    """A block in which so is each number of the gradients that go back into modules.
+    """A block in which each number of the gradients of module outputs is moved by at most one unit of rounding.
 
-    The gradient of a bias is a sum, which may cancel: its rounding errors are those of the terms.
+    The gradient of a bias is a sum, which may cancel: its rounding errors are the errors of its terms.
     """
 
     def move(gradient: torch.Tensor) -> torch.Tensor:
         if gradient.layout != torch.strided:
             return gradient
         numbers = torch.arange(1, gradient.numel() + 1, device=gradient.device, dtype=torch.float32)
-        noise = torch.cos(numbers * numbers).view(gradient.shape)  # nothing is drawn, which vmap forbids
+        noise = torch.cos(numbers * numbers).view(gradient.shape)  # no random numbers, which vmap forbids
         return (gradient * (1 + unit * noise)).to(gradient.dtype)
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -494,9 +490,9 @@ def compare(want: Values, have: Values, moved: Values) -> tuple[Difference, ...]
     """Compares the values of two steps by name.
 
     Args:
-        want: the plain model's.
-        have: the pipe's.
-        moved: the plain model's, with weights, inputs and gradients moved by one unit of rounding.
+        want: values of the plain model.
+        have: values of the pipe.
+        moved: values of the plain model with weights, inputs and gradients moved by one unit of rounding.
     """
     names = [*want, *(name for name in have if name not in want)]
     return tuple(
@@ -520,7 +516,7 @@ def _difference(name: Name, want: Any, have: Any, moved: Any) -> Difference:
 
 
 def _distance(want: Any, have: Any) -> tuple[float, str]:
-    """Returns the largest absolute difference and its index, or inf and the difference in words if it has no size."""
+    """Returns the largest absolute difference and its index, or inf and a description if values have no distance."""
     if not (isinstance(want, torch.Tensor) and isinstance(have, torch.Tensor)):
         is_same = want is have or (type(want) is type(have) and (want == have) is True)
         return (0.0, "") if is_same else (math.inf, f": {_text(have)} instead of {_text(want)}")

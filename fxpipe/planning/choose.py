@@ -1,8 +1,8 @@
-"""From costs to a cut: the order of the nodes, where stages begin and run, and which of them recompute.
+"""From costs to a cut: the order of the nodes, the starts and devices of stages, and the stages that recompute.
 
-What was asked for by hand is in the problem (`cut_problem.py`); the solver decides the rest. Where no solver decides,
-several cuts are simulated and compared: orders of the graph, the placements that pins allow, and stages of which only a
-part recomputes. If they take equally long, the traced order and fewer stages win.
+The problem has the user's constraints (`cut_problem.py`); the solver decides the rest. Where no solver decides, several
+cuts are simulated and compared: orders of the graph, placements that pins allow, and stages that recompute only a part.
+On a tie, the traced order and fewer stages win.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from fxpipe.scheduling.row_transforms import neighbour_groups
 from fxpipe.simulation import Simulation, Transfer, simulate_schedule, simulate_stream, transfers_of
 from fxpipe.tracing import Traced
 
-# -- A cut, its costs, and the step as it is simulated ---------------------------------------------------------------
+# -- A cut, its costs, and the simulated step --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The cut that was decided on, and the costs and the simulated step that it was chosen by."""
+    """The chosen cut, with its costs and its simulated step."""
 
-    traced: Traced  # in the order in which its nodes will run
+    traced: Traced  # in execution order
     starts: tuple[int, ...]  # the place of the first node of each stage
     settings: Settings  # with the placement of the stages
     sites: tuple[StageSite, ...]
     loads: tuple[StageLoad, ...]
     balance: str  # "block", "optimal", "by hand"
-    bottlenecks: tuple[Bottleneck, ...]  # by the ways of balancing that were compared
+    bottlenecks: tuple[Bottleneck, ...]  # one for each candidate balance
     transfers: tuple[Transfer, ...]
     simulation: Simulation
     profiles: tuple[Profile, ...]  # one for each kind of device that has a stage
@@ -62,7 +62,7 @@ def cut_of(
     balance: str,
     compared: tuple[Bottleneck, ...],
 ) -> Cut:
-    """The cut of a problem at these places; `compared` are ways of balancing that it was chosen before."""
+    """Returns the cut of a problem at these places; `compared` are the candidate balances."""
     loads = stage_loads(problem.chain, sites, starts, recompute)
     is_solved = balance in ("optimal", "pipedream")
     solved = (Bottleneck(balance, _bottleneck(loads, problem)),) if is_solved else ()
@@ -76,11 +76,11 @@ def cut_of(
 
 
 def _bottleneck(loads: Sequence[StageLoad], problem: CutProblem) -> float:
-    """Computes the seconds of the slowest stage; neighbouring stages on one device count as one."""
+    """Computes the seconds of the slowest stage; adjacent stages on one device count as one."""
     settings, cluster = problem.settings, problem.settings.cluster
     if settings.replicas and cluster is not None:
         m = settings.micro_batches(problem.batch)
-        if is_stream(settings.schedule):  # of which the next mini-batches are with the other replicas
+        if is_stream(settings.schedule):  # its other replicas take the next mini-batches
             return max(load.seconds / cluster.count(k) for k, load in enumerate(loads))
         return max(load.seconds / cluster.rate(k, m) for k, load in enumerate(loads))
     groups = neighbour_groups(settings.placement)
@@ -90,7 +90,7 @@ def _bottleneck(loads: Sequence[StageLoad], problem: CutProblem) -> float:
 
 
 def _cut_transfers(chain: Chain, sites: Sequence[StageSite], starts: Sequence[int]) -> Iterator[Transfer]:
-    """Yields one transfer for each pair of stages and direction, of all values together."""
+    """Yields one transfer for each pair of stages and direction, with all values together."""
 
     def stage_of(place: int) -> int:
         return min(bisect_right(starts, place), len(sites)) - 1
@@ -136,7 +136,6 @@ def _simulate_cut(
 
 
 def _weight_seconds(problem: CutProblem, starts: Sequence[int]) -> list[float]:
-    """Computes the seconds of each stage's backward that make gradients of parameters."""
     seconds, samples = [], problem.settings.largest_micro_batch(problem.batch)
     for site, start, end in zip(problem.sites, starts, [*starts[1:], len(problem.chain)], strict=True):
         cost_of = {cost.name: cost for cost in problem.profiles[site.kind].nodes}
@@ -144,13 +143,12 @@ def _weight_seconds(problem: CutProblem, starts: Sequence[int]) -> list[float]:
     return seconds
 
 
-# -- Memory advice where nothing fits: other cuts, more recomputing, more devices, smaller micro-batches -------------
+# -- Memory advice if nothing fits: other cuts, more recomputation, more devices, smaller micro-batches ----------------
 
 MAX_DEVICES_FACTOR = 8  # a remedy tries up to this many times the given number of devices
 
 
 def memory_advice(problem: CutProblem) -> list[Iterable[RemedyTrial]]:
-    """Lists the remedies that are tried where nothing fits into memory."""
     settings = problem.settings
     trials: list[Iterable[RemedyTrial]] = [
         recompute_trials(_with_asked_balance(problem, problem.chain, problem.settings), problem.sites)
@@ -158,7 +156,7 @@ def memory_advice(problem: CutProblem) -> list[Iterable[RemedyTrial]]:
     if settings.balance in ("block", "pipedream") and not settings.replicas:
         trials.insert(0, [RemedyTrial("use balance='optimal'", problem.chain, problem.sites)])
     if not isinstance(settings.schedule, str):
-        return trials  # it is for these sizes
+        return trials  # a table is for this number of stages and micro-batches
     if is_stream(settings.schedule):
         trials.append(_fewer_versions(problem))
     if not (settings.pins or settings.replicas or problem.chain.required_cuts):
@@ -168,7 +166,7 @@ def memory_advice(problem: CutProblem) -> list[Iterable[RemedyTrial]]:
 
 
 def _with_asked_balance(problem: CutProblem, chain: Chain, settings: Settings) -> Chain:
-    """Adds the cuts of a balance that knows of no memory as required ones, if that is what was asked for."""
+    """Adds the required cuts of a balance that does not depend on memory, if such a balance is requested."""
     if settings.balance == "pipedream":
         return replace(chain, required_cuts=pipedream_starts(chain, settings, problem.batch)[1:])
     if settings.balance != "block":
@@ -196,7 +194,6 @@ def _stages_per_device(settings: Settings) -> int:
 
 
 def _with_devices(settings: Settings, count: int) -> Settings:
-    """Extends the settings to so many devices, the further ones like the last one."""
     workers, limits = settings.workers, settings.memory_limits
     more = count - len(workers)
     return replace(
@@ -209,7 +206,7 @@ def _with_devices(settings: Settings, count: int) -> Settings:
 
 
 def _smaller_micro_batches(problem: CutProblem) -> Iterator[RemedyTrial]:
-    """Half the micro-batch, a quarter, and so on, down to the least that the model can have."""
+    """Yields half the micro-batch, a quarter, and so on, down to the smallest that the model accepts."""
     settings, batch = problem.settings, problem.batch
     while True:
         larger, settings = settings, replace(settings, chunks=2 * settings.chunks)
@@ -220,7 +217,7 @@ def _smaller_micro_batches(problem: CutProblem) -> Iterator[RemedyTrial]:
 
 
 def _fewer_versions(problem: CutProblem) -> Iterator[RemedyTrial]:
-    """Schedules whose stages hold fewer versions of their weights, in as many micro-batches as there are stages."""
+    """Yields schedules with fewer weight versions, with at least one micro-batch for each stage if possible."""
     settings = problem.settings
     chunks = max(settings.chunks, min(len(settings.placement), problem.batch))
     for schedule, versions in (("pipedream_2bw", "at most 2 versions"), ("1f1b", "one version, with a flush")):
@@ -230,7 +227,6 @@ def _fewer_versions(problem: CutProblem) -> Iterator[RemedyTrial]:
 
 
 def _with_settings(problem: CutProblem, settings: Settings, words: str) -> RemedyTrial:
-    """Returns the trial of other micro-batches, or of another schedule."""
     samples = settings.largest_micro_batch(problem.batch)
     smaller = chain_of(problem.traced, problem.profiles, samples, problem.chain.forbidden_cuts)
     bounded = replace(
@@ -252,20 +248,20 @@ CutSolver = Callable[[Sequence[StageSite]], OptimalCut]
 def share_memory(
     sites: Sequence[StageSite], pools: Sequence[int], solve: CutSolver, explain: CutSolver
 ) -> tuple[OptimalCut, tuple[StageSite, ...]]:
-    """Finds a cut that fits into memory, and the share of it that each stage has.
+    """Finds a cut that fits into memory, and the share of memory of each stage.
 
-    The solver has a limit for each stage. With even shares it finds most cuts; else it may give each stage all of the
-    memory, and if that cut fits together it is taken.
+    Even shares suffice for most cuts. Otherwise each stage may use all of the memory, and the cut is accepted if its
+    stages fit together.
 
     Args:
         sites: for each stage, with an even share of the memory.
-        pools: for each stage the number of its memory; stages with one number share it.
-        solve: the cut for such sites.
-        explain: the same; its error says what would fit.
+        pools: for each stage the index of its memory; stages with the same index share it.
+        solve: returns the cut for such sites.
+        explain: like `solve`, but its error names remedies.
 
     Raises:
-        MemoryLimitError: of `explain`, with even shares.
-        PartitionError: there is no such cut at all.
+        MemoryLimitError: from `explain`, with even shares.
+        PartitionError: no cut is possible, regardless of memory.
     """
     if not any(pools.count(pool) > 1 and site.memory is not None for pool, site in zip(pools, sites, strict=True)):
         return explain(sites), tuple(sites)
@@ -292,28 +288,28 @@ def share_memory(
 
 
 def _pool_sums(figures: Sequence[float | None], pools: Sequence[int]) -> list[float | None]:
-    """Sums the figures of all stages that share a memory, for each stage; None where there is no limit."""
+    """Computes for each stage the sum over all stages that share its memory; None if there is no limit."""
     sums = {pool: math.fsum(f or 0.0 for f, p in zip(figures, pools, strict=True) if p == pool) for pool in pools}
     return [None if own is None else sums[pool] for own, pool in zip(figures, pools, strict=True)]
 
 
-MIN_GAIN_OF_STAGE = 0.01  # of a step: by less, recomputing only a part of a stage does not pay for one stage more
-BALANCING_ROUNDS = 4  # in which stages that share a device are balanced against each other
+MIN_GAIN_OF_STAGE = 0.01  # share of a step; splitting a stage must gain at least this much
+BALANCING_ROUNDS = 4  # rounds of balancing stages that share a device
 
 
 def choose_cut(
     orders: Sequence[Traced], profiles: Sequence[Profile], batch: int, settings: Settings, *, explains: bool = True
 ) -> Cut:
-    """The best cut of a graph.
+    """Returns the best cut of a graph.
 
     Args:
-        orders: the graph in the orders to be compared; the first one wins a tie.
+        orders: the graph in the orders to compare; the first wins a tie.
         profiles: of its nodes, one for each kind of device.
         batch: samples of the mini-batch.
-        explains: say why where nothing fits, and what would, which takes longer than to find that nothing does.
+        explains: explain why nothing fits and name remedies, which takes longer than the search.
 
     Raises:
-        PartitionError: it cannot be cut as asked; a `MemoryLimitError` where it does not fit.
+        PartitionError: the requested cut is impossible; a `MemoryLimitError` if it does not fit.
     """
     cuts, failures = list[Cut](), list[PartitionError]()
     for traced in orders[:1] if settings.balance == "pipedream" else orders:  # the paper's layers have one order
@@ -328,12 +324,12 @@ def choose_cut(
 
 
 def _most_helpful(failures: Sequence[PartitionError]) -> PartitionError:
-    """Picks the error to show: the last way to satisfy pins has the most stages, and so comes nearest to fitting."""
+    """Returns the error to report: the last placement for pins has the most stages, so it is the closest to fitting."""
     return next((error for error in reversed(failures) if isinstance(error, MemoryLimitError)), failures[0])
 
 
 def _naming_sizes(error: PartitionError, traced: Traced, profile: Profile) -> PartitionError:
-    """The error, and the sizes at which memory was asked, where these are not those of the example."""
+    """Adds the sizes for memory limits to the error if they differ from the planned sizes."""
     largest = largest_lengths(traced, profile)
     if not isinstance(error, MemoryLimitError) or largest == profile.lengths:
         return error
@@ -343,20 +339,20 @@ def _naming_sizes(error: PartitionError, traced: Traced, profile: Profile) -> Pa
 
 
 def _candidate_cuts(problem: CutProblem, explains: bool) -> Iterator[Cut]:
-    """Usually one; several, where stages share devices, which no solver weighs against each other."""
+    """Yields one cut; several if stages share devices, because no solver balances them against each other."""
     chain, sites, asked = problem.chain, problem.sites, problem.settings.balance
     by_hand = not isinstance(asked, str)
     only_time = all(site.memory is None and site.link is None and site.kind == 0 for site in sites)
     block = None if chain.first_stages else cut_by_block(problem.nodes, len(sites), chain.required_cuts)
     if asked == "block" and block is None:
         raise PartitionError("balance='block' cannot heed pins; leave balance out, or write 'optimal'")
-    has_comparison = block is not None and not problem.settings.replicas  # these are no seconds of a replica
+    has_comparison = block is not None and not problem.settings.replicas  # block costs are not for replicas
     compared = (_bottleneck_of_block(chain, sites, block),) if has_comparison and block is not None else ()
     if asked == "pipedream":
         chain = replace(chain, required_cuts=pipedream_starts(chain, problem.settings, problem.batch)[1:])
         balance = "pipedream"
     elif block is not None and (by_hand or asked == "block" or (asked == "auto" and only_time)):
-        chain = replace(chain, required_cuts=block[1:])  # what remains: do stages fit, and which of them recompute
+        chain = replace(chain, required_cuts=block[1:])  # still to decide: do stages fit, and which of them recompute
         balance = "by hand" if by_hand else "block"
     else:
         balance = "optimal"
@@ -377,7 +373,7 @@ def _candidate_cuts(problem: CutProblem, explains: bool) -> Iterator[Cut]:
 
 
 def _may_split_stages(problem: CutProblem) -> bool:
-    """Returns True if modes and the number of stages are left to planning, and the schedule goes with any number."""
+    """Returns True if planning decides the modes and the number of stages, and the schedule supports any number."""
     settings = problem.settings
     return (
         settings.checkpoint == "auto"
@@ -397,7 +393,7 @@ def _cut_with_split_stages(
     balance: str,
     compared: tuple[Bottleneck, ...],
 ) -> Cut:
-    """The cut in which some stages are in parts, which share the memory of the stage."""
+    """Returns the cut in which some stages are split into parts, which share the memory of the stage."""
     placement = tuple(problem.settings.placement[part.stage] for part in parts)
     shared = replace(problem, settings=replace(problem.settings, placement=placement))
     starts, recompute = tuple(part.start for part in parts), [part.recompute for part in parts]
@@ -424,10 +420,7 @@ def _solutions(
     solve: Callable[[Chain, Sequence[StageSite]], OptimalCut],
     explain: Callable[[Chain, Sequence[StageSite]], OptimalCut],
 ) -> Iterator[tuple[tuple[int, ...], tuple[bool, ...], Sequence[StageSite]]]:
-    """Starts, recomputing stages, and sites with their shares of memory.
-
-    Stages on one device are weighed by what all of them took the time before.
-    """
+    """Yields starts, recomputation and sites; each round weights stages by the last time of their whole device."""
     placement = settings.placement
     shares = [float(placement.count(k)) for k in placement]
     for _ in range(BALANCING_ROUNDS if max(shares) > 1 else 1):
@@ -446,7 +439,7 @@ def _solutions(
 
 
 def _weighted_chain(chain: Chain, sites: Sequence[StageSite], shares: Sequence[float]) -> tuple[Chain, list[StageSite]]:
-    """A chain in which a stage takes as long as all stages on its device together."""
+    """Returns a chain in which a stage takes as long as all stages on its device together."""
     if max(shares) == 1.0:
         return chain, list(sites)
     kinds = dict.fromkeys((site.kind, share) for site, share in zip(sites, shares, strict=True))

@@ -1,4 +1,4 @@
-"""A traced and profiled graph in plain numbers: what partitioning goes by (`fxpipe.partitioning.chain`)."""
+"""Converts a traced and profiled graph to plain numbers, the input of partitioning (`fxpipe.partitioning.chain`)."""
 
 from __future__ import annotations
 
@@ -37,15 +37,13 @@ def chain_of(
     samples: int,
     forbidden: Mapping[int, str],
 ) -> Chain:
-    """The graph for micro-batches of so many samples, and the dynamic sizes of the profiles.
-
-    Memory is asked of the largest sizes that are announced.
+    """Returns the graph as a chain, for the dynamic sizes of the profiles; its `largest` is for memory limits.
 
     Args:
-        traced: the order of its nodes gives the places.
+        traced: its node order defines the places.
         profiles: one for each kind of device, of the same nodes in any order.
-        samples: of the largest micro-batch.
-        forbidden: place -> why no cut may stand before it.
+        samples: size of the largest micro-batch.
+        forbidden: place -> reason why no cut is allowed before it.
     """
     planned = profiles[0].lengths
     largest = largest_lengths(traced, profiles[0])
@@ -56,7 +54,7 @@ def chain_of(
 
 
 def largest_lengths(traced: Traced, profile: Profile) -> Lengths:
-    """Returns the dynamic sizes of which memory is asked: the largest that are announced, or were profiled."""
+    """Returns the dynamic sizes for memory limits: for each the largest announced or profiled size."""
     announced = dict(traced.dynamic.largest_lengths)
     return tuple((symbol, max(size, announced.get(symbol, size))) for symbol, size in profile.lengths)
 
@@ -73,7 +71,7 @@ def _chain_at(
     costs = [{cost.name: cost for cost in profile.nodes} for profile in profiles]
     by_place = [[of[node.name] for node in effects.nodes] for of in costs]
     place = {node.name: p for node, p in effects.place.items()}
-    profiled = [place[cost.name] for cost in profiles[0].nodes]  # place in the profile -> place here
+    profiled = [place[cost.name] for cost in profiles[0].nodes]  # place in the profile -> place in `traced`
 
     def held_at(number: int) -> int:
         return -1 if number < 0 else profiled[number]
@@ -82,7 +80,7 @@ def _chain_at(
     working = [bytes_at(cost.working_bytes, traced.batch, samples, lengths) for cost in by_place[0]]
     loss: tuple[float, ...] = ()
     if all(profile.loss is not None for profile in profiles):
-        # Wherever it is cut, the last place is on the last stage, which takes the loss.
+        # The last place is always on the last stage, which computes the loss.
         of_loss = [profile.loss for profile in profiles if profile.loss is not None]
         loss = tuple((cost.forward + cost.backward).at(samples) for cost in of_loss)
         for row, seconds in zip(backward, loss, strict=True):
@@ -134,14 +132,13 @@ def value_flows(traced: Traced) -> Iterable[ValueFlow]:
         if node in outputs:
             users.append(len(effects.nodes))
         if maker < 0 and (writer := _first_writer(effects, node)) is not None:
-            # An input that forward writes to is a value of the stage that does so, which writes to a clone.
+            # The stage that first writes to an input does so on a clone, which becomes a value of that stage.
             maker, returns, users = writer, effects.alias[node] in with_gradient, [u for u in users if u > writer]
         if users:
             yield ValueFlow(bytes_formula(info(node).full_shapes), maker, tuple(users), returns)
 
 
 def _first_writer(effects: Effects, node: fx.Node) -> int | None:
-    """The place of the first node that changes a value."""
     alias = effects.alias[node]
     return next((place for place, classes in enumerate(effects.written_classes) if alias in classes), None)
 
@@ -154,19 +151,16 @@ def _parameter_weights(traced: Traced, effects: Effects) -> Iterable[ParameterUs
             yield ParameterUse(tensor_bytes(tensor), tuple(users), tensor.requires_grad)
 
 
-# Where stages run, in plain numbers: what a device does in a second, what it holds, and how far it is to the next.
-
-
 @dataclass(frozen=True, slots=True)
 class PlannedWorker:
-    """A device of the pipe, as planning sees it."""
+    """A device of the pipeline for planning."""
 
-    kind: int  # devices of one kind take the same time for the same work
-    memory: float | None  # bytes that stages on it may take; None: not limited
+    kind: int  # devices of one kind are equally fast
+    memory: float | None  # bytes available to its stages; None: no limit
 
 
 def device_kinds(devices: Sequence[torch.device]) -> list[torch.device]:
-    """Returns one device of each kind among these, in order of appearance: what has to be profiled."""
+    """Returns one device of each kind, in order of appearance; these have to be profiled."""
     kinds: dict[str, torch.device] = {}
     for device in devices:
         kinds.setdefault(device_kind(device), device)
@@ -174,7 +168,7 @@ def device_kinds(devices: Sequence[torch.device]) -> list[torch.device]:
 
 
 def remaining_kinds(before: Settings, now: Settings) -> tuple[int, ...]:
-    """Maps the kinds of devices that some worker still is of to those that were profiled: kind now -> kind before."""
+    """Maps the kinds of devices that workers still have to the profiled kinds: kind now -> kind before."""
     if before.hardware is not None:
         return (0,)
     names = [device_kind(device) for device in device_kinds(before.workers)]
@@ -182,7 +176,6 @@ def remaining_kinds(before: Settings, now: Settings) -> tuple[int, ...]:
 
 
 def planned_workers(settings: Settings) -> tuple[PlannedWorker, ...]:
-    """The settings' workers."""
     names = [device_kind(device) for device in device_kinds(settings.workers)]
     limits = settings.memory_limits
     if limits is None:
@@ -194,10 +187,10 @@ def planned_workers(settings: Settings) -> tuple[PlannedWorker, ...]:
 
 
 def stage_devices_of(settings: Settings, batch: int) -> tuple[StageSite, ...]:
-    """A site for each stage, for mini-batches of so many samples; stages on one worker share its memory alike."""
+    """Returns a site for each stage, for mini-batches of `batch` samples; stages share a worker's memory evenly."""
     workers, placement = planned_workers(settings), settings.placement
     modes = (settings.checkpoint,) * len(placement) if isinstance(settings.checkpoint, str) else settings.checkpoint
-    again = [mode if mode == "except_last" else "always" for mode in modes]  # where a stage recomputes
+    again = [mode if mode == "except_last" else "always" for mode in modes]  # by stage, the mode if it recomputes
     n, m = len(placement), settings.micro_batches(batch)
     count = steady_micro_batches(settings.schedule, n, m, settings.stage_replicas)
     schedule = make_schedule(settings.schedule, n, count, again, placement, replicas=settings.replicas)
@@ -222,13 +215,13 @@ def stage_devices_of(settings: Settings, batch: int) -> tuple[StageSite, ...]:
 
 
 def _link_into_stage(settings: Settings, before: int, worker: int) -> Link | None:
-    """The way from one stage to the next. Between processes on CPUs nothing is handed over."""
+    """Returns the link from one stage to the next. Processes on CPUs are linked by loopback."""
     is_between_processes = settings.processes and before != worker and settings.workers[worker].type == "cpu"
     return worker_link(settings, before, worker) or (LOOPBACK if is_between_processes else None)
 
 
 def memory_pools(settings: Settings) -> tuple[int, ...]:
-    """Returns the number of each stage's memory: its worker's, or its device's where no limit was given."""
+    """Returns an index of each stage's memory: of its worker or, if no limit was given, of its device."""
     workers = settings.workers
     if settings.memory_limits is not None or settings.hardware is not None:
         return settings.placement
@@ -236,14 +229,14 @@ def memory_pools(settings: Settings) -> tuple[int, ...]:
 
 
 def device_kind(device: torch.device) -> str:
-    """Returns the name of a device's kind: two GPUs of one make are of one kind."""
+    """Returns the name of a device's kind: two GPUs of the same model are of one kind."""
     if device.type == "cpu":
         return device.type
     return accelerator.device_name(device) or str(device)
 
 
 def _worker_memory(settings: Settings, device: torch.device) -> int | None:
-    """Returns the memory that a worker may take of a device, which several may share; None where it is not known."""
+    """Returns the memory that a worker may use on a device, which several may share; None if unknown."""
     if settings.hardware is not None:
         return settings.hardware.usable_memory
     memory = settings.memory_at_hand[device] if device in settings.memory_at_hand else local_memory(device)
@@ -251,10 +244,7 @@ def _worker_memory(settings: Settings, device: torch.device) -> int | None:
 
 
 def with_memory_at_hand(settings: Settings, model: nn.Module) -> Settings:
-    """Notes what each device has for the model: what is free there, and what the model has of it already.
-
-    For plans count the model's parameters and gradients wherever they are.
-    """
+    """Returns settings with the memory of each device for the model: free memory plus memory of the model."""
     if settings.hardware is not None or settings.memory_limits is not None:
         return settings
     at_hand = {}
@@ -265,7 +255,6 @@ def with_memory_at_hand(settings: Settings, model: nn.Module) -> Settings:
 
 
 def _bytes_of_model(model: nn.Module, device: torch.device) -> int:
-    """Computes the bytes of the parameters, buffers and gradients that a model has on a device."""
     tensors = [*model.parameters(), *model.buffers()]
     tensors += [tensor.grad for tensor in model.parameters() if tensor.grad is not None]
     on_device = {storage_of(t): tensor_bytes(t) for t in tensors if t.device == device and has_values(t)}
@@ -273,7 +262,7 @@ def _bytes_of_model(model: nn.Module, device: torch.device) -> int:
 
 
 def worker_link(settings: Settings, one: int, other: int) -> Link | None:
-    """The way between two workers; None where a value is handed over."""
+    """Returns the link between two workers; None if values are passed without a copy."""
     if one == other:
         return None
     cluster = settings.cluster

@@ -1,6 +1,6 @@
 """The constraints of a cut: required and forbidden places, the stages that may have a node, stages on devices.
 
-They come from `balance`, `fxpipe.cut()` and pins. Pins may allow several placements of stages; each is a problem.
+They follow from `balance`, `fxpipe.cut()` and pins. Each placement that pins allow is a separate problem.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fxpipe.utils.units import count_text
 
 @dataclass(frozen=True, slots=True)
 class CutProblem:
-    """The problem of a cut: one graph with all conditions, and stages on their devices."""
+    """A cut problem: one graph with all constraints, and stages on their devices."""
 
     traced: Traced
     chain: Chain
@@ -43,7 +43,7 @@ class CutProblem:
 def cut_problems(
     traced: Traced, profiles: Sequence[Profile], batch: int, settings: Settings
 ) -> Iterator[Callable[[], CutProblem]]:
-    """Yields, for each way of placing stages, a function that makes its cut problem, or raises `PartitionError`."""
+    """Yields, for each placement of stages, a function that creates its cut problem or raises `PartitionError`."""
     chain = chain_of(traced, profiles, settings.largest_micro_batch(batch), forbidden_cuts(traced))
     nodes = _partition_nodes(traced, chain)
     for way in _fitting_checkpoint(_pinned_placements(settings, nodes), settings):
@@ -51,7 +51,7 @@ def cut_problems(
 
 
 def is_cut_by_hand(traced: Traced, settings: Settings) -> bool:
-    """Returns True if the user says where to cut: then nodes stay in the order in which forward runs them."""
+    """Returns True if the user specifies cuts: then nodes keep the order of forward."""
     return bool(settings.pins or traced.marks) or not isinstance(settings.balance, str)
 
 
@@ -72,7 +72,7 @@ def _partition_nodes(traced: Traced, chain: Chain) -> NodeSequence:
 
 
 def _prefix_ends(path: str) -> Iterator[int]:
-    """Yields the places where the paths of a module and of those around it end."""
+    """Yields the ends of the paths of a module and its enclosing modules."""
     yield len(path)
     yield from (end for end, letter in enumerate(path) if letter == ".")
 
@@ -88,7 +88,7 @@ def _pinned_placements(settings: Settings, nodes: NodeSequence) -> tuple[PinnedP
 
 
 def _fitting_schedule(ways: Sequence[PinnedPlacement], settings: Settings) -> tuple[PinnedPlacement, ...]:
-    """Filters ways of pins by the schedule: those in which stages are where it can have them."""
+    """Filters placements for pins: keeps those that the schedule supports."""
     fitting, failures = list[PinnedPlacement](), list[ArgumentError]()
     for way in ways:
         placement = _with_placement(settings, way.placement).placement
@@ -103,7 +103,7 @@ def _fitting_schedule(ways: Sequence[PinnedPlacement], settings: Settings) -> tu
 
 
 def _fitting_checkpoint(ways: Sequence[PinnedPlacement], settings: Settings) -> Sequence[PinnedPlacement]:
-    """Filters ways of pins by the checkpoint modes: those that have as many stages."""
+    """Filters placements for pins: keeps those with one stage for each checkpoint mode."""
     if isinstance(settings.checkpoint, str):
         return ways
     fitting = [way for way in ways if len(way.placement) == len(settings.checkpoint)]
@@ -142,16 +142,15 @@ def _cut_problem(
 
 
 def relays_values(settings: Settings) -> bool:
-    """Returns whether stages hand values to their neighbours alone: over processes, of which none has two turns.
+    """Returns True if stages send values only to their neighbors: over processes, each with adjacent stages.
 
-    Where stages return to a process, it keeps what it had: how often a value is sent depends on all cuts at once.
+    A process with several runs of stages keeps what it received: then the number of transfers depends on all cuts.
     """
     is_over_processes = settings.processes or (settings.cluster is not None and settings.cluster.needs_processes)
     return is_over_processes and len(neighbour_groups(settings.placement)) == len({*settings.placement})
 
 
 def _required_starts(traced: Traced, nodes: NodeSequence, settings: Settings, stages: int) -> tuple[int, ...]:
-    """The places at which the user wants a stage to begin."""
     if stages > len(nodes.items()):
         advice = _fewer_stages_advice(stages, len(settings.workers), len(nodes.items()))
         raise nodes.too_many_stages_error(stages, advice)
@@ -164,7 +163,7 @@ def _required_starts(traced: Traced, nodes: NodeSequence, settings: Settings, st
 
 
 def _fewer_stages_advice(stages: int, devices: int, most: int) -> str:
-    """Says what to use where devices have several stages, which are more than `most` together; else nothing."""
+    """Describes alternatives if several stages on each device exceed `most`; otherwise empty."""
     each = stages // devices
     if each == 1:
         return ""
@@ -187,7 +186,7 @@ def _check_required(places: set[int], traced: Traced, stages: int, nodes: NodeSe
 
 
 def _with_placement(settings: Settings, placement: Sequence[int]) -> Settings:
-    """Changes settings to these stages, and drops workers that have none."""
+    """Places the stages, and drops workers without stages."""
     used = sorted(set(placement))
     workers = tuple(settings.workers[k] for k in used)
     limits = settings.memory_limits

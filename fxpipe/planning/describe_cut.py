@@ -1,4 +1,4 @@
-"""The plan of a cut: the figures of its stages, and what goes between them, as data."""
+"""Creates the plan of a cut: the figures of its stages, and the transfers between them, as data."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ from fxpipe.tracing.traced import attribute_tensor, opaque_name
 from fxpipe.utils.polynomial import ZERO, Polynomial, SizePoint, fit_counts, polynomial_sum, polynomial_through
 from fxpipe.utils.polynomial_bound import polynomial_bound
 
-# -- Memory of stages as polynomials in the micro-batch size and the dynamic sizes: one plan answers for all ----------
+# -- Memory of stages as polynomials in the micro-batch size and the dynamic sizes -------------------------------------
 
-FITTED_SIZES = (1, 2, 3, 4)  # numbers of samples at which working memory is looked at, beside that of the plan
+FITTED_SIZES = (1, 2, 3, 4)  # micro-batch sizes at which working memory is computed, in addition to the planned size
 
 
 def stage_bytes(traced: Traced, starts: Sequence[int], profiles: Sequence[Profile], samples: int) -> list[StageBytes]:
-    """Computes the memory of each stage; `samples` are of the planned micro-batch, for which the figures are exact."""
+    """Computes the memory of each stage; figures are exact for `samples`, the size of the planned micro-batch."""
     profile = profiles[0]
     chain = chain_of(traced, profiles, samples, {})
     storages, lengths = flow_of_storage(chain), profile.lengths
@@ -99,7 +99,7 @@ def stage_bytes(traced: Traced, starts: Sequence[int], profiles: Sequence[Profil
 
 
 def _points_around(samples: int, lengths: Lengths, largest: Lengths) -> tuple[SizePoint, ...]:
-    """Sizes at which it is looked which of several polynomials is the largest."""
+    """Returns the sizes at which polynomials are compared to find the largest."""
     most = dict(largest)
     values = [
         [(symbol.name, value) for value in sorted({max(1, size // 2), size, size + 1, 2 * size, most[symbol]})]
@@ -111,7 +111,7 @@ def _points_around(samples: int, lengths: Lengths, largest: Lengths) -> tuple[Si
 def _largest_of(
     polynomials: Collection[Polynomial], here: SizePoint, points: Sequence[SizePoint]
 ) -> tuple[Polynomial, ...]:
-    """The largest of these: one or, where it depends on the dynamic sizes which, that of `here` and others."""
+    """Returns the largest polynomial, or several if it depends on the dynamic sizes; the largest at `here` is first."""
     values = {one: [one.value(point.values) for point in (here, *points)] for one in polynomials or (ZERO,)}
     most = [max(column) for column in zip(*values.values(), strict=True)]
     for one, own in values.items():
@@ -126,13 +126,11 @@ def _largest_of(
 
 
 def stage_flops(profile: Profile, names: Collection[str]) -> Polynomial:
-    """Sums the FLOPs of these nodes, forward and backward."""
     total = sympy.Add(*(cost.flops + cost.backward_flops for cost in profile.nodes if cost.name in names))
     return polynomial_bound(total, profile.batch, *(symbol for symbol, _ in profile.lengths))
 
 
 def stage_growth(own: Sequence[NodeCost], copied: Sequence[NodeCost], loss: NodeCost | None) -> StageGrowth:
-    """Of the seconds of a stage, what grows with the batch and the dynamic sizes."""
     return StageGrowth(
         polynomial_sum(cost.forward.growing for cost in (*own, *copied)),
         polynomial_sum(cost.backward.growing for cost in own),
@@ -142,7 +140,6 @@ def stage_growth(own: Sequence[NodeCost], copied: Sequence[NodeCost], loss: Node
 
 
 def planned_sizes(traced: Traced, profile: Profile) -> tuple[PlannedSize, ...]:
-    """The dynamic sizes, as they were planned, and how small and large they may be."""
     largest = dict(largest_lengths(traced, profile))
     dims: dict[sympy.Basic, list[str]] = {}
     for (place, dim), formula in traced.dynamic.formulas.items():
@@ -153,17 +150,15 @@ def planned_sizes(traced: Traced, profile: Profile) -> tuple[PlannedSize, ...]:
     )
 
 
-# -- Annotations of a cut: tied parameters, modules kept whole, the heaviest node ------------------------------------
+# -- Annotations of a cut: tied parameters, opaque modules, the slowest node -------------------------------------------
 
 
 def user_line_of(node: fx.Node) -> str:
-    """The user's line that made the node; empty where it is not known."""
     line = info(node).source
     return "" if line == UNKNOWN_LINE else line
 
 
 def tied_parameters(traced: Traced, program: Program) -> tuple[TiedParameter, ...]:
-    """Parameters that have several names, or that several stages use."""
     names: dict[int, list[str]] = {}
     for name, parameter in traced.model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -183,7 +178,7 @@ def tied_parameters(traced: Traced, program: Program) -> tuple[TiedParameter, ..
 
 
 def opaque_nodes(traced: Traced) -> tuple[OpaqueNode, ...]:
-    """Modules that are one node of the graph; of one that is called several times, the first call."""
+    """Lists modules that are one node of the graph; if a module is called several times, its first call."""
     opaque: dict[str, OpaqueNode] = {}
     for node in traced.nodes:
         call = info(node).opaque
@@ -194,7 +189,7 @@ def opaque_nodes(traced: Traced) -> tuple[OpaqueNode, ...]:
 
 
 def heaviest_node(cut: Cut, samples: int) -> HeaviestNode:
-    """The node that takes the longest where it runs, of several the first."""
+    """Returns the slowest node on its device; the first if several are equal."""
     by_kind = [{cost.name: cost for cost in profile.nodes} for profile in cut.profiles]
     nodes = []
     for place, node in enumerate(cut.traced.nodes):
@@ -206,20 +201,18 @@ def heaviest_node(cut: Cut, samples: int) -> HeaviestNode:
     return max(nodes, key=lambda node: node.seconds)
 
 
-# -- The share of each node in the time of its stage -----------------------------------------------------------------
-
-_SHARE_DIGITS = 5  # a share is looked at, not computed with; a plan has one for each of thousands of nodes
+_SHARE_DIGITS = 5  # shares are only displayed, and a plan has thousands of them
 
 
 def time_shares(costs: Sequence[NodeCost], samples: int) -> tuple[float, ...]:
-    """Computes the share of each node in the seconds of all, forward and backward; none where nothing takes time."""
+    """Computes the share of each node in the forward and backward seconds of all; empty if nothing takes time."""
     seconds = [(cost.forward + cost.backward).at(samples) for cost in costs]
     total = math.fsum(seconds)
     return tuple(round(part / total, _SHARE_DIGITS) for part in seconds) if total else ()
 
 
 def rematerialized_nodes(cut: Cut, program: Program, samples: int) -> tuple[tuple[str, ...], ...]:
-    """Finds the nodes that each stage had better compute for itself than receive; none where nothing is sent."""
+    """Finds the nodes that each stage should recompute instead of receive; empty if nothing is sent."""
     if all(site.link is None for site in cut.sites):
         return ((),) * len(cut.sites)
     receive = [None if site.link is None else _receive_seconds(site.link) for site in cut.sites]
@@ -244,12 +237,11 @@ def plan_of_cut(
     batch: int,
     settings: Settings,
 ) -> Plan:
-    """The plan.
+    """Creates the plan; its figures are for the largest micro-batch of a mini-batch of `batch` samples.
 
     Args:
-        program: of the cut, with `copies`: the nodes that each stage computes for itself.
-        batch: samples of the mini-batch; figures are given for its largest micro-batch.
-        settings: with all that was left to planning.
+        program: of the cut, with `copies`: the nodes that each stage computes in addition to another stage.
+        settings: options with all defaults resolved.
     """
     traced, samples = cut.traced, settings.largest_micro_batch(batch)
     by_kind = [{cost.name: cost for cost in profile.nodes} for profile in cut.profiles]
@@ -277,7 +269,7 @@ def plan_of_cut(
                 backward_seconds=cost.backward,
                 parameter_bytes=int(cost.parameter_bytes),
                 activation_bytes=int(cost.received_bytes + cost.saved_bytes),
-                # Both are sums, rounded.
+                # Both are rounded sums.
                 weight_seconds=min(cost.backward, math.fsum(one.weight.at(samples) for one in own)),
                 action_seconds=action_seconds(device),
                 copies=tuple(copies[j]),
@@ -338,7 +330,7 @@ def formulas_of_sizes(
     samples: int,
     settings: Settings,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Returns the fields that follow the micro-batch size and the dynamic sizes: of each stage, and of the plan."""
+    """Returns the fields that depend on the micro-batch size and the dynamic sizes: of each stage, and of the plan."""
     profile = profiles[0]
     here = size_point(samples, profile.lengths).values
     formulas = _value_formulas(traced, program, samples, profile.lengths)
@@ -361,19 +353,18 @@ def formulas_of_sizes(
 
 
 def value_sizes(traced: Traced, samples: int, lengths: Lengths) -> dict[str, int]:
-    """Computes the bytes of the value of each node, by name."""
     nodes: Sequence[fx.Node] = list(traced.graph.nodes)
     return {n.name: bytes_at(bytes_formula(info(n).full_shapes), traced.batch, samples, lengths) for n in nodes}
 
 
 def _sent_bytes(program: Program, stage: int, formulas: Mapping[str, Polynomial]) -> Polynomial:
-    """Computes the bytes that go to the next stage; portals are not counted."""
+    """Computes the bytes sent to the next stage, without portals."""
     following = program.stages[stage + 1].receives if stage + 1 < len(program.stages) else ()
     return polynomial_sum(formulas[value.name] for value in following if value.source == stage)
 
 
 def _value_formulas(traced: Traced, program: Program, samples: int, lengths: Lengths) -> dict[str, Polynomial]:
-    """Computes the bytes of all values that are sent between stages, or come from or go to the caller, by name."""
+    """Computes the bytes of all values sent between stages or exchanged with the caller, by name."""
     names = {value.name for stage in program.stages for value in stage.receives}
     names |= {name for _, name in value_users(program)}
     return {
@@ -386,7 +377,7 @@ def _value_formulas(traced: Traced, program: Program, samples: int, lengths: Len
 def _planned_transfers(
     traced: Traced, program: Program, formulas: Mapping[str, Polynomial], settings: Settings, here: Mapping[str, int]
 ) -> tuple[PlannedTransfer, ...]:
-    """Yields the transfers between stages, by pairs of them; outputs go to the caller, and are not among them."""
+    """Returns the transfers between stages, by pairs of stages; outputs, which go to the caller, are not included."""
     effects = traced.effects
     assert effects is not None
     returns = {node.name for node, requires_grad in effects.requires_grad.items() if requires_grad}
@@ -419,10 +410,10 @@ def _planned_transfers(
 def _planned_packets(
     traced: Traced, program: Program, formulas: Mapping[str, Polynomial], settings: Settings, here: Mapping[str, int]
 ) -> tuple[PlannedTransfer, ...]:
-    """Lists what stages send each other if each device has a process: a packet for each cut and direction.
+    """Lists the packets that stages send if each device has a process: one for each cut and direction.
 
-    Values for later stages are in the packets of the stages between, as `relay_routes` has it, and so are inputs that a
-    later stage reads, and outputs that are made before the last one.
+    Values for later stages are relayed in the packets of the stages between (`relay_routes`), and so are inputs read by
+    later stages and outputs of stages before the last.
     """
     effects = traced.effects
     assert effects is not None
@@ -443,7 +434,7 @@ def _planned_packets(
 def _planned_packet(
     settings: Settings, source: int, target: int, parts: Sequence[tuple[Polynomial, bool]], here: Mapping[str, int]
 ) -> PlannedTransfer:
-    """A packet of so many values: of each its size, and whether it is relayed."""
+    """Returns a packet of values, given as pairs of (size, whether it is relayed)."""
     cluster, one, other = settings.cluster, settings.placement[source], settings.placement[target]
     size = polynomial_sum(size for size, _ in parts)
     packet = PlannedTransfer(
@@ -461,7 +452,7 @@ def _planned_packet(
 def _stage_work(
     costs: Sequence[NodeCost], copied: Sequence[NodeCost], loss: NodeCost | None, places: dict[Operation, int]
 ) -> StageWork:
-    """Counts the operations of a stage, with `places` of operations that grow as needed."""
+    """Counts the operations of a stage; adds new operations to `places`."""
 
     def counted(operations: Iterable[Operation]) -> tuple[tuple[int, int], ...]:
         return tuple(Counter(places.setdefault(one, len(places)) for one in operations).items())

@@ -1,7 +1,7 @@
-"""The plan of a pipe that has met a second size: the stages of its first graph, with the formulas of the second.
+"""The plan of a pipe after its second size: the stages of the first graph, with the formulas of the second graph.
 
-The graph that is recorded for the second size has symbols for the sizes. Its bytes and FLOPs are counted on tensors
-without values and replace those of the first graph. Seconds grow with the FLOPs.
+The second graph has symbols for the sizes; its bytes and FLOPs are counted on tensors without values. Seconds grow with
+the FLOPs.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from fxpipe.utils.polynomial import ZERO, Polynomial, polynomial_sum
 
 @planning_block()
 def plan_with_dynamic_sizes(plan: Plan, first: Sequence[InputLeaf], prepared: PreparedGraph) -> Plan | None:
-    """The plan with the formulas of a graph of the same stages; None where it is not one for the planned sizes.
+    """Returns the plan with the formulas of another graph of the same stages; None if it is invalid at planned sizes.
 
     Args:
-        first: the inputs of the graph that was planned.
-        prepared: a graph with dynamic sizes, cut as the plan is.
+        first: the inputs of the planned graph.
+        prepared: a graph with dynamic sizes, cut like the plan.
 
     Raises:
-        Exception: of a node that does not run without values.
+        Exception: from a node that cannot run without values.
     """
     traced, samples = prepared.traced, plan.micro_batch
     lengths = traced.dynamic.lengths_of(first)
@@ -64,7 +64,7 @@ def plan_with_dynamic_sizes(plan: Plan, first: Sequence[InputLeaf], prepared: Pr
 
 
 def _uncosted_profile(traced: Traced, samples: int, lengths: Lengths) -> Profile:
-    """Counts bytes and FLOPs; seconds are not known."""
+    """Counts bytes and FLOPs; seconds are unknown."""
     assert traced.effects is not None
     with DISPATCH_MODE_LOCK, with_fake_tensors(traced.model, _inputs_at(traced, lengths), always=True) as leaves:
         counts = count_flops_and_bytes(traced, traced.effects, leaves, samples)
@@ -87,7 +87,7 @@ def _uncosted_profile(traced: Traced, samples: int, lengths: Lengths) -> Profile
 
 
 def _inputs_at(traced: Traced, lengths: Lengths) -> list[Any]:
-    """Inputs of these dynamic sizes, as large as those of the recording else."""
+    """Creates inputs with these dynamic sizes; other sizes are as recorded."""
     values, inputs = dict(lengths), list[Any]()
     for place, leaf in enumerate(traced.leaves):
         if not leaf.is_tensor:
@@ -100,7 +100,7 @@ def _inputs_at(traced: Traced, lengths: Lengths) -> list[Any]:
 
 
 def _growth(stage: StagePlan, flops: Polynomial, back: Polynomial, here: dict[str, int]) -> StageGrowth:
-    """Takes what grows of the seconds of a stage to do so with its FLOPs; where it has none, with the samples alone."""
+    """Scales the growing part of a stage's seconds with its FLOPs; zero for a stage without FLOPs."""
 
     def growing(seconds: float, fixed: float, work: Polynomial) -> Polynomial:
         once = work.value(here)

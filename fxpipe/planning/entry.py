@@ -1,4 +1,4 @@
-"""`fxpipe.plan`, and all passes in order for a pipe: trace, profile, decide, rewrite."""
+"""`fxpipe.plan`, and all passes for a pipe in order: trace, profile, decide, rewrite."""
 
 from __future__ import annotations
 
@@ -58,40 +58,40 @@ def plan(
     processes: bool = False,
     **options: Unpack[CutAndModelOptions],
 ) -> Plan:
-    """Plans a pipeline without making it: traces, profiles, cuts, and leaves the model as it was.
+    """Plans a pipeline without creating it: traces, profiles and cuts the model, and leaves it unchanged.
 
         plan = fxpipe.plan(model, 2, example_args=(x,))
-        print(plan)                     # the stages, what they cost, what they send
+        print(plan)                     # the stages, their costs, and their transfers
         print(plan.stages[1].code)
         plan.memory(1, b=8)             # bytes that stage 1 needs with micro-batches of 8
 
     Args:
-        model: any module. Without values (on the meta device, or made under a FakeTensorMode) the seconds are
+        model: any module. Without values (on the meta device, or created under a FakeTensorMode) the seconds are
             estimates for the hardware in `Plan.estimated_for`.
-        stages: their number, and so the number of devices; or the devices, as `devices`. The plan has more stages if
-            pins or memory require several on a device (see `checkpoint`), and with schedule="auto". A number takes
-            devices as `devices` of `fxpipe.pipeline` does or, with `hardware`, that many devices of this kind.
-        example_args, example_kwargs: a mini-batch as training will use it, of all replicas.
-        hardware: seconds, memory and links are those of this hardware, which need not be here: a name of
-            `fxpipe.hardware.HARDWARE` ("a100-80gb", "h100", "4090", "cpu", ...), or a `Hardware`. One with a number of
-            `nodes` is a cluster, and all of its devices are used (`replace(HARDWARE["h100"], nodes=4)`).
-        data_parallel: replicas of the pipeline, which share `devices` and the mini-batch evenly and reduce their
-            gradients once for a step. The plan is that of one of them. `fxpipe.tune` finds a good number. None: 1 or,
-            with balance="pipedream" and `hardware`, PipeDream's planner chooses stages and the replicas of each. Equal
-            numbers are planned as if given here, with the better `mesh` unless it is given; unequal ones (15-1) take
-            micro-batches in turn, in one process. With `stages`, each stage has one.
+        stages: the number of stages, and so of devices; or the devices, as `devices`. The plan has more stages if pins
+            or memory require several on a device (see `checkpoint`), and with schedule="auto". A number selects devices
+            as `devices` of `fxpipe.pipeline` does or, with `hardware`, that many devices of this kind.
+        example_args, example_kwargs: a mini-batch as in training, of all replicas.
+        hardware: the hardware for which seconds, memory and links are estimated; it need not be present. A name of
+            `fxpipe.hardware.HARDWARE` ("a100-80gb", "h100", "4090", "cpu", ...), or a `Hardware`. With `nodes` it is a
+            cluster, and all of its devices are used (`replace(HARDWARE["h100"], nodes=4)`).
+        data_parallel: number of replicas of the pipeline, which share `devices` and the mini-batch evenly and reduce
+            their gradients once per step. The plan is for one replica. None: 1 or, with balance="pipedream" and
+            `hardware`, PipeDream's planner chooses stages and the replicas of each. Equal numbers are planned as if
+            given here, with the better `mesh` unless it is given; unequal ones (15-1) take micro-batches in turn, in
+            one process. With `stages`, each stage has one replica. `fxpipe.tune` finds a good number.
         mesh: the order of replicas in the nodes of the hardware, as the names of the dimensions of a `DeviceMesh`, the
             outer one first: ("data", "pipe") keeps each pipeline in as few nodes as possible, ("pipe", "data") the
             devices that reduce gradients together. See `fxpipe.cluster` for the model of the links.
-        processes: the figures are those of a process for each device, as over a `DeviceMesh`; always so with replicas,
+        processes: if True, the figures are for one process per device, as over a `DeviceMesh`; always so with replicas,
             and with devices in several nodes. See `fxpipe.simulate`.
         devices, chunks, balance, pin, stages_per_device, schedule, checkpoint: as for `fxpipe.pipeline`.
-        memory_limit, optimizer_state, profile, profile_budget, loss_fn, target: as there.
-        tracer, in_dims, dynamic_shapes, out_dims, leaf_modules, check, progress: as there.
+        memory_limit, optimizer_state, profile, profile_budget, loss_fn, target: as for `fxpipe.pipeline`.
+        tracer, in_dims, dynamic_shapes, out_dims, leaf_modules, check, progress: as for `fxpipe.pipeline`.
 
     Raises:
-        FxpipeError: an argument cannot be used, or the model cannot be traced or cut so; see `fxpipe.errors`.
-        Exception: what the model itself raises on the inputs, with a note.
+        FxpipeError: an argument is invalid, or the model cannot be traced or cut; see `fxpipe.errors`.
+        Exception: any exception that the model raises on the inputs, with a note.
     """
     if isinstance(stages, Sequence) and not isinstance(stages, str):
         if devices is not None:
@@ -129,8 +129,7 @@ def plan(
 def _planned_devices(
     stages: int | str | None, options: CutAndModelOptions, data_parallel: Any
 ) -> list[str] | int | None:
-    """Returns a device for each worker that this number of stages takes, in all replicas; without a number those of
-    the cluster, or None if the hardware is none."""
+    """Returns a device for each worker of all replicas; without `stages` the devices of a cluster, otherwise None."""
     hardware = parse_hardware_option(options.get("hardware"))
     if stages is None:
         return planned_devices(None, hardware)
@@ -152,16 +151,16 @@ def prepare(
     seed: int = 0,
     micro_batches: int | None = None,
 ) -> PreparedGraph:
-    """Runs all passes. With a `plan`, its stages are taken instead of planning new ones, for the graph of its mode.
+    """Runs all passes. With a `plan`, uses its stages for the graph of its mode, instead of planning new ones.
 
     Args:
-        seed: that of the numbers that forward draws and reads.
-        micro_batches: the inputs are one of so many micro-batches; None: they are a mini-batch.
+        seed: of the random numbers that forward draws.
+        micro_batches: the inputs are one of this number of micro-batches; None: they are a mini-batch.
     """
     accelerator.refuse_capture(settings.row_devices if settings.hardware is None else ())
     if plan is None:
         settings = with_memory_at_hand(settings, model)
-    as_inputs, count = settings, 1  # the settings under which the inputs are a mini-batch
+    as_inputs, count = settings, 1  # the settings for which the inputs are a mini-batch
     if micro_batches is not None:
         as_inputs = replace(settings, chunks=1, left=settings.left - {"chunks"})
         count = micro_batches if "chunks" in settings.left else settings.chunks
@@ -191,7 +190,7 @@ def prepare(
 def prepare_with_choices(
     profiled: ProfiledModel, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings
 ) -> PreparedGraph:
-    """Plans a profiled model; the tuner chooses the options that were left to planning."""
+    """Plans a profiled model; the tuner chooses the options in `settings.left`."""
     phase("cutting")
     settings = replace(settings, least_samples=least_samples(profiled.traced))
     profiled, settings = with_replicas(profiled, settings)

@@ -1,10 +1,9 @@
-"""The check, while a pipe for training is planned, that it will not be refused when it is evaluated.
+"""Checks, while planning a pipe for training, that evaluation will not be refused.
 
-Evaluation has another graph (no dropout, other branches, no gradients), which is made at its first call. So the model
-is also recorded in evaluation, on two samples, without comparing anything. Only if that fails is the graph made as
-the first evaluation will make it, and then thrown away: the error is the one that evaluation would raise.
-
-What the recording does not show is not foreseen: other inputs, or a graph that is not equal to its model.
+Evaluation has another graph (no dropout, other branches, no gradients), which is traced at its first call. So the model
+is also recorded in evaluation mode, on two samples, without comparing anything. Only if that fails, the graph is
+prepared as the first evaluation would, and discarded: the error is the one that evaluation would raise. This does not
+predict errors for other inputs, or for a graph that differs from its model.
 """
 
 from __future__ import annotations
@@ -25,10 +24,9 @@ EVALUATION_SAMPLES = 2  # samples
 def refusal_of_evaluation(
     first: PreparedGraph, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int = 0
 ) -> FxpipeError | None:
-    """Predicts the error with which `model.eval()` under `no_grad` will be refused.
+    """Predicts the error that refuses `model.eval()` under `no_grad`, and leaves the model unchanged.
 
-    None for a model that does not train or was not recorded, and for errors of the model itself. The model is left as
-    it is.
+    Returns None for a model that is not in training mode or was not recorded, and for errors of the model itself.
     """
     import torch
 
@@ -47,10 +45,10 @@ def refusal_of_evaluation(
         in_mode(model, everything),
         torch.no_grad(),
     ):
-        warnings.simplefilter("ignore")  # evaluation itself will give them
+        warnings.simplefilter("ignore")  # evaluation itself will issue them
         if _can_be_recorded(first, args, kwargs):
             return None
-        with preserve_state(model):  # what a first evaluation makes is left to it
+        with preserve_state(model):  # the first evaluation must see the original state
             try:
                 prepare_additional_graph(first, args, kwargs, settings, seed)
             except FxpipeError as error:
@@ -61,7 +59,7 @@ def refusal_of_evaluation(
 
 
 def _can_be_recorded(first: PreparedGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Checks that a recording on few samples shows nothing for which evaluation would be refused."""
+    """Checks that a recording on few samples raises no error."""
     from fxpipe._torch import torch_pytree as pytree
     from fxpipe.tracing import trace_unverified
     from fxpipe.tracing.model_state import model_on, move_inputs

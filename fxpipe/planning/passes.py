@@ -1,6 +1,6 @@
 """The passes from a model to a plan, in order: trace, profile, decide, rewrite.
 
-The first two run the model and take seconds; the others take little. So one `ProfiledModel` serves many plans:
+The first two run the model and take seconds; the others are fast. So one `ProfiledModel` serves many plans:
 
     profiled = trace_and_profile(model, args, kwargs, settings)
     for chunks in (2, 4, 8):
@@ -55,19 +55,19 @@ MeasuredKinds: TypeAlias = tuple[tuple[str, ...], int | None, tuple[Profile, ...
 
 @dataclass(frozen=True, slots=True)
 class ProfiledModel:
-    """A model that was looked at: its graph, and what the nodes cost, for any number of samples."""
+    """A traced and profiled model: its graph, and the costs of nodes for any number of samples."""
 
     traced: Traced
-    orders: tuple[Traced, ...]  # the graph as traced and, where there is one, in an order that sends less
+    orders: tuple[Traced, ...]  # the traced graph and, if it exists, a reordered graph that sends less
     profiles: tuple[Profile, ...]  # one for each kind of device
-    kinds: tuple[str, ...]  # of devices that were measured
-    threads: int | None  # of torch while a CPU was measured, a worker's share of the cores; None: none was
-    hardware: Hardware | None  # that the profiles were estimated for
+    kinds: tuple[str, ...]  # measured kinds of devices
+    threads: int | None  # torch threads while a CPU was measured: a worker's share; None: no CPU was measured
+    hardware: Hardware | None  # the target of the estimates; None: measured
     batch: int  # samples of the mini-batch
-    fingerprint: str  # of the graph
+    fingerprint: str
 
     def holds_for(self, settings: Settings) -> bool:
-        """Returns True if the seconds are those of the workers that the settings ask for; see `profile_again`."""
+        """Returns True if the measured seconds are valid for the settings' workers; see `profile_again`."""
         if settings.hardware != self.hardware:
             return False
         if self.hardware is not None:
@@ -77,7 +77,6 @@ class ProfiledModel:
         return names <= {*self.kinds} and threads in (None, _worker_threads(settings.workers))
 
     def profiles_for(self, settings: Settings) -> list[Profile]:
-        """Returns one profile for each kind among the settings' workers, in order."""
         if self.hardware is not None:
             return [self.profiles[0]]
         return [self.profiles[self.kinds.index(device_kind(device))] for device in device_kinds(settings.workers)]
@@ -88,8 +87,8 @@ def trace_and_profile(
 ) -> ProfiledModel:
     """Traces and profiles the model as training will run it.
 
-    Graph and model are compared, and nodes are measured, for micro-batches as `settings.chunks` makes them. The inputs
-    are a mini-batch of all replicas; the result is for the part of one replica.
+    Graph and model are compared, and nodes are measured, on micro-batches of the size that `settings.chunks` gives. The
+    inputs are a mini-batch of all replicas; the result is for one replica.
     """
 
     def look(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, int, MeasuredKinds]:
@@ -110,11 +109,7 @@ def trace_and_profile(
 
 
 def batch_of_replica(traced: Traced, batch: int, data: int) -> int:
-    """Returns the samples of one of `data` replicas.
-
-    Raises:
-        ArgumentError: they cannot be shared evenly, or the graph does not hold for them.
-    """
+    """Returns the samples of one of `data` replicas; raises `ArgumentError` if the graph is not valid for them."""
     share = replica_batch(batch, data)
     if data > 1 and not traced.holds_at(share):
         raise ArgumentError(
@@ -125,7 +120,7 @@ def batch_of_replica(traced: Traced, batch: int, data: int) -> int:
 
 
 def with_replicas(profiled: ProfiledModel, settings: Settings) -> tuple[ProfiledModel, Settings]:
-    """The study and the settings of one replica, with as many of each stage as planning chooses, if it is to."""
+    """Returns the profiled model and the settings of one replica; chooses the numbers of replicas if required."""
     if not settings.chooses_replicas:
         return profiled, settings
     settings = choose_replicas(profiled.traced, profiled.profiles[0], profiled.batch, settings)
@@ -135,10 +130,7 @@ def with_replicas(profiled: ProfiledModel, settings: Settings) -> tuple[Profiled
 def profile_again(
     profiled: ProfiledModel, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings
 ) -> ProfiledModel:
-    """The profiled model for other workers: profiled again on another kind of device, or with other shares of a CPU.
-
-    Costs that were given, in `settings.profile`, are used for any workers.
-    """
+    """Profiles again for other kinds of devices or other shares of a CPU, unless `settings.profile` has the costs."""
     if profiled.holds_for(settings):
         return profiled
     model, device = profiled.traced.model, profiled.traced.device
@@ -151,7 +143,7 @@ def profile_again(
 def holds_for_chunks(
     traced: Traced, batch: int, args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int, settings: Settings
 ) -> bool:
-    """Checks that the model takes micro-batches of a `chunks`-th of the batch, and its graph does the same there."""
+    """Checks that the model accepts micro-batches of a mini-batch in `chunks` parts, and agrees with its graph."""
     sizes = micro_batch_sizes(batch, chunks)
     with model_on(traced.model, traced.device), in_mode(traced.model, None):
         args, kwargs = move_inputs((args, kwargs), traced.device)
@@ -161,14 +153,14 @@ def holds_for_chunks(
 def holds_for_sizes(
     traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Collection[int], settings: Settings
 ) -> bool:
-    """Checks that the graph is that of these inputs in micro-batches of these sizes, in the mode of the model."""
+    """Checks that the graph is valid for these inputs in micro-batches of these sizes, in the mode of the model."""
     with model_on(traced.model, traced.device):
         args, kwargs = move_inputs((args, kwargs), traced.device)
         return recheck_micro_batches(traced, args, kwargs, sizes, settings.out_dims is not None)
 
 
 def holds_for_lengths(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Compares graph and model on these inputs, where dynamic sizes are far from those compared, and remembers it."""
+    """Compares graph and model at dynamic sizes far from those already compared, and remembers the result."""
     with model_on(traced.model, traced.device):
         args, kwargs = move_inputs((args, kwargs), traced.device)
         return recheck_lengths(traced, args, kwargs)
@@ -182,7 +174,7 @@ def trace_batch(
     seed: int,
     dynamic: DynamicDims | None = None,
 ) -> tuple[Traced, int]:
-    """The graph, and the number of samples. Where `chunks` is left to planning, the usual number need not do."""
+    """Returns the graph and the number of samples. Falls back to one micro-batch if the tuner chooses `chunks`."""
 
     def traced_for(chunks: int) -> Traced:
         return trace(
@@ -212,14 +204,14 @@ def trace_batch(
 
 
 def _worker_threads(workers: Sequence[torch.device]) -> int:
-    """A worker's share of the cores: what is measured must be what will run."""
+    """Returns a worker's share of the cores, so that measurements use the same number of threads as training."""
     return max(1, torch.get_num_threads() // len(workers))
 
 
 def _profile_kinds(
     traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int, settings: Settings
 ) -> MeasuredKinds:
-    """The kinds of devices, the threads that a CPU was measured with, and a profile for each kind."""
+    """Returns the kinds of devices, the number of threads used to measure a CPU, and a profile for each kind."""
     settings = replace(settings, least_samples=least_samples(traced))
     kinds = device_kinds(settings.workers) if settings.hardware is None else list(settings.workers[:1])
     names = tuple(map(device_kind, kinds))
@@ -227,14 +219,14 @@ def _profile_kinds(
         return names, None, (_given_profile(traced, settings.profile, settings),) * len(kinds)
     threads = _worker_threads(settings.workers)
     loss = {} if settings.loss is None else settings.loss.arguments()
-    with preserve_state(traced.model):  # hooks, and modules kept whole, run as they are
+    with preserve_state(traced.model):  # runs hooks and opaque modules as they are
         profiles = tuple(
             profile(
                 traced,
                 args,
                 kwargs,
                 micro_batch=_samples_to_measure(traced, batch, settings),
-                second=1 if settings.largest_micro_batch(batch) == 1 else None,  # what will run, where two are measured
+                second=1 if settings.largest_micro_batch(batch) == 1 else None,  # only size 1 will run
                 budget=settings.profile_budget / len(kinds),
                 threads=threads,
                 workers=sum(worker.type == "cpu" for worker in settings.workers) or 1,
@@ -260,7 +252,7 @@ def _given_profile(traced: Traced, profile: Profile | str | Path, settings: Sett
 
 
 def _samples_to_measure(traced: Traced, batch: int, settings: Settings) -> int:
-    """Returns the samples of a micro-batch. Where their number is open it is not 1, which not every model takes."""
+    """Returns the samples of a micro-batch; not 1 if the tuner chooses their number, because some models reject it."""
     samples = settings.largest_micro_batch(batch)
     if "chunks" not in settings.left or (samples > 1 and traced.holds_at(samples)):
         return samples
@@ -268,40 +260,39 @@ def _samples_to_measure(traced: Traced, batch: int, settings: Settings) -> int:
     return next(others, samples)
 
 
-# -- The cheap passes, which decide and rewrite; what comes of them can run ------------------------------------------
+# -- The fast passes, which decide and rewrite; their result can run ---------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedGraph:
-    """A graph that is ready to run, and the plan that it follows."""
+    """A graph that is ready to run, and its plan."""
 
     plan: Plan
     traced: Traced
     program: Program
-    settings: Settings  # with all that was left to planning
+    settings: Settings  # with all defaults resolved
     is_reordered: bool
     starts: tuple[int, ...]  # the place of the first node of each stage
-    copies: tuple[Collection[str], ...] = ()  # by stage the earlier nodes that it computes itself; none: no stage does
+    copies: tuple[Collection[str], ...] = ()  # by stage, the earlier nodes that it computes itself; empty: none
 
     def on_devices(self, devices: Sequence[torch.device]) -> Program:
-        """The same stages for other devices, as replicas have them."""
+        """Returns the program of the same stages on other devices, for replicas."""
         deferred, compiled = self.settings.deferred_batch_norm, self.settings.compile
         return split_into_stages(self.traced, self.starts, devices, self.copies, deferred, compiled)
 
 
 def prepare_profiled(profiled: ProfiledModel, settings: Settings) -> PreparedGraph:
-    """Decides and rewrites: a plan of a profiled model, for workers for which its seconds hold."""
+    """Decides and rewrites: plans a profiled model for workers for which its seconds are valid."""
     return prepare_cut(cut_profiled(profiled, settings), profiled.fingerprint, profiled.batch, settings)
 
 
 def cut_profiled(profiled: ProfiledModel, settings: Settings, explains: bool = True) -> Cut:
-    """The best cut of a profiled model, as `choose_cut` finds it."""
     orders = profiled.orders[:1] if is_cut_by_hand(profiled.traced, settings) else profiled.orders
     return choose_cut(orders, profiled.profiles_for(settings), profiled.batch, settings, explains=explains)
 
 
 def prepare_cut(cut: Cut, fingerprint: str, batch: int, settings: Settings) -> PreparedGraph:
-    """The stages of a cut, and the plan that describes them."""
+    """Creates the stages of a cut, and the plan that describes them."""
     phase("making stages")
     traced = cut.traced
     settings = replace(cut.settings, checkpoint=_decided_checkpoint(settings.checkpoint, cut.recompute))
@@ -317,7 +308,6 @@ def prepare_cut(cut: Cut, fingerprint: str, batch: int, settings: Settings) -> P
 
 
 def _decided_checkpoint(asked: str | tuple[str, ...], recompute: Sequence[bool]) -> str | tuple[str, ...]:
-    """Returns the checkpoint modes as decided, where they were left to planning; else as asked."""
     if asked != "auto":
         return asked
     if len({*recompute}) == 1:
@@ -326,7 +316,7 @@ def _decided_checkpoint(asked: str | tuple[str, ...], recompute: Sequence[bool])
 
 
 def prepare_given_plan(traced: Traced, asked: Plan, batch: int, settings: Settings) -> PreparedGraph:
-    """The stages of a plan. Its figures follow the micro-batches; they stay those of the devices it was made for."""
+    """Creates the stages of a plan. Its figures are resized to the micro-batches; they keep the plan's hardware."""
     by_name = {node.name: node for node in traced.nodes}
     names = [name for stage in asked.stages for name in stage.nodes]
     if sorted(names) != sorted(by_name) or not all(stage.nodes for stage in asked.stages):
@@ -355,9 +345,6 @@ def prepare_given_plan(traced: Traced, asked: Plan, batch: int, settings: Settin
     return PreparedGraph(plan, reordered, program, settings, is_reordered, starts, tuple(copies))
 
 
-# -- Another graph of a planned model, for evaluation say, cut so that nodes stay with their parameters --------------
-
-
 @planning_block()
 @show_phases("planning another graph")
 def prepare_additional_graph(
@@ -368,7 +355,7 @@ def prepare_additional_graph(
     seed: int = 0,
     dynamic: DynamicDims | None = None,
 ) -> PreparedGraph:
-    """Another graph of a planned model (for evaluation, say), cut so that nodes stay with their parameters."""
+    """Prepares another graph of a planned model, for example for evaluation, with nodes near their parameters."""
     model = first.traced.model
 
     def look(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
@@ -385,7 +372,7 @@ def prepare_additional_graph(
 
 
 def _misplacement_costs(first: PreparedGraph, traced: Traced) -> list[list[float]]:
-    """Computes, by node and stage, the bytes of parameters that would be elsewhere; least, a node with a known name."""
+    """Computes, by node and stage, the bytes of misplaced parameters; a known node name adds a smaller cost."""
     homes: dict[str, int] = {}
     for j, stage in enumerate(first.program.stages):
         for name in stage.attributes:

@@ -1,14 +1,13 @@
-"""Stages with replicas, as PipeDream's planner chooses them (`balance="pipedream"`).
+"""Stages with replicas, chosen as in PipeDream (`balance="pipedream"`).
 
 `choose_replicas` chooses the replicas of each stage for layers of nodes (`fxpipe.partitioning.pipedream`): over the
-levels of the paper, and with all devices on one level that is as slow as the network. The better one is planned:
+levels of the paper, and with all devices on one level that is as slow as the network. The better result is planned:
 
-- each stage once: a pipeline as any other;
+- one replica of each stage: an ordinary pipeline;
 - equal numbers, planned for processes: `data_parallel` replicas of a pipeline, over a mesh;
-- else, 15-1 say, and of a stream: stages whose replicas take micro-batches in turn, in one process.
+- otherwise, for example 15-1, and for streams: stages whose replicas take micro-batches in turn, in one process.
 
-`pipedream_starts` finds where stages begin, node by node, for given replicas. Seconds and bytes are those of a
-mini-batch of all replicas, whose gradients are reduced once.
+Seconds and bytes are for a mini-batch of all replicas, whose gradients are reduced once.
 """
 
 from __future__ import annotations
@@ -47,15 +46,15 @@ ONE_STAGE_EACH = (
 
 @dataclass(frozen=True, slots=True)
 class _NodeFigures:
-    """The figures of nodes for a mini-batch of all replicas."""
+    """Costs of nodes for a mini-batch of all replicas."""
 
     times: list[list[float]]  # for each kind of device, forward and backward
-    activation_bytes: list[float]  # that go over the cut behind each node, half of those there and back
+    activation_bytes: list[float]  # half of the bytes sent across the cut after each node, forward and backward
     weight_bytes: list[float]
 
     @classmethod
     def of(cls, chain: Chain, micro_batches: int) -> _NodeFigures:
-        """Computes them of a chain for one of so many micro-batches."""
+        """Computes the costs of a chain, which is for one of `micro_batches` micro-batches."""
         n = len(chain)
         changes = [0.0] * (n + 1)
         for flow in chain.flows:
@@ -73,11 +72,11 @@ class _NodeFigures:
         return cls(times, [max(0.0, size) for size in accumulate(changes[:n])], weights)
 
 
-# -- Where stages begin ------------------------------------------------------------------------------------------------
+# -- Starts of stages --------------------------------------------------------------------------------------------------
 
 
 def pipedream_starts(chain: Chain, settings: Settings, batch: int) -> tuple[int, ...]:
-    """Finds the first node of each stage, for the replicas that the settings say.
+    """Finds the first node of each stage, for the replicas in the settings.
 
     Raises:
         PartitionError: there are pins, several stages on a device, or no such stages.
@@ -108,12 +107,12 @@ def _bounds(figures: _NodeFigures, chain: Chain, settings: Settings) -> tuple[tu
 
 
 def _shares_of_mini_batch(settings: Settings) -> int:
-    """Returns the number of replicas that have mini-batches of their own, of which a chain knows one."""
+    """Returns the number of replicas with separate mini-batches; a chain is for one of them."""
     return settings.data_parallel * settings.ranks_per_stage
 
 
 def _stage_workers(settings: Settings, chain: Chain) -> Iterator[StageWorkers]:
-    """Yields what each stage has: replicas, and ways, of which each replica with its own mini-batch has one."""
+    """Yields the workers and bandwidths of each stage; each replica with its own mini-batch has a link."""
     workers, shares, cluster = planned_workers(settings), _shares_of_mini_batch(settings), settings.cluster
     if cluster is not None and settings.ranks_per_stage > 1:
         cluster = replace(cluster, data=shares)
@@ -134,22 +133,22 @@ def _reduction_rate(cluster: Cluster | None, settings: Settings, worker: int) ->
         return cluster.group(worker).bytes_per_second
     if settings.processes and settings.workers[worker].type == "cpu":
         return LOOPBACK.bytes_per_second
-    return math.inf  # not known
+    return math.inf  # unknown
 
 
 # -- Numbers of replicas -----------------------------------------------------------------------------------------------
 
 
 def choose_replicas(traced: Traced, profile: Profile, batch: int, settings: Settings) -> Settings:
-    """Chooses the replicas of each stage, for the mini-batch of all; the settings are then those of one pipeline.
+    """Chooses the replicas of each stage, for the mini-batch of all; returns the settings of one pipeline.
 
     Raises:
-        ArgumentError: an option needs a number of stages that is known.
-        PartitionError: there are no stages as asked for.
+        ArgumentError: an option requires a known number of stages.
+        PartitionError: the graph cannot be cut at the user's marks.
     """
     _check_options(settings)
     usual, hardware = replace(settings, chooses_replicas=False), settings.hardware
-    assert hardware is not None  # else there is no choice: see `make_settings`
+    assert hardware is not None  # `make_settings` requires hardware for this choice
     chain = chain_of(traced, [profile], settings.largest_micro_batch(batch), forbidden_cuts(traced))
     marked = {*traced.cut_mark_places} - {0, len(chain), *chain.forbidden_cuts}
     chain = replace(chain, required_cuts=tuple(sorted(marked)))
@@ -189,9 +188,9 @@ def _check_options(settings: Settings) -> None:
 
 
 def bandwidth_levels(hardware: Hardware, devices: int) -> tuple[BandwidthLevel, ...]:
-    """Returns the levels of bandwidth over so many devices, the lowest first: within nodes and between them.
+    """Returns the levels of bandwidth over `devices` devices, the lowest first: within nodes and between nodes.
 
-    Where the last node is not full, the lower level has as many devices as all nodes divide into.
+    If the last node is not full, the lower level is the largest group that divides every node.
 
     >>> from fxpipe.hardware import HARDWARE
     >>> [level.workers for level in bandwidth_levels(HARDWARE["h100"], 32)]
@@ -202,13 +201,13 @@ def bandwidth_levels(hardware: Hardware, devices: int) -> tuple[BandwidthLevel, 
     if cluster.nodes == 1 or hardware.between is None:
         return (BandwidthLevel(devices, within),)
     group = math.gcd(devices, hardware.devices_per_node)
-    share = cluster.adapters_per_node * group / cluster.devices_per_node  # of the adapters of a node
+    share = cluster.adapters_per_node * group / cluster.devices_per_node  # adapters of a node for one group
     between = BandwidthLevel(devices // group, hardware.between.bytes_per_second * share)
     return (between,) if group == 1 else (BandwidthLevel(group, within), between)
 
 
 def _partitions(figures: _NodeFigures, chain: Chain, hardware: Hardware, devices: int) -> Iterator[tuple[int, ...]]:
-    """Yields the replicas of the best stages over levels, and of those on one level."""
+    """Yields the replicas of the best stages over several levels, and over a single level."""
     times, weights = figures.times[0], figures.weight_bytes
     starts = group_into_layers(times, weights, sorted(chain.forbidden_cuts), chain.required_cuts)
     ends = list(pairwise([*starts, len(times)]))
@@ -226,7 +225,7 @@ def _partitions(figures: _NodeFigures, chain: Chain, hardware: Hardware, devices
 
 
 def _slowest_rate(hardware: Hardware, devices: int) -> float:
-    """Computes what goes between any two devices in a second: over the share that each has of its node's adapters."""
+    """Computes the bandwidth between any two devices, with an even share of their node's adapters."""
     cluster = cluster_of(hardware, devices)
     rates = [link.bytes_per_second for link in (hardware.within, hardware.between) if link is not None]
     if hardware.between is not None:
@@ -236,7 +235,7 @@ def _slowest_rate(hardware: Hardware, devices: int) -> float:
 
 
 def _with_replicas(settings: Settings, replicas: tuple[int, ...], traced: Traced, batch: int) -> Iterator[Settings]:
-    """Yields the settings of stages with these replicas, in each order that they may stand in."""
+    """Yields the settings of stages with these replicas, for each possible order."""
     n, most = len(replicas), max(replicas)
     limits = settings.memory_limits
     staged = replace(
@@ -246,7 +245,7 @@ def _with_replicas(settings: Settings, replicas: tuple[int, ...], traced: Traced
         chunks=CHUNKS_PER_WORKER * n if "chunks" in settings.left else settings.chunks,
     )
     share, rest = divmod(batch, most)
-    in_turn = settings.runs_here or is_stream(settings.schedule)  # of a stream mini-batches do
+    in_turn = settings.runs_here or is_stream(settings.schedule)  # with a stream, replicas take mini-batches in turn
     if most == 1 or (min(replicas) == most and not rest and not in_turn and traced.holds_at(share)):
         pipe = replace(staged, workers=settings.workers[:n], data_parallel=most)
         is_free = settings.mesh == MESHES[0] and most > 1 and n > 1

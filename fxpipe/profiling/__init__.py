@@ -1,12 +1,12 @@
-"""Profiling: what each node of a traced model costs.
+"""Profiling: the cost of each node of a traced model.
 
     costs = fxpipe.profile(traced, (x,), micro_batch=4)
     print(costs)            # every node: milliseconds forward and backward, bytes as formulas such as 100352*b
-    costs.seconds           # one number for each node: what partitioning balances
+    costs.seconds           # one number for each node, which partitioning balances
 
-`memory` and `formulas` give bytes and FLOPs for every batch size. `node_timing` measures the seconds of each node at
-two micro-batch sizes, of which `formulas` makes a fixed cost and a cost per sample, so one profile serves any number of
-micro-batches. Without values (meta or fake tensors), `roofline` estimates the seconds on hardware known by name.
+`memory` and `formulas` compute bytes and FLOPs for every batch size. `node_timing` measures the seconds of each node at
+two micro-batch sizes; `formulas` splits them into a fixed cost and a cost per sample, so one profile serves all numbers
+of micro-batches. Without values (meta or fake tensors), `roofline` estimates the seconds on hardware known by name.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from fxpipe.utils.units import parse_count, parse_number, with_article
 __all__ = ["NodeCost", "Profile", "Seconds", "profile"]
 
 
-@mute_fake_tensor_logs()  # costs that fake tensors cannot tell are counted on values
+@mute_fake_tensor_logs()  # costs that need values are counted on values
 def profile(
     traced: Traced,
     args: tuple[Any, ...] = (),
@@ -75,34 +75,36 @@ def profile(
     target: Any = None,
     progress: bool = True,
 ) -> Profile:
-    """Measures every node of `traced` on inputs like those it was traced on, or estimates it if there are no values.
+    """Measures every node of `traced` on inputs like the trace's, or estimates it if there are no values.
+
+    The model and the inputs are not changed.
 
     Args:
-        args, kwargs: inputs of the model; the number of samples may differ from the trace's. They and the model stay as
-            they were.
-        micro_batch: how many of the samples to run: those of one micro-batch. Default: all.
-        second: another number of them, to tell what is fixed from what a sample costs; where the model refuses so many,
-            others are tried. Default: one near `micro_batch`.
-        budget: seconds. Where they do not suffice, nodes are run fewer times, but once warm at least.
-        repeats: how often at least a node is run for the median; more often where the times disagree.
-        threads: of torch while measuring; a worker of a pipeline has but its share of the cores. Default: as they are.
-        workers: that will run at the same time; on a CPU it is measured how they slow each other down
+        args, kwargs: inputs of the model; the number of samples may differ from the trace's.
+        micro_batch: number of samples of one micro-batch, to be run. Default: all.
+        second: another number of samples, to separate fixed costs from costs per sample; if the model does not accept
+            it, others are tried. Default: a number near `micro_batch`.
+        budget: time limit in seconds. If it is too short, nodes run fewer times, but at least once after warm-up.
+        repeats: minimum number of runs of a node for the median; more if the times disagree.
+        threads: number of torch's threads while measuring; a pipeline worker has a share of the cores only. Default:
+            unchanged.
+        workers: number of workers that will run at the same time; on a CPU their slow-down of each other is measured
             (`Profile.contention`).
-        hardware: nothing is measured, and the seconds are estimates for this: a name of `fxpipe.hardware.HARDWARE` or
-            a `Hardware`. Default, for a model or inputs without values: "a100-80gb".
-        device: to measure on. The model stays where it is; its tensors and the values come to the device one by one, so
-            that neither has to fit. Default: where the model is.
-        operations: find the operations of each node, too, from which follows what other hardware would take. Estimates
-            know them anyway; beside measuring it takes up to a second.
-        loss_fn, target: the loss that steps will take of the model's output, as for `Pipeline.forward_backward`; what
-            it costs is `Profile.loss`. The target has as many samples as the inputs.
-        progress: show a bar where it takes long and stderr is a terminal.
+        hardware: estimate the seconds for this hardware instead of measuring: a name in `fxpipe.hardware.HARDWARE` or
+            a `Hardware`. Default for a model or inputs without values: "a100-80gb".
+        device: device to measure on. The model stays on its device; tensors are copied one by one, so the model need
+            not fit. Default: the device of the model.
+        operations: also find the operations of each node, from which times on other hardware follow. Estimates always
+            contain them; when measuring, this takes up to a second.
+        loss_fn, target: the loss of the model's output, as for `Pipeline.forward_backward`; its cost is `Profile.loss`.
+            The target has as many samples as the inputs.
+        progress: show a bar if it takes long and stderr is a terminal.
 
     Raises:
-        ArgumentError: the inputs are not those of the trace, or there are fewer samples than `micro_batch`; the target
-            holds others.
-        LossError: what `loss_fn` returns is no loss.
-        Exception: what a node or `loss_fn` raises on these inputs, with a note.
+        ArgumentError: the inputs do not match the trace, there are fewer samples than `micro_batch`, or the target has
+            another number of samples.
+        LossError: `loss_fn` does not return a loss.
+        Exception: raised by a node or `loss_fn` on these inputs, with a note.
     """
     numbers = {
         "micro_batch": micro_batch,
@@ -126,7 +128,7 @@ def profile(
     others = sizes_to_measure(traced, micro_batch, second)
     other_lengths = lengths_together(traced, micro_batch, lengths)
     planned = parse_loss(loss_fn, target)
-    # `preserve_state`: hooks, and modules kept whole, run as they are.
+    # `preserve_state`: hooks and opaque modules run unchanged.
     with (
         DISPATCH_MODE_LOCK,
         show_progress(progress),
@@ -210,7 +212,7 @@ def profile(
     of_loss = None
     if end in timings[here]:
         held = tuple((point.b, of[end].bytes) for point, of in timings.items() if end in of)
-        outputs_size = bytes_of_values(end.all_input_nodes)  # with it grows what the loss takes
+        outputs_size = bytes_of_values(end.all_input_nodes)  # the cost of the loss grows with it
         of_loss = NodeCost(
             LOSS_NAME,
             seconds(lambda m: m.forward_seconds, end, outputs_size),
@@ -238,7 +240,7 @@ def profile(
 def _growing_on(
     hardware: Hardware, work: NodeWork, here: SizePoint, forward: Seconds, backward: Seconds, weight: Seconds
 ) -> tuple[Seconds, Seconds, Seconds]:
-    """Estimated seconds grow as the seconds of the operations do."""
+    """Returns seconds that grow with the estimated seconds of the operations."""
     runs = (work.forward, work.backward, work.to_inputs)
     ahead, back, to_inputs = (polynomial_sum(one.growing(hardware, here.values) for one in run) for run in runs)
     of_weights = back + to_inputs * -1
@@ -257,7 +259,7 @@ def _estimates(
 ) -> dict[SizePoint, dict[fx.Node, NodeTiming]]:
     """Estimates the graph for a micro-batch, for other numbers of samples and, with dynamic sizes, at `points`.
 
-    The loss, of which there is a target for the sizes of the example only, is left out at others.
+    The loss is estimated only for the dynamic sizes of the example, for which a target exists.
     """
     wanted = dict.fromkeys([here, *(here._replace(b=size) for size in others), *(points if here.others else ())])
     symbols = {symbol.name: symbol for symbol in traced.dynamic.symbols}
@@ -279,10 +281,10 @@ def _operations_by_size(
     loss: ExampleLoss | None,
     operations: bool,
 ) -> dict[SizePoint, dict[fx.Node, NodeOperations]] | None:
-    """Finds by sizes each node's operations: estimated or, where nodes were measured, as they would be.
+    """Finds each node's operations by size: the estimated ones or, for measured nodes, an estimate.
 
-    None where nodes were measured and `operations` is off, or the model runs on values only; for other hardware than it
-    was measured on, nothing will be known of it.
+    Returns None if nodes were measured and `operations` is off or the model runs on values only. Times on other
+    hardware are then unknown.
     """
 
     def noted(of: Mapping[SizePoint, Mapping[fx.Node, NodeTiming]]) -> dict[SizePoint, dict[fx.Node, NodeOperations]]:
@@ -299,7 +301,7 @@ def _operations_by_size(
 
 
 def _counts(traced: Traced, effects: Effects, leaves: Sequence[Any], micro_batch: int, anywhere: bool) -> GraphCounts:
-    """Counts FLOPs and bytes. `anywhere`: for other hardware nothing has to run where the model needs no values."""
+    """Counts FLOPs and bytes. `anywhere`: use fake tensors unless the model needs values."""
     if anywhere and not is_faked():
         with contextlib.suppress(Exception), with_fake_tensors(traced.model, leaves, always=True) as fakes:
             return count_flops_and_bytes(traced, effects, fakes, micro_batch)
@@ -307,7 +309,7 @@ def _counts(traced: Traced, effects: Effects, leaves: Sequence[Any], micro_batch
 
 
 def _leaves(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The flattened inputs, in the order of `traced.leaves`."""
+    """Returns the flattened inputs, in the order of `traced.leaves`."""
     if not isinstance(args, tuple) or not isinstance(kwargs, dict):
         raise ArgumentTypeError(
             f"args is {with_article(args)} and kwargs {with_article(kwargs)}; expected a tuple and a dict, as in "
@@ -328,12 +330,11 @@ def _leaves(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
 
 
 def _micro_batch(traced: Traced, leaves: Sequence[Any], wanted: int | None) -> int:
-    """Returns the number of samples to run."""
     samples = traced.batch_of(leaves)
     size = samples if wanted is None else wanted
     if size > samples:
         raise ArgumentError(f"micro_batch={size}, but the inputs hold {samples} samples; give at least {size}")
-    # Without values graph and model cannot be compared: such a read may do no harm, and is checked later.
+    # Without values graph and model cannot be compared: such a read may be harmless, and is checked later.
     runs = (
         traced.holds_at(size)
         or any(size in sizes for _, sizes, _ in traced.comparisons.accepted_splits)
@@ -349,7 +350,7 @@ def _micro_batch(traced: Traced, leaves: Sequence[Any], wanted: int | None) -> i
 
 
 def _device_of_model(traced: Traced, leaves: Sequence[Any]) -> torch.device:
-    """Returns the device of the model; of a model without tensors, the device of its inputs."""
+    """Returns the device of the model or, if it has no tensors, of its inputs."""
     own = (attribute_tensor(traced, n) for n in traced.graph.nodes if n.op == "get_attr")
     inputs = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     for tensor in (*own, *inputs):

@@ -1,12 +1,12 @@
 """Measures the backward of nodes, many in a row, as in a real backward.
 
-Nodes wait until those that have gone forward have made `WINDOW_BYTES` bytes, or parameters brought to the device take
-too much memory; then all go back, the last first. If each node went back directly after its forward, small nodes would
-take up to twice as long, since their code is cold, and large ones too little, since their values are still warm.
+Nodes wait until the forwards have created `WINDOW_BYTES` bytes, or parameters copied to the device take too much
+memory; then all run backward, the last first. If each node ran backward directly after its forward, small nodes would
+take up to twice as long, since their code is cold, and large nodes too little, since their values are still in caches.
 
-A node with inputs and parameters goes back twice: to all of them, and to its inputs alone. The second pass waits until
-all nodes have made the first, with two exceptions over the same graph: a product, whose gradients of inputs and of
-parameters share nothing and are timed apart; and a node that takes long, for which being warm matters little.
+A node with inputs and parameters runs backward twice: to all of them, and to its inputs alone. The second pass follows
+after the first pass of all nodes, with two exceptions, which reuse the graph: a product, whose gradients of inputs and
+parameters share nothing and are timed separately; and a node that takes long, for which warm caches matter little.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ from fxpipe.tracing.tensors import bytes_in, storage_of
 from fxpipe.tracing.traced import CALL_OPS, Traced
 from fxpipe.utils import accelerator
 
-WINDOW_BYTES = 32 << 20  # bytes made by nodes that have still to go back
-# Of what is free of a device's memory, the most that parameters of such nodes may take which were brought there.
+WINDOW_BYTES = 32 << 20  # bytes created by nodes with a pending backward
+# Limit of memory for parameters that were copied to a device for such nodes, as a share of its free memory.
 _PARAMETER_SHARE = 1 / 8
-_SUM_SAMPLES = 5  # samples of how long it takes to add gradients of one kind
+_SUM_SAMPLES = 5  # samples of the seconds to add gradients
 
 
 @dataclass(frozen=True, slots=True)
 class PendingBackward:
-    """A node that has gone forward and has still to go back."""
+    """A node whose forward has run and whose backward has not."""
 
     node: fx.Node
-    ends: list[torch.Tensor]  # from which its backward starts
-    starts: list[torch.Tensor]  # and to which it goes
-    totals: list[torch.Tensor | None]  # of gradients of parameters
-    times: list[float]  # where its seconds go
-    then: PendingBackward | None = None  # another way back over the same graph, at once
-    includes_second_pass: bool = False  # the way `then` goes is a part of this one, which leaves it out
+    ends: list[torch.Tensor]  # its backward starts from these
+    starts: list[torch.Tensor]  # and ends at these
+    totals: list[torch.Tensor | None]  # sums of gradients of parameters
+    times: list[float]  # the list to append its seconds to
+    then: PendingBackward | None = None  # a second pass over the same graph, to run immediately
+    includes_second_pass: bool = False  # its time includes the time of `then`
 
 
 @dataclass(slots=True)
 class BackwardQueue:
-    """The nodes that wait to go back."""
+    """The nodes with a pending backward."""
 
     clock: Clock
-    room: float = math.inf  # bytes for parameters that were brought to the device
+    room: float = math.inf  # bytes for parameters that were copied to the device
     first: list[PendingBackward] = field(default_factory=list)
     again: list[tuple[PendingBackward, list[torch.Tensor]]] = field(
         default_factory=list
     )  # with the ends of the first way
     _bytes: int = 0
     _parameter_bytes: int = 0
-    _strides: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)  # of gradients, by the tensor
+    _strides: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)  # strides of gradients, by the tensor
 
     @classmethod
     def on(cls, clock: Clock, device: torch.device | None) -> BackwardQueue:
@@ -74,7 +74,7 @@ class BackwardQueue:
         self._count(waiting)
 
     def add_second_pass(self, waiting: PendingBackward, ends: list[torch.Tensor]) -> None:
-        """Waits to go back another way than from `ends`, from equal tensors."""
+        """Queues a second pass over a new graph; `ends` are the ends of the first pass."""
         self.again.append((waiting, ends))
         self._count(waiting)
 
@@ -82,7 +82,7 @@ class BackwardQueue:
         self._bytes += bytes_in(waiting.ends)
 
     def hold_parameters(self, size: int) -> None:
-        """Counts the bytes of parameters that were brought to the device for nodes that wait."""
+        """Counts the bytes of parameters that were copied to the device for pending nodes."""
         self._parameter_bytes += size
 
     @property
@@ -90,10 +90,10 @@ class BackwardQueue:
         return self._bytes > WINDOW_BYTES or self._parameter_bytes > self.room
 
     def go(self) -> None:
-        """Times the backward of all nodes that wait for it.
+        """Times all pending backwards.
 
-        Each starts from ones, since gradients that go back through many nodes may become so small that arithmetic with
-        them is slow; but from ones that lie in memory as the gradient does that its users give it.
+        Each starts from ones, since gradients after many nodes may become denormal, which is slow. The ones have the
+        strides of the gradients that the users of the node return.
         """
         while self.first:
             waiting = self.first.pop()
@@ -126,13 +126,11 @@ class BackwardQueue:
 
 @dataclass(slots=True)
 class GradientSumTimes:
-    """Times of adding a gradient to another."""
-
     clock: Clock
-    _seconds: dict[TensorSignature, float] = field(default_factory=dict)  # seconds
+    _seconds: dict[TensorSignature, float] = field(default_factory=dict)
 
     def seconds(self, value: torch.Tensor) -> float:
-        """Measures the sum of two gradients of `value`, once for those that are alike."""
+        """Measures the sum of two gradients of `value`, once for equal signatures."""
         if value.layout != torch.strided:
             return 0.0
         like = TensorSignature.of(value)
@@ -140,12 +138,12 @@ class GradientSumTimes:
             with torch.no_grad():
                 total, gradient = torch.zeros_like(value), torch.zeros_like(value)
                 samples = [self.clock.seconds(total.add_, gradient)[0] for _ in range(_SUM_SAMPLES + 1)]
-            self._seconds[like] = median(samples[1:])  # the first is not warm
+            self._seconds[like] = median(samples[1:])  # the first is a warm-up
         return self._seconds[like]
 
 
 def _memory_location(tensor: torch.Tensor) -> Hashable:
-    """Returns the location of a tensor in memory: the same for a value and for what it was detached from."""
+    """Returns a key for the memory of a tensor; a value and its detached copy have equal keys."""
     if tensor.layout != torch.strided:
         return id(tensor)
     return storage_of(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
@@ -158,12 +156,12 @@ def _ones_with_stride(like: torch.Tensor, stride: tuple[int, ...] | None) -> tor
     return torch.ones(size, dtype=like.dtype, device=like.device).as_strided(like.shape, stride)
 
 
-# -- Calls of nodes, ready to be timed: nothing but the function itself runs between two looks at the clock ----------
+# -- Calls of nodes, prepared so that only the function runs while it is timed ---------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class NodeCall:
-    """The function that a working node calls, and the nodes and constants that it is given."""
+    """The function that a working node calls, and its arguments: nodes and constants."""
 
     target: Any
     args: tuple[Any, ...]
@@ -171,7 +169,6 @@ class NodeCall:
     is_method: bool
 
     def bound(self, values: Mapping[fx.Node, NodeValue]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """The function and its arguments, ready to be called."""
         args, kwargs = fx.map_arg((self.args, self.kwargs), values.__getitem__)
         if self.is_method:
             return getattr(args[0], self.target), args[1:], kwargs
@@ -179,7 +176,7 @@ class NodeCall:
 
 
 def calls_on(traced: Traced, device: torch.device | None) -> dict[fx.Node, NodeCall]:
-    """The calls of all working nodes, with the devices among their arguments as in a stage on `device`."""
+    """Returns the calls of all working nodes, with the devices in their arguments replaced by `device`, if any."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     calls = {}

@@ -1,11 +1,11 @@
-"""Clocks for each kind of device, and the time that a call of autograd takes by itself.
+"""Clocks for each kind of device, and the overhead of a call of autograd.
 
 - Accelerators: events in the device's stream. The device is kept busy (`HeadStart`) while the host queues the node and
-  both events, as in a step whose host runs ahead, so a node takes as long as its kernels and not as their launches
-  (`planning.plans.host_time` has those).
-- The CPU with one thread: the processor time of this thread, which stands still while another process has the core.
-  Time in which the node waits (for a disk, a lock, a server) is added.
-- The CPU with several threads: the time that passes.
+  both events, as in a step whose host runs ahead, so the time of a node covers its kernels, not their launches (see
+  `planning.plans.host_time`).
+- The CPU with one thread: the processor time of this thread, which stops while another process has the core. Time in
+  which the node waits (for a disk, a lock, a server) is added.
+- The CPU with several threads: wall-clock time.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import torch
 from fxpipe._torch.error_messages import has_no_way_back
 from fxpipe.utils import accelerator
 
-_TICKS = 30  # for the median
-_LEAST_WAIT = 1e-4  # seconds; a clock of its own measures each part, and they differ by less than that
-_NOT_BUSY = 10.0  # times as long off the core as on it: no machine is so busy in every sample
-_SCHEDULED = Path("/proc/thread-self/schedstat")  # of Linux: nanoseconds on a core and waiting for one, time slices
+_TICKS = 30
+_LEAST_WAIT = 1e-4  # seconds; both parts have separate clocks, which differ by less
+_NOT_BUSY = 10.0  # ratio of time off the core to time on it: no machine is so busy in every sample
+_SCHEDULED = Path("/proc/thread-self/schedstat")  # Linux: nanoseconds on a core and waiting for one, time slices
 
 
 BackwardGradients = tuple[torch.Tensor | None, ...]
@@ -39,15 +39,15 @@ def _do_nothing() -> None:
 
 @dataclass(slots=True)
 class Clock:
-    """Tells how long things take, in seconds."""
+    """Measures the seconds of calls."""
 
-    mark: Callable[[], Any]  # a moment
-    between: Callable[[Any, Any], float] = operator.sub  # seconds, of the later moment and the earlier one
-    settle: Callable[[], object] = _do_nothing  # returns when the device has done what it was given
-    device: torch.device | None = None  # on which autograd is called to see what that costs; None: it costs nothing
+    mark: Callable[[], Any]  # returns the current moment
+    between: Callable[[Any, Any], float] = operator.sub  # seconds between the later moment and the earlier one
+    settle: Callable[[], object] = _do_nothing  # returns when the device is idle
+    device: torch.device | None = None  # device for the overhead of autograd; None: no overhead is subtracted
     tick: float = 0.0  # seconds between two marks with nothing in between
-    waited: Callable[[], float] = float  # seconds for which this thread has waited so far, but not for a core
-    share: float = 0.25  # of what the call takes by `mark`, from which on what it waits is no inaccuracy
+    waited: Callable[[], float] = float  # seconds that this thread has waited so far, but not for a core
+    share: float = 0.25  # relative to the seconds by `mark`: a shorter wait counts as inaccuracy
 
     @classmethod
     def on(cls, device: torch.device) -> Clock:
@@ -64,7 +64,7 @@ class Clock:
         return clock
 
     def seconds(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[float, Any]:
-        """Measures the seconds that a call takes; returns them and its result."""
+        """Measures the seconds of a call; returns them and its result."""
         self.settle()
         waited_before = self.waited()
         start = self.mark()
@@ -82,19 +82,19 @@ class Clock:
         totals: Sequence[torch.Tensor | None],
         keeps_graph: bool = False,
     ) -> tuple[float, BackwardGradients]:
-        """Measures going back from `ends` to `starts`, within a backward that goes on; returns also what comes there.
+        """Measures backward from `ends` to `starts`, as a part of a longer backward; returns also the gradients.
 
-        To call autograd takes longer than to go back through a small node, and a real backward calls it once for all of
-        them. What a call takes by itself just before is taken off; so the result may be below 0, by chance.
+        Calling autograd takes longer than a small node, and a real backward calls it once for all nodes. So the
+        overhead, measured just before, is subtracted; by chance the result may be negative.
 
         Args:
-            gradients: of `ends`.
-            totals: to which the gradients of `starts` are added; None for those that are not.
-            keeps_graph: so that another way goes back over it.
+            gradients: gradients of `ends`.
+            totals: tensors to which the gradients of `starts` are added; None for no sum.
+            keeps_graph: keep the graph for another backward.
         """
         if not ends or not starts:
             return 0.0, ()
-        with torch.autograd.set_multithreading_enabled(False):  # as in a stage: in this thread, whatever the device
+        with torch.autograd.set_multithreading_enabled(False):  # as in a stage: in this thread, on all devices
             by_itself = self._overhead(len(ends), len(starts))
             try:
                 seconds, results = self.seconds(_run_backward, ends, starts, gradients, totals, keeps_graph)
@@ -105,7 +105,7 @@ class Clock:
         return seconds - by_itself, results
 
     def _overhead(self, ends: int, starts: int) -> float:
-        """Measures a call of autograd that goes through nothing, with these numbers of tensors."""
+        """Measures an empty call of autograd with these numbers of tensors."""
         if self.device is None:
             return 0.0
         tensors = [torch.zeros((), device=self.device, requires_grad=True) for _ in range(max(ends, starts))]
@@ -132,19 +132,19 @@ def _seconds_off_core() -> float:
 
 
 def _seconds_without_work() -> float:
-    """Seconds for which this thread has neither run nor waited for a core."""
+    """Returns the seconds in which this thread has neither run nor waited for a core."""
     return _seconds_off_core() - int(_SCHEDULED.read_bytes().split()[1]) / 1e9
 
 
-_HEAD_START = 3e-4  # seconds that the host has to queue what is timed: a call from Python, or of autograd, takes less
-_LONG_LAUNCH = 5e-5  # seconds that the device is at one product of the head start: the next is queued in less
-_SIDES = (256, 512, 1024, 2048, 4096)  # of the products' matrices
+_HEAD_START = 3e-4  # seconds for the host to queue the timed work: a call from Python, or of autograd, takes less
+_LONG_LAUNCH = 5e-5  # seconds of the device for one product: queueing the next takes less
+_SIDES = (256, 512, 1024, 2048, 4096)
 
 
 class HeadStart:
-    """Work queued on a device ahead of what is timed: the device is still busy with it while the host queues the rest.
+    """Work that keeps a device busy while the host queues the timed work.
 
-    Products of small matrices, which leave the caches to what is timed; with `out=`, which autocast leaves alone.
+    It multiplies small matrices, to leave the caches alone, with `out=`, which autocast ignores.
     """
 
     def __init__(self, device: torch.device, seconds: float = _HEAD_START):
@@ -157,7 +157,7 @@ class HeadStart:
         self._count = math.ceil(seconds / max(of_one, _LONG_LAUNCH))
 
     def _product_seconds(self) -> float:
-        """Measures one product, after one that warms up."""
+        """Measures one product, after a warm-up."""
         stream, marks = accelerator.current_stream(self._device), []
         for _ in range(2):
             self._multiply()
@@ -172,14 +172,14 @@ class HeadStart:
             torch.mm(*self._matrices[:2], out=self._matrices[2])
 
     def give(self) -> None:
-        """Waits until the device has nothing to do, and gives it this work."""
+        """Waits until the device is idle, and queues this work."""
         accelerator.synchronize(self._device)
         for _ in range(self._count):
             self._multiply()
 
 
 def _event_clock(device: torch.device) -> Clock:
-    """A clock of a device. What calls of autograd cost the host is no part of its times, and need not be taken off."""
+    """Makes a clock of a device. Its times exclude the host's calls of autograd, so no overhead is subtracted."""
 
     def mark() -> torch.Event:
         return accelerator.record_event(accelerator.current_stream(device), timing=True)

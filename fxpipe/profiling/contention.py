@@ -1,13 +1,13 @@
-"""Measures how workers on CPUs slow each other down: a profile is of one thread, and caches and memory are shared.
+"""Measures how workers on CPUs slow each other down: a profile uses one thread, but caches and memory are shared.
 
-The graph is cut into a part of consecutive nodes for each worker. Of each part the nodes that take longest run forward
-and back: one part alone, and then all parts at the same time, each in a thread.
+The graph is cut into a part of consecutive nodes for each worker. The slowest nodes of each part run forward and
+backward: one part alone, and then all parts at the same time, each in a thread.
 
     alone      |part 0| |part 1|
     together   |part 0 ====|          seconds together / seconds alone = the contention
                |part 1 ====|
 
-Both alternate, so other load disturbs both; and if each worker has one thread, the time is that of the processor.
+Both alternate, so other load disturbs both; if each worker has one thread, processor time is measured.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.verify.effects import Effects
 from fxpipe.utils.locks import planning_block
 
-LEAST_SECONDS = 0.01  # of a micro-batch, forward and back: of less, Python is most, which no cache changes
-MOST_NODES = 6  # of each part
-MOST_SHARE = 0.8  # of the seconds of a part: fewer nodes do where they make up so much
-BUDGET_SHARE = 0.2  # of the budget of a profile
+LEAST_SECONDS = 0.01  # seconds of a micro-batch, forward and backward; below, Python dominates
+MOST_NODES = 6  # limit for each part
+MOST_SHARE = 0.8  # share of the seconds of a part at which its nodes are enough
+BUDGET_SHARE = 0.2  # share of the budget of a profile
 MOST_ROUNDS = 7
 
 
 @dataclass(slots=True)
 class ConcurrentCall:
-    """A node to be run again and again, and its samples."""
+    """A node to run repeatedly, and its samples."""
 
     function: NodeCall
     values: Mapping[fx.Node, NodeValue]
     state: ThreadState
-    weight: float  # how many nodes it stands for
-    seconds: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})  # alone, at once
+    weight: float  # number of nodes that it represents
+    seconds: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})  # alone, together
 
     def run(self, clock: Callable[[], float], at_once: bool | None) -> None:
-        """Runs forward and back; takes a sample unless `at_once` is None."""
+        """Runs forward and backward; takes a sample unless `at_once` is None."""
         start = clock()
         values = {n: map_tensors_in(as_leaf, value) for n, value in self.values.items()}
         function, args, kwargs = self.function.bound(values)
@@ -70,11 +70,11 @@ class ConcurrentCall:
 def heavy_nodes(
     effects: Effects, seconds: Mapping[fx.Node, float], kinds: Mapping[fx.Node, Any], workers: int, longest: float
 ) -> list[dict[fx.Node, int]]:
-    """Chooses the nodes of each part that run: node -> how many of its kind the part has.
+    """Selects the nodes to run in each part: node -> number of nodes of its kind in the part.
 
     Args:
-        seconds: of a node, forward and back.
-        longest: seconds. One that takes longer (the head over a vocabulary) runs only in a part that has no others.
+        seconds: seconds of each node, forward and backward.
+        longest: seconds. A longer node (the head over a vocabulary) runs only if its part has no shorter ones.
     """
     nodes = effects.nodes
     if sum(seconds.values()) < LEAST_SECONDS or not 1 < workers <= len(nodes):
@@ -101,16 +101,14 @@ def heavy_nodes(
 
 
 def is_plain(node: fx.Node, effects: Effects) -> bool:
-    """Returns whether several threads may run a node at the same time: no Python of the user's, no write."""
+    """Returns whether several threads may run a node at the same time: no user's Python, no write."""
     return info(node).opaque is None and not info(node).is_hook and not effects.written_classes[effects.place[node]]
 
 
 def measure_contention(parts: Sequence[Sequence[ConcurrentCall]], seconds: float) -> float:
-    """Measures how many times as long the calls take together as alone; 1 if there is nothing to measure.
+    """Measures the seconds of the calls together relative to alone; 1 if there is nothing to measure.
 
-    Args:
-        parts: by worker.
-        seconds: to measure for; one round is measured in any case.
+    `parts`: by worker. `seconds`: time limit; at least one round is measured.
     """
     parts = [part for part in parts if part]
     if len(parts) < 2:
@@ -118,7 +116,7 @@ def measure_contention(parts: Sequence[Sequence[ConcurrentCall]], seconds: float
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     deadline = time.perf_counter() + seconds
     for part in parts:
-        _run_part(part, clock, None)  # to warm up
+        _run_part(part, clock, None)  # warm-up
     for count in range(MOST_ROUNDS):
         if count and time.perf_counter() >= deadline:
             break
@@ -135,7 +133,7 @@ def _run_part(part: Collection[ConcurrentCall], clock: Callable[[], float], at_o
 
 
 def _run_at_once(parts: Sequence[Sequence[ConcurrentCall]], clock: Callable[[], float]) -> None:
-    """Runs each part in a thread; who is through goes on without being timed, until all are."""
+    """Runs each part in a thread; finished threads continue untimed until all have finished."""
     barrier, running, failures = threading.Barrier(len(parts)), [len(parts)], list[BaseException]()
     lock = threading.Lock()
 

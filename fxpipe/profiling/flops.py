@@ -1,7 +1,7 @@
-"""Arithmetic of an operation: products of matrices, convolutions, attention, recurrent layers.
+"""FLOPs of operations: matrix products, convolutions, attention, recurrent layers.
 
-An operation counts 2 for each multiplication with its addition; what touches every element but once (sums, norms,
-activations) counts nothing. Most formulas are those of `torch.utils.flop_counter`; here is what it does not know.
+A multiplication with its addition counts 2; elementwise work (sums, norms, activations) counts 0. Most formulas are
+from `torch.utils.flop_counter`; this module adds the missing ones.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from fxpipe.utils.polynomial import Polynomial, SizePoint, fit_counts
 
 _aten = torch.ops.aten
 
-_SAME_WORK = attention_on_cpu()  # operations without a formula -> those that have it
+_SAME_WORK = attention_on_cpu()  # operation without a formula -> equivalent operation with one
 
 
 def operation_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Counts the FLOPs of the operations that do the work; 0 for all others."""
+    """Counts the FLOPs of an operation; 0 for operations without a formula."""
     packet = getattr(func, "overloadpacket", func)
     name = str(getattr(packet, "__name__", ""))
     if name.startswith(("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")):
@@ -37,13 +37,13 @@ def operation_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
 
 
 def _recurrent_flops(name: str, args: Sequence[Any]) -> int:
-    """Counts the FLOPs of a recurrent layer: each weight meets each step of each sequence."""
+    """Counts the FLOPs of a recurrent layer: each weight is used in each step of each sequence."""
     weights = args[1:3] if name.startswith("mkldnn") else [w for w in args[1] if w.dim() > 1]
     rows = args[0].numel() // args[0].shape[-1]
     return int(2 * rows * sum(w.numel() for w in weights))
 
 
-# Products with vectors, and sums of products: by the operation's own arguments.
+# Products with vectors, and sums of products, by the arguments of the operation.
 _PRODUCT_FLOPS = {
     "mv": lambda args: 2 * args[0].numel(),
     "addmv": lambda args: 2 * args[1].numel(),
@@ -57,12 +57,12 @@ _PRODUCT_FLOPS = {
 
 # -- Operations as they ran for some batch sizes, and as formulas for every one --------------------------------------
 
-OperationCounts = tuple[str, int, int]  # the type in which it computes, its arithmetic, bytes moved
+OperationCounts = tuple[str, int, int]  # compute dtype, FLOPs, bytes moved
 
 
 @dataclass(frozen=True, slots=True)
 class NodeOperations:
-    """The operations that one node ran; as `NodeWork`, at one size."""
+    """The operations that one node ran: `NodeWork` at one size."""
 
     forward: tuple[OperationCounts, ...] = ()
     backward: tuple[OperationCounts, ...] = ()
@@ -70,9 +70,9 @@ class NodeOperations:
 
 
 def work_of(by_size: Mapping[SizePoint, NodeOperations], here: SizePoint) -> NodeWork:
-    """Derives formulas from what ran for several numbers of samples, and dynamic sizes; right in any case for `here`.
+    """Fits formulas to the operations at several numbers of samples and dynamic sizes; they are exact for `here`.
 
-    Sizes for which other operations ran are left out; what is known for one number only grows with the batch.
+    Sizes at which other operations ran are ignored. Counts known at one size only are taken to grow with the batch.
     """
     return _work_of(tuple(by_size.items()), here)
 

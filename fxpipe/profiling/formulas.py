@@ -1,4 +1,4 @@
-"""Formulas in the batch size and the dynamic sizes: one profile answers for every micro-batch.
+"""Formulas in the batch size and the dynamic sizes, so that one profile serves every micro-batch.
 
 Bytes of parameters and outputs follow from the shapes of the trace. Other counts are made at a few sizes and fitted
 (`fxpipe.utils.polynomial.fit_counts`).
@@ -28,9 +28,9 @@ from fxpipe.utils.polynomial_bound import polynomial_bound
 
 
 def parameter_bytes(traced: Traced) -> dict[fx.Node, sympy.Expr]:
-    """Computes for each working node the bytes of parameters, buffers and constants that no node before it uses.
+    """Computes for each working node the bytes of parameters, buffers and constants that no earlier node uses.
 
-    The recorder gives every tensor of the model one `get_attr` node, whatever its names, so a tied weight counts once.
+    Every tensor of the model has one `get_attr` node, whatever its names, so a tied weight counts once.
     """
     counted: set[fx.Node] = set()
     bytes_of = {}
@@ -44,10 +44,9 @@ def parameter_bytes(traced: Traced) -> dict[fx.Node, sympy.Expr]:
 def output_bytes(
     traced: Traced, effects: Effects, seen: Mapping[fx.Node, int], samples: int
 ) -> dict[fx.Node, sympy.Expr]:
-    """Computes for each working node the new memory of its value; 0 where it shares the memory of something older.
+    """Computes for each working node the new memory of its value; 0 if it shares older memory.
 
-    A size that depends on values (`x[mask]`) has no formula: it is taken to grow with the batch from the bytes that
-    were `seen` with so many `samples`.
+    If a size depends on values (`x[mask]`), the bytes `seen` with `samples` samples are assumed to grow with the batch.
     """
     bytes_of = {}
     sizes = {traced.batch, *traced.dynamic.symbols}
@@ -58,13 +57,12 @@ def output_bytes(
 
 
 def shares_memory(effects: Effects, node: fx.Node) -> bool:
-    """Returns whether a node's value is in memory that was there before: a view, an argument, a part of a tuple."""
+    """Returns whether a node's value is in older memory: a view, an argument, a part of a tuple."""
     alias = effects.alias[node]
     return node in effects.same or (alias is not None and alias in {effects.alias[n] for n in node.all_input_nodes})
 
 
 def bytes_of_values(nodes: Iterable[fx.Node]) -> sympy.Expr:
-    """Sums the bytes of the values of these nodes."""
     return sympy.Add(*map(_node_bytes, nodes))
 
 
@@ -74,7 +72,7 @@ def _node_bytes(node: fx.Node) -> sympy.Expr:
 
 @functools.lru_cache(maxsize=4096)
 def size_polynomial(formula: sympy.Expr, batch: sympy.Symbol, samples: int, lengths: Lengths = ()) -> Polynomial:
-    """The polynomial that a formula is, right in any case for these sizes.
+    """Returns a formula as a polynomial, which is exact for these sizes.
 
     A size that depends on values (nonzero) counts as 0.
     """
@@ -89,7 +87,7 @@ def size_polynomial(formula: sympy.Expr, batch: sympy.Symbol, samples: int, leng
 
 
 def grown_with_sizes(counted: Polynomial, here: SizePoint) -> Polynomial:
-    """Takes what was counted at several numbers of samples only, where it grows with these, to grow with all sizes."""
+    """Makes the growing terms of counts at several numbers of samples grow with all dynamic sizes, too."""
     once = math.prod(size for _, size in here.others)
     others = tuple((name, 1) for name, _ in here.others)
     return Polynomial.of(
@@ -99,17 +97,17 @@ def grown_with_sizes(counted: Polynomial, here: SizePoint) -> Polynomial:
 
 # Seconds as a line over the micro-batch size.
 #
-# seconds │            ╱● asked for         The line goes through the seconds at the size that was asked for.
-#         │       ╱●                        Neither its fixed part nor that of a sample is negative: if noise makes one
-#   fixed ├──╱                              of them so, the other one is all.
+# seconds │            ╱● requested         The line goes through the seconds at the requested size. Neither part is
+#         │       ╱●                        negative: if noise would make one negative, it is 0.
+#   fixed ├──╱
 #         └───────┴─────┴── samples
 
 
 def sizes_to_measure(traced: Traced, micro_batch: int, wanted: int | None = None) -> Iterator[int]:
-    """Sizes besides `micro_batch` at which to measure for a line. One is enough: first `wanted`, then the best.
+    """Yields other sizes than `micro_batch` to measure for a line; one is enough. First `wanted`, then the best.
 
-    They are far enough from it that noise does not decide the slope, and smaller where they can be; but a single sample
-    takes other kernels than several do, so larger ones come before it: no larger than they must be, for they take long.
+    They are far enough away that noise does not decide the slope, and smaller if possible. A single sample runs other
+    kernels than several do, so it comes last, after larger sizes, which are as small as possible, since they take long.
     """
     smaller = [micro_batch // 4, micro_batch // 2] if micro_batch >= 4 else [micro_batch - 1]
     larger = micro_batch + max(1, micro_batch // 2)
@@ -120,9 +118,9 @@ def sizes_to_measure(traced: Traced, micro_batch: int, wanted: int | None = None
 
 
 def fit_seconds(by_size: Mapping[int, float], micro_batch: int, grows: bool = True) -> Seconds:
-    """The line through the seconds found at `micro_batch`, and nearest to those found at other sizes.
+    """Fits the line through the seconds at `micro_batch` that is nearest to the seconds at other sizes.
 
-    Where there are none, all is cost per sample, or fixed, as `grows` says: does the work grow with the batch at all?
+    Without other sizes all cost is per sample if `grows` (the work grows with the batch), else fixed.
     """
     here = by_size[micro_batch]
     runs = {size - micro_batch: seconds - here for size, seconds in by_size.items() if size != micro_batch}
@@ -134,18 +132,18 @@ def fit_seconds(by_size: Mapping[int, float], micro_batch: int, grows: bool = Tr
     return Seconds(max(0.0, here - slope * micro_batch), slope)
 
 
-# With other dynamic sizes the line goes over the work of a node, not over samples: its FLOPs or, if it has none, the
-# bytes that it reads and makes.
+# With other dynamic sizes seconds are a line over the work of a node, not over samples: its FLOPs or, if it has
+# none, the bytes that it reads and writes.
 
 
 def work_formulas(node: fx.Node, flops: sympy.Expr, backward_flops: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
-    """Returns the formulas that the seconds of a node grow with, forward and backward."""
+    """Returns the formulas with which the seconds of a node grow, forward and backward."""
     moved = bytes_of_values((*(n for n in node.all_input_nodes if n.op != "get_attr"), node))
     return flops or moved, backward_flops or flops or moved
 
 
 def fit_growth(by_point: Mapping[SizePoint, float], here: SizePoint, work: Polynomial) -> Polynomial:
-    """The part of the seconds that grows with `work`: on a line over it, as of `fit_seconds` over the samples."""
+    """Returns the part of the seconds that grows with `work`, by a line over it as in `fit_seconds`."""
     now, once = by_point[here], float(work.value(here.values))
     if not (now and once > 0):
         return ZERO

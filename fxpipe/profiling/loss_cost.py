@@ -1,11 +1,10 @@
-"""The cost of the loss, which `forward_backward` takes of each micro-batch after the forward of the last stage.
+"""The cost of the loss, which `forward_backward` computes for each micro-batch after the forward of the last stage.
 
     outputs, detached ──▶ loss_fn(output, target) ──▶ loss
             ▲                                          │
             └────────────── gradients ◀────────────────┘
 
-It is measured or estimated like a node, on the outputs of the graph, under the graph's output node. Both directions are
-part of F of the last stage.
+It is measured or estimated like a node, under the graph's output node. Both directions are part of F of the last stage.
 """
 
 from __future__ import annotations
@@ -32,38 +31,37 @@ from fxpipe.tracing.verify.equivalence import slice_samples
 from fxpipe.utils.batch_split import rows_of_inputs
 from fxpipe.utils.pytree import flatten, map_tensor_leaves
 
-LOSS_NAME = "loss"  # next to the names of nodes
+LOSS_NAME = "loss"  # in the list of node names
 LOSS_NOTE = "fxpipe: loss_fn raised this when it was called to find out what it costs"
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedLoss:
-    """The loss that steps will take."""
+    """The loss that steps will compute."""
 
-    function: Callable[..., Any]  # of the model's output and the target
-    target: tuple[Any, ...] = ()  # () or (target,), of all samples of the example
+    function: Callable[..., Any]  # (the model's output, the target) -> loss
+    target: tuple[Any, ...] = ()  # () or (target,), for all samples of the example
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the arguments that it came as."""
         return {"loss_fn": self.function, "target": self.target[0] if self.target else None}
 
 
 def parse_loss(loss_fn: Any, target: Any) -> PlannedLoss | None:
-    """Checks a loss to plan with; None where there is none."""
+    """Checks a loss to plan with; returns None if there is none."""
     check_loss_function(loss_fn, target)
     return None if loss_fn is None else PlannedLoss(loss_fn, () if target is None else (target,))
 
 
 @dataclass(frozen=True, slots=True)
 class ExampleLoss:
-    """A planned loss, of the outputs of a graph."""
+    """A planned loss of the outputs of a graph."""
 
     traced: Traced
     loss: PlannedLoss
     batch: int  # samples of the example
 
     def of(self, values: Mapping[fx.Node, Any], samples: int) -> LossCall:
-        """The loss of this number of samples, for these values of the graph."""
+        """Returns the loss of this number of samples, for these values of the graph."""
         leaves = [*self.traced.outputs, *self.traced.pieces]
         outputs = [values[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
         for one in self.traced.combinations:
@@ -85,18 +83,18 @@ class LossCall:
 
     traced: Traced
     function: Callable[..., Any]
-    outputs: tuple[Any, ...]  # leaves of the model's output; those that go back require grad
+    outputs: tuple[Any, ...]  # leaves of the model's output; they require grad if their gradients are needed
     target: tuple[Any, ...]
 
     def __call__(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Returns the loss, and the outputs that its gradient goes to.
 
         Raises:
-            LossError: it is none.
-            Exception: what `loss_fn` raises, with a note.
+            LossError: the result is not a loss.
+            Exception: raised by `loss_fn`, with a note.
         """
         own = [as_leaf(value) if isinstance(value, torch.Tensor) else value for value in self.outputs]
-        target = map_tensor_leaves(torch.clone, self.target)  # it may be written to
+        target = map_tensor_leaves(torch.clone, self.target)  # `loss_fn` may write to it
         try:
             with set_thread_state(self.traced.state), torch.enable_grad():
                 value = self.function(pytree.tree_unflatten(own, self.traced.out_spec), *target)
@@ -107,15 +105,15 @@ class LossCall:
         return loss, [leaf for leaf in own if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
     def seconds(self, clock: Clock, repeats: int) -> tuple[float, float]:
-        """Measures the seconds forward, and back to the outputs."""
+        """Measures the seconds of forward, and of backward to the outputs."""
         forward, backward = [], []
         for _ in range(repeats + 1):
             seconds, (loss, starts) = clock.seconds(self)
             ends = [loss] if loss.requires_grad else []
             forward.append(seconds)
             backward.append(clock.backward_seconds(ends, starts, list(map(torch.ones_like, ends)), ())[0])
-        return median(forward[1:]), max(0.0, median(backward[1:]))  # the first is not warm
+        return median(forward[1:]), max(0.0, median(backward[1:]))  # the first is a warm-up
 
     def peak_bytes(self) -> int:
-        """Counts the most bytes at one time in addition to the outputs; gradients of these are included."""
+        """Counts the peak bytes in addition to the outputs; gradients of the outputs are included."""
         return peak_bytes(self, (*tensors_in(self.outputs), *tensors_in(self.target)))

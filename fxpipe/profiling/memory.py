@@ -1,22 +1,22 @@
-"""Bytes that autograd keeps, bytes that are needed for a moment, and FLOPs, as formulas in the sizes.
+"""Bytes that autograd keeps, bytes of temporary memory, and FLOPs, as formulas in the sizes.
 
-The graph runs with the samples of one micro-batch, and at two other numbers of samples, the smallest that it holds for.
-Graphs with other dynamic sizes run at some of those as well: each size by itself, then combinations of what has grown.
+The graph runs with the samples of one micro-batch, and at two other, small numbers of samples. With other dynamic
+sizes it also runs at some of these: each size alone, then combinations of the sizes with growing counts.
 
     size s
-      │   ·  ·           Of counts that grow with b and s**2 these tell all terms, b*s**2 too.
+      │   ·  ·           These give all terms of counts that grow with b and s**2, b*s**2 too.
       │   ·
       │   ·  ·
       │   ·  ·     ●     planned
       └───┴──┴─────┴── samples
 
-Which storages are saved is observed in the first run. Their bytes are the formula of a shape if a value shows them,
-else they are fitted to the counts (`fit_counts`). Values do not matter: on the CPU zeros replace matrix products
+The first run observes which storages are saved. Their bytes are the formula of a shape if they belong to a value, else
+they are fitted to the counts (`fit_counts`). Values do not matter: on the CPU zeros replace matrix products
 (`SkipMatmul`), and in the other runs one node of each kind runs. A run that depends on values is repeated with values.
 
-Not exact: other micro-batches for which views become copies or other kernels run; workspaces that a library allots in
-steps; a view sent to another device, of which the copy has the view's size; tensors that a function keeps outside of
-autograd and of its context's attributes.
+Not exact: other micro-batches for which views become copies or other kernels run; workspaces that a library allocates
+in steps; a view copied to another device, whose copy has the size of the view; tensors that a function keeps outside of
+autograd and of the attributes of its context.
 """
 
 from __future__ import annotations
@@ -47,33 +47,31 @@ from fxpipe.tracing.traced import Traced, runs_python
 from fxpipe.tracing.verify.effects import Effects
 from fxpipe.utils.polynomial import Monomial, SizePoint, fit_counts, polynomial_through
 
-# -- Memory that a stage needs for a moment, in addition to parameters, gradients and saved storages -----------------
+# -- Temporary memory of a stage, in addition to parameters, gradients and saved storages ----------------------------
 #
-# A stage is taken to need all that it saves, and the most of `working_bytes_of` its nodes:
+# A stage is assumed to need everything that it saves, and the maximum of `working_bytes_of` its nodes:
 #
-#     forward    what the node reads and returns and no node has saved so far, and its temporary
+#     forward    values that the node reads and returns and no node has saved so far, and its temporary
 #     backward   the gradients of these, and its temporary
 #     working    the larger of both
 #
-# It is too much since not all saved storages are there at that moment, and too little if other values are alive (the
+# This is too much since not all saved storages exist at that moment, and too little if other values are alive (the
 # residual of a block, while its branch runs).
 
 
 @dataclass(frozen=True, slots=True)
 class StorageLifetime:
-    """One storage that is not the model's own, from the node that makes it to the last that needs it."""
+    """The lifetime of a storage that does not belong to the model, from its first node to its last."""
 
     bytes: sympy.Expr
-    maker: int  # place of the node that made it; -1: an input that no node writes to
+    maker: int  # place of the node that creates it; -1: an input that no node writes to
     users: tuple[int, ...]  # places of the nodes that read it, ascending; the number of nodes: the model's output
     savers: tuple[int, ...] = ()  # places of the nodes whose backward needs it, ascending
-    returns: bool = False  # does a gradient come back to it
+    returns: bool = False  # it receives a gradient
 
 
 @dataclass(frozen=True, slots=True)
 class TemporaryBytes:
-    """Bytes that a node takes for a moment."""
-
     forward: sympy.Expr
     backward: sympy.Expr
 
@@ -85,7 +83,7 @@ def working_bytes_of(
     samples: int,
     lengths: Lengths = (),
 ) -> tuple[sympy.Expr, ...]:
-    """Computes for each node bytes held for a moment, by the rule above; in doubt by the formula for `samples`."""
+    """Computes temporary bytes for each node by the rule above; if not polynomials, the larger at `samples`."""
     forward: dict[int, list[sympy.Expr]] = defaultdict(list)
     backward: dict[int, list[sympy.Expr]] = defaultdict(list)
     end = len(temporaries)
@@ -112,7 +110,7 @@ def working_bytes_of(
 
 @functools.lru_cache(maxsize=8192)
 def sum_formulas(formulas: tuple[sympy.Expr, ...]) -> sympy.Expr:
-    """Sums formulas. Equal nodes ask for equal sums."""
+    """Sums formulas. Cached, since equal nodes have equal sums."""
     return sympy.Add(*formulas)
 
 
@@ -120,7 +118,7 @@ def sum_formulas(formulas: tuple[sympy.Expr, ...]) -> sympy.Expr:
 def larger_formula(
     left: sympy.Expr, right: sympy.Expr, batch: sympy.Symbol, samples: int, lengths: Lengths = ()
 ) -> sympy.Expr:
-    """A formula that is never smaller than both, if they are polynomials; else the one that is larger for `samples`."""
+    """Returns an upper bound of two polynomials; for other formulas, the one that is larger for `samples`."""
     if left == right or right == 0:
         return left
     sizes = (batch, *(symbol for symbol, _ in lengths))
@@ -132,11 +130,11 @@ def larger_formula(
     return max(left, right, key=lambda formula: bytes_at(formula, batch, samples, lengths))
 
 
-# -- Nodes whose values no Python reads (a hook, a module kept whole, an opaque function), directly or later ----------
+# -- Nodes whose values no Python reads (a hook, an opaque module or function), directly or later ---------------------
 
 
 def unread_nodes(effects: Effects) -> frozenset[fx.Node]:
-    """Finds the nodes in one walk from the end: what a read node was given is read as well, and so is its memory."""
+    """Finds the nodes in one walk from the end: inputs of a read node are read as well, and so is their memory."""
     unread: set[fx.Node] = set()
     read: set[fx.Node] = set()
     memory: set[int | None] = set()  # alias classes
@@ -150,7 +148,7 @@ def unread_nodes(effects: Effects) -> frozenset[fx.Node]:
     return frozenset(unread)
 
 
-MAX_TRIED_SAMPLES = 13  # samples that are tried in other runs, where there are fewer in a micro-batch
+MAX_TRIED_SAMPLES = 13  # largest number of samples tried in other runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,30 +157,28 @@ class NodeCounts:
 
     flops: sympy.Expr
     backward_flops: sympy.Expr
-    saved_bytes: sympy.Expr  # storages kept for backward that no node before it keeps; inputs of the model apart
+    saved_bytes: sympy.Expr  # storages kept for backward that no earlier node keeps; without model inputs
     working_bytes: sympy.Expr  # see `working_bytes_of`
 
 
 @dataclass(frozen=True, slots=True)
 class GraphCounts:
-    """Counts of a graph, for a micro-batch."""
-
     nodes: Mapping[fx.Node, NodeCounts]
-    saved: tuple[SavedStorage, ...]  # storages that autograd keeps; the model's own are not among them
-    points: tuple[SizePoint, ...] = ()  # where the graph ran, the micro-batch first
+    saved: tuple[SavedStorage, ...]  # storages that autograd keeps, without the model's tensors
+    points: tuple[SizePoint, ...] = ()  # sizes at which the graph ran, the micro-batch first
 
 
 def count_flops_and_bytes(traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int) -> GraphCounts:
-    """Runs the graph, and looks. The model, its gradients and all random states stay as they were.
+    """Runs the graph and counts. The model, its gradients and all random states are not changed.
+
+    Call it in a block of `with_fake_tensors`.
 
     Args:
         leaves: flattened inputs, with any number of samples.
-        samples: of one micro-batch.
-
-    To be used in a block of `with_fake_tensors`.
+        samples: samples of one micro-batch.
 
     Raises:
-        Exception: what a node raises with this number of samples, with a note.
+        Exception: raised by a node with this number of samples, with a note.
     """
     lengths = planned_lengths(traced, leaves)
     here = size_point(samples, lengths)
@@ -222,9 +218,9 @@ def count_flops_and_bytes(traced: Traced, effects: Effects, leaves: Sequence[Any
 def _run_at_sizes(
     traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int, lengths: Lengths
 ) -> dict[SizePoint, StorageObservations]:
-    """Runs the graph: a micro-batch, two other numbers of samples, and a third where these make no line.
+    """Runs the graph for a micro-batch, for two other numbers of samples, and for a third if these are on no line.
 
-    Then, where there are dynamic sizes, at others of these.
+    With dynamic sizes it then runs at others of these.
     """
     nodes = unread_nodes(effects)
     values = (*tensors_in(leaves), *slots_of(traced.model).values())
@@ -237,7 +233,7 @@ def _run_at_sizes(
         if point not in runs:
             try:
                 runs[point] = _run_at_size(traced, effects, leaves, size, others, nodes, one_of_a_kind)
-            except Exception:  # a size that the model refuses, or samples for which it is another graph
+            except Exception:  # the model does not accept the size, or has another graph for it
                 return False
         return True
 
@@ -250,7 +246,7 @@ def _run_at_sizes(
     return runs
 
 
-MAX_LENGTH_RUNS = 40  # runs at other dynamic sizes; if more are needed, some terms are guessed
+MAX_LENGTH_RUNS = 40  # limit of runs at other dynamic sizes; if more are needed, some terms are guessed
 
 
 def _run_at_other_lengths(
@@ -261,13 +257,12 @@ def _run_at_other_lengths(
     runs: Mapping[SizePoint, StorageObservations],
     run_also: Callable[[int, Lengths], bool],
 ) -> None:
-    """Runs the graph at other dynamic sizes, with few samples: one size at a time, then all that have grown together.
+    """Runs the graph at other dynamic sizes, with few samples: each size alone, then combinations.
 
-    Args:
-        batches: numbers of samples at which it has run, ascending.
+    `batches`: numbers of samples at which it has run, ascending.
     """
     few = batches[0]
-    axes: list[list[tuple[sympy.Symbol, int]]] = []  # of each size the values that its counts need
+    axes: list[list[tuple[sympy.Symbol, int]]] = []  # for each size the values that its counts need
     for symbol, size in lengths:
         known = [size]
         for others in other_lengths(traced, symbol, few, lengths):
@@ -294,7 +289,7 @@ def _differs_only(point: SizePoint, symbol: sympy.Symbol, lengths: Lengths) -> b
 
 
 def _degree_along(runs: Mapping[SizePoint, StorageObservations]) -> int:
-    """The highest degree of what was counted along one size; 2 where it is on no polynomial."""
+    """Returns the highest degree of the counts along one size; 2 if no polynomial fits."""
     fitted = (polynomial_through(_along(series)) for series in _count_series(runs))
     return max((2 if one is None else max((_power(m) for m, _ in one.terms), default=0) for one in fitted), default=0)
 
@@ -319,19 +314,17 @@ def _run_at_size(
     nodes: Collection[fx.Node],
     once: bool = False,
 ) -> StorageObservations:
-    """Runs the graph at a size with as little arithmetic as shows what there is to count.
+    """Runs the graph at a size, with as little arithmetic as the counts allow.
 
-    Args:
-        nodes: whose values no Python reads.
-        once: is one node of each kind enough.
+    `nodes`: nodes whose values no Python reads. `once`: run one node of each kind only.
     """
     sample = resize_inputs(traced, leaves, size, lengths)
     attempts = [(True, SkipMatmul(nodes, has_zeros=True))] if once else []
     for is_once, products in (*attempts, (False, SkipMatmul(nodes))):
         try:
-            with preserve_state(traced.model):  # a module kept whole may write to what is not its own
+            with preserve_state(traced.model):  # an opaque module may write to memory that it does not own
                 return observe_storages(traced, effects, sample, products, is_once)
-        except Exception:  # something depends on values after all, or it would have been raised anyway
+        except Exception:  # something depends on values, or the next run raises it, too
             if not products.has_zeros:
                 raise
     with preserve_state(traced.model):
@@ -339,8 +332,8 @@ def _run_at_size(
 
 
 def _other_sizes(traced: Traced, samples: int, lengths: Lengths) -> list[int]:
-    """Orders the sizes to be tried: small ones; of a few samples also twice as many, since what small
-    ones take may all fit into the one page of memory that a library allots."""
+    """Orders the sizes to try: small ones; for few samples also twice their number, since small tensors may all fit
+    into one page of memory of a library."""
     twice = [2 * samples] if 1 < samples <= 4 else []
     sizes = dict.fromkeys([2, *twice, *range(3, MAX_TRIED_SAMPLES + 1)])
     return [size for size in sizes if size != samples and traced.holds_at(size, lengths)]
@@ -352,7 +345,7 @@ def _grows_unevenly(runs: Mapping[SizePoint, StorageObservations]) -> bool:
 
 
 def _count_series(runs: Mapping[SizePoint, StorageObservations]) -> set[tuple[tuple[SizePoint, int], ...]]:
-    """All that was counted in these runs, each by the sizes of the runs."""
+    """Returns all counts of these runs, each by the sizes of the runs."""
     first, *others = runs.values()
     probes = {tuple(run.probes[node] for run in runs.values()) for node in first.probes}
     counts = {tuple(astuple(probe)[k] for probe in of) for of in probes for k in range(len(fields(Probe)))}
@@ -375,13 +368,13 @@ def _storage(
 ) -> StorageLifetime:
     maker = seen.maker
     if maker < 0 and seen.writers:
-        maker = seen.writers[0]  # the stage that writes to an input does so to a clone
+        maker = seen.writers[0]  # a stage that writes to an input writes to a clone
     formula = _storage_bytes(traced, seen, runs, samples, lengths)
     return StorageLifetime(formula, maker, tuple(sorted(seen.users)), tuple(sorted(seen.savers)), seen.returns)
 
 
 def _saved_storage(seen: ObservedStorage, storage: StorageLifetime) -> SavedStorage:
-    """Makes what a stage keeps. It writes to clones of what it receives, so the node that wrote last is the maker."""
+    """Makes the entry of a profile. A stage writes to clones of received values, so the last writer is the maker."""
     writers = [w for w in seen.writers if w <= seen.savers[0]]
     return SavedStorage(storage.bytes, max((storage.maker, *writers)), storage.savers)
 
@@ -397,7 +390,7 @@ def _storage_bytes(
     if isinstance(label, ValueLabel) and label.part == 0 and label.tensor < len(info(label.node).shapes):
         formula = info(label.node).full_shapes[label.tensor].bytes
         is_told = formula.free_symbols <= {traced.batch, *traced.dynamic.symbols}
-        # It may be a part of something larger, which stays as a whole.
+        # It may be a part of a larger storage, which stays allocated.
         if is_told and bytes_at(formula, traced.batch, samples, lengths) == seen.bytes:
             return formula
     counted = tuple((size, number) for size, run in runs.items() if (number := run.bytes(label)) is not None)

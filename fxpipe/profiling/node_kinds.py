@@ -1,8 +1,8 @@
-"""Kinds of nodes, and their samples: nodes of one kind take the same time, so they share what is measured.
+"""Kinds of nodes and their samples: nodes of one kind take the same time, so they share measurements.
 
-Otherwise noise would decide where a model of equal blocks is cut. Nodes of one kind have the same function, constants
-and thread state, and inputs of equal shape, stride, dtype, device and requires_grad. For a module that is one opaque
-node, its class and settings stand for the function.
+Otherwise noise would decide the cuts of a model of equal blocks. Nodes of one kind have the same function, constants
+and thread state, and inputs of equal shape, stride, dtype, device and requires_grad. For an opaque module its class and
+settings replace the function.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from fxpipe.tracing.shapes.node_cache import function_key
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.effects import Effects
 
-NodeValue = Any  # of a node: a tensor, a number, or a nest of them
+NodeValue = Any  # a tensor, a number, or a nest of them
 
-# What the median of a kind's samples may be wrong by: one of these.
-MEDIAN_TOLERANCE = 0.02  # of it
-NEGLIGIBLE_SHARE = 0.002  # of the seconds of the whole graph, for all nodes of the kind together
-UNIMPORTANT_SECONDS = 5e-6  # seconds
-MAX_SAMPLES = 25  # samples of one kind
+# Tolerated error of the median of a kind's samples; one of these is enough.
+MEDIAN_TOLERANCE = 0.02  # relative to the median
+NEGLIGIBLE_SHARE = 0.002  # relative to the seconds of the graph, for all nodes of the kind together
+UNIMPORTANT_SECONDS = 5e-6
+MAX_SAMPLES = 25
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSignature:
-    """The properties of a tensor that decide how long a node works on it."""
+    """The properties of a tensor on which the time of a node depends."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    stride: tuple[int | str, ...]  # or the layout of a sparse one
+    stride: tuple[int | str, ...]  # or the layout of a sparse tensor
     device: torch.device
     requires_grad: bool
 
@@ -51,20 +51,20 @@ class TensorSignature:
 
 @dataclass(slots=True)
 class TimingSamples:
-    """Seconds of one kind of node. What disturbs a sample only makes it longer, so the median of them counts.
+    """Seconds of one kind of node. Noise only makes samples longer, so the median is used.
 
-    Backward goes to all tensors that want a gradient, and once more only to those that are no parameters.
+    Backward runs to all tensors that require grad, and again only to those that are not parameters.
     """
 
-    is_warm: bool  # is the next one kept
-    needs_one: bool  # is one enough
+    is_warm: bool  # keep the next sample
+    needs_one: bool  # one sample is enough
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
-    to_inputs: list[float] = field(default_factory=list)  # where backward goes to both, inputs and parameters
-    has_inputs: bool = False  # does backward go to any
+    to_inputs: list[float] = field(default_factory=list)  # if backward runs to both, inputs and parameters
+    has_inputs: bool = False  # backward runs to inputs
     has_parameters: bool = False
-    gives_grad: tuple[bool, ...] = ()  # by tensor of its value: does it require grad
-    leaves_grad: tuple[bool, ...] = ()  # by tensor that it writes to: does it require grad afterwards
+    gives_grad: tuple[bool, ...] = ()  # requires_grad by tensor of the value
+    leaves_grad: tuple[bool, ...] = ()  # requires_grad afterwards by tensor that it writes to
 
     @property
     def has_both(self) -> bool:
@@ -84,7 +84,7 @@ class TimingSamples:
 
     @property
     def weight_seconds(self) -> float:
-        """The part of backward that goes to parameters."""
+        """The part of backward that computes gradients of parameters."""
         if not self.has_both:
             return self.backward_seconds if self.has_parameters else 0.0
         if not self.to_inputs:  # not measured
@@ -92,9 +92,9 @@ class TimingSamples:
         return self.backward_seconds - min(self.backward_seconds, max(0.0, median(self.to_inputs)))
 
     def are_precise(self, negligible: float) -> bool:
-        """Returns whether the medians are known well enough, or to `negligible` seconds.
+        """Returns whether the medians are accurate enough, or to `negligible` seconds.
 
-        The median of n samples lies about their interquartile range over the root of n from where it will settle.
+        The error of the median of n samples is about their interquartile range over the root of n.
         """
         for samples in (self.forward, self.backward, self.to_inputs):
             if len(samples) > 1:
@@ -111,9 +111,9 @@ def timing_kind(
     values: Mapping[fx.Node, NodeValue],
     written: Collection[fx.Node] = (),
 ) -> Hashable:
-    """Returns a key that is the same for nodes that take the same time; `arguments` are those that it is called with.
+    """Returns a key that is equal for nodes that take the same time; `arguments` are the arguments of its call.
 
-    `written`: those of its inputs whose memory it changes, which may be more than one where they share it.
+    `written`: the inputs whose memory it changes; several if they share it.
     """
     args = fx.map_arg(arguments, lambda n: map_tensors_in(TensorSignature.of, values[n]))
     function = _module_kind(traced, node) if info(node).opaque_module is not None else function_key(node.target)
@@ -122,7 +122,7 @@ def timing_kind(
 
 
 def _module_kind(traced: Traced, node: fx.Node) -> Hashable:
-    """Classes and settings of a module that is kept whole and of all in it, and the constants that it is given."""
+    """Returns the classes and settings of an opaque module and its submodules, and its constant arguments."""
     call = opaque_call_of(node)
     constants = tuple((place, _frozen(value)) for place, value in call.constants.items())
     modules = traced.model.get_submodule(call.path).named_modules()
@@ -137,7 +137,7 @@ def _settings(module: nn.Module) -> Hashable:
 
 
 def _frozen(value: Any) -> Hashable:
-    """Returns a key of a value: numbers and texts by what they are; anything else is itself alone."""
+    """Returns a key of a value: numbers and strings by value, other objects by identity."""
     if type(value) in (*PLAIN_TYPES, type(None)):
         return type(value), repr(value)
     if type(value) in (tuple, list):
@@ -152,7 +152,7 @@ def map_tensors_in(function: Callable[[torch.Tensor], Any], value: NodeValue) ->
 
 
 def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a leaf of autograd."""
+    """Returns a leaf of autograd on the same memory."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
@@ -160,14 +160,12 @@ def distinct_tensors(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return list({id(t): t for t in tensors}.values())
 
 
-# Nodes of one kind: one function, on arguments that differ in their values only. They cost the same.
+# Nodes of one kind: one function, on arguments that differ in their values only. They have the same cost.
 
-ValueId = tuple[str, int]  # stands for a value: equal for those that differ in their numbers only
+ValueId = tuple[str, int]  # equal for values that differ in their numbers only
 
 
 class NodeKinds:
-    """The kinds of the nodes of one run."""
-
     def __init__(self, effects: Effects):
         self._effects = effects
         self._written = set().union(*effects.written_classes)
@@ -175,7 +173,7 @@ class NodeKinds:
         self._likes: dict[fx.Node, ValueId] = {}
 
     def of(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Hashable:
-        """The kind of a node that is about to run."""
+        """Returns the kind of a node that is about to run."""
         args = fx.map_arg((node.args, node.kwargs), lambda n: self.like(n, values))
         return node.op, function_key(node.target), repr(args), state_of(node)
 
@@ -187,20 +185,17 @@ class NodeKinds:
         return self._likes[node]
 
 
-# -- Values that stand for others: if only the time of nodes counts, nodes of one kind need not all run --------------
+# -- Reused values: if only the time of nodes counts, not all nodes of one kind need to run ---------------------------
 #
-# A node with enough samples runs for its value alone. If another node of its kind has run in the same round, its value
-# has the same shapes, strides and dtypes, and is used instead. Excluded are values that are written to (or share memory
-# with one that is), that a hook sees, whose size depends on values, or that are not floating-point: an index of one
-# table may be outside another.
+# A node with enough samples uses the value of another node of its kind in the round, which has the same shapes, strides
+# and dtypes. Excluded are values that are written to (or share memory with such a value), that a hook sees, whose size
+# depends on values, or that are not floating-point: an index of one table may be out of range in another.
 
 
 class ValueReuse:
-    """The values of one round."""
-
     def __init__(self, traced: Traced, effects: Effects):
         self.has_reused = False
-        self._rough: dict[fx.Node, Hashable] = {}  # of nodes whose value may be another's: equal for nodes of one kind
+        self._rough: dict[fx.Node, Hashable] = {}  # node with reusable value -> key, equal for one kind
         self._last: dict[Hashable, fx.Node] = {}
         self._kept: dict[Hashable, dict[Hashable, Any]] = defaultdict(dict)  # rough kind -> kind -> value
         written = set().union(*effects.written_classes)
@@ -210,7 +205,7 @@ class ValueReuse:
                 self._last[rough] = node
 
     def keep(self, node: fx.Node, kind: Hashable, value: Any) -> None:
-        """Keeps the value of a node that has run, for others of its kind; gives it up after the last of them."""
+        """Keeps the value of a node that has run for others of its kind; drops it after the last of them."""
         if node not in self._rough:
             return
         rough = self._rough[node]
@@ -220,7 +215,7 @@ class ValueReuse:
             self._kept[rough].setdefault(kind, value)
 
     def take(self, node: fx.Node, kind: Hashable) -> Any:
-        """A value of this kind; None where there is none."""
+        """Returns a value of this kind, or None."""
         if node not in self._rough:
             return None
         rough = self._rough[node]
@@ -231,7 +226,6 @@ class ValueReuse:
         return value
 
     def forbid(self) -> None:
-        """Lets no value stand for another from now on."""
         self._rough.clear()
         self.has_reused = False
 

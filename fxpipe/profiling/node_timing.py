@@ -1,22 +1,22 @@
-"""Measures the seconds of every node of a graph, forward and backward apart, node by node.
+"""Measures the seconds of every node of a graph, forward and backward.
 
-The graph runs in rounds. In each round every value is detached from what made it, so the autograd graph of a node is
-its own and can go back alone:
+The graph runs in rounds. In each round every value is detached from its node, so each node has a separate autograd
+graph and can run backward alone:
 
         values, detached ──▶ node ──▶ its value ──▶ detached ──▶ next node
               ▲                           │
               └── autograd.grad (ones) ◀──┘
 
-Nodes go forward in a row and then back in a row (`backward_timing`), as in a step. A value is freed after its last
+A sequence of nodes runs forward and then backward (`backward_timing`), as in a step. A value is freed after its last
 user, and a tensor of the model is on the device only between its first and its last user, so a model that fits no
 single device can be measured on one.
 
 The first sample of a kind of nodes warms up and is dropped. A kind has enough samples if they agree, or if the budget
-is spent; its nodes then only make their values, or take the value of an equal node (`ValueReuse`). A node that writes
-to its inputs gets copies while it is timed, and then runs once more, without gradients, on the values themselves.
+is spent; its nodes then only compute their values, or reuse the value of an equal node (`ValueReuse`). A node that
+writes to its inputs gets copies while it is timed, and then runs again, without gradients, on the values.
 
-Two costs belong to no node alone. The sum of the gradients of a value with several users counts for all users but the
-last; the sum of a parameter's gradients over micro-batches counts for the node that uses the parameter.
+Two costs belong to no single node. Summing the gradients of a value with several users counts for all users but the
+last; summing a parameter's gradients over micro-batches counts for the node that uses the parameter.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ from fxpipe.utils import accelerator
 from fxpipe.utils.polynomial import SizePoint
 from fxpipe.utils.progress import ProgressStep, progress
 
-LONG_SECONDS = 0.05  # seconds of a node, one way, from which disturbances, and being cold, matter little
-SAMPLES_OF_LONG = 2  # samples of such a node
-LONG_PRODUCT_SECONDS = 1e-3  # seconds of a product from which one more call of autograd matters little
-# seconds from which on one is enough: there is another size, and a plan wants no more than percents
+LONG_SECONDS = 0.05  # seconds of a node, one way, above which noise and warm-up matter little
+SAMPLES_OF_LONG = 2  # number of samples of such a node
+LONG_PRODUCT_SECONDS = 1e-3  # seconds of a product above which another call of autograd matters little
+# Seconds above which one sample is enough: there is another size, and a plan needs no more than percents.
 VERY_LONG_SECONDS = 0.2
 
-# Of their gradients each is a product of its own.
+# Functions whose gradients are separate products.
 _PRODUCT_FUNCTIONS = frozenset(
     (
         *(F.linear, torch.mm, torch.addmm, torch.bmm, torch.baddbmm, torch.matmul, operator.matmul),
@@ -88,18 +88,16 @@ _PRODUCT_FUNCTIONS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class NodeTiming:
-    """The measurements of one node."""
-
     forward_seconds: float
     backward_seconds: float
-    weight_seconds: float  # the part of backward that makes gradients of parameters
-    bytes: int  # of all tensors that it returned; of a loss, the most that it holds at one time
-    ran: NodeOperations | None = None  # its operations, where it was estimated
+    weight_seconds: float  # the part of backward that computes gradients of parameters
+    bytes: int  # bytes of all returned tensors; for a loss, the peak bytes
+    ran: NodeOperations | None = None  # its operations, if estimated
 
 
 @dataclass(slots=True)
 class TimingRounds:
-    """The runs over the graph, and what they found."""
+    """The runs over the graph, and their samples."""
 
     traced: Traced
     effects: Effects
@@ -108,9 +106,9 @@ class TimingRounds:
     repeats: int
     deadline: float
     step: Callable[[], object]  # called after each node
-    drops_first: bool = True  # is the first sample of a kind unlike the others
-    device: torch.device | None = None  # to run on; None: where model and inputs are
-    times_input_gradient: bool = True  # also, where there are gradients of parameters, without them
+    drops_first: bool = True  # the first sample of a kind is a warm-up
+    device: torch.device | None = None  # device to run on; None: where model and inputs are
+    times_input_gradient: bool = True  # if there are gradients of parameters, also time backward without them
     keeps_outputs: bool = False  # for a loss
     samples: dict[Hashable, TimingSamples] = field(default_factory=dict)
     kind: dict[fx.Node, Hashable] = field(default_factory=dict)  # the key of its samples
@@ -120,16 +118,16 @@ class TimingRounds:
     )  # alive in this round: tensors are leaves of autograd
     _calls: dict[fx.Node, NodeCall] = field(init=False)
     _written: set[int | None] = field(init=False)  # alias classes
-    _of_inputs: set[fx.Node] = field(init=False)  # what is not the same for all micro-batches, as parameters are
-    _number: Counter[Hashable] = field(default_factory=Counter)  # nodes of a kind
+    _of_inputs: set[fx.Node] = field(init=False)  # nodes that depend on inputs, and so differ between micro-batches
+    _number: Counter[Hashable] = field(default_factory=Counter)  # number of nodes of a kind
     _sums: GradientSumTimes = field(init=False)
     _sums_of: dict[fx.Node, float] = field(default_factory=dict)
     _back: BackwardQueue = field(init=False)
-    _chosen: set[fx.Node] = field(default_factory=set)  # of which to take a sample in this round
-    _taken: Counter[fx.Node] = field(default_factory=Counter)  # samples
+    _chosen: set[fx.Node] = field(default_factory=set)  # nodes to sample in this round
+    _taken: Counter[fx.Node] = field(default_factory=Counter)  # number of samples
     _reuse: ValueReuse = field(init=False)
     _negligible: float = 0.0  # seconds, for all nodes of a kind
-    outputs: dict[fx.Node, NodeValue] = field(default_factory=dict)  # values of the model's output, of the first round
+    outputs: dict[fx.Node, NodeValue] = field(default_factory=dict)  # values of the model's output in the first round
 
     def __post_init__(self) -> None:
         self._calls = calls_on(self.traced, self.device)
@@ -139,13 +137,13 @@ class TimingRounds:
         self._reuse = ValueReuse(self.traced, self.effects)
 
     def round(self) -> bool:
-        """Runs one more round, if any node needs another sample; returns whether there was one."""
+        """Runs another round if any node needs a sample; returns whether it did."""
         try:
             return self._round()
         except Exception:
             if not self._reuse.has_reused:
                 raise
-            self._reuse.forbid()  # values that stand for others may be the reason
+            self._reuse.forbid()  # a reused value may be the reason
             for samples in self.samples.values():
                 del samples.forward[len(samples.backward) :]  # a sample is both ways
             return self._round()
@@ -174,7 +172,7 @@ class TimingRounds:
         return stop > 0
 
     def inputs_of(self, nodes: Collection[fx.Node]) -> dict[fx.Node, dict[fx.Node, NodeValue]]:
-        """Runs the graph once more, without samples, and returns what these nodes are given."""
+        """Runs the graph again, without samples, and returns the inputs of these nodes."""
         self._chosen, inputs = set(), dict[fx.Node, dict[fx.Node, NodeValue]]()
         try:
             for place, node in enumerate(self.effects.nodes):
@@ -194,7 +192,7 @@ class TimingRounds:
         return inputs
 
     def contention(self, workers: int, budget: float) -> float:
-        """Measures how many times as long nodes take while all workers are at work; 1 where that cannot be seen."""
+        """Measures the slow-down of nodes while all workers are busy; 1 if it cannot be measured."""
         seconds = {node: self.samples[self.kind[node]].seconds for node in self.effects.nodes}
         parts = heavy_nodes(self.effects, seconds, self.kind, workers, budget)
         if not parts:
@@ -206,7 +204,7 @@ class TimingRounds:
                 for part in parts
             ]
             return measure_contention(calls, budget)
-        except Exception:  # memory for one worker, say, and not for all
+        except Exception:  # e.g. there is memory for one worker, but not for all
             return 1.0
 
     def measured(self, node: fx.Node) -> NodeTiming:
@@ -215,7 +213,7 @@ class TimingRounds:
         return NodeTiming(samples.forward_seconds, backward, samples.weight_seconds, self.bytes[node])
 
     def _choose(self) -> None:
-        """Nodes of which to take a sample in the next round: of each kind those that have had the fewest."""
+        """Selects the nodes to sample in the next round: of each kind, those with the fewest samples."""
         of_kind: dict[Hashable, list[fx.Node]] = defaultdict(list)
         for node, kind in self.kind.items():
             of_kind[kind].append(node)
@@ -228,7 +226,7 @@ class TimingRounds:
         return node in self._chosen and not is_over
 
     def _missing(self, kind: Hashable) -> int:
-        """Returns how many samples of a kind to take in the next round."""
+        """Returns the number of samples of a kind to take in the next round."""
         samples = self.samples[kind]
         count = len(samples.forward)
         if not count:
@@ -245,7 +243,7 @@ class TimingRounds:
     # -- one round -----------------------------------------------------------------------------------------------------
 
     def _visit(self, node: fx.Node, place: int) -> None:
-        """Makes the value of a node, and takes a sample where one is wanted."""
+        """Computes the value of a node, and takes a sample if one is wanted."""
         if node in self.kind and not self._wants(node) and self._has_reused_value(node):
             return
         for source in node.all_input_nodes:
@@ -268,7 +266,7 @@ class TimingRounds:
             return
         if result is None or written:
             function, args, kwargs = self._calls[node].bound(self.values)
-            # The Python of an opaque call runs as in training: it may put hooks on what it makes.
+            # The Python of an opaque call runs as in training: it may register hooks on its results.
             without_graph = torch.no_grad() if written or info(node).opaque is None else contextlib.nullcontext()
             with set_thread_state(state_of(node)), without_graph:
                 result = (function(*args, **kwargs),)
@@ -283,7 +281,7 @@ class TimingRounds:
         self.values[node] = map_tensors_in(lambda t: t.detach().requires_grad_(next(grads)), value)
 
     def _has_reused_value(self, node: fx.Node) -> bool:
-        """Takes a value of the node's kind, if this round has one, to stand for its own; returns whether it has."""
+        """Uses the value of another node of the same kind, if this round has one; returns whether it does."""
         value = self._reuse.take(node, self.kind[node])
         if value is None:
             return False
@@ -291,7 +289,7 @@ class TimingRounds:
         return True
 
     def _keep_waiting(self, written: Sequence[fx.Node]) -> None:
-        """Keeps what waits to go back unchanged: the node will write to a copy, or else the others go first."""
+        """Keeps values of pending backwards unchanged: replaces them by copies, or runs the backwards first."""
         classes = {self.effects.alias[n] for n in written}
         alive = [n for n in self.values if self.effects.alias[n] in classes]
         if len(alive) == len(classes):  # it has no views
@@ -305,18 +303,17 @@ class TimingRounds:
         self._back.go()
 
     def _meet(self, node: fx.Node, written: Sequence[fx.Node]) -> None:
-        """Finds out of which kind a node is."""
         call = self._calls[node]
         kind = self.kind[node] = timing_kind(self.traced, node, (call.args, call.kwargs), self.values, written)
         self._number[kind] += 1
         if kind not in self.samples:
-            # A hook of the user's may do things that are seen elsewhere: it is run no more than it must.
+            # A user's hook may have visible side effects: it runs no more often than necessary.
             is_seldom = info(node).is_hook
             self.samples[kind] = TimingSamples(is_seldom or not self.drops_first, is_seldom)
             self._chosen.add(node)
 
     def _held(self, node: fx.Node) -> torch.Tensor:
-        """An input or a tensor of the model, on the device: a copy of what a node will write to."""
+        """Returns an input or a tensor of the model, on the device; a copy if a node will write to it."""
         is_input = node.op == "placeholder"
         tensor = (
             self.leaves[self.traced.place_of(node)] if is_input else fake_if_active(attribute_tensor(self.traced, node))
@@ -331,7 +328,7 @@ class TimingRounds:
         return held.requires_grad_(needs_grad)
 
     def _brought_bytes(self, node: fx.Node, held: torch.Tensor) -> int:
-        """Returns the bytes of a parameter that came to the device for a node, and of the gradients it is added to."""
+        """Returns the bytes of a parameter that was copied to the device for a node, and of its gradient sum."""
         is_brought = node.op == "get_attr" and attribute_tensor(self.traced, node).device != held.device
         return 2 * bytes_in(held) if is_brought else 0
 
@@ -339,7 +336,7 @@ class TimingRounds:
         return self.values[node] if node in self.values else self._held(node)
 
     def _spread_grad(self, written: Sequence[fx.Node], leaves_grad: Sequence[bool]) -> None:
-        """Makes what a node has written something differentiable to require grad from now on, and its views as well."""
+        """Marks tensors as requiring grad after a write of a differentiable value, with their views."""
         tensors = [t for n in written for t in tensors_in(self.values[n])]
         storages = {storage_of(t) for t, grad in zip(tensors, leaves_grad, strict=True) if grad and not t.requires_grad}
         if not storages:
@@ -351,7 +348,7 @@ class TimingRounds:
     # -- one sample ----------------------------------------------------------------------------------------------------
 
     def _sample(self, node: fx.Node, written: Sequence[fx.Node], samples: TimingSamples) -> tuple[NodeValue]:
-        """Times a node. It goes back later. Returns its value, in a tuple since None is one too."""
+        """Times a node's forward and queues its backward. Returns its value in a tuple, since it may be None."""
         starts = {id(t): (n, t) for n in node.all_input_nodes for t in tensors_in(self.values[n]) if t.requires_grad}
         every, inputs = [t for _, t in starts.values()], [t for n, t in starts.values() if n in self._of_inputs]
         seconds, value, ends = self._forward(node, written, samples)
@@ -385,15 +382,15 @@ class TimingRounds:
     def _forward(
         self, node: fx.Node, written: Sequence[fx.Node], samples: TimingSamples
     ) -> tuple[float, NodeValue, list[torch.Tensor]]:
-        """Seconds of a node, its value, and the tensors from which its backward starts."""
+        """Returns the seconds of a node, its value, and the tensors from which its backward starts."""
         values = self.values
         if written:
-            with torch.enable_grad():  # autograd lets no code write to a leaf, but to its clone
+            with torch.enable_grad():  # autograd forbids writes to a leaf, but not to its clone
                 values = {**values, **{n: map_tensors_in(torch.clone, values[n]) for n in written}}
         function, args, kwargs = self._calls[node].bound(values)
         state = state_of(node)
         if any(autocast.enabled for autocast in state.autocast):
-            torch.clear_autocast_cache()  # a cast that it keeps would cost nothing the next time
+            torch.clear_autocast_cache()  # a cached cast would make the next run cheaper
         with set_thread_state(state):
             seconds, value = self.clock.seconds(function, *args, **kwargs)
         changed = [t for n in written for t in tensors_in(values[n])]
@@ -402,7 +399,7 @@ class TimingRounds:
         return seconds, value, distinct_tensors(t for t in (*tensors_in(value), *changed) if t.grad_fn is not None)
 
     def _time_sums(self, node: fx.Node, place: int, written: Sequence[fx.Node]) -> float:
-        """Seconds in which the gradients from a node are added to the gradients from later users."""
+        """Returns the seconds to add the gradients from a node to the gradients from later users."""
         seconds = 0.0
         for source in node.all_input_nodes:
             value = self.values[source]
@@ -412,18 +409,17 @@ class TimingRounds:
         return seconds
 
     def _goes_back_later(self, source: fx.Node, place: int) -> bool:
-        """Returns whether a gradient comes back to a value from after this place."""
+        """Returns whether a value also gets a gradient from after this place."""
         users = (u for u in source.users if self.effects.place.get(u, -1) > place)
         return self.effects.last[source] == len(self.effects.nodes) or any(map(self.effects.requires_grad.get, users))
 
 
 def _samples_for(seconds: float) -> int:
-    """Returns the number of samples of a node that takes so long forward or back."""
     return 1 if seconds >= VERY_LONG_SECONDS else SAMPLES_OF_LONG if seconds >= LONG_SECONDS else MAX_SAMPLES
 
 
 def dependents_of(traced: Traced, sources: Iterable[fx.Node]) -> set[fx.Node]:
-    """`sources`, and all nodes whose values depend on them."""
+    """Returns `sources`, and all nodes whose values depend on them."""
     dependents = {*sources}
     for node in traced.graph.nodes:
         if any(n in dependents for n in node.all_input_nodes):
@@ -435,15 +431,13 @@ def _have_equal_signatures(left: NodeValue, right: NodeValue) -> bool:
     return list(map(TensorSignature.of, tensors_in(left))) == list(map(TensorSignature.of, tensors_in(right)))
 
 
-# -- Rounds at several micro-batch sizes alternate, so that a slower machine affects all sizes ------------------------
+# -- Rounds at several micro-batch sizes alternate, so that a slower machine affects all sizes equally ----------------
 
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """The measurements of a graph."""
-
-    timings: dict[SizePoint, dict[fx.Node, NodeTiming]]  # by size; what the loss takes stands under the output node
-    contention: float = 1.0  # times as long as alone that nodes take while all workers are at work
+    timings: dict[SizePoint, dict[fx.Node, NodeTiming]]  # by size; the cost of the loss is under the output node
+    contention: float = 1.0  # factor of the slow-down while all workers are busy
 
 
 def measure(
@@ -460,17 +454,17 @@ def measure(
     loss: ExampleLoss | None = None,
     workers: int = 1,
 ) -> Measurements:
-    """Measures every working node on the first samples of flattened inputs. The model stays as it is.
+    """Measures every working node on the first samples of flattened inputs. The model is not changed.
 
     Args:
-        device: where to run; parameters and inputs that are elsewhere come there one by one.
-        micro_batch: how many samples to run.
-        others: further sizes, the best first. The first at which the graph runs is measured as well.
-        lengths: the same, of dynamic sizes for the micro-batch.
-        repeats: samples for each kind of node, besides the one that warms up; more where they disagree.
+        device: device to run on; parameters and inputs on other devices are copied one by one.
+        micro_batch: number of samples to run.
+        others: further numbers of samples, the best first. The first at which the graph runs is measured as well.
+        lengths: alternative dynamic sizes for the micro-batch, likewise.
+        repeats: samples for each kind of node after the warm-up; more if they disagree.
         budget: seconds after which one sample for each kind is enough.
-        loss: that is taken of the outputs.
-        workers: that will run at the same time, on the CPU.
+        loss: the loss of the outputs.
+        workers: number of workers that will run at the same time, on the CPU.
     """
     with (
         torch.inference_mode(False),
@@ -478,7 +472,7 @@ def measure(
         progress("profiling", budget, "s") as spend,
         warnings.catch_warnings(),
     ):
-        # Tensors come to a GPU one by one, so the weights of an RNN do not lie side by side there.
+        # Tensors are copied to a GPU one by one, so the weights of an RNN are not contiguous there.
         warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
         clock, step = Clock.on(device), _budget_step(budget, spend)
 
@@ -489,7 +483,7 @@ def measure(
 
         def rounds_of(size: int, lengths: Lengths) -> TimingRounds:
             sample, to_inputs = resize_inputs(traced, leaves, size, lengths), size_point(size, lengths) == here
-            keeps_outputs = loss is not None and lengths == own  # of other sizes there is no target
+            keeps_outputs = loss is not None and lengths == own  # there is no target for other sizes
             return TimingRounds(
                 traced, effects, sample, clock, repeats, deadline, step, True, device, to_inputs, keeps_outputs
             )
@@ -501,11 +495,11 @@ def measure(
                 other = rounds_of(size, other_lengths)
                 try:
                     other.round()
-                except Exception:  # too few samples for batch norm, too many for the device
+                except Exception:  # e.g. too few samples for batch norm, too many for the device
                     continue
                 rounds[size_point(size, other_lengths)] = other
                 break
-        # A list: all take their turn in each round.
+        # A list, so that all take their turn in each round.
         while any([r.round() for r in rounds.values()]):
             pass
         losses = (
@@ -529,13 +523,13 @@ def _loss_timing(call: LossCall, clock: Clock, repeats: int) -> NodeTiming:
 
 
 def _with_weight_share(timing: NodeTiming, like: NodeTiming) -> NodeTiming:
-    """Takes over the share of gradients of parameters in backward that was seen in a micro-batch."""
+    """Takes the share of parameter gradients in backward from the timing of the micro-batch."""
     share = like.weight_seconds / like.backward_seconds if like.backward_seconds else 0.0
     return replace(timing, weight_seconds=share * timing.backward_seconds)
 
 
 def _budget_step(budget: float, spend: ProgressStep) -> Callable[[], object]:
-    """Makes a function to call after each node: it tells how much of the budget has gone. Needed work may take more."""
+    """Makes a function to call after each node, which reports the spent budget. Needed work may exceed it."""
     start, spent, nodes = time.perf_counter(), 0.0, 0
 
     def step() -> None:

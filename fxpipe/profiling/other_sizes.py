@@ -1,7 +1,6 @@
-"""Other sizes than those of a profile, at which the graph runs to see how counts depend on them.
+"""Other sizes than the profile's, at which the graph runs to see how counts depend on sizes.
 
-Sizes are rounded where they are halved (`height // 2`). So the other sizes of a dimension leave the same remainder as
-its own: between those nothing is rounded in another way, and what is counted lies on a polynomial.
+They keep the remainder of the original, so that rounding (`height // 2`) is the same, and counts are on a polynomial.
 """
 
 from __future__ import annotations
@@ -20,24 +19,23 @@ from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.equivalence import take_samples
 from fxpipe.utils.polynomial import SizePoint
 
-MAX_STEP = 64  # between sizes; a graph that rounds more is looked at with all its roundings
+MAX_STEP = 64  # limit of the step between sizes; with more rounding, sizes with other remainders are used
 
 _DIVISIONS = ("FloorDiv", "CleanDiv", "Mod", "PythonMod")
 
 
 def size_point(samples: int, lengths: Lengths) -> SizePoint:
-    """The sizes by name."""
     return SizePoint(samples, tuple((symbol.name, size) for symbol, size in lengths))
 
 
 def planned_lengths(traced: Traced, leaves: Sequence[Any]) -> Lengths:
-    """Returns the dynamic sizes of flattened inputs; of the recording, if the inputs have none."""
+    """Returns the dynamic sizes of flattened inputs, or of the recording if the inputs have none."""
     lengths = traced.dynamic.lengths_of(leaves)
     return traced.dynamic.example if lengths is None else lengths
 
 
 def resize_inputs(traced: Traced, leaves: Sequence[Any], samples: int, lengths: Lengths) -> list[Any]:
-    """Returns flattened inputs with these numbers of samples and dynamic sizes: cut, or repeated from the first."""
+    """Returns flattened inputs with this number of samples and these dynamic sizes, truncated or repeated."""
     resized, values = list(leaves), dict(lengths)
     with torch.no_grad():
         for (place, dim), formula in traced.dynamic.formulas.items():
@@ -49,7 +47,7 @@ def resize_inputs(traced: Traced, leaves: Sequence[Any], samples: int, lengths: 
 
 
 def other_lengths(traced: Traced, symbol: sympy.Symbol, samples: int, lengths: Lengths) -> Iterator[Lengths]:
-    """Yields dynamic sizes that differ from these in one, for which the graph holds: smaller ones first."""
+    """Yields dynamic sizes that differ from these in one, for which the graph holds; smaller ones first."""
     size, step = dict(lengths)[symbol], _step(traced, symbol)
     wanted = (size // 2, size // 4, 3 * size // 4, size - step, size + step, size + 2 * step, 2 * size, 3 * size)
     sizes = (size + step * round((one - size) / step) for one in wanted)
@@ -60,7 +58,7 @@ def other_lengths(traced: Traced, symbol: sympy.Symbol, samples: int, lengths: L
 
 
 def lengths_together(traced: Traced, samples: int, lengths: Lengths) -> Iterator[Lengths]:
-    """Yields dynamic sizes that all differ from these, for which the graph holds: half of them, and so on."""
+    """Yields dynamic sizes that all differ from these, for which the graph holds: half of each, and so on."""
     steps = {symbol: _step(traced, symbol) for symbol, _ in lengths}
     for above, below in ((1, 2), (1, 4), (3, 4), (2, 1)) if lengths else ():
         changed = tuple((s, size + steps[s] * round(size * (above / below - 1) / steps[s])) for s, size in lengths)
@@ -69,7 +67,7 @@ def lengths_together(traced: Traced, samples: int, lengths: Lengths) -> Iterator
 
 
 def _step(traced: Traced, symbol: sympy.Symbol) -> int:
-    """The number whose multiples are added to a size without rounding anything in another way."""
+    """Returns the step whose multiples can be added to a size without a change of rounding."""
     formulas = {
         size
         for node in traced.graph.nodes
@@ -83,7 +81,7 @@ def _step(traced: Traced, symbol: sympy.Symbol) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _divisor(formula: sympy.Basic) -> int:
-    """The divisors of all that is rounded in a formula, multiplied."""
+    """Returns the product of the divisors that cause rounding in a formula."""
     own = 1
     if type(formula).__name__ in _DIVISIONS and formula.args[1].is_Integer:
         own = abs(int(formula.args[1])) or 1

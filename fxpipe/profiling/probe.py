@@ -1,11 +1,11 @@
-"""Counts one node by itself: its FLOPs, and the memory that it needs for a moment, forward and backward.
+"""Counts one node: its FLOPs and its temporary memory, forward and backward.
 
-The node runs forward and back on detached values under a dispatch mode, which counts the FLOPs of each operation, and
-the bytes of new storages. On an accelerator the allocator's peak is used, which includes the workspaces of kernels;
-that resets the peak that users read (`max_memory_allocated`).
+The node runs forward and backward on detached values under a dispatch mode, which counts the FLOPs of each operation,
+and the bytes of new storages. On an accelerator the allocator's peak is used, which includes the workspaces of kernels;
+this resets the peak that users read (`max_memory_allocated`).
 
-    forward  ──▶  temporary: most bytes at one time, less those that are still there at the end (outputs, saved ones)
-    backward ──▶  temporary: the same, less the gradients of its inputs
+    forward  ──▶  temporary: peak bytes, less the bytes that remain at the end (outputs, saved tensors)
+    backward ──▶  temporary: peak bytes, less the gradients of its inputs
 """
 
 from __future__ import annotations
@@ -33,45 +33,42 @@ from fxpipe.utils import accelerator
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The counts of one node."""
-
     flops: int = 0
     backward_flops: int = 0
-    temporary_bytes: int = 0  # bytes
+    temporary_bytes: int = 0
     backward_temporary_bytes: int = 0
 
 
 def probe_node(node: fx.Node, written: Iterable[fx.Node], values: Mapping[fx.Node, Any]) -> Probe:
-    """Runs a node forward and back on copies of what it writes to, and on the other values themselves."""
+    """Runs a node forward and backward, on copies of the values that it writes to."""
     inputs = _detached_inputs({n: values[n] for n in node.all_input_nodes})
     written = tuple(written)
     tensors = [*tensors_in(list(inputs.values()))]
     device = next((t.device for t in tensors if accelerator.counts_memory(t.device)), None)
     if device is None or any(isinstance(t, FakeTensor) for t in tensors):
         return _probe_once(node, written, inputs, _CountingMode())
-    _probe_once(node, written, inputs, _CountingMode())  # libraries take their workspaces at their first call
+    _probe_once(node, written, inputs, _CountingMode())  # libraries allocate their workspaces at the first call
     return _probe_once(node, written, inputs, _AllocatorCountingMode(device))
 
 
 def peak_bytes(call: Callable[[], tuple[torch.Tensor, list[torch.Tensor]]], known: Iterable[torch.Tensor]) -> int:
-    """Counts the most bytes at one time, of all that is not `known`, in a loss and its way back.
+    """Counts the peak bytes of a loss and its backward, without tensors in `known`.
 
-    Args:
-        call: returns the loss, and the tensors that its gradient goes to.
+    `call` returns the loss, and the tensors that its gradient goes to.
     """
     counter = _CountingMode()
     with counter, torch.autograd.set_multithreading_enabled(False):
         counter.begin(known)
         loss, starts = call()
         gradients = torch.autograd.grad(loss, starts, allow_unused=True) if loss.requires_grad and starts else ()
-    del gradients  # until here: they are among what it holds
+    del gradients  # not earlier: they count
     return counter.most
 
 
 def _probe_once(
     node: fx.Node, written: Iterable[fx.Node], inputs: Mapping[fx.Node, Any], counter: _CountingMode
 ) -> Probe:
-    with torch.enable_grad():  # autograd lets no code write to a leaf, but to its clone
+    with torch.enable_grad():  # autograd forbids writes to a leaf, but not to its clone
         changed = {n: map_tensors_in(torch.clone, inputs[n]) for n in written}
     operands = {**inputs, **changed}
     starts = [t for t in tensors_in(list(inputs.values())) if t.requires_grad]
@@ -88,7 +85,7 @@ def _probe_once(
             counter.begin((*tensors_in([value, ones, starts]),))
             gradients = torch.autograd.grad(ends, starts, ones, allow_unused=True)
             back = counter.end()
-        del gradients  # until here: what is there at the end is no temporary
+        del gradients  # not earlier: remaining tensors are not temporary
     except RuntimeError as error:
         if not has_no_way_back(error):
             raise
@@ -97,7 +94,7 @@ def _probe_once(
 
 
 def _detached_inputs(values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
-    """Makes tensors of their own on the same storages; one for each."""
+    """Makes detached leaves on the same storages, one for each tensor."""
     own: dict[int, torch.Tensor] = {}
 
     def detach(tensor: torch.Tensor) -> torch.Tensor:
@@ -109,7 +106,7 @@ def _detached_inputs(values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
 
 
 class _CountingMode(TorchDispatchMode):
-    """Counts arithmetic, and bytes of new storages, between `begin` and `end`."""
+    """Counts FLOPs, and bytes of new storages, between `begin` and `end`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +119,7 @@ class _CountingMode(TorchDispatchMode):
         self.alive: dict[int, int] = {}  # number of a storage -> its bytes
 
     def end(self) -> tuple[int, int]:
-        """Returns the arithmetic, and the most bytes at one time beyond those that are alive now."""
+        """Returns the FLOPs, and the peak bytes beyond the bytes that are alive now."""
         self._forget_gone()
         return self.arithmetic, self.most - sum(self.alive.values())
 
@@ -146,7 +143,7 @@ class _CountingMode(TorchDispatchMode):
 
 
 class _AllocatorCountingMode(_CountingMode):
-    """Most bytes as the allocator of a device counts them."""
+    """Counts peak bytes by the allocator of a device."""
 
     def __init__(self, device: torch.device):
         self.device = device

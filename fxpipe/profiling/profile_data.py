@@ -1,7 +1,7 @@
 """The costs of the nodes of a graph, as frozen data: bytes and FLOPs as formulas in `b` and dynamic sizes.
 
-All costs are of one micro-batch with `b` samples, and independent of a cut. What depends on it names indexes of nodes:
-a storage that several nodes keep for backward counts once in a stage that holds them all.
+All costs are of one micro-batch with `b` samples, for any cut. A storage that several nodes save for backward counts
+once per stage, so it lists these nodes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Time over the micro-batch size: a fixed cost, and a cost per sample. Neither is negative.
-
-    Both are for the dynamic sizes of the profile; with others, `growing` changes.
-    """
+    """Seconds at the dynamic sizes of the profile: a fixed cost, and a cost per sample. Neither is negative."""
 
     fixed: float = 0.0
     per_sample: float = 0.0
-    growing: Polynomial = ZERO  # of the seconds, what grows with the batch and the dynamic sizes
+    growing: Polynomial = ZERO  # the part that grows with the batch and the dynamic sizes, for other sizes
 
     def at(self, samples: int) -> float:
         return self.fixed + self.per_sample * samples
@@ -54,21 +51,21 @@ ZERO_FORMULA = sympy.Integer(0)
 
 @dataclass(frozen=True, slots=True)
 class NodeCost:
-    """One working node."""
+    """The cost of one working node."""
 
     name: str
     forward: Seconds
-    backward: Seconds  # all of it; zero where no gradient goes through
-    parameter_bytes: sympy.Expr  # parameters and buffers that no node before it uses: sums count each of them once
-    output_bytes: sympy.Expr  # new memory for what it returns; 0 for views, and for a node that writes in place
-    weight: Seconds = NO_TIME  # the part of backward that makes gradients of parameters
+    backward: Seconds  # zero if no gradient flows through the node
+    parameter_bytes: sympy.Expr  # parameters and buffers that no earlier node uses, so sums count each once
+    output_bytes: sympy.Expr  # new memory of its result; 0 for views and in-place operations
+    weight: Seconds = NO_TIME  # the part of backward that computes gradients of parameters
     flops: sympy.Expr = ZERO_FORMULA  # forward
     backward_flops: sympy.Expr = ZERO_FORMULA
-    # storages kept for backward that no node before it keeps; see `SavedStorage`
+    # storages kept for backward that no earlier node keeps; see `SavedStorage`
     saved_bytes: sympy.Expr = ZERO_FORMULA
-    # held for a moment, forward or back, in addition to saved storages; see `working_bytes_of`
+    # temporary, forward or backward, in addition to saved storages; see `working_bytes_of`
     working_bytes: sympy.Expr = ZERO_FORMULA
-    work: NodeWork | None = None  # its operations; None: not known
+    work: NodeWork | None = None  # its operations; None: unknown
 
 
 _FORMULAS = ("parameter_bytes", "output_bytes", "flops", "backward_flops", "saved_bytes", "working_bytes")
@@ -76,27 +73,27 @@ _FORMULAS = ("parameter_bytes", "output_bytes", "flops", "backward_flops", "save
 
 @dataclass(frozen=True, slots=True)
 class SavedStorage:
-    """One storage that autograd keeps from forward to backward. The model's own tensors are not among them."""
+    """One storage that autograd keeps from forward to backward. Tensors of the model are excluded."""
 
     bytes: sympy.Expr
-    maker: int  # place of the node that made it, or wrote to it last before it was saved; -1: an input of the model
+    maker: int  # place of the node that created it, or wrote to it last before it was saved; -1: an input of the model
     savers: tuple[int, ...]  # places of the nodes whose backward needs it, ascending
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The costs of all nodes. Made by `fxpipe.profile`; `print` shows a table."""
+    """The costs of all nodes, made by `fxpipe.profile`. `print` shows a table."""
 
     nodes: tuple[NodeCost, ...]  # in the order of the graph
     micro_batch: int  # samples for which `seconds` holds
     batch: sympy.Symbol  # the `b` of the formulas
     device: str
-    estimated_for: str = ""  # the hardware whose seconds these would be; empty where they were measured
+    estimated_for: str = ""  # hardware of estimated seconds; empty if measured
     saved: tuple[SavedStorage, ...] = ()
-    fingerprint: str = ""  # of the graph (`Traced.fingerprint`); empty where it is not known
-    loss: NodeCost | None = None  # that steps take of the outputs; None: not known, or the model takes it itself
+    fingerprint: str = ""  # of the graph (`Traced.fingerprint`); empty if unknown
+    loss: NodeCost | None = None  # cost of the loss of the outputs; None: unknown, or a part of the model
     sizes: tuple[tuple[str, int], ...] = ()  # dynamic sizes for which `seconds` holds, by name
-    contention: float = 1.0  # times as long as `seconds` while all workers are at work, on CPUs
+    contention: float = 1.0  # factor on `seconds` while all workers are busy, on CPUs
 
     @property
     def lengths(self) -> tuple[tuple[sympy.Symbol, int], ...]:
@@ -107,7 +104,7 @@ class Profile:
         """Writes the profile as JSON.
 
         Raises:
-            ArgumentError: a formula is no polynomial in the batch size, nor bounded by one.
+            ArgumentError: a formula is not a polynomial in the batch size, nor bounded by one.
             FileError: the file cannot be written.
         """
         symbols = (self.batch, *(symbol for symbol, _ in self.lengths))
@@ -126,7 +123,7 @@ class Profile:
         """
         try:
             return _parse_profile(json.loads(Path(path).read_bytes().decode()))
-        except (ValueError, RecursionError, OverflowError) as error:  # an ArgumentError among them
+        except (ValueError, RecursionError, OverflowError) as error:  # includes ArgumentError
             why = "it is nested too deeply" if isinstance(error, RecursionError) else error
             raise ArgumentError(
                 f"{path} is no profile of fxpipe, or is damaged: {why}; write one with fxpipe.profile(...).save(path)"
@@ -134,7 +131,7 @@ class Profile:
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """Seconds of each node, forward and backward: what partitioning balances."""
+        """Seconds of each node, forward and backward, which partitioning balances."""
         return tuple((n.forward + n.backward).at(self.micro_batch) for n in self.nodes)
 
     @property
@@ -155,7 +152,7 @@ class Profile:
 
     @property
     def saved_bytes(self) -> sympy.Expr:
-        """Bytes that autograd keeps of one micro-batch."""
+        """Bytes that autograd keeps for one micro-batch."""
         return _formula_sum(n.saved_bytes for n in self.nodes)
 
     @property
@@ -192,8 +189,8 @@ def _formula_sum(expressions: Iterable[sympy.Expr]) -> sympy.Expr:
 
 # -- A profile as a file: JSON of its fields, with formulas as coefficients of polynomials ---------------------------
 #
-# `utils/polynomial_bound.py` bounds formulas that are no polynomials. A file is checked against the types of the fields
-# (`utils.files`) and for consistency.
+# `utils/polynomial_bound.py` bounds formulas that are not polynomials. A file is checked against the types of the
+# fields (`utils.files`) and for consistency.
 
 PROFILE_FORMAT, PROFILE_VERSION = "fxpipe profile", 8
 
@@ -216,7 +213,7 @@ def _parse_profile(document: Any) -> Profile:
 
 
 def _check_profile(profile: Profile) -> None:
-    """Raises `ArgumentError` unless the parts of a profile go together."""
+    """Raises `ArgumentError` unless the parts of a profile are consistent."""
     costs = [*profile.nodes, *([profile.loss] if profile.loss is not None else [])]
     seconds = [time for cost in costs for time in (cost.forward, cost.backward, cost.weight)]
     works = [cost.work for cost in costs if cost.work is not None]
@@ -247,11 +244,10 @@ def _are_ascending(places: Sequence[int], nodes: int) -> bool:
 
 
 def profile_for(traced: Traced, profile_or_path: Profile | str | Path) -> Profile:
-    """A profile of this very graph: the one given, or the one in the file of this name.
+    """Returns a profile of this graph: the profile passed, or loaded from a path.
 
     Raises:
-        ArgumentError: it is no profile, or one of another graph.
-        OSError: the file cannot be read.
+        ArgumentError: it is not a profile, or a profile of another graph.
     """
     if not isinstance(profile_or_path, (Profile, str, Path)):
         raise ArgumentTypeError(

@@ -1,14 +1,14 @@
-"""Estimates the seconds of nodes on hardware that is not here.
+"""Estimates the seconds of nodes on hardware that is not available.
 
 An operation takes as long as its arithmetic, its memory traffic or its launch, whichever is longest (Williams,
 Waterman and Patterson, Roofline: an insightful visual performance model, CACM 52(4), 2009; the launch is a third roof).
-Arithmetic is that of `torch.utils.flop_counter`, at the rate of the type that is multiplied, with autocast and TF32;
-traffic is each tensor that is read or written, once. `Hardware` says what share of its peaks is reached. Caches, and
-kernels that other devices would choose, are not modelled.
+Arithmetic is counted by `torch.utils.flop_counter`, at the rate of the compute dtype, with autocast and TF32; traffic
+is each tensor read or written, once. `Hardware` gives the achievable share of its peaks. Caches, and kernels that other
+devices would choose, are not modelled.
 
 The graph runs once for each size on fake tensors (`tracing.fake_tensors`), and each kind of node (equal calls with
-equal gradients, `tracing.shapes.node_cache`) once more, forward and backward, while its operations are noted. A model
-that needs values runs on them, if it has any.
+equal gradients, `tracing.shapes.node_cache`) once more, forward and backward, while its operations are recorded. A
+model that needs values runs on values if it has any.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from fxpipe.tracing.traced import Traced, attribute_tensor, call_node
 from fxpipe.tracing.verify.effects import Effects
 from fxpipe.utils.progress import ProgressStep, progress
 
-# These read no more of their first argument than they return.
+# These read no more of their first argument than the size of their result.
 _GATHERS = frozenset("embedding gather index index_select take".split())
 _ALLOCATIONS = frozenset("empty empty_like empty_strided new_empty new_empty_strided".split())
 
@@ -63,10 +63,7 @@ def estimate(
 ) -> dict[fx.Node, NodeTiming]:
     """Estimates every working node for this number of samples, on inputs like the flattened ones.
 
-    What the loss takes, if there is one, stands under the output node.
-
-    Args:
-        lengths: the dynamic sizes. Default: those of the inputs.
+    The estimate of `loss` is under the output node. `lengths`: the dynamic sizes. Default: the sizes of the inputs.
     """
     if not is_faked():
         with contextlib.suppress(Exception), with_fake_tensors(traced.model, leaves, always=True) as fakes:
@@ -76,7 +73,7 @@ def estimate(
 
 
 def _resize_inputs(traced: Traced, leaves: Sequence[Any], size: int, lengths: Lengths | None) -> list[Any]:
-    """Resizes inputs to these numbers of samples and dynamic sizes, repeating their samples."""
+    """Resizes inputs to these numbers of samples and dynamic sizes, repeating samples."""
     with torch.no_grad():
         resized = resize_inputs(traced, leaves, size, planned_lengths(traced, leaves) if lengths is None else lengths)
         return [
@@ -90,11 +87,11 @@ def _resize_inputs(traced: Traced, leaves: Sequence[Any], size: int, lengths: Le
 
 @dataclass(frozen=True, slots=True)
 class _KindEstimate:
-    """One kind of node, and what gradients come of it."""
+    """The estimate of one kind of node, and which of its results require grad."""
 
     estimate: NodeTiming
-    gives_grad: tuple[bool, ...]  # by tensor of its value: does it require grad
-    leaves_grad: bool  # do tensors that it writes to require grad afterwards
+    gives_grad: tuple[bool, ...]  # requires_grad by tensor of the value
+    leaves_grad: bool  # tensors that it writes to require grad afterwards
 
 
 def _estimate_nodes(
@@ -120,13 +117,13 @@ class _EstimateRun:
     leaves: Sequence[Any]
     hardware: Hardware
     step: ProgressStep
-    loss: Callable[[Mapping[fx.Node, Any]], LossCall] | None  # of the outputs' values
-    cache: NodeCache | None  # None: each node is a kind of its own
+    loss: Callable[[Mapping[fx.Node, Any]], LossCall] | None  # made from the values of the outputs
+    cache: NodeCache | None  # None: each node is a separate kind
     values: dict[fx.Node, NodeValue] = field(default_factory=dict)  # without gradients
-    grads: dict[fx.Node, tuple[bool, ...]] = field(default_factory=dict)  # by tensor of a value: does it require grad
-    fixed: set[fx.Node] = field(default_factory=set)  # depend on no input: their gradients are those of parameters
+    grads: dict[fx.Node, tuple[bool, ...]] = field(default_factory=dict)  # requires_grad by tensor of a value
+    fixed: set[fx.Node] = field(default_factory=set)  # independent of inputs: their gradients are of parameters
     known: dict[Hashable, _KindEstimate] = field(default_factory=dict)
-    classes: dict[int | None, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))  # of aliases, so far
+    classes: dict[int | None, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))  # alias classes so far
 
     def run(self) -> dict[fx.Node, NodeTiming]:
         self._hold()
@@ -134,7 +131,7 @@ class _EstimateRun:
         for place, node in enumerate(self.effects.nodes):
             with naming_node(node, "estimating"):
                 timings[node] = self._visit(node, place)
-            if self.cache is None:  # else values are few, and their ids are their names
+            if self.cache is None:  # else there are few values, identified by id
                 self.effects.drop_unused(node, self.values)
             self.step()
         if self.loss is not None:
@@ -151,7 +148,7 @@ class _EstimateRun:
         return self._measured(NodeOperations(forward, backward, backward), call.peak_bytes())
 
     def _hold(self) -> None:
-        """Holds inputs and the model's tensors: copies of what a node will write to."""
+        """Stores inputs and the model's tensors; copies if a node will write to them."""
         written = set().union(*self.effects.written_classes)
         places = {node: place for place, node in self.traced.placeholders.items()}
         for node in self.traced.graph.nodes:
@@ -196,19 +193,19 @@ class _EstimateRun:
         return value
 
     def _spread_grad(self, classes: set[int]) -> None:
-        """Makes what a node has written something differentiable to require grad from now on, and its views as well."""
+        """Marks tensors as requiring grad after a write of a differentiable value, with their views."""
         for node in (n for alias in classes for n in self.classes[alias] if n in self.values):
             self.grads[node] = tuple(t.is_floating_point() or t.is_complex() for t in _tensors_of(self.values[node]))
 
     # -- one kind ------------------------------------------------------------------------------------------------------
 
     def _own(self, node: fx.Node) -> dict[fx.Node, NodeValue]:
-        """Returns the inputs of a node as leaves of autograd, of its own."""
+        """Returns the inputs of a node as new leaves of autograd."""
         return {n: _detached_like(self.values[n], self.grads[n]) for n in node.all_input_nodes}
 
     def _cost(self, node: fx.Node, own: dict[fx.Node, NodeValue], written: Sequence[fx.Node]) -> _KindEstimate:
         operands = dict(own)
-        with torch.enable_grad():  # autograd lets no code write to a leaf, but to its clone
+        with torch.enable_grad():  # autograd forbids writes to a leaf, but not to its clone
             operands.update((n, map_tensors_in(torch.clone, own[n])) for n in written)
         with Roofline(self.hardware) as clock:
             with set_thread_state(state_of(node)):
@@ -238,7 +235,7 @@ class _EstimateRun:
 
 
 def _detached_like(value: NodeValue, grads: Sequence[bool]) -> NodeValue:
-    """The like of a value, with fake tensors in memory of their own, since one may stand for several."""
+    """Returns a detached copy of a value; fake tensors get separate memory, since one may represent several."""
     needs_grad = iter(grads)
 
     def alone(tensor: torch.Tensor) -> torch.Tensor:
@@ -253,7 +250,7 @@ def _detached_like(value: NodeValue, grads: Sequence[bool]) -> NodeValue:
 
 
 class Roofline(TorchDispatchMode):
-    """A mode that takes a note of each operation; `seconds` is what those so far would have taken."""
+    """A mode that records each operation and sums their estimated `seconds`."""
 
     def __init__(self, hardware: Hardware):
         super().__init__()
@@ -264,10 +261,10 @@ class Roofline(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func is torch.ops.prim.device.default:  # a question, which fake tensors are often asked
+        if func is torch.ops.prim.device.default:  # a query, which fake tensors often make
             return result
         moved = bytes_moved(func, args, kwargs, result)
-        if moved:  # else it is a view, for which nothing is launched
+        if moved:  # else it is a view, which launches nothing
             arithmetic = operation_flops(func, args, kwargs, result)
             dtype = _compute_dtype(func, args) if arithmetic else ""
             self.seconds += self.hardware.seconds(arithmetic, dtype, moved)
@@ -275,12 +272,12 @@ class Roofline(TorchDispatchMode):
         return result
 
     def take(self) -> tuple[OperationCounts, ...]:
-        """Takes the operations since the last time."""
+        """Returns the operations since the last call."""
         noted, self._noted = self._noted, []
         return tuple(noted)
 
     def back(self, ends: Sequence[torch.Tensor], starts: Sequence[torch.Tensor]) -> tuple[OperationCounts, ...]:
-        """Goes back from `ends` to `starts`."""
+        """Runs backward from `ends` to `starts`, and returns its operations."""
         if not ends or not starts:
             return ()
         ones = [torch.ones_like(t) for t in ends]
@@ -295,7 +292,7 @@ class Roofline(TorchDispatchMode):
 
 
 def _compute_dtype(func: Any, args: tuple[Any, ...]) -> str:
-    """The type in which an operation computes, by its name; TF32 where torch would have a GPU take it for float32."""
+    """Returns the compute dtype of an operation, by its name; TF32 if torch would use it for float32 on a GPU."""
     dtype = next((t.dtype for t in _tensors_of(args) if t.is_floating_point() or t.is_complex()), torch.float32)
     if dtype is torch.float32:
         is_convolution = "conv" in func.overloadpacket.__name__
@@ -306,7 +303,7 @@ def _compute_dtype(func: Any, args: tuple[Any, ...]) -> str:
 
 
 def bytes_moved(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Bytes that an operation reads and writes; 0 for views."""
+    """Returns the bytes that an operation reads and writes; 0 for views."""
     name = func.overloadpacket.__name__
     if name in _ALLOCATIONS:
         return 0
@@ -322,7 +319,6 @@ def bytes_moved(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], res
 
 
 def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """The arguments that an operation writes to."""
     for place, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = kwargs.get(argument.name) if argument.kwarg_only or place >= len(args) else args[place]
@@ -334,6 +330,6 @@ def _tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> int:
-    """Returns the bytes that are there to be read: an expanded tensor has but one copy of its values."""
+    """Returns the bytes in memory: an expanded tensor has only one copy of its values."""
     number = tensor.numel() * tensor.element_size()
     return min(number, tensor.untyped_storage().nbytes()) if tensor.layout == torch.strided else number

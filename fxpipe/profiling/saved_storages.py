@@ -1,13 +1,13 @@
 """Observes the storages that autograd saves in a run of the graph, by `torch.autograd.graph.saved_tensors_hooks`.
 
-A saved tensor keeps all of its storage, which counts once, whatever number of its views are saved:
+A saved tensor keeps its full storage, which counts once for any number of saved views:
 
-    h = x @ w                  h: made here
-    a, g = h.chunk(2, -1)      two views: no storage of their own
+    h = x @ w                  h: a new storage
+    a, g = h.chunk(2, -1)      two views of h
     y = a * g.sigmoid()        saves a, g.sigmoid() and, for sigmoid, its result again: two storages, h and the sigmoid
 
-A storage belongs to the node whose value it is; if no value shows it (statistics of a norm, a dropout mask, casts under
-autocast), to the node that saves it. The model's own tensors do not count. The hooks keep nothing, so the run takes the
+A storage belongs to the node whose value contains it, or else (statistics of a norm, a dropout mask, casts under
+autocast) to the node that saves it. Tensors of the model do not count. The hooks keep no tensors, so the run needs the
 memory of a forward without gradients.
 """
 
@@ -45,36 +45,36 @@ INPUT_PLACE = -1  # the maker of an input
 
 @dataclass(frozen=True, slots=True)
 class ValueLabel:
-    """The label of a storage in the value of a node, or in an input."""
+    """The label of a storage in the value of a node, or of an input."""
 
     node: fx.Node
-    tensor: int  # which of the tensors in it
+    tensor: int  # index of the tensor in the value
     part: int
 
 
 @dataclass(frozen=True, slots=True)
 class SavedLabel:
-    """The label of a storage that a node saves and no value shows."""
+    """The label of a storage that a node saves and that is in no value."""
 
     node: fx.Node
-    saved: int  # how many the node has saved before it
+    saved: int  # number of tensors that the node has saved before it
 
 
 @dataclass(slots=True)
 class ObservedStorage:
-    """One storage in one run. `label` names it in all runs: how it came to be."""
+    """One storage in one run. `label` identifies it across runs."""
 
     label: ValueLabel | SavedLabel
     bytes: int
-    maker: int  # place of the node that made it
+    maker: int  # place of the node that created it
     writers: list[int] = field(default_factory=list)  # places, ascending
     savers: list[int] = field(default_factory=list)
-    users: set[int] = field(default_factory=set)  # that read it; the number of nodes stands for the model's output
-    returns: bool = False  # does a gradient come back to it
+    users: set[int] = field(default_factory=set)  # places of its readers; the number of nodes: the model's output
+    returns: bool = False  # it receives a gradient
 
 
 class _SavedToken:
-    """A stand-in for a saved tensor; the tensor itself is there as long as its node runs."""
+    """A stand-in for a saved tensor; it holds the tensor only while its node runs."""
 
     __slots__ = ("tensor",)
 
@@ -84,16 +84,12 @@ class _SavedToken:
 
 @dataclass(slots=True)
 class StorageObservations:
-    """The observations of one run."""
-
-    seen: dict[
-        Hashable, ObservedStorage
-    ]  # by label: every storage but those of the model's own tensors, in order of appearance
+    seen: dict[Hashable, ObservedStorage]  # by label, in order of appearance; without the model's tensors
     probes: dict[fx.Node, Probe]
-    same: dict[fx.Node, fx.Node]  # nodes that were not run, and the one of their kind that was
+    same: dict[fx.Node, fx.Node]  # nodes that did not run, and the node of their kind that ran
 
     def bytes(self, label: ValueLabel | SavedLabel) -> int | None:
-        """Returns the bytes of a storage; None where there is none such."""
+        """Returns the bytes of a storage; None if it does not exist."""
         storage = self.seen.get(replace(label, node=self.same.get(label.node, label.node)))
         return None if storage is None else storage.bytes
 
@@ -101,36 +97,36 @@ class StorageObservations:
 def observe_storages(
     traced: Traced, effects: Effects, leaves: Sequence[Any], products: SkipMatmul, once: bool = False
 ) -> StorageObservations:
-    """Runs the graph, and of each kind of node one by itself, forward and back (`probe_node`).
+    """Runs the graph, and one node of each kind separately, forward and backward (`probe_node`).
+
+    Call it in a block of `in_fake_mode`. The model and random states change as in any forward.
 
     Args:
         leaves: flattened inputs.
-        products: says at which nodes they are left out.
-        once: run of each kind just one node, and take its value for that of the others. For where nobody reads values,
-            and it does not matter which of them share memory.
-
-    To be used in a block of `in_fake_mode`; the model and random states change as in any forward.
+        products: selects the nodes at which products are skipped.
+        once: run one node of each kind only, and use its value for the others. For runs in which no values are read,
+            and sharing of memory between them does not matter.
 
     Raises:
-        ValuesNeededError: not without products, or not with `once`, since values decide what is to be counted.
-        ChangedInPlaceError: not with `once`, since a node changes more of its arguments than their values.
+        ValuesNeededError: counts depend on values, so run without skipped products or without `once`.
+        ChangedInPlaceError: run without `once`, since a node changes more of its arguments than their values.
     """
     return _StorageObserver(traced, effects, products, once).run(leaves)
 
 
 class _StorageObserver:
-    """One run: values live until their last user has run."""
+    """One run; values live until their last user has run."""
 
     def __init__(self, traced: Traced, effects: Effects, products: SkipMatmul, once: bool):
         self.traced, self.effects = traced, effects
         self.kinds = NodeKinds(effects)
-        self.first: dict[Hashable, tuple[fx.Node, Any]] = {}  # by kind: the first node, and, with `once`, its value
+        self.first: dict[Hashable, tuple[fx.Node, Any]] = {}  # by kind: the first node and, with `once`, its value
         self.products, self.once = products, once
         self.storages = StorageNumbers()
         self.own: set[int] = set()  # numbers of the storages of the model's tensors
         self.seen: dict[int, ObservedStorage] = {}  # by number: all others
         self.values: dict[fx.Node, Any] = {}
-        self.saved: list[_SavedToken] = []  # by the node that runs
+        self.saved: list[_SavedToken] = []  # tokens of the running node
         self.probes: dict[fx.Node, Probe] = {}
         self.same: dict[fx.Node, fx.Node] = {}
         self.draws = DrawStream(traced.seed)
@@ -139,7 +135,7 @@ class _StorageObserver:
         try:
             return self._run(leaves)
         finally:
-            # Values refer to their history, this to the hooks, and these to this run: a reference cycle.
+            # Break a reference cycle: values refer to their history, it to the hooks, and these to this run.
             self.values.clear()
             self.first.clear()
 
@@ -173,7 +169,7 @@ class _StorageObserver:
         self.first.setdefault(kind, (node, self.values[node] if self.once else None))
 
     def _release(self, node: fx.Node) -> None:
-        """Releases a value after its last user; the model's end is a user of its outputs."""
+        """Releases a value after its last user; the model's output also counts as a user."""
         value = self.values.pop(node, None)
         if node in self._outputs:
             for seen in self._all(tensors_in(value)):
@@ -194,7 +190,7 @@ class _StorageObserver:
                 leaf = leaves[places[node]]
                 value = leaf.detach().clone().requires_grad_(leaf.requires_grad)
                 if leaf.requires_grad and effects.alias[node] in written:
-                    value = value.clone()  # no code may write to a leaf
+                    value = value.clone()  # writes to a leaf are forbidden
                 self._note_value(node, INPUT_PLACE, value)
                 self.values[node] = value
             elif node.op == "get_attr":
@@ -225,7 +221,7 @@ class _StorageObserver:
             except RuntimeError as error:
                 if not forbids_saved_tensor_hooks(error):
                     raise
-                value = self._call(node)  # `torch.func.grad` allows no hooks
+                value = self._call(node)  # `torch.func.grad` supports no hooks
                 self.saved = [_SavedToken(tensor) for tensor in tensors_saved_between(value, read)]
         for tensor, version in zip(read, versions, strict=True):
             if _version_of(tensor) != version:
@@ -267,7 +263,7 @@ class _StorageObserver:
             token.tensor = None
 
     def _in_contexts(self, value: Any) -> Iterator[torch.Tensor]:
-        """Tensors that an `autograd.Function` keeps as plain attributes of its context, which hooks do not see."""
+        """Yields tensors that an `autograd.Function` keeps as attributes of its context, which hooks do not see."""
         for context in {id(t.grad_fn): t.grad_fn for t in tensors_in(value)}.values():
             if isinstance(context, torch.autograd.function.BackwardCFunction):
                 yield from hidden_tensors(vars(context))
@@ -287,14 +283,14 @@ class _StorageObserver:
 
 
 def _alias_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of its own on the same memory: a node that is given both is given two."""
+    """Returns another tensor on the same memory, so that a node that gets both gets two."""
     if tensor.layout != torch.strided:
         return tensor
     return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach()
 
 
 def tensors_saved_between(value: Any, inputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yields the tensors that the autograd functions between `inputs` and `value` say that they keep."""
+    """Yields the tensors that the autograd functions between `inputs` and `value` save."""
     seen = {t.grad_fn for t in inputs} | {None}
     waiting = [t.grad_fn for t in tensors_in(value)]
     while waiting:

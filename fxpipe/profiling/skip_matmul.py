@@ -1,14 +1,14 @@
-"""Products that are not computed where only sizes count: zeros stand for them.
+"""Skips products if only sizes count: zeros replace their results.
 
-What is counted depends on shapes, strides and types, and nearly all arithmetic of a model is in products of matrices
-and in convolutions. So a dispatch mode answers these with zeros, which lie in memory as the real results do:
+Counts depend on shapes, strides and dtypes, and nearly all arithmetic of a model is in matrix products and
+convolutions. So a dispatch mode returns zeros for these, with the memory layout of the real results:
 
-- products of matrices without gaps, row after row;
-- convolutions that oneDNN would run in the memory format that torch chooses for it. (Other kernels lay out some of the
-  gradients otherwise; so does oneDNN for a convolution over one dimension, which is run as one over two, with strides.)
+- matrix products, contiguous;
+- convolutions that oneDNN would run, in the memory format that torch chooses. (Other kernels lay out some gradients
+  differently; so does oneDNN for a 1d convolution, which runs as a strided 2d convolution.)
 
-All else is computed, on zeros as on other values. What depends on values must not be asked of zeros: an operation that
-tells values, or whose result has a size by value, is refused when a product has been left out before it.
+All else is computed. An operation that returns values to Python, or whose result has a data-dependent size, raises an
+error if a product has been skipped before it.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _VALUE_TAGS = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_outp
 
 
 class ValuesNeededError(Exception):
-    """Values were asked for that may not be those of the model."""
+    """Values are needed that may differ from the model's."""
 
 
 class SkipMatmul(TorchDispatchMode):
     """While it is active, products of tensors on the CPU are zeros.
 
     Args:
-        nodes: of a graph, at which it may be active.
-        has_zeros: are there values anyway that are not the model's.
+        nodes: nodes of a graph at which it may be active.
+        has_zeros: values already differ from the model's.
     """
 
     def __init__(self, nodes: Collection[fx.Node] = (), has_zeros: bool = False):
         super().__init__()
         self.nodes = nodes
-        self.has_zeros = has_zeros  # from the first product on that is left out
+        self.has_zeros = has_zeros  # set by the first skipped product
 
     def at(self, node: fx.Node) -> contextlib.AbstractContextManager[object]:
         return self if node in self.nodes else contextlib.nullcontext()
@@ -62,7 +62,7 @@ class SkipMatmul(TorchDispatchMode):
 
 
 def _are_plain(args: Any) -> bool:
-    """Returns whether they are tensors on the CPU, of one type of numbers; of several, the real kernel may raise."""
+    """Returns whether all tensors are on the CPU, with one dtype; with several, the real kernel may raise an error."""
     tensors = list(tensors_in(args))
     return len({t.dtype for t in tensors}) == 1 and all(
         type(t) in (torch.Tensor, nn.Parameter)
@@ -74,7 +74,7 @@ def _are_plain(args: Any) -> bool:
 
 
 def _zeros(func: Any, args: tuple[Any, ...]) -> Any:
-    """Makes the zeros that stand for the result of a product; None for what is to be computed."""
+    """Makes the zeros that replace the result of a product; None if it must be computed."""
     if func in _MATMUL_DIMENSIONS:
         return _matmul_zeros(_MATMUL_DIMENSIONS[func], *args)
     if func is _aten.convolution.default:
@@ -91,7 +91,7 @@ def _matmul_zeros(dimensions: int, *tensors: torch.Tensor) -> torch.Tensor | Non
     shape = (*left.shape[:-1], right.shape[-1])
     fit = left.dim() == right.dim() == dimensions and left.shape[:-2] == right.shape[:-2]
     if not fit or left.shape[-1] != right.shape[-2]:
-        return None  # the real one says what is wrong
+        return None  # the real one reports the error
     for bias in added:
         bias.expand(shape)
     return torch.zeros(shape, dtype=left.dtype, device="cpu")
@@ -102,7 +102,7 @@ def _convolution_zeros(func: Any, args: tuple[Any, ...], data: torch.Tensor, wei
         return None
     if select_conv_backend is None or conv_memory_format is None:
         return None
-    kernels = select_conv_backend(data, weight, *others)  # the question that fake tensors ask
+    kernels = select_conv_backend(data, weight, *others)  # as fake tensors do
     if kernels.name != "Mkldnn":
         return None
     memory_format = conv_memory_format(data, weight, kernels)
@@ -121,6 +121,6 @@ def _meta_like(tensor: torch.Tensor) -> torch.Tensor:
 def _needs_values(func: Any, args: tuple[Any, ...]) -> bool:
     if _VALUE_TAGS.isdisjoint(func.tags):
         return False
-    if func is _aten.index.Tensor:  # numbers say how many they pick, masks do not
+    if func is _aten.index.Tensor:  # the sizes do not depend on integer indices, but on masks
         return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1]))
     return True

@@ -4,11 +4,10 @@
     program = split_into_stages(traced, starts=(0, 12), devices=(cpu, cpu))
     print(program.stages[1].code)
 
-`reorder_nodes` puts the nodes in an order in which few bytes cross a cut; `forbidden_cuts` says where no cut may stand;
-`choose_rematerialization`, which values a stage had better compute for itself than receive; `split_into_stages` does
-the work, with what is put into stages for skips (`portals`), random numbers (`rng`), batch norm (`deferred_batch_norm`)
-and the state of the thread (`stage_functions`). `program` is all that the runtime reads. A stage brings what is called
-of it (`stage_callables`): plain, compiled, its backward split.
+`reorder_nodes` orders the nodes so that few bytes cross a cut. `forbidden_cuts` returns where cuts are not allowed, and
+`choose_rematerialization` the values that a stage should recompute. `split_into_stages` builds the stages, including
+skips (`portals`), random numbers (`rng`), batch norm (`deferred_batch_norm`) and thread state (`stage_functions`). The
+runtime reads only `program`, and runs stages by `stage_callables`: plain, compiled, or with split backward.
 """
 
 from fxpipe.rewriting.build_stages import split_into_stages

@@ -1,15 +1,15 @@
-"""Aliases across a cut: which tensors share storage, and how a stage makes them again from one of them.
+"""Aliases across a cut: tensors that share storage, and how a stage recreates them from one of them.
 
     x = conv(h)         x ◀── v ◀── w     `w` is a view of `v`, which is a view of `x`; `y` *is* `x`, changed in place.
     v = x[:, :3]        ▲
-    w = v.t()           └──── y           After a cut where `w` and `y` are alive, a stage that will write to them needs
-    y = x.add_(1)                         a clone of `x` alone: it makes `v`, `w` and `y` again. If only `w` is alive, a
+    w = v.t()           └──── y           After a cut where `w` and `y` are alive, a stage that will write to them only
+    y = x.add_(1)                         needs a clone of `x`: it recreates `v`, `w` and `y`. If only `w` is alive, a
                                           clone of `w` is enough.
 
-The clone is of the *nearest* node from which all can be made. So less is sent, and the stage that wrote last has it.
+The *nearest* node from which all can be made is cloned. So less is sent, and the stage that wrote last has it.
 
-`x.detach()` shares the memory of `x`, but not its history. Once something with a gradient has been written to it, no
-clone of `x` makes it again.
+`x.detach()` shares the memory of `x`, but not its history. After something with a gradient has been written to it, no
+clone of `x` recreates it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from fxpipe.tracing.node_arguments import container_of
 from fxpipe.tracing.node_info import state_of
 from fxpipe.tracing.verify.effects import Effects
 
-# What gives a view at every size and for all strides. `reshape`, `contiguous` and `to` share or copy as it comes, and a
-# copy has the value of then, not that of now.
+# Functions that return a view at every size and for all strides. `reshape`, `contiguous` and `to` may copy, and a copy
+# has the old values.
 VIEW_FUNCTIONS = frozenset(
     "__getitem__ adjoint chunk detach diagonal dsplit expand expand_as getattr getitem hsplit imag movedim moveaxis "
     "narrow permute real select split split_with_sizes squeeze swapaxes swapdims t tensor_split transpose unbind "
@@ -39,7 +39,7 @@ class Aliases:
     """Storage that a graph's placeholders and working nodes share."""
 
     members: dict[int, list[fx.Node]]  # alias class -> its nodes in order
-    source: dict[fx.Node, fx.Node]  # node -> the one that it is, or is a view of
+    source: dict[fx.Node, fx.Node]  # node -> the node that it is, or is a view of
     place: dict[fx.Node, int]
 
     @classmethod
@@ -58,7 +58,7 @@ class Aliases:
         return cls(dict(members), source, effects.place)
 
     def nearest_root(self, nodes: Collection[fx.Node]) -> tuple[fx.Node, list[fx.Node]] | None:
-        """The nearest node from which views make all of `nodes`, and what to make from it, in order; or None."""
+        """Returns the nearest node whose views give all of `nodes`, and the nodes to recreate, in order; or None."""
         remaining, again = set(nodes), []
         while len(remaining) > 1 or any(map(_is_container, remaining)):
             last = max(remaining, key=self.place.__getitem__)
@@ -71,7 +71,7 @@ class Aliases:
 
 
 def _base_of(effects: Effects, node: fx.Node) -> fx.Node | None:
-    """The node that this one is, or is a view of, at any size."""
+    """Returns the node that this one is, or is a view of, at any size."""
     name = opname(node.target)
     if node in effects.same:
         return effects.same[node] if name != "contiguous" else None
@@ -81,7 +81,7 @@ def _base_of(effects: Effects, node: fx.Node) -> fx.Node | None:
 
 
 def _detached_with_history(effects: Effects, source: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
-    """Detached views to which something with a gradient is written."""
+    """Finds detached views to which something with a gradient is written."""
     with_gradient = {effects.alias[node] for node, requires_grad in effects.requires_grad.items() if requires_grad}
     detached: dict[fx.Node, fx.Node] = {}  # node -> the nearest detached view that it is, or is a view of
     written_to = set[fx.Node]()
@@ -108,10 +108,9 @@ def _is_detaching(node: fx.Node) -> bool:
 
 
 def alias_classes_written_at(effects: Effects, places: Iterable[int]) -> set[int]:
-    """Alias classes that the nodes at `places` change."""
     return set().union(*(effects.written_classes[p] for p in places))
 
 
 def _is_container(node: fx.Node) -> bool:
-    """A tuple, list or dict of tensors: it cannot be cloned, only its parts can."""
+    """Returns whether a node is a tuple, list or dict of tensors: only its parts can be cloned."""
     return any(container_of(user) is not None for user in node.users)

@@ -2,13 +2,12 @@
 
 For each stage, in this order:
 
-1. Which earlier values do its nodes need? Each is received from the stage that made it or, where a stage in between has
-   changed it in place, from the last one that did. Those in `copies` it computes itself, from what these need.
-2. A stage that will write to memory it received clones it at entry, and makes again from the clone every alias that
-   it, or a later stage, still uses. So no stage writes to what another one holds.
-3. Its own nodes are copied, with the state of the thread set where it changes, random nodes seeded and devices
-   replaced.
-4. What later stages need goes out; a value that skips a stage is marked by `stash` here and `pop` there.
+1. Find the earlier values that its nodes need. Each is received from the last stage before it that changed the value
+   in place, or else from the stage of its node. Values in `copies` are recomputed from their inputs instead.
+2. A stage that writes to received memory clones it at entry, and recreates from the clone every alias that it, or a
+   later stage, still uses. So no stage writes to the memory of another.
+3. Copy its nodes, set the thread state when it changes, seed random nodes and replace devices.
+4. Send the values that later stages need; a value that skips a stage is marked by `stash` here and `pop` there.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import Effects, running_statistics
 from fxpipe.utils.clone import clone
 
-# -- The code of a stage for people: the model's own words, with modules and source lines at the side ----------------
+# -- The code of a stage for people: expressions of the model, with modules and source lines in comments -------------
 
 _COLUMN = 88
 
 
 def format_stage_code(graph: fx.Graph, index: int) -> str:
-    """Formats a stage as the function it is. Parameters and buffers appear under their names in the model."""
+    """Formats a stage as a function. Parameters and buffers appear under their names in the model."""
     received = [n.name for n in graph.nodes if n.op == "placeholder" and not info(n).attribute]
     lines = [f"def stage{index}({', '.join(received)}):"]
     for node in graph.nodes:
@@ -72,13 +71,13 @@ def split_into_stages(
     deferred_batch_norm: bool = False,
     compile_options: Mapping[str, Any] | None = None,
 ) -> Program:
-    """Stages that begin at the places `starts` (the first is 0), for one device each.
+    """Makes stages that begin at the places `starts` (the first is 0), for one device each.
 
     Args:
-        copies: for each stage the names of earlier nodes that it computes itself where it needs them, instead of
-            receiving their values (`fxpipe.rewriting.rematerialize`); none: no stage does.
-        deferred_batch_norm: stages hand out what batch norm would track (`fxpipe.rewriting.deferred_batch_norm`).
-        compile_options: keywords of `torch.compile` for the stages; None: they run as they are.
+        copies: for each stage the names of earlier nodes that it recomputes if needed, instead of receiving their
+            values (`fxpipe.rewriting.rematerialize`). Default: none.
+        deferred_batch_norm: stages return the statistics of batch norm (`fxpipe.rewriting.deferred_batch_norm`).
+        compile_options: keywords of `torch.compile` for the stages; None: stages are not compiled.
     """
     cut = _StageCut.of(traced, starts, copies)
     drafts = [_draft_stage(cut, stage) for stage in range(cut.count)]
@@ -86,7 +85,7 @@ def split_into_stages(
     left = traced.left
     handed_out = (o for o in traced.handed_out if isinstance(o, fx.Node))
     outputs = dict.fromkeys([*handed_out, *written, *left.values()])
-    # By receiver, the end of the pipe last: what it gets, and from which stage.
+    # By receiver, the end of the pipe last: the received values, and the stage that sends each.
     table = [{node: cut.owner(node, stage) for node in draft.needs} for stage, draft in enumerate(drafts)]
     table.append({node: cut.owner(node, cut.count) for node in outputs})
     skips = tuple(skips_of(table[:-1]))
@@ -124,7 +123,7 @@ def split_into_stages(
         tuple(
             ReceivedValue(o.name, table[-1][o])
             if isinstance(o, fx.Node)
-            else ConstantOutput(devices[-1] if isinstance(o, torch.device) else o)  # where the outputs are
+            else ConstantOutput(devices[-1] if isinstance(o, torch.device) else o)  # the device of the outputs
             for o in traced.handed_out
         ),
         skips,
@@ -136,27 +135,23 @@ def split_into_stages(
 
 @dataclass(slots=True)
 class _StageDraft:
-    """The parts that a stage is made of."""
-
     nodes: list[fx.Node]
     needs: list[fx.Node]  # received
-    clones: list[fx.Node]  # received, to be cloned at entry
-    again: list[fx.Node]  # made again here: views, from the clones; and copies
+    clones: list[fx.Node]  # received, cloned at entry
+    again: list[fx.Node]  # recreated here: views of the clones; and recomputed nodes
     assigns: dict[str, fx.Node]  # buffers that get a new value here
 
 
 @dataclass(frozen=True, slots=True)
 class _StageCut:
-    """A graph with stage numbers."""
-
     traced: Traced
     effects: Effects
     aliases: Aliases
     starts: Sequence[int]
     attributes: list[fx.Node]
     states: set[int | None]  # alias classes of parameters and buffers
-    written_classes: list[set[int]]  # by stage: the alias classes it changes
-    copies: list[frozenset[str]]  # by stage: earlier nodes that it computes itself
+    written_classes: list[set[int]]  # by stage: the alias classes that it changes
+    copies: list[frozenset[str]]  # by stage: earlier nodes that it recomputes
 
     @classmethod
     def of(cls, traced: Traced, starts: Sequence[int], copies: Sequence[Collection[str]]) -> _StageCut:
@@ -176,7 +171,7 @@ class _StageCut:
         return len(self.starts)
 
     def _stage_at(self, place: int) -> int:
-        """The stage of a place; INPUT before the first node, `count` for the end of the graph."""
+        """Returns the stage of a place; INPUT before the first node, `count` for the end of the graph."""
         return self.count if place == len(self.effects.nodes) else bisect_right(self.starts, place) - 1
 
     def is_received(self, node: fx.Node, stage: int) -> bool:
@@ -192,7 +187,7 @@ class _StageCut:
         return self.effects.nodes[self.starts[stage] : end]
 
     def owner(self, node: fx.Node, user: int) -> int:
-        """The stage from which `user` gets a value: the last one before it that changed it, or its maker."""
+        """Returns the stage that sends a value to `user`: the last one before `user` that changed it, or its maker."""
         if node.op == "get_attr":
             return self._keeper(node)
         maker = self._stage_at(self.effects.place[node])
@@ -201,13 +196,13 @@ class _StageCut:
 
     # No model of the zoo: one that returns a buffer it changes needs it (unit/rewriting/test_build_stages.py).
     def _keeper(self, attribute: fx.Node) -> int:
-        """The stage that hands on a parameter or a buffer: the one that changes it, else the last."""
+        """Returns the stage that sends a parameter or a buffer: the stage that changes it, else the last."""
         changed = (t for t in range(self.count) if self.effects.alias[attribute] in self.written_classes[t])
         assigned = (t for t in range(self.count) if str(attribute.target) in self.assigns_of(t))
         return next(changed, next(assigned, self.count - 1))
 
     def assigns_of(self, stage: int) -> dict[str, fx.Node]:
-        """Buffers that this stage sets, and their new values."""
+        """Returns the buffers that this stage sets, and their new values."""
         return {name: value for name, value in self.traced.carried_state.items() if self._setter(name, value) == stage}
 
     def may_change(self, attribute: fx.Node, stage: int) -> bool:
@@ -222,7 +217,7 @@ class _StageCut:
         return is_writable and tensor.layout == torch.strided and 0 not in tensor.stride()
 
     def _setter(self, name: str, value: fx.Node) -> int:
-        """Finds the stage where a buffer's new value is made; for an attribute, the first that reads either one."""
+        """Finds the stage that computes a buffer's new value; for an attribute, the first that reads either one."""
         if value.op != "get_attr":
             return max(self.owner(value, self.count), 0)
         both = [value, *(n for n in self.attributes if n.target == name)]
@@ -231,7 +226,7 @@ class _StageCut:
         )
 
     def attributes_of(self, draft: _StageDraft, sends: Collection[fx.Node]) -> list[fx.Node]:
-        """The parameters and buffers that a stage reads or hands on."""
+        """Returns the parameters and buffers that a stage reads or sends."""
         users = {*draft.nodes, *draft.again}
         handed_on = {*sends, *draft.assigns.values()}
         return [n for n in self.attributes if n in handed_on or any(u in users for u in n.users)]
@@ -260,7 +255,7 @@ def _draft_stage(cut: _StageCut, stage: int) -> _StageDraft:
 
 
 def _take_rematerialized(cut: _StageCut, stage: int, needs: dict[fx.Node, None]) -> list[fx.Node]:
-    """Takes out of `needs` what the stage computes itself, and puts in what it needs for that."""
+    """Moves values that the stage recomputes out of `needs`, and adds their inputs."""
     rematerialized: list[fx.Node] = []
     waiting = [n for n in needs if n.name in cut.copies[stage]]
     while waiting:
@@ -278,24 +273,22 @@ def _take_rematerialized(cut: _StageCut, stage: int, needs: dict[fx.Node, None])
 
 
 def _clone_roots(cut: _StageCut, stage: int, members: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Finds the nodes to clone at the entry of a stage, and those to make again from them, to have all of `members`."""
+    """Finds the nodes to clone at the entry of a stage, and the nodes to recreate from them, to get all `members`."""
     if stage == 0 or not members:
-        return list(members), []  # each input is a tensor of its own
+        return list(members), []  # each input is a separate tensor
     root = cut.aliases.nearest_root(members)
     assert root is not None, "a cut that `forbidden_cuts` forbids"
     return [root[0]], root[1]
 
 
 class _StageBuilder:
-    """Writes the graph of one stage."""
-
     def __init__(
         self, cut: _StageCut, device: torch.device, ordinals: dict[fx.Node, int], deferring: DeferredBatchNorm
     ):
         self.cut, self.device, self.ordinals, self.deferring = cut, device, ordinals, deferring
         self.graph = fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
-        self.statistics: list[Any] = []  # what batch norm finds and does not track: an output for each node
+        self.statistics: list[Any] = []  # untracked batch norm statistics: an output for each node
         self._state = cut.traced.state
 
     def receive(self, attributes: Iterable[fx.Node], draft: _StageDraft, popped: Collection[str]) -> None:
@@ -336,7 +329,7 @@ class _StageBuilder:
                 )
 
     def _only_read(self, node: fx.Node) -> list[int]:
-        """Places of the arguments of an opaque call to which it was not seen to write."""
+        """Returns the positions of the arguments of an opaque call that it was not observed to write to."""
         effects, values = self.cut.effects, node.args[1]
         may_change = effects.written_classes[effects.place[node]] | self.cut.states
         assert isinstance(values, (tuple, list))
@@ -348,7 +341,7 @@ class _StageBuilder:
         for node in sends:
             value = self.copies[node]
             if self.cut.effects.alias[node] in self.cut.states:
-                # Memory of a parameter or a buffer, which will be written to while others still read this value.
+                # Memory of a parameter or a buffer, which will be overwritten while others still read this value.
                 value = self._call(clone, (value,), f"{node.name}_copy")
             if node.name in stashed:
                 value = insert_stash(self.graph, value, node.name)
@@ -384,6 +377,6 @@ class _StageBuilder:
             self.graph.call_function(set_grad, (new.grad,))
         for before, after in zip(old.autocast, new.autocast, strict=True):
             if after != before:
-                # The cache of casts belongs to the process: another worker would clear it in the middle.
+                # The cast cache belongs to the process: another worker would clear it in between.
                 cache = after.cache and new == self.cut.traced.state
                 self.graph.call_function(set_autocast, (after.device, after.enabled, after.dtype, cache))

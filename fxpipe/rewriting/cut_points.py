@@ -1,11 +1,11 @@
-"""The places where no cut may stand, each with its reason.
+"""The places where a cut is forbidden, with the reasons.
 
 A cut is forbidden
 
-- between a node and the parts of what it returned (`split(...)[1]`), so that only the parts that are needed cross;
-- among the nodes that read or change a buffer which forward changes or sets, so that its states follow each other;
-- if tensors that share storage are alive on both sides and change in place later, unless views can make them again from
-  one of them. (Then the stage after the cut does so from a clone: `x += f(x)` in every block is no obstacle.)
+- between a node and the parts of its result (`split(...)[1]`), so that only needed parts cross;
+- among the nodes that read or change a buffer which forward changes or sets, so that they stay in sequence;
+- if tensors that share storage are alive on both sides and change in place later, unless one of them can recreate the
+  others as views. (Then the stage after the cut recreates them from a clone, so `x += f(x)` in every block is allowed.)
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from fxpipe.tracing.node_arguments import container_of
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.effects import Effects
 
-ForbiddenSpan = tuple[int, int, str]  # first place, last place, why no cut may stand between them
+ForbiddenSpan = tuple[int, int, str]  # first place, last place, reason why no cut is allowed between them
 
 
 def forbidden_cuts(traced: Traced) -> dict[int, str]:
-    """Returns place -> why no cut may stand before the node at this place."""
+    """Returns place -> reason why no cut is allowed before the node at this place."""
     effects = traced.effects
     assert effects is not None
     reasons: dict[int, str] = {}
@@ -74,7 +74,7 @@ def _buffer_spans(traced: Traced, effects: Effects) -> Iterator[ForbiddenSpan]:
 
 def _shared_memory_spans(traced: Traced, effects: Effects) -> Iterator[ForbiddenSpan]:
     aliases = Aliases.of(effects)
-    states = {effects.alias[n] for n in traced.graph.nodes if n.op == "get_attr"}  # seen to by `_buffer_spans`
+    states = {effects.alias[n] for n in traced.graph.nodes if n.op == "get_attr"}  # handled by `_buffer_spans`
     for alias, last_write in _last_writes(effects).items():
         if alias is None or alias in states:
             continue
@@ -85,7 +85,7 @@ def _shared_memory_spans(traced: Traced, effects: Effects) -> Iterator[Forbidden
 
 
 def _crossing_members(effects: Effects, members: Sequence[fx.Node]) -> Iterator[tuple[int, int, list[fx.Node]]]:
-    """Yields the `members` that cross the cuts between two places: (first, last, made by `first` and used later)."""
+    """Yields the `members` that cross the cuts between two places: (first, last, members)."""
     ends = sorted({effects.place[n] for n in members} | {effects.last[n] for n in members})
     born: dict[int, list[fx.Node]] = defaultdict(list)
     for node in members:

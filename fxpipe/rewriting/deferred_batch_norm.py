@@ -1,8 +1,8 @@
-"""Deferred batch norm: running statistics of the mini-batch, where the model sees micro-batches.
+"""Deferred batch norm: running statistics of the mini-batch, although the model sees micro-batches.
 
-Batch norm normalises each micro-batch by its own statistics. For evaluation it should track the statistics of the
-whole mini-batch, once for each, as without a pipeline. (Tracked one after another, m micro-batches would move the
-running mean m times, and a variance within micro-batches is too small.) So in a stage
+Batch norm normalizes each micro-batch by its statistics. For evaluation it should track the statistics of the whole
+mini-batch, once, as without a pipeline. (Otherwise m micro-batches move the running mean m times, and the variance
+within micro-batches is too small.) So in a stage
 
     y = F.batch_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
 
@@ -11,13 +11,12 @@ becomes, with the same bits of `y`,
     mean, var = zeros_like(running_mean), zeros_like(running_var)
     y = F.batch_norm(x, mean, var, weight, bias, True, 1.0, eps)
 
-With a momentum of 1 the kernel leaves in `mean` and `var` the statistics it computes anyway. With the number of values
-they are outputs of the stage; the runtime combines those of all micro-batches when the step ends without an error
+With a momentum of 1 the kernel writes the statistics of `x` to `mean` and `var`. Together with the number of values
+they are outputs of the stage; the runtime combines them over micro-batches when the step ends without an error
 (`fxpipe.runtime.running_statistics`). Only outputs of F count, so recomputation adds nothing. `num_batches_tracked`
-counts mini-batches. Batch norm in an opaque call cannot be rewritten; there the call is intercepted when it runs.
+counts mini-batches. Batch norm in an opaque call is intercepted when it runs.
 
-torchgpipe (C. Kim et al., arXiv 2004.09910, 2020) replaces each `nn.BatchNorm2d` by a module of its own, which takes
-sums and sums of squares in a second pass over the input. Here modules stay, and there is no second pass.
+torchgpipe (C. Kim et al., arXiv 2004.09910, 2020) replaces each `nn.BatchNorm2d`, with a second pass over the input.
 """
 
 from __future__ import annotations
@@ -42,18 +41,18 @@ from fxpipe.tracing.verify.effects import Effects, running_statistics
 
 BATCH_COUNTER = "num_batches_tracked"
 
-# Read by code that torch.compile looks into, which takes no cached function.
+# Read by code that torch.compile traces, which supports no cached function.
 _NORM_PARAMETERS = {function: parameter_names(function) for function in (F.batch_norm, torch.batch_norm)}
 _NORM_DEFAULTS = {"training": False, "momentum": 0.1}  # of F.batch_norm
 
 
 @dataclass(frozen=True, slots=True)
 class DeferredBatchNorm:
-    """The parts of a graph that wait for the end of the mini-batch. By the names of nodes and of model tensors."""
+    """The parts of a graph that wait for the end of the mini-batch, by the names of nodes and of model tensors."""
 
-    norms: frozenset[str] = frozenset()  # nodes: batch norm that tracks
-    whole: frozenset[str] = frozenset()  # nodes: Python that may have some inside
-    statistics: frozenset[str] = frozenset()  # buffers: those that `norms` track
+    norms: frozenset[str] = frozenset()  # batch norm nodes that track
+    whole: frozenset[str] = frozenset()  # opaque nodes that may contain batch norm
+    statistics: frozenset[str] = frozenset()  # buffers that `norms` track
     counters: frozenset[str] = frozenset()  # buffers that count mini-batches
 
     @classmethod
@@ -94,7 +93,7 @@ def _undeferrable_reason(
     traced: Traced,
     effects: Effects,
 ) -> str | None:
-    """Returns the reason why statistics of a batch norm cannot wait for the end of the step; None if they can."""
+    """Returns why statistics of a batch norm cannot wait for the end of the step; None if they can."""
     if len(statistics) < 2 or any(s.op != "get_attr" for s in statistics):
         return "tracks its running statistics in a part of a buffer, or in a value that forward has made"
     if any(str(s.target) in traced.assigned for s in statistics):
@@ -114,12 +113,12 @@ def _undeferrable_reason(
 
 
 def _bound_norm_arguments(norm: fx.Node) -> dict[str, Any]:
-    """The arguments of a batch norm by name."""
+    """Returns the arguments of a batch norm by name."""
     return _NORM_DEFAULTS | named_arguments(norm)
 
 
 def _opaque_call_arguments(node: fx.Node) -> list[Any]:
-    """Returns the arguments of an opaque call: the tensors of its module, then its own arguments."""
+    """Returns the arguments of an opaque call: the tensors of its module, then its inputs."""
     return [argument for group in node.args for argument in group]  # type: ignore[union-attr]
 
 
@@ -131,7 +130,7 @@ def _is_buffer(traced: Traced, value: Any) -> bool:
 
 
 def _is_counter(attribute: fx.Node, tracking: set[str], whole: set[fx.Node], traced: Traced, effects: Effects) -> bool:
-    """Returns whether a buffer, beside running statistics, changes by numbers alone, whatever the inputs."""
+    """Returns whether a buffer next to running statistics changes independently of the inputs."""
     name, users = str(attribute.target), list(attribute.users)
     path, _, key = name.rpartition(".")
     if attribute_tensor(traced, attribute).is_floating_point():
@@ -155,7 +154,7 @@ def values_per_channel(input: torch.Tensor) -> int:
 
 
 def defer_batch_norm(norm: fx.Node, names: tuple[str, str]) -> Any:
-    """Makes a batch norm, in the graph of a stage, track nothing; gives what to hand out in place of that."""
+    """Makes a batch norm in the graph of a stage track nothing; returns the statistics, as an output of the stage."""
     arguments, graph = _bound_norm_arguments(norm), norm.graph
     with graph.inserting_before(norm):
         count, mean, var = (
@@ -173,7 +172,7 @@ def defer_batch_norm(norm: fx.Node, names: tuple[str, str]) -> Any:
 def _untracked_arguments(
     function: Any, arguments: dict[str, Any], mean: Any, var: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments by which batch norm leaves the statistics of its input in `mean` and `var`."""
+    """Returns arguments for which batch norm writes the statistics of its input to `mean` and `var`."""
     changed = arguments | {"running_mean": mean, "running_var": var, "momentum": 1.0}
     if function is F.batch_norm:
         return (changed.pop("input"), changed.pop("running_mean"), changed.pop("running_var")), changed
@@ -181,7 +180,7 @@ def _untracked_arguments(
 
 
 def defer_in_opaque_call(function: Callable[..., Any], node: fx.Node) -> Callable[..., Any]:
-    """`function`, which runs as it is, with what batch norm in it has found behind what it returns."""
+    """Wraps an opaque `function`: it also returns, last, the statistics of the batch norm in it."""
     names = [
         str(a.target) if isinstance(a, fx.Node) and a.op == "get_attr" else None for a in _opaque_call_arguments(node)
     ]
@@ -190,7 +189,7 @@ def defer_in_opaque_call(function: Callable[..., Any], node: fx.Node) -> Callabl
     def call(tensors: Sequence[torch.Tensor], leaves: Sequence[Any]) -> tuple[Any, ...]:
         own = {storage_of(t): (name, t) for name, t in zip(names, (*tensors, *leaves), strict=True) if name is not None}
         catching = _BatchNormCatcher(own)
-        with catching:  # without `as`: torch.compile, which resumes inside, would forget the name
+        with catching:  # without `as`: torch.compile, which resumes inside, would lose the name
             results = function(tensors, leaves)
         return (*results, tuple(catching.statistics))
 
@@ -198,7 +197,7 @@ def defer_in_opaque_call(function: Callable[..., Any], node: fx.Node) -> Callabl
 
 
 class _BatchNormCatcher(TorchFunctionMode):
-    """Keeps batch norm from tracking, in Python that runs as it is."""
+    """Intercepts batch norm in opaque Python, so that it does not track."""
 
     def __init__(self, own: dict[Any, tuple[str, torch.Tensor]]):
         super().__init__()
@@ -221,9 +220,9 @@ class _BatchNormCatcher(TorchFunctionMode):
         return result
 
     def _name_of(self, statistic: torch.Tensor) -> str | None:
-        """Returns the name of the buffer that a statistic is; None if it is no buffer that the function was given."""
+        """Returns the name of the buffer of a statistic; None if it is not a buffer passed to the function."""
         memory = storage_of(statistic)
-        if memory not in self.own:  # not `get`: torch.compile, which runs this for backends of its own, has none (2.11)
+        if memory not in self.own:  # not `get`, which torch.compile lacks (2.11) when it runs this for custom backends
             return None
         name, buffer = self.own[memory]
         if statistic.shape != buffer.shape or statistic.data_ptr() != buffer.data_ptr():

@@ -1,16 +1,16 @@
-"""Puts items in an order in which few bytes are alive wherever the row is cut. Plain numbers, no graph.
+"""Orders items so that few bytes are alive at any cut. Works on plain numbers, without a graph.
 
     item      a    b    c    d            a makes 1 byte for b and c, b makes 10 for d, c 100 for d
     work      1    3    5    4
-    alive        1   11  110              before b, c and d: what a cut there would send
-    weight       4    8    9              the work of its neighbours: a cut by costs falls there more often
+    alive        1   11  110              before b, c and d: the bytes that a cut there sends
+    weight       4    8    9              the work of its neighbours: a cut by costs is more likely there
     cost         4 + 88 + 990
 
-An output of the model stays alive to the end, where it is needed.
+An output of the model stays alive to the end.
 
 The order with the least cost is a linear arrangement problem, which is hard. `arrange_items` is greedy. It builds the
-row from its end: of the items whose users are all placed it takes the one that leaves the fewest bytes alive before it.
-So everything runs as late as it may, next to its use, unless what it reads is larger than what it makes:
+order from its end: of the items whose users are all placed it selects the one that leaves the fewest bytes alive before
+it. So everything runs as late as possible, next to its use, unless its inputs are larger than its result:
 
     as the model is written          embed  encode encode encode  decode         `embed` makes a value for `decode`,
     alive                                 e      e      e       e                which is alive during all of `encode`
@@ -33,17 +33,17 @@ class ItemValue:
 
     bytes: int
     maker: int
-    users: tuple[int, ...]  # items, each once; none: only an output
-    is_output: bool  # it lives to the end
+    users: tuple[int, ...]  # items, each once; empty: only an output
+    is_output: bool  # it is alive to the end
 
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """The items to be put in order: 0 to n - 1, numbered in an order in which they can run."""
+    """The items to order: 0 to n - 1, numbered in a valid order."""
 
     weights: tuple[int, ...]  # by item: its work, in any unit
     values: tuple[ItemValue, ...]
-    after: tuple[tuple[int, ...], ...]  # by item: the items that have to run after it, with all users of its values
+    after: tuple[tuple[int, ...], ...]  # by item: the items that must run after it, including all users of its values
 
 
 def order_cost(items: Items, order: Sequence[int]) -> int:
@@ -56,10 +56,10 @@ def order_cost(items: Items, order: Sequence[int]) -> int:
     return sum(v.bytes * (end - middle[v.maker]) for v, end in zip(items.values, ends, strict=True))
 
 
-# A rule says what to place next: the item with the least key, made of the bytes that come alive before it, its work,
-# when it became ready (the later, the less), and its place in the given order. Each rule is the best for some models.
-# All but the first go on with the branch that was begun: the second compares bytes with the work during which they
-# live, the third goes on as long as no more bytes come alive, the fourth in any case.
+# A rule selects the item to place next, by the least key of: the bytes that become alive before it, its work, when it
+# became ready (later is less), and its place in the given order. Each rule is the best for some models. All but the
+# first continue the branch that was begun: the second compares bytes with the work during which they live, the third
+# continues until more bytes become alive, the fourth always.
 _Rule = Callable[[int, int, int, int], tuple[float, ...]]
 _RULES: tuple[_Rule, ...] = (
     lambda grown, work, since, place: (grown, -place),
@@ -70,10 +70,10 @@ _RULES: tuple[_Rule, ...] = (
 
 
 def arrange_items(items: Items) -> tuple[int, ...]:
-    """Returns the items in an order that costs less than theirs; in theirs, if none is found."""
+    """Returns the items in a cheaper order, or in the given order if none is found."""
     order = tuple(range(len(items.weights)))
     while True:
-        # The given order is first, so it is kept if none is better; arranged again, the result stays as it is.
+        # The given order is first, so it wins ties, and the result is a fixed point.
         candidates = (order, *(_order_by(rule, items, order) for rule in _RULES))
         best = min(candidates, key=partial(order_cost, items))
         if best is order:
@@ -96,7 +96,7 @@ def _order_by(rule: _Rule, items: Items, given: Sequence[int]) -> tuple[int, ...
             reads[user].append(value)
     unplaced_users = list(map(len, items.after))
     alive = {value for value in items.values if value.is_output}
-    ready = {item: 0 for item in given if not unplaced_users[item]}  # since which step
+    ready = {item: 0 for item in given if not unplaced_users[item]}  # item -> the step at which it became ready
 
     def key(item: int) -> tuple[float, ...]:
         grown = sum(value.bytes for value in reads[item] if value not in alive) - made[item]

@@ -1,8 +1,7 @@
 """The interface of compiler and runtime: stages as callables, and the values that they send to each other.
 
-Compiler and runtime meet here and nowhere else. Nothing here is a graph node: values go by name, and whatever rewrites
-a graph does so behind `Stage.callable`. The other way round, a stage finds around it what the runtime runs it for:
-`stage_context`, and the `WeightGradientTape` that it is given.
+Nothing here is a graph node: values have names, and all graph rewriting is hidden in `Stage.callable`. In turn, a stage
+sees of the runtime only `stage_context` and the `WeightGradientTape` that it is given.
 """
 
 from __future__ import annotations
@@ -21,70 +20,65 @@ PIPE_INPUT = -1  # as a source: the inputs of the pipe
 
 @dataclass(frozen=True, slots=True)
 class ReceivedValue:
-    """A value that a stage, or the loss, gets from elsewhere."""
+    """A value that a stage or the loss receives."""
 
     name: str
-    source: int  # stage that made it, or the last one before the receiver that changed it in place; or INPUT
+    source: int  # the last stage before the receiver that changed it in place, else its maker; or INPUT
 
 
 @dataclass(frozen=True, slots=True)
 class SourceLocation:
-    """The place in the model and its source that a node comes from."""
+    """The module and the source line of a node."""
 
     module: str  # dotted path
     source: str  # the user's line: `path/unet.py:31`
 
 
-# What batch norm has found in one call, where its running statistics are deferred: (name of the running mean, name of
-# the running variance, number of values of a channel, their mean, their unbiased variance, momentum).
+# Statistics of one call of deferred batch norm: (name of the running mean, name of the running variance, number of
+# values of a channel, their mean, their unbiased variance, momentum).
 BatchStatistics = tuple[str, str, int, torch.Tensor, torch.Tensor, float]
 
 
 @dataclass(frozen=True, slots=True)
 class StageCallable:
-    """The callable that runs a stage, compiled or as it is."""
+    """The callable that runs a stage, compiled or plain."""
 
     call: Callable[..., tuple[Any, ...]]
-    split_parameters: frozenset[str]  # whose gradients W computes; if any, `call` takes a `WeightGradientTape` first
-    failing_node: Callable[[BaseException], str]  # the node in whose code an exception was raised; "": in none
+    split_parameters: frozenset[str]  # W computes their gradients; if any, `call` takes a `WeightGradientTape` first
+    failing_node: Callable[[BaseException], str]  # returns the node whose code raised an exception, or ""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
     """A pure function of (parameters and buffers..., received values...).
 
-    It returns the values of `sends`, then the new values of `assigns`, then what deferred batch norm has found: for
-    each of its nodes a tuple of `BatchStatistics`. Buffers named in `changed_buffers` are written in place: give it
-    copies, but for those in `tracked_statistics`.
+    It returns the values of `sends`, the new values of `assigns`, and for each deferred batch norm a tuple of
+    `BatchStatistics`. It writes to buffers in `changed_buffers` in place: pass copies, except of `tracked_statistics`.
     """
 
-    run: Callable[..., tuple[Any, ...]]  # the function as it was written, a GraphModule, of which `callable` is made
+    run: Callable[..., tuple[Any, ...]]  # the generated GraphModule, from which `callable` is made
     attributes: tuple[str, ...]
     receives: tuple[ReceivedValue, ...]
     sends: tuple[str, ...]
     assigns: tuple[str, ...]
     changed_buffers: tuple[str, ...]
-    # Of those in `changed_buffers`: running statistics, which it leaves to the end of the step.
+    # Subset of `changed_buffers`: running statistics, which are updated at the end of the step.
     tracked_statistics: tuple[str, ...]
-    # Of those in `changed_buffers` and `assigns`: what counts mini-batches, not micro-batches.
+    # Subset of `changed_buffers` and `assigns`: counters of mini-batches, not micro-batches.
     counters: tuple[str, ...]
     locations: dict[str, SourceLocation]  # by node name
-    code: str  # for people
-    make_callable: Callable[[Stage, bool], StageCallable]  # (the stage, is its backward split)
-    host_values: frozenset[str] = frozenset()  # of the values that it receives: those that it wants on the CPU
+    code: str
+    make_callable: Callable[[Stage, bool], StageCallable]  # (stage, whether backward is split) -> callable
+    host_values: frozenset[str] = frozenset()  # received values that are needed on the CPU
     _callables: dict[bool, StageCallable] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def changes_in_order(self) -> bool:
-        """Returns True if F leaves in the model's tensors what F of the next micro-batch is to find there."""
+        """Returns True if F changes tensors of the model that F of the next micro-batch reads."""
         return bool({*self.changed_buffers, *self.assigns} - {*self.tracked_statistics, *self.counters})
 
     def callable(self, is_split: bool) -> StageCallable:
-        """Returns the callable that runs the stage; made when it is first asked for.
-
-        Args:
-            is_split: its weights get their gradients in W, not in B.
-        """
+        """Returns the callable that runs the stage. `is_split`: compute the gradients of weights in W, not in B."""
         callable_ = self._callables.get(is_split)
         if callable_ is None:
             callable_ = self._callables[is_split] = self.make_callable(self, is_split)
@@ -93,7 +87,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """A value that goes past the next stage through a portal."""
+    """A value that skips the next stage through a portal."""
 
     name: str
     source: int
@@ -102,7 +96,7 @@ class Skip:
 
 @dataclass(frozen=True, slots=True)
 class ConstantOutput:
-    """An output of the model that is the same for every step."""
+    """An output of the model that is the same in every step."""
 
     value: Any
 
@@ -112,13 +106,13 @@ class Program:
     """The stages of a model. `outputs` are the leaves of its output in order."""
 
     stages: tuple[Stage, ...]
-    inputs: tuple[str | None, ...]  # by input leaf: its name as a received value; None where it is no tensor
+    inputs: tuple[str | None, ...]  # by input leaf: its name as a received value; None if it is not a tensor
     outputs: tuple[ReceivedValue | ConstantOutput, ...]
     skips: tuple[Skip, ...]
     is_random: bool
-    # By place among the input leaves, of those that forward writes to: what is in them after it.
+    # By place among the input leaves: the final value of an input that forward writes to.
     written_inputs: Mapping[int, ReceivedValue] = field(default_factory=dict)
-    # By name, of attributes that forward leaves for each sample: what they are set to.
+    # By name: the value of an attribute that forward sets for each sample.
     left: Mapping[str, ReceivedValue] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -129,7 +123,7 @@ ValueKey = tuple[int, str]  # (stage that makes a value, or the input; its name)
 
 
 def value_users(program: Program) -> dict[ValueKey, tuple[int, ...]]:
-    """Returns the stages that receive each value; the loss, which receives the outputs, is behind the last stage."""
+    """Returns the stages that receive each value; the loss, which receives the outputs, follows the last stage."""
     users: dict[ValueKey, list[int]] = {}
     for user, row in enumerate([*(stage.receives for stage in program.stages), received_results(program)]):
         for value in row:
@@ -144,7 +138,7 @@ def received_results(program: Program) -> tuple[ReceivedValue, ...]:
 
 
 def sent_bytes(program: Program, sizes: Mapping[str, float]) -> float:
-    """Sums the bytes that stages send to each other for one micro-batch; a value that goes to two counts twice."""
+    """Sums the bytes that stages send to each other for one micro-batch; a value sent to two stages counts twice."""
     return sum(sizes[value.name] for stage in program.stages for value in stage.receives if value.source != PIPE_INPUT)
 
 
@@ -152,33 +146,33 @@ def sent_bytes(program: Program, sizes: Mapping[str, float]) -> float:
 
 
 class StageContext(threading.local):
-    """Settings of the stage that runs in this thread; set by the runtime, read by functions in stage code."""
+    """Settings of the stage that runs in this thread; set by the runtime, read by stage code."""
 
-    seed = 0  # of the step and micro-batch
-    recomputes = False  # does the step run something twice, which must come to the same then?
+    seed = 0  # seed of the step and micro-batch
+    recomputes = False  # the step runs parts again, which must give the same results
 
 
 stage_context = StageContext()
 
 
-# -- Backward in two: what F leaves for W ----------------------------------------------------------------------------
+# -- Split backward: tasks that F leaves for W -----------------------------------------------------------------------
 
 
 class WeightGradientTask(NamedTuple):
-    """A split node that has run."""
+    """The weight-gradient task of a split node that has run."""
 
-    names: tuple[str, ...]  # of the parameters that it used and that want a gradient
-    weight_gradients: Callable[[torch.Tensor], Sequence[torch.Tensor]]  # gradient at the edge -> those of `names`
+    names: tuple[str, ...]  # names of its parameters that require a gradient
+    weight_gradients: Callable[[torch.Tensor], Sequence[torch.Tensor]]  # gradient at the edge -> gradients of `names`
 
 
 @dataclass(slots=True)
 class WeightGradientTape:
-    """The weight-gradient tasks that the split nodes of a stage leave of one micro-batch, in the order of running."""
+    """The weight-gradient tasks of one micro-batch in a stage, in the order in which its split nodes ran."""
 
     uses: list[WeightGradientTask] = field(default_factory=list)
-    edges: list[GradientEdge] = field(default_factory=list)  # for B; gone with it
+    edges: list[GradientEdge] = field(default_factory=list)  # for B, which drops them
     gradients: list[torch.Tensor | None] = field(default_factory=list)  # at the edges, for W
-    # Detached parameters; one dict for all tapes of a stage.
+    # Shared by all tapes of a stage.
     detached_parameters: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def note(self, edge: GradientEdge, use: WeightGradientTask) -> None:
@@ -192,18 +186,17 @@ class WeightGradientTape:
         return detached
 
     def arrived(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Takes the gradients at the edges after B; the edges would keep alive what is left of its graph."""
+        """Stores the gradients at the edges after B; drops the edges, which would keep B's graph alive."""
         self.edges, self.gradients = [], list(gradients)
 
     def weight_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each weight's gradient, once. The tape is used up.
+        """Yields each weight's gradient once, and empties the tape.
 
-        Of a weight that is used once a gradient leaves as soon as it is there, so that only one of them lives beside
-        the sums. One that is used more often is summed over its uses first, from the last to the first: autograd runs
-        its nodes in that order, and the sum of a micro-batch goes into the sum of the step as a whole.
+        The gradient of a weight that is used once is yielded immediately, so only one exists at a time. Other gradients
+        are first summed over the uses, last use first, as autograd does.
         """
         uses, gradients = self.uses, self.gradients
-        if not gradients:  # nothing came back to this stage
+        if not gradients:  # no gradient arrived at this stage
             uses.clear()
         left = Counter(name for use, g in zip(uses, gradients, strict=True) if g is not None for name in use.names)
         parts: dict[str, torch.Tensor] = {}
@@ -224,4 +217,4 @@ class WeightGradientTape:
 
 
 def _sum_gradients(have: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    return new + have if have.is_sparse else have + new  # dense + sparse, the other way round torch has not
+    return new + have if have.is_sparse else have + new  # torch does not add sparse + dense

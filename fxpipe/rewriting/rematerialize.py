@@ -1,21 +1,18 @@
-"""Cheap values that stages compute for themselves instead of receiving them: masks, position ids, tables of angles.
+"""Cheap values that stages recompute instead of receiving them: masks, position ids, tables of angles.
 
-`rematerializable_nodes` says which nodes may be computed again, and of what: a node is a *copy* in a stage that is not
-its own. `choose_rematerialization` says for which that takes less time than to receive their values;
-`split_into_stages` does it.
+`rematerializable_nodes` finds the nodes that other stages may recompute, as *copies*. `choose_rematerialization`
+selects those that are faster to recompute than to receive; `split_into_stages` inserts them.
 
-    stage 0     ids ─▶ mask ─▶ bias ──────────────▶ attention        receives nothing; sends `hidden` alone
-    stage 1     ids ─▶ mask ─▶ bias (copies) ─────▶ attention        `ids` is an input of the model and comes by itself
+    stage 0     ids ─▶ mask ─▶ bias ──────────────▶ attention        receives nothing; sends only `hidden`
+    stage 1     ids ─▶ mask ─▶ bias (copies) ─────▶ attention        `ids` is an input of the model, sent to all stages
 
-A copy must be the same whenever and wherever it is computed: it has no gradient, draws nothing, touches no memory that
-is written to, does nothing but return, and depends only on model inputs, on buffers that do not change, on plain
-numbers (sizes of any tensor, which cost nothing), and on other such nodes. Not on parameters: a stage would need the
-weight in its memory.
+A copy must have the same value in every stage: it has no gradient, no randomness and no side effects, touches no memory
+that is written to, and depends only on model inputs, on constant buffers, on plain numbers (sizes of any tensor, which
+cost nothing), and on other such nodes. It does not depend on parameters, since a stage would need their memory.
 
-For one stage, what to receive and what to compute is a minimum cut. A value that is needed costs the time to receive
-it, or the time to compute it and all that it needs in turn; what two values need is paid for once. This is the
-selection problem of J. Rhys, "A Selection Problem of Shared Fixed Costs and Network Flows", Management Science 17
-(1970), and the answer is exact.
+The best choice for one stage is a minimum cut: a needed value costs the time to receive it, or to compute it and all of
+its inputs; shared inputs count once. This is the selection problem of J. Rhys, "A Selection Problem of Shared Fixed
+Costs and Network Flows", Management Science 17 (1970), and the solution is exact.
 """
 
 from __future__ import annotations
@@ -33,19 +30,19 @@ from fxpipe.tracing.node_arguments import container_of
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.traced import Traced, attribute_tensor
 
-ReceiveSeconds = Callable[[float], float]  # bytes -> seconds until a stage has them
+ReceiveSeconds = Callable[[float], float]  # bytes -> seconds until a stage has received them
 
 
 def rematerializable_nodes(traced: Traced) -> dict[str, tuple[str, ...]]:
-    """The nodes that may be computed again in any stage, and what each is computed from, in the order of the graph.
+    """Returns the nodes that any stage may recompute, and the names of their inputs, in the order of the graph.
 
-    What is not itself a key is an input of the model, a buffer by the name of its node, or a number.
+    Inputs that are not keys are inputs of the model, buffers (by the name of their node), or numbers.
     """
     effects = traced.effects
     assert effects is not None
     changing = written_alias_classes(effects)
     touched = touched_alias_classes(effects)
-    everywhere: set[fx.Node] = set()  # what any stage can have as it is, or compute
+    everywhere: set[fx.Node] = set()  # available in any stage, or computed there
     sources_of: dict[str, tuple[str, ...]] = {}
     for node in traced.graph.nodes:
         if effects.requires_grad.get(node) or effects.alias.get(node) in changing:
@@ -63,7 +60,7 @@ def rematerializable_nodes(traced: Traced) -> dict[str, tuple[str, ...]]:
 
 
 def _is_constant(traced: Traced, node: fx.Node) -> bool:
-    """Returns whether this is a buffer or a constant that no forward changes, as far as one can see."""
+    """Returns whether this is a buffer or a constant that, as far as is known, no forward changes."""
     is_set = str(node.target) in traced.assigned
     may_change = any(info(user).opaque_module is not None for user in node.users)
     return not (is_set or may_change or isinstance(attribute_tensor(traced, node), torch.nn.Parameter))
@@ -76,15 +73,15 @@ def choose_rematerialization(
     sizes: Mapping[str, float],
     receive: Sequence[ReceiveSeconds | None],
 ) -> tuple[tuple[str, ...], ...]:
-    """Chooses for each stage the nodes of other stages that it had better compute itself, in the order of the graph.
+    """Selects for each stage the nodes of other stages that it should recompute, in the order of the graph.
 
     Args:
         traced: the graph.
         program: its stages, without copies.
-        seconds: by name of a working node: of its forward, on one micro-batch.
+        seconds: by name of a working node: seconds of its forward on one micro-batch.
         sizes: by name of any node: bytes of its value for one micro-batch.
-        receive: for each stage the seconds that it takes until a value of so many bytes is there, an input of the
-            model as well; None where a value is handed over and takes no time.
+        receive: for each stage the function from bytes to the seconds until a value, or an input of the model, has
+            arrived; None if values are passed without a transfer.
     """
     again = rematerializable_nodes(traced)
     attributes = {str(n.target): n.name for n in traced.graph.nodes if n.op == "get_attr"}
@@ -109,7 +106,7 @@ def choose_rematerialization(
 
 
 def _with_sources(names: Sequence[str], again: Mapping[str, Sequence[str]]) -> list[str]:
-    """These values and all from which they are computed."""
+    """Returns these values and all values from which they are computed."""
     closure = dict.fromkeys(names)
     waiting = [*closure]
     while waiting:
@@ -126,26 +123,25 @@ def cheapest_rematerialization(
     receive: Mapping[str, float],
     compute: Mapping[str, float],
 ) -> frozenset[str]:
-    """Chooses the values to compute so that all of `needed` are there in the least time; in a tie, the fewest.
+    """Selects the values to compute so that all of `needed` are available in the least time; in a tie, the fewest.
 
     Args:
         needed: values that the stage uses.
-        again: value -> what it is computed from, for those that can be computed.
-        receive: value -> seconds to receive it, of all that may be needed; infinite where it cannot be.
+        again: value -> its inputs, for values that can be computed.
+        receive: value -> seconds to receive it, for all values that may be needed; infinite if impossible.
         compute: value -> seconds to compute it.
     """
     if not needed:
         return frozenset()
-    import networkx  # takes a moment; many models have no such values
+    import networkx  # slow to import; many models have no such values
 
-    # As a cut: on the side of the source are the values that have to be there and, as (value,), those that are
-    # computed for it. An arc out of a value is cut where it is received, an arc to the sink where it is computed.
-    # Of equal cuts networkx returns the one nearest to where the flow ends. So that as little as possible is computed,
-    # all arcs run backwards here: that one is then the cut nearest to the source.
+    # The source side of the cut holds the values that must be available and, as (value,), those that are computed. An
+    # arc out of a value is cut if it is received, an arc to the sink if it is computed. Of equal cuts networkx returns
+    # the one nearest to the end of the flow. All arcs are reversed here, so this is the cut with the fewest computed.
     arcs = networkx.DiGraph()
 
     def add_arc(start: object, stop: object, seconds: float) -> None:
-        # Fractions are exact: whether an arc is full is told by comparing. One without a capacity has no end of it.
+        # Fractions are exact, and full arcs are found by comparison. No capacity means infinite.
         arcs.add_edge(stop, start, **({} if math.isinf(seconds) else {"capacity": Fraction(seconds)}))
 
     for value in needed:

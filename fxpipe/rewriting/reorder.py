@@ -1,10 +1,10 @@
-"""Puts the nodes of a graph in an order in which few bytes cross any cut, and which computes the same, bit for bit.
+"""Reorders the nodes of a graph so that few bytes cross any cut; results stay the same, bit for bit.
 
     traced = reorder_nodes(traced)
 
-`OrderConstraints` holds what of the order must stay, `linear_order` finds the order within these constraints. The
-result depends on the graph alone, not on the number of samples in the example or on measured times: the same model
-gives the same order in every run, and a plan finds its graph again.
+`OrderConstraints` holds the required order, `linear_order` optimizes within it. The result depends on the graph alone,
+not on the number of samples or on measured times: the same model gets the same order in every run, so a plan finds its
+graph again.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from fxpipe.tracing.shapes.tensor_shape import bytes_formula
 from fxpipe.tracing.traced import Traced, TracedGraph
 from fxpipe.tracing.verify.effects import Effects
 
-# -- Constraints on the order of a graph, in addition to that a value is made before it is used -----------------------
+# -- Constraints on the order of a graph, in addition to makers before users ------------------------------------------
 #
 # - Nodes that touch memory which is written to: all nodes of one alias class keep their order. So reads see the same
 #   values, and the views that autograd creates after a write are created in the same order.
 # - Nodes that use one value or parameter that requires grad. Autograd runs backward in the reverse order of forward,
-#   and adds the gradients of a value in the order in which they arrive: in another order the last bits differ.
-# - Nodes that may do more than they return: Python that runs as it is (modules kept whole, hooks, functions that are
-#   not torch's), values that are compared, numbers drawn for decisions.
+#   and sums the gradients of a value as they arrive: in another order the last bits differ.
+# - Nodes that may have side effects: opaque Python (modules, hooks, functions that are not torch's), compared values,
+#   numbers drawn for decisions.
 #
-# A random function of torch is free: its seed is made of the ordinal that it was recorded with.
+# A random function of torch is free: its seed is made from its recorded ordinal.
 #
-# Nodes that move together are a *unit*: a node with the parts of what it returned, and after it each *pinned* node,
-# which stays next to the node before it. A node is pinned if no node needs its result, or if it touches a buffer that
-# forward changes or sets, whose users should stay together.
+# Nodes that move together are a *unit*: a node with the parts of its result, and after it each *pinned* node, which
+# stays next to the node before it. A node is pinned if no node needs its result, or if it touches a buffer that forward
+# changes or sets, whose users should stay together.
 
-_PURE_MODULES = ("torch", "_operator", "builtins", "math")  # where functions come from that do nothing but return
+_PURE_MODULES = ("torch", "_operator", "builtins", "math")  # modules of functions without side effects
 
 
 @dataclass(frozen=True, slots=True)
 class OrderConstraints:
-    """The units of a graph, and what of their order must stay."""
+    """The units of a graph, and the constraints on their order."""
 
     nodes: tuple[tuple[fx.Node, ...], ...]  # by unit
     of: dict[fx.Node, int]
-    after: tuple[tuple[int, ...], ...]  # by unit: the units that have to run after it, ascending
+    after: tuple[tuple[int, ...], ...]  # by unit: the units that must run after it, ascending
 
     @classmethod
     def of_graph(cls, traced: Traced) -> OrderConstraints:
@@ -72,7 +72,7 @@ class OrderConstraints:
 
 
 def _units(nodes: Sequence[fx.Node], pinned: Collection[fx.Node]) -> tuple[tuple[fx.Node, ...], ...]:
-    """Groups nodes that follow each other: each with its parts, and with the pinned nodes after it."""
+    """Groups consecutive nodes: each with its parts, and with the pinned nodes after it."""
     units: list[list[fx.Node]] = []
     for node in nodes:
         if units and (container_of(node) in units[-1] or node in pinned):
@@ -83,7 +83,7 @@ def _units(nodes: Sequence[fx.Node], pinned: Collection[fx.Node]) -> tuple[tuple
 
 
 def written_alias_classes(effects: Effects) -> set[int]:
-    """Alias classes that some node changes. A method may change more than values: `requires_grad_`, `detach_`."""
+    """Returns the alias classes that nodes change. Methods may change more than values: `requires_grad_`, `detach_`."""
     classes = set[int]().union(*effects.written_classes)
     for node in effects.nodes:
         name = opname(node.target)
@@ -98,7 +98,7 @@ def _first_argument(node: fx.Node) -> object:
 
 
 def _memory_chains(effects: Effects, written: set[int]) -> Iterable[list[fx.Node]]:
-    """Finds for each alias class that is written to the nodes that make, read or change it."""
+    """Finds for each alias class that is written to the nodes that create, read or change it."""
     chains: dict[int, list[fx.Node]] = {alias: [] for alias in sorted(written)}
     classes = touched_alias_classes(effects)
     for place, node in enumerate(effects.nodes):
@@ -108,7 +108,7 @@ def _memory_chains(effects: Effects, written: set[int]) -> Iterable[list[fx.Node
 
 
 def touched_alias_classes(effects: Effects) -> dict[fx.Node, frozenset[int]]:
-    """Finds by node the alias classes of what it makes and reads; a tuple that it reads has those of its parts, too."""
+    """Finds for each node the alias classes of its result and inputs, including parts of tuples that it reads."""
     of: dict[fx.Node, set[int]] = {n: set() if alias is None else {alias} for n, alias in effects.alias.items()}
     for node in reversed(effects.nodes):  # parts of parts first
         if (first := container_of(node)) is not None:
@@ -117,8 +117,8 @@ def touched_alias_classes(effects: Effects) -> dict[fx.Node, frozenset[int]]:
 
 
 def _gradient_chains(effects: Effects) -> Iterable[list[fx.Node]]:
-    """Finds for each value that requires grad those of its users that do, too."""
-    one: dict[fx.Node, fx.Node] = {}  # node -> the first node that returned this very tensor, or the tuple it is in
+    """Finds for each value that requires grad the users that also require grad."""
+    one: dict[fx.Node, fx.Node] = {}  # node -> the first node that returned the same tensor, or the tuple it is in
     users: dict[fx.Node, list[fx.Node]] = {}
     for place, node in enumerate(effects.nodes):
         sources = dict.fromkeys(one.get(n, n) for n in node.all_input_nodes if effects.requires_grad.get(n))
@@ -133,7 +133,7 @@ def _gradient_chains(effects: Effects) -> Iterable[list[fx.Node]]:
 
 
 def _returned_argument(effects: Effects, node: fx.Node) -> fx.Node | None:
-    """The argument that a node returns, at some sizes at least (`contiguous`, `to`)."""
+    """Returns the argument that a node returns, at least at some sizes (`contiguous`, `to`)."""
     if node in effects.same:
         return effects.same[node]
     alias = effects.alias.get(node)
@@ -149,7 +149,7 @@ def _side_effect_chain(effects: Effects) -> list[fx.Node]:
 
 
 def has_side_effects(node: fx.Node) -> bool:
-    """Returns whether a node does more than return something, as far as one can tell, or must not see others do so."""
+    """Returns whether a node may have side effects, or must not be reordered with nodes that do."""
     known = info(node)
     if known.opaque is not None or known.is_scalar_draw:
         return True
@@ -157,7 +157,7 @@ def has_side_effects(node: fx.Node) -> bool:
 
 
 def _module_name_of(node: fx.Node) -> str:
-    """Returns the top-level module of a node's function; torch where that has no module (methods of tensors)."""
+    """Returns the top-level module of a node's function; torch if it has no module (methods of tensors)."""
     return str(getattr(node.target, "__module__", None) or "torch").partition(".")[0]
 
 
@@ -178,14 +178,14 @@ def _pinned_nodes(traced: Traced, effects: Effects, written: set[int]) -> Iterat
             yield node
 
 
-ASSUMED_SAMPLES = 8  # of a micro-batch, as far as the order is concerned: values with a batch against those without
+ASSUMED_SAMPLES = 8  # samples of a micro-batch, to compare values with and without a batch dimension
 
 
 def reorder_nodes(traced: Traced) -> Traced:
-    """The graph in a better order, as another `Traced`; `traced` itself if none is found.
+    """Returns the graph in a better order, as a new `Traced`; `traced` itself if none is found.
 
-    Gradients keep their bits, and random numbers stay the same. Model inputs and parameters are in every stage, so they
-    cost nothing to hold.
+    Gradients keep their bits, and random numbers stay the same. Model inputs and parameters cost nothing, since every
+    stage has them.
     """
     units = OrderConstraints.of_graph(traced)
     order = arrange_items(_order_items(traced, units))
@@ -195,7 +195,7 @@ def reorder_nodes(traced: Traced) -> Traced:
 
 
 def with_node_order(traced: Traced, nodes: Sequence[fx.Node]) -> Traced:
-    """The same graph with its working nodes in this order, in which each must come after what it uses."""
+    """Returns the same graph with its working nodes in this order, in which makers must come before users."""
     graph = TracedGraph()
     copies: dict[fx.Node, fx.Node] = {}
 
@@ -221,7 +221,7 @@ def with_node_order(traced: Traced, nodes: Sequence[fx.Node]) -> Traced:
 
 
 def random_ordinals(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
-    """The number of each random node, of which its seed is made: by the order in which the nodes were recorded."""
+    """Returns the number of each random node, for its seed: in the order in which the nodes were recorded."""
     numbered = enumerate((n, random_draws_of(n)) for n in nodes if info(n).is_random)
     return {n: at if draws.ordinal is None else draws.ordinal for at, (n, draws) in numbered}
 
@@ -258,7 +258,7 @@ def _order_items(traced: Traced, units: OrderConstraints) -> Items:
 
 
 def _node_work(effects: Effects, node: fx.Node) -> int:
-    """Estimates a node's work by the bytes that it reads and writes; a view does none."""
+    """Estimates a node's work by the bytes that it reads and writes; views do no work."""
     alias = effects.alias[node]
     shared = alias is not None and alias in {effects.alias[n] for n in node.all_input_nodes}
     if shared and not effects.written_classes[effects.place[node]]:
@@ -273,5 +273,5 @@ def _node_bytes(node: fx.Node) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _assumed_bytes(formula: sympy.Expr) -> int:
-    """Computes the bytes at ASSUMED_SAMPLES; a size that depends on values is taken for as many."""
+    """Computes the bytes at ASSUMED_SAMPLES, which also replaces sizes that depend on values."""
     return int(formula.subs(dict.fromkeys(formula.free_symbols, ASSUMED_SAMPLES)))

@@ -1,21 +1,19 @@
-"""Random nodes of a stage, which draw by seed: the step's, the micro-batch's and the node's own, mixed.
+"""Random nodes of a stage, seeded by a mix of the seeds of step and micro-batch and the ordinal of the node.
 
-So a node's numbers depend neither on the cut nor on the schedule nor on timing, and a recomputed node draws the same
-ones without any saved state. They are the numbers that the function draws from torch's generator after `manual_seed` of
-that seed, bit for bit. But that generator belongs to the process, and other stages run meanwhile. So, in order of
-preference:
+So a node's numbers do not depend on cut, schedule or timing, and recomputation draws the same numbers without saved
+state. They are bit for bit those that torch's generator gives after `manual_seed` with that seed. But torch's generator
+belongs to the process, where other stages run at the same time. So, in order of preference:
 
-1. A function that takes `generator=` is given one of the thread's own.
-2. On a CPU the commonest of the others (dropout, attention, RNNs) are written out with such a generator, RNNs also on a
-   GPU, where no seed of torch would reach their dropout (`rng_kernels`).
-3. The other functions of torch draw from torch's own generator, which has the state of the thread's generator for the
-   duration of the call: most kernels of a GPU, and on a CPU alpha dropout, fractional pooling, attention in half
-   precision or under autocast.
-4. So does what is not torch's: custom operators, and Python kept whole, which may look at the generator or seed it.
-   Checkpoints in it (`torch.utils.checkpoint`) are plain calls.
+1. A function that takes `generator=` gets a generator of the thread.
+2. On a CPU, dropout, attention and RNNs are reimplemented with such a generator; RNNs also on a GPU, where torch's seed
+   does not affect their dropout (`rng_kernels`).
+3. Torch's other functions draw from torch's generator, which has the state of the thread's generator during the call:
+   most kernels of a GPU, and on a CPU alpha dropout, fractional pooling, attention in half precision or under autocast.
+4. So do functions outside torch: custom operators, and opaque Python, which may read or seed the generator.
+   Checkpoints in it (`torch.utils.checkpoint`) become plain calls.
 
-In 1 and 2 no stage waits for another. In 3 and 4 a stage waits while another one uses the same generator: on a GPU,
-which has a lock of its own, only while kernels are queued. Python kept whole takes the generator of the CPU, too.
+In 1 and 2 no stage waits for another. In 3 and 4 a stage waits while another uses the same generator: on a GPU, whose
+generator has a separate lock, only while kernels are queued. Opaque Python also locks the generator of the CPU.
 """
 
 from __future__ import annotations
@@ -49,23 +47,23 @@ _SEEDED = torch.Tag.nondeterministic_seeded
 
 @dataclass(frozen=True, slots=True)
 class RandomCall:
-    """The parts of a random node of stage code; its target keeps them as `drawing`."""
+    """A random node of stage code; stored as `drawing` of its target."""
 
     ordinal: int
     function: Callable[..., Any] | str
 
 
 def seeded_generator(device: torch.device, ordinal: int) -> torch.Generator:
-    """This thread's generator of a device, where a random node begins in the running micro-batch."""
+    """Returns this thread's generator of a device, seeded for a random node in the running micro-batch."""
     return _own_generator(device).manual_seed(mix_seed(stage_context.seed, ordinal))
 
 
 def seeded_function(
     ordinal: int, function: Callable[..., Any] | str, device: torch.device, python_rng: bool = False
 ) -> Callable[..., Any]:
-    """`function` (or the method of that name), its random numbers taken from the seed of the running micro-batch.
+    """Wraps `function` (or the method of that name) to draw by the seed of the running micro-batch.
 
-    `device` is the stage's. `python_rng`: it draws from Python's and numpy's, too.
+    `device` is the device of the stage. `python_rng`: it also draws from Python's and numpy's generators.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -97,9 +95,9 @@ def seeded_function(
         work = functools.partial(call, *args, **kwargs)
         if python_rng:
             work = functools.partial(_call_with_python_rng, seed, work)
-        for at in dict.fromkeys((device, _CPU)):  # the lock of the CPU is always the outer one
+        for at in dict.fromkeys((device, _CPU)):  # always lock the CPU first, to prevent deadlocks
             work = functools.partial(_lend_generator, _own_generator(at).manual_seed(seed), work)
-        # A checkpoint would be recomputed in backward, with torch's generator, while other stages draw from it.
+        # A checkpoint would recompute in backward with torch's generator, while other stages draw from it.
         with call_checkpoints_through():
             return work()
 
@@ -125,7 +123,7 @@ def seeded_function(
 
 
 def is_from_torch(function: Callable[..., Any] | str) -> bool:
-    """Returns whether a function is torch's own, which does nothing with generators but draw from them."""
+    """Returns whether a function is torch's, and so only draws from generators."""
     if isinstance(function, str):
         return True
     if isinstance(function, (OpOverload, OpOverloadPacket)):
@@ -134,7 +132,7 @@ def is_from_torch(function: Callable[..., Any] | str) -> bool:
 
 
 def takes_generator(function: Callable[..., Any] | str) -> bool:
-    """Returns whether it takes `generator=`. Functions written in Python do not count: some pass it on by place."""
+    """Returns whether it takes `generator=`. Python functions do not count: some pass it by position."""
     if isinstance(function, OpOverload):
         return is_from_torch(function) and _generator_place(function) is not None
     is_python = hasattr(function, "__code__")
@@ -144,7 +142,6 @@ def takes_generator(function: Callable[..., Any] | str) -> bool:
 
 @functools.cache
 def _has_generator_overload(packet: str) -> bool:
-    """Returns whether this function of aten has an overload that takes a generator."""
     operator = getattr(torch.ops.aten, packet, None)
     overloads = (
         [getattr(operator, name) for name in operator.overloads()] if isinstance(operator, OpOverloadPacket) else []
@@ -163,7 +160,7 @@ def _namespace_of(function: OpOverload | OpOverloadPacket) -> str:
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any], default: torch.device) -> torch.device:
-    """Returns the device on which a function draws: that of `device=`, or else that of its tensors."""
+    """Returns the device on which a function draws: `device=`, or else the device of its tensors."""
     device: torch.device | None = kwargs.get("device")
     if device is None:
         for value in (*args, *kwargs.values()):
@@ -176,7 +173,7 @@ def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any], default: torch.dev
 
 
 class _ThreadGenerators(threading.local):
-    """The generators that a thread draws with; each node seeds the one that it draws from."""
+    """The generators of a thread, by device; each node seeds the generator that it uses."""
 
     def __init__(self) -> None:
         self.of_device: dict[torch.device, torch.Generator] = {}
@@ -186,7 +183,7 @@ _thread_generators = _ThreadGenerators()
 
 
 def _own_generator(device: torch.device) -> torch.Generator:
-    """This thread's generator of a device; what draws from it seeds it first."""
+    """Returns this thread's generator of a device; callers seed it first."""
     generators = _thread_generators.of_device
     if device not in generators:
         generators[device] = torch.Generator(device)
@@ -198,7 +195,7 @@ def _process_generator(device: torch.device) -> accelerator.GeneratorState:
 
 
 def _lend_generator(generator: torch.Generator, call: Callable[[], Any]) -> Any:
-    """Calls with the process's generator standing where this one does, and takes over where it has come to."""
+    """Calls `call` with the state of `generator` in the process's generator; then stores the new state."""
     device = generator.device
     process = _process_generator(device)
     with generator_lock(device):
@@ -218,7 +215,7 @@ def _call_with_python_rng(seed: int, call: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def seeded_python_rng(seed: int) -> Iterator[None]:
-    """A block in which Python's and numpy's random numbers start from a seed."""
+    """A context in which Python's and numpy's random numbers start from a seed."""
     numpy: Any = sys.modules.get("numpy")
     before = random.getstate(), numpy and numpy.random.get_state()
     random.seed(seed)
@@ -246,15 +243,15 @@ def _warn_of_checkpoints(function: Any) -> None:
 
 @functools.cache
 def _draws_random_numbers(overload: OpOverload) -> bool:
-    """Returns whether an overload draws. `_fused_sdp_choice` is tagged as if it did, and returns a number."""
+    """Returns whether an overload draws. `_fused_sdp_choice` has the tag, but returns a number."""
     return _SEEDED in overload.tags and any("Tensor" in str(r.type) for r in schema_of(overload).returns)
 
 
 def _call_under(mode: TorchDispatchMode, call: Callable[[], Any]) -> Any:
     """Calls under a mode.
 
-    A `with` would set flags of the process, too, by which torch.compile stands aside; threads that leave in another
-    order than they entered would leave them set for good.
+    A `with` would also set global flags that disable torch.compile; threads that leave in another order than they
+    entered would never reset them.
     """
     push_dispatch_mode(mode)
     try:
@@ -264,8 +261,6 @@ def _call_under(mode: TorchDispatchMode, call: Callable[[], Any]) -> Any:
 
 
 class _NoRandomNumbers(TorchDispatchMode):
-    """Raises where something draws random numbers."""
-
     def __init__(self, name: str):
         super().__init__()
         self.name = name
@@ -288,10 +283,7 @@ class _NoRandomNumbers(TorchDispatchMode):
 
 
 def forbid_random_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps an opaque call that drew no random numbers while it was traced: in a step that recomputes it may not.
-
-    Its numbers come from torch's generator and not from the seed of the micro-batch, so it may not be run again.
-    """
+    """Forbids random numbers in an opaque call that drew none in the trace, in steps that would recompute it."""
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:

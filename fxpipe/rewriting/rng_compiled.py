@@ -1,16 +1,12 @@
-"""Code for `torch.compile`, with what it cannot have in it taken out of its sight.
+"""Code for `torch.compile`, without nodes that it does not support.
 
-Random nodes: it refuses generators.
+It does not support generators of random nodes. Dropout multiplies by noise from a custom operator, which draws when the
+code runs. The compiler sees neither seed nor generator, so its graph neither breaks nor changes from step to step; on a
+CPU the numbers are the same as without compilation. All other random nodes run uncompiled, between two graphs. The
+operator's tag keeps the compiler from recomputing the noise in backward, when another micro-batch may be running.
 
-Dropout, the commonest, multiplies by noise that an operator of our own makes when the code runs. The compiler looks
-into neither seed nor generator, so its graph neither breaks nor changes from step to step, and on a CPU the numbers are
-those of code that is not compiled. All other random nodes run as they are, between two compiled graphs.
-
-The operator's tag keeps the compiler from making the noise once more in backward, when another micro-batch may be
-running.
-
-A forward that goes on as Python (`record.graph_break`) runs as it is: calls of modules have results in their place
-there, by a way that the compiler does not heed.
+A forward that continues as Python (`record.graph_break`) also runs uncompiled: results replace calls of modules there,
+in a way that the compiler does not respect.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ def _(like: Tensor, p: float, ordinal: int) -> Tensor:
 
 
 def with_compilable_rng(run: fx.GraphModule) -> fx.GraphModule:
-    """The code with nodes that a compiler can have in it; the same code if there are no others."""
+    """Replaces unsupported nodes of the code; returns the same code if it has none."""
     drawing = [node for node in run.graph.nodes if isinstance(_random_call_of(node), RandomCall)]
     continued = [node for node in run.graph.nodes if info(node).is_graph_break and node not in drawing]
     if not drawing and not continued:

@@ -1,13 +1,12 @@
-"""Torch's random functions that take no generator, written out with one.
+"""Reimplementations, with a generator, of torch's random functions that take none.
 
-Each gives what the function of torch gives after `manual_seed`, bit for bit: the same kernels on the same numbers in
-the same order (ATen: `Dropout.cpp`, `RNN.cpp`, `transformers/attention.cpp`; the tests compare them). So nothing has to
-draw from the generator of the process, for which workers would have to wait. What a function cannot do here it leaves
-to torch, and says `NotImplemented` before it has drawn anything.
+They give the results of torch's functions after `manual_seed`, bit for bit: the same kernels on the same numbers in the
+same order (ATen: `Dropout.cpp`, `RNN.cpp`, `transformers/attention.cpp`; the tests compare them). So workers do not
+wait for the generator of the process. For unsupported arguments a function returns `NotImplemented` before it draws.
 
-So it is on a CPU. On a GPU other kernels draw, and only the RNNs are written out there (`ANY_DEVICE_KERNELS`): cuDNN
-draws their dropout from a state of its own, which no seed of torch sets and which goes on from call to call, so that a
-recomputed one would have another mask.
+This holds on a CPU. On a GPU other kernels draw, and only the RNNs are reimplemented (`ANY_DEVICE_KERNELS`): cuDNN
+draws their dropout from a separate state, which torch's seed does not set and which continues from call to call, so
+recomputation would get another mask.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Generator, Tensor
 
 from fxpipe._torch.operators import RNN_FUNCTIONS, safe_softmax
 
-# What a generator of one's own is given to: (generator, *arguments of the function) -> its result.
+# (generator, *arguments of the function) -> its result.
 RngKernel = Callable[..., Any]
 _aten: Any = torch.ops.aten
 
@@ -38,7 +37,7 @@ def dropout(
 
 
 def _channel_dropout(*dims: int) -> RngKernel:
-    """Dropout of whole channels, for inputs of so many dimensions; torch takes others, by further rules."""
+    """Makes dropout of full channels, for inputs of `dims` dimensions; torch accepts others, by further rules."""
 
     def channel_dropout(
         generator: Generator, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
@@ -68,7 +67,7 @@ def attention(
     enable_gqa: bool = False,
 ) -> Any:
     """Computes attention with dropout step by step, as torch does on a CPU: `_scaled_dot_product_attention_math`."""
-    high = query.dtype in (torch.float32, torch.float64)  # others are computed in float32, and cast between the steps
+    high = query.dtype in (torch.float32, torch.float64)  # others are computed in float32, with casts between the steps
     if not high or enable_gqa or not 0 < dropout_p < 1 or (scale or 1) <= 0 or torch.is_autocast_enabled("cpu"):
         return NotImplemented
     if safe_softmax is None:
@@ -86,7 +85,7 @@ def attention(
 
 
 def _multi_head_attention(generator: Generator, *args: Any, **kwargs: Any) -> Any:
-    """Torch's own code, with the random functions of this file."""
+    """Runs torch's code with the random functions of this file."""
 
     def attend(*operands: Any) -> Any:
         attended = attention(generator, *operands)
@@ -111,7 +110,7 @@ def _multi_head_attention(generator: Generator, *args: Any, **kwargs: Any) -> An
 
 
 def _recurrent(function: Callable[..., Any]) -> RngKernel:
-    """An RNN, a layer at a time, and dropout between them."""
+    """Makes an RNN that runs layer by layer, with dropout in between."""
 
     def run(generator: Generator, input: Tensor, hx: Any, params: Any, *options: Any, **more: Any) -> Any:
         if more or len(options) != 6 or not isinstance(params, (tuple, list)):  # a packed sequence

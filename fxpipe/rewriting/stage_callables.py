@@ -1,13 +1,12 @@
-"""The callables that run stages: their code as it is, or compiled by `torch.compile`; backward in one, or split.
+"""The callables that run stages: their plain code, or compiled by `torch.compile`; backward whole or split.
 
-The backward is split if a schedule has W (`split_backward`), and random nodes are replaced by nodes that the compiler
-accepts (`rng_compiled`). To autograd a compiled stage is one node without edges inside, so B computes all of its
-gradients and W none. The runtime asks a stage for its callable and does not depend on any of this.
+The backward is split if a schedule has W (`split_backward`). For the compiler, random nodes are replaced
+(`rng_compiled`). To autograd a compiled stage is one node, so B computes all of its gradients and W none.
 
-A stage compiles at its first F, in its worker, since the compiler fixes the number of threads of an operation; one
-stage at a time, while others may run. Uneven micro-batches have two sizes, so a stage compiles twice for a graph, the
-second time for any size; stages that take inputs perhaps a third time, for tensors that do not start where their
-storage does. Sizes that are dynamic in the graph are dynamic for the compiler from the beginning.
+A stage compiles at its first F, in its worker, since the compiler fixes the number of threads of an operation. Stages
+compile one at a time, while others may run. Uneven micro-batches have two sizes, so a stage compiles twice for a graph,
+the second time for any size; stages that take inputs perhaps a third time, for tensors with a storage offset. Dynamic
+sizes of the graph are dynamic for the compiler from the start.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def make_stage_callable(stage: Stage, is_split: bool, options: Mapping[str, Any]
     """Makes the callable of a stage.
 
     Args:
-        is_split: its weights get their gradients in W, not in B, unless it is compiled.
+        is_split: compute the gradients of weights in W, not in B, unless it is compiled.
         options: keywords of `torch.compile`; None: it is not compiled.
     """
     return _plain_callable(stage, is_split) if options is None else _compiled_callable(stage, options)
@@ -43,7 +42,7 @@ def _plain_callable(stage: Stage, is_split: bool) -> StageCallable:
     if is_split:
         split = split_stage_backward(stage)
         code, parameters = split.run, split.split_parameters
-    # Not the module itself: fx's own call gives up the traceback of a failing builtin, and with it the node.
+    # Not the module: fx's call drops the traceback of a failing builtin, and with it the node.
     return StageCallable(code.forward, parameters, functools.partial(_failing_node, code))
 
 
@@ -76,7 +75,7 @@ def _dynamic_dims(graph: fx.Graph, stage: Stage) -> dict[int, tuple[int, ...]]:
 
 
 def _failing_node(code: fx.GraphModule, error: BaseException) -> str:
-    """The node whose line of the stage's code the traceback of an exception goes through; "" if through none."""
+    """Returns the node in whose line of the stage's code an exception was raised; "" if in none."""
     function = getattr(type(code).forward, "__code__", None)
     traceback: Any = error.__traceback__
     while traceback is not None:
@@ -88,15 +87,15 @@ def _failing_node(code: fx.GraphModule, error: BaseException) -> str:
 
 
 class SerializedCompilation:
-    """Compiled code that compiles while no other does."""
+    """Compiled code that compiles only while no other does."""
 
     def __init__(self, code: StageFunction, attributes: int, dynamic: Mapping[int, tuple[int, ...]]):
-        """`dynamic`: by place among the arguments, dimensions that are compiled for any size."""
+        """`dynamic`: by place among the arguments, dimensions to compile for any size."""
         self._code, self._attributes, self._dynamic = code, attributes, dynamic
         self._seen: set[Hashable] = set()
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
-        # Attributes stay as they are, or the graph is another; `requires_grad` alone may change.
+        # Attributes do not change, except for `requires_grad`.
         kind = (
             torch.is_grad_enabled(),
             *(a.requires_grad for a in args[: self._attributes] if isinstance(a, torch.Tensor)),
@@ -107,7 +106,7 @@ class SerializedCompilation:
         for place, dims in self._dynamic.items():
             if isinstance(args[place], torch.Tensor):
                 mark_dynamic_dims(args[place], dims)
-        # Backward, too: else it would be compiled when it first runs.
+        # Backward, too: otherwise it would be compiled when it first runs.
         with DISPATCH_MODE_LOCK, step_block(), compile_backward_at_once():
             result = self._code(*args)
         self._seen.add(kind)

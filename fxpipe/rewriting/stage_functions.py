@@ -1,7 +1,6 @@
-"""Functions that rewriting puts into stage code: the state of the thread, and what watches over opaque calls.
+"""Functions that rewriting inserts into stage code: the state of the thread, and checks of opaque calls.
 
-The ends of a portal are in `portals`, functions of random nodes in `rng`, those of split backward in
-`weight_gradients`.
+See also `portals`, `rng` and `weight_gradients`.
 """
 
 from __future__ import annotations
@@ -19,10 +18,7 @@ T = TypeVar("T")
 
 
 def with_write_check(function: Callable[..., T], places: Sequence[int], name: str) -> Callable[..., T]:
-    """Wraps an opaque call that did not write to these of its arguments while it was traced: now it may not either.
-
-    Another stage, another micro-batch or the caller may hold them, and none of them would know.
-    """
+    """Wraps an opaque call: it must not write to arguments that it did not write to in the trace; others use them."""
 
     @functools.wraps(function)
     def call(tensors: Sequence[torch.Tensor], values: Sequence[Any]) -> T:
@@ -40,7 +36,7 @@ def with_write_check(function: Callable[..., T], places: Sequence[int], name: st
 
 
 def with_backward_check(function: Callable[..., T]) -> Callable[..., T]:
-    """Wraps a hook on a module, which may keep the tensors of a micro-batch: no loss made of them goes back here."""
+    """Wraps a hook on a module, which may keep tensors of a micro-batch: a loss of them cannot run backward here."""
 
     @functools.wraps(function)
     def call(tensors: Sequence[torch.Tensor], values: Sequence[Any]) -> T:
@@ -56,7 +52,7 @@ def set_grad(enabled: bool) -> None:
 
 
 def set_autocast(device: str, enabled: bool, dtype: torch.dtype, cache: bool) -> None:
-    """Sets autocast as a block of the model does; without the cache of casts, which belongs to the process."""
+    """Sets autocast like a block of the model, without the cast cache, which belongs to the process."""
     torch.set_autocast_enabled(device, enabled)
     torch.set_autocast_dtype(device, dtype)
     torch.set_autocast_cache_enabled(cache and not enabled)

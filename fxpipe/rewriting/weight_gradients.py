@@ -1,19 +1,18 @@
-"""Functions of split stage code: nodes whose weights get their gradients not in B but later, in W.
+"""Functions of split stage code: nodes whose weight gradients are computed not in B but later, in W.
 
-A split node computes what it always did, but on a detached weight, so that autograd knows nothing of the weight. On the
-tape it leaves the gradient edge of its output, and how the gradient that will arrive there makes those of the weight
-and the bias:
+A split node runs as before, but on a detached weight, so that autograd does not see the weight. The tape gets the
+gradient edge of its output, and a function from the gradient at this edge to the gradients of weight and bias:
 
     F    y = F.linear(x, w.detach(), b.detach())      on the tape: the edge of y, x
     B    asks autograd for the gradients of received values, of all other parameters, and at the edges
     W    gradient.t() @ x
 
-Nothing is computed twice, and only x, which autograd would keep too, and the gradient at the edge are kept. The kernels
-of W are those of autograd's own formulas, on operands of the same strides, so the gradients have the same bits. If x
-requires no gradient, the node stays as it is, and autograd's own backward of it is the work of W.
+Nothing is computed twice. Only x, which autograd would also keep, and the gradient at the edge are kept. W runs the
+kernels of autograd's formulas on operands of the same strides, so the gradients have the same bits. If x requires no
+gradient, the node is unchanged, and W runs its autograd backward.
 
-Forward computes the same. One thing needs care: `matmul` treats a first operand with gaps differently if its second
-operand requires grad, which the detached one does not.
+Forward is the same, with one exception to handle: `matmul` copies a first operand with gaps if its second operand
+requires grad, which a detached weight does not.
 """
 
 from __future__ import annotations
@@ -38,18 +37,16 @@ WeightBiasGradients = tuple[torch.Tensor | None, torch.Tensor | None]  # gradien
 
 
 class OperatorResult(NamedTuple):
-    """The result of a kind's `run`."""
-
     value: torch.Tensor
-    core: torch.Tensor  # the same memory where autograd has its node: `value` may be a view of it
-    x: torch.Tensor | None  # what the gradients of weight and bias are made of; None: only of what will arrive
+    core: torch.Tensor  # the result of the autograd node, with the same memory: `value` may be a view of it
+    x: torch.Tensor | None  # input for the gradients of weight and bias; None: only the arriving gradient is needed
 
 
 class OperatorKind(NamedTuple):
-    """`x`, the weight `w` and the bias `b`, then the node's options, which are constants."""
+    """A kind of node: its operands are `x`, the weight `w` and the bias `b`, then constant options."""
 
     name: str
-    run: Callable[..., OperatorResult]  # (x, w, b, wants w, *options); the `w` at hand may be a detached one
+    run: Callable[..., OperatorResult]  # (x, w, b, wants w, *options); `w` may be detached
     weight_gradients: Callable[..., WeightBiasGradients]  # (gradient, x, w, b, wants w, wants b, *options)
 
 
@@ -77,7 +74,7 @@ def _operator_result(y: torch.Tensor, x: torch.Tensor, wants_w: bool) -> Operato
 
 
 def _is_made_dense(x: torch.Tensor, wants_w: bool) -> bool:
-    """Returns whether `matmul` copies this `x`, where it has gaps, since its second operand requires grad."""
+    """Returns whether `matmul` would copy `x`, which has gaps, since its second operand requires grad."""
     return wants_w and x.dim() > 2 and not x.is_contiguous()
 
 
@@ -94,7 +91,7 @@ def _bmm(x: torch.Tensor, w: torch.Tensor, b: None, wants_w: bool) -> OperatorRe
 def _linear_gradients(
     gradient: torch.Tensor, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, wants_w: bool, wants_b: bool
 ) -> WeightBiasGradients:
-    # Autograd chooses by the strides of the second operand (`mm_mat2_backward` in FunctionsManual.cpp), here `w.t()`.
+    # Autograd selects by the strides of the second operand (`mm_mat2_backward` in FunctionsManual.cpp), here `w.t()`.
     w_gradient = None
     if wants_w:
         w_gradient = (
@@ -147,7 +144,7 @@ BMM = OperatorKind("bmm", _bmm, _bmm_gradients)
 
 
 def convolution_kind(function: Callable[..., torch.Tensor], dims: int, transposed: bool) -> OperatorKind:
-    """`function` with all its options as lists of `dims` numbers: stride, padding, dilation, output padding; groups."""
+    """Makes the kind of `function`; options: stride, padding, dilation, output padding (lists of `dims`), groups."""
 
     def run(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, wants_w: bool, *options: Any) -> OperatorResult:
         stride, padding, dilation, output_padding, groups = options
@@ -167,7 +164,7 @@ def convolution_kind(function: Callable[..., torch.Tensor], dims: int, transpose
     ) -> WeightBiasGradients:
         stride, padding, dilation, output_padding, groups = options
         sizes = None if b is None else list(b.shape)
-        if gradient.dim() < x.dim():  # of one sample, to which `run` has given a dimension
+        if gradient.dim() < x.dim():  # a single sample, to which `run` added a dimension
             gradient = gradient.unsqueeze(0)
         _, of_w, of_b = torch.ops.aten.convolution_backward(
             *(gradient, x, w, sizes, stride, padding, dilation, transposed, output_padding, groups),
@@ -182,11 +179,11 @@ def convolution_kind(function: Callable[..., torch.Tensor], dims: int, transpose
 
 
 def split_node(kind: OperatorKind, names: tuple[str, str | None], casts: bool) -> Callable[..., torch.Tensor]:
-    """A node of this kind, as a function of (tape, x, weight, bias, *options). Without a tape it is the node as it was.
+    """Makes a split node: a function of (tape, x, weight, bias, *options). Without a tape it runs the plain node.
 
     Args:
         names: the names of the weight and the bias.
-        casts: the node ran under autocast, whose cast of the weight is a part of what W goes back through.
+        casts: the node ran under autocast, so W also runs backward through the cast of the weight.
     """
     w_name, b_name = names[0], names[1] or ""
     by_wants = {(True, True): (w_name, b_name), (True, False): (w_name,), (False, True): (b_name,)}
@@ -222,7 +219,7 @@ def split_node(kind: OperatorKind, names: tuple[str, str | None], casts: bool) -
 
 
 def split_embedding(function: Callable[..., torch.Tensor], name: str, place: int) -> Callable[..., torch.Tensor]:
-    """An embedding, as a function of (tape, ...); its table, the parameter `name`, is argument `place` of it."""
+    """Makes an embedding a function of (tape, ...); its table, the parameter `name`, is argument `place`."""
 
     def call(tape: WeightGradientTape | None, *args: Any, **kwargs: Any) -> torch.Tensor:
         y = function(*args, **kwargs)
@@ -235,7 +232,7 @@ def split_embedding(function: Callable[..., torch.Tensor], name: str, place: int
 
 
 def _gradient_edge(result: torch.Tensor) -> GradientEdge:
-    """`get_gradient_edge` of what a node has made, in half the time."""
+    """`get_gradient_edge` of a node's result, in half the time."""
     assert result.grad_fn is not None
     return GradientEdge(result.grad_fn, result.output_nr)
 
@@ -243,7 +240,7 @@ def _gradient_edge(result: torch.Tensor) -> GradientEdge:
 def _autograd_gradients(
     edge: GradientEdge, weights: list[torch.Tensor]
 ) -> Callable[[torch.Tensor], Sequence[torch.Tensor]]:
-    """Makes the function of W for a node behind which there is nothing but weights."""
+    """Makes the W function of a node whose backward leads to weights only."""
 
     def weight_gradients(gradient: torch.Tensor) -> Sequence[torch.Tensor]:
         return torch.autograd.grad([edge], weights, [gradient])
@@ -252,7 +249,7 @@ def _autograd_gradients(
 
 
 def check_input_unchanged(x: torch.Tensor, version: int, name: str) -> None:
-    """Raises where an input was written to since forward, as autograd does for the tensors that it saves."""
+    """Raises an error if an input was written to since forward, as autograd does for saved tensors."""
     if version_of(x) != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: the input "
@@ -262,7 +259,7 @@ def check_input_unchanged(x: torch.Tensor, version: int, name: str) -> None:
 
 
 def cast_operands(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Operands:
-    """Casts the operands of these kinds as autocast does."""
+    """Casts the operands as autocast does."""
     device = x.device.type
     if not torch.is_autocast_enabled(device):
         return x, w, b

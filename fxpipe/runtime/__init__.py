@@ -1,15 +1,14 @@
 """The runtime: runs a program of stages on devices, a step at a time.
 
-Of the compiler it knows `fxpipe.rewriting.program`, and nothing else: stages are callables, values go by name, and it
-never looks at a graph.
+It depends on the compiler by `fxpipe.rewriting.program` only: stages are callables, values have names, and it never
+reads a graph.
 
-From the bottom: `wiring` (dependencies of actions), `bound_program` (a program on devices), `transport` (tensors on
-their way between devices), `exchange` (what goes between stages), `stage_instance` (a stage in a step), `loss_stage`,
-`caller_context` (what the caller has around it, and the state of a thread between actions), `action_performer` (what
-stands around each action), `step` (what each does), `stage_updates` (what U does behind a step), `executors` (that run
-the rows), `engine` (whole steps), `stream` (mini-batches without a flush between them). `microbatches`, `losses` and
-`commit` are the two ends; `running_statistics` ends what deferred batch norm has put off. `step_record` is what a step
-notes of itself.
+From the bottom: `wiring` (dependencies of actions), `bound_program` (a program on devices), `transport` (copies between
+devices), `exchange` (values and gradients between stages), `stage_instance` (a stage in a step), `loss_stage`,
+`caller_context` (thread-local state of the caller and of workers), `action_performer` (device, context and timing of an
+action), `step` (the actions), `stage_updates` (U after a step), `executors` (run the rows), `engine` (complete steps),
+`stream` (mini-batches without a flush). `microbatches`, `losses` and `commit` are the two ends; `running_statistics`
+finishes deferred batch norm. `step_record` has the notes of a step.
 """
 
 from fxpipe.runtime.bound_program import BoundProgram

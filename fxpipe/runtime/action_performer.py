@@ -1,6 +1,6 @@
 """Performs actions: each on its stage's device and streams, in the caller's context, timed, with a note if it fails.
 
-An executor calls `perform(action)`, once `is_ready(action)`, within `in_row()`. Subclasses say what actions do: a
+An executor calls `perform(action)` within `in_row()`, once `is_ready(action)`. Subclasses implement the actions: a
 mini-batch (`step`), and the update of the weights after one (`stage_updates`). In a profiler each action is a range,
 `fxpipe F stage 1 micro-batch 3`.
 """
@@ -35,7 +35,7 @@ def action_note(action: Action, stages: int, device: str) -> str:
 
 
 def warn_of_unseen_workers() -> None:
-    """Warns if a profiler sees this thread only: a thread cannot be added later (torch 2.13)."""
+    """Warns if a profiler records only this thread, since threads cannot be added later (torch 2.13)."""
     if sees_this_thread_only():
         warnings.warn(
             "the profiler sees only the thread that started it, and none of the pipe's workers; let it see all: "
@@ -45,9 +45,9 @@ def warn_of_unseen_workers() -> None:
 
 
 class ActionPerformer(ABC):
-    """Performs the actions of rows that run side by side; a failure in one of them ends all."""
+    """Performs the actions of parallel rows; a failure in one row ends all."""
 
-    # What each kind of action does: a method of the class that derives from this one, of (stage, micro-batch).
+    # By kind of action: a method of the subclass, with arguments (stage, micro-batch).
     action_methods: ClassVar[Mapping[ActionKind, Callable[[Any, int, int], None]]] = {}
 
     def __init__(
@@ -57,26 +57,25 @@ class ActionPerformer(ABC):
         context: CallerContext,
         stage_devices: Sequence[Sequence[torch.device]] = (),
     ):
-        """Makes it.
-
+        """
         Args:
             devices: by stage.
             context: of the caller.
-            stage_devices: by stage those of its replicas; none: each stage has one.
+            stage_devices: by stage, the devices of its replicas; empty: each stage has one.
         """
         self.devices, self.transport = tuple(devices), transport
         self.stage_devices = tuple(map(tuple, stage_devices)) or tuple((device,) for device in devices)
         self.has_replicas = any(len(own) > 1 for own in self.stage_devices)
-        # By stage and replica, the device and its stream: looked up here once, and not for each action.
+        # Device and stream by stage and replica, cached for all actions.
         self._places = [[(device, transport.compute_stream(device)) for device in own] for own in self.stage_devices]
-        self.caller_context = context  # of the caller; the drop-in's backward brings its own
+        self.caller_context = context  # the caller's; replaced for a drop-in's backward
         self.failure: BaseException | None = None
         self.log = StepLog()
         self._failing = threading.Lock()
 
     @abstractmethod
     def in_row(self) -> AbstractContextManager[None]:
-        """A block of a thread, in which it performs a row or a part of one."""
+        """A block in which a thread performs a row or a part of one."""
 
     @abstractmethod
     def is_ready(self, action: Action) -> bool: ...
@@ -87,35 +86,32 @@ class ActionPerformer(ABC):
 
     @abstractmethod
     def pass_on(self, action: Action) -> None:
-        """Lets those start who wait for an action that has ended."""
+        """Opens the fences of an action that has ended."""
 
     @abstractmethod
     def open_all(self) -> None:
-        """Lets all start who wait, so that they see the failure."""
+        """Opens all fences, so that waiting workers see the failure."""
 
     def note_of_failure(self, action: Action, error: BaseException) -> str:
-        """Returns the note that says where an exception was raised."""
         return action_note(action, len(self.devices), str(self.device_of(action)))
 
     def device_of(self, action: Action) -> torch.device:
-        """Returns the device of an action."""
         return self._place(action)[0]
 
     def _place(self, action: Action) -> tuple[torch.device, Any]:
-        """Returns device and stream of an action. U is where the parameters are, with the first of several replicas."""
+        """Returns device and stream of an action. U runs on the device of the parameters, the first replica's."""
         own = self._places[action.stage]
         turn = 0 if action.kind is ActionKind.UPDATE else replica_of(action.micro_batch, len(own))
         return own[turn]
 
     def fail(self, error: BaseException) -> None:
-        """Notes the first failure and opens all fences, so that every row comes to its end."""
+        """Stores the first failure and opens all fences, so that every row ends."""
         with self._failing:
             if self.failure is None:
                 self.failure = error
         self.open_all()
 
     def perform(self, action: Action) -> None:
-        """Performs an action. An exception makes the step fail."""
         device, stream = self._place(action) if self.has_replicas else self._places[action.stage][0]
         try:
             if stream is None and self.caller_context.is_empty and not is_profiler_on():

@@ -1,4 +1,4 @@
-"""The program of one graph with all that it needs to run, and the tensors of the model that it runs on."""
+"""The program of one graph on devices, and the tensors of the model that it uses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fxpipe.utils.output_combination import OutputCombination
 
 
 class StageReplica(NamedTuple):
-    """A device that has a stage, and the stage as it runs there."""
+    """A device of a stage, and the stage's code for this device."""
 
     device: torch.device
     stage: Stage
@@ -31,41 +31,41 @@ class BoundProgram:
 
     program: Program
     wiring: Wiring
-    devices: tuple[torch.device, ...]  # by stage; of several replicas the first one's, where the parameters are
-    in_dims: tuple[int | None, ...]  # by input leaf: which dimension holds the batch
-    out_dims: tuple[int | str | None, ...]  # of what micro-batches hand out: output leaves, then pieces of others
+    devices: tuple[torch.device, ...]  # by stage; for replicas the first device, which has the parameters
+    in_dims: tuple[int | None, ...]  # by input leaf: the batch dimension
+    out_dims: tuple[int | str | None, ...]  # by result of micro-batches: output leaves, then pieces of other outputs
     out_spec: Any  # tree of the output
-    state: ThreadState  # of the caller
+    state: ThreadState  # the caller's
     constants: dict[str, torch.Tensor]  # tensors in lists, tuples and dicts of the model, by name
-    left_attribute_dims: Mapping[str, int | str] = field(default_factory=dict)  # of attributes that forward leaves
-    told: frozenset[int] = frozenset()  # output leaves of which the user has said how they go together
-    combinations: tuple[OutputCombination, ...] = ()  # of the outputs that are made of pieces
+    left_attribute_dims: Mapping[str, int | str] = field(default_factory=dict)  # for attributes that forward sets
+    told: frozenset[int] = frozenset()  # output leaves that the user has said how to combine
+    combinations: tuple[OutputCombination, ...] = ()  # for outputs combined from pieces
     known_pieces: Callable[[Sequence[Any], int], Mapping[int, Any]] | None = None  # (inputs, samples) -> by place
-    used_outputs: frozenset[int] = frozenset()  # those from which the model itself makes something that requires grad
-    moving_buffers: tuple[str, ...] = ()  # of a graph of evaluation, which then runs in one micro-batch
-    is_whole: bool = False  # is the number of samples not known, or not what micro-batches are weighted by?
-    replicas: tuple[tuple[StageReplica, ...], ...] = ()  # by stage, those that take turns; none: each stage is alone
+    used_outputs: frozenset[int] = frozenset()  # outputs that the model itself uses in a value that requires grad
+    moving_buffers: tuple[str, ...] = ()  # in an evaluation graph, which then runs in one micro-batch
+    is_whole: bool = False  # the number of samples is unknown, or not the weight of micro-batches
+    replicas: tuple[tuple[StageReplica, ...], ...] = ()  # by stage, in order of turns; or empty
 
     def replicas_of(self, stage: int) -> tuple[StageReplica, ...]:
-        """The replicas of a stage, in the order of their turns."""
+        """Returns the replicas of a stage, in the order of their turns."""
         if self.replicas:
             return self.replicas[stage]
         return (StageReplica(self.devices[stage], self.program.stages[stage]),)
 
     @property
     def is_joint(self) -> bool:
-        """Returns whether an output is made of all samples, so that the loss need not be a mean over samples."""
+        """True if an output combines all samples, so that the loss need not be a mean over samples."""
         return any(one.is_joint for one in self.combinations)
 
     @property
     def stage_devices(self) -> tuple[tuple[torch.device, ...], ...]:
-        """By stage the devices of all of its replicas."""
+        """By stage, the devices of all replicas."""
         return tuple(tuple(one.device for one in self.replicas_of(j)) for j in range(len(self.devices)))
 
     def with_turns_from(self, micro_batch: int) -> BoundProgram:
-        """The program with the replicas of each stage in the order of their turns from this micro-batch on.
+        """Returns the program with the replicas of each stage in the order of their turns from this micro-batch on.
 
-        The parameters stay where they are.
+        The parameters stay on their devices.
         """
         if not self.replicas:
             return self
@@ -74,9 +74,9 @@ class BoundProgram:
 
     @property
     def results(self) -> list[tuple[ReceivedValue | ConstantOutput, int | str | None]]:
-        """The results of micro-batches, each with how its parts go together.
+        """The results of micro-batches, each with the way in which its parts are combined.
 
-        Outputs and pieces, then the inputs that forward writes to, then the attributes that it leaves.
+        Outputs and pieces, then the inputs that forward writes to, then the attributes that it sets.
         """
         outputs = zip(self.program.outputs, self.out_dims, strict=True)
         written = ((value, self.in_dims[place]) for place, value in self.program.written_inputs.items())
@@ -88,7 +88,7 @@ class BoundProgram:
 
     @property
     def returned_inputs(self) -> dict[int, int]:
-        """The outputs that are inputs as they were given: place among the outputs -> place among the inputs."""
+        """The outputs that are unchanged inputs: index of the output -> index of the input."""
         places = {name: place for place, name in enumerate(self.program.inputs)}
         values = [o if isinstance(o, ReceivedValue) and o.source == PIPE_INPUT else None for o in self.program.outputs]
         returned = {at: places[value.name] for at, value in enumerate(values) if value is not None}
@@ -96,7 +96,7 @@ class BoundProgram:
 
     @property
     def result_names(self) -> list[str]:
-        """Names each of `results`, for people."""
+        """The names of `results` in messages."""
         leaves = self.out_spec.num_leaves
         outputs = [
             f"the output {place} ({value.name})" if isinstance(value, ReceivedValue) else f"the output {place}"
@@ -107,7 +107,7 @@ class BoundProgram:
         return [*outputs, *written, *(f"the attribute {name!r}, which forward sets," for name in self.program.left)]
 
     def output(self, handed_out: Sequence[Any], combined: Mapping[int, Any] | None = None) -> Any:
-        """The model's output, of what is handed out, gathered. `combined`: by place, where it is not made of that."""
+        """Returns the model's output from gathered values. `combined`: by place, outputs that are not among these."""
         leaves = list(handed_out[: self.out_spec.num_leaves])
         for one in self.combinations:
             leaves[one.output] = one.of(handed_out) if combined is None else combined[one.output]
@@ -115,19 +115,18 @@ class BoundProgram:
 
 
 def different_programs(bounds: Sequence[BoundProgram]) -> list[BoundProgram]:
-    """The programs among these, each once."""
     return list({id(bound): bound for bound in bounds}.values())
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTensors:
-    """The model's tensors by name, looked up anew in each step: a parameter that was replaced is followed."""
+    """The model's tensors by name, looked up again in each step, since parameters may be replaced."""
 
     model: nn.Module
     constants: dict[str, torch.Tensor]
-    # Found so far, since a step asks for each tensor three times, and the way from the model to a module takes 0.1 ms.
-    modules: dict[str, nn.Module] = field(default_factory=dict)  # by path
-    places: dict[str, tuple[dict[str, Any], str]] = field(default_factory=dict)  # by name: where it is, and under what
+    # Caches, since a step looks up each tensor three times, and finding a module takes 0.1 ms.
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+    places: dict[str, tuple[dict[str, Any], str]] = field(default_factory=dict)  # by name: dict and key
 
     def _module(self, path: str) -> nn.Module:
         if not path:
@@ -162,7 +161,7 @@ class ModelTensors:
     def set(self, name: str, value: torch.Tensor) -> None:
         try:
             store, key = self._slot(name)
-        except AttributeError:  # somebody has taken away what forward sets
+        except AttributeError:  # other code has deleted the attribute
             path, _, key = name.rpartition(".")
             store = self._module(path).__dict__
         store[key] = value

@@ -1,19 +1,19 @@
-"""Thread-local state of the caller, which is set in the worker for each action.
+"""Thread-local state of the caller, set in the worker for each action.
 
-`ThreadState` is what a function sees besides its arguments, and is recorded with every node. The rest is here:
+`ThreadState` is recorded with every node. The other state is here:
 
                             F, R and the loss           B (and W)
     inference mode          of the call                 (there is no B)
     autocast                recorded with the nodes     of the call of backward(); none in forward_backward
     saved-tensor hooks      of the call                 (torch binds them in forward)
     modes                   of the call                 of the call of backward(), as for R in the drop-in
-    default device          the stage's own, if the caller has one
+    default device          the stage's device, if the caller has a default device
 
-This is as in plain torch, but for autocast in the backward of `forward_backward`, which torch advises against. Modes
-(`__torch_dispatch__`, `__torch_function__`) do not support several threads: while the caller has some,
-one action runs at a time. While the caller's thread plans, scatters and gathers, its modes and hooks are off.
+This is as in plain torch, except autocast in the backward of `forward_backward`, which torch advises against. Modes
+(`__torch_dispatch__`, `__torch_function__`) do not support several threads: if the caller has any, one action runs at a
+time. While the caller's thread plans, scatters and gathers, its modes and hooks are off.
 
-State of the process (default dtype, deterministic algorithms, anomaly mode, global hooks) needs nothing. Context
+Process-wide state (default dtype, deterministic algorithms, anomaly mode, global hooks) needs no handling. Context
 variables are in `executors`.
 """
 
@@ -56,16 +56,16 @@ _NOTHING = contextlib.nullcontext()
 
 @dataclass(frozen=True, slots=True)
 class CallerContext:
-    """State set around the calling thread's code, apart from `ThreadState`."""
+    """The state of the calling thread, except `ThreadState`."""
 
     inference: bool = False
     autocast: ThreadState | None = None  # for B; None for none
-    hooks: SavedTensorHooks | None = None  # for saved tensors: only the innermost ones count
-    has_device: bool = False  # is there a default device
-    functions: tuple[TorchFunctionMode, ...] = ()  # outermost first, without that of the default device
+    hooks: SavedTensorHooks | None = None  # for saved tensors: only the innermost are used
+    has_device: bool = False  # a default device is set
+    functions: tuple[TorchFunctionMode, ...] = ()  # outermost first, without the mode of the default device
     dispatch_modes: tuple[TorchDispatchMode, ...] = ()
     is_empty: bool = True
-    turn: Any = _NOTHING  # a lock, where there are modes
+    turn: Any = _NOTHING  # a lock, if there are modes
 
     @classmethod
     def now(cls) -> CallerContext:
@@ -88,18 +88,17 @@ class CallerContext:
 
     @property
     def takes_turns(self) -> bool:
-        """Tells whether one action runs at a time."""
+        """True if only one action may run at a time."""
         return self.turn is not _NOTHING
 
     def for_backward(self, forward: CallerContext) -> CallerContext:
-        """Returns the context of the thread that calls the backward of a drop-in; hooks are its forward's, for R."""
+        """Returns the context of the thread that calls a drop-in's backward, with the hooks of its forward, for R."""
         state = ThreadState.now()
         autocast = state if any(one.enabled for one in state.autocast) else None
         is_empty = replace(self, hooks=None, is_empty=True) == _EMPTY_CONTEXT and not (autocast or forward.hooks)
         return replace(self, hooks=forward.hooks, autocast=autocast, is_empty=is_empty)
 
     def for_action(self, kind: ActionKind, device: torch.device) -> AbstractContextManager[Any]:
-        """A block of an action on this device."""
         return _NOTHING if self.is_empty else self._entered(kind, device)
 
     @contextmanager
@@ -111,7 +110,7 @@ class CallerContext:
                 stack.enter_context(set_thread_state(self.autocast))
             if self.hooks is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.hooks))
-            # Modes are pushed and not entered: they have been, and some begin anew each time.
+            # Push modes without entering them: they have been entered, and some start again each time.
             if self.has_device and device.type != "cpu":
                 stack.enter_context(_on_function_stack(DeviceContext(device)))
             for function in self.functions:
@@ -133,7 +132,7 @@ def _modes_suspended() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(dispatch_modes_suspended())
         modes = [pop_function_mode() for _ in current_function_modes()]
-        for mode in modes:  # they come innermost first, and go back the other way round
+        for mode in modes:  # innermost first; restored in reverse order
             stack.callback(push_function_mode, mode)
         stack.enter_context(hooks_suspended())
         with ExitStack() as device:
@@ -179,7 +178,7 @@ def _refuse_transforms() -> None:
 
 
 def _refuse_modes(modes: tuple[TorchDispatchMode, ...]) -> None:
-    """Refuses torch's own modes, which have a key: they stand for other tensors (fake, functional, proxies)."""
+    """Raises if torch's own modes, which have a key, are active: they replace tensors (fake, functional, proxies)."""
     for mode in modes:
         if is_infrastructure_mode(mode):
             raise StateError(
@@ -188,12 +187,12 @@ def _refuse_modes(modes: tuple[TorchDispatchMode, ...]) -> None:
             )
 
 
-# -- The default state of worker threads: an action sets only what differs from it -------------------------------------
+# -- The default state of worker threads: an action sets only differences from it ------------------------------------
 #
-# To set the state of a thread and to put it back takes ten microseconds, and it is the same for nearly every action. So
-# a row sets it once: gradients as the caller has them, no autocast, which backward must not have, and no threads of
-# autograd's own. Forward and loss then set nothing unless the caller has autocast on. What user code in them leaves
-# set, a grad mode say, does not outlast it: a look at the end costs next to nothing.
+# Setting the state of a thread and restoring it takes ten microseconds, and nearly all actions need the same. So a row
+# sets it once: the caller's grad mode, no autocast, which backward must not have, and no multithreading in autograd.
+# Forward and loss then set nothing unless the caller has autocast on. A grad mode that user code leaves set
+# is reset: checking for it is cheap.
 
 T = TypeVar("T")
 
@@ -206,9 +205,9 @@ def thread_defaults(state: ThreadState) -> Iterator[None]:
 
 
 class CallerStateRunner:
-    """Calls functions in the state of the caller, from a thread that rests.
+    """Calls functions in the state of the caller, from a thread with the default state.
 
-    Where one raises, the row ends, and that puts everything back.
+    If one raises, the row ends, and the end of the row restores the state.
     """
 
     def __init__(self, state: ThreadState):

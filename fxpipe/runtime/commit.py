@@ -1,17 +1,17 @@
-"""Gradients of a step are committed once, after it has succeeded.
+"""Commits the gradients of a step once, after it has succeeded.
 
 `Commit` is one node in the caller's autograd graph for the whole pipeline: its inputs are the model's parameters and
 the inputs that require grad, its outputs are the outputs of the pipe. When the caller's backward reaches it, the
-workers run theirs, and it returns the sums. So hooks on parameters fire once for a step, `.grad` accumulates,
-`autograd.grad` works, and a step that fails changes nothing.
+workers run their backwards, and it returns the sums. So hooks on parameters fire once for a step, `.grad` accumulates,
+`autograd.grad` works, and a failed step changes nothing.
 
 On GPUs it has nodes around it, since autograd runs each node of a GPU in a thread and on the stream of that GPU:
 
     outputs ◀── Caught ◀── Commit ◀── Handed of cuda:0 ◀── parameters and inputs there
     (cuda:1)    (cuda:1)    (CPU)  ◀── Handed of cuda:1 ◀── parameters and inputs there
 
-So Commit waits in the thread that calls backward, where Ctrl-C and context variables are the caller's, and each
-gradient comes from a node of its own device. One node for all would have the stream of the outputs, and other GPUs
+So Commit waits in the thread that calls backward, which has the caller's Ctrl-C and context variables, and each
+gradient is returned by a node of its own device. A single node would have the stream of the outputs, and other GPUs
 would wait for it (torch warns that AccumulateGrad has another stream).
 """
 
@@ -32,7 +32,7 @@ _CPU = torch.device("cpu")
 
 
 class Commit(torch.autograd.Function):
-    """`finish(gradients of outputs)` returns the gradients of `inputs` in a list, which is emptied.
+    """A node whose backward returns `finish(gradients of outputs)`: the gradients of `inputs`, a list that is emptied.
 
     It runs once, in a block of `running`. If that block refuses to begin, backward may be called again.
     """
@@ -63,7 +63,7 @@ class Commit(torch.autograd.Function):
 
 
 class _GradientCatcher(torch.autograd.Function):
-    """Outputs of a GPU; leaves their gradients in a list, for Commit, which comes next."""
+    """An identity of outputs on a GPU, whose backward stores their gradients in a list for Commit."""
 
     @staticmethod
     def forward(
@@ -80,7 +80,7 @@ class _GradientCatcher(torch.autograd.Function):
 
 
 class _GradientHandout(torch.autograd.Function):
-    """Hands out the gradients of `inputs`, all on one device, that Commit has left in a list."""
+    """A node whose backward returns the gradients of `inputs`, all on one device, from a list that Commit filled."""
 
     @staticmethod
     def forward(ctx: Any, gradients: GradientList, *inputs: torch.Tensor) -> torch.Tensor:
@@ -98,8 +98,7 @@ def attach_commit(
     inputs: Sequence[torch.Tensor],
     running: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[torch.Tensor, ...]:
-    """`outputs`, all on one device, in a graph whose backward calls `finish` and gives the result to
-    `inputs`."""
+    """Attaches `outputs`, all on one device, to a graph whose backward calls `finish` for the gradients of `inputs`."""
     if all(tensor.device == _CPU for tensor in (*outputs, *inputs)):
         attached: tuple[torch.Tensor, ...] = Commit.apply(finish, running, outputs, *inputs)
         return attached
@@ -122,21 +121,21 @@ def attach_commit(
 
 
 def _empty_tensor_on(device: torch.device) -> torch.Tensor:
-    """A tensor that only is somewhere: no memory, no kernel."""
+    """Returns a tensor on a device without memory or a kernel."""
     return torch.empty(0, device=device)
 
 
 def _take_gradients(gradients: GradientList) -> GradientList:
-    """Returns these gradients as a backward returns them; the list is emptied."""
+    """Returns these gradients in the form for a backward; the list is emptied."""
     if torch.is_grad_enabled():  # create_graph=True
         gradients[:] = _undifferentiable(gradients)
-    # `pop` leaves no second reference, so that AccumulateGrad takes the tensors without a copy.
+    # `pop` leaves no second reference, so that AccumulateGrad uses the tensors without a copy.
     gradients.reverse()
     return [gradients.pop() for _ in range(len(gradients))]
 
 
 class _Undifferentiable(torch.autograd.Function):
-    """A function whose results require grad and cannot have any."""
+    """A function whose results require grad but cannot be differentiated."""
 
     @staticmethod
     def forward(ctx: Any, requires_grad: torch.Tensor, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -159,10 +158,10 @@ def _undifferentiable(gradients: GradientList) -> GradientList:
 
 
 def add_gradient(have: torch.Tensor | None, new: torch.Tensor, count: int) -> torch.Tensor:
-    """The sum of `count` gradients before and `new`.
+    """Returns the sum of `count` earlier gradients and `new`.
 
-    The first is kept as autograd gave it, and may share storage with another one; so the second is added out of place,
-    and only the sum that is then ours is added to in place.
+    The first gradient is kept as autograd returned it, and may share storage with another. So the second is added out
+    of place, and further ones in place.
     """
     if have is None:
         return new
@@ -171,10 +170,10 @@ def add_gradient(have: torch.Tensor | None, new: torch.Tensor, count: int) -> to
 
 # -- Rollback of gradients if a hook raises ---------------------------------------------------------------------------
 #
-# Autograd passes the gradients of a step to the leaves one after another: through the hooks of the leaf
-# (`register_hook`), into `.grad`, and to `register_post_accumulate_grad_hook`. If a hook raises, the leaves before it
-# have their gradients and the others have not. So if a leaf has hooks, the gradients from before the step are copied
-# meanwhile. What hooks have done themselves cannot be undone, and hooks on a node of autograd cannot be seen.
+# Autograd passes the gradients of a step to one leaf after another: through the hooks of the leaf (`register_hook`),
+# into `.grad`, and to `register_post_accumulate_grad_hook`. If a hook raises, earlier leaves have their gradients and
+# later ones do not. So if a leaf has hooks, the gradients from before the step are copied first. Side effects
+# of hooks cannot be undone, and hooks on autograd nodes are not visible.
 
 
 class _GradientSnapshot:
@@ -188,23 +187,23 @@ class _GradientSnapshot:
     def put_back(self) -> None:
         for leaf, gradient, value in self._all:
             if gradient is not None and value is not None:
-                gradient.copy_(value)  # somebody may hold the tensor itself, or one that it is a part of
+                gradient.copy_(value)  # other code may hold the tensor, or a larger one that it is a part of
             leaf.grad = gradient
 
 
 @contextmanager
 def gradient_rollback(leaves: Sequence[torch.Tensor], is_certain: bool = False) -> Iterator[None]:
-    """A block that hands out gradients to leaves: where it fails, they have the gradients from before it.
+    """A block that passes gradients to leaves; if it fails, their earlier gradients are restored.
 
     Args:
-        is_certain: it may fail where none of these has a hook, too.
+        is_certain: restore even if none of the leaves has a hook.
     """
     if not (is_certain or any(map(has_gradient_hooks, leaves))):
         yield
         return
     before = _GradientSnapshot(leaves)
     try:
-        # Of threads of autograd's own, for GPUs, one would still hand out gradients when a hook in another has raised.
+        # With autograd's threads for GPUs, one could still pass gradients after a hook in another has raised.
         with torch.autograd.set_multithreading_enabled(False):
             yield
     except BaseException:
@@ -213,17 +212,17 @@ def gradient_rollback(leaves: Sequence[torch.Tensor], is_certain: bool = False) 
 
 
 def roll_back_with_caller(leaves: Sequence[torch.Tensor]) -> None:
-    """Rolls gradients back within a backward that somebody else has called, should it fail from here on.
+    """Restores gradients if a backward that other code has called fails from here on.
 
-    Only where all leaves are on the CPU, and so in the thread of who has called: a thread for a GPU might put gradients
-    back later than the exception arrives.
+    Only if all leaves are on the CPU, and so in the calling thread: a thread for a GPU might restore gradients
+    after the exception has arrived.
     """
     if any(map(has_gradient_hooks, leaves)) and all(leaf.device.type == "cpu" for leaf in leaves):
         call_after_backward(_RollbackCallback(_GradientSnapshot(leaves)))
 
 
 class _RollbackCallback:
-    """A callback that autograd calls when a backward has ended well, and drops uncalled when that has failed."""
+    """A callback that autograd calls when a backward succeeds, and drops without a call when it fails."""
 
     def __init__(self, before: _GradientSnapshot):
         self._before: _GradientSnapshot | None = before

@@ -1,7 +1,7 @@
-"""Runs whole steps: the drop-in, whose backward is the caller's, and `forward_backward`, which has its own.
+"""Runs complete steps: the drop-in, whose backward the caller starts, and `forward_backward`.
 
-Both end the same way. When all rows have ended well, buffers are written into the model, and gradients go through
-`commit`. When one has failed, nothing has changed.
+Both end in the same order: after all rows have succeeded, buffers are written into the model and gradients go through
+`commit`. If a row fails, nothing changes.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ from fxpipe.utils.random_generators import draw_seed
 
 @dataclass(frozen=True, slots=True)
 class StepNotes:
-    """The notes of a step, of which its record is made."""
+    """The notes of a step, from which its record is computed."""
 
     schedule: Schedule
     bounds: Sequence[BoundProgram]
     log: StepLog
     moved: Sequence[TransferNote]
-    samples: int | None = None  # in the mini-batch; None: not known
+    samples: int | None = None  # in the mini-batch; None if unknown
 
 
 ORDER_OF_BUFFERS = "forward changes buffers there, of which each micro-batch is to find what the one before has left"
 ORDER_OF_LOSSES = "loss_fn, which may draw random numbers or count, is called for one micro-batch after the other"
 
-LAST_STEP_SECONDS = 1.0  # seconds that the interpreter waits for a step that has lost its workers
+LAST_STEP_SECONDS = 1.0  # seconds that the interpreter waits at exit for a step without workers
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
@@ -79,26 +79,26 @@ class Engine:
     def __init__(self, model: nn.Module, executor: Executor, devices: Sequence[torch.device] = ()):
         self.model, self.executor, self.devices = model, executor, devices
         self._last_notes: StepNotes | None = None
-        self._last_step: StepRecord | None = None  # made of the notes, once it was asked for
-        self._caller_context = CallerContext()  # of who calls, while a step runs
+        self._last_step: StepRecord | None = None  # computed from the notes on request
+        self._caller_context = CallerContext()  # the caller's, during a step
         self.loss_histories = LossHistories()
         self._busy = threading.Lock()
-        self._runner: int | None = None  # the thread that runs a step
-        self._transport: Transport | None = None  # of the step that runs
+        self._runner: int | None = None
+        self._transport: Transport | None = None
         self._is_streaming = False
         self._kept_failure: weakref.finalize[Any, Any] | None = None
-        self.starts = 0  # of steps, those that were refused too
+        self.starts = 0  # number of steps begun, including refused ones
         _engines.add(self)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Lets one step run at a time: workers that served two would wait for each other."""
+        """A block in which no other step can run: workers that served two would wait for each other."""
         with self._occupied(), self._caller_context.suspended():
             yield
 
     @contextmanager
     def streaming(self) -> Iterator[CallerContext]:
-        """A block as `running`, around code of the caller's, too: modes and hooks stay as they are."""
+        """A block like `running`, around code of the caller: its modes and hooks stay active."""
         with self._occupied() as context:
             self._is_streaming = True
             try:
@@ -130,7 +130,7 @@ class Engine:
             yield self._caller_context
         except BaseException:
             if acquired and self._transport is not None:
-                self._transport.settle()  # what a step that fails has sent is given back behind its copies, too
+                self._transport.settle()  # frees what a failed step has sent, after the copies
             raise
         finally:
             if acquired:
@@ -139,33 +139,31 @@ class Engine:
                 self._busy.release()
 
     def keep_failure(self, error: BaseException) -> None:
-        """Keeps an exception that nobody can be given now; printed if the engine is not asked for it any more."""
+        """Keeps an exception for the next call; it is printed if there is none."""
         error.add_note("fxpipe: raised in the end of a stream whose loop was left before, and kept for the next call")
         self._kept_failure = weakref.finalize(self, sys.excepthook, type(error), error, error.__traceback__)
 
     def raise_kept_failure(self) -> None:
-        """Raises the exception that was kept, once."""
         if self._kept_failure is not None and (kept := self._kept_failure.detach()) is not None:
             raise kept[2][1]
 
     def _end(self) -> None:
-        """Lets no step begin any more, and waits for one that another thread runs to end, as far as that is soon."""
+        """Prevents further steps, and waits up to `LAST_STEP_SECONDS` for a step in another thread."""
         if self._runner != threading.get_ident():
             self._busy.acquire(timeout=LAST_STEP_SECONDS)
 
     def _forget_others(self) -> None:
-        """Resets a forked child: nothing of another thread's step goes on there."""
+        """Resets a forked child, where the step of another thread does not continue."""
         if self._runner != threading.get_ident():
             self._busy, self._runner, self._caller_context = threading.Lock(), None, CallerContext()
 
     @property
     def is_streaming(self) -> bool:
-        """Tells whether a stream is open, whose stages have weights and gradients to themselves."""
+        """True while a stream is open, whose stages have their own weights and gradients."""
         return self._is_streaming
 
     def _step(self, inputs: StepInputs, schedule: Schedule, seed: int | None = None, **more: Any) -> Step:
-        # Only where something draws: a model without random nodes leaves the generator alone, as it does without a
-        # pipe.
+        # A model without random nodes leaves the generator unchanged, as it does without a pipe.
         if seed is None:
             is_random = any(bound.program.is_random for bound in inputs.programs)
             seed = draw_seed() if is_random else 0
@@ -179,7 +177,7 @@ class Engine:
         return step
 
     def _run_rows(self, step: Step, schedule: Schedule, rows: Rows) -> None:
-        """Runs rows, all of the schedule's or a part, and keeps the notes of what they did."""
+        """Runs rows of the schedule, all or a part, and keeps notes for the record."""
         step.log.begun.append(time.perf_counter())
         self._transport = step.transport
         self.executor.run(step, rows)
@@ -188,17 +186,16 @@ class Engine:
         self._note_step(step, schedule)
 
     def _note_step(self, step: Step, schedule: Schedule) -> None:
-        # Not the step itself, which holds tensors.
+        # Keep no reference to the step, which holds tensors.
         samples = None if any(bound.is_whole for bound in step.bounds) else step.samples
         self.take_notes(StepNotes(schedule, step.bounds, step.log.now(), [*step.exchange.moved], samples))
 
     def take_notes(self, notes: StepNotes) -> None:
-        """Takes the notes of the last step."""
         self._last_notes, self._last_step = notes, None
 
     @property
     def last_step(self) -> StepRecord | None:
-        """The record of the last step; None before the first. Made when it is first asked for."""
+        """The record of the last step, computed on the first access; None before the first step."""
         notes = self._last_notes
         if self._last_step is None and notes is not None:
             record = step_record_of(notes.schedule, notes.bounds, notes.log, notes.moved, notes.samples)
@@ -206,7 +203,7 @@ class Engine:
         return self._last_step
 
     def _device_of_row(self, row: int) -> torch.device | None:
-        """The device of a row, if it is in this process."""
+        """Returns the device of a row, if it is in this process."""
         return self.devices[row] if row < len(self.devices) else None
 
     def _with_peak(self, row: int, record: DeviceRecord) -> DeviceRecord:
@@ -224,13 +221,13 @@ class Engine:
         placement: Sequence[int],
         replicas: Sequence[int] = (),
     ) -> None:
-        """Runs the update of each stage in its worker, behind a step.
+        """Runs the update of each stage in its worker, after a step.
 
         Args:
-            updates: what U does, by stage.
+            updates: by stage, the function that U calls.
             devices: by stage.
             placement: the worker of each stage.
-            replicas: of each worker, of which the first updates the weights; none: each is alone.
+            replicas: by worker, the number of replicas; empty: one each.
         """
         notes = self._last_notes
         step = UpdateStep(updates, devices, self._caller_context)
@@ -244,7 +241,7 @@ class Engine:
     # -- the drop-in -------------------------------------------------------------------------------------------------
 
     def call(self, given: GivenInputs, schedule: Schedule) -> Any:
-        """Runs all forwards of a mini-batch and returns the output; its backward runs all backwards, once."""
+        """Runs all forwards of a mini-batch and returns the output, whose backward runs all backwards, once."""
         bound, leaves, m = given.bound, given.leaves, schedule.micro_batches
         kind = self.loss_histories.for_drop_in(bound)
         step = self._step(StepInputs.of(given), schedule, look_at_elements=kind.look_at_elements and m > 1)
@@ -259,7 +256,7 @@ class Engine:
             if not isinstance(o, ConstantOutput) and any(p.requires_grad for p in parts[o])
         ]
         if differentiable:
-            shapes = [[p.value.shape for p in parts[o]] for _, o, _ in differentiable]  # their memory may go
+            shapes = [[p.value.shape for p in parts[o]] for _, o, _ in differentiable]  # values may be freed
 
             def backward(gradients: Sequence[torch.Tensor | None]) -> None:
                 for (_, o, how), gradient, part_shapes in zip(differentiable, gradients, shapes, strict=True):
@@ -275,7 +272,7 @@ class Engine:
             attached = self._commit(step, backward, parts_of_graph, running=self.running)
             for (place, *_), output in zip(differentiable, attached, strict=True):
                 outputs[place] = output
-                if place in bound.used_outputs:  # what the model makes of it adds to its gradient in the stages
+                if place in bound.used_outputs:  # the gradient of the model's own use is added in the stages
                     refuse: Any = functools.partial(_refuse_hook, bound.result_names[place])
                     output.register_hook = output.retain_grad = refuse  # type: ignore[method-assign]
         count = len(bound.program.outputs)
@@ -294,9 +291,9 @@ class Engine:
         without: Collection[int] = (),
         running: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> tuple[torch.Tensor, ...]:
-        """`outputs` in the caller's graph: their backward runs `backward`, then hands out what the step has summed.
+        """Attaches `outputs` to the caller's graph: their backward runs `backward`, then returns the sums of the step.
 
-        `without`: identities of parameters that get nothing. `running`: a block around `backward`.
+        `without`: identities of parameters without gradients. `running`: a block around `backward`.
         """
         named = {name: t for name, t in self._trained_parameters(step).items() if id(t) not in without}
         trained, parameters = step.trained, [*named.values()]
@@ -319,7 +316,6 @@ class Engine:
 
     @staticmethod
     def _trained_parameters(step: Step) -> dict[str, torch.Tensor]:
-        """Returns the parameters that the step has gradients for, by name."""
         named = step.tensors_by_name()
         return {name: tensor for name, tensor in named.items() if tensor.requires_grad and not step.is_changed(name)}
 
@@ -337,11 +333,11 @@ class Engine:
     ) -> tuple[torch.Tensor, Any]:
         """Runs a step and adds its gradients to the model's parameters; returns the loss, and the outputs or None.
 
-        With `updates` the stages update their weights within it, unless this step verifies the loss.
+        With `updates` the stages update their weights within the step, unless the step verifies the loss.
         """
         bound, m = given.bound, schedule.micro_batches
         _check_scaler_device(scaler, bound)
-        history = None  # micro-batches that are handed over are compared with no mini-batch
+        history = None  # the caller's micro-batches have no mini-batch to compare with
         if not given.is_handed_over:
             history = self.loss_histories.of(loss_fn, reduction, tuple(given.targets), bound, (given.batch, m))
 
@@ -367,7 +363,7 @@ class Engine:
             wrong = step.loss_weighting.difference(step.loss.losses.share)
             if wrong and updates is not None and updates.begun:
                 raise LossError(f"{wrong} {LOSS_REMEDIES}. {MODEL_LOSS_REMEDIES}")
-            if wrong and history.can_verify and not is_verified:  # nothing has changed yet: again, and for certain
+            if wrong and history.can_verify and not is_verified:  # nothing has changed yet: run again and verify
                 is_verified = True
                 step = run(is_verified, step.seed)
             loss, outputs, _ = self.judged_loss(step, history, wrong, is_verified, return_outputs)
@@ -383,7 +379,7 @@ class Engine:
             output = stage.outputs_of_micro_batches() if outputs is None else stage.tree(outputs)
         self.add_gradients(step, updates)
         step.commit_buffers()
-        with torch.no_grad():  # as in a loop, attributes are in the end what the last micro-batch leaves
+        with torch.no_grad():  # attributes get the values of the last micro-batch, as in a loop
             leaves = given.leaves if given.is_handed_over else [given.leaves]
             for own, values, of_one in zip(given.bounds, results, leaves, strict=False):
                 write_back_results(ModelTensors(self.model, own.constants), of_one, own.program, values)
@@ -393,12 +389,12 @@ class Engine:
     def judged_loss(
         cls, step: Step, history: LossHistory, wrong: str | None, is_verified: bool, is_asked: bool = False
     ) -> tuple[torch.Tensor, list[Any], bool]:
-        """Returns the loss of a mini-batch, its outputs, if they were kept, and whether the loss was verified by them.
+        """Returns the loss of a mini-batch, its outputs, if they were kept, and whether they verified the loss.
 
         Args:
-            wrong: how elements count differently in different micro-batches.
-            is_verified: whether the loss of all outputs is compared.
-            is_asked: whether the outputs are to be returned.
+            wrong: how the weights of elements differ between micro-batches.
+            is_verified: compare with the loss of all outputs.
+            is_asked: the caller needs the outputs.
 
         Raises:
             LossError: the losses of micro-batches do not add up to the loss.
@@ -421,7 +417,7 @@ class Engine:
 
     @staticmethod
     def gathered_outputs(stage: LossStage, is_verified: bool, is_asked: bool) -> tuple[list[Any], bool]:
-        """The outputs of the mini-batch, where they were kept, and whether the loss can be verified by them."""
+        """Returns the outputs of the mini-batch, if they were kept, and whether they can verify the loss."""
         if not stage.keep_outputs:
             return [], False
         try:
@@ -432,12 +428,12 @@ class Engine:
             return [], False
 
     def add_gradients(self, step: Step, updates: OverlappedUpdates | None = None) -> None:
-        """Adds the gradients of a step that has ended well to those of the model's parameters."""
+        """Adds the gradients of a successful step to the gradients of the model's parameters."""
         _refuse_parameters_in_loss(step.loss, updates)
         extra = [] if step.loss is None else [leaf for leaf, *_ in step.loss.own.values()]
         updated = updates.identities if updates is not None and updates.begun else ()
         (root,) = self._commit(step, lambda _: None, [torch.zeros((), device="cpu")], extra, updated)
-        if not root.requires_grad:  # all parameters are updated, and their gradients gone
+        if not root.requires_grad:  # all parameters are updated, and their gradients freed
             step.transport.on_step_streams(lambda _: None)(None)
             return
         with gradient_rollback(leaves_below(root)):
@@ -446,7 +442,6 @@ class Engine:
     # -- updates of the weights within a step ------------------------------------------------------------------------
 
     def _run_with_updates(self, step: Step, schedule: Schedule, updates: OverlappedUpdates | None) -> None:
-        """Runs the rows of forward and backward, and with `updates` those of the weights at their ends."""
         if updates is None:
             self._run_rows(step, schedule, schedule.rows)
             return
@@ -463,10 +458,10 @@ class Engine:
         self._run_rows(step, schedule, schedule.rows)
 
     def update_stage(self, steps: Sequence[Step], j: int, updates: OverlappedUpdates) -> None:
-        """Gives the parameters of a stage their gradients, in its worker, and steps them.
+        """Updates a stage in its worker with the mean gradients of some steps.
 
         Args:
-            steps: of one program, by the mean of whose gradients the stage is updated: several in a stream, as a round.
+            steps: steps of one program; in a stream, the steps of a round.
         """
         for step in steps:
             _refuse_parameters_in_loss(step.loss, updates)
@@ -489,7 +484,7 @@ class Engine:
 
 
 def gathered_results(step: Step) -> tuple[list[Any], dict[ReceivedValue, list[BoundaryValue]]]:
-    """Gathers the results of a step without a loss; returns their parts, by value, as well."""
+    """Returns the gathered results of a step without a loss, and their parts by value."""
     bound, every = step.bounds[0], range(step.micro_batches)
     n = len(bound.devices)
     parts = {link.value: [step.exchange.take(n, link, i) for i in every] for link in bound.wiring.links[-1]}
@@ -510,7 +505,7 @@ def _refuse_hook(output: str, *_: Any) -> None:
 def _mean_gradient(
     name: str, home: torch.device, steps: Sequence[Step], divisors: Sequence[Any]
 ) -> torch.Tensor | None:
-    """The mean over steps of the gradient of a parameter, where it is: summed in their order, and divided once."""
+    """Returns the mean over steps of a parameter's gradient, on its device: summed in order, divided once."""
     total, count = None, 0
     for step, divisor in zip(steps, divisors, strict=True):
         gradient = step.parameter_gradient(name, home)
@@ -521,7 +516,7 @@ def _mean_gradient(
 
 
 def _refuse_parameters_in_loss(stage: LossStage | None, updates: OverlappedUpdates | None) -> None:
-    """Refuses a loss that reads weights which are updated before its gradients for them are there."""
+    """Raises `LossError` if the loss reads weights that are updated before their gradients from the loss exist."""
     if stage is not None and updates is not None and not updates.identities.isdisjoint(stage.uses):
         raise LossError(
             "loss_fn reads parameters of the model themselves, which an optimizer with overlap=True updates while the "
@@ -531,7 +526,7 @@ def _refuse_parameters_in_loss(stage: LossStage | None, updates: OverlappedUpdat
 
 
 def _check_scaler_device(scaler: torch.amp.GradScaler | None, bound: BoundProgram) -> None:
-    """Raises `ArgumentError` where losses are scaled on several devices, and the scaler has its scale on one."""
+    """Raises `ArgumentError` if losses are scaled on several devices, since the scale is on one."""
     devices = dict.fromkeys(bound.stage_devices[-1])
     if scaler is not None and len(devices) > 1:
         raise ArgumentError(
@@ -547,7 +542,7 @@ def losses_of(
     scaler: torch.amp.GradScaler | None = None,
     is_verified: bool = False,
 ) -> MicroBatchLosses:
-    """Returns the losses of a step, which are still to be taken."""
+    """Returns the losses of a step, not yet computed."""
     if given.is_handed_over:
         targets = targets_of_replicas([*given.targets], given.bound.stage_devices[-1])
         return MicroBatchLosses(loss_fn, reduction, given.shares, targets, scaler, is_handed_over=True)
@@ -571,11 +566,11 @@ def losses_of_mini_batch(
     whole: tuple[Any, ...] | None = None,
     known: Mapping[int, Any] | None = None,
 ) -> MicroBatchLosses:
-    """The losses of a mini-batch in so many micro-batches.
+    """Returns the losses of a mini-batch in `count` micro-batches.
 
     Args:
-        whole: the target of all, where they are verified.
-        known: pieces of the mini-batch, by place, where its leaves are not here.
+        whole: the target of the mini-batch, if the loss is verified.
+        known: pieces of the mini-batch, by place, if this process does not have its leaves.
     """
     shares = shares_of(samples_per_micro_batch(batch, count))
     targets = scatter_target(target, batch, count, bound.stage_devices[-1], rows_of_inputs(bound.in_dims))
@@ -587,7 +582,7 @@ def losses_of_mini_batch(
 
 
 def copied_target(target: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
-    """The target as it is before the step: loss_fn may write to it."""
+    """Copies the target before the step, since loss_fn may write to it."""
     copied: tuple[Any, ...] = map_tensor_leaves(lambda t: t.detach().to(device, copy=True), target)
     return copied
 
@@ -595,7 +590,7 @@ def copied_target(target: tuple[Any, ...], device: torch.device) -> tuple[Any, .
 def write_back_results(
     tensors: ModelTensors, leaves: Sequence[Any], program: Program, values: Sequence[torch.Tensor]
 ) -> None:
-    """Writes into inputs what forward has left in them, and sets the attributes that it has left."""
+    """Writes the final values of inputs that forward writes to, and sets the attributes that it sets."""
     places = len(program.written_inputs)
     for place, value in zip(program.written_inputs, values[:places], strict=True):
         leaves[place].copy_(value)
@@ -604,18 +599,17 @@ def write_back_results(
 
 
 def divided(gradient: torch.Tensor, divisor: Any) -> torch.Tensor:
-    """Divides a gradient by the divisor, which is where the loss is."""
     return gradient / (divisor.to(gradient.device) if isinstance(divisor, torch.Tensor) else divisor)
 
 
 def scatter_target(
     target: tuple[Any, ...], batch: int, count: int, devices: Sequence[torch.device], rows: Collection[int] = (1,)
 ) -> list[tuple[Any, ...]]:
-    """The target of each micro-batch, where the loss is taken: `()` or `(target,)`.
+    """Returns the target of each micro-batch, on the device of its loss: `()` or `(target,)`.
 
     Args:
         devices: of the replicas of the last stage.
-        rows: how many rows a sample may have in it.
+        rows: possible numbers of rows of a sample in the target.
     """
     leaves, spec = flatten(target)
     for leaf in leaves:
@@ -630,21 +624,20 @@ def scatter_target(
 
 
 def targets_of_replicas(targets: list[tuple[Any, ...]], devices: Sequence[torch.device]) -> list[tuple[Any, ...]]:
-    """The targets of micro-batches, each on the device of the replica of the last stage that takes its loss."""
+    """Moves the target of each micro-batch to the device of the replica that computes its loss."""
     if len({*devices}) == 1:
         return targets_on_device(targets, devices[0])
     return [targets_on_device([one], devices[replica_of(i, len(devices))])[0] for i, one in enumerate(targets)]
 
 
 def targets_on_device(targets: list[tuple[Any, ...]], device: torch.device) -> list[tuple[Any, ...]]:
-    """The targets of micro-batches that are handed over, where the loss is taken."""
     leaves, spec = flatten(targets)
     return pytree.tree_unflatten(leaves_on_device(leaves, device), spec) if leaves else targets
 
 
 @atexit.register
 def _stop_at_exit() -> None:
-    """Stops all engines: a thread inside torch when the interpreter ends, a worker or another, aborts the process."""
+    """Stops all engines: a thread inside torch aborts the process when the interpreter ends."""
     close_all_executors()
     stop_planning_threads()  # before the engines: a first step plans
     for engine in list(_engines):

@@ -1,7 +1,7 @@
 """Transfers between stages: values forward, gradients back.
 
-One worker fills in an entry of the tables, after a fence another reads and removes it. A value goes from its maker to
-each user; a gradient from a user to the next earlier one or to the maker. Who fills in an entry starts its copy to the
+One worker fills an entry of the tables; after a fence another worker reads and removes it. A value is sent from its
+maker to each user, a gradient from a user to the previous user or to the maker. The sender starts the copy to the
 reader's device.
 """
 
@@ -27,35 +27,34 @@ _CPU = torch.device("cpu")
 
 @dataclass(slots=True)
 class BoundaryValue:
-    """A value that one stage hands to another."""
+    """A value that one stage sends to another."""
 
-    value: Any  # a tensor is detached; in the tables it may be a parcel
+    value: Any  # a detached tensor, or another value; in the tables it may be packed for transport
     requires_grad: bool
 
 
-# Noted when a value, or a gradient, has come to a stage or the loss: its name, where it was made (None for a gradient),
-# who uses it, the micro-batch, and bytes. A plain tuple, as every action makes some, and hardly anybody reads them.
+# Recorded when a value or gradient arrives at a stage or the loss: name, source (None for a gradient), user,
+# micro-batch, bytes. A plain tuple, since every action creates some, and few are read.
 TransferNote: TypeAlias = tuple[str, int | None, int, int, int]
 
 
 class Exchange:
-    """The values and gradients of one step that are on their way."""
+    """The values and gradients of one step between stages."""
 
     def __init__(self, inputs: StepInputs, transport: Transport, grad: bool, has_loss: bool = True):
-        """Enters the inputs.
-
+        """
         Args:
-            grad: of the caller; without it no input gets a gradient.
-            has_loss: is the loss taken by the last stage; else outputs go to where its parameters are.
+            grad: of the caller; without it inputs get no gradients.
+            has_loss: the last stage computes the loss; else outputs are sent to the device of its parameters.
         """
         self.bounds, self.transport = inputs.bounds, transport
         stages = inputs.stage_devices
-        # By micro-batch and user: the loss is where the last stage is.
+        # By micro-batch and user: the loss is on the device of the last stage.
         self._devices = [
             tuple(own[replica_of(i, len(own))] for own in (*stages, stages[-1] if has_loss else stages[-1][:1]))
             for i in range(len(inputs.bounds))
         ]
-        self._readers = []  # by micro-batch
+        self._readers = []
         readers: dict[tuple[int, tuple[torch.device, ...]], Any] = {}
         for bound, devices in zip(inputs.bounds, self._devices, strict=True):
             if (id(bound), devices) not in readers:
@@ -68,7 +67,7 @@ class Exchange:
         self._values: dict[tuple[int, int, str, int], BoundaryValue] = {}
         self._gradients: dict[tuple[int, str, int], Any] = {}
         self.moved: list[TransferNote] = []
-        # Of inputs that require grad, by name and micro-batch, for where and how large their gradients are.
+        # For inputs that require grad, by name and micro-batch: the devices and sizes of their gradients.
         self._parts: dict[tuple[str, int], torch.Tensor] = {}
         trained = {(one.place, i) for one in inputs.trained for i in one.micro_batches} if grad else set()
         for i, (bound, leaves) in enumerate(zip(inputs.bounds, inputs.parts, strict=True)):
@@ -77,20 +76,20 @@ class Exchange:
                     self._enter(name, i, leaves[place], (place, i) in trained)
 
     def _device(self, i: int, name: str, user: int) -> torch.device:
-        """Returns the device on which a user wants a value: its own, unless the value is for the host."""
+        """Returns the device on which a user needs a value: the user's, or the host for values that it reads there."""
         return _device_of_user(self.bounds[i], self._devices[i], name, user)
 
     def _by_device(
         self, bound: BoundProgram, devices: Sequence[torch.device], name: str, users: Sequence[int]
     ) -> tuple[tuple[torch.device, tuple[int, ...]], ...]:
-        """Groups users by device: a value is sent to each device once."""
+        """Groups users by device, since a value is sent once to each device."""
         groups: dict[torch.device, list[int]] = {}
         for user in users:
             groups.setdefault(_device_of_user(bound, devices, name, user), []).append(user)
         return tuple((device, tuple(those)) for device, those in groups.items())
 
     def _enter(self, name: str, i: int, part: Any, wants: bool) -> None:
-        """Enters an input, which goes the way of all values, but is sent only when it is asked for."""
+        """Enters an input, which is sent when it is requested."""
         part = part.detach() if isinstance(part, torch.Tensor) else part
         for user in self.bounds[i].wiring.users.get((PIPE_INPUT, name), ()):
             self._values[user, PIPE_INPUT, name, i] = BoundaryValue(part, wants)
@@ -109,7 +108,7 @@ class Exchange:
                 self._values[user, maker, name, i] = BoundaryValue(sent, wants)
 
     def take(self, user: int, link: ValueLink, i: int) -> BoundaryValue:
-        """Takes a value that `user` receives, on its device; nobody else will ask for it."""
+        """Removes a value that `user` receives, on its device; there is no other reader."""
         source, name = link.value.source, link.value.name
         value = self._values.pop((user, source, name, i))
         if self._may_move and (source == PIPE_INPUT or isinstance(value.value, PendingCopy)):
@@ -133,7 +132,7 @@ class Exchange:
         self._gradients[key] = gradient
 
     def take_gradient(self, user: int, name: str, i: int) -> torch.Tensor | None:
-        """Takes the gradient that has come back for a value that stage `user` has made or uses, on its device."""
+        """Removes the gradient of a value that stage `user` computes or uses, on its device."""
         gradient = self._gradients.pop((user, name, i), None)
         if gradient is None:
             return None
@@ -142,15 +141,14 @@ class Exchange:
         return opened
 
     def enter_gradients(self, output: ReceivedValue, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Enters the gradients of a drop-in's output, one for each micro-batch. They are sent when asked for."""
+        """Enters the gradients of a drop-in's output, by micro-batch. They are sent when requested."""
         link = next(link for link in self.bounds[0].wiring.links[-1] if link.value == output)
         for i, gradient in enumerate(gradients):
             key = (link.gradient_target, link.value.name, i)
-            if gradient is not None:  # a value may stand in the output twice
+            if gradient is not None:  # a value may occur in the output twice
                 self._gradients[key] = gradient if key not in self._gradients else self._gradients[key] + gradient
 
     def input_gradients(self, trained: TrainedInput) -> torch.Tensor | None:
-        """Gathers the gradient of an input that requires grad."""
         parts, gradients, dim = [], [], trained.dim
         for i in trained.micro_batches:
             name = self.bounds[i].program.inputs[trained.place]
@@ -177,7 +175,7 @@ _WITH_VALUES = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spar
 
 
 def boundary_value_bytes(value: Any) -> int:
-    """Returns the bytes of a tensor, or of the values of a sparse or jagged one; 0 where it has neither."""
+    """Returns the bytes of a tensor, or of the values of a sparse or jagged tensor; otherwise 0."""
     if not isinstance(value, torch.Tensor):
         return 0
     if value.layout is torch.strided:

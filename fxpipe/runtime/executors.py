@@ -2,13 +2,13 @@
 
 For each action in a row they wait until it is ready and perform it. Guarantees:
 
-- Every row comes to its end: an exception in one opens all fences, and the others stop before their next action.
-- `run` returns when all rows have ended; then the exception, if any, is raised in the caller. An interrupt of the
-  caller (Ctrl-C) makes the step fail like any other; only a second one does not wait for the rows.
-- A worker holds nothing of a step once its row has ended, and none outlives the interpreter.
+- Every row ends: an exception in one opens all fences, and the other rows stop before their next action.
+- `run` returns when all rows have ended; then it raises the exception, if any. An interrupt of the caller (Ctrl-C)
+  fails the step like any other; only a second interrupt does not wait for the rows.
+- After a row has ended, its worker holds nothing of the step. No worker outlives the interpreter.
 
-In a stream `start` queues more rows after the queued ones without waiting for workers; `finish` waits, as `run` does.
-Rows are those of a validated schedule, so that some action is always ready.
+In a stream `start` queues further rows without waiting for workers; `finish` waits, as `run` does. Rows must be of a
+validated schedule, so that some action is always ready.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from fxpipe.utils import accelerator
 
 
 class Executor(Protocol):
-    """Runs the rows of a step to their end, or raises what made it fail."""
+    """Runs the rows of a step to their end, or raises the step's exception."""
 
     def run(self, step: ActionPerformer, rows: Rows) -> None: ...
 
     def start(self, step: ActionPerformer, rows: Rows) -> None:
-        """Queues rows, or more of them, of which none waits for what is not queued yet."""
+        """Queues rows, none of which may wait for an action that is not queued yet."""
 
     def wait(self, event: threading.Event) -> None:
-        """Returns when what was started has set the event, as it does when it fails, too."""
+        """Returns when a queued row has set the event, which a failure sets, too."""
 
     def finish(self, step: ActionPerformer) -> None:
-        """Returns when all that was started has ended, or raises what made it fail."""
+        """Returns when all queued rows have ended, or raises the step's exception."""
 
     @property
     def is_closed(self) -> bool: ...
@@ -54,7 +54,7 @@ PIPE_CLOSED = "the pipe is closed; make a new one with fxpipe.pipeline(model, ..
 CLOSED_INSIDE_STEP = "close() was called inside a step of the same pipe (by loss_fn, say); call it after the step"
 CLOSED_WHILE_RUNNING = "the pipe was closed while this step ran"
 
-# Before the interpreter ends: a daemon thread that is inside torch then aborts the process.
+# Before the interpreter ends: a daemon thread inside torch would abort the process.
 open_executors: weakref.WeakSet[Executor] = weakref.WeakSet()
 
 
@@ -64,7 +64,6 @@ def close_all_executors() -> None:
 
 
 def run_row(step: ActionPerformer, row: Sequence[Action]) -> None:
-    """Performs the actions of a row, up to a failure."""
     try:
         with step.in_row():
             for action in row:
@@ -82,12 +81,12 @@ def raise_failure(step: ActionPerformer) -> None:
         try:
             raise failure
         finally:
-            del failure  # else the exception holds this frame and this frame the exception
+            del failure  # else exception and frame would form a reference cycle
 
 
 # -- workers ---------------------------------------------------------------------------------------------------------
 
-POLL_SECONDS = 1.0  # seconds between two looks at whether the workers are still alive
+POLL_SECONDS = 1.0  # seconds between two checks that the workers are alive
 
 
 def _worker_main(
@@ -97,14 +96,14 @@ def _worker_main(
     ready: queue.SimpleQueue[Any],
     ended: list[BaseException],
 ) -> None:
-    """A worker: its arguments are all it holds, so that a pipe that is dropped is not kept alive by its threads.
+    """Runs a worker. It holds only its arguments, so that threads do not keep a dropped pipe alive.
 
-    A job is (context, step, row), or a queue to answer to, or None for the end. What
-    else ends the thread, it leaves in `ended`.
+    A job is (context, step, row), a queue to answer to, or None for the end. An exception that ends the thread is
+    appended to `ended`.
     """
     try:
         torch.set_num_threads(threads)
-        # Asking settles it: else the thread takes the process's number at its first operation (torch 2.13).
+        # Reading the number fixes it: else the thread uses the process's number at its first operation (torch 2.13).
         torch.get_num_threads()
         if device.type != "cpu":
             accelerator.set_current_device(device)
@@ -119,21 +118,21 @@ def _worker_main(
                 job[0].run(run_row, *job[1:])
             else:
                 job.put(None)
-            del job  # nothing of a step may live on while the worker waits for the next one
+            del job  # hold nothing of a step while waiting
     except BaseException as error:
         ended.append(error)
 
 
 class ThreadedExecutor:
-    """One thread for each device entry, which runs one row. Threads start with the first step, and anew in a fork."""
+    """One thread for each device entry, which runs one row. Threads start with the first step, and again in a fork."""
 
     def __init__(self, devices: Sequence[torch.device]):
         self._devices = tuple(devices)
         self._queues: list[queue.SimpleQueue[Any]] = []
         self._threads: list[threading.Thread] = []
-        self._ended: list[BaseException] = []  # what has ended threads before their time
+        self._ended: list[BaseException] = []  # exceptions that ended threads
         self._process: int | None = None
-        self._step: ActionPerformer | None = None  # that the workers are at
+        self._step: ActionPerformer | None = None
         self._closed = False
         open_executors.add(self)
 
@@ -169,7 +168,7 @@ class ThreadedExecutor:
             raise StateError(PIPE_CLOSED)
         if self._process != os.getpid() or not all(thread.is_alive() for thread in self._threads):
             self._start()
-        if self._step is not None:  # left behind by a second interrupt
+        if self._step is not None:  # after a second interrupt
             self._step.fail(StateError("the step was interrupted"))
         warn_of_unseen_workers()
         self._step = step
@@ -178,14 +177,14 @@ class ThreadedExecutor:
         if self._closed:
             raise StateError(CLOSED_WHILE_RUNNING)
         for jobs, row in zip(self._queues, rows, strict=True):
-            # Context variables are the caller's; what a stage sets stays in its row.
+            # Each row has a copy of the caller's context variables.
             jobs.put((contextvars.copy_context(), step, row))
 
     @contextlib.contextmanager
     def _failing_with(
         self, step: ActionPerformer, queues: Sequence[queue.SimpleQueue[Any]], threads: Sequence[threading.Thread]
     ) -> Iterator[None]:
-        """A block in which an interrupt of the caller, wherever it strikes, ends the step."""
+        """A block in which an interrupt of the caller, at any point, ends the step."""
         try:
             yield
         except BaseException as error:
@@ -195,7 +194,6 @@ class ThreadedExecutor:
             raise  # also where a stage has failed before: a Ctrl-C must not get lost
 
     def _wait_until_idle(self, queues: Sequence[queue.SimpleQueue[Any]], threads: Sequence[threading.Thread]) -> None:
-        """Returns when the workers have done all that is in their queues."""
         idle: queue.SimpleQueue[None] = queue.SimpleQueue()
         for jobs in queues:
             jobs.put(idle)
@@ -204,7 +202,7 @@ class ThreadedExecutor:
                 self._check_alive(threads)
 
     def _check_alive(self, threads: Sequence[threading.Thread]) -> None:
-        """Raises where workers will not come to an end."""
+        """Raises if the executor is closed or a worker has died."""
         if self._closed:
             raise StateError(CLOSED_WHILE_RUNNING)
         if not all(thread.is_alive() for thread in threads):
@@ -214,11 +212,11 @@ class ThreadedExecutor:
             raise InternalError(f"worker thread {names} has ended in the middle of a step ({why})") from cause
 
     def _start(self) -> None:
-        """Starts new threads, each with its share of the cores; the caller's number of threads stays as it is."""
+        """Starts new threads, each with its share of the cores; the caller's number of threads does not change."""
         own = torch.get_num_threads()
         share = max(1, own // len(self._devices))
         ready: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        _stop_workers(self._queues)  # of workers that are left, where one has died
+        _stop_workers(self._queues)  # remaining workers, if one has died
         queues: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in self._devices]
         ended: list[BaseException] = []
         threads = [
@@ -238,7 +236,7 @@ class ThreadedExecutor:
             _stop_workers(queues)
             raise
         finally:
-            # A new thread starts with the number that any thread has set last: set it back for those of others.
+            # New threads start with the last number that any thread has set: restore it for other threads.
             torch.set_num_threads(own)
         weakref.finalize(self, _stop_workers, queues)
         self._queues, self._threads, self._ended, self._process = queues, threads, ended, os.getpid()
@@ -249,7 +247,7 @@ class ThreadedExecutor:
         return self._closed
 
     def close(self) -> None:
-        """Ends the threads, for good, and waits for them. A step that another thread runs meanwhile fails."""
+        """Stops the threads permanently, and waits for them. A step that another thread runs fails."""
         if threading.current_thread() in self._threads:
             raise StateError(CLOSED_INSIDE_STEP)
         self._closed = True
@@ -263,7 +261,6 @@ class ThreadedExecutor:
 
 
 def _has_answer(answers: queue.SimpleQueue[None]) -> bool:
-    """Waits for an answer, but not for ever."""
     try:
         answers.get(timeout=POLL_SECONDS)
     except queue.Empty:
@@ -276,23 +273,21 @@ def _stop_workers(queues: Sequence[queue.SimpleQueue[Any]]) -> None:
         jobs.put(None)
 
 
-# -- A pipe with one worker needs no thread: its row runs in the thread that calls, if that is all on the CPU --------
+# -- A pipe with one worker on the CPU needs no thread: its row runs in the calling thread ---------------------------
 #
-# So it costs what the model costs, whatever the allocator makes of a second thread: glibc gives each thread an arena of
-# its own, and the same step is a tenth faster or slower in one than in another. Nothing is handed over, Ctrl-C strikes
-# where the model is, and a debugger stops there.
+# So it costs what the model costs: glibc gives each thread a memory arena, and the same step may be 10 % faster or
+# slower in another arena. Ctrl-C and debuggers stop within the model.
 
 
 def executor_for(devices: Sequence[torch.device]) -> Executor:
-    """Returns the executor of a pipe on these devices."""
     return InlineExecutor() if len(devices) == 1 and devices[0].type == "cpu" else ThreadedExecutor(devices)
 
 
 class InlineExecutor:
-    """Runs the only row there is in the calling thread."""
+    """Runs the only row in the calling thread."""
 
     def __init__(self) -> None:
-        self._running: tuple[int, ActionPerformer] | None = None  # the thread, and the step it is at
+        self._running: tuple[int, ActionPerformer] | None = None
         self._closed = False
         open_executors.add(self)
 
@@ -306,7 +301,7 @@ class InlineExecutor:
         (row,) = rows
         self._running = threading.get_ident(), step
         try:
-            # As with workers: context variables are the caller's; what a stage sets stays in its row.
+            # As with workers, the row has a copy of the caller's context variables.
             contextvars.copy_context().run(run_row, step, row)
         finally:
             self._running = None
@@ -321,7 +316,7 @@ class InlineExecutor:
         return self._closed
 
     def close(self) -> None:
-        """Closes the executor for good. A step that another thread runs fails, and has ended soon."""
+        """Closes the executor permanently. A step that another thread runs fails soon."""
         running = self._running
         if running is not None and running[0] == threading.get_ident():
             raise StateError(CLOSED_INSIDE_STEP)

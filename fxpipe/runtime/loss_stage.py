@@ -1,4 +1,4 @@
-"""The loss of each micro-batch and the gradients of the outputs: a stage of its own, behind the last."""
+"""The loss of each micro-batch and the gradients of the outputs: a stage after the last one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fxpipe.scheduling.replicas import replica_of
 from fxpipe.utils.output_combination import OutputCombination
 from fxpipe.utils.pytree import map_tensor_leaves
 
-_own_lock = threading.RLock()  # held while gradients are made of what else a loss depends on
+_own_lock = threading.RLock()  # held during the backward into leaves of loss functions
 
 NOT_AFFINE = (
     "is no sum of what samples give, nor one over a count that inputs tell: what a micro-batch adds to it depends on "
@@ -44,14 +44,14 @@ class LossStage:
     losses: MicroBatchLosses
     loss_weighting: LossWeightingCheck
     keep_outputs: bool
-    outputs: dict[int, list[Any]] = field(default_factory=dict)  # by micro-batch, where they are kept
-    gradients: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)  # of outputs, where they are verified
-    others: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # by micro-batch: results besides outputs
-    # Of what else the loss depends on, by id: the tensor, the sum of its gradients, and how many these are.
+    outputs: dict[int, list[Any]] = field(default_factory=dict)  # by micro-batch, if they are kept
+    gradients: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)  # for outputs, if they are verified
+    others: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # by micro-batch: results that are not outputs
+    # By identity, for leaves that loss_fn uses: the tensor, the sum of its gradients, and their number.
     own: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=dict)
-    own_of_others: tuple[dict[int, tuple[torch.Tensor, torch.Tensor, int]], ...] = field(init=False)  # of replicas
-    is_spread: bool = field(init=False)  # are replicas of the last stage on several devices
-    devices: tuple[torch.device, ...] = field(init=False)  # of the replicas of the last stage
+    own_of_others: tuple[dict[int, tuple[torch.Tensor, torch.Tensor, int]], ...] = field(init=False)  # by replica
+    is_spread: bool = field(init=False)  # replicas of the last stage are on several devices
+    devices: tuple[torch.device, ...] = field(init=False)  # by replica of the last stage
     run_as_caller: CallerStateRunner = field(init=False)
     trees: Sequence[OutputTree] = field(init=False)  # by micro-batch
 
@@ -66,17 +66,17 @@ class LossStage:
             self.losses.bring = self._brought
 
     def _brought(self, value: Any, device: torch.device | None = None) -> Any:
-        """A value on a device, by default that of the last stage's parameters, if it is a tensor."""
+        """Copies a tensor to a device, by default to the device of the last stage's parameters."""
         home = self.bound.devices[-1] if device is None else device
         return self.exchange.transport.bring(value, home) if isinstance(value, torch.Tensor) else value
 
     @property
     def uses(self) -> set[int]:
-        """The identities of what else the loss depends on."""
+        """The identities of the leaves that the loss uses outside the model's outputs."""
         return {key for sums in (self.own, *self.own_of_others) for key in sums}
 
     def add_up_replicas(self) -> None:
-        """Adds the gradients that other replicas have summed to those of the first, in order, behind all rows."""
+        """Adds the gradient sums of other replicas to the sums of the first, in order, after all rows."""
         for sums in self.own_of_others:
             for key, (leaf, gradient, count) in sums.items():
                 _, total, before = self.own.get(key, (leaf, None, 0))
@@ -85,19 +85,18 @@ class LossStage:
 
     @property
     def bound(self) -> BoundProgram:
-        """The program of the mini-batch; where micro-batches were handed over, of the first."""
+        """The program of the mini-batch, or of the first micro-batch."""
         return self.bounds[0]
 
     @property
     def tree(self) -> OutputTree:
-        """The output of the mini-batch."""
         return self.trees[0]
 
     def run(self, i: int) -> None:
         bound = self.bounds[i]
         links, user = bound.wiring.links[-1], len(bound.devices)
         outputs: list[Any] = []
-        trained: list[int] = []  # places of outputs that want a gradient
+        trained: list[int] = []  # places of outputs that require grad
         for link in links:
             received = self.exchange.take(user, link, i)
             output = received.value
@@ -118,7 +117,7 @@ class LossStage:
         if value is not None and is_mean and self.loss_weighting.is_on:
             self.loss_weighting.values[i] = value
         output_gradients: Sequence[torch.Tensor | None] = [None] * len(trained)
-        if loss.requires_grad:  # else it is a number, a micro-batch of padding say, and adds nothing
+        if loss.requires_grad:  # else it is a constant, for example of a micro-batch of padding
             output_gradients = self._go_back(loss, begin, [outputs[place] for place in trained], i)
             for place, gradient in zip(trained, output_gradients, strict=True):
                 self.exchange.send_gradient(links[place], i, gradient)
@@ -144,14 +143,14 @@ class LossStage:
     def _go_back(
         self, loss: torch.Tensor, begin: torch.Tensor, outputs: Sequence[torch.Tensor], i: int
     ) -> Sequence[torch.Tensor | None]:
-        """The gradients of a micro-batch's outputs; those of what else the loss depends on are summed."""
+        """Computes the gradients of a micro-batch's outputs, and sums the gradients of other leaves."""
         received = {id(x) for x in outputs}
         own = [x for x in leaves_below(loss) if id(x) not in received]
         reductions = self.loss_weighting.reductions_of(loss.grad_fn, loss.output_nr)
         wanted = [*outputs, *[r.edge for r in reductions], *own]
         if own:
-            # One replica at a time, of a stream in whatever mini-batch: all share the hooks, and the graph of what was
-            # made of them before. This graph is kept, since it belongs to all micro-batches.
+            # One replica at a time, in any mini-batch of a stream: all share the hooks and the graph above these
+            # leaves. The graph is retained for the other micro-batches.
             with _own_lock, suspend_hooks(own):
                 gradients = gradients_of(wanted, [loss], [begin], keep_graph=True)
             self._sum(own, gradients[-len(own) :], i)
@@ -169,24 +168,22 @@ class LossStage:
                 sums[id(leaf)] = (leaf, add_gradient(total, gradient, count), count + 1)
 
     def _at_home(self, values: list[Any]) -> list[Any]:
-        """Values of a micro-batch where the parameters of the last stage are."""
+        """Moves values of a micro-batch to the device of the last stage's parameters."""
         return [self._brought(value) for value in values] if self.is_spread else values
 
     def gather_outputs(self) -> list[Any]:
-        """The outputs of the mini-batch, which were kept: one for each link."""
         rows = [self._at_home(self.outputs.pop(i)) for i in sorted(self.outputs)]
         return self._gathered(rows, self._ways())
 
     def outputs_of_micro_batches(self) -> list[Any]:
-        """The outputs, which were kept, as each micro-batch by itself gives them."""
+        """Returns the kept outputs, as separate calls for the micro-batches would return them."""
         return [tree(self._at_home(self.outputs.pop(i))) for i, tree in enumerate(self.trees)]
 
     def other_results(self, i: int) -> list[torch.Tensor]:
-        """Returns what forward has left in inputs and attributes of a micro-batch that was handed over."""
+        """Returns the final values of the inputs and attributes that forward changes, of a separate micro-batch."""
         return self._at_home(self.others.pop(i, []))
 
     def gather_other_results(self) -> list[torch.Tensor]:
-        """Gathers what forward has left in inputs and attributes, of the mini-batch."""
         rows = [self._at_home(self.others.pop(i)) for i in sorted(self.others)]
         ways = [(how, what) for (_, how), what in zip(self.bound.results, self.bound.result_names, strict=True)][
             len(self.bound.program.outputs) :
@@ -194,22 +191,21 @@ class LossStage:
         return self._gathered(rows, ways)
 
     def _gathered(self, rows: Sequence[Sequence[Any]], ways: Sequence[tuple[int | str | None, str]]) -> list[Any]:
-        """Gathers values, which are given by micro-batch."""
         columns = zip(zip(*rows, strict=True), ways, strict=False)
         return [gather(parts, how, self.losses.shares, what) for parts, (how, what) in columns]
 
     def verify(self, outputs: Sequence[Any]) -> bool | None:
-        """Verifies that the loss of all `outputs`, gathered, is what the losses of micro-batches add up to.
+        """Verifies that the losses of micro-batches add up to the loss of all gathered `outputs`.
 
         Returns:
-            Whether that could be seen; None if the loss draws random numbers.
+            True if it was compared; None if the loss draws random numbers.
 
         Raises:
-            LossError: it is not.
+            LossError: they do not add up.
         """
         rows = [self._at_home(self.gradients.pop(i)) for i in sorted(self.gradients)]
         columns = zip(*rows, strict=True)
-        home = self.bound.devices[-1]  # of a stream other mini-batches may be at their losses
+        home = self.bound.devices[-1]  # in a stream other mini-batches may be computing losses
         with set_thread_state(self.bound.state), hold_generators(home), restore_generators(home):
             return verify_loss(
                 self.losses,
@@ -218,20 +214,20 @@ class LossStage:
             )
 
     def _ways(self) -> list[tuple[int | str | None, str]]:
-        """Returns how the outputs go together, and what they are: one for each link."""
+        """Returns how each link's output is gathered, and its name."""
         results = zip(self.bound.results, self.bound.result_names, strict=True)
-        # Of one that stands there twice the first: an output may be an input that was written to.
+        # Use the first of duplicates: an output may also be an input that forward writes to.
         ways = {value: (how, what) for (value, how), what in reversed([*results])}
         return [ways[link.value] for link in self.bound.wiring.links[-1]]
 
 
 @dataclass(frozen=True, slots=True)
 class OutputTree:
-    """Makes the model's output of what the outputs' links receive."""
+    """Builds the model's output from the values of the output links."""
 
     bound: BoundProgram
-    places: tuple[int | ConstantOutput, ...]  # for each that is handed out, the link; or what it is
-    is_weighed: bool  # does any say less, or other things, of a micro-batch than of the mini-batch's share in it
+    places: tuple[int | ConstantOutput, ...]  # by output: index of its link, or the constant
+    is_weighed: bool  # an output of a micro-batch differs from its share in the mini-batch's
 
     @classmethod
     def of(cls, bound: BoundProgram) -> OutputTree:
@@ -241,15 +237,15 @@ class OutputTree:
         return cls(bound, places, is_weighed)
 
     def __call__(self, values: Sequence[Any]) -> Any:
-        """Returns the output of the mini-batch; or of a micro-batch by itself, as if there were no others."""
+        """Returns the output of the mini-batch, or of a separate micro-batch."""
         if self.places == (0,) and self.bound.out_spec.is_leaf():
             return values[0]
         return self.bound.output(self._handed_out(values))
 
     def share(self, values: Sequence[Any], known: Mapping[int, Any], weight: float, reduction: str) -> Any:
-        """Returns the output of a micro-batch of this weight, such that losses made of it add up to the mini-batch's.
+        """Returns the output of a micro-batch such that losses of all of them add up to the loss of the mini-batch.
 
-        Where `reduction` is "mean" their mean does: a sum over samples counts once for each part of the batch.
+        With `reduction="mean"` their mean does: a sum over samples counts once for each part of the batch.
         """
         handed_out = self._handed_out(values)
         combined = {
@@ -278,7 +274,7 @@ def _combined_share(
 
 
 class _GradientRefusal(torch.autograd.Function):
-    """A value that no gradient may reach."""
+    """An identity whose backward raises."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, why: str) -> torch.Tensor:

@@ -1,12 +1,12 @@
-"""Verification that the loss of the mini-batch is what the losses of its micro-batches add up to.
+"""Verification that the losses of micro-batches add up to the loss of the mini-batch.
 
-The loss is taken again, of all outputs together, and compared by its value and by the gradients of the outputs. The
-value alone is not enough: a model whose head begins with zeros has the same loss for every token, so that a mean over
-tokens looks like a mean over samples in its first step.
+The loss of all outputs together is computed, and compared by its value and by the gradients of the outputs. The value
+is not enough: if the head of a model starts with zeros, all tokens have the same loss, so that in the first step a mean
+over tokens looks like a mean over samples.
 
-An output without the batch is known for the mini-batch only if it is the same for all micro-batches, or a mean or sum
-that the loss takes as such. A weighted mean of losses that the model itself takes is neither: then the gradients of the
-other outputs are compared, if there are any. A loss that draws random numbers is not compared: see `losses`.
+An output without the batch dimension is known for the mini-batch only if it is equal in all micro-batches, or a mean or
+sum that the loss uses as such. A weighted mean of losses that the model itself computes is neither: then the other
+outputs' gradients are compared, if any. A loss that draws random numbers is not compared: see `losses`.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from fxpipe.runtime.losses import MicroBatchLosses, are_bitwise_equal
 from fxpipe.utils.python_state import PythonState, parts_of_function
 from fxpipe.utils.pytree import flatten
 
-MOST_VALUES = 16  # of numbers and tensors in a loss function with which it is verified
+MOST_VALUES = 16  # numbers and tensors in a loss function with which it is verified
 EXACT_DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 @dataclass(frozen=True, slots=True)
 class GatheredOutput:
-    """An output of the mini-batch, and what its micro-batches have come to."""
+    """An output of the mini-batch, with the gradients of its micro-batches."""
 
     value: Any  # gathered
-    how: int | str | None  # it was gathered
-    gradients: Sequence[torch.Tensor | None]  # of the micro-batches
+    how: int | str | None  # dimension or kind of gathering
+    gradients: Sequence[torch.Tensor | None]  # by micro-batch
 
 
 def verify_loss(
     losses: MicroBatchLosses, outputs: Sequence[GatheredOutput], tree: Callable[[list[Any]], Any]
 ) -> bool | None:
-    """Compares with the loss of all outputs at once.
+    """Compares the losses of micro-batches with the loss of all outputs.
 
     Args:
         losses: of all micro-batches.
-        outputs: of the last stages.
-        tree: the model's output from their values.
+        outputs: the gathered outputs of the model.
+        tree: builds the model's output from their values.
 
     Returns:
-        Whether there was anything to compare; None if random numbers make a difference.
+        True if there was something to compare; None if random numbers make a difference.
 
     Raises:
         LossError: the loss of the mini-batch is not what the losses of micro-batches add up to.
     """
     trained = [any(g is not None for g in output.gradients) for output in outputs]
     if any(is_trained and output.how == "stack" for output, is_trained in zip(outputs, trained, strict=True)):
-        return False  # it has another shape than the loss has seen
+        return False  # it has another shape than in micro-batches
     whole, gradients = _loss_of_whole(losses, outputs, trained, tree)
     differentiated = [output for output, is_trained in zip(outputs, trained, strict=True) if is_trained]
     pairs = [*zip(differentiated, gradients, strict=True)] if gradients else []
@@ -70,7 +70,7 @@ def verify_loss(
         again, gradients_again = _loss_of_whole(losses, outputs, trained, tree)
         if are_bitwise_equal([whole, *gradients], [again, *gradients_again]):
             raise
-        return None  # nothing says what it would have been
+        return None  # drawn numbers are unknown
     return is_seen
 
 
@@ -80,7 +80,7 @@ def _loss_of_whole(
     trained: Sequence[bool],
     tree: Callable[[list[Any]], Any],
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
-    """The loss of all outputs at once, and the gradients of those that are trained."""
+    """Returns the loss of all outputs together, and the gradients of the outputs that require grad."""
     values = [o.value.detach().requires_grad_() if t else o.value for o, t in zip(outputs, trained, strict=True)]
     try:
         with torch.enable_grad():
@@ -98,7 +98,7 @@ def _loss_of_whole(
 def _compare_values(losses: MicroBatchLosses, whole: torch.Tensor) -> None:
     ours = losses.total()
     tolerance = 1e-4 if ours.dtype in EXACT_DTYPES else 3e-2
-    # What cancels out is known no better than the largest summand.
+    # Sums that cancel out are as inexact as their largest summand.
     largest = max(float(v.abs()) for v in losses.values if v is not None)
     atol = tolerance * 1e-2 * max(1.0, largest if not losses.returns_weights else 1.0)
     if not torch.allclose(whole.double(), ours.double().to(whole.device), rtol=tolerance, atol=atol, equal_nan=True):
@@ -110,7 +110,7 @@ def _compare_values(losses: MicroBatchLosses, whole: torch.Tensor) -> None:
 
 
 def _compare_gradients(losses: MicroBatchLosses, whole: torch.Tensor, parts: Sequence[torch.Tensor], dim: int) -> None:
-    """Compares the gradient of the mini-batch with those of micro-batches by their norm: single elements cancel out."""
+    """Compares the gradients of mini-batch and micro-batches by their norm, since single elements may cancel out."""
     is_exact = whole.dtype in EXACT_DTYPES and losses.total().dtype in EXACT_DTYPES
     squares, start = torch.zeros(3, dtype=torch.float64, device=whole.device), 0
     for part in parts:
@@ -126,18 +126,18 @@ def _compare_gradients(losses: MicroBatchLosses, whole: torch.Tensor, parts: Seq
         )
 
 
-PIECE = 1 << 20  # elements compared at a time: gradients of large outputs are not held in float64 as a whole
+PIECE = 1 << 20  # elements compared at a time, to bound the memory of float64 copies
 
 
 def _squared_norms(whole: torch.Tensor, part: torch.Tensor, divisor: Any) -> torch.Tensor:
-    """Computes the squared norms of the difference of two gradients and of both, of what is finite in both."""
+    """Computes the squared norms of the difference of two gradients and of both, over elements finite in both."""
     wide = torch.complex128 if whole.is_complex() else torch.float64
     squares = torch.zeros(3, dtype=torch.float64, device=whole.device)
     for one, other in zip(whole.reshape(-1).split(PIECE), part.reshape(-1).split(PIECE), strict=True):
         if divisor is not None:
             other = other / divisor
         one, other = one.to(wide), other.to(whole.device, wide)
-        known = one.isfinite() & other.isfinite()  # what overflows is the scaler's business
+        known = one.isfinite() & other.isfinite()  # the scaler handles overflow
         one, other = (torch.where(known, x, 0) for x in (one, other))
         squares += torch.stack([torch.linalg.vector_norm(x).real ** 2 for x in (one - other, one, other)])
     return squares
@@ -149,27 +149,27 @@ def _expected_kind(losses: MicroBatchLosses) -> str:
 
 # -- The kinds of losses of a pipe, and when each is verified --------------------------------------------------------
 #
-# Verification keeps all outputs of a mini-batch and takes the loss again: in the first step with a loss, the tenth, the
-# hundredth and so on. On the CPU every step, on GPUs these steps, check what elements count (`loss_weighting_check`).
+# Verification keeps all outputs of a mini-batch and computes the loss again: in the 1st, 10th, 100th, ... step with a
+# loss. In these steps, and on the CPU in every step, `loss_weighting_check` checks the weights of elements.
 #
-# Losses are of one kind if the same code makes them, with the same values of all that it depends on
-# (`utils.python_state`), from targets of the same structure, of mini-batches of one size. Numbers and tensors may
-# differ in every step: a step is verified with each of the first MOST_VALUES of them, and later ones are of the kind of
-# the last; but 0 always differs from other numbers.
+# Losses are of one kind if the same code computes them, with the same values of all that it depends on
+# (`utils.python_state`), from targets of the same structure, for mini-batches of one size. Numbers and tensors may
+# differ in every step: each of the first MOST_VALUES of them is verified, and later ones are of the kind of the last;
+# but 0 always differs from other numbers.
 
 
 @dataclass(slots=True)
 class LossHistory:
     """The state of verification of one kind of loss."""
 
-    is_cheap: bool  # to look at numbers, since nobody has to wait for them
-    passes: int = 0  # steps so far
-    can_verify: bool | None = False  # has its value been compared; None: it draws random numbers
-    is_mistaken: bool = False  # do its elements rightly count what they do, whatever it looks like
+    is_cheap: bool  # to read numbers, since there is no GPU to wait for
+    passes: int = 0
+    can_verify: bool | None = False  # the value was compared; None: the loss draws random numbers
+    is_mistaken: bool = False  # elements rightly count what they do, although the check objects
 
     @property
     def is_due(self) -> bool:
-        """Verification is due in the 1st step, the 10th, the 100th; and again until one passes."""
+        """True in the 1st, 10th, 100th, ... step, and again until a step passes."""
         return str(self.passes + 1).strip("0") == "1"
 
     @property
@@ -177,17 +177,16 @@ class LossHistory:
         return (self.is_cheap or self.is_due) and not self.is_mistaken
 
     def count_pass(self, is_mistaken: bool = False) -> None:
-        """Counts a step that has ended well."""
         self.passes += 1
         self.is_mistaken |= is_mistaken
 
 
 @dataclass(slots=True)
 class LossHistories:
-    """Histories of losses, by what makes them, and by the values of numbers in that."""
+    """Histories of losses, by kind and by the values of numbers."""
 
     kinds: dict[Any, dict[Any, LossHistory]] = field(default_factory=dict)
-    # By code, the function that was the last with it: its parts, its state, and the facts of that.
+    # By code: the last function with that code, with its parts, its state, and the facts of these.
     _functions: dict[Any, tuple[tuple[Any, ...], PythonState, frozenset[Any], tuple[Any, ...]]] = field(
         default_factory=dict
     )
@@ -200,13 +199,13 @@ class LossHistories:
         bound: BoundProgram,
         sizes: tuple[int, int],
     ) -> LossHistory:
-        """Returns the kind of a loss of `forward_backward`. `sizes`: of the mini-batch and the number of its parts."""
+        """Returns the history of a loss of `forward_backward`. `sizes`: samples and micro-batches."""
         leaves = [(x.dtype, x.dim()) if isinstance(x, torch.Tensor) else type(x) for x in flatten(target)[0]]
         structure, facts = self._facts_of(loss_fn)
         return self._kind((structure, reduction, tuple(leaves), bound.out_dims, sizes), facts, bound)
 
     def for_drop_in(self, bound: BoundProgram) -> LossHistory:
-        """Returns the kind of a drop-in's loss, of which nothing is known but what the model itself takes."""
+        """Returns the history of a drop-in's loss, of which only the part within the model is known."""
         return self._kind(bound.out_dims, (), bound)
 
     def _kind(self, key: Any, facts: tuple[Any, ...], bound: BoundProgram) -> LossHistory:
@@ -218,7 +217,7 @@ class LossHistories:
         return known[facts]
 
     def _facts_of(self, loss_fn: Any) -> tuple[frozenset[Any], tuple[Any, ...]]:
-        """Returns what a loss function depends on, without and with numbers and tensors."""
+        """Returns the values that a loss function depends on, without and with numbers and tensors."""
         code = getattr(loss_fn, "__code__", type(loss_fn))
         parts = parts_of_function(loss_fn)
         known = self._functions.get(code)

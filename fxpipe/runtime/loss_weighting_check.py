@@ -1,13 +1,13 @@
 """The weight of each element in the loss: a check of means that takes a few microseconds and runs in every step.
 
-Most losses end in a sum or a mean over elements: samples, tokens, pixels. An element must count the same in each
-micro-batch. If micro-batches hold unequal numbers of elements, such as tokens without padding, a mean over them gives
-too much weight to a short micro-batch: the gradient is wrong, and no value shows it if the model takes the loss itself,
-or if padding comes after the step that was verified.
+Most losses end in a sum or a mean over elements: samples, tokens, pixels. An element must have the same weight in each
+micro-batch. If micro-batches have different numbers of elements, such as tokens without padding, a mean over them gives
+too much weight to a short micro-batch. The gradient is wrong, and no value shows it if the model itself computes the
+loss, or if padding occurs after the verified step.
 
 Autograd's graph of the loss shows it: the gradient that arrives at a mean over n elements is n times the weight of each
-of them. Only the head of the graph is read, from the loss through 0-dim values to the first sums and means. A loss
-without any passes. A term that depends on no sample, a penalty on parameters, counts its share in each micro-batch.
+element. Only the head of the graph is read, from the loss through 0-dim values to the first sums and means. A loss
+without any passes. A term independent of samples, a penalty on parameters, has its share in each micro-batch.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from fxpipe._torch.autograd import gradients_of, output_shape, saved_reduction, 
 from fxpipe.rewriting.program import ReceivedValue
 from fxpipe.runtime.bound_program import BoundProgram
 
-TORCH_MEAN, TORCH_SUM = 1, 2  # `reduction` of a loss of torch, as its node in the graph keeps it
-VALUE = "none in some micro-batch, with loss 0 or NaN"  # stands for the loss of a micro-batch among sums and means
-MOST_HEAD_NODES = 64  # of a head; a loss with more is not looked at
+TORCH_MEAN, TORCH_SUM = 1, 2  # `reduction` in the autograd nodes of torch's losses
+VALUE = "none in some micro-batch, with loss 0 or NaN"  # the key of micro-batch losses among sums and means
+MOST_HEAD_NODES = 64  # larger heads are not checked
 
 
 class LossReduction(NamedTuple):
     """A sum or mean in the head of a graph."""
 
-    edge: GradientEdge  # where its gradient arrives
-    count: Any  # of elements that it divides by: a number, or a tensor where they have weights
+    edge: GradientEdge  # receives its gradient
+    count: Any  # its divisor: number of elements, or a tensor if elements have weights
 
 
 @dataclass(slots=True)
 class LossWeightingCheck:
-    """The weights of elements, by sum or mean and by micro-batch; filled in by all workers."""
+    """The weights of elements, by sum or mean and by micro-batch; filled by all workers."""
 
     is_on: bool
-    reduced: frozenset[tuple[int, str]]  # the outputs (maker, name) without the batch, which the model has reduced
-    # By place and micro-batch, flat for workers that come at once: the gradient that has arrived, and what the mean
-    # divides by.
+    reduced: frozenset[tuple[int, str]]  # outputs (maker, name) without the batch, reduced by the model
+    # By place and micro-batch, flat since workers write at the same time: the gradient that has arrived, and the
+    # divisor of the mean.
     gradients: dict[tuple[tuple[Any, ...], int], tuple[torch.Tensor, Any]] = field(default_factory=dict)
-    values: dict[int, torch.Tensor] = field(default_factory=dict)  # the losses of micro-batches, if they make a mean
+    values: dict[int, torch.Tensor] = field(default_factory=dict)  # losses of micro-batches, if combined by a mean
 
     @classmethod
     def of(cls, bound: BoundProgram, is_on: bool) -> LossWeightingCheck:
-        """Makes the check. `is_on`: else it looks at nothing; nor at outputs that the user has said how to combine."""
+        """Returns the check for a program, without outputs that the user has said how to combine."""
         reduced = {
             (output.source, output.name)
             for place, (output, how) in enumerate(zip(bound.program.outputs, bound.out_dims, strict=True))
@@ -59,13 +59,13 @@ class LossWeightingCheck:
         return cls(is_on, frozenset(reduced))
 
     def reductions_of(self, node: Any, number: int) -> list[LossReduction]:
-        """The sums and means in the head of a graph that ends in this output of `node`."""
+        """Returns the sums and means in the head of a graph that ends in this output of `node`."""
         return reductions_under(node, number) if self.is_on else []
 
     def note(
         self, place: Any, i: int, reductions: Sequence[LossReduction], gradients: Sequence[torch.Tensor | None]
     ) -> None:
-        """Notes the gradients that have arrived at `reductions` in micro-batch i; `place`: of the graph."""
+        """Records the gradients that have arrived at `reductions` in micro-batch i; `place`: of the graph."""
         for ordinal, (reduction, gradient) in enumerate(zip(reductions, gradients, strict=True)):
             if gradient is not None:
                 key = place, len(reductions), ordinal, reduction.edge.node.name()
@@ -79,7 +79,7 @@ class LossWeightingCheck:
         roots: Sequence[GradientEdge],
         arrived: Sequence[torch.Tensor | None],
     ) -> None:
-        """Notes the same for outputs that stage j has reduced, whose gradients have arrived and will go on."""
+        """Records the gradients of outputs that stage j has reduced."""
         for name, root, gradient in zip(names, roots, arrived, strict=True) if self.is_on else ():
             if (
                 (j, name) in self.reduced
@@ -91,18 +91,18 @@ class LossWeightingCheck:
                 self.note((j, name), i, reductions, gradients)
 
     def difference(self, share: Callable[[int], Any], means_only: bool = False) -> str | None:
-        """Describes how elements count differently in different micro-batches; None where they do not.
+        """Describes how the weights of elements differ between micro-batches; None if they do not.
 
-        This waits for the values, which on a GPU are still to come.
+        Waits for the values, which a GPU may still be computing.
 
         Args:
-            share: what a micro-batch counts.
-            means_only: sums are not looked at: what is summed may well be divided by numbers of its own beyond.
+            share: the weight of a micro-batch.
+            means_only: ignore sums, since the model may divide them by its own numbers later.
         """
         by_place: dict[tuple[Any, ...], dict[int, tuple[torch.Tensor, Any]]] = {}
         for (key, i), noted in self.gradients.items():
             by_place.setdefault(key, {})[i] = noted
-        for i, loss in self.values.items():  # if it is 0, or 0 / 0, no elements counted, it seems
+        for i, loss in self.values.items():  # 0, or 0 / 0: apparently no elements counted
             has_some = ((loss - loss == 0) & (loss != 0)).double()
             by_place.setdefault((VALUE,), {})[i] = has_some.new_tensor(float(share(i))), has_some
         for (*_, name), by_micro_batch in by_place.items():
@@ -132,7 +132,7 @@ class LossWeightingCheck:
 
 
 def reductions_under(node: Any, number: int) -> list[LossReduction]:
-    """The first sums and means on the way down from a 0-dim value through 0-dim values, in the order of the graph."""
+    """Returns the first sums and means on the paths from a 0-dim value through 0-dim values, in graph order."""
     reductions: list[LossReduction] = []
     todo: list[tuple[Any, int]] = [(node, number)]
     seen: set[tuple[Any, int]] = set()
@@ -151,13 +151,13 @@ def reductions_under(node: Any, number: int) -> list[LossReduction]:
 
 
 def _is_scalar(node: Any, number: int) -> bool:
-    """Returns whether this output of the function that `node` goes back through is 0-dim. Leaves are no functions."""
+    """Returns whether this output of the function with backward `node` is 0-dim. Leaves are not functions."""
     shape = output_shape(node, number)
     return shape is not None and len(shape) == 0 and bool(node.next_functions)
 
 
 def _count_of(node: Any) -> Any:
-    """Returns the divisor of a sum or mean; None for other functions. Of what autograd saves it reads but a scalar."""
+    """Returns the divisor of a sum or mean; None for other functions. Of saved values it reads at most a scalar."""
     name, reduction = node.name(), saved_reduction(node)
     if reduction == TORCH_MEAN and name.startswith("NllLoss"):
         return saved_total_weight(node).detach()
@@ -175,14 +175,14 @@ def _count_of(node: Any) -> Any:
 
 
 def _floats(values: Sequence[Any]) -> list[float]:
-    """Reads numbers; 0-dim tensors at once where they are on one device, since on a GPU each reading waits for it."""
+    """Returns numbers as floats; 0-dim tensors on one device together, since each read waits for the GPU."""
     if all(isinstance(value, torch.Tensor) for value in values) and len({value.device for value in values}) == 1:
         return list(torch.stack(tuple(values)).tolist())
     return [float(value) for value in values]
 
 
 def _weight_of_one(gradient: float, count: float) -> float:
-    """Computes the weight of one of `count` elements; NaN if unknown: none count, or the gradient overflows."""
+    """Returns the weight of one of `count` elements; NaN if unknown: none count, or the gradient overflows."""
     if not math.isfinite(gradient) or (count == 0 and gradient == 0):
         return math.nan
     return gradient / count if count else math.inf

@@ -1,12 +1,12 @@
-"""The loss of a micro-batch, and how the losses of micro-batches make the loss of the mini-batch.
+"""The losses of micro-batches, and the loss of the mini-batch that they add up to.
 
-Micro-batch i, with b_i of b samples, counts in the loss of the mini-batch
+Micro-batch i, with b_i of b samples, has in the loss of the mini-batch the weight
 
-- `reduction="mean"`: b_i / b, as the loss is a mean over samples;
-- `reduction="sum"`: 1;
-- its own weight w_i over the sum of all weights, if `loss_fn` returns `(total, weight)`: a mean over tokens, say. The
-  sum is known only at the end, and then gradients are divided. Until then a power of two, which rounds nothing, keeps
-  them about as large as they will be: in half precision the gradient of a sum over all tokens would overflow.
+- b_i / b with `reduction="mean"`, as the loss is a mean over samples;
+- 1 with `reduction="sum"`;
+- w_i over the sum of all w if `loss_fn` returns `(total, w_i)`: for example a mean over tokens. The sum is known only
+  at the end, where gradients are divided by it. Until then a power of two, which is exact, keeps them near their final
+  size: in half precision the gradient of a sum over all tokens would overflow.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ LARGEST_UNIT = 2.0**60
 
 @dataclass(slots=True)
 class MicroBatchLosses:
-    """The losses of one step, filled in by the worker of the last stage."""
+    """The losses of one step, computed by the worker of the last stage."""
 
     function: Callable[..., Any]
     reduction: str
-    shares: Sequence[float]  # of each micro-batch in the batch
-    targets: Sequence[tuple[Any, ...]]  # for each micro-batch: () or (target,)
+    shares: Sequence[float]  # by micro-batch: share of the samples
+    targets: Sequence[tuple[Any, ...]]  # by micro-batch: () or (target,)
     scaler: torch.amp.GradScaler | None = None
-    whole_target: tuple[Any, ...] | None = None  # where the loss of all outputs is to be compared with what these make
+    whole_target: tuple[Any, ...] | None = None  # if the loss of all outputs is compared
     values: list[torch.Tensor | None] = field(init=False)
     weights: list[Any] = field(init=False)
-    returns_weights: bool | None = None  # does the function return (total, weight)
-    unit: Any = None  # where it does: a power of two near 1 / the sum of weights
-    has_gradient: bool = False  # does any of them require grad
+    returns_weights: bool | None = None
+    unit: Any = None  # for pairs: a power of two near 1 / the sum of weights
+    has_gradient: bool = False
     known: Mapping[int, Any] = field(default_factory=dict)  # pieces of the mini-batch, by place
-    # Micro-batches are no parts of a mini-batch: the loss is a weighted mean, or the sum, of what each by itself gives.
+    # Micro-batches of the caller: the loss is a weighted mean, or the sum, of their separate losses.
     is_handed_over: bool = False
-    portion: float = 1.0  # of the mini-batch in one of which it is a part, and whose gradients are made
-    # Of what is on the device of one replica of the last stage a copy for another; the first one's is where sums are.
+    portion: float = 1.0  # share of this mini-batch in a larger one, for its gradients
+    # Copies tensors from the device of one replica of the last stage to another; sums are on the device of the first.
     bring: Callable[[Any, torch.device | None], Any] = lambda value, device: value
 
     def __post_init__(self) -> None:
@@ -70,13 +70,13 @@ class MicroBatchLosses:
         self.weights = [None] * len(self.shares)
 
     def __call__(self, output: Any, i: int, own: Callable[[], Any] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss of micro-batch i, scaled for backward, and its gradient, with which backward begins.
+        """Returns the loss of micro-batch i, scaled for backward, and the gradient with which backward begins.
 
-        `output` is such that the losses of micro-batches add up; `own`, where it is another one, gives that of the
-        micro-batch by itself, which a function that returns pairs weighs by itself.
+        `output` is combined so that the losses of micro-batches add up. `own`, if it differs, returns the output of the
+        micro-batch alone, for functions that return pairs and do their own weighting.
 
-        What scales it by a number is that gradient: the same bits as of a product, without one. The loss may depend on
-        nothing: a micro-batch of padding, say.
+        A scale that is a number goes into that gradient, with the same bits as a product. A loss may have no graph, for
+        example of a micro-batch of padding.
         """
         value = self.function(own() if own is not None and self.returns_weights else output, *self.targets[i])
         if own is not None and self.returns_weights is None and isinstance(value, tuple):
@@ -98,18 +98,18 @@ class MicroBatchLosses:
         return loss, torch.full_like(loss, self.share(i) * self.scale)
 
     def share(self, i: int) -> Any:
-        """Returns the weight of micro-batch i, in proportion to others."""
+        """Returns the relative weight of micro-batch i."""
         return self.weights[i] if self.returns_weights else self.shares[i] if self.reduction == "mean" else 1
 
     @property
     def scale(self) -> Any:
-        """The scale of its gradient: the portion where it is a mean over samples, 1 for sums and weighted ones."""
+        """The scale of the gradient: the portion for a mean over samples, 1 for sums and weighted means."""
         return self.portion if self.reduction == "mean" and not self.returns_weights and self.portion != 1 else 1
 
     def loss_of_whole(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss of all outputs at once, detached, and the same scaled for backward."""
+        """Returns the loss of all outputs together, detached, and the same loss scaled for backward."""
         assert self.whole_target is not None
-        target = map_tensor_leaves(torch.clone, self.whole_target)  # it may be written to
+        target = map_tensor_leaves(torch.clone, self.whole_target)  # loss_fn may write to it
         loss, weight = checked_loss(self.function(output, *target), "the whole mini-batch")
         if weight is not None:
             loss = torch.as_tensor(loss / weight)
@@ -120,16 +120,14 @@ class MicroBatchLosses:
         return scaled if self.scaler is None else self.scaler.scale(scaled)
 
     def remedies(self) -> str:
-        """Returns advice for losses that do not add up."""
         other = {"mean": "sum", "sum": "mean"}[self.reduction]
         return f"If it is a {other} over samples, pass reduction={other!r}. {LOSS_REMEDIES}"
 
     @property
     def divisor(self) -> Any:
-        """The number by which the gradients of all micro-batches together are still to be divided; None for nothing.
+        """The divisor of all gradients at the end of the step; None if there is none.
 
-        Where nothing counts, gradients stay the zeros they are, and the loss is 0 / 0: as in `F.cross_entropy`, where
-        all targets are to be ignored.
+        If nothing counts, gradients stay zero, and the loss is 0 / 0, as `F.cross_entropy` if all targets are ignored.
         """
         if not self.returns_weights:
             return None
@@ -138,21 +136,21 @@ class MicroBatchLosses:
 
     @property
     def weight(self) -> Any:
-        """The weight of the mini-batch, where losses are pairs."""
+        """The weight of the mini-batch, for losses that are pairs."""
         weights = [self.bring(weight, None) for weight in self.weights]
         return sum(weights[1:], weights[0])
 
     @property
     def sum_of_totals(self) -> Any:
-        """The total of the mini-batch, where losses are pairs."""
+        """The total of the mini-batch, for losses that are pairs."""
         values = [self.bring(v, None) for v in self.values if v is not None]
         return sum(values[1:], values[0])
 
     def total(self) -> torch.Tensor:
-        """The loss of the mini-batch.
+        """Returns the loss of the mini-batch.
 
         Raises:
-            LossError: nothing that requires grad leads to it.
+            LossError: the loss does not require grad.
         """
         if not self.has_gradient:
             raise LossError(
@@ -167,7 +165,6 @@ class MicroBatchLosses:
 
 
 def check_loss_function(loss_fn: Any, target: Any) -> None:
-    """Raises unless these can be a loss function and its target."""
     if isinstance(loss_fn, type):
         raise ArgumentTypeError(f"loss_fn is the class {loss_fn.__name__}; give an instance: {loss_fn.__name__}()")
     if loss_fn is not None and not callable(loss_fn):
@@ -179,7 +176,7 @@ def check_loss_function(loss_fn: Any, target: Any) -> None:
 
 
 def checked_loss(value: Any, where: str) -> tuple[torch.Tensor, Any]:
-    """Returns (loss, None), or (total, weight) with a weight that sums do not overflow in."""
+    """Returns (loss, None), or (total, weight) with a dtype of the weight whose sums do not overflow."""
     loss, weight = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
     if isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.is_floating_point():
         return loss, None if loss is value else _checked_weight(weight, where)
@@ -214,7 +211,7 @@ def _checked_weight(weight: Any, where: str) -> Any:
 
 
 def _unit_near(weight: Any, count: int) -> Any:
-    """A power of two near 1 / (count * weight); at most 1. It stays where the weight is: nobody waits for a GPU."""
+    """Returns a power of two near 1 / (count * weight), at most 1, on the weight's device without a synchronization."""
     if not isinstance(weight, torch.Tensor):
         size = min(max(abs(weight) * count, 1.0), LARGEST_UNIT)
         return math.frexp(size)[0] / size
@@ -230,7 +227,7 @@ def check_reduction(reduction: str) -> None:
 
 
 def refuse_inputs_by_name(forward: Callable[..., Any], target: Any, loss_fn: Any, reduction: Any) -> None:
-    """Raises `ArgumentError` if an argument of the loss can only be an input of the model, which has the same name."""
+    """Raises `ArgumentError` if an argument of the loss can only be meant as the model's input of the same name."""
     is_input = {
         "target": target is not None and not _takes_target(loss_fn),
         "loss_fn": loss_fn is not None and not callable(loss_fn),
@@ -238,7 +235,7 @@ def refuse_inputs_by_name(forward: Callable[..., Any], target: Any, loss_fn: Any
     }
     try:
         parameters = inspect.signature(forward).parameters
-    except (TypeError, ValueError):  # a function in C has none
+    except (TypeError, ValueError):  # functions in C have none
         return
     for name in (name for name, is_meant in is_input.items() if is_meant and name in parameters):
         places = [
@@ -260,7 +257,7 @@ def _takes_target(loss_fn: Any) -> bool:
         inspect.signature(loss_fn).bind(None, None)
     except TypeError:
         return False
-    except ValueError:  # a function in C has no signature
+    except ValueError:
         return True
     return True
 
@@ -275,32 +272,32 @@ def check_scaler(scaler: Any) -> None:
 
 # -- Random numbers in loss_fn: noise, dropout, sampled negatives ----------------------------------------------------
 #
-# They come from torch's own generators, as in a plain loop over micro-batches. A stage whose kernels take no other
-# generator borrows one for a moment and puts it back; so loss_fn has the generators to itself while it runs. The loss
-# of the whole mini-batch draws other numbers and cannot be compared: a loss that draws is found by taking it twice.
+# They are drawn from torch's generators, as in a plain loop over micro-batches. A stage whose kernels accept no other
+# generator borrows one and restores it, so loss_fn holds the generators while it runs. The loss of the whole mini-batch
+# draws other numbers and cannot be compared; computing a loss twice shows whether it draws.
 
 _CPU = torch.device("cpu")
 
 
 def hold_generators(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """A block in which nobody borrows the generators of the CPU and of `device`."""
+    """A block in which no stage borrows the generators of the CPU and of `device`."""
     return generator_lock(_CPU) if device == _CPU else _hold_both(device)
 
 
 @contextlib.contextmanager
 def _hold_both(device: torch.device) -> Iterator[None]:
-    with generator_lock(_CPU), generator_lock(device):  # in this order, as everybody takes them
+    with generator_lock(_CPU), generator_lock(device):  # all callers lock in this order
         yield
 
 
 def restore_generators(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """A block after which the same generators stand where they stood."""
+    """A block that restores the states of these generators at its end."""
     own = [] if device.type == "cpu" else [accelerator.default_generator(device)]
     return accelerator.restore_generators(own)
 
 
 def are_bitwise_equal(some: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> bool:
-    """Compares bit for bit, NaN being NaN."""
+    """Compares bit for bit; NaN equals NaN."""
     return all(
         a is b if a is None or b is None else torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
         for a, b in zip(some, others, strict=True)

@@ -1,7 +1,7 @@
-"""Mini-batches into micro-batches and back.
+"""Splits mini-batches into micro-batches, and gathers their outputs.
 
-Cut by `tensor_split`: sizes differ by at most one. Outputs are combined as the plan says: along the dimension that
-holds the batch, as a mean weighted by size, as a sum, stacked, or, if they are the same for all, as the first.
+Splits as `tensor_split`: sizes differ by at most one. The plan decides how outputs are combined: concatenated along the
+batch dimension, averaged by size, summed, stacked, or, if they are equal, the first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fxpipe.utils.batch_split import BatchDim, rows_per_sample, samples_per_micr
 
 
 def scatter(leaves: Sequence[Any], dims: Sequence[int | None], count: int) -> list[list[Any]]:
-    """Splits the leaves into a part for each micro-batch; what has no batch is the same for all."""
+    """Splits the leaves into a part for each micro-batch; leaves without the batch are the same for all."""
     parts = [
         _split_leaf(leaf, dim, count) if dim is not None else [leaf] * count
         for leaf, dim in zip(leaves, dims, strict=True)
@@ -25,17 +25,17 @@ def scatter(leaves: Sequence[Any], dims: Sequence[int | None], count: int) -> li
 
 
 def _split_leaf(leaf: torch.Tensor, dim: int, count: int) -> list[torch.Tensor]:
-    """Splits a leaf into parts as dense as the whole: forward may `view` them."""
+    """Splits a leaf into parts that are as dense as the leaf, so that forward may `view` them."""
     rows = rows_per_sample(dim)
     parts = leaf.split([rows * size for size in samples_per_micro_batch(leaf.shape[dim] // rows, count)], dim)
     return [part.contiguous() for part in parts] if leaf.is_contiguous() else list(parts)
 
 
 def target_dims(leaves: Sequence[Any], batch: int, rows: Collection[int] = (1,)) -> list[int | None]:
-    """Returns the dimension of each leaf of the target that holds the batch: 0 for tensors.
+    """Returns the batch dimension of each leaf of the target: 0 for tensors.
 
     Args:
-        rows: which numbers of rows a sample may have there.
+        rows: possible numbers of rows of a sample.
 
     Raises:
         ArgumentError: a tensor has another size there.
@@ -52,10 +52,10 @@ def target_dims(leaves: Sequence[Any], batch: int, rows: Collection[int] = (1,))
 
 
 def check_equal_sizes(parts: Sequence[Any], how: int | str | None, what: str) -> None:
-    """Checks that the parts of an output, which is `what`, can be put together.
+    """Checks that the parts of an output can be combined. `what`: the output's name.
 
     Raises:
-        UnequalOutputsError: their sizes differ besides the dimension that holds the batch.
+        UnequalOutputsError: their sizes differ in other dimensions than the batch.
     """
     if how is None or not all(isinstance(part, torch.Tensor) for part in parts):
         return
@@ -73,16 +73,16 @@ def check_equal_sizes(parts: Sequence[Any], how: int | str | None, what: str) ->
 
 
 def gather(parts: Sequence[Any], how: int | str | None, weights: Sequence[float], what: str = "an output") -> Any:
-    """One output of all micro-batches; tensors come detached.
+    """Combines the outputs of all micro-batches; tensors are detached. `what`: the output's name.
 
     Raises:
-        UnequalOutputsError: they cannot be put together; says of what they are, which is `what`.
+        UnequalOutputsError: they cannot be combined.
     """
     return combine([part.detach() if isinstance(part, torch.Tensor) else part for part in parts], how, weights, what)
 
 
 def combine(parts: Sequence[Any], how: int | str | None, weights: Sequence[float], what: str) -> Any:
-    """Puts the outputs of micro-batches together as `gather` does, with their gradients."""
+    """Combines the outputs of micro-batches as `gather` does, with gradients."""
     check_equal_sizes(parts, how, what)
     if how is None:
         return parts[0]
@@ -93,13 +93,13 @@ def combine(parts: Sequence[Any], how: int | str | None, weights: Sequence[float
     if how == "stack":
         return torch.stack(list(parts))
     assert isinstance(how, int)
-    return torch.cat(list(parts), how) if len(parts) > 1 else parts[0]  # one sample may come without its dimension
+    return torch.cat(list(parts), how) if len(parts) > 1 else parts[0]  # a single part may lack the dimension
 
 
 def scatter_gradient(
     gradient: torch.Tensor, shapes: Sequence[torch.Size], how: int | str | None, weights: Sequence[float]
 ) -> list[torch.Tensor | None]:
-    """The gradient of `gather`'s result as gradients of its parts, which have these shapes."""
+    """Splits the gradient of a result of `gather` into gradients of the parts, which have these shapes."""
     if how is None:
         return [gradient, *[None] * (len(shapes) - 1)]
     if how == "mean":

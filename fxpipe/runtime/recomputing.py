@@ -1,4 +1,4 @@
-"""The function by which code of the model knows whether it runs for the first time or again."""
+"""`is_recomputing`: whether code of the model runs for the first time or again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 
 
 class _ThreadRecompute(threading.local):
-    """The recompute flag of the worker in this thread."""
+    """The recompute flag of this thread."""
 
     recomputes = False
 
@@ -15,7 +15,7 @@ _thread_recompute = _ThreadRecompute()
 
 
 def is_recomputing() -> bool:
-    """Returns whether this code runs once more, for a micro-batch whose forward has been, to get what backward needs.
+    """Returns whether this code runs again for a micro-batch, to recompute values for the backward.
 
         @fxpipe.leaf
         def count(tokens):
@@ -23,15 +23,15 @@ def is_recomputing() -> bool:
                 seen.update(tokens.tolist())    # once for each micro-batch, whatever `checkpoint` is
             return tokens
 
-    True only in the thread that recomputes, and only in Python that runs in every step: functions marked by
-    `fxpipe.leaf`, modules kept whole, hooks on modules inside, `torch.autograd.Function`s. What is recorded runs while
-    the graph is made, where the answer is False, and then no more. The result must be the same either way.
+    True only in the thread that recomputes, and only in Python code that runs in every step: functions marked by
+    `fxpipe.leaf`, opaque modules, hooks on modules inside, `torch.autograd.Function`s. Recorded code runs only while
+    the graph is recorded, when the answer is False. The result must not depend on the answer.
     """
     return _thread_recompute.recomputes
 
 
 class RecomputeBlock:
-    """A block that recomputes."""
+    """A block in which `is_recomputing` is True."""
 
     def __enter__(self) -> None:
         _thread_recompute.recomputes = True

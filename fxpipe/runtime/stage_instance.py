@@ -1,8 +1,8 @@
-"""A stage in one step: its code on views of the model's tensors, and the autograd graphs that it makes.
+"""A stage in one step: its code on views of the model's tensors, and its autograd graphs.
 
-F runs the stage on detached values, so that each micro-batch has its own graph; B calls autograd for that graph, sums
-the gradients of parameters in the order of the row; if backward is split, W does so for the weights that B leaves. The
-model is not changed before the step has succeeded: parameters are read through detached views, and a buffer that
+F runs the stage on detached values, so each micro-batch has its own graph. B calls autograd for that graph, and sums
+the gradients of parameters in the order of the row; if the backward is split, W computes the gradients that B leaves.
+The model does not change before the step has succeeded: parameters are read through detached views, and a buffer that
 forward changes is copied for each F.
 """
 
@@ -35,25 +35,25 @@ from fxpipe.runtime.exchange import BoundaryValue
 from fxpipe.runtime.running_statistics import check_same_norm_calls, updated_running_statistics
 from fxpipe.runtime.wiring import ValueLink
 
-# -- Received values as a stage uses them: where the autograd graph of a micro-batch begins --------------------------
+# -- Received values in a stage: the beginning of the autograd graph of a micro-batch ---------------------------------
 #
-# A graph keeps a leaf, with its memory, until B, also if nothing in the stage has saved its value. So received values
-# enter through one node that keeps nothing, and their gradients are requested by its edges. Gradients of later users
-# enter there, too: a sum is made in the node's input, as a leaf's is.
+# A graph holds a leaf, with its memory, until B, even if the stage has not saved its value. So received values enter
+# through one node that saves nothing, and their gradients are requested by its edges. Gradients of later users enter
+# there, too: autograd adds them in the input of the node, as in a leaf.
 
-# Something that requires grad, or there would be no node: it has no memory.
-_entry_token = torch.empty(0, device="cpu", requires_grad=True)  # whatever the default device is when this is imported
+# A tensor without memory that requires grad, so that the node exists.
+_entry_token = torch.empty(0, device="cpu", requires_grad=True)  # independent of the default device at import
 
 
 _stage_backward = StageBackward()
 
-LARGE_GRADIENT = 2**20  # bytes; smaller ones are added when backward has made all of them, which is faster
+LARGE_GRADIENT = 2**20  # bytes; smaller gradients are added after the backward, which is faster
 
 
 def enter_graph(
     links: Sequence[ValueLink], received: Sequence[BoundaryValue]
 ) -> tuple[list[Any], list[ValueLink], list[GradientEdge]]:
-    """Returns the values that the stage uses, the links of those that want a gradient, and the edges that yield it."""
+    """Returns the values for the stage, the links whose value requires grad, and the edges of their gradients."""
     uses: list[Any] = []
     wanted: list[ValueLink] = []
     edges: list[GradientEdge] = []
@@ -68,7 +68,7 @@ def enter_graph(
             elif type(value) is torch.Tensor:
                 places.append(len(uses))
                 through.append(value)
-            else:  # a leaf after all: it is of a class of its own, which the node would take from it
+            else:  # a subclass needs a leaf, since the node would drop its class
                 value = value.detach().requires_grad_()
                 wanted.append(link)
                 edges.append(gradient_edge_of(value))
@@ -85,16 +85,15 @@ def enter_graph(
 
 @dataclass(slots=True)
 class BackwardHandle:
-    """The parts of the graph made by F or R that B needs."""
+    """The parts of the graph of F or R that B needs."""
 
     links: list[ValueLink]  # received values that require grad
-    leaves: list[GradientEdge]  # where their gradients come out
-    names: list[str]  # values whose gradients go in
-    roots: list[GradientEdge]  # where they do
-    tape: WeightGradientTape | None  # where backward is split
+    leaves: list[GradientEdge]  # edges of the gradients of received values
+    names: list[str]  # values whose gradients B starts from
+    roots: list[GradientEdge]  # edges where they enter
+    tape: WeightGradientTape | None  # if the backward is split
 
     def begin(self, name: str, edge: GradientEdge) -> None:
-        """Notes where the gradient of a value goes in."""
         self.names.append(name)
         self.roots.append(edge)
 
@@ -103,30 +102,30 @@ class StageResult(NamedTuple):
     """The results of a stage for one micro-batch."""
 
     sent: Sequence[Any]
-    buffers: dict[str, torch.Tensor]  # as they are after it
-    statistics: list[BatchStatistics]  # of deferred batch norm
+    buffers: dict[str, torch.Tensor]  # after the run
+    statistics: list[BatchStatistics]  # from deferred batch norm
     pending: BackwardHandle
 
 
 class StageTotals:
-    """The sums of a stage over the micro-batches of a step: gradients, and the buffers that change.
+    """The sums of a stage over the micro-batches of a step: gradients, and buffers that change.
 
-    Micro-batches may run different programs; stages of one number share it.
+    All programs of a step share it.
     """
 
     def __init__(self) -> None:
-        self.buffers: dict[str, torch.Tensor] = {}  # that change, as the last F left them
-        self.assigned: set[str] = set()  # of those, by name, what forward sets to another tensor
-        self.sums: dict[str, torch.Tensor] = {}  # of gradients, by parameter
-        self.when_final: Callable[[str], None] | None = None  # told of each sum that is complete, in the last B or W
-        self._counters: dict[str, torch.Tensor] = {}  # of mini-batches, as every F leaves them
-        self._statistics: dict[int, list[BatchStatistics]] = {}  # of deferred batch norm, by micro-batch
-        self._counts: dict[str, int] = {}  # of gradients in a sum
+        self.buffers: dict[str, torch.Tensor] = {}  # changed buffers, after the last F
+        self.assigned: set[str] = set()  # names of buffers that forward sets to another tensor
+        self.sums: dict[str, torch.Tensor] = {}
+        self.when_final: Callable[[str], None] | None = None  # called with each name whose sum is complete
+        self._counters: dict[str, torch.Tensor] = {}  # mini-batch counters, after any F
+        self._statistics: dict[int, list[BatchStatistics]] = {}  # from deferred batch norm, by micro-batch
+        self._counts: dict[str, int] = {}
 
     def finish_forward(self, stage: Stage, i: int, ran: StageResult) -> None:
-        """Stores what F leaves for that of the next micro-batch, and for the end of the step."""
+        """Stores the buffers and statistics of an F, for the next micro-batch and for the end of the step."""
         if not ran.buffers:
-            return  # then it has no statistics either, which are of buffers
+            return  # then there are no statistics of buffers either
         for name, value in ran.buffers.items():
             (self._counters if name in stage.counters else self.buffers)[name] = value
         self._statistics[i] = ran.statistics
@@ -137,11 +136,11 @@ class StageTotals:
     def final_buffers(
         self, others: Sequence[StageTotals] = (), bring: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
-        """The buffers that change, after all micro-batches.
+        """Returns the buffers that change, after all micro-batches.
 
         Args:
-            others: of other replicas of the stage, which have other micro-batches; the last one is here.
-            bring: to the device of the first replica, where they are to be.
+            others: totals of the stage's other replicas; `self` has the last micro-batch.
+            bring: moves a tensor to the device of the first replica.
         """
         statistics = {i: calls for one in (self, *others) for i, calls in one._statistics.items()}
         ordered = [statistics[i] for i in sorted(statistics)]
@@ -160,7 +159,6 @@ class StageTotals:
         return updated_running_statistics(buffers, ordered)
 
     def add(self, gradients: Iterable[tuple[str, torch.Tensor | None]]) -> None:
-        """Adds gradients of parameters, by name, to their sums."""
         for name, gradient in gradients:
             if gradient is not None:
                 count = self._counts.get(name, 0)
@@ -168,11 +166,11 @@ class StageTotals:
                 self._counts[name] = count + 1
                 if self.when_final is not None:
                     self.when_final(name)
-            del gradient  # before the next one is made
+            del gradient  # before the next gradient is computed
 
 
 class StageInstance:
-    """A stage with the tensors of the model that it uses, on its device."""
+    """A stage on its device, with the tensors of the model that it uses."""
 
     def __init__(
         self,
@@ -184,13 +182,13 @@ class StageInstance:
         state: ThreadState,
         totals: StageTotals,
     ):
-        """`function`: what runs of it; `bring`: to the stage's device; `state`: of the caller."""
+        """`function`: the stage's code; `bring`: moves a tensor to the stage's device; `state`: of the caller."""
         self.stage, self.function, self.links, self.grad = stage, function, links, state.grad
         self.totals = totals
         self._run_as_caller = CallerStateRunner(state)
-        self.views: dict[str, torch.Tensor] = {}  # of parameters
+        self.views: dict[str, torch.Tensor] = {}  # parameters only
         self.constants: dict[str, torch.Tensor] = {}
-        self._detached_parameters: dict[str, torch.Tensor] = {}  # parameters as tapes have them
+        self._detached_parameters: dict[str, torch.Tensor] = {}  # as tapes refer to them
         for name in stage.attributes:
             tensor = tensors.get(name)
             if tensor.is_meta:
@@ -201,17 +199,17 @@ class StageInstance:
             moved = bring(tensor.detach())
             if name in stage.changed_buffers or name in stage.assigns:
                 if name not in totals.buffers:
-                    totals.buffers[name] = moved.clone()  # the drop-in commits before R asks what F saw
+                    totals.buffers[name] = moved.clone()  # the drop-in commits before R reads the buffers of F
             elif tensor.is_floating_point() or tensor.is_complex():
                 self.views[name] = moved.requires_grad_(tensor.requires_grad and state.grad)
             else:
                 self.constants[name] = moved
         totals.assigned.update(stage.assigns)
-        # What is the same for every micro-batch.
+        # Shared by all micro-batches.
         self._fixed = [self.views.get(name, self.constants.get(name)) for name in stage.attributes]
         of_b = {n: view for n, view in self.views.items() if n not in function.split_parameters}
         summed = {n: view for n, view in of_b.items() if view.requires_grad}
-        self._names, self._summed = [*summed], [*summed.values()]  # whose gradients B sums
+        self._names, self._summed = [*summed], [*summed.values()]  # parameters whose gradients B sums
         self._all = frozenset(summed)
         self._large = frozenset(n for n, view in summed.items() if view.nbytes >= LARGE_GRADIENT)
 
@@ -220,12 +218,12 @@ class StageInstance:
         return name in self.stage.attributes or name in self.stage.assigns
 
     def versions(self, received: Sequence[BoundaryValue]) -> list[int]:
-        """The versions of the tensors that a run on these values reads and that the caller could write to."""
+        """Returns the versions of the tensors that a run on these values reads and the caller could write to."""
         tensors = (*self._fixed, *(one.value for one in received))
         return [version_of(x) if isinstance(x, torch.Tensor) and not x.is_inference() else 0 for x in tensors]
 
     def check_unchanged(self, received: Sequence[BoundaryValue], versions: Sequence[int]) -> None:
-        """Raises `StateError` if a tensor was written to since F: R would compute something else."""
+        """Raises `StateError` if a tensor was written to since F, so that R would compute other values."""
         names = (*self.stage.attributes, *(link.value.name for link in self.links))
         for name, version, expected in zip(names, self.versions(received), versions, strict=True):
             if version != expected:
@@ -238,7 +236,7 @@ class StageInstance:
     def run(
         self, received: Sequence[BoundaryValue], buffers: dict[str, torch.Tensor], is_kept: bool = True
     ) -> StageResult:
-        """The stage's code on received values and copies of `buffers`. `is_kept`: B will go back through this run."""
+        """Runs the stage on received values and copies of `buffers`. `is_kept`: keep the graph for B."""
         stage, function, attributes = self.stage, self.function, self._fixed
         if buffers:
             buffers = {name: x if name in stage.tracked_statistics else x.clone() for name, x in buffers.items()}
@@ -259,10 +257,10 @@ class StageInstance:
             statistics = [call for node in more[assigns:] for call in node]
         pending = BackwardHandle(links, leaves, [], [], tape)
         for link, edge in zip(links, leaves, strict=True):
-            if link.later is not None:  # a later user's gradient enters there, too
+            if link.later is not None:  # the gradient of a later user enters there
                 pending.begin(link.value.name, edge)
         for name, x in zip(stage.sends, sent, strict=True):
-            # Without gradients there is no backward, and a leaf that forward makes has no edge.
+            # Without gradients there is no backward, and leaves that forward creates have no edge.
             if self.grad and isinstance(x, torch.Tensor) and takes_gradient(x):
                 pending.begin(name, gradient_edge_of(x))
         return StageResult(sent, buffers, statistics, pending)
@@ -270,13 +268,13 @@ class StageInstance:
     def backward(
         self, pending: BackwardHandle, gradients: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor | None]:
-        """Sums the gradients of parameters, but for those that W computes, and puts on the tape what W needs.
+        """Sums the gradients of parameters, except those that W computes, which go on the tape.
 
         Args:
             gradients: of `pending.roots`.
 
         Returns:
-            Those of `pending.leaves`.
+            The gradients of `pending.leaves`.
         """
         roots, arrived = [], []
         for root, gradient in zip(pending.roots, gradients, strict=True):
@@ -294,7 +292,7 @@ class StageInstance:
             with self._added_as_they_come(early), _stage_backward:
                 results = gradients_of(wanted, roots, arrived)
             self.totals.add((n, gradient) for n, gradient in zip(self._names, results, strict=False) if n not in early)
-        else:  # without one call more, since small stages feel each
+        else:  # without a context manager, which is costly for small stages
             with _stage_backward:
                 results = gradients_of(wanted, roots, arrived)
             self.totals.add(zip(self._names, results, strict=False))
@@ -304,7 +302,7 @@ class StageInstance:
 
     @contextmanager
     def _added_as_they_come(self, names: Collection[str]) -> Iterator[None]:
-        """A block in which autograd adds these gradients to their sums as soon as it has made them, and keeps none."""
+        """A block in which autograd adds these gradients to their sums immediately, and keeps none."""
 
         def add(gradient: torch.Tensor | None, name: str) -> torch.Tensor | None:
             self.totals.add([(name, gradient)])

@@ -1,9 +1,8 @@
 """Updates of the weights, stage by stage, in the workers: action U.
 
-After a step the caller's `optimizer.step()` steps each stage's parameters in the worker of the stage, all at the same
-time. Within a step, with an optimizer that overlaps, a stage is updated while others still run, after the backwards of
-its own row. It waits for the other stages that use its parameters, and for the last loss, whose weights may divide
-gradients:
+After a step, the caller's `optimizer.step()` steps the parameters of all stages in parallel, in their workers. With an
+optimizer that overlaps, a stage is updated within the step, after the backwards of its row, while other stages run. It
+waits for other stages that use its parameters, and for the last loss, whose weight may divide gradients:
 
     device 0   0F0 0F1 0F2 0B0 ...         0B2 0U2
     device 1       1F0 1B0 1F1 ... 1B2 1U2
@@ -29,14 +28,13 @@ from fxpipe.scheduling.replicas import rows_of_replicas
 
 
 class StagewiseOptimizer(ABC):
-    """An optimizer that can step a part of its parameters, as the runtime uses it."""
+    """The interface of an optimizer that can step a part of its parameters."""
 
     pipe: Any  # whose stages step it
-    overlap: bool  # whether it steps within a step of the pipe
+    overlap: bool  # steps within a step of the pipe
     param_groups: list[dict[str, Any]]
 
     def parameters(self) -> list[torch.Tensor]:
-        """Returns the parameters of all groups, in order."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def options_now(self) -> list[dict[str, Any]]:
@@ -54,7 +52,7 @@ class StagewiseOptimizer(ABC):
 
     @abstractmethod
     def check_parts(self, parts: Sequence[Collection[torch.Tensor]]) -> None:
-        """Raises `StateError` unless steps of these parts, one by one, are a step of all parameters."""
+        """Raises `StateError` unless separate steps of these parts are a step of all parameters."""
 
     @abstractmethod
     def begin_updates(self, in_stream: bool) -> None:
@@ -68,9 +66,9 @@ class StagewiseOptimizer(ABC):
     def step_parameters(
         self, parameters: Collection[torch.Tensor], options: Sequence[Mapping[str, Any]] | None = None
     ) -> None:
-        """Steps these parameters only. Several threads may do so at the same time, for different parameters.
+        """Steps only these parameters; safe to call from several threads for different parameters.
 
-        `options`: of the groups, for a mini-batch of a stream; None: as they are now.
+        `options`: of the groups, for a mini-batch of a stream; None: the current ones.
         """
 
     @abstractmethod
@@ -83,21 +81,21 @@ class OverlappedUpdates:
     """An optimizer that steps within one step of a pipe."""
 
     optimizer: StagewiseOptimizer
-    parameters: Mapping[int, Sequence[torch.Tensor]]  # by stage that updates them
+    parameters: Mapping[int, Sequence[torch.Tensor]]  # by updating stage
     begun: list[int] = field(default_factory=list)  # stages whose weights have changed, or are about to
-    options: Sequence[Mapping[str, Any]] | None = None  # of its groups, for this step; None: as they are
+    options: Sequence[Mapping[str, Any]] | None = None  # for the groups in this step; None: the current ones
 
     @property
     def identities(self) -> set[int]:
         return {id(parameter) for of_stage in self.parameters.values() for parameter in of_stage}
 
     def step(self, stage: int, trained: Collection[torch.Tensor] = ()) -> None:
-        """Steps the parameters of a stage with the gradients that they have, and drops these.
+        """Steps the parameters of a stage with their gradients, and drops the gradients, even on failure.
 
-        Also if it fails: the next mini-batch would add its gradients to them.
+        Otherwise the next mini-batch would add to them.
 
         Args:
-            trained: the parameters that have been given gradients.
+            trained: the parameters that were given gradients.
         """
         parameters = self.parameters.get(stage, ())
         self.begun.append(stage)
@@ -114,7 +112,7 @@ class OverlappedUpdates:
 
     @staticmethod
     def _check_gradients(parameters: Iterable[torch.Tensor]) -> None:
-        """Raises `StateError` where somebody has taken away the gradients of a stage while it updates."""
+        """Raises `StateError` if other code has removed the gradients of a stage during its update."""
         if any(parameter.grad is None for parameter in parameters):
             raise StateError(
                 "the gradients of a stage were taken away while it updates (zero_grad, grad = None, in a loop over "
@@ -125,7 +123,7 @@ class OverlappedUpdates:
 
 @contextmanager
 def noting_updates(updates: OverlappedUpdates | None) -> Iterator[None]:
-    """A block that runs a step: if it fails, its exception names the stages that have been updated by then."""
+    """A block that runs a step; if it fails, its exception names the stages that were updated."""
     try:
         yield
     except BaseException as error:
@@ -141,10 +139,10 @@ def noting_updates(updates: OverlappedUpdates | None) -> Iterator[None]:
 def actions_before_updates(
     schedule: Schedule, parameters: Mapping[int, Sequence[torch.Tensor]], users: Mapping[int, Collection[int]]
 ) -> dict[int, tuple[Action, ...]]:
-    """Finds for each stage the actions of others that have to end before its weights change.
+    """Returns for each stage the actions of other rows that must end before its weights change.
 
     Args:
-        parameters: by stage that updates them.
+        parameters: by updating stage.
         users: by identity of a parameter, the stages that use it.
     """
     kinds = (ActionKind.BACKWARD, ActionKind.WEIGHT)
@@ -157,7 +155,7 @@ def actions_before_updates(
     for j in back:
         sharing = {k for parameter in parameters.get(j, ()) for k in users.get(id(parameter), ())}
         if len({row_of[j, i] for i in range(schedule.micro_batches)}) == 1:
-            sharing -= {j}  # else its own replicas, too
+            sharing -= {j}  # else its replicas are included
         else:
             sharing |= {j}
         before[j] = (*losses, *(action for k in sorted(sharing) for action in back[k]))
@@ -167,7 +165,7 @@ def actions_before_updates(
 def update_rows(
     stages: Collection[int], placement: Sequence[int], micro_batch: int, replicas: Sequence[int] = ()
 ) -> Rows:
-    """Returns rows of U alone: for each device those of its stages, in order; of replicas the one whose turn it is.
+    """Returns rows of U only: the stages of each device, in order; for replicas, in the row whose turn it is.
 
     >>> [[*map(str, row)] for row in update_rows([1], (0, 1), 2, replicas=(1, 2))]
     [[], ['1U2'], []]
@@ -180,7 +178,7 @@ def update_rows(
 
 
 class UpdateStep(ActionPerformer):
-    """The updates of all stages behind a step. `updates`: by stage, what U does."""
+    """The updates of all stages after a step. `updates`: by stage, the function that U calls."""
 
     def __init__(
         self, updates: Mapping[int, Callable[[], None]], devices: Sequence[torch.device], context: CallerContext

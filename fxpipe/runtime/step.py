@@ -1,14 +1,13 @@
-"""One mini-batch on its way through the stages: what each action does.
+"""The actions of one mini-batch.
 
 F  runs a stage, and keeps its autograd graph for B.
-R  runs it again with the inputs of F, for a micro-batch whose graph was not kept.
-B  runs the backward of that graph, in the worker; gradients of values go to other stages, those of parameters are
-   summed.
-W  computes the gradients of weights that B has left, for micro-batches whose backward the schedule splits.
+R  runs the stage again with the inputs of F, for a micro-batch whose graph was not kept.
+B  runs the backward of that graph, sends the gradients of values to other stages and sums the gradients of parameters.
+W  computes the gradients of weights that B leaves, for micro-batches whose backward the schedule splits.
 U  updates the weights of a stage, if the optimizer overlaps with the step.
 
-`exchange` has what stages send each other, `stage_instance` what a stage does with it. What an action makes lives until
-its last reader: `saved` from F to R, `pending` from F or R to B, `tapes` from B to W.
+`exchange` holds the values between stages, `stage_instance` runs a stage. The results of an action live until
+their last reader: `saved` from F to R, `pending` from F or R to B, `tapes` from B to W.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ from fxpipe.scheduling.actions import Action, ActionKind
 from fxpipe.scheduling.replicas import replica_of
 from fxpipe.utils.random_generators import mix_seed
 
-# -- The place in the pipeline where an exception was raised, in the user's words ------------------------------------
+# -- Notes that say where in the pipeline an exception was raised ----------------------------------------------------
 
 
 def failure_note(action: Action, stages: int, device: str, node: str, location: SourceLocation | None) -> str:
-    """Returns the note for an exception: stage, micro-batch, action and, where the stage's own code ran, the node."""
+    """Returns the note for an exception: stage, micro-batch, action and, if the stage's code raised, the node."""
     text = action_note(action, stages, device)
     if location is not None:
         module = f", module {location.module}" if location.module else ""
@@ -57,34 +56,32 @@ def failure_note(action: Action, stages: int, device: str, node: str, location: 
 
 @dataclass(slots=True)
 class RecomputeInputs:
-    """The inputs that F was given, kept for R."""
+    """The inputs of F, saved for R."""
 
     received: list[BoundaryValue]
     buffers: dict[str, torch.Tensor]
-    versions: list[int]  # of the tensors of the model and the received values, as F left them
+    versions: list[int]  # versions of model tensors and received values, after F
 
 
 @dataclass(frozen=True, slots=True)
 class OpenProgram:
-    """A program in one step: the model's tensors as it names them, and its stages."""
+    """A program in one step, with its tensors and stages."""
 
     bound: BoundProgram
     tensors: ModelTensors
-    stages: dict[int, StageInstance]  # by number; of several replicas the first
-    replicas: dict[int, tuple[StageInstance, ...]] = field(default_factory=dict)  # all, of stages that have several
+    stages: dict[int, StageInstance]  # by number; the first replica
+    replicas: dict[int, tuple[StageInstance, ...]] = field(default_factory=dict)  # only for stages with several
 
     def stages_of_turn(self, i: int) -> dict[int, StageInstance]:
-        """Returns what runs each stage for a micro-batch."""
+        """Returns the instances of the stages for a micro-batch, by number."""
         if not self.replicas:
             return self.stages
         return self.stages | {j: own[replica_of(i, len(own))] for j, own in self.replicas.items()}
 
 
 class Step(ActionPerformer):
-    """One mini-batch."""
-
-    first_micro_batch = 0  # its number, on which random numbers depend
-    samples: int | None = None  # in the mini-batch; None: not known
+    first_micro_batch = 0  # index of the first one, a seed of random numbers
+    samples: int | None = None  # in the mini-batch; None if unknown
 
     def __init__(
         self,
@@ -99,8 +96,8 @@ class Step(ActionPerformer):
         look_at_elements: bool = False,
         known_tensors: ModelTensors | None = None,
     ):
-        """`split`: the (stage, micro-batch) pairs that have W; `known_tensors`: where they are, of the only program."""
-        # Not the inputs themselves: their parts are gone with the stages that use them.
+        """`split`: (stage, micro-batch) pairs with W; `known_tensors`: resolved tensors of the only program."""
+        # Keep no reference to the inputs: their parts are freed with the stages that use them.
         self.bounds, self.trained, self.weights = inputs.bounds, inputs.trained, inputs.weights
         self.seed, self.recomputed, self.split = seed, recomputed, split
         every_device = [device for of_stage in inputs.stage_devices for device in of_stage]
@@ -117,7 +114,7 @@ class Step(ActionPerformer):
             if losses is None
             else LossStage(inputs.bounds, self.exchange, losses, self.loss_weighting, keep_outputs)
         )
-        self.replica_totals = [tuple(StageTotals() for _ in own) for own in self.stage_devices]  # by stage
+        self.replica_totals = [tuple(StageTotals() for _ in own) for own in self.stage_devices]
         self.totals = [own[0] for own in self.replica_totals]
         split_stages = {j for j, _ in split}
         self.open_programs = [
@@ -127,25 +124,24 @@ class Step(ActionPerformer):
         if len(self.open_programs) > 1:
             check_programs_fit(inputs.programs, [one.tensors for one in self.open_programs])
         by_id = {id(one.bound): one for one in self.open_programs}
-        self._programs = [by_id[id(bound)] for bound in inputs.bounds]  # by micro-batch
+        self._programs = [by_id[id(bound)] for bound in inputs.bounds]
         self._stages = self._stages_by_micro_batch()
         self.saved: dict[tuple[int, int], RecomputeInputs] = {}
         self.pending: dict[tuple[int, int], BackwardHandle] = {}
         self.tapes: dict[tuple[int, int], WeightGradientTape] = {}
         self._updates: Mapping[int, Callable[[], None]] = {}
-        # Stages with replicas whose forward changes buffers: each micro-batch finds what the one before has left.
+        # Stages with replicas whose forward changes buffers: each micro-batch reads the buffers of the previous one.
         self.in_order = frozenset(
             j
             for j, own in enumerate(self.stage_devices)
             if len(own) > 1 and any(one.program.stages[j].changes_in_order for one in inputs.programs)
         )
         fences = fences_of([bound.wiring for bound in inputs.programs], losses is not None)
-        # Replicas of the last stage take losses in order, too: loss_fn may draw random numbers, or count.
+        # Replicas of the last stage compute losses in order, too: loss_fn may draw random numbers, or count.
         self.has_losses_in_order = losses is not None and len(self.stage_devices[-1]) > 1
         self._fences = Fences(fences, self.in_order, len(self.devices) - 1 if self.has_losses_in_order else None)
 
     def _open_exchange(self, inputs: StepInputs) -> Exchange:
-        """Makes the exchange, with the inputs in it."""
         return Exchange(inputs, self.transport, self.grad, self.has_loss)
 
     def _open(self, bound: BoundProgram, tensors: ModelTensors, split_stages: set[int]) -> OpenProgram:
@@ -162,7 +158,6 @@ class Step(ActionPerformer):
         return OpenProgram(bound, tensors, first, replicas)
 
     def _stages_by_micro_batch(self) -> list[dict[int, StageInstance]]:
-        """The stages as they run, by number, for each micro-batch."""
         return [one.stages_of_turn(i) for i, one in enumerate(self._programs)]
 
     def _open_stage(self, bound: BoundProgram, j: int, tensors: ModelTensors, is_split: bool) -> StageInstance:
@@ -197,11 +192,11 @@ class Step(ActionPerformer):
 
     def wait(self, action: Action) -> None:
         self._fences.wait(action)
-        if self.has_losses_in_order and self.caller_context.takes_turns:  # it may not wait while it has its turn
+        if self.has_losses_in_order and self.caller_context.takes_turns:  # a thread that holds the turn must not wait
             self.wait_before_loss(action)
 
     def wait_before_loss(self, action: Action) -> None:
-        """Returns when the loss behind an F may be taken, where losses have an order."""
+        """Returns when the loss after an F may be computed, if losses have an order."""
         self._fences.wait_before_loss(action)
 
     def has_passed(self, action: Action) -> bool:
@@ -209,7 +204,6 @@ class Step(ActionPerformer):
         return self._fences.has_passed(action)
 
     def wait_behind(self, action: Action) -> None:
-        """Returns when an action has ended, or the step has failed."""
         self._fences.wait_behind(action)
 
     def pass_on(self, action: Action) -> None:
@@ -231,7 +225,7 @@ class Step(ActionPerformer):
         received = [self.exchange.take(j, link, i) for link in opened.links]
         buffers = self._buffers_before(j, i) if i and j in self.in_order else dict(opened.totals.buffers)
         if (ActionKind.RECOMPUTE, j, i) in self.recomputed:
-            # Not under no_grad, where torch takes other kernels (LSTM): R must come to the same bits.
+            # Grad mode stays on: under no_grad torch uses other kernels (LSTM), and R must compute the same bits.
             with NoSavedTensors():
                 ran = self._run(j, i, received, buffers, is_kept=False)
             self.saved[j, i] = RecomputeInputs(received, buffers, opened.versions(received))
@@ -242,7 +236,7 @@ class Step(ActionPerformer):
         opened.totals.finish_forward(opened.stage, i, ran)
         self._send(j, i, ran.sent)
         if j == len(self.devices) - 1 and self.loss is not None:
-            del received, ran  # what nobody saved need not live while the loss runs
+            del received, ran  # free unsaved values before the loss runs
             _, stream = self._place(Action(ActionKind.FORWARD, j, i)) if self.has_replicas else self._places[j][0]
             if self.has_losses_in_order:
                 self.wait_before_loss(Action(ActionKind.FORWARD, j, i))
@@ -251,7 +245,7 @@ class Step(ActionPerformer):
             self.log.losses[i] = (start, mark_time(stream))
 
     def _buffers_before(self, j: int, i: int) -> dict[str, torch.Tensor]:
-        """The buffers that F changes, as the micro-batch before has left them with another replica."""
+        """Returns the buffers that F changes, as another replica left them after the previous micro-batch."""
         before = self.replica_totals[j][replica_of(i - 1, len(self.replica_totals[j]))]
         device = self.device_of(Action(ActionKind.FORWARD, j, i))
         return {name: self.transport.bring(buffer, device) for name, buffer in before.buffers.items()}
@@ -291,11 +285,11 @@ class Step(ActionPerformer):
 
     def weight_gradients(self, j: int, i: int) -> None:
         tape = self.tapes.pop((j, i), None)
-        if tape is not None:  # else B has done all
+        if tape is not None:  # else B computed all gradients
             self._stages[i][j].weight_gradients(tape)
 
     def set_updates(self, updates: Mapping[int, Callable[[], None]], before: Mapping[int, Sequence[Action]]) -> None:
-        """Says what U of each stage does, and for which actions of other stages it waits."""
+        """Sets the function that U of each stage calls, and the actions of other stages that it waits for."""
         self._updates = updates
         self._fences.add_updates(before)
 
@@ -308,20 +302,19 @@ class Step(ActionPerformer):
 
     @property
     def takes_loss(self) -> bool:
-        """Tells whether the loss is taken within the step; else the caller's backward brings gradients of outputs."""
+        """True if the loss is computed within the step; otherwise the caller's backward passes gradients of outputs."""
         return self.loss is not None
 
     @property
     def divisor(self) -> Any:
-        """The divisor of all gradients, where the loss is weighted; None: there is none."""
+        """The divisor of all gradients, for a weighted loss; None if there is none."""
         return None if self.loss is None else self.loss.losses.divisor
 
     def is_changed(self, name: str) -> bool:
-        """Returns whether forward changes this tensor of the model."""
         return any(name in totals.buffers for totals in self.totals)
 
     def tensors_by_name(self) -> dict[str, torch.Tensor]:
-        """The model's tensors that stages use."""
+        """Returns the tensors of the model that stages use."""
         return {
             name: program.tensors.get(name)
             for program in self.open_programs
@@ -331,16 +324,14 @@ class Step(ActionPerformer):
 
     @torch.no_grad()
     def commit_buffers(self) -> None:
-        """Writes the buffers that forward has changed into the model."""
         for j in range(len(self.totals)):
             self.commit_buffers_of(j)
-        self.transport.settle()  # those of replicas are copied
+        self.transport.settle()  # the copies between replicas have ended
 
     @torch.no_grad()
     def commit_buffers_of(self, j: int) -> None:
-        """Writes those that a stage has changed."""
         replicas = self.replica_totals[j]
-        totals = replicas[replica_of(self.micro_batches - 1, len(replicas))]  # of the last micro-batch
+        totals = replicas[replica_of(self.micro_batches - 1, len(replicas))]  # the replica of the last micro-batch
         others = [one for one in replicas if one is not totals]
         bring = partial(self.transport.bring, target=self.devices[j]) if others else None
         for name, value in totals.final_buffers(others, bring).items():
@@ -351,7 +342,7 @@ class Step(ActionPerformer):
                 tensors.get(name).copy_(value)
 
     def parameter_gradient(self, name: str, home: torch.device) -> torch.Tensor | None:
-        """Sums the gradient of a parameter where it is: over micro-batches, and over replicas and stages in order."""
+        """Returns the sum of a parameter's gradients on its device, in order of micro-batches, replicas, stages."""
         every = (totals for of_stage in self.replica_totals for totals in of_stage)
         sums = [totals.sums.pop(name) for totals in every if name in totals.sums]
         if not sums:

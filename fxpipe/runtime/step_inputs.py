@@ -1,7 +1,7 @@
-"""The inputs of a step, micro-batch by micro-batch: parts of one mini-batch, or given by the caller.
+"""The inputs of a step by micro-batch: parts of one mini-batch, or micro-batches of the caller.
 
-Micro-batches that are handed over are independent: each is a mini-batch to the model, may have its own sizes, and runs
-the program of its own graph, which is usually the same for all.
+Micro-batches of the caller are independent: each is a mini-batch to the model, may have its own sizes, and runs the
+program of its own graph, usually the same for all.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from fxpipe.utils.clone import clone
 
 @dataclass(frozen=True, slots=True)
 class GivenInputs:
-    """A mini-batch that will be cut into micro-batches, or micro-batches that the caller hands over."""
+    """A mini-batch to be split into micro-batches, or micro-batches of the caller."""
 
-    bounds: tuple[BoundProgram, ...]  # by micro-batch: the program that runs it
+    bounds: tuple[BoundProgram, ...]  # by micro-batch
     leaves: Sequence[Any]  # flattened inputs of the mini-batch; or by micro-batch
     samples: tuple[int, ...]  # by micro-batch
     targets: Sequence[Any]  # () or (target,) of the mini-batch; or by micro-batch
@@ -36,7 +36,7 @@ class GivenInputs:
 
     @property
     def bound(self) -> BoundProgram:
-        """The program of the mini-batch; of micro-batches that are handed over, of the first."""
+        """The program of the mini-batch, or of the first micro-batch."""
         return self.bounds[0]
 
     @property
@@ -45,34 +45,32 @@ class GivenInputs:
 
     @property
     def shares(self) -> list[float]:
-        """By micro-batch, its share of the samples."""
         return shares_of(self.samples)
 
 
 def shares_of(samples: Sequence[int]) -> list[float]:
-    """Returns the share of each micro-batch in all samples."""
     batch = sum(samples)
     return [size / batch for size in samples]
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedInput:
-    """An input that requires grad: one of the mini-batch, or of one micro-batch that was handed over."""
+    """An input that requires grad, of the mini-batch or of one micro-batch of the caller."""
 
     tensor: torch.Tensor
-    place: int  # among the flattened inputs
-    micro_batches: range  # which of them use it
-    dim: int | None  # along which it is cut into their parts; None: each has all of it
+    place: int  # index in the flattened inputs
+    micro_batches: range  # users
+    dim: int | None  # along which it is split; None: each micro-batch has all of it
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """The micro-batches of a step."""
 
-    bounds: tuple[BoundProgram, ...]  # by micro-batch: the program that runs it
-    parts: tuple[Sequence[Any], ...]  # by micro-batch: its flattened inputs
-    weights: tuple[float, ...]  # by micro-batch: its share of all samples
-    values: tuple[Any, ...]  # all that the caller has given, flattened
+    bounds: tuple[BoundProgram, ...]  # by micro-batch
+    parts: tuple[Sequence[Any], ...]  # by micro-batch: flattened inputs
+    weights: tuple[float, ...]  # by micro-batch: share of all samples
+    values: tuple[Any, ...]  # all values of the caller, flattened
     trained: tuple[TrainedInput, ...]
 
     @classmethod
@@ -83,14 +81,14 @@ class StepInputs:
 
     @classmethod
     def of_mini_batch(cls, bound: BoundProgram, leaves: Sequence[Any], weights: Sequence[float]) -> StepInputs:
-        """Cuts a mini-batch, its inputs flattened, into micro-batches of these weights."""
+        """Splits a mini-batch with flattened inputs into micro-batches of these weights."""
         m = len(weights)
         trained = tuple(
             TrainedInput(leaf, place, range(m), dim)
             for place, (leaf, dim) in enumerate(zip(leaves, bound.in_dims, strict=True))
             if tensor_requires_grad(leaf)
         )
-        with torch.no_grad():  # parts begin graphs of their own
+        with torch.no_grad():  # parts begin separate graphs
             parts = scatter(_own_inputs(bound, leaves), bound.in_dims, m)
         return cls((bound,) * m, tuple(parts), tuple(weights), tuple(leaves), trained)
 
@@ -98,7 +96,7 @@ class StepInputs:
     def of_micro_batches(
         cls, bounds: Sequence[BoundProgram], leaves: Sequence[Sequence[Any]], weights: Sequence[float]
     ) -> StepInputs:
-        """Takes micro-batches as they are handed over."""
+        """Returns the inputs of the caller's micro-batches."""
         trained = tuple(
             TrainedInput(leaf, place, range(i, i + 1), None)
             for i, of_one in enumerate(leaves)
@@ -112,22 +110,21 @@ class StepInputs:
 
     @property
     def programs(self) -> list[BoundProgram]:
-        """The programs that run, each once."""
         return different_programs(self.bounds)
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """The devices of the stages, which are the same in all programs."""
+        """The devices of the stages, the same in all programs."""
         return self.bounds[0].devices
 
     @property
     def stage_devices(self) -> tuple[tuple[torch.device, ...], ...]:
-        """By stage the devices of all of its replicas."""
+        """By stage, the devices of all replicas."""
         return self.bounds[0].stage_devices
 
 
 def _own_inputs(bound: BoundProgram, leaves: Sequence[Any]) -> list[Any]:
-    """Copies what will be written to after forward: it has to stay what it was for those who read it in R."""
+    """Copies inputs that are written to after forward, since R reads their old values."""
     return [clone(leaf) if place in bound.program.written_inputs else leaf for place, leaf in enumerate(leaves)]
 
 
@@ -136,12 +133,12 @@ def tensor_requires_grad(value: Any) -> bool:
 
 
 def check_programs_fit(bounds: Sequence[BoundProgram], tensors: Sequence[ModelTensors]) -> None:
-    """Checks that micro-batches of different programs may follow each other in one step.
+    """Checks that micro-batches of different programs can follow each other in one step.
 
-    What a program changes in the model, the next micro-batch must find: in the same stage, and under the same name.
+    If a program changes a tensor of the model, the next micro-batch must use it in the same stage and by the same name.
 
     Raises:
-        StateError: they may not.
+        StateError: they cannot.
     """
     stages = [stage for bound in bounds for stage in bound.program.stages]
     changed = {name for stage in stages for name in (*stage.changed_buffers, *stage.assigns)}

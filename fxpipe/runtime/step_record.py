@@ -1,8 +1,8 @@
 """The record of a step, with its times: `pipe.last_step`.
 
-Times are seconds since the step began. What the caller did between the forward and the backward of a drop-in is left
-out of all of them; it is `StepRecord.away`. So is what came between the step and an update of its weights by the stages
-(`fxpipe.optim.StageOptimizer`), which is a part of the step's record.
+Times are seconds since the step began, without the time of the caller between the forward and the backward of a drop-in
+(`StepRecord.away`), or between the step and an update of its weights by the stages (`fxpipe.optim.StageOptimizer`),
+which is a part of the record.
 """
 
 from __future__ import annotations
@@ -32,42 +32,39 @@ if TYPE_CHECKING:
     from fxpipe.runtime.exchange import TransferNote
 
 
-# -- Notes that all workers make at once while a step runs: as little as can be, since each action pays for it -------
+# -- Notes that workers take while a step runs: cheap, since each action pays for them -------------------------------
 #
-# `step_record_of` makes what people read of it, when they ask. An action on a CPU is timed by the host's clock. One on
-# a GPU has only been queued when the host is through with it: events on its stream are queued around it, and asked for
-# their times once the step is read. So no step waits for a GPU because it is timed.
+# `step_record_of` evaluates them on request. Actions on a CPU are timed by the host's clock. A GPU runs an action after
+# the host has queued it: events on its stream before and after it are read with the record. So timing never waits for a
+# GPU during a step.
 
-TimeMark: TypeAlias = "float | torch.Event"  # a time of the host's clock, or a place in a stream
+TimeMark: TypeAlias = "float | torch.Event"  # a time of the host's clock, or an event on a stream
 
 
 def mark_time(stream: torch.Stream | None) -> TimeMark:
-    """Marks the present time of a stream; None for the host."""
+    """Returns the current time of a stream; of the host for None."""
     return time.perf_counter() if stream is None else accelerator.record_event(stream, timing=True)
 
 
 @dataclass(frozen=True, slots=True)
 class StepLog:
-    """The notes of one step."""
-
-    begun: list[float] = field(default_factory=list)  # when the rows were started: the drop-in has two parts
+    begun: list[float] = field(default_factory=list)  # when the rows were started: a drop-in has two parts
     times: dict[Action, tuple[TimeMark, TimeMark]] = field(default_factory=dict)
-    on_core: dict[Action, float] = field(default_factory=dict)  # seconds; of actions on a CPU
+    on_core: dict[Action, float] = field(default_factory=dict)  # seconds, for actions on a CPU
     losses: dict[int, tuple[TimeMark, TimeMark]] = field(default_factory=dict)  # by micro-batch
     verifications: list[float] = field(default_factory=list)  # seconds of the host
-    updates: list[StepLog] = field(default_factory=list)  # of the weights, behind the step
+    updates: list[StepLog] = field(default_factory=list)  # updates of the weights after the step
 
     def now(self) -> StepLog:
-        """Returns a copy of the log as it is now."""
         copies = {one.name: getattr(self, one.name).copy() for one in fields(self)}
         return replace(self, **copies)
 
 
 class HostClock:
-    """Turns marks into seconds of the host's clock."""
+    """Converts time marks to seconds of the host's clock."""
 
     def __init__(self) -> None:
-        self._now: dict[torch.device, tuple[float, torch.Event]] = {}  # a time that both clocks know
+        self._now: dict[torch.device, tuple[float, torch.Event]] = {}  # by GPU: one moment on both clocks
 
     def seconds(self, when: TimeMark) -> float:
         if isinstance(when, float):
@@ -79,7 +76,7 @@ class HostClock:
 
     @staticmethod
     def _common(device: torch.device) -> tuple[float, torch.Event]:
-        """Reads both clocks when the GPU has nothing left to do, so that it is at the event when the host is."""
+        """Synchronizes with the GPU and reads both clocks."""
         accelerator.synchronize(device)
         event = accelerator.record_event(accelerator.current_stream(device), timing=True)
         event.synchronize()
@@ -91,13 +88,13 @@ class ActionRecord:
     """One action of the last step."""
 
     action: Action
-    start: float  # on a GPU as its stream has it, not the host
+    start: float  # on a GPU: time of the stream, not of the host
     end: float
-    device: int  # which of the pipe's devices
-    waited: float  # seconds before `start` in which the device had nothing to do
+    device: int  # index in the pipe's devices
+    waited: float  # seconds before `start` in which the device was idle
     received: int  # bytes of values and gradients from other stages
-    sent: int  # bytes that other stages have received of it
-    on_core: float | None = None  # seconds in which its worker had a core, on a CPU: the rest others had it
+    sent: int  # bytes that other stages received from it
+    on_core: float | None = None  # on a CPU: seconds in which its worker had a core
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,55 +103,55 @@ class DeviceRecord:
 
     name: str
     busy: float  # seconds
-    waited: float  # seconds before actions; after its last action a device waits for the others
+    waited: float  # seconds before actions; not after the last one
     received: int  # bytes
     sent: int
-    peak_memory: int | None = None  # bytes allocated, since the peak was last reset; None: not measured
-    planned_memory: int | None = None  # bytes that the plan expects there
+    peak_memory: int | None = None  # bytes allocated, since the last reset; None: not measured
+    planned_memory: int | None = None  # bytes by the plan
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord(TimelineMixin):
-    """The last `forward_backward`, or a drop-in forward and, once it has run, its backward. `print` shows a summary."""
+    """The last `forward_backward`, or drop-in forward and, after it has run, backward. `print` shows a summary."""
 
     schedule: str
-    actions: tuple[ActionRecord, ...]  # in order of their start
+    actions: tuple[ActionRecord, ...]  # in order of start
     transfers: tuple[TransferRecord, ...]
     devices: tuple[DeviceRecord, ...]
     away: float  # seconds between forward and backward of a drop-in
-    losses: tuple[float, ...] = ()  # seconds of each micro-batch's loss, in F of the last stage; none in a drop-in
-    verification: float = 0.0  # seconds, after all actions, to verify the loss; 0 where it was not due
-    transport: str = ""  # over processes, how tensors go from rank to rank: "nccl", or why by memory of the CPU
-    reduction: str = ""  # over replicas, how gradients are summed, in the same words
-    samples: int | None = None  # in the mini-batch; None: not known
+    losses: tuple[float, ...] = ()  # seconds of each micro-batch's loss, in F of the last stage; empty for a drop-in
+    verification: float = 0.0  # seconds of verifying the loss, after all actions; 0 if not due
+    transport: str = ""  # between processes: "nccl", or the reason for transfers by CPU memory
+    reduction: str = ""  # between replicas: how gradients are summed, in the same words
+    samples: int | None = None  # in the mini-batch; None if unknown
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """The time spans of each device, as in a `Simulation`. Copies run beside the actions, and have no spans."""
+        """The time spans of each device, as in a `Simulation`, without copies, which overlap with actions."""
         return tuple(Span(one.action, one.device, one.start, one.end) for one in self.actions)
 
     @property
     def seconds(self) -> float:
-        """Seconds from the beginning to the last action's end."""
+        """Seconds from the beginning to the end of the last action."""
         return max((a.end for a in self.actions), default=0.0)
 
     def busy(self, stage: int) -> float:
-        """Seconds in which a stage was at work."""
+        """Returns the seconds in which a stage was busy."""
         return sum(a.end - a.start for a in self.actions if a.action.stage == stage)
 
     @property
     def loss_seconds(self) -> float:
-        """Seconds of the loss of a micro-batch, the median; 0 in a drop-in."""
+        """The median seconds of a micro-batch's loss; 0 for a drop-in."""
         return median(self.losses) if self.losses else 0.0
 
     def bubble(self, device: int) -> float:
-        """The share of the step in which a device had nothing to do."""
+        """Returns the share of the step in which a device was idle."""
         return 1 - self.devices[device].busy / self.seconds if self.seconds else 0.0
 
     def metrics(self) -> dict[str, float]:
         """Returns the numbers of the step by name, for loggers: `wandb.log(pipe.last_step.metrics())`.
 
-        Seconds count as everywhere in the record. The memory of a device is included if it can be measured, as on CUDA.
+        Times are in seconds. The memory of a device is included if it is measured, as on CUDA.
         """
         shares = [self.bubble(d) for d in range(len(self.devices))]
         metrics: dict[str, float | None] = {
@@ -175,7 +172,7 @@ class StepRecord(TimelineMixin):
         return {name: float(value) for name, value in metrics.items() if value is not None}
 
     def as_step(self, *, has_memory: bool = True) -> StepTimeline:
-        """Returns the step in one form with simulated ones. Memory over time is not known of a step that ran."""
+        """Converts the record to the common form of real and simulated steps, which has no memory over time here."""
         cores = tuple(one.on_core for one in self.actions if one.on_core is not None)
         return StepTimeline(
             schedule=self.schedule,
@@ -190,7 +187,6 @@ class StepRecord(TimelineMixin):
         )
 
     def arrows(self) -> Iterator[TransferRecord]:
-        """Yields all that went from stage to stage."""
         yield from self.transfers
 
     def save_trace(self, path: str | Path) -> None:
@@ -240,7 +236,7 @@ class StepRecord(TimelineMixin):
             yield f"device {d:>{len(str(count - 1))}}: {line.rstrip()}"
 
 
-# -- made from the notes of a step -----------------------------------------------------------------------------------
+# -- Evaluation of the notes -----------------------------------------------------------------------------------------
 
 
 def step_record_of(
@@ -250,7 +246,7 @@ def step_record_of(
     moved: Sequence[TransferNote],
     samples: int | None = None,
 ) -> StepRecord:
-    """Makes the record of a step from its schedule and notes. `bounds`: by micro-batch, the program that ran."""
+    """Returns the record of a step from its schedule and notes. `bounds`: the program of each micro-batch."""
     row_of = schedule.row_of
     names = {d: _device_name(bounds[0], j, i) for (j, i), d in row_of.items()}
     clock = HostClock()
@@ -264,7 +260,7 @@ def step_record_of(
         sent[transfer.maker] += int(transfer.bytes)
 
     actions: list[ActionRecord] = []
-    free: dict[int, float] = {}  # since when the device has nothing to do
+    free: dict[int, float] = {}  # by device: when it became idle
     core_seconds = log.on_core | {action: time for update in log.updates for action, time in update.on_core.items()}
     for begin, times in [*parts, *_update_parts(log, parts, clock)]:
         free = {d: max(begin, since) for d, since in free.items()}
@@ -292,14 +288,14 @@ ActionTimes = dict[Action, tuple[float, float]]
 
 
 def _step_parts(log: StepLog, clock: HostClock) -> tuple[list[tuple[float, ActionTimes]], float]:
-    """Splits a step into parts: begin and actions of each; and the seconds between two parts, which are left out."""
+    """Returns the parts of a step (begin and actions of each), and the seconds between two parts."""
     first = log.begun[0]
     times = {a: (clock.seconds(start) - first, clock.seconds(end) - first) for a, (start, end) in log.times.items()}
     if len(log.begun) == 1:
         return [(0.0, times)], 0.0
     forward = {action: time for action, time in times.items() if action.kind is ActionKind.FORWARD}
     end = max(end for _, end in forward.values())
-    away = max(0.0, log.begun[1] - first - end)  # a GPU may still be at the forward when the host starts the backward
+    away = max(0.0, log.begun[1] - first - end)  # a GPU may still run the forward when the host starts the backward
     backward = {a: (start - away, end - away) for a, (start, end) in times.items() if a not in forward}
     return [(0.0, forward), (log.begun[1] - first - away, backward)], away
 
@@ -307,7 +303,7 @@ def _step_parts(log: StepLog, clock: HostClock) -> tuple[list[tuple[float, Actio
 def _update_parts(
     log: StepLog, parts: Sequence[tuple[float, ActionTimes]], clock: HostClock
 ) -> Iterator[tuple[float, ActionTimes]]:
-    """Yields begin and actions of each update behind the step, as if it had begun when all before it had ended."""
+    """Yields begin and actions of each update after the step, as if it began when earlier actions had ended."""
     end = max((end for begin, times in parts for end in (begin, *(t for _, t in times.values()))), default=0.0)
     for update in log.updates:
         shift = end - update.begun[0]
@@ -319,7 +315,7 @@ def _update_parts(
 def _transfer_records(
     bounds: Sequence[BoundProgram], moved: Sequence[TransferNote], has_loss: bool
 ) -> Iterator[TransferRecord]:
-    """Yields transfers between stages. The loss is the last one's; in a drop-in it is the caller's, and no transfer."""
+    """Yields transfers between stages. The loss belongs to the last stage; in a drop-in it is not a transfer."""
     n = len(bounds[0].devices)
     senders = {
         (id(bound), link.gradient_target, link.value.name): user

@@ -1,24 +1,25 @@
-"""A stream of mini-batches through the stages, without a flush: what `train_stream` runs.
+"""A stream of mini-batches through the stages, without a flush: the runtime of `train_stream`.
 
-Each mini-batch is a `Step`, with its inputs, its exchange, its loss and the sums of its gradients. But its stages open
-when its forward comes to them, with the *version* of the weights that the stream's order (`scheduling.streams`) gives
-it, and close with its update U, which is an action of the rows. So a worker only waits for its neighbours.
+Each mini-batch is a `Step`, with its inputs, exchange, loss and gradient sums. But a stage opens for it with its first
+forward there, on the *version* of the weights that the order of the stream (`scheduling.streams`) assigns, and closes
+with its update U, an action of the rows. So a worker waits for its neighbours only.
 
 *Versions.* The newest version of a weight is in the model's parameter, which an optimizer updates in place. If a
-mini-batch in flight still needs the version there, the parameter first gets a copy, and the older version stays in the
-views that forward ran on, and is freed with the last of them. Views are of `.data`, which counts versions separately:
-`detach()` would share the parameter's count, and autograd would refuse the backward. The count that an update leaves
-shows if something else has written to a parameter. Gradients are hidden meanwhile (`stream_gradients`).
+mini-batch in flight still needs the version there, the parameter first gets a copy; the older version stays in the
+views that forward ran on, and is freed with the last of them. Views are of `.data`, which has a separate version
+counter: `detach()` would share the parameter's, and autograd would refuse the backward. The counter after an update
+shows if other code has written to a parameter. Gradients are hidden between updates (`stream_gradients`).
 
-*Buffers* are written into the model when a stage has ended the forward of a mini-batch, so the next one finds them.
+*Buffers* are written into the model when a stage has run all forwards of a mini-batch, so the next mini-batch reads
+them.
 
-*Replicas* of a stage have a row each. A mini-batch sees them in the order of its turns: first the replica of its first
-micro-batch. Each opens the stage when the first of its micro-batches comes, with a copy of the version if its device
-is another one. A round of mini-batches is updated with the mean of their gradients, on the device of the parameters. If
-forward changes buffers, the forward of each micro-batch waits for the one before.
+*Replicas* of a stage have a row each. Each opens the stage with the first of its micro-batches, on a copy of the
+version if it is on another device. Turns start with the replica of the first micro-batch. A round of mini-batches makes
+one update with the mean of the gradients, on the device of the parameters. If forward changes buffers, the forward of
+each micro-batch waits for the one before.
 
-Actions follow the order of the rows, and between replicas that of `StreamSchedule.awaited`, so the result does not
-depend on which worker is faster.
+Actions follow the order of the rows, and between replicas `StreamSchedule.awaited`, so the result does not depend on
+the speed of workers.
 """
 
 from __future__ import annotations
@@ -59,21 +60,21 @@ from fxpipe.scheduling.streams import StreamSchedule
 from fxpipe.utils import accelerator
 from fxpipe.utils.random_generators import mix_seed
 
-RECORDED_MINI_BATCHES = 32  # of a stream: the last ones, of which `last_step` tells
+RECORDED_MINI_BATCHES = 32  # mini-batches of a stream in `last_step`: the last ones
 _HERE = nullcontext()
 
 
 class StageWeights:
-    """The versions of the weights of one stage that mini-batches in flight need; used by the stage's workers alone.
+    """The versions of a stage's weights that mini-batches in flight need; used by the workers of the stage.
 
-    One of them updates. Others may ask for versions meanwhile, but for the one that is being made.
+    One worker updates. Others may read versions at the same time, except the one being created.
     """
 
     def __init__(self, named: Mapping[str, torch.Tensor]):
         self._named = dict(named)
         self.newest = 0
-        self._views = {0: self._new_views()}  # by version: by identity of the parameter
-        self._counts: list[int] | None = self._write_counts()  # None: they are being updated
+        self._views = {0: self._new_views()}  # by version, then by identity of the parameter
+        self._counts: list[int] | None = self._write_counts()  # version counters; None during an update
         self._changing = threading.Lock()
         self.gradients = HiddenGradients(self._named.values())
         self.gradients.hide()
@@ -86,9 +87,9 @@ class StageWeights:
         return [version_of(p) for p in self._named.values()]
 
     def keep_first_version(self, transport: Transport) -> None:
-        """Keeps the memory that the parameters have until the stages are done with it, once updates have taken other.
+        """Keeps the memory of the first version until the stages have read it, although updates replace it.
 
-        It may be of another stream than that of the stages, on which later versions are made.
+        It may have been allocated on another stream than the stages use.
         """
         for parameter in self._named.values():
             stream = transport.compute_stream(parameter.device)
@@ -96,13 +97,13 @@ class StageWeights:
                 accelerator.keep_for_stream(parameter.data, stream)
 
     def at(self, version: int) -> Mapping[int, torch.Tensor]:
-        """Returns the weights of a version, by the identity of their parameters."""
+        """Returns the weights of a version, by identity of the parameter."""
         with self._changing:
             self._check_unchanged()
             return self._views[version]
 
     def _check_unchanged(self) -> None:
-        """Raises `StateError` where somebody else has written to the weights."""
+        """Raises `StateError` if other code has written to the weights."""
         if self._counts is None:
             return
         for (name, p), count in zip(self._named.items(), self._counts, strict=True):
@@ -114,7 +115,7 @@ class StageWeights:
                 )
 
     def begin_update(self, oldest: int) -> None:
-        """Leaves the parameters for an optimizer to write to. `oldest`: the oldest version that is needed after it."""
+        """Prepares the parameters for an optimizer. `oldest`: the oldest version that is needed after the update."""
         with self._changing:
             self._check_unchanged()
             self._counts = None
@@ -136,7 +137,7 @@ class StageWeights:
 
 @dataclass(frozen=True, slots=True)
 class VersionedTensors(ModelTensors):
-    """The model's tensors, with a version of some parameters in their places."""
+    """The model's tensors, with some parameters replaced by a version."""
 
     versions: Mapping[int, torch.Tensor] = field(default_factory=dict)  # by identity of the parameter
 
@@ -146,12 +147,10 @@ class VersionedTensors(ModelTensors):
 
 
 class StreamStep(Step):
-    """A mini-batch of a stream."""
-
     def _open(self, bound: BoundProgram, tensors: ModelTensors, split_stages: set[int]) -> OpenProgram:
         return OpenProgram(bound, tensors, {})
 
-    before_loss: Callable[[Action], None] | None = None  # waits for the losses of mini-batches before, too
+    before_loss: Callable[[Action], None] | None = None  # waits for losses of earlier mini-batches
 
     def wait_before_loss(self, action: Action) -> None:
         if self.before_loss is not None:
@@ -161,7 +160,7 @@ class StreamStep(Step):
         return [{} for _ in range(self.micro_batches)]
 
     def open_stage(self, j: int, i: int, versions: Mapping[int, torch.Tensor]) -> None:
-        """Opens a stage where micro-batch i is, when the first forward there comes to it."""
+        """Opens a stage on the replica of micro-batch i, before its first forward there."""
         (program,) = self.open_programs
         model, count = program.tensors, len(self.replica_totals[j])
         tensors = VersionedTensors(model.model, model.constants, model.modules, model.places, versions)
@@ -172,7 +171,7 @@ class StreamStep(Step):
             own[j] = opened
 
     def close_stage(self, j: int) -> None:
-        """Lets go of a stage that has been updated, and of its version of the weights."""
+        """Drops a stage after its update, with its version of the weights."""
         del self.open_programs[0].stages[j]
         for own in self._stages:
             del own[j]
@@ -183,15 +182,13 @@ class StreamStep(Step):
 
 @dataclass(slots=True)
 class MiniBatch:
-    """A mini-batch in flight."""
-
     step: StreamStep
-    bound: BoundProgram  # its program
+    bound: BoundProgram
     updates: OverlappedUpdates
     history: LossHistory
     is_verified: bool
-    left: set[int]  # stages that are still to be updated
-    ended: threading.Event = field(default_factory=threading.Event)  # all of them are, or the stream has failed
+    left: set[int]  # stages not yet updated
+    ended: threading.Event = field(default_factory=threading.Event)  # set if `left` is empty, or the stream has failed
 
     @property
     def micro_batches(self) -> int:
@@ -199,7 +196,7 @@ class MiniBatch:
 
 
 class StreamRun(ActionPerformer):
-    """Performs the actions of the mini-batches that are in flight."""
+    """Performs the actions of the mini-batches in flight."""
 
     def __init__(
         self,
@@ -213,21 +210,21 @@ class StreamRun(ActionPerformer):
         """
         Args:
             weights: by stage.
-            stage_devices: by stage those of its replicas; with the first one's are the parameters.
-            update: gives a stage the mean of the gradients of some steps and updates it.
+            stage_devices: by stage, the devices of its replicas; parameters are on the first.
+            update: updates a stage with the mean gradients of some steps.
         """
         self.every_device = [device for own in stage_devices for device in own]
         super().__init__([own[0] for own in stage_devices], Transport(self.every_device), context, stage_devices)
         self.order, self.weights, self.in_flight = order, weights, dict[int, MiniBatch]()
-        self.in_order: Collection[int] = ()  # stages with replicas whose forward changes buffers, of the program
+        self.in_order: Collection[int] = ()  # stages with replicas whose forward changes buffers
         for of_stage in weights:
             of_stage.keep_first_version(self.transport)
-        self.applied = [0] * len(self.devices)  # mini-batches whose gradients are in the weights, by stage
-        self.state = ThreadState.now()  # of the caller; another one comes with another program, behind a drain
+        self.applied = [0] * len(self.devices)  # by stage: mini-batches in its weights
+        self.state = ThreadState.now()  # the caller's; changes only with the program, after a drain
         self._recomputes, self._update = recomputes, update
 
     def _at(self, action: Action) -> tuple[MiniBatch, Action]:
-        """Returns the mini-batch of an action, and the action as that has it."""
+        """Returns the mini-batch of an action, and the action within the mini-batch."""
         kind, j, i = action
         t, k = self.order.place(i)
         return self.in_flight[t], Action(kind, j, k)
@@ -252,21 +249,21 @@ class StreamRun(ActionPerformer):
             step.wait_behind(other)
 
     def _in_steps(self, actions: Iterable[Action]) -> Iterator[tuple[StreamStep, Action]]:
-        """Yields actions that others wait for, each as its mini-batch has it."""
+        """Yields actions with the steps of their mini-batches, and numbered as there."""
         for action in actions:
             t, k = self.order.place(action.micro_batch)
             one = self.in_flight.get(t)
-            if one is not None:  # else it has ended
+            if one is not None:
                 yield one.step, action._replace(micro_batch=k)
 
     def _before_loss(self, action: Action) -> tuple[Action, ...]:
-        """The F whose loss comes before that of this one, where replicas of the last stage take losses in order."""
+        """Returns the F with the previous loss, if replicas of the last stage compute losses in order."""
         kind, j, i = action
         is_in_order = self.order.replicas[-1] > 1 and kind is ActionKind.FORWARD and j == self.order.stages - 1
         return (Action(kind, j, i - 1),) if is_in_order and i else ()
 
     def _wait_before_loss(self, first: int, action: Action) -> None:
-        """Returns when the loss behind an F of a mini-batch may be taken, which begins with this micro-batch."""
+        """Returns when the loss of an F may be computed. `first`: the first micro-batch of its mini-batch."""
         for step, other in self._in_steps(self._before_loss(_shifted(action, first))):
             step.wait_behind(other)
 
@@ -283,7 +280,7 @@ class StreamRun(ActionPerformer):
                     each.ended.set()
 
     def _round(self, j: int, t: int) -> list[MiniBatch]:
-        """The mini-batches by which a stage is updated together with this one."""
+        """Returns the mini-batches that make one update of a stage together with mini-batch t."""
         return [self.in_flight[each] for each in self.order.round_of(j, t)]
 
     def open_all(self) -> None:
@@ -292,10 +289,9 @@ class StreamRun(ActionPerformer):
             one.ended.set()
 
     def add(self, t: int, one: MiniBatch) -> None:
-        """Takes in a mini-batch that is about to be admitted."""
         one.step.before_loss = functools.partial(self._wait_before_loss, self.order.micro_batches)
         self.in_flight[t] = one
-        if self.failure is not None:  # it may have opened the others just before
+        if self.failure is not None:  # others may have been opened just before
             self.open_all()
 
     def note_of_failure(self, action: Action, error: BaseException) -> str:
@@ -349,14 +345,12 @@ class StreamRun(ActionPerformer):
 
 @dataclass(frozen=True, slots=True)
 class StreamLoss:
-    """The loss of a stream, the same for all mini-batches."""
-
     function: Callable[..., Any]
     reduction: str
 
 
 class Stream:
-    """The mini-batches of one call of `train_stream`, from their admission to their loss."""
+    """The mini-batches of one call of `train_stream`, from admission to loss."""
 
     def __init__(
         self,
@@ -374,19 +368,19 @@ class Stream:
         Args:
             name: of the schedule.
             context: of the caller.
-            stage_devices: by stage those of its replicas.
-            parameters: that the optimizer holds, by stage.
-            seed: of the numbers that the stages draw.
+            stage_devices: by stage, the devices of its replicas.
+            parameters: by stage, the parameters in the optimizer.
+            seed: of the random numbers of the stages.
         """
         self.name, self.engine, self.optimizer, self.loss, self.seed = name, engine, optimizer, loss, seed
         self._order, self._parameters, self._context = order, parameters, context
-        self.stages: Sequence[int] = range(order.stages)  # that run here
+        self.stages: Sequence[int] = range(order.stages)  # stages in this process
         named = {id(p): name for name, p in engine.model.named_parameters(remove_duplicate=False)}
         every = range(order.stages)
         weights = [StageWeights({named.get(id(p), "?"): p for p in parameters.get(j, ())}) for j in every]
         self._run = self._make_run(weights, stage_devices, any(map(order.recomputes_in, every)))
-        self._tensors: tuple[BoundProgram, ModelTensors] | None = None  # of the program that runs, looked up once
-        self._collected = 0  # mini-batches whose loss was taken
+        self._tensors: tuple[BoundProgram, ModelTensors] | None = None  # for the running program
+        self._collected = 0  # mini-batches whose loss was returned
         self._recent: deque[_Recorded] = deque(maxlen=RECORDED_MINI_BATCHES)
 
     def _make_run(
@@ -396,7 +390,7 @@ class Stream:
 
     @property
     def in_flight(self) -> int:
-        """The number of mini-batches admitted whose loss has not been taken."""
+        """The number of admitted mini-batches whose loss was not returned yet."""
         return self._order.admitted - self._collected
 
     @property
@@ -405,12 +399,12 @@ class Stream:
 
     @property
     def applied(self) -> list[int]:
-        """The number of mini-batches that each stage that runs here is updated with."""
+        """The number of mini-batches in the weights of each stage in this process."""
         return [self._run.applied[j] for j in self.stages]
 
     @property
     def versions_held(self) -> tuple[int, ...]:
-        """The most versions of its weights that each stage has held that runs here."""
+        """The largest number of versions that each stage in this process has held."""
         return tuple(self._run.weights[j].most_held for j in self.stages)
 
     def seed_of(self, mini_batch: int) -> int:
@@ -419,7 +413,6 @@ class Stream:
     # -- in, and out ---------------------------------------------------------------------------------------------------
 
     def admit(self, given: GivenInputs) -> None:
-        """Queues a mini-batch after those in flight."""
         t, bound, count = self._order.admitted, given.bound, len(given.samples)
         sizes = given.batch, count
         history = self.engine.loss_histories.of(
@@ -447,14 +440,13 @@ class Stream:
         self._queue(self._order.admit(count))
 
     def _stages_in_order(self, bound: BoundProgram) -> frozenset[int]:
-        """The stages with replicas of which forward leaves buffers to that of the next micro-batch."""
+        """Returns the stages with replicas whose forward changes buffers, which the next micro-batch reads."""
         stages = zip(bound.program.stages, self._order.replicas, strict=True)
         return frozenset(
             j for j, (stage, count) in enumerate(stages) if count > 1 and (stage.changed_buffers or stage.assigns)
         )
 
     def _updates_now(self) -> OverlappedUpdates:
-        """The updates of a mini-batch that is admitted now, with the options that the optimizer has now."""
         return OverlappedUpdates(self.optimizer, self._parameters, options=self.optimizer.options_now())
 
     def _queue(self, rows: Rows) -> None:
@@ -466,18 +458,18 @@ class Stream:
         return self._tensors[1]
 
     def drain(self) -> None:
-        """Queues what is left of the mini-batches in flight, so that all of them end."""
+        """Queues the remaining actions of the mini-batches in flight, so that all of them end."""
         self._queue(self._order.drain())
 
     def wait(self) -> None:
-        """Returns when all mini-batches have ended that were admitted, after a drain."""
+        """Waits for all admitted mini-batches, after a drain."""
         for one in self._run.in_flight.values():
             self.engine.executor.wait(one.ended)
         self._raise_failure()
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
-        """A block behind a drain, in which the model is as between two steps: a graph may be recorded."""
+        """A block after a drain, in which the model is as between two steps: a graph may be recorded."""
         every = [weights.gradients for weights in self._run.weights]
         for gradients in every:
             gradients.show()
@@ -488,11 +480,11 @@ class Stream:
                 gradients.hide()
 
     def collect(self) -> torch.Tensor:
-        """Waits for the oldest mini-batch in flight to end on all stages; returns its loss.
+        """Waits until all stages are updated with the oldest mini-batch in flight; returns its loss.
 
         Raises:
-            LossError: its micro-batches do not add up to it.
-            Exception: what a stage has raised.
+            LossError: the losses of its micro-batches do not add up to it.
+            Exception: an exception of a stage.
         """
         t = self._collected
         one = self._run.in_flight[t]
@@ -521,7 +513,7 @@ class Stream:
     # -- ends ----------------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Lets all mini-batches in flight end; their losses are not needed any more."""
+        """Waits for all mini-batches in flight, without returning their losses."""
         self.drain()
         while self.in_flight:
             self.collect()
@@ -529,12 +521,11 @@ class Stream:
         self._close()
 
     def abort(self, error: BaseException) -> None:
-        """Drops the mini-batches in flight, after an exception, to which it adds what has been applied by then."""
+        """Drops the mini-batches in flight after an exception, and adds the number of updates to it."""
         self.drop(error)
         self.note_applied(error)
 
     def drop(self, error: BaseException) -> None:
-        """Drops the mini-batches in flight, after an exception."""
         self._run.fail(error)
         try:
             self.engine.executor.finish(self._run)
@@ -548,7 +539,6 @@ class Stream:
             self._close()
 
     def note_applied(self, error: BaseException) -> None:
-        """Adds to an exception what has been applied by then."""
         applied = self.applied
         if any(applied):
             words = ", ".join(f"stage {j} those of {count}" for j, count in zip(self.stages, applied, strict=True))
@@ -570,7 +560,7 @@ class Stream:
     # -- the record of the last mini-batches ---------------------------------------------------------------------------
 
     def _record(self, t: int, one: MiniBatch) -> None:
-        """Keeps the notes of a mini-batch, not the step itself, which holds tensors."""
+        """Keeps the notes of a mini-batch, but not the step, which holds tensors."""
         log, step, first = self._run.log, one.step, self._order.first_micro_batch(t)
         times, on_core = {}, {}
         for kind in ActionKind:
@@ -587,19 +577,17 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """The notes of a mini-batch."""
-
     bound: BoundProgram
-    first: int  # of its micro-batches, in the stream
+    first: int  # number of its first micro-batch in the stream
     micro_batches: int
     log: StepLog
     moved: Sequence[TransferNote]
 
 
 def _notes_of(name: str, replicas: Sequence[int], recorded: Sequence[_Recorded]) -> StepNotes:
-    """The notes of several mini-batches as those of one step, with their micro-batches counted through.
+    """Merges the notes of several mini-batches into notes of one step, with consecutive micro-batches.
 
-    They are counted from 0 on, or from so far on that each is with the replicas of its turn.
+    Numbers start at the smallest one that keeps every micro-batch on its replica.
     """
     first = recorded[0].first % math.lcm(*replicas)
     bounds, moved, log = [recorded[0].bound] * first, list[TransferNote](), StepLog()

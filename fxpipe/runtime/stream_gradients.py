@@ -1,9 +1,9 @@
 """Hides the gradients of parameters while a stream is open.
 
-Each stage gives its parameters gradients, updates them and drops the gradients, while other stages are at other
-mini-batches. Code between two losses that reads `.grad`, as after `backward` (`clip_grad_norm_`, another optimizer, a
-logger), would find None, and skip all parameters silently. So `.grad` is a `StreamGradient`, with which nothing can be
-computed, except while a stage updates. (Code that reads it while all stages do so gets the error the next time.)
+Each stage assigns gradients, updates its parameters and drops the gradients, while other stages are at other
+mini-batches. Code between two losses that reads `.grad` (`clip_grad_norm_`, another optimizer, a logger) would find
+None, and skip all parameters silently. So `.grad` is a `StreamGradient`, which raises in any computation, except while
+a stage updates. (Code that reads it while all stages update gets the error the next time.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NO_GRADIENTS = (
 
 
 class StreamGradient(torch.Tensor):
-    """Stands in `.grad` of a parameter while a stream is open. It has no memory of its own size."""
+    """The `.grad` of a parameter while a stream is open. It has no memory of the parameter's size."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -35,14 +35,14 @@ class StreamGradient(torch.Tensor):
 
 
 class HiddenGradients:
-    """The gradients of some parameters, which are hidden but for the time of an update."""
+    """The gradients of some parameters, hidden except during an update."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]):
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._hidden: list[StreamGradient] = []  # made once: they take longer than to be put in their place
+        self._hidden: list[StreamGradient] = []  # reused, since creating them is slow
 
     def hide(self) -> None:
-        """Lets parameters that have no gradient have one that cannot be used."""
+        """Sets `.grad` of parameters without a gradient to an unusable one."""
         if not self._hidden:
             self._hidden = [_unusable_gradient(parameter) for parameter in self._parameters]
         for parameter, hidden in zip(self._parameters, self._hidden, strict=True):
@@ -50,7 +50,7 @@ class HiddenGradients:
                 parameter.grad = hidden
 
     def show(self) -> None:
-        """Takes those away again."""
+        """Removes the unusable gradients."""
         for parameter in self._parameters:
             if type(parameter.grad) is StreamGradient:
                 parameter.grad = None

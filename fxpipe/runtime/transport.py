@@ -1,32 +1,31 @@
-"""Tensors between devices, and the streams on which a step runs.
+"""Transfers of tensors between devices, and the streams on which a step runs.
 
-A GPU runs the work of each stream in order. Fences order the workers that queue it; the streams themselves are ordered
-by events:
+A GPU runs the work of each stream in order. Fences order the workers that queue it; events order the streams:
 
     stage j on device a                                   stage k on device b
     compute a   ──F(j,i)──●──F(j,i+1)──▶                   compute b   ──F(k,i-1)──●──F(k,i)──▶
-                     1    └───▶ copy a→b  ══v══▶ ●  ──────────────────────────────▶┘ 4
-                                         2       3
+                         1    └───▶ copy a→b  ══v══▶ ●  ──────────────────────────────▶┘ 4
+                                             2       3
 
-1. An event marks what the maker has queued so far; the copy stream waits for it.
-2. The copy runs on its own stream, one for each pair of devices and direction, next to both stages' computations.
+1. An event marks the work that the maker has queued so far; the copy stream waits for it.
+2. The copy runs on its own stream, one for each pair of devices and direction, in parallel with both stages.
 3. An event marks its end.
-4. The user's compute stream waits for that event, the host does not. Only a stage on the CPU must wait itself.
+4. The user's compute stream waits for that event; the host does not, unless the stage is on the CPU.
 
-*Compute streams.* A device has one: the stream that was current there when the caller began the step. So a step comes
-after all that the caller has queued and before all that it queues next, without an event. Stages on one GPU share it.
+*Compute streams.* Each device has one: the stream that was current there when the caller began the step. So a step runs
+after all work that the caller has queued and before later work, without an event. Stages on one GPU share the stream.
 
-*Memory.* torch frees memory when the last reference goes, for work on the stream that it was allocated on, though other
+*Memory.* The allocator frees memory with the last reference, for the stream of its allocation, although other
 streams may still use it. Two remedies:
 
-- What is sent was allocated on the compute stream and is read by the copy. We hold a reference until the copy's event
-  has passed, or until the compute stream waits for it. This is exact; `record_stream`, which torchgpipe uses, makes the
-  allocator wait for all that the copy stream has been given until the reference goes.
-- What arrives was allocated on the copy stream and is used by computations. Only autograd knows when the last one is
-  done, so here `record_stream` is right.
+- A sent tensor was allocated on the compute stream and is read by the copy. We hold a reference until the copy's event
+  has passed, or the compute stream waits for it. This is exact; `record_stream`, which torchgpipe uses, makes the
+  allocator wait for all work on the copy stream until the reference is dropped.
+- An arrived tensor was allocated on the copy stream and is used by computations. Only autograd knows the last one,
+  so here `record_stream` is right.
 
-Copies between CPU and GPU go through pinned memory, since others block the host. Pinned memory of the caller is read in
-place, and `settle` waits until that is over: the caller may write to it again.
+Copies between CPU and GPU use pinned memory, since others block the host. Pinned memory of the caller is read in
+place, and `settle` waits for the end of the copies, after which the caller may write to it again.
 """
 
 from __future__ import annotations
@@ -44,45 +43,45 @@ import torch
 from fxpipe._torch.operators import neg_view
 from fxpipe.utils import accelerator
 
-# A copy has to keep strides, too: with gaps or overlap, `contiguous` copies, `view` refuses and kernels differ, and
-# recorded code must do the same on each device. `Tensor.to` makes such tensors dense. So here
+# A copy has to keep strides: with gaps or overlap, `contiguous` copies, `view` refuses and kernels differ, and recorded
+# code must do the same on each device. `Tensor.to` makes such tensors dense. So here
 #
-# - a tensor that is dense in any order of its dimensions, or overlaps itself (`expand`, `unfold`), is copied as the
-#   piece of storage that it covers;
-# - a tensor with gaps (a slice of columns, a part of a `chunk`) is gathered, and spread out again after the copy;
-# - that a tensor is to be read as conjugate or negative is noted, not computed.
+# - a tensor that is dense in some order of its dimensions, or overlaps itself (`expand`, `unfold`), is copied as the
+#   range of storage that it covers;
+# - a tensor with gaps (a slice of columns, a part of a `chunk`) is gathered, and spread again after the copy;
+# - conjugate and negative bits are copied, not resolved.
 
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """A plain tensor on its way."""
+    """A plain tensor, as it is transferred."""
 
-    memory: torch.Tensor  # of one dimension, dense
+    memory: torch.Tensor  # 1-dim, dense
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    is_gathered: bool  # the memory holds the elements in order, without gaps
+    is_gathered: bool  # `memory` has the elements in order, without gaps
     is_conj: bool
     is_neg: bool
 
     def at(self, memory: torch.Tensor) -> PackedTensor:
-        """Returns the same with its memory elsewhere."""
+        """Returns a copy of this description with other memory."""
         return replace(self, memory=memory)
 
     def unpack(self) -> torch.Tensor:
-        """The tensor, on the device where the memory is; on the current stream, where it is spread out."""
+        """Returns the tensor on the device of the memory; spread on the current stream, if it was gathered."""
         if self.is_gathered:
             dense = self.memory.view(self.shape)
             tensor = torch.empty_strided(self.shape, self.stride, dtype=dense.dtype, device=dense.device).copy_(dense)
         else:
-            start = self.memory.storage_offset()  # it may be a part of a larger piece
-            tensor = self.memory.as_strided(self.shape, self.stride, start).detach()  # detached: no view for autograd
+            start = self.memory.storage_offset()  # it may be a part of a larger storage
+            tensor = self.memory.as_strided(self.shape, self.stride, start).detach()  # not a view for autograd
         if self.is_neg:
             tensor = neg_view(tensor)
         return tensor.conj() if self.is_conj else tensor
 
 
 def is_packable(tensor: torch.Tensor) -> bool:
-    """Returns whether it can be packed. Sparse, quantised and nested tensors, and subclasses, go by their own `to`."""
+    """Returns whether a tensor can be packed. Sparse, quantized and nested tensors, and subclasses, use `Tensor.to`."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
@@ -91,13 +90,13 @@ def is_packable(tensor: torch.Tensor) -> bool:
 
 
 def has_gaps(tensor: torch.Tensor) -> bool:
-    """Returns whether it leaves out elements of the storage that it covers, and never uses one twice."""
+    """Returns whether the tensor skips elements of the range of storage that it covers, and uses none twice."""
     extent, overlaps = covered_extent(tensor.shape, tensor.stride())
     return extent > tensor.numel() and not overlaps
 
 
 def pack(tensor: torch.Tensor) -> PackedTensor:
-    """Takes a plain tensor apart; gathers, on the current stream, if it has gaps."""
+    """Packs a plain tensor; gathers it on the current stream if it has gaps."""
     bare = tensor.detach()
     is_conj, is_neg = bare.is_conj(), bare.is_neg()
     bare = bare.conj() if is_conj else bare
@@ -112,7 +111,7 @@ def pack(tensor: torch.Tensor) -> PackedTensor:
 
 
 def covered_extent(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, bool]:
-    """Counts the elements from the first to the last, both counted in, and tells whether two of them may be one."""
+    """Returns the number of elements from the first to the last, and whether two of them may be the same."""
     if 0 in shape:
         return 0, False
     reach, overlaps = 0, False
@@ -130,19 +129,19 @@ _NO_STREAM: AbstractContextManager[None] = contextlib.nullcontext()
 
 @dataclass(frozen=True, slots=True)
 class PendingCopy:
-    """A tensor on its way to another device."""
+    """A tensor on the way to another device."""
 
-    content: PackedTensor | torch.Tensor  # a tensor that is not plain goes when its reader asks for it
-    arrived: Any  # the event that marks the end of the copy; None where there is nothing to wait for
+    content: PackedTensor | torch.Tensor  # a tensor that is not plain is copied by its reader
+    arrived: Any  # event at the end of the copy; None if there is none to wait for
 
 
-# Of the process: a stream has a pool of memory, which new streams for each step would have to fill again.
+# Per process: streams have memory pools, which new streams in each step would have to fill again.
 _copy_streams: dict[tuple[torch.device, torch.device], tuple[torch.Stream, ...]] = {}
 _stream_lock = threading.Lock()
 
 
 def copy_streams(source: torch.device, target: torch.device) -> tuple[torch.Stream, ...]:
-    """Returns the streams for copies in this direction: of the source, and of the target if it is another."""
+    """Returns the copy streams of this direction: of the source, and of the target if it is another GPU."""
     with _stream_lock:
         if (source, target) not in _copy_streams:
             ends = dict.fromkeys(device for device in (source, target) if device.type != "cpu")
@@ -151,31 +150,30 @@ def copy_streams(source: torch.device, target: torch.device) -> tuple[torch.Stre
 
 
 class Transport:
-    """The streams and copies of one step. Made in the caller's thread, used by the workers.
+    """The streams and copies of one step. Created in the caller's thread, used by the workers.
 
-    `start_copy` starts a copy, `open` ends it, each in the worker of its stage. Where nothing has to be copied, both do
-    nothing.
+    The maker's worker calls `start_copy`, the user's worker calls `open`. Without a copy, both do nothing.
     """
 
-    copies_on_one_device = False  # True: values between stages of one device are copied, too
+    copies_on_one_device = False  # True: also copy values between stages of one device
 
     def __init__(self, devices: Iterable[torch.device]):
         distinct = dict.fromkeys(devices)
         self._compute = {d: accelerator.current_stream(d) for d in distinct if d.type != "cpu"}
-        # Where stages and inputs are all on the CPU, `start_copy` and `open` need not be called.
+        # If stages and inputs are all on the CPU, `start_copy` and `open` need not be called.
         self.may_copy = self.copies_on_one_device or any(d.type != "cpu" for d in distinct)
         self._held: dict[tuple[torch.device, torch.device], deque[tuple[Any, torch.Tensor]]] = {}
         self._holding = threading.Lock()
 
     @classmethod
     def of(cls, devices: Iterable[torch.device], values: Iterable[Any]) -> Transport:
-        """Makes a transport for stages on these devices, and what the caller gives, wherever that is."""
+        """Returns a transport for stages on these devices, and values of the caller on any device."""
         return cls([*devices, *(x.device for x in values if isinstance(x, torch.Tensor))])
 
     # -- streams -----------------------------------------------------------------------------------------------------
 
     def _stream(self, device: torch.device) -> Any:
-        """The compute stream; of a device unknown so far, which only the caller's thread asks for, its current one."""
+        """Returns the compute stream; for a new device, in the caller's thread, the current stream."""
         stream = self._compute.get(device)
         return accelerator.current_stream(device) if stream is None else stream
 
@@ -184,15 +182,15 @@ class Transport:
         return self._compute.get(device)
 
     def at(self, device: torch.device) -> AbstractContextManager[None]:
-        """A block whose computations are those of the step on this device."""
+        """A block whose computations run on the step's stream of this device."""
         stream = self._compute.get(device)
         return _NO_STREAM if stream is None else accelerator.current_streams(stream)
 
     def on_step_streams(self, function: Callable[[S], T]) -> Callable[[S], T]:
-        """`function`, the end of a step, as autograd or the caller is to call it: on the step's streams, and settled.
+        """Wraps `function`, the end of a step, to run on the step's streams and then `settle`.
 
-        The thread may have other current streams than the step, which was begun in another one. The step's wait for
-        those, and those for the step's.
+        The thread may have other current streams than the step, which another thread may have begun. The streams of the
+        step wait for these, and these wait for the streams of the step.
         """
         if not self._compute:
             return function
@@ -214,7 +212,7 @@ class Transport:
     # -- copies ------------------------------------------------------------------------------------------------------
 
     def start_copy(self, value: Any, target: torch.device) -> Any:
-        """Starts to copy a tensor to a device where it is not yet; what else there is, is handed on as it is."""
+        """Starts to copy a tensor to another device; returns other values unchanged."""
         if not isinstance(value, torch.Tensor):
             return value
         source = value.device
@@ -223,7 +221,7 @@ class Transport:
         return self._send(value, source, target)
 
     def open(self, value: Any, target: torch.device) -> Any:
-        """Returns what has been sent, for the reader's stage to use. What has not been sent comes now."""
+        """Returns a sent value, ready for the reader's stage. A value that was not sent is copied now."""
         if not isinstance(value, PendingCopy):
             value = self.start_copy(value, target)
             if not isinstance(value, PendingCopy):
@@ -238,7 +236,7 @@ class Transport:
         return value.content.unpack()
 
     def bring(self, tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
-        """A tensor on a device: itself, or a copy that this thread may use at once."""
+        """Returns a tensor on a device: itself, or a copy that this thread may use immediately."""
         source = tensor.device
         if source == target:
             return tensor
@@ -248,7 +246,7 @@ class Transport:
     def _send(self, tensor: torch.Tensor, source: torch.device, target: torch.device) -> PendingCopy:
         if not is_packable(tensor):
             return PendingCopy(tensor, None)
-        with self.at(source) if has_gaps(tensor) else _NO_STREAM:  # there it was made, and is gathered
+        with self.at(source) if has_gaps(tensor) else _NO_STREAM:  # gathered where it was computed
             packed = pack(tensor)
         if source.type == target.type == "cpu":
             return PendingCopy(packed.at(packed.memory.clone()), None)
@@ -259,13 +257,13 @@ class Transport:
         streams = copy_streams(source, target)
         if source.type == "cpu":
             original, memory = memory, accelerator.pinned(memory)
-            is_ours = original is not memory  # torch's allocator minds pinned memory that copies are still at
+            is_ours = original is not memory  # the allocator keeps pinned memory of copies that still run
         else:
             streams[0].wait_event(accelerator.record_event(self._stream(source)))
             is_ours = False
         with accelerator.current_streams(*streams):
             copy = accelerator.copy_to(memory, target)
-            # The stream of the target is told to wait for the copy, on whichever that runs.
+            # The target's stream waits for the copy, on whichever stream that runs.
             arrived = accelerator.record_event(streams[-1])
         if target.type != "cpu":
             accelerator.keep_for_stream(copy, self._stream(target))
@@ -274,7 +272,7 @@ class Transport:
         return copy, arrived
 
     def _carried(self, tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
-        """A copy of a tensor that is not plain, on both compute streams: torch has each wait for the other."""
+        """Copies a tensor that is not plain, on both compute streams, which torch synchronizes."""
         source = tensor.device
         if source == target:
             return tensor.clone()
@@ -284,17 +282,17 @@ class Transport:
     # -- references --------------------------------------------------------------------------------------------------
 
     def _hold(self, source: torch.device, target: torch.device, arrived: Any, memory: torch.Tensor) -> None:
-        """Holds what a copy reads. What earlier copies have read goes, as they end in the order in which they began."""
+        """Holds the memory that a copy reads, and drops the memory of earlier copies, which end in order."""
         done = []
         with self._holding:
             held = self._held.setdefault((source, target), deque())
             held.append((arrived, memory))
             while held and held[0][0].query():
                 done.append(held.popleft())
-        del done  # not under the lock: whatever depends on a tensor may run now
+        del done  # not under the lock: finalizers may run now
 
     def settle(self) -> None:
-        """Ends a part of a step, also of one that fails: all that was sent may be given back, or be written to."""
+        """Ends a part of a step, even a failed one: afterwards sent tensors may be freed or written to."""
         for (source, target), held in self._held.items():
             if not held:
                 continue
@@ -311,8 +309,8 @@ def on_all_streams(
 ) -> AbstractContextManager[ExitStack]:
     """A block on the step's streams of all devices, of which `device` is the current one.
 
-    What an optimizer reads of another device (a learning rate that is a tensor, the scale of a `GradScaler`) torch
-    copies on the current streams of both.
+    torch copies the tensors of other devices that an optimizer reads (a learning rate, the scale of a `GradScaler`) on
+    the current streams of both devices.
     """
     with ExitStack() as stack:
         for one in dict.fromkeys(devices):
@@ -323,7 +321,7 @@ def on_all_streams(
 
 
 def leaves_on_device(leaves: Iterable[Any], device: torch.device) -> list[Any]:
-    """Brings what the caller gives to a device, for this thread to use at once."""
+    """Moves tensors of the caller to a device, for immediate use in this thread."""
     leaves = list(leaves)
     transport = Transport.of((), leaves)
     brought = [transport.bring(leaf, device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]

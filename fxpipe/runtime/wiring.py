@@ -1,10 +1,9 @@
 """Dependencies of actions, and routes of values and gradients, read from the program once.
 
-The loss (or, in the drop-in, the gathering of outputs) counts as stage n: it uses the outputs and makes their
-gradients.
+The loss (or, in the drop-in, the gathering of outputs) is stage n: it uses the outputs and computes their gradients.
 
-A gradient goes from a user of a value to the next earlier user, and from the first user to the maker, and enters each
-autograd graph as a root. So autograd makes every sum, in the order of the plain model:
+A gradient is sent from a user of a value to the previous user, and from the first user to the maker, and enters each
+autograd graph as a root. So autograd computes every sum, in the order of the plain model:
 
     stage      0 (maker)      1 (user)      2 (user)     3 (loss: user)
     value      v ───────────▶ v ──────────▶ v ─────────▶ v
@@ -23,28 +22,27 @@ from fxpipe.scheduling.actions import Action, ActionKind
 
 @dataclass(frozen=True, slots=True)
 class ValueLink:
-    """One value that a stage (or the loss) receives."""
+    """A value that a stage (or the loss) receives."""
 
     value: ReceivedValue
-    gradient_target: int  # where its gradient goes: the next earlier user, or the maker
-    later: int | None  # the user from which a further gradient comes, if any
+    gradient_target: int  # receiver of its gradient: the previous user, or the maker
+    later: int | None  # the user that sends a further gradient, if any
 
 
-Fence = tuple[ActionKind, int]  # F or B of a stage: one fence for each micro-batch
+Fence = tuple[ActionKind, int]  # F or B of a stage, in each micro-batch
 
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """The values that each stage receives, and the fences that stand before each action."""
+    """The values that each stage receives, and the fences before each action."""
 
-    links: tuple[tuple[ValueLink, ...], ...]  # by stage, and last of the loss
-    users: dict[tuple[int, str], tuple[int, ...]]  # (source, name) -> who receives it
-    before: dict[Fence, tuple[Fence, ...]]  # of other stages, for the same micro-batch
-    fences_with_loss: dict[Fence, tuple[Fence, ...]]  # where the loss is taken behind the last forward
+    links: tuple[tuple[ValueLink, ...], ...]  # by stage, then the loss
+    users: dict[tuple[int, str], tuple[int, ...]]  # (source, name) -> receivers
+    before: dict[Fence, tuple[Fence, ...]]  # for the same micro-batch, in other stages
+    fences_with_loss: dict[Fence, tuple[Fence, ...]]  # `before`, if the loss is computed after the last forward
 
 
 def wire_program(program: Program) -> Wiring:
-    """The wiring of a program."""
     rows = [*(stage.receives for stage in program.stages), received_results(program)]
     users = value_users(program)
 
@@ -65,7 +63,7 @@ def wire_program(program: Program) -> Wiring:
 def _fences_before(
     links: tuple[tuple[ValueLink, ...], ...], users: Mapping[ValueKey, Sequence[int]], stages: int, has_loss: bool
 ) -> dict[Fence, tuple[Fence, ...]]:
-    """Finds the fences: F waits for the makers of what it receives; B for all who still send it a gradient."""
+    """Returns the fences: F waits for the makers of received values, B for the senders of gradients."""
     fences: dict[Fence, tuple[Fence, ...]] = {}
     for j in range(stages):
         rows = [links[j], links[stages]] if has_loss and j == stages - 1 else [links[j]]
@@ -73,14 +71,14 @@ def _fences_before(
         fences[ActionKind.FORWARD, j] = tuple((ActionKind.FORWARD, source) for source in sorted(makers))
         senders = {k for (source, _), ks in users.items() if source == j for k in ks}
         senders |= {link.later for link in links[j] if link.later is not None}
-        # The loss, as user number `stages`, sends its gradients within the last F.
+        # The loss, user number `stages`, sends its gradients within the last F.
         last = ((ActionKind.FORWARD, stages - 1),) if has_loss and stages in senders and j < stages - 1 else ()
         fences[ActionKind.BACKWARD, j] = (*((ActionKind.BACKWARD, k) for k in sorted(senders) if k < stages), *last)
     return fences
 
 
 def fences_of(wirings: Sequence[Wiring], has_loss: bool) -> Mapping[Fence, tuple[Fence, ...]]:
-    """The fences of a step. Where micro-batches run different programs, those of all stand before each."""
+    """Returns the fences of a step: if micro-batches run different programs, the union of all."""
     tables = [wiring.fences_with_loss if has_loss else wiring.before for wiring in wirings]
     if len(tables) == 1:
         return tables[0]
@@ -90,24 +88,24 @@ def fences_of(wirings: Sequence[Wiring], has_loss: bool) -> Mapping[Fence, tuple
 
 # -- Fences between actions on different devices: the second does not start before the first has passed --------------
 #
-# Most fences are open when somebody comes to them, and those of one row always are. So what has passed is noted in a
-# set, and an event is made only by who has to wait. That misses no opening: who passes notes it first and then looks
-# for an event, who waits leaves an event first and then looks at the notes.
+# Most fences are open when a worker reaches them. So passed actions are recorded in a set, and only a worker that has
+# to wait creates an event. No opening is missed: the passing worker records the action first and then looks for an
+# event, the waiting worker adds an event first and then looks at the record.
 
-_ActionKey = tuple[ActionKind, int, int]  # of an action, which is such a tuple
+_ActionKey = tuple[ActionKind, int, int]  # has the form of an action
 
 
 class Fences:
-    """The fences of one step, one for each action that others wait for. They open for good."""
+    """The fences of one step, one for each action that others wait for. An open fence stays open."""
 
     def __init__(
         self, before: Mapping[Fence, tuple[Fence, ...]], in_order: Collection[int] = (), loss_stage: int | None = None
     ):
-        """Makes the fences, all of them closed.
+        """Creates closed fences.
 
         Args:
-            in_order: stages of which F waits for that of the micro-batch before, on another device.
-            loss_stage: the stage behind which losses are taken in the order of micro-batches, on several devices.
+            in_order: stages whose F waits for F of the previous micro-batch, on another device.
+            loss_stage: the stage, on several devices, whose losses are computed in the order of micro-batches.
         """
         self._before, self._in_order, self._loss_stage = before, in_order, loss_stage
         self._before_updates: Mapping[int, Sequence[Action]] = {}
@@ -116,7 +114,7 @@ class Fences:
         self._all_open = False
 
     def add_updates(self, before: Mapping[int, Sequence[Action]]) -> None:
-        """Adds what U of a stage waits for, by stage: actions of any micro-batch."""
+        """Adds the actions, of any micro-batch, that U of a stage waits for."""
         self._before_updates = before
 
     def _keys_before(self, action: Action) -> Sequence[_ActionKey]:
@@ -133,32 +131,29 @@ class Fences:
         return ((kind, stage, i - 1),) if i and kind is ActionKind.FORWARD and stage == self._loss_stage else ()
 
     def are_open(self, action: Action) -> bool:
-        """Returns whether the action may start, and will wait for nothing."""
+        """Returns whether the action may start without waiting."""
         return all(map(self.has_passed, (*self._keys_before(action), *self._keys_before_loss(action))))
 
     def wait(self, action: Action) -> None:
-        """Returns when the action may start."""
         for key in self._keys_before(action):
             self.wait_behind(key)
 
     def wait_before_loss(self, action: Action) -> None:
-        """Returns when the loss behind an F may be taken: F of the micro-batch before has ended, with its loss."""
+        """Returns when the loss of an F may be computed: after F of the previous micro-batch, with its loss."""
         for key in self._keys_before_loss(action):
             self.wait_behind(key)
 
     def has_passed(self, key: _ActionKey) -> bool:
-        """Returns whether this action has ended, or nobody is to wait any more."""
+        """Returns whether this action has ended, or all fences are open."""
         return self._all_open or key in self._passed
 
     def wait_behind(self, key: _ActionKey) -> None:
-        """Returns when this action has ended."""
         if key not in self._passed:
             event = self._events.setdefault(key, threading.Event())
             if key not in self._passed and not self._all_open:
                 event.wait()
 
     def pass_on(self, action: Action) -> None:
-        """Opens what stands behind an action that has ended."""
         self._passed.add(action)
         event = self._events.get(action)
         if event is not None:

@@ -1,6 +1,6 @@
-"""The words of a schedule: an action, and the rows of actions that the devices run.
+"""Actions, and schedules as rows of actions for each device.
 
-Text form of an action: stage, kind, micro-batch: `1F0` is the forward of micro-batch 0 on stage 1. It parses back.
+The text form of an action is stage, kind, micro-batch: `1F0` is the forward of micro-batch 0 on stage 1.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ class ActionKind(enum.Enum):
     """The kind of an action; the value is its letter in the text form."""
 
     FORWARD = "F"
-    RECOMPUTE = "R"  # forward once more, for what backward needs of it
-    BACKWARD = "B"  # of inputs and, where this micro-batch has no W in this stage, of weights
-    WEIGHT = "W"  # backward of weights
-    UPDATE = "U"  # of the stage's weights, with the gradients of its micro-batches up to and with the action's own
+    RECOMPUTE = "R"  # runs forward again, for the activations that backward needs
+    BACKWARD = "B"  # computes gradients of inputs and, if the micro-batch has no W in this stage, of weights
+    WEIGHT = "W"  # computes gradients of weights
+    UPDATE = "U"  # updates the stage's weights with the gradients of its micro-batches up to this one
 
-    # A member is one object, so its address will do. Actions are keys everywhere, and `Enum`'s own hash runs in Python.
+    # Members are singletons, so hash by identity: actions are keys everywhere, and `Enum`'s hash runs in Python.
     __hash__ = object.__hash__
 
     def __str__(self) -> str:
@@ -52,9 +52,12 @@ class Action(NamedTuple):  # as a key it hashes and compares three times as fast
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action that `text` is the text form of; raises `ScheduleError` where it is none.
+        """Parses the text form of an action.
 
-        `I` stands for a `B` whose `W` is apart, as `torch.distributed.pipelining` writes it; that is told by W itself.
+        `I`, as written by `torch.distributed.pipelining`, is a `B` with a separate `W`; it parses as `B`.
+
+        Raises:
+            ScheduleError: `text` is not an action.
         """
         match = re.fullmatch(r"(\d+)([FRBIWU])(\d+)", text)
         if match is None:
@@ -66,9 +69,9 @@ Rows: TypeAlias = tuple[tuple[Action, ...], ...]  # for each device its actions,
 
 
 def split_backwards(actions: Iterable[Action]) -> frozenset[tuple[int, int]]:
-    """Returns the (stage, micro-batch) pairs whose backward is split, those that have W.
+    """Returns the (stage, micro-batch) pairs whose backward is split, i.e. that have W.
 
-    A stage may have W for some micro-batches only; B of the others computes the gradients of weights, too.
+    A stage may have W for some micro-batches only; B of the others also computes the gradients of weights.
     """
     return frozenset((a.stage, a.micro_batch) for a in actions if a.kind is ActionKind.WEIGHT)
 
@@ -81,9 +84,9 @@ class Schedule:
     stages: int
     micro_batches: int
     rows: Rows
-    is_validated: bool = field(default=False, compare=False, repr=False)  # by `make_schedule`: it would run
-    replicas: tuple[int, ...] = ()  # of each device, whose rows follow each other; none: each has one row, and is alone
-    # What an action needs of other rows, beside values and gradients: of a stream, of those of the stage's replicas.
+    is_validated: bool = field(default=False, compare=False, repr=False)  # set by `make_schedule`
+    replicas: tuple[int, ...] = ()  # replicas of each device, whose rows are adjacent; if empty, each has one
+    # Actions in rows of the stage's other replicas that an action waits for, in addition to values; only in streams.
     awaited: Mapping[Action, tuple[Action, ...]] = field(default_factory=dict, compare=False, repr=False)
     _row_of: dict[tuple[int, int], int] | None = field(default=None, init=False, compare=False, repr=False)
 
@@ -94,16 +97,16 @@ class Schedule:
 
     @property
     def row_of(self) -> dict[tuple[int, int], int]:
-        """The row of each stage and micro-batch: that of the stage or, of its replicas, of the one whose turn it is."""
+        """The row of each stage and micro-batch; with replicas, the row of the replica that runs the micro-batch."""
         known = self._row_of
         if known is None:
             known = {
                 (a.stage, a.micro_batch): d
                 for d, row in enumerate(self.rows)
                 for a in row
-                if a.kind is not ActionKind.UPDATE  # of all micro-batches
+                if a.kind is not ActionKind.UPDATE  # it is for all micro-batches
             }
-            object.__setattr__(self, "_row_of", known)  # a simulation asks often
+            object.__setattr__(self, "_row_of", known)  # cached for the simulation
         return known
 
     def __str__(self) -> str:

@@ -1,37 +1,37 @@
-"""The schedules that are made stage by stage: pure functions from (micro-batches m, stages n) to rows, one for each.
+"""The schedules that are made stage by stage: pure functions from (micro-batches m, stages n) to one row per stage.
 
-They know nothing of devices: wherever a stage is, it does the same in the same order (`row_transforms` puts stages that
-share a device into one row). So they work with any placement.
+They do not depend on devices (`row_transforms` merges the rows of stages that share a device), so they work with any
+placement.
 
-The two zero-bubble schedules split backward. B makes the gradients of a stage's inputs, for which the stage before it
-waits; W those of its weights, which are not needed until the step ends, so W fills what would be bubble:
+The two zero-bubble schedules split backward. B computes the gradients of a stage's inputs, for which the previous stage
+waits; W computes the gradients of its weights, which are not needed until the step ends, so W fills bubbles:
 
     clock      0  1  2  3  4  5  6  7  8  9
     device 0  F0 F1 .. B0 W0 F2 B1 W1 B2 W2            `zero_bubble` of 2 stages, 3 micro-batches, F, B, W equally long:
     device 1     F0 B0 F1 B1 W0 F2 B2 W1 W2            10 clocks, where 1F1B takes 12
 
-What B leaves for W is kept until then. The later a stage, the shorter 1F1B keeps a micro-batch there, so the longer its
-W may wait: in `zero_bubble` stage j lags j micro-batches with W, and every stage keeps n micro-batches, as stage 0 does
-in 1F1B. `zero_bubble_2p` takes in up to n - 1 more before the first gradient comes back, and lags that many more.
+Tensors that B saves for W are kept until then. The later a stage, the shorter 1F1B keeps a micro-batch there, so the
+longer its W can wait: in `zero_bubble` W of stage j lags j micro-batches, and every stage keeps n micro-batches, as
+stage 0 does in 1F1B. `zero_bubble_2p` takes up to n - 1 more before the first gradient returns, and W lags that many
+more.
 
-Interleaved schedules have v stages on each of p devices, each a v-th as long, placed round and round, so the bubble is
-a v-th. A device goes on with its first stage until the first micro-batch of a group has come round, so with groups of p
-micro-batches it never waits. The groups go one after another through all stages of a device, forward in their order,
-backward in the reverse. Two groups of two on two devices, stages 0 and 2 on the first; forward:
+Interleaved schedules have v stages on each of p devices, placed round-robin. Each stage is 1/v as long, and so is the
+bubble. A device runs its first stage until the first micro-batch of a group has passed all devices, so with groups of p
+micro-batches it never waits. The groups go in turn through all stages of a device, forward in their order, backward in
+the reverse. Two groups of two on two devices, stages 0 and 2 on the first; forward:
 
     device 0    0F0 0F1 2F0 2F1 0F2 0F3 2F2 2F3
     device 1        1F0 1F1 3F0 3F1 1F2 1F3 3F2 3F3
 
-Before the first B go the first group in all stages but the last, and two forwards for each later device: one for the
-way there and one for the way back; only one if backward is split, since B alone is half as long. Megatron-LM wants
-micro-batches in a multiple of p. Here groups are as equal as can be and have p or more micro-batches; a larger group
-costs memory, but no time. Fewer micro-batches than devices are one group.
+Before the first B run the first group in all stages but the last, and two forwards for each later device: one for each
+way; only one if backward is split, since B alone is half as long. Groups are as equal as possible, with at least p
+micro-batches, or all if there are fewer; a larger group costs memory, but no time.
 
 Sources: Huang et al. 2019, GPipe, arXiv 1811.06965, section 2.3. Kim et al. 2020, torchgpipe, arXiv 2004.09910,
 section 3 (order within a device). Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters
 Using Megatron-LM, arXiv 2104.04473, sections 2.2.1 (PipeDream-Flush, here `1f1b`) and 2.2.2 (interleaved). Qi et al.
-2023, Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2 (ZB-H1 and ZB-H2; not its update of weights without
-waiting for all stages: a step ends for all devices at the same time), interleaved as in PyTorch's
+2023, Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2 (ZB-H1 and ZB-H2, without its update that waits for
+no other stage: a step ends for all devices at the same time), interleaved as in PyTorch's
 `ScheduleInterleavedZeroBubble`.
 """
 
@@ -47,7 +47,7 @@ def clock_cycles(m: int, n: int) -> Iterator[tuple[tuple[int, int], ...]]:
     """Yields for each clock k = 0 ... m + n - 2 the pairs (micro-batch i, stage j) with i + j = k, j ascending.
 
     Micro-batch i reaches stage j at the earliest i + j forwards after micro-batch 0 entered stage 0. Starting the pairs
-    in the order of that distance (torchgpipe's deterministic clock cycle) keeps every device as busy as can be.
+    in this order (torchgpipe's deterministic clock cycle) keeps every device as busy as possible.
 
     >>> for cycle in clock_cycles(m=3, n=2): print(*cycle)
     (0, 0)
@@ -60,7 +60,7 @@ def clock_cycles(m: int, n: int) -> Iterator[tuple[tuple[int, int], ...]]:
 
 
 def gpipe(m: int, n: int) -> Rows:
-    """Makes rows of all forwards by the clock cycle, then all backwards by its exact reverse."""
+    """Makes rows of all forwards by the clock cycle, then all backwards in exactly the reverse order."""
     forward = inference(m, n)
     return tuple(
         (*row, *(Action(ActionKind.BACKWARD, a.stage, a.micro_batch) for a in reversed(row))) for row in forward
@@ -68,7 +68,7 @@ def gpipe(m: int, n: int) -> Rows:
 
 
 def inference(m: int, n: int) -> Rows:
-    """Forwards by the clock cycle, and nothing else."""
+    """Makes rows of forwards only, by the clock cycle."""
     rows: list[list[Action]] = [[] for _ in range(n)]
     for cycle in clock_cycles(m, n):
         for i, j in cycle:
@@ -77,17 +77,17 @@ def inference(m: int, n: int) -> Rows:
 
 
 def one_f_one_b(m: int, n: int) -> Rows:
-    """Forwards until the first gradient can be there, then one forward and one backward alternately, then the flush."""
+    """Makes rows of forwards until the first gradient can arrive, then F and B alternately, then the flush."""
     return tuple(_stage_row(m, j, ahead=n - 1 - j) for j in range(n))
 
 
 def zero_bubble(m: int, n: int) -> Rows:
-    """ZB-H1: 1F1B with backward split, and no more micro-batches kept than its first stage keeps."""
+    """Makes rows of ZB-H1: 1F1B with backward split, keeping at most the micro-batches of 1F1B's first stage."""
     return _zero_bubble(m, n, more=0)
 
 
 def zero_bubble_2p(m: int, n: int) -> Rows:
-    """ZB-H2: with nearly twice as many micro-batches kept. Of fewer than 2 n - 1 it takes in what there are."""
+    """Makes rows of ZB-H2, which keeps nearly twice as many micro-batches, or all if there are fewer than 2 n - 1."""
     return _zero_bubble(m, n, more=max(0, min(n - 1, m - n)))
 
 
@@ -100,19 +100,19 @@ def _stage_row(m: int, j: int, ahead: int, lag: int | None = None) -> tuple[Acti
 
 
 def interleaved_1f1b(m: int, p: int, v: int) -> Rows:
-    """The rows of p devices with v stages each: stage j is on device j modulo p."""
+    """Makes the rows of p devices with v stages each: stage j is on device j modulo p."""
     groups = micro_batch_groups(m, p)
     return tuple(_interleaved_row(groups, range(d, v * p, p), hops=2 * (p - 1 - d)) for d in range(p))
 
 
 def interleaved_zero_bubble(m: int, p: int, v: int) -> Rows:
-    """The rows of p devices with v stages each: stage j is on device j modulo p."""
+    """Makes the rows of p devices with v stages each: stage j is on device j modulo p."""
     groups = micro_batch_groups(m, p)
     return tuple(_interleaved_row(groups, range(d, v * p, p), hops=p - 1 - d, lag=d) for d in range(p))
 
 
 def micro_batch_groups(m: int, p: int) -> list[range]:
-    """The micro-batches in groups of p or, if that does not come out even, a few more; of fewer than p, one group.
+    """Splits micro-batches into groups of p or, if m is not a multiple, a few more; fewer than p are one group.
 
     >>> micro_batch_groups(7, 3)
     [range(0, 4), range(4, 7)]
@@ -124,7 +124,7 @@ def micro_batch_groups(m: int, p: int) -> list[range]:
 
 
 def _interleaved_row(groups: list[range], stages: range, hops: int, lag: int | None = None) -> tuple[Action, ...]:
-    """Makes the row of a device with these stages; `hops`: forwards while a micro-batch goes there and comes back."""
+    """Makes the row of a device; `hops`: forwards during a micro-batch's way to the last device and back."""
     forward = [Action(ActionKind.FORWARD, j, i) for group in groups for j in stages for i in group]
     backward = [Action(ActionKind.BACKWARD, j, i) for group in groups for j in reversed(stages) for i in group]
     return alternating_row(forward, backward, (len(stages) - 1) * len(groups[0]) + hops, lag)
@@ -133,10 +133,9 @@ def _interleaved_row(groups: list[range], stages: range, hops: int, lag: int | N
 def alternating_row(
     forward: Sequence[Action], backward: Sequence[Action], ahead: int, lag: int | None = None
 ) -> tuple[Action, ...]:
-    """A row of `ahead` forwards, then F and B alternately.
+    """Makes a row of `ahead` forwards, then F and B alternately.
 
-    Args:
-        lag: number of B between a B and its W; None if backward is not split.
+    `lag`: number of B between a B and its W; None if backward is not split.
     """
     row = list(forward[:ahead])
     weight = [Action(ActionKind.WEIGHT, a.stage, a.micro_batch) for a in backward if lag is not None]

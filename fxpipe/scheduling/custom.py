@@ -1,11 +1,11 @@
-"""A schedule of one's own: a table, or a pure function that makes tables.
+"""Custom schedules: a table, or a pure function that makes tables.
 
     a table         `Schedule`, or its text, a line for each device
     a function      (micro-batches m, stages n) -> rows: text, a `Schedule`, or a row of actions for each device
 
-A table is for so many micro-batches. Of fewer, as in the last mini-batch of an epoch, the first ones stay and the
-others are left out: what is left still stands in an order that can run, since an action needs those of its own
-micro-batch only. A function is asked again.
+A table is for a number of micro-batches. If there are fewer, as in the last mini-batch of an epoch, the others are
+dropped: the remaining actions can still run, since an action needs only actions of its micro-batch. A function is
+called again.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from fxpipe.scheduling.registry import BIDIRECTIONAL, SCHEDULES, Placement
 from fxpipe.scheduling.validation import validate
 from fxpipe.utils.units import did_you_mean
 
-# -- Parsing the text form of a schedule: for a table of the user's own, a diff, an issue, a test --------------------
+# -- Parsing the text form of a schedule: for a custom table, a diff, an issue, a test -------------------------------
 
 _HEAD = re.compile(r"(?P<name>.+): (?P<stages>\d+) stages?, (?P<micro_batches>\d+) micro-batch(es)?")
 _DEVICE = re.compile(r"device (?P<device>\d+):")
 _BETWEEN_ACTIONS = re.compile(r"[\s,;(]+|\)OVERLAP_F_B\b")
-# Actions of torch's tables that fxpipe does by itself: transfers, and what keeps replicas alike.
+# Actions of torch's tables that fxpipe does implicitly: transfers, and gradient sums of replicas.
 _IMPLIED_ACTION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB]\d+)")
 
 
 def parse_schedule(text: str, name: str = "custom") -> Schedule:
-    """The validated schedule that `text` writes down: one line for each device, its actions in order.
+    """Parses and validates a schedule: one line for each device, its actions in order.
 
-    What `print(schedule)` shows parses too: the line above the rows then says name, stages and micro-batches, which
-    otherwise are `name` and as many as there are. Empty lines are passed over.
+    The output of `print(schedule)` parses, too: its first line gives name, stages and micro-batches. Without it the
+    name is `name`, and the counts are taken from the actions. Empty lines are ignored.
 
-    Tables that `torch.distributed.pipelining` writes parse as well: with commas between actions, `1I0` for a B whose W
-    is apart, and `(0F1;3B0)OVERLAP_F_B` for two that overlap there, and run one after the other here. Transfers and
-    sums of gradients in them (`0SEND_F1`, `0REDUCE_GRAD`) are skipped: the runtime does these by itself.
+    Tables of `torch.distributed.pipelining` parse as well: with commas between actions, `1I0` for a B with a separate
+    W, and `(0F1;3B0)OVERLAP_F_B` for two actions that overlap there and run in sequence here. Transfers and sums of
+    gradients (`0SEND_F1`, `0REDUCE_GRAD`) are skipped, since the runtime does them implicitly.
 
     Raises:
-        ScheduleError: a word that is no action, rows in another order than they say, or a schedule that would not run.
+        ScheduleError: a word is not an action, rows are not in the order of their labels, or the schedule cannot run.
 
     >>> print(parse_schedule("0F0 0F1 0B1 0B0 \\n 1F0 1F1 1B1 1B0", name="mine"))
     mine: 2 stages, 2 micro-batches
@@ -54,7 +54,7 @@ def parse_schedule(text: str, name: str = "custom") -> Schedule:
 
 
 def read_schedule(text: str, name: str) -> Schedule:
-    """Reads a schedule as `parse_schedule` does, but does not validate it."""
+    """Parses a schedule like `parse_schedule`, without validation."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     head = _HEAD.fullmatch(lines[0]) if lines else None
     rows = tuple(_parse_row(d, line) for d, line in enumerate(lines[1:] if head else lines))
@@ -81,17 +81,17 @@ _ANY_ACTION = re.compile(r"(?<![^\s,(])\d+[FRBIWU]\d+(?![^\s,;])")
 
 
 def as_schedule_like(schedule: object, known: Iterable[str] = SCHEDULES) -> ScheduleLike:
-    """A name that is known, a table that can run, or a function: text is parsed. `known`: the names to tell of.
+    """Returns a known name, a table or a function; text is parsed. `known`: names for the error message.
 
     Raises:
-        ArgumentError: an unknown name, or something else.
-        ScheduleError: text that is no schedule, or a schedule that would not run.
+        ArgumentError: an unknown name, or an unsupported object.
+        ScheduleError: text that is not a schedule, or a schedule that cannot run.
     """
     if isinstance(schedule, str) and schedule not in SCHEDULES and _ANY_ACTION.search(schedule):
         return parse_schedule(schedule)
     if isinstance(schedule, Schedule):
         in_tuples = isinstance(schedule.rows, tuple) and all(isinstance(row, tuple) for row in schedule.rows)
-        return schedule if in_tuples else replace(schedule, rows=tuple(map(tuple, schedule.rows)))  # it is to be a key
+        return schedule if in_tuples else replace(schedule, rows=tuple(map(tuple, schedule.rows)))  # used as a key
     if (isinstance(schedule, str) and schedule in SCHEDULES) or (callable(schedule) and isinstance(schedule, Hashable)):
         return schedule
     refuse_bidirectional(schedule)
@@ -103,7 +103,7 @@ def as_schedule_like(schedule: object, known: Iterable[str] = SCHEDULES) -> Sche
 
 
 def refuse_bidirectional(schedule: object) -> None:
-    """Raises `ArgumentError` for the name of a schedule that would have each stage in two places."""
+    """Raises `ArgumentError` for the name of a schedule that needs each stage on two devices."""
     if isinstance(schedule, str) and schedule in BIDIRECTIONAL:
         raise ArgumentError(
             f"schedule={schedule!r} is bidirectional: micro-batches go in at both ends, so each stage is on two "
@@ -113,7 +113,7 @@ def refuse_bidirectional(schedule: object) -> None:
 
 
 def custom_schedule(schedule: Schedule | ScheduleFunction, n: int, m: int) -> Schedule:
-    """The table for n stages and m micro-batches; not validated."""
+    """Makes the table for n stages and m micro-batches, without validation."""
     if not isinstance(schedule, Schedule):
         return _call_function(schedule, n, m)
     _refuse_replicas(schedule)
@@ -166,6 +166,6 @@ def _parse_actions(row: str | Iterable[Action | str]) -> tuple[Action, ...]:
 
 
 def placement_of(schedule: Schedule) -> Placement:
-    """Returns for each stage the device in whose row it is."""
+    """Returns the device of each stage."""
     device_of = {action.stage: d for d, row in enumerate(schedule.rows) for action in row}
     return tuple(device_of[j] for j in range(schedule.stages))

@@ -1,7 +1,6 @@
-"""`make_schedule`, which the rest of the package calls: from a name or a table of one's own to a schedule that can run.
+"""`make_schedule`: from the name of a schedule or a custom table to a validated schedule.
 
-It puts recomputation in front of backward, validates what comes out, and refuses stages on devices where the schedule
-cannot have them.
+It inserts recomputation before backward, validates the result, and refuses placements that the schedule cannot have.
 """
 
 from __future__ import annotations
@@ -36,25 +35,25 @@ def make_schedule(
     placement: Sequence[int] | None = None,
     replicas: Sequence[int] = (),
 ) -> Schedule:
-    """The schedule of that name, validated. Made once for the same arguments, so that every step may ask for it.
+    """Makes a validated schedule. Results are cached by the arguments.
 
     Args:
-        schedule: one of `SCHEDULES`; or your own, a table or a function (see `fxpipe.scheduling.custom`).
+        schedule: one of `SCHEDULES`, or a custom table or function (see `fxpipe.scheduling.custom`).
         stages: number of stages.
-        micro_batches: number of micro-batches; fewer than stages is fine and idles more. A table of your own may be
+        micro_batches: number of micro-batches; fewer than stages is possible and idles more. A custom table may be
             for more.
-        checkpoint: which micro-batches are recomputed before their backward: one of `CHECKPOINTS`, or one for each
-            stage. "except_last" is every one but the last, m - 1. A schedule without backward recomputes nothing.
-        placement: for each stage the device that has it, and so the row. If not given: what the schedule is bound to
-            (2 stages on each device in the interleaved and the V-shaped ones), else each stage its own.
-        replicas: of each device, which take micro-batches in turn and have a row each (`fxpipe.scheduling.replicas`);
-            if not given, every device is alone.
+        checkpoint: micro-batches to recompute before their backward: one of `CHECKPOINTS`, or one for each stage.
+            "except_last" is all but the last, m - 1. A schedule without backward recomputes nothing.
+        placement: the device, and so the row, of each stage. Default: the placement that the schedule requires
+            (2 stages on each device in the interleaved and the V-shaped ones), else a device for each stage.
+        replicas: number of replicas of each device, which take micro-batches in turn and have a row each
+            (`fxpipe.scheduling.replicas`). Default: one for each.
 
     Raises:
-        ArgumentError: an unknown name or mode, a number below 1, a device without a stage, stages where the schedule
-            cannot have them, or replicas of other devices.
-        ArgumentTypeError: a number that is no integer.
-        ScheduleError: one of your own would not run.
+        ArgumentError: an unknown name or mode, a number below 1, a device without a stage, a placement that the
+            schedule cannot have, or `replicas` for another number of devices.
+        ArgumentTypeError: a number that is not an integer.
+        ScheduleError: a custom schedule cannot run.
 
     >>> print(make_schedule("1f1b", stages=2, micro_batches=3))
     1f1b: 2 stages, 3 micro-batches
@@ -75,7 +74,7 @@ def make_schedule(
 
 
 def schedule_text(schedule: ScheduleLike, micro_batches: int, placement: Placement) -> str:
-    """Returns what `make_schedule` makes the same schedule of: a name, or the text of a table of the user's own."""
+    """Returns an argument from which `make_schedule` makes the same schedule: a name, or the text of a custom table."""
     if isinstance(schedule, str):
         return schedule
     return str(make_schedule(schedule, len(placement), micro_batches, placement=placement))
@@ -104,7 +103,7 @@ def _make_schedule(
 
 
 def _default_placement(schedule: ScheduleLike, n: int) -> Placement | None:
-    """Returns the placement of a schedule that is known by name; one of the user's own says itself where stages are."""
+    """Returns the placement of a schedule given by name; a custom schedule contains its placement."""
     if not isinstance(schedule, str):
         return None
     recipe = SCHEDULES[schedule]
@@ -117,7 +116,7 @@ def _default_placement(schedule: ScheduleLike, n: int) -> Placement | None:
 
 
 def check_placement(name: str, placement: Placement) -> None:
-    """Raises `ArgumentError` where the schedule of that name cannot have its stages on these devices."""
+    """Raises `ArgumentError` if the schedule of that name cannot have its stages on these devices."""
     recipe, n, devices = SCHEDULES[name], len(placement), max(placement) + 1
     if not recipe.has_fixed_placement:
         return
@@ -134,7 +133,6 @@ def check_placement(name: str, placement: Placement) -> None:
 
 
 def _with_replicas(plain: Schedule, replicas: tuple[int, ...], is_one_f_one_b: bool) -> Schedule:
-    """The schedule with a row for each replica of its devices."""
     if len(replicas) != len(plain.rows):
         raise ArgumentError(f"replicas={replicas} has {len(replicas)} entries for {len(plain.rows)} devices")
     placement = placement_of(plain)
@@ -157,7 +155,6 @@ def _checked_custom(custom: Schedule | ScheduleFunction, n: int, m: int, placeme
 
 
 def _check_modes(checkpoint: str | Sequence[str], n: int) -> tuple[Checkpoint, ...]:
-    """A mode for each stage."""
     modes = tuple(checkpoint) if isinstance(checkpoint, (tuple, list)) else (cast(str, checkpoint),) * n
     if len(modes) != n:
         raise ArgumentError(
@@ -171,13 +168,12 @@ def _check_modes(checkpoint: str | Sequence[str], n: int) -> tuple[Checkpoint, .
 
 
 def _check_replicas(replicas: Sequence[int]) -> tuple[int, ...]:
-    """The replicas of each device; none where each is alone."""
+    """Returns the number of replicas of each device; empty if each has one."""
     counts = tuple(parse_count("replicas", count, "a whole number of devices for each") for count in replicas)
     return counts if any(count > 1 for count in counts) else ()
 
 
 def _check_device_numbers(placement: Sequence[int], n: int) -> Placement:
-    """The device of each stage."""
     if len(placement) != n:
         raise ArgumentError(f"placement has {len(placement)} entries for {n} stages: give the device of each")
     try:

@@ -1,48 +1,47 @@
-"""The schedules by name. A new one is a function and a line in `SCHEDULES`.
+"""The schedules by name. A new schedule is a function and a line in `SCHEDULES`.
 
-Stages are equally long here, and F, B and W, where backward is split, too; B alone is as long as B and W. p devices
-have n stages, v = n / p each (n = p where v = 1); *kept* is the most that the device with the most keeps at once, in
-micro-batches of all its stages together. The bubble is the time that a device idles in a step, in units of what one
-micro-batch takes a device, F + B + W.
+The table assumes equal stages, and F, B and W of equal length if backward is split; an unsplit B is as long as B and W.
+p devices have n stages, v = n / p each. *Kept* is the maximum over devices of the micro-batches kept in all stages of
+the device together. The *bubble* is the idle time of a device in a step, in units of F + B + W of one micro-batch on a
+device.
 
 | name                      | backward                  | stages on a device  | kept          | bubble            |
 |---------------------------|---------------------------|---------------------|---------------|-------------------|
 | `gpipe`                   | after all, in reverse     | 1, or any placement | m             | p - 1             |
-| `1f1b`                    | at once, in order         | 1, or any placement | p             | p - 1             |
+| `1f1b`                    | immediately, in order     | 1, or any placement | p             | p - 1             |
 | `interleaved_1f1b`        | the same, stage by stage  | v = 2, 3, ...       | p + (p-1) / v | (p - 1) / v       |
-| `zero_bubble`             | B at once, W in the gaps  | 1, or any placement | p             | (p - 1) / 3       |
+| `zero_bubble`             | B early, W in the gaps    | 1, or any placement | p             | (p - 1) / 3       |
 | `zero_bubble_2p`          | the same, more in flight  | 1, or any placement | 2 p - 1       | (p - 1) / 3       |
 | `interleaved_zero_bubble` | B by stage, W in the gaps | v = 2, 3, ...       | p             | (p - 1) / (3 v)   |
 | `zbv`                     | as `zero_bubble`          | 2, V                | p             | (p - 1) / 6       |
-| `dualpipev`               | whole, W only in bubbles  | 2, V                | p + 1 / 2     | (p - 1) / 6       |
+| `dualpipev`               | full, W only in bubbles   | 2, V                | p + 1 / 2     | (p - 1) / 6       |
 | `v_half`                  | as `zbv`, fewer           | 2, V                | (p + 2) / 2   | 7 (p - 1) / 12    |
 | `v_min`                   | as `zbv`, fewest          | 2, V                | (p + 4) / 3   | (4 p - 5) / 6     |
-| `pipedream`               | at once, never a flush    | 1                   | p             | 0, as a stream    |
+| `pipedream`               | immediately, no flush     | 1                   | p             | 0, as a stream    |
 | `pipedream_2bw`           | the same, two versions    | 1                   | p             | 0, as a stream    |
 | `inference`               | none                      | 1, or any placement | 0             | p - 1, of F alone |
 
-V is there and back (0, 1, 1, 0): the loss is on the first device. `v_half` and `v_min` keep whole micro-batches, so
-round down; their bubble is a little less for some p. If p does not divide m, groups of micro-batches are larger in the
-interleaved ones, which then keep more.
+V means placement (0, 1, 1, 0): the loss is on the first device. Round down for `v_half` and `v_min`, which keep full
+micro-batches; their bubble is a little less for some p. If p does not divide m, interleaved schedules have larger
+groups of micro-batches, and keep more.
 
-The figures hold if there are enough micro-batches to fill the pipeline; with fewer, less is kept and devices idle more.
-*Kept* includes what W still needs, though that is less than what B needs. Chimera and DualPipe are bidirectional: each
-stage would be in two places, so they are not here.
+The figures need enough micro-batches to fill the pipeline; with fewer, less is kept and devices idle more. *Kept*
+counts micro-batches that only W still needs as full ones. Chimera and DualPipe are bidirectional: each stage would be
+on two devices, so they are not supported.
 
-With v stages on each device, round and round, a schedule made for one keeps more: `1f1b` up to (v + 1) p / 2,
-`zero_bubble` up to v p, `zero_bubble_2p` up to 2 v p - 1. The bubbles follow no formula there: for p = 8, v = 1 ... 4
-and 48 micro-batches 7, 6.2, 6.7, 9.3 in `1f1b`, 2.3, 1.8, 1.7, 1.8 in `zero_bubble`. (Neighbours on one device count as
-one stage.)
+With v stages on each device, round-robin, a schedule for one stage per device keeps more: `1f1b` up to (v + 1) p / 2,
+`zero_bubble` up to v p, `zero_bubble_2p` up to 2 v p - 1. The bubbles then follow no formula. (Neighbours on one device
+count as one stage.)
 
-In seconds the bubble of `zero_bubble` is (p - 1) (F + B - W), that of `zero_bubble_2p` (p - 1) max(F, F + B - 2 W), if
-W takes no longer than F and than B. So the larger memory of the second pays if W is shorter than B (attention,
-activation functions). At (p - 1) F only the time until the last device has something to do is left.
+In seconds the bubble is (p - 1) (F + B - W) in `zero_bubble` and (p - 1) max(F, F + B - 2 W) in `zero_bubble_2p`, if W
+is no longer than F and B. So the memory of `zero_bubble_2p` pays off if W is shorter than B (attention, activation
+functions). At (p - 1) F only the time until the last device starts is left.
 
 `pipedream` and `pipedream_2bw` have no bubble, but stale weights: `train_stream` runs them, in the order of `streams`.
-A single step, of `forward_backward`, is one of `1f1b`, and so are its rows here.
+A single step (`forward_backward`) runs as `1f1b`, and so do the rows here.
 
-If in doubt: `1f1b`, the simplest that keeps few activations. With few micro-batches for each device, `zero_bubble`, or
-`zbv` if twice as many transfers are no matter. If memory is short, `v_half` or `v_min`.
+If in doubt, use `1f1b`, the simplest that keeps few activations. With few micro-batches per device, use `zero_bubble`,
+or `zbv` if twice as many transfers do not matter. If memory is short, use `v_half` or `v_min`.
 """
 
 from __future__ import annotations
@@ -71,21 +70,20 @@ from fxpipe.scheduling.row_transforms import (
 )
 from fxpipe.scheduling.v_schedules import dualpipev, v_half, v_min, zbv
 
-Placement: TypeAlias = tuple[int, ...]  # for each stage its device
+Placement: TypeAlias = tuple[int, ...]  # the device of each stage
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleRecipe:
-    """The functions that make a schedule, and the placements that it allows."""
+    """The function that makes a schedule, and the placements that it allows."""
 
     rows: Callable[[int, Placement], Rows]  # (micro-batches, placement) -> a row for each device
-    placement: Callable[[int, int], Placement] = round_robin  # (devices, stages on each) -> where stages are
-    stages_per_device: int = 1  # how many stages a device has, unless others are asked for
-    has_fixed_placement: bool = False  # to that placement, and no fewer stages on a device than that
-    most: int | None = None  # stages on a device
+    placement: Callable[[int, int], Placement] = round_robin  # (devices, stages on each) -> placement
+    stages_per_device: int = 1  # default number of stages on a device
+    has_fixed_placement: bool = False  # requires `placement`, with at least `stages_per_device`
+    most: int | None = None  # limit of stages on a device
 
     def takes(self, each: int) -> bool:
-        """Returns True if a device may have so many stages."""
         if not self.has_fixed_placement:
             return True
         return self.stages_per_device <= each <= (self.most or each)
@@ -102,7 +100,7 @@ class ScheduleRecipe:
 def _any_placement(by_stage: Callable[[int, int], Rows]) -> ScheduleRecipe:
     def rows(m: int, placement: Placement) -> Rows:
         groups = neighbour_groups(placement)
-        if len(groups) > max(placement) + 1:  # a device has stages here and there
+        if len(groups) > max(placement) + 1:  # a device has stages in several places
             return merge_stage_rows(by_stage(m, len(placement)), placement)
         return expand_groups(
             merge_stage_rows(by_stage(m, len(groups)), tuple(placement[group[0]] for group in groups)), groups
@@ -112,7 +110,7 @@ def _any_placement(by_stage: Callable[[int, int], Rows]) -> ScheduleRecipe:
 
 
 def _in_loops(by_device: Callable[[int, int, int], Rows]) -> ScheduleRecipe:
-    """The recipe of a schedule of (micro-batches, devices, stages on each), round and round."""
+    """Returns the recipe of a round-robin schedule of (micro-batches, devices, stages on each)."""
 
     def rows(m: int, placement: Placement) -> Rows:
         devices = max(placement) + 1
@@ -122,7 +120,7 @@ def _in_loops(by_device: Callable[[int, int, int], Rows]) -> ScheduleRecipe:
 
 
 def _in_a_v(by_device: Callable[[int, int], Rows]) -> ScheduleRecipe:
-    """The recipe of a schedule of (micro-batches, devices), once there and back."""
+    """Returns the recipe of a V-shaped schedule of (micro-batches, devices)."""
 
     def rows(m: int, placement: Placement) -> Rows:
         return by_device(m, max(placement) + 1)
@@ -130,10 +128,10 @@ def _in_a_v(by_device: Callable[[int, int], Rows]) -> ScheduleRecipe:
     return ScheduleRecipe(rows, there_and_back, stages_per_device=2, has_fixed_placement=True, most=2)
 
 
-# A step of such a schedule by itself, which ends with a flush, is one of 1F1B.
+# A single step of a stream ends with a flush, and runs as 1F1B.
 _STREAM = ScheduleRecipe(lambda m, placement: one_f_one_b(m, len(placement)), has_fixed_placement=True, most=1)
 
-# Schedules that have each stage in two places, with its weights, and the one to use instead.
+# Schedules that need each stage, with its weights, on two devices, and the schedule to use instead.
 BIDIRECTIONAL: Mapping[str, str] = MappingProxyType({"chimera": "dualpipev", "dualpipe": "dualpipev"})
 
 SCHEDULES: Mapping[str, ScheduleRecipe] = MappingProxyType(
@@ -154,4 +152,4 @@ SCHEDULES: Mapping[str, ScheduleRecipe] = MappingProxyType(
     }
 )
 
-ONE_F_ONE_B = ("1f1b", "pipedream", "pipedream_2bw")  # whose rows, of a step, are those of 1F1B
+ONE_F_ONE_B = ("1f1b", "pipedream", "pipedream_2bw")  # a single step of these has the rows of 1F1B

@@ -1,10 +1,10 @@
-"""Rows made of other rows: of stages that share a device, of groups of neighbours, with recomputation, with updates.
+"""Rows made from other rows: stages that share a device, groups of neighbours, recomputation, updates.
 
-A schedule is made as if each stage had a device of its own. If a device has several stages, they take turns
-(`merge_stage_rows`). The order is found by running the devices with actions of equal length: each device takes, of its
-stages' next actions, one whose needs have ended. B goes before F, W comes last, since nothing waits for it, and a later
-stage goes before an earlier one, so that micro-batches leave as early as they can. (Without W, on 18 sizes no step was
-longer than by any of four other rules.) Three forwards through four stages on two devices, stages 0 and 2 on the first:
+Schedules are made as if each stage had a separate device. If a device has several stages, they take turns
+(`merge_stage_rows`). The devices are simulated with actions of equal length: each device selects, from the next actions
+of its stages, one whose dependencies have ended. B goes before F, W comes last, since nothing waits for it, and a later
+stage goes before an earlier one, so that micro-batches leave early. Three forwards through four stages on two devices,
+stages 0 and 2 on the first:
 
     stages                      devices, taking turns
     0F0 0F1 0F2                 0F0 0F1 2F0 2F1 0F2     2F2
@@ -12,8 +12,8 @@ longer than by any of four other rules.) Three forwards through four stages on t
             2F0 2F1 2F2
                 3F0 3F1 3F2
 
-Each action starts after all that it needs has ended, in one run of all devices; so the rows, which keep its order,
-cannot wait for each other in a circle.
+Each action starts after its dependencies have ended, in one run of all devices. The rows keep this order, so they
+cannot deadlock.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BY_URGENCY = (ActionKind.WEIGHT, ActionKind.FORWARD, ActionKind.BACKWARD)
 
 
 def merge_stage_rows(rows: Rows, placement: tuple[int, ...]) -> Rows:
-    """Rows of devices from rows of stages: `placement` says for each stage which device has it."""
+    """Makes rows of devices from rows of stages. `placement` gives the device of each stage."""
     devices = max(placement) + 1
     if devices == len(placement):
         ordered: list[tuple[Action, ...]] = [()] * devices
@@ -65,26 +65,24 @@ def _urgency(action: Action) -> tuple[int, int]:
     return _BY_URGENCY.index(action.kind), action.stage
 
 
-# -- Neighbouring stages on one device: if a device has no others, they are as one stage in a schedule ----------------
+# -- Neighbouring stages on one device: if the device has no others, a schedule treats them as one stage --------------
 #
-# Nothing between them is done by another device. So the device runs F through all of them before it takes up anything
-# else, and B all the way back:
+# No other device acts between them. So the device runs F through all of them before anything else, and B all the way
+# back:
 #
 #     placement (0, 0, 1), as two stages      and as three
 #     AF0 AF1 AB0 AB1                         0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1
 #     CF0 CB0 CF1 CB1                         2F0 2B0 2F1 2B1
 #
-# So each keeps as few micro-batches as the one stage would, where 1F1B of three stages keeps three in the first: a
-# stage that is cut in two on its device, because a part of it recomputes, costs no memory. Of all placements of 2 to 6
-# stages on up to 3 devices, with equal stages and 1, 3 or 8 micro-batches, none keeps more than with turns, and few
-# take longer (8 % at most, with 3 micro-batches). A device that also has stages elsewhere in the row is better off with
-# turns: with (0, 1, 1, 0) a step of 1F1B would take up to 19 % longer.
+# Each then keeps no more micro-batches than the one stage, while 1F1B of three stages keeps three in the first: to
+# cut a stage in two on its device, because a part of it recomputes, costs no memory. Few placements take longer than
+# with turns (at most 8 %). A device with other stages, as in (0, 1, 1, 0), is better with turns (up to 19 %).
 
-StageGroups = tuple[tuple[int, ...], ...]  # of stages, in order
+StageGroups = tuple[tuple[int, ...], ...]  # stages, in order
 
 
 def neighbour_groups(placement: tuple[int, ...]) -> StageGroups:
-    """The longest runs of stages on one device.
+    """Returns the longest runs of stages on one device.
 
     >>> neighbour_groups((0, 0, 1, 0))
     ((0, 1), (2,), (3,))
@@ -93,7 +91,7 @@ def neighbour_groups(placement: tuple[int, ...]) -> StageGroups:
 
 
 def expand_groups(rows: Rows, groups: StageGroups) -> Rows:
-    """Rows of stages from rows of groups: F goes through a group forwards, all else backwards."""
+    """Makes rows of stages from rows of groups: F goes through a group forwards, all else backwards."""
 
     def each(action: Action) -> tuple[Action, ...]:
         stages = groups[action.stage]
@@ -129,16 +127,16 @@ def there_and_back(devices: int, per_device: int) -> tuple[int, ...]:
 
 Checkpoint: TypeAlias = Literal["always", "except_last", "never"]
 
-# Of the last micro-batch backward comes (in GPipe's order) right after forward: keeping what it made costs no memory
-# that the others do not cost a moment later, and saves a forward.
+# In GPipe's order, backward of the last micro-batch comes right after its forward: keeping its activations costs no
+# more memory than recomputing them, and saves a forward.
 CHECKPOINTS: tuple[Checkpoint, ...] = ("always", "except_last", "never")
 
 
 def with_recompute(rows: Rows, m: int, modes: Sequence[Checkpoint]) -> Rows:
-    """Puts R directly before its B: it waits for no other stage, and so runs while the gradient is still on its way.
+    """Inserts R directly before its B: R waits for no other stage, so it runs while the gradient is on its way.
 
-    `modes` has one for each stage. Where rows have an R already, it stays where it is. A gradient that comes through
-    stages on the same device, which keep what they made, has to come to these first: R goes before their B.
+    `modes` has one mode for each stage. An R already in the rows stays. If the gradient comes through later stages on
+    the same device without recomputation, R goes before their B.
     """
     recomputed = [{"always": m, "except_last": m - 1, "never": 0}[mode] for mode in modes]
     there = {action for row in rows for action in row if action.kind is ActionKind.RECOMPUTE}
@@ -160,7 +158,7 @@ def with_recompute(rows: Rows, m: int, modes: Sequence[Checkpoint]) -> Rows:
 
 
 def _recompute_place(row: Sequence[Action], action: Action, recomputed: Sequence[int]) -> int:
-    """The place of the first of the B at the end of the row through which the gradient comes to `action`."""
+    """Returns the position of the first B, among those at the end of the row, that pass the gradient to `action`."""
     i, place = action.micro_batch, len(row)
     for stage in range(action.stage + 1, len(recomputed)):
         if not place or i < recomputed[stage] or row[place - 1] != Action(ActionKind.BACKWARD, stage, i):
@@ -173,10 +171,10 @@ def _recompute_place(row: Sequence[Action], action: Action, recomputed: Sequence
 
 
 def with_updates(schedule: Schedule) -> Schedule:
-    """Puts U of each stage at the end of its device's row, in the order in which the stages have gone back.
+    """Adds U of each stage at the end of its device's row, in the order in which the stages have gone back.
 
-    So it waits for no other device, and holds none up: where a device has several stages, others may wait for what is
-    still to go back through the next one.
+    So U waits for no other device and delays none: on a device with several stages, other devices may wait for the
+    backward of its next stage.
 
     >>> from fxpipe.scheduling import make_schedule
     >>> print(with_updates(make_schedule("interleaved_1f1b", stages=4, micro_batches=2)))
@@ -185,7 +183,7 @@ def with_updates(schedule: Schedule) -> Schedule:
     device 1: 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 3U1 1U1
     """
     last = schedule.micro_batches - 1
-    last_row = {j: d for (j, i), d in schedule.row_of.items() if i == last}  # of several replicas: that of its own
+    last_row = {j: d for (j, i), d in schedule.row_of.items() if i == last}  # with replicas: of the last micro-batch
 
     def filled(d: int, row: tuple[Action, ...]) -> tuple[Action, ...]:
         back = (a.stage for a in reversed(row) if a.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT))
@@ -195,13 +193,13 @@ def with_updates(schedule: Schedule) -> Schedule:
     return replace(schedule, rows=tuple(filled(d, row) for d, row in enumerate(schedule.rows)))
 
 
-# -- A schedule split into forward and backward, as the drop-in runs it around the caller's loss ---------------------
+# -- A schedule split into forward and backward; the drop-in runs the parts before and after the caller's loss -------
 
 
 def forward_part(schedule: Schedule) -> Rows:
     """Returns the actions of each row before its first R or B. `backward_part` is the rest.
 
-    No F may stand in the rest: `ArgumentError` where one does (`1f1b`).
+    Raises `ArgumentError` if the rest contains an F (`1f1b`).
     """
     return tuple(row[:cut] for row, cut in zip(schedule.rows, _forward_ends(schedule), strict=True))
 

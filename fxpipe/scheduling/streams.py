@@ -1,52 +1,48 @@
 """The order of a stream of mini-batches, which never flushes: PipeDream and PipeDream-2BW.
 
-A stage takes up a mini-batch for each one that it has gone back through, and updates its weights at once. Three stages:
+A stage starts a mini-batch for each one that has gone back through it, and updates its weights immediately:
 
     device 0: 0F0 0F1 0F2 0B0 0U0 0F3 0B1 0U1 0F4 0B2 0U2 ...
     device 1: 1F0 1F1 1B0 1U0 1F2 1B1 1U1 1F3 1B2 1U2 1F4 ...
     device 2: 2F0 2B0 2U0 2F1 2B1 2U1 2F2 2B2 2U2 2F3 2B3 ...
 
-So stage j of n has n - j of them in flight, and the weights change between forward and backward of a mini-batch, while
-backward needs the weights of its forward. A *version* of a stage's weights is the number of updates that made it. Which
-version a mini-batch gets at a stage, for forward and backward, is the *policy*:
+Stage j of n has n - j mini-batches in flight. The weights change between forward and backward of a mini-batch, while
+backward needs the weights of its forward. The *version* of a stage's weights is the number of updates so far. The
+*policy* selects the version that a mini-batch uses at a stage, forward and backward:
 
-- weight stashing: the newest, when the mini-batch comes to the stage; so stages take different ones;
-- vertical sync: at all stages the one that was the newest at the first stage;
-- double buffering (2BW): at all stages the one of one mini-batch before, w(t+1) = w(t) - lr * gradient(w(t-1)).
+- weight stashing: the newest version when the mini-batch arrives at the stage; stages use different versions;
+- vertical sync: at all stages the version that was the newest at the first stage;
+- double buffering (2BW): at all stages the version one mini-batch back, w(t+1) = w(t) - lr * gradient(w(t-1)).
 
-With 2BW a mini-batch is cut into micro-batches, whose gradients are added up, and two versions are enough: one for the
-mini-batch in flight, and one for the next. (With no fewer micro-batches than stages, no stage waits for a version.)
-With one stage nothing is in flight when the next mini-batch comes, and all policies are plain training.
+With 2BW a mini-batch is split into micro-batches, whose gradients are accumulated, and two versions are enough: for the
+mini-batch in flight, and for the next. (With no fewer micro-batches than stages, no stage waits for a version.) With
+one stage all policies are plain training.
 
-Micro-batches are counted through the stream. Rows grow as mini-batches are admitted, in an order that does not depend
-on when they are. `drain` lets all of them end; what is admitted then starts with the newest version.
+Micro-batches are numbered through the stream. Rows grow as mini-batches are admitted, in an order that does not depend
+on when. `drain` completes all mini-batches; those admitted later start with the newest version.
 
-*Replicas.* A stage may be on several devices (1F1B-RR): micro-batch i goes to replica i modulo their number, forward
-and backward. As a mini-batch of PipeDream is one micro-batch, mini-batches go round, too. Three replicas, then one:
+*Replicas.* A stage can be on several devices (1F1B-RR): micro-batch i goes to replica i modulo their number, forward
+and backward. A mini-batch of PipeDream is one micro-batch, so mini-batches take turns, too. Three replicas, then one:
 
     device 0    0F0 0F3 0B0 0F6 0B3 0F9 0B6 ...
     device 0'   0F1 0F4 0B1 0F7 0B4 0F10 0B7 ...
     device 0''  0F2 0F5 0B2 0U2 0F8 0B5 0U5 0F11 0B8 0U8 ...
     device 1    1F0 1B0 1U0 1F1 1B1 1U1 1F2 1B2 1U2 1F3 ...
 
-A *round* of a stage is the mini-batches, one after another, in which each of its R replicas has one. It makes one
-update of all replicas, by the mean of the gradients of its mini-batches, with the last backward of them. All
-mini-batches of a round have the same version: the newest when the first of them comes to the stage, where W micro-
-batches are in flight by then (`scheduling.replicas`). So in round k it is the version of the first
+A *round* of a stage is a sequence of mini-batches in which each of its R replicas has one. After the last backward of a
+round, all replicas are updated by the mean gradient of its mini-batches. They all use the same version: the newest when
+the first of them arrives at the stage, with W micro-batches then in flight (`scheduling.replicas`). So round k uses the
+version after the first
 
     max(0, floor((k R + 1 - W) / R))
 
-updates, k - (n - 1 - j) if no stage has replicas, and k - W / R if this one has: the next, k + 1 - W / R, is made while
-the devices of the round are at work, and none of them waits for the slowest. A drain ends the rounds that have begun,
-with the mean of what has come. A stage counts its own rounds: each of 15-1 updates its weights at its own pace.
+updates: k - (n - 1 - j) if no stage has replicas, and k - W / R if this one has. The next update is made while the
+devices of the round are busy, so none of them waits for the slowest. A drain ends the rounds that have begun. Stages
+have separate rounds, except with vertical sync: there all have the rounds of the stage with the most replicas, so their
+versions are of the same mini-batches. With 2BW and at least R micro-batches, each mini-batch is a round.
 
-With vertical sync all stages have the rounds of the one with most replicas, so that the versions of all are of the same
-mini-batches. With 2BW, and if mini-batches have at least R micro-batches, each mini-batch is a round of its own, of
-which all replicas have a part.
-
-What rows of a stage's replicas need of each other is in `awaited`: U waits for the backwards of its round and for the U
-before it, and a forward for its version. All else is as for one device, whose actions are dealt out to the rows; so no
-row waits for ever.
+Between the rows of a stage's replicas (`awaited`) U waits for the backwards of its round and for the previous U, and a
+forward for its version. Otherwise the order is as on a single device, so no row waits forever.
 
 >>> order = StreamSchedule(2, WeightPolicy.STASHING)
 >>> for _ in range(3): print(*(" ".join(map(str, row)) for row in order.admit(1)), sep=" | ")
@@ -99,7 +95,7 @@ def stream_flights(stages: int, replicas: Sequence[int] = ()) -> tuple[int, ...]
 
 
 def round_sizes(policy: WeightPolicy, replicas: Sequence[int], micro_batches: int = 1) -> tuple[int, ...]:
-    """Counts for each stage the mini-batches of a round, each of so many micro-batches.
+    """Counts for each stage the mini-batches of a round, if each has `micro_batches` micro-batches.
 
     >>> round_sizes(WeightPolicy.STASHING, (3, 1)), round_sizes(WeightPolicy.STASHING, (3, 1), 2)
     ((3, 1), (2, 1))
@@ -116,9 +112,9 @@ def weight_versions(
     """Counts the versions of its weights that a stage holds at most.
 
     Args:
-        schedule: its name; of all that are no streams there is one.
-        micro_batches: of a mini-batch.
-        replicas: of each stage; none: each has one.
+        schedule: name of the schedule. A schedule that is not a stream holds one version.
+        micro_batches: micro-batches of a mini-batch.
+        replicas: replicas of each stage; if empty, each has one.
 
     >>> [weight_versions("pipedream", 4, j) for j in range(4)]
     [4, 3, 2, 1]
@@ -133,7 +129,7 @@ def weight_versions(
         return 1
     if policy is WeightPolicy.DOUBLE_BUFFERING:
         return 2
-    others = stream_flights(stages, counts)[stage] - 1  # micro-batches in flight beside one
+    others = stream_flights(stages, counts)[stage] - 1  # micro-batches in flight, without this one
     return 1 + -(-others // (round_sizes(policy, counts, micro_batches)[stage] * micro_batches))
 
 
@@ -143,26 +139,23 @@ def is_stream(schedule: object) -> bool:
 
 
 def steady_micro_batches(schedule: object, stages: int, micro_batches: int, replicas: Sequence[int] = ()) -> int:
-    """Returns the micro-batches of a step that has as many of them in flight as there are at any time.
-
-    Of a stream those of several mini-batches are in flight.
-    """
+    """Returns the micro-batches of a step; in a stream at least the number in flight, of several mini-batches."""
     return max(micro_batches, *stream_flights(stages, replicas)) if is_stream(schedule) else micro_batches
 
 
 @dataclass(frozen=True, slots=True)
 class SteadyWindow:
-    """The mini-batches of a stream, from an empty pipe to an empty one, in which no stage waits for a first or last."""
+    """The steady part of a stream, in which the pipe neither fills nor drains."""
 
-    first: int  # from its update at the first stage on,
-    last: int  # to that of this one
-    mini_batches: int  # of the whole stream
+    first: int  # the window starts with its update at the first stage
+    last: int  # and ends with the first stage's update for this one
+    mini_batches: int  # number in the full stream
 
     @classmethod
     def of(cls, name: str, stages: int, micro_batches: int, replicas: Sequence[int] = ()) -> SteadyWindow:
-        """Returns a window as long as what is in flight takes to go through all stages and back, or twice as long.
+        """Returns a window at least as long as the mini-batches in flight take through all stages and back.
 
-        It holds whole rounds, and a whole number of turns of the replicas of all stages.
+        It holds full rounds, and a whole number of turns of the replicas of all stages.
 
         >>> SteadyWindow.of("pipedream", 4, 1), SteadyWindow.of("pipedream", 4, 8)
         (SteadyWindow(first=3, last=6, mini_batches=10), SteadyWindow(first=1, last=3, mini_batches=5))
@@ -170,7 +163,7 @@ class SteadyWindow:
         SteadyWindow(first=3, last=7, mini_batches=11)
         """
         counts = tuple(replicas) or (1,) * stages
-        others = -(-(stream_flights(stages, counts)[0] - 1) // micro_batches)  # mini-batches in flight beside one
+        others = -(-(stream_flights(stages, counts)[0] - 1) // micro_batches)  # mini-batches in flight, without one
         turns = math.lcm(*counts)
         turn = math.lcm(
             turns // math.gcd(turns, micro_batches), *round_sizes(STREAM_POLICIES[name], counts, micro_batches)
@@ -188,7 +181,7 @@ def stream_schedule(
     modes: Sequence[str] | None = None,
     replicas: Sequence[int] = (),
 ) -> Schedule:
-    """The schedule of a stream of so many mini-batches, from an empty pipe to an empty one, with their updates.
+    """Makes the schedule of `mini_batches` mini-batches, from an empty pipe to an empty pipe, with their updates.
 
     >>> print(stream_schedule("pipedream", 2, 1, 3))
     pipedream: 2 stages, 3 micro-batches
@@ -211,40 +204,35 @@ def stream_schedule(
 
 
 class StreamSchedule:
-    """The rows of a stream, which grow by mini-batches."""
+    """The rows of a stream, extended mini-batch by mini-batch."""
 
     def __init__(
         self, stages: int, policy: WeightPolicy, modes: Sequence[str] | None = None, replicas: Sequence[int] = ()
     ):
-        """
-        Args:
-            modes: the checkpoint mode of each stage; "never" if not given.
-            replicas: of each stage, whose rows follow each other; none: each has one.
-        """
+        """`modes`: checkpoint modes of the stages, by default "never". `replicas` of each stage have adjacent rows."""
         self.stages, self.policy = stages, policy
         self.replicas = tuple(replicas) or (1,) * stages
         self._modes = tuple(modes or ("never",) * stages)
         self._flights = stream_flights(stages, self.replicas)
-        self._widths = round_sizes(policy, self.replicas)  # micro-batches that a round has at least
+        self._widths = round_sizes(policy, self.replicas)  # minimum number of micro-batches in a round
         self._ends = [0]  # micro-batches up to the end of each mini-batch, from 0 for none
         self._starts = [0]  # mini-batches that have begun with an empty pipe
         self._rounds = [[0] for _ in range(stages)]  # by stage: mini-batches up to the end of each round, from 0
-        self._forward = [0] * stages  # by stage: the next micro-batch to go forward,
-        self._back = [0] * stages  # and to go back
-        self._updated = [0] * stages  # and the next round to be updated with
+        self._forward = [0] * stages  # by stage: the next micro-batch to run forward,
+        self._back = [0] * stages  # the next to run backward,
+        self._updated = [0] * stages  # and the number of updates so far
 
     @property
     def admitted(self) -> int:
-        """The number of mini-batches admitted so far."""
         return len(self._ends) - 1
 
     @property
     def micro_batches(self) -> int:
-        """The number of their micro-batches: that of the first one of the next."""
+        """The number of micro-batches admitted so far, and so the index of the next."""
         return self._ends[-1]
 
     def admit(self, micro_batches: int) -> Rows:
-        """Takes in a mini-batch of so many micro-batches; returns for each row the actions to be queued next."""
+        """Admits a mini-batch; returns for each row the actions to be queued next."""
         self._ends.append(self._ends[-1] + micro_batches)
         for rounds, width in zip(self._rounds, self._widths, strict=True):
             if self._ends[-1] - self._ends[rounds[-1]] >= width:
@@ -252,7 +240,7 @@ class StreamSchedule:
         return self._rows(is_last=False)
 
     def drain(self) -> Rows:
-        """Lets all end that are in flight; returns for each row the actions to be queued next."""
+        """Completes all mini-batches in flight; returns for each row the actions to be queued next."""
         for rounds in self._rounds:
             if rounds[-1] < self.admitted:
                 rounds.append(self.admitted)
@@ -261,59 +249,57 @@ class StreamSchedule:
         return rows
 
     def place(self, micro_batch: int) -> tuple[int, int]:
-        """Returns the mini-batch of a micro-batch, and its number in it."""
+        """Returns the mini-batch of a micro-batch, and the index of the micro-batch in it."""
         t = bisect_right(self._ends, micro_batch) - 1
         return t, micro_batch - self._ends[t]
 
     def size(self, mini_batch: int) -> int:
-        """Returns the number of micro-batches of a mini-batch."""
         return self._ends[mini_batch + 1] - self._ends[mini_batch]
 
     def version(self, stage: int, mini_batch: int) -> int:
-        """Returns the version that a mini-batch has at a stage; also of the next one that may be admitted."""
+        """Returns the version that a mini-batch, or the next to be admitted, uses at a stage."""
         rounds = self._rounds[stage]
         first = rounds[bisect_right(rounds, mini_batch) - 1]
         start = self._updates_with(stage, self._starts[bisect_right(self._starts, first) - 1])
         if self.policy is WeightPolicy.DOUBLE_BUFFERING:
             return max(start, mini_batch - (1 if self._flights[0] > 1 else 0))
         at = 0 if self.policy is WeightPolicy.VERTICAL_SYNC else stage
-        # When the first micro-batch of the round comes, that one and others are in flight: as many as the stage has.
+        # When the first micro-batch of the round arrives, the stage is full: this micro-batch is in flight, too.
         ended = self._ends[first] + 1 - self._flights[at]
         return max(start, self._updates_with(stage, bisect_right(self._ends, ended) - 1))
 
     def _updates_with(self, stage: int, mini_batches: int) -> int:
-        """Counts the rounds of a stage that are over with the first so many mini-batches."""
+        """Counts the rounds of a stage that end within the first `mini_batches` mini-batches."""
         return bisect_right(self._rounds[stage], mini_batches) - 1
 
     def round_of(self, stage: int, mini_batch: int) -> range:
-        """Returns the mini-batches of a round that is over, by one of them."""
+        """Returns the mini-batches of the completed round that contains `mini_batch`."""
         rounds = self._rounds[stage]
         k = bisect_right(rounds, mini_batch)
         return range(rounds[k - 1], rounds[k])
 
     @property
     def mini_batches_to_end(self) -> int:
-        """The number of mini-batches admitted, one after the other, by which the first of them ends on all stages."""
+        """The number of mini-batches to admit until the first of them ends on all stages."""
         return max(width + flight - 1 for width, flight in zip(self._widths, self._flights, strict=True))
 
     def awaited(self, action: Action, in_order: Collection[int] = ()) -> tuple[Action, ...]:
-        """Returns what an action waits for in the rows of other replicas of its stage; a row by itself is in order.
+        """Returns the actions in rows of other replicas of its stage that an action waits for.
 
-        Args:
-            in_order: stages of which F of a micro-batch needs that of the one before.
+        `in_order`: stages in which F of a micro-batch needs F of the previous micro-batch.
         """
         kind, j, i = action
         count = self.replicas[j]
         if count == 1:
             return ()
         t, k = self.place(i)
-        if kind is ActionKind.UPDATE:  # the update before it, and the last backward of each other replica in the round
+        if kind is ActionKind.UPDATE:  # the previous update, and the last backward of each other replica in the round
             first = self._ends[self.round_of(j, t).start]
             before = [Action(ActionKind.UPDATE, j, first - 1)] if first else []
             return (*before, *(Action(ActionKind.BACKWARD, j, h) for h in range(max(first, i - count + 1), i)))
         if kind is not ActionKind.FORWARD:
             return ()
-        version = self.version(j, t) if k < count else 0  # the first of its mini-batch with this replica
+        version = self.version(j, t) if k < count else 0  # the first micro-batch of its mini-batch on this replica
         update = [Action(ActionKind.UPDATE, j, self._ends[self._rounds[j][version]] - 1)] if version else []
         return (*update, *([Action(ActionKind.FORWARD, j, i - 1)] if j in in_order and i else []))
 
@@ -321,7 +307,7 @@ class StreamSchedule:
         return rows_of_replicas(tuple(self._actions(j, is_last) for j in range(self.stages)), self.replicas)
 
     def _actions(self, j: int, is_last: bool) -> tuple[Action, ...]:
-        """The next actions of a stage, as if one device had it."""
+        """Returns the next actions of a stage, as if it were on one device."""
         actions = self._due_update(j)
         while True:
             next_forward, next_back = self._forward[j], self._back[j]
@@ -338,7 +324,7 @@ class StreamSchedule:
                 return tuple(actions)
 
     def _awaits_version(self, j: int, micro_batch: int) -> bool:
-        """Returns whether the version of the next micro-batch is still to be made."""
+        """Returns whether the version for this micro-batch does not exist yet."""
         return self.version(j, self.place(micro_batch)[0]) > self._updated[j]
 
     def _backward(self, j: int, micro_batch: int) -> list[Action]:
@@ -348,7 +334,7 @@ class StreamSchedule:
         return [Action(ActionKind.RECOMPUTE, j, micro_batch), back] if again else [back]
 
     def _due_update(self, j: int) -> list[Action]:
-        """The update with the round that has gone back, if it has and is over."""
+        """Returns the update of the next round, if all its backwards have run."""
         rounds, k = self._rounds[j], self._updated[j] + 1
         if k == len(rounds) or self._back[j] < self._ends[rounds[k]]:
             return []
@@ -356,16 +342,14 @@ class StreamSchedule:
         return [Action(ActionKind.UPDATE, j, self._ends[rounds[k]] - 1)]
 
     def recomputed(self, micro_batches: int) -> frozenset[Action]:
-        """Returns R of all stages for a mini-batch of so many micro-batches, by their numbers in it."""
+        """Returns R of all stages for a mini-batch of `micro_batches`, by micro-batch index in the mini-batch."""
         counts = {"always": micro_batches, "except_last": micro_batches - 1, "never": 0}
         return frozenset(
             Action(ActionKind.RECOMPUTE, j, k) for j, mode in enumerate(self._modes) for k in range(counts[mode])
         )
 
     def recomputes_in(self, stage: int) -> bool:
-        """Returns whether a stage recomputes any."""
         return self._modes[stage] != "never"
 
     def first_micro_batch(self, mini_batch: int) -> int:
-        """Returns the number of the first micro-batch of a mini-batch."""
         return self._ends[mini_batch]

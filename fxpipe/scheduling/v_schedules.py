@@ -1,36 +1,34 @@
 """V-shaped schedules: each device has its stages on the way there and on the way back, `there_and_back`.
 
 Stage j of 2 p is on device j on the way there, and on device 2 p - 1 - j on the way back. So a device has an early
-stage, `-`, and a late one, `=`; device 0 has the first stage and the last, where backward begins:
+stage, `-`, and a late stage, `=`; device 0 has the first stage and the last, where backward begins:
 
     device 0    stage 0   stage 5
     device 1    stage 1   stage 4
     device 2    stage 2   stage 3
 
-What the early stage keeps for long, the late one keeps for a short time, so all devices keep the same number of
-micro-batches.
+The early stage keeps micro-batches for long, the late stage for a short time, so all devices keep the same number.
 
-- `zbv` keeps 2 p activations of a stage, each half of what one of p stages has: as 1F1B at its first stage.
-- `dualpipev` is DualPipe cut in half and folded: what the other direction did on this device is done on the way back. F
-  of one stage and the whole B of the other run alternately. (In DualPipe the two overlap, one's communication with the
-  other's computation.) Backward is split only where W fills a bubble.
-- `v_min` and `v_half` repeat a *building block*, which says when a device d of p works on one micro-batch, in slots of
-  the length of one F; the others follow six slots apart, and all devices are busy. The longer a micro-batch is on its
-  way through the block, the more of them there are at the same time.
+- `zbv` keeps 2 p activations of a stage, each half the size of one of p stages: as much as 1F1B at its first stage.
+- `dualpipev` is DualPipe cut in half and folded: the way back replaces the other direction. F of one stage and the full
+  B of the other alternate, which overlap in DualPipe. Backward is split only if W fills a bubble.
+- `v_min` and `v_half` repeat a *building block*: the slots, each as long as one F, in which device d of p works on one
+  micro-batch. The next micro-batch follows six slots later, and all devices are busy. The longer a micro-batch takes
+  through the block, the more micro-batches are in flight.
 
                 F-       F=           B=                B-
     V-Min       d        2p - 1 - d   2p + d            4p - 1 - d        and 2 more for both B if 3 divides p
     V-Half      2d       3p - 2 - d   3p - 1 + 2d       6p - 2 - d        and 3 more for both B if 2 divides p
 
-(The additions prevent that two actions have the same slot.) V-Min of two devices, with W in the first free slots:
+(The additions keep two actions out of the same slot.) V-Min of two devices, with W in the first free slots:
 
     slot        0   1   2   3   4   5   6   7   8   9   10
     device 0    F-          F=  B=  W=      B-  W-
     device 1        F-  F=          B=  B-          W=  W-
 
 Sources: Qi et al. 2024, Pipeline Parallelism with Controllable Memory, arXiv 2405.15362 (building blocks, V-Min, V-Half
-and, in section 4, V-ZB, whose parts are those of PyTorch's `ScheduleZBVZeroBubble`). DeepSeek-AI 2024, DeepSeek-V3
-Technical Report, arXiv 2412.19437, and github.com/deepseek-ai/DualPipe (DualPipeV).
+and, in section 4, V-ZB, with the parts of PyTorch's `ScheduleZBVZeroBubble`). DeepSeek-AI 2024, DeepSeek-V3 Technical
+Report, arXiv 2412.19437, and github.com/deepseek-ai/DualPipe (DualPipeV).
 """
 
 from __future__ import annotations
@@ -48,22 +46,22 @@ from fxpipe.scheduling.validation import dependencies
 
 # -- ZB-V and DualPipeV: rows in parts --------------------------------------------------------------------------------
 #
-# The parts are those of enough micro-batches. Of fewer, the actions of the missing ones are left out.
+# The parts need enough micro-batches. With fewer, the actions of the missing ones are dropped.
 
 
 class _VRow:
-    """The row of device d of p as it grows: its stages by their marks."""
+    """The row of device d of p under construction, with its stages by their marks."""
 
     def __init__(self, p: int, d: int):
         self.actions: list[Action] = []
         self._stages = {"-": d, "=": 2 * p - 1 - d}
         self._done: Counter[tuple[ActionKind, str]] = Counter()
-        self._waiting: deque[Action] = deque()  # W
+        self._waiting: deque[Action] = deque()  # deferred W
 
     def do(self, names: str, times: int = 1) -> None:
         """Appends the next micro-batch of each name.
 
-        `B-` is B of the early stage, `I-` the same, which leaves W for later, and `W` the oldest W that was left.
+        `B-` is B of the early stage, `I-` is `B-` with its W deferred, and `W` is the oldest deferred W.
         """
         for name in names.split() * times:
             if name == "W":
@@ -76,19 +74,15 @@ class _VRow:
             self._done[kind, mark] += 1
 
     def done(self, name: str) -> int:
-        """Returns the number of micro-batches that have done this."""
+        """Returns the number of micro-batches that have run this action."""
         return self._done[ActionKind(name[0]), name[1]]
 
     def first(self, m: int) -> tuple[Action, ...]:
-        """Returns the actions of the first m micro-batches."""
         return tuple(action for action in self.actions if action.micro_batch < m)
 
 
 def zbv(m: int, p: int) -> Rows:
-    """The rows of p devices.
-
-    Of p or fewer micro-batches any order keeps within the memory, so W may wait as long as in `zero_bubble`.
-    """
+    """Makes the rows of p devices; with at most p micro-batches memory suffices to defer W as in `zero_bubble`."""
     if m <= p:
         return merge_stage_rows(zero_bubble(m, 2 * p), there_and_back(p, 2))
     return tuple(_zbv_row(max(m, 2 * p - 1), p, d).first(m) for d in range(p))
@@ -98,10 +92,10 @@ def _zbv_row(m: int, p: int, d: int) -> _VRow:
     row = _VRow(p, d)
     row.do("F-", 2 * (p - d) - 1)  # until the first micro-batch has gone there and back
     row.do("F= F-", d)
-    row.do("F= B= W=", p - d)  # until its gradients have come round to -
+    row.do("F= B= W=", p - d)  # until its gradients have arrived at -
     row.do("F- B- W- F= B= W=", m - row.done("F-"))
     row.do("B- W- F= B= W=", m - row.done("F="))
-    row.do("B- B=", d)  # the gradients of both on their way out, before all W that can wait
+    row.do("B- B=", d)  # the gradients of both leave first, before all W that can wait
     row.do("B- W-", p - d)
     row.do("W=", m - row.done("W="))
     row.do("W-", m - row.done("W-"))
@@ -109,7 +103,7 @@ def _zbv_row(m: int, p: int, d: int) -> _VRow:
 
 
 def dualpipev(m: int, p: int) -> Rows:
-    """The rows of p devices with two stages each."""
+    """Makes the rows of p devices with two stages each."""
     return tuple(_dualpipev_row(max(m, 2 * p), p, d).first(m) for d in range(p))
 
 
@@ -120,7 +114,7 @@ def _dualpipev_row(m: int, p: int, d: int) -> _VRow:
     row.do("I= W F=", later)
     row.do("F- B= F= B-", m - 2 * p + d + 1)
     row.do("B= F= B-", later)
-    half, odd = divmod(d + 1, 2)  # the second half leaves W, for the bubbles that come
+    half, odd = divmod(d + 1, 2)  # the second half defers W to the bubbles that follow
     row.do("B= B-", half)
     row.do("B= I-", odd)
     row.do("I= I-", half)
@@ -131,23 +125,23 @@ def _dualpipev_row(m: int, p: int, d: int) -> _VRow:
 
 # -- V-Min and V-Half: building blocks that keep few micro-batches -----------------------------------------------------
 #
-# What the repeated block leaves idle before the first micro-batches have gone round, and after the last have turned, is
-# filled: in the order of time each action moves to the first free slot after what it needs, if the device then keeps no
-# more micro-batches than in between. Of no more micro-batches than that, `zbv` is the best.
+# The repeated block idles before the first micro-batches have passed, and after the last have turned. To fill this,
+# each action moves, in time order, to the first free slot after its dependencies, if the device then keeps no more
+# micro-batches than in the steady state. With no more micro-batches than that, `zbv` is the best.
 
-_PERIOD = 6  # slots of a micro-batch on a device: F, B and W of two stages
+_PERIOD = 6  # slots per micro-batch on a device: F, B and W of two stages
 
 # (device, devices) -> slots of F-, F=, B=, B-
 BuildingBlock: TypeAlias = Callable[[int, int], tuple[int, int, int, int]]
 
 
 def v_min(m: int, p: int) -> Rows:
-    """The rows of p devices that keep (p + 4) / 3 micro-batches, a third of what `zbv` does."""
+    """Makes the rows of p devices that keep (p + 4) / 3 micro-batches, a third of `zbv`."""
     return _limited_rows(m, p, _v_min_block, (p + 4) // 3)
 
 
 def v_half(m: int, p: int) -> Rows:
-    """The rows of p devices that keep (p + 2) / 2 micro-batches, half of what `zbv` does."""
+    """Makes the rows of p devices that keep (p + 2) / 2 micro-batches, half of `zbv`."""
     return _limited_rows(m, p, _v_half_block, (p + 2) // 2)
 
 
@@ -162,7 +156,7 @@ def _v_half_block(d: int, p: int) -> tuple[int, int, int, int]:
 
 
 def _limited_rows(m: int, p: int, block: BuildingBlock, kept: int) -> Rows:
-    """The rows of a block. `kept`: micro-batches that a device keeps at most."""
+    """Makes the rows of a block. `kept`: most micro-batches that a device keeps."""
     if m <= kept:
         return zbv(m, p)
     devices = [_DeviceSlots(_repeated_block(m, p, d, block(d, p)), 2 * kept) for d in range(p)]
@@ -171,7 +165,7 @@ def _limited_rows(m: int, p: int, block: BuildingBlock, kept: int) -> Rows:
 
 
 def _repeated_block(m: int, p: int, d: int, slots: Sequence[int]) -> dict[Action, int]:
-    """The slots of a device's actions: its block for each micro-batch, and W in the first free slots."""
+    """Returns the slots of a device's actions: its block for each micro-batch, and W in the first free slots."""
     early, late = d, 2 * p - 1 - d
     kinds = (ActionKind.FORWARD, ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD)
     slot_of = {
@@ -189,10 +183,10 @@ def _repeated_block(m: int, p: int, d: int, slots: Sequence[int]) -> dict[Action
 
 
 class _DeviceSlots:
-    """The slots of a device, each with an action or free, and what is kept in each: of a stage and a micro-batch."""
+    """The slots of a device, used or free, and the number of (stage, micro-batch) pairs kept in each."""
 
     def __init__(self, slot_of: dict[Action, int], most: int):
-        """`most`: what may be kept at once."""
+        """`most`: limit of the pairs kept at the same time."""
         self.slot_of, self._most = slot_of, most
         actions = {slot: action for action, slot in slot_of.items()}
         self._free = [slot for slot in range(max(actions)) if slot not in actions]
@@ -209,7 +203,7 @@ class _DeviceSlots:
         return tuple(sorted(self.slot_of, key=self.slot_of.__getitem__))
 
     def move_up(self, action: Action, after: int) -> None:
-        """Moves an action to the first free slot after `after`, if there is one before its own that it may have."""
+        """Moves an action to the first free slot after `after` and before its current slot that the limit allows."""
         slot = self.slot_of[action]
         for place in range(bisect_left(self._free, after + 1), bisect_left(self._free, slot)):
             free = self._free[place]
@@ -230,10 +224,10 @@ class _DeviceSlots:
 
 
 def _move_up(devices: Sequence[_DeviceSlots], p: int) -> None:
-    """Moves up all actions, in the order of time, as far as what they need and what a device keeps allow."""
+    """Moves up all actions, in time order, as far as dependencies and the limits of the devices allow."""
     placement = there_and_back(p, 2)
     actions = chain.from_iterable(device.slot_of.items() for device in devices)
-    latest: Counter[tuple[ActionKind, int]] = Counter()  # slot of the micro-batch before, of a kind and stage
+    latest: Counter[tuple[ActionKind, int]] = Counter()  # slot of the previous micro-batch, by kind and stage
     for _, _, action in sorted((slot, action.stage, action) for action, slot in actions):
         kind, stage, i = action
         needs = (need for need in dependencies(action, 2 * p) if need.kind is not ActionKind.RECOMPUTE)

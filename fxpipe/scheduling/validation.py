@@ -1,15 +1,15 @@
-"""Validation of schedules: what every action needs, and the checks that each schedule passes when it is made.
+"""Validation of schedules: the dependencies of actions, and the checks of each new schedule.
 
-Three questions, each asked only if the ones before it have been answered well:
+Three checks, each made only if the ones before it pass:
 
-1. Is every action there that must be, once, and in the one row of its stage?
-2. Does every row keep the order that its own actions need?
-3. Do the rows, run side by side, never wait for each other for ever?
+1. Every required action exists, once, and in the row of its stage.
+2. Every row keeps the order that its actions need.
+3. The rows, run concurrently, do not deadlock.
 
-For the third the rows are simulated without time: each goes on while the results that its next action needs exist. An
-action waits for results only, never until another row takes its own. So it is between threads, and between processes
-if sends do not block and receives are posted in the order of the sends (`distributed.packet_link`). How far rows that
-wait for results only come does not depend on the order in which they are visited, so one run answers for all.
+For the third check the rows are simulated without time: each proceeds while the results for its next action exist. An
+action waits for results only, never until another row receives its result. The same is true of threads, and of
+processes if sends do not block and receives are posted in the order of the sends (`distributed.packet_link`). The
+progress of such rows does not depend on the order in which they are visited, so one run is enough.
 """
 
 from __future__ import annotations
@@ -25,27 +25,25 @@ from fxpipe.errors import ScheduleError, StateError
 from fxpipe.scheduling.actions import Action, ActionKind, Rows, Schedule
 from fxpipe.scheduling.replicas import replica_of
 
-RowCell: TypeAlias = tuple[int, int]  # (device, place in its row)
+RowCell: TypeAlias = tuple[int, int]  # (device, position in its row)
 
-MAX_SHOWN_PROBLEMS = 8  # one slip often breaks many actions: the first few tell
+MAX_SHOWN_PROBLEMS = 8  # one error often breaks many actions: the first few show it
 
-# From which stage, counted from its own, an action takes the result of the same kind of action, micro-batch by
-# micro-batch. All else that it needs is of its own stage, and so of its own row.
+# Offset of the stage from which an action takes the result of the same kind of action, for the same micro-batch. Its
+# other dependencies are in its stage, and so in its row.
 NEIGHBOUR_STEP = {ActionKind.FORWARD: -1, ActionKind.BACKWARD: 1}
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleProblem:
-    """One thing that is wrong with a schedule."""
-
     words: str
-    cells: tuple[RowCell, ...] = ()  # to be marked in the grid
+    cells: tuple[RowCell, ...] = ()  # marked in the grid
 
 
 def dependencies(action: Action, stages: int) -> tuple[Action, ...]:
-    """The actions that must have ended before `action` may start, in the chain form: stage j talks to j - 1 and j + 1.
+    """Returns the actions that must end before `action` starts, in the chain form: stage j talks to j - 1 and j + 1.
 
-    R and W stand among them as if every micro-batch had them: leave out what your schedule does not hold.
+    R and W are included as if every micro-batch had them: skip the actions that your schedule does not contain.
 
         F(j, i)   F(j - 1, i)
         R(j, i)   F(j, i)
@@ -73,9 +71,9 @@ def dependencies(action: Action, stages: int) -> tuple[Action, ...]:
 
 
 def validate(schedule: Schedule, in_order: Collection[int] = ()) -> None:
-    """Raises `ScheduleError` if the schedule would not run; its message shows the rows, what is wrong `>marked<`.
+    """Raises `ScheduleError` if the schedule cannot run; the message shows the rows, with errors `>marked<`.
 
-    `in_order`: stages of which F of a micro-batch also needs that of the one before, which a replica may have.
+    `in_order`: stages in which F of a micro-batch also needs F of the previous one, which a replica may have.
     """
     problems = _find_wrong_actions(schedule) or _find_wrong_order(schedule) or _find_deadlock(schedule, in_order)
     if problems:
@@ -84,10 +82,10 @@ def validate(schedule: Schedule, in_order: Collection[int] = ()) -> None:
 
 @lru_cache(maxsize=16)
 def check_order(schedule: Schedule, stages: frozenset[int], why: str) -> None:
-    """Checks that F of these stages, which have replicas, can go in the order of micro-batches. `why`: it has to.
+    """Checks that F of these stages, which have replicas, can run in micro-batch order; `why` states the reason.
 
     Raises:
-        StateError: in this schedule rows would then wait for each other.
+        StateError: in this order the rows of the schedule would deadlock.
     """
     try:
         validate(schedule, stages)
@@ -112,7 +110,7 @@ def _problems_message(schedule: Schedule, problems: list[ScheduleProblem]) -> st
     return "\n".join([head, *words, *grid])
 
 
-# 1. Every action that must be, once, and in the one row of its stage
+# 1. Every required action, once, and in the row of its stage
 
 
 def _find_wrong_actions(schedule: Schedule) -> list[ScheduleProblem]:
@@ -147,7 +145,7 @@ def _doubled(schedule: Schedule) -> Iterator[ScheduleProblem]:
 
 
 def _scattered(schedule: Schedule) -> Iterator[ScheduleProblem]:
-    """Actions in a wrong row: a stage belongs to the device with most of its actions, replicas take them in turn."""
+    """Yields actions in a wrong row. A stage belongs to the device with most of its actions; replicas take turns."""
     replicas = schedule.replicas or (1,) * len(schedule.rows)
     if sum(replicas) != len(schedule.rows) or min(replicas, default=1) < 1:
         yield ScheduleProblem(f"there are {len(schedule.rows)} rows for devices with {replicas} replicas")
@@ -200,7 +198,7 @@ def _lacking_words(lacking: list[Action], m: int) -> str:
     return f"{names} {'is' if len(lacking) == 1 else 'are'} missing ({len(lacking)} of {m}): {rule}"
 
 
-# 2. The order that a row's own actions need
+# 2. The order that the actions of a row need
 
 
 def _find_wrong_order(schedule: Schedule) -> list[ScheduleProblem]:
@@ -214,18 +212,18 @@ def _find_wrong_order(schedule: Schedule) -> list[ScheduleProblem]:
     return problems
 
 
-# 3. No row waits for ever
+# 3. No deadlock
 
 
 def _find_deadlock(schedule: Schedule, in_order: Collection[int]) -> list[ScheduleProblem]:
-    """Runs the rows in thought, as the head of this file says, until all have ended or none can go on."""
+    """Simulates the rows, as in the module docstring, until all have ended or none can proceed."""
     rows, row_of = schedule.rows, schedule.row_of
     users: defaultdict[Action, list[int]] = defaultdict(list)  # rows in which an action waits for this one
     for waiting, needed in schedule.awaited.items():
         for one in needed:
             users[one].append(row_of[waiting.stage, waiting.micro_batch])
     ended: set[Action] = set()
-    place = [0] * len(rows)  # of each device: its next action
+    place = [0] * len(rows)  # by row: position of the next action
     moving = list(range(len(rows)))
     while moving:
         d = moving.pop()
@@ -239,7 +237,7 @@ def _find_deadlock(schedule: Schedule, in_order: Collection[int]) -> list[Schedu
             if action.kind is ActionKind.FORWARD and action.stage in in_order:
                 moving.append(row_of.get((action.stage, action.micro_batch + 1), d))
             moving += users.get(action, ())
-    waits: dict[int, tuple[Action, int]] = {}  # device -> what it waits for, and whom
+    waits: dict[int, tuple[Action, int]] = {}  # row -> the action it waits for, and its row
     for d, row in enumerate(rows):
         if place[d] < len(row):
             awaited = _awaited(schedule, row[place[d]], ended, in_order)
@@ -254,7 +252,7 @@ def _find_deadlock(schedule: Schedule, in_order: Collection[int]) -> list[Schedu
 
 
 def _awaited(schedule: Schedule, action: Action, ended: set[Action], in_order: Collection[int]) -> Action | None:
-    """The result of another row that an action needs, if it is not there yet; the order of its own row is right."""
+    """Returns an action of another row whose result is needed and missing, if any."""
     if action.kind is ActionKind.FORWARD and action.stage in in_order and action.micro_batch:
         before = action._replace(micro_batch=action.micro_batch - 1)
         if before not in ended:
@@ -270,7 +268,7 @@ def _awaited(schedule: Schedule, action: Action, ended: set[Action], in_order: C
 
 
 def _wait_cycle(waits: dict[int, tuple[Action, int]]) -> list[int]:
-    """The devices that wait for each other in a circle. There is one: whom a device waits for is stuck, too."""
+    """Returns devices that wait for each other in a cycle. One exists, since each device waits for a stuck device."""
     if not waits:
         return []
     path = [min(waits)]
@@ -279,14 +277,14 @@ def _wait_cycle(waits: dict[int, tuple[Action, int]]) -> list[int]:
     return path[path.index(path[-1]) : -1]
 
 
-# -- Numbers of micro-batches that a stage holds at once, and of which it has all activations: counted ---------------
+# -- Counts per stage: micro-batches in flight, and micro-batches with all their activations -------------------------
 
 
-@lru_cache(maxsize=16)  # printing a plan asks once for each stage
+@lru_cache(maxsize=16)  # printing a plan calls it for each stage
 def micro_batches_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Counts for each stage the most micro-batches that are between the start of F and the end of their last backward.
+    """Counts for each stage the most micro-batches between the start of F and the end of their last backward.
 
-    If backward is split, the last piece is W. If nothing goes back, a micro-batch is there during its F only.
+    If backward is split, the last part is W. Without backward a micro-batch is in flight during its F only.
 
     >>> from fxpipe.scheduling import make_schedule
     >>> micro_batches_in_flight(make_schedule("1f1b", stages=3, micro_batches=8))
@@ -298,10 +296,10 @@ def micro_batches_in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)
 def activations_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Counts for each stage of how many micro-batches it has all that backward needs, at most.
+    """Counts for each stage the most micro-batches with all activations that backward needs.
 
-    That is from F on or, if the micro-batch is recomputed, from R on. If backward is split it is to the end of W, which
-    needs less than all: what weights were applied to, and the gradients of the results.
+    They are held from F on, or from R on if the micro-batch is recomputed, to the end of B, or of W if backward is
+    split. W needs less than all: the inputs that weights were applied to, and the gradients of the results.
 
     >>> from fxpipe.scheduling import make_schedule
     >>> activations_in_flight(make_schedule("1f1b", stages=3, micro_batches=8, checkpoint="always"))
@@ -312,7 +310,7 @@ def activations_in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _most_between(schedule: Schedule, recomputed: frozenset[tuple[int, int]]) -> tuple[int, ...]:
-    """Counts the micro-batches between F (R of `recomputed`) and the end of backward."""
+    """Counts the most micro-batches between F (R for `recomputed`) and the end of backward."""
     split = schedule.split_backwards
     now, most = [0] * schedule.stages, [0] * schedule.stages
     for kind, j, i in (action for row in schedule.rows for action in row):

@@ -1,6 +1,6 @@
-"""Simulates schedules by discrete events over their rows: how long a step takes, its bubbles, and memory by device.
+"""Simulates schedules by discrete events over their rows: the time of a step, its bubbles, and memory by device.
 
-An action starts as soon as its device has ended the action before, and all that it needs has ended and has arrived.
+An action starts when its device has finished the action before, and everything that it needs has arrived.
 
 >>> from fxpipe.scheduling import make_schedule
 >>> print(simulate_schedule(make_schedule("1f1b", stages=3, micro_batches=4), [StageCost(forward=1, backward=2)] * 3))
@@ -11,18 +11,17 @@ device 2 |......F0 B0=== F1 B1=== F2 B2=== F3 B3=== ............|  busy 12.0 s, 
 step 18.0 s, mean bubble 33.3 %
 critical path: B 66.7 %, F 33.3 %
 
-F and B of a stage need those of its neighbours, and what `transfers` bring them. A transfer takes a link, one for each
-direction of each pair of devices, and what several links share (`Transfer.over`: the network adapter of a node). Each
+F and B of a stage depend on its neighbours' F and B, and on `transfers`. A transfer occupies a link, one for each
+direction of each pair of devices, and resources that links share (`Transfer.over`: the network adapter of a node). Each
 carries one transfer at a time, in the order in which they are sent. Replicas of a pipeline reduce the gradients of
 their stages (`reductions.py`). Actions also need the host that queues them (`HostCost`).
 
-Simplified: a stage takes as long for every micro-batch; copies do not slow down computation; a loss takes no time
-unless the plan knows it; values on their way, and gradients of values, take no memory; the gradient of an output that
-the loss takes from an earlier stage leaves with the last stage's B.
+Simplifications: a stage takes equally long for every micro-batch; copies do not slow down computation; a loss takes no
+time unless the plan has it; values in transfer, and gradients of values, take no memory; if the loss uses an output of
+an earlier stage, the gradient of the output leaves with B of the last stage.
 
-`events.py` walks from event to event; `simulation_result.py` holds the result, with the critical path: what the end of
-the step depends on. `stream_simulation.py` simulates a stream of mini-batches, which has no flush.
-`fxpipe.planning.plans.simulate_plan` is `fxpipe.simulate`: the same for a plan.
+`events.py` runs the events, `simulation_result.py` holds the result with the critical path, `stream_simulation.py`
+simulates streams of mini-batches, and `fxpipe.planning.plans.simulate_plan` simulates plans (`fxpipe.simulate`).
 """
 
 from __future__ import annotations
@@ -36,8 +35,6 @@ from fxpipe.simulation.simulation_result import CriticalLeg, MemoryFit, Simulati
 from fxpipe.simulation.stream_simulation import simulate_stream
 from fxpipe.simulation.timeline import MemoryParts, MemoryTimeline, Span
 
-# -- The simulation of a schedule, from the costs of its stages ------------------------------------------------------
-
 
 def simulate_schedule(
     schedule: Schedule,
@@ -47,25 +44,25 @@ def simulate_schedule(
     overlaps: bool = True,
     one_interpreter: bool = True,
 ) -> Simulation:
-    """Computes when every action of `schedule` runs, and what follows from that.
+    """Computes when every action of `schedule` runs.
 
     The costs do not depend on the schedule, so the same costs compare schedules.
 
     Args:
-        schedule: any that would run.
-        stages: for each stage what it costs.
-        transfers: what goes between stages, one way each; `transfers_of` makes those of a value and its gradient.
-            Nothing is sent between stages on one device, and no gradient where the schedule has no backward.
-        overlaps: transfers run while devices compute. If not, the receiving device spends the time of all transfers to
+        schedule: any valid schedule.
+        stages: the cost of each stage.
+        transfers: transfers between stages, each in one direction; `transfers_of` makes the transfers of a value and
+            its gradient. Nothing is sent between stages on one device, and no gradient without a backward.
+        overlaps: transfers overlap computation. If not, the receiving device spends the time of all transfers to
             an action before it computes, as the runtime does.
-        one_interpreter: the workers of all devices take turns at the host, for what `StageCost.host` says; else each
-            device has a host of its own.
+        one_interpreter: the workers of all devices take turns at one host, for the times in `StageCost.host`; else each
+            device has its own host.
 
     Raises:
-        ArgumentError: not one cost for each stage, a number that is negative or not finite, a stage that is not there.
-        ScheduleError: a schedule that would not run.
+        ArgumentError: not one cost for each stage, a number that is negative or not finite, or an unknown stage.
+        ScheduleError: the schedule would not run.
     """
-    if not schedule.is_validated:  # it takes as long as the simulation
+    if not schedule.is_validated:  # validation takes as long as the simulation
         validate(schedule)
     check_costs(stages, transfers, schedule.stages)
     return simulate_checked(schedule, tuple(stages), tuple(transfers), overlaps, one_interpreter)

@@ -1,7 +1,7 @@
-"""Slows down actions on devices that share memory and caches, as workers on CPUs do.
+"""Slows down actions on devices that share memory and caches, such as workers on CPUs.
 
-An action takes longer while others are at work, and when these are depends on how long actions take. So the schedule is
-walked again with durations that follow from the walk before, a few times.
+An action takes longer while other devices are busy, which depends on the durations of their actions. So the schedule is
+simulated a few times, each time with durations computed from the simulation before.
 """
 
 from __future__ import annotations
@@ -14,16 +14,13 @@ from fxpipe.scheduling import Action, ActionKind
 from fxpipe.simulation.costs import StageCost
 from fxpipe.simulation.events import StartedAction
 
-CONTENTION_ROUNDS = 4  # after which durations of usual schedules hardly change
+CONTENTION_ROUNDS = 4  # after these, the durations of usual schedules hardly change
 
 
 def contended_durations(
     durations: Mapping[Action, float], begun: Sequence[Sequence[StartedAction]], stages: Sequence[StageCost]
 ) -> dict[Action, float]:
-    """Computes the seconds of each action, from those that it takes alone and from when others are at work.
-
-    With all others at work the whole time it takes `StageCost.contention` times as long; else less, in proportion.
-    """
+    """Slows down each action by up to `StageCost.contention`, in proportion to the busy time of the other devices."""
     sharing = [d for d, row in enumerate(begun) if any(stages[one.span.action.stage].contention > 1 for one in row)]
     busy = {d: _BusyTime([(one.span.start, one.span.end) for one in begun[d]]) for d in sharing}
     contended = dict(durations)
@@ -38,8 +35,6 @@ def contended_durations(
 
 
 class _BusyTime:
-    """The time in which a device is at work, from spans in order."""
-
     def __init__(self, spans: Sequence[tuple[float, float]]):
         self._starts = [start for start, _ in spans]
         self._ends = [end for _, end in spans]
@@ -49,6 +44,6 @@ class _BusyTime:
         return self._until(end) - self._until(start)
 
     def _until(self, time: float) -> float:
-        """Computes the seconds at work before a time."""
+        """Computes the busy seconds before a time."""
         k = bisect_right(self._starts, time)
         return self._sums[k] - (max(0.0, self._ends[k - 1] - time) if k else 0.0)

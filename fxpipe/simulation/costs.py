@@ -1,9 +1,8 @@
-"""The costs that a simulation starts from: of stages and of transfers, in plain numbers, for one micro-batch.
+"""The costs that a simulation starts from: of stages and of transfers, for one micro-batch.
 
-A transfer goes one way. From an earlier to a later stage goes a value, after F of the one and before F of the other;
-from a later to an earlier stage goes a gradient, after B of the one and before B of the other. So any wiring can be
-written, also the runtime's, in which a gradient goes from a user of the value to the next earlier user, and from the
-first user to the maker:
+A transfer has one direction. A value goes from an earlier to a later stage, from F to F; a gradient goes from a later
+to an earlier stage, from B to B. This expresses any wiring, including the runtime's, in which a gradient goes from each
+user of the value to the next earlier user, and from the first user to the maker:
 
     stage      0 (maker)      1 (user)       3 (user)
     value        ─────────────▶
@@ -33,55 +32,55 @@ Bytes = TypeVar("Bytes", int, float, Polynomial)  # for one micro-batch size, or
 
 @dataclass(frozen=True, slots=True)
 class HostCost:
-    """Seconds of the host for the actions of a stage and one micro-batch.
+    """Host seconds of the actions of a stage, for one micro-batch.
 
-    An interpreter with a lock runs the Python of one worker at a time. F is queued from Python; backward is queued by
-    autograd in C++, in the worker's thread but without the lock.
+    An interpreter with a lock runs the Python of one worker at a time. Python queues F; autograd queues backward in
+    C++, in the worker's thread but without the lock.
     """
 
-    forward: float = 0.0  # of F and of R, under the lock
-    backward: float = 0.0  # of the whole backward, without it
-    weight: float = 0.0  # the part of `backward` that W takes and B then does not
-    action: float = 0.0  # of each F, R, B and W in addition, under the lock
+    forward: float = 0.0  # F and R, with the lock
+    backward: float = 0.0  # the full backward, without the lock
+    weight: float = 0.0  # the part of `backward` that moves from B to W
+    action: float = 0.0  # overhead of each F, R, B and W, with the lock
     runs_ahead: bool = False  # the device computes what the host has queued; else the host computes
 
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """Cost of a stage: seconds and bytes of one micro-batch, whatever the schedule."""
+    """The cost of a stage in seconds and bytes, for one micro-batch and any schedule."""
 
     forward: float  # seconds of F
-    backward: float  # of the whole backward: of B or, where the schedule splits it, of B and W
-    recompute: float | None = None  # of R; None: as long as F
-    weight: float | None = None  # the part of `backward` that W takes and B then does not; None: half of it
-    parameter_bytes: float = 0  # always there: parameters and buffers
-    gradient_bytes: float = 0  # always there: of parameters
-    optimizer_bytes: float = 0  # always there: its state
-    version_bytes: float = 0  # always there: weights of mini-batches in flight, without the newest ones
-    saved_bytes: float = 0  # what autograd keeps: from F, or R where there is one, to the last piece of backward
-    input_bytes: float = 0  # what F was given by the stage before: from F to the last piece of backward
-    portal_bytes: float = 0  # what F was given by other stages, through portals: as long
+    backward: float  # seconds of the full backward: B or, if the schedule splits it, B and W
+    recompute: float | None = None  # seconds of R; None: equal to `forward`
+    weight: float | None = None  # the part of `backward` that moves from B to W; None: half
+    parameter_bytes: float = 0  # static: parameters and buffers
+    gradient_bytes: float = 0  # static: gradients of parameters
+    optimizer_bytes: float = 0  # static: optimizer state
+    version_bytes: float = 0  # static: weights of mini-batches in flight, except the newest weights
+    saved_bytes: float = 0  # saved by autograd: from F (or R, if recomputed) to the last piece of backward
+    input_bytes: float = 0  # inputs from the stage before: from F to the last piece of backward
+    portal_bytes: float = 0  # inputs from other stages, through portals: equally long
     working_bytes: float = 0  # in addition, while an action runs
-    update: float = 0.0  # seconds of the optimizer, once for a step: of U, where the schedule has it
-    action: float = 0.0  # seconds of each F, R, B and W in addition, to start the stage and pass its inputs
-    loss: float = 0.0  # seconds of F in addition to `forward`: of the loss, forward and back to the outputs
-    host: HostCost | None = None  # what its actions take of the interpreter; None: nothing
-    contention: float = 1.0  # times as long as F, R, B and W take while all devices of such stages are at work
-    reduction: float = 0.0  # seconds in which its gradients are reduced over replicas, once for a step
-    reduction_buckets: int = 1  # parts of equal size in which they are
+    update: float = 0.0  # seconds of the optimizer, once per step: U, if the schedule has it
+    action: float = 0.0  # overhead of each F, R, B and W in seconds, to start the stage and pass its inputs
+    loss: float = 0.0  # seconds of the loss in each F, in addition to `forward`: forward, and backward to the outputs
+    host: HostCost | None = None  # None: no host cost
+    contention: float = 1.0  # factor by which F, R, B and W slow down while all devices with such stages are busy
+    reduction: float = 0.0  # seconds to reduce its gradients over replicas, once per step
+    reduction_buckets: int = 1  # number of parts of equal size that are reduced one by one
 
     @property
     def static_bytes(self) -> float:
-        """The bytes that are held all the time."""
+        """The bytes held at all times."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.version_bytes
 
     @property
     def received_bytes(self) -> float:
-        """The bytes kept of what F was given by other stages."""
+        """The bytes of inputs from other stages."""
         return self.input_bytes + self.portal_bytes
 
     def memory(self, in_flight: int, activations: int) -> float:
-        """The bytes that the stage holds at most, with these numbers of micro-batches; see `stage_memory`."""
+        """Returns the most bytes that the stage holds with these numbers of micro-batches; see `stage_memory`."""
         sizes = float(self.static_bytes), float(self.received_bytes), float(self.saved_bytes), float(self.working_bytes)
         return stage_memory(*sizes, in_flight, activations)
 
@@ -89,31 +88,29 @@ class StageCost:
 def stage_memory(
     static: Bytes, received: Bytes, saved: Bytes, working: Bytes, in_flight: int, activations: int
 ) -> Bytes:
-    """Computes the memory of a stage: the one formula of the limits of a cut, of `Plan.memory`, and of what is shown.
-
-    A simulation follows the same bytes from action to action, and so never holds more.
+    """Computes the peak memory of a stage, for the limits of a cut and `Plan.memory`. A simulation never holds more.
 
     Args:
-        static: always there.
-        received: kept of what other stages made, for each micro-batch.
-        saved: kept for backward in addition, for each micro-batch.
-        working: held for a moment.
-        in_flight: micro-batches that have gone forward and not yet back, at most.
-        activations: of those, how many have their saved bytes at one time: with recomputation, few.
+        static: held at all times.
+        received: inputs from other stages, for each micro-batch.
+        saved: saved for backward in addition, for each micro-batch.
+        working: temporary.
+        in_flight: the most micro-batches between their F and the end of their backward.
+        activations: the most of them that hold saved bytes at one time; few with recomputation.
     """
     return static + received * in_flight + saved * activations + working
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A transfer from one stage to another, for each micro-batch; see the docstring of this module."""
+    """A transfer from one stage to another, for each micro-batch; see the module docstring."""
 
     source: int  # stage
     target: int  # stage
     bytes: float
-    seconds: float = 0.0  # on its way, where the two are on different devices
-    over: tuple[str, ...] = ()  # names of what it takes in addition to its link, and shares with other links
-    handling: float = 0.0  # seconds of the actions before and after it, to pack and to unpack it
+    seconds: float = 0.0  # in transfer, if the two are on different devices
+    over: tuple[str, ...] = ()  # names of resources that its link shares with other links
+    handling: float = 0.0  # seconds in the actions before and after it, to pack and unpack it
 
     @property
     def is_gradient(self) -> bool:
@@ -132,14 +129,14 @@ def transfers_of(
     returns: bool = True,
     seconds: Callable[[int, int, float], float] | None = None,
 ) -> tuple[Transfer, ...]:
-    """All transfers of one boundary value, as the runtime makes them.
+    """Returns all transfers of one boundary value, as the runtime makes them.
 
     Args:
-        maker: the stage that makes it.
-        users: the later stages that use it. The loss is taken on the last stage.
-        bytes: of the value, and of its gradient.
-        returns: does its gradient go back.
-        seconds: (source, target, bytes) -> seconds on the way between the devices of these stages; none if not given.
+        maker: the stage that makes the value.
+        users: the later stages that use it. The loss is computed on the last stage.
+        bytes: the size of the value, and of its gradient.
+        returns: send its gradient back.
+        seconds: (source, target, bytes) -> seconds between the devices of these stages. Default: 0.
     """
     ways = sorted(set(users) - {maker})
     pairs = [(maker, user) for user in ways]
@@ -149,7 +146,7 @@ def transfers_of(
 
 
 def check_costs(stages: Sequence[StageCost], transfers: Sequence[Transfer], count: int) -> None:
-    """Raises `ArgumentError` unless there is a cost for each of `count` stages, and every number can be one."""
+    """Raises `ArgumentError` unless each of `count` stages has a cost and all numbers are valid."""
     if len(stages) != count:
         raise ArgumentError(f"stages has {len(stages)} costs; give {count}, one for each stage of the schedule")
     for j, stage in enumerate(stages):

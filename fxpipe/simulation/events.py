@@ -1,16 +1,16 @@
-"""The walk from event to event: when every action of a schedule starts and ends, and what it waited for.
+"""The simulation of discrete events: when every action of a schedule starts and ends, and what it waited for.
 
-An action *begins* when its device is free and all that it needs has arrived; if the device copies what it was sent, it
-takes the shared links then. It *ends* when it has computed; what it made takes its links then, in order of time.
+An action *begins* when its device is free and everything that it needs has arrived. If the device copies its inputs,
+they occupy shared links then. An action *ends* when it has computed; its outputs then occupy links, in order of time.
 
 All workers of an interpreter with a lock also take turns at the host, in the order in which they ask:
 
-    host      |F0a F0b ....          F of a worker whose device runs behind: its thread goes on to the next action as
-    device a     |F0a====== |        soon as it has queued this one, and as those that it needs have been queued, too
+    host      |F0a F0b ....          If the host runs ahead of a device, the worker's thread queues the next action once
+    device a     |F0a====== |        it has queued this one and the actions that the next one needs are queued, too.
     device b         |F0b====== |
 
-An action of such a device begins and ends no sooner than the host begins and ends to queue it. A worker on a CPU asks
-for the host when its action begins, which ends no sooner than the host had time for it.
+An action of such a device begins and ends no sooner than the host begins and ends queueing it. A worker on a CPU asks
+for the host when its action begins; the action ends no sooner than the host releases the lock.
 """
 
 from __future__ import annotations
@@ -25,33 +25,31 @@ from fxpipe.scheduling.validation import NEIGHBOUR_STEP
 from fxpipe.simulation.costs import HostCost, StageCost, Transfer
 from fxpipe.simulation.timeline import Span
 
-# What the actions of a schedule need and how long they take: for each kind and stage the ways that lead from there.
-
 
 @dataclass(frozen=True, slots=True)
 class DependencyEdge:
-    """The dependency of an action on one of the same kind and micro-batch."""
+    """An edge from an action to an action of the same kind and micro-batch that depends on it."""
 
     user: int  # stage
     seconds: float = 0.0
-    is_sent: bool = False  # from device to device, over a link of theirs
-    over: tuple[str, ...] = ()  # what the link shares with others
+    is_sent: bool = False  # goes from device to device, over their link
+    over: tuple[str, ...] = ()  # resources that the link shares with other links
 
 
-DependencyEdges = dict[ActionKind, list[list[DependencyEdge]]]  # for F and B, for each stage: to those who need it
+DependencyEdges = dict[ActionKind, list[list[DependencyEdge]]]  # for F and B: by stage, the edges that leave it
 
 
 @dataclass(slots=True)
 class ReceiveCopies:
-    """The copies that the receiving device makes before it computes, where transfers do not overlap computation."""
+    """The copies that the receiving device makes before it computes, if transfers do not overlap computation."""
 
     seconds: float = 0.0
-    over: dict[str, None] = field(default_factory=dict)  # shared ways that it takes, each once
+    over: dict[str, None] = field(default_factory=dict)  # shared resources, each once
 
 
 def dependency_edges(schedule: Schedule, transfers: Sequence[Transfer]) -> DependencyEdges:
-    """Collects the ways between stages; between neighbours there is one also where nothing is sent."""
-    device_of = device_by_stage(schedule)  # of the first micro-batch: of others it is the same or another for the same
+    """Collects the edges between stages; neighbours have an edge even if nothing is sent."""
+    device_of = device_by_stage(schedule)  # for micro-batch 0; the same stages share a device for the others
     ways: DependencyEdges = {kind: [[] for _ in device_of] for kind in NEIGHBOUR_STEP}
     for kind, step in NEIGHBOUR_STEP.items():
         for user in range(schedule.stages):
@@ -80,7 +78,7 @@ def receive_copies(ways: DependencyEdges) -> dict[ActionKind, list[ReceiveCopies
 
 
 def dependency_counts(by_stage: list[list[DependencyEdge]], m: int) -> list[list[int]]:
-    """Counts for each stage and micro-batch the ways that lead there."""
+    """Counts the incoming edges of each stage and micro-batch."""
     counts = [0] * len(by_stage)
     for way in (way for leaving in by_stage for way in leaving):
         counts[way.user] += 1
@@ -88,7 +86,6 @@ def dependency_counts(by_stage: list[list[DependencyEdge]], m: int) -> list[list
 
 
 def action_durations(schedule: Schedule, stages: Sequence[StageCost]) -> dict[Action, float]:
-    """Computes the seconds of each action."""
     split = schedule.split_backwards
     trained = {action.stage for row in schedule.rows for action in row if action.kind is ActionKind.BACKWARD}
     weight = [float(s.backward / 2 if s.weight is None else s.weight) for s in stages]
@@ -100,7 +97,7 @@ def action_durations(schedule: Schedule, stages: Sequence[StageCost]) -> dict[Ac
     }
     own = {kind: [time + s.action for time, s in zip(times, stages, strict=True)] for kind, times in own.items()}
     own[ActionKind.UPDATE] = [float(s.update) for s in stages]
-    apart = [float(s.backward) - w + s.action for s, w in zip(stages, weight, strict=True)]  # B where W is apart
+    apart = [float(s.backward) - w + s.action for s, w in zip(stages, weight, strict=True)]  # B if W is separate
     return {
         action: apart[j] if kind is ActionKind.BACKWARD and (j, i) in split else own[kind][j]
         for row in schedule.rows
@@ -110,7 +107,7 @@ def action_durations(schedule: Schedule, stages: Sequence[StageCost]) -> dict[Ac
 
 
 def handling_seconds(schedule: Schedule, transfers: Sequence[Transfer]) -> dict[tuple[ActionKind, int], float]:
-    """Computes what actions of a kind and stage take to unpack what other devices send, and to pack for them."""
+    """Computes the seconds per kind and stage to pack and unpack transfers between devices."""
     device_of = device_by_stage(schedule)
     handling: defaultdict[tuple[ActionKind, int], float] = defaultdict(float)
     for one in transfers:
@@ -122,7 +119,7 @@ def handling_seconds(schedule: Schedule, transfers: Sequence[Transfer]) -> dict[
 
 
 def host_seconds(cost: HostCost | None, kind: ActionKind, is_split: bool) -> tuple[float, float]:
-    """Returns the seconds of the host for an action: under the interpreter's lock, and after that without it."""
+    """Returns the host seconds of an action: with the interpreter's lock, and then without it."""
     if cost is None or kind is ActionKind.UPDATE:
         return 0.0, 0.0
     if kind in (ActionKind.FORWARD, ActionKind.RECOMPUTE):
@@ -133,17 +130,17 @@ def host_seconds(cost: HostCost | None, kind: ActionKind, is_split: bool) -> tup
 
 
 def device_by_stage(schedule: Schedule) -> list[int]:
-    """Returns the device of each stage; where it has replicas, the first one's, which has the first micro-batch."""
+    """Returns the device of each stage; with replicas, the device of the first replica, which has micro-batch 0."""
     row_of = schedule.row_of
     return [row_of[j, 0] for j in range(schedule.stages)]
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """The arrival of a value or gradient that an action has waited for, from an action on another device."""
+    """The arrival of a value or gradient that an action waited for, from an action on another device."""
 
-    device: int  # of the action that it comes from
-    place: int  # of that action in its row
+    device: int  # the device of the action that sent it
+    place: int  # the index of that action in its row
     left: float  # when the link took it
     arrived: float
 
@@ -153,39 +150,39 @@ class HostJob:
     """The time in which the host runs the Python of an action, or queues it."""
 
     device: int
-    place: int  # of the action in its row
+    place: int  # the index of the action in its row
     start: float
-    unlocked: float  # when it lets the interpreter's lock go
+    unlocked: float  # when it releases the interpreter's lock
     end: float
-    before: HostJob | None = None  # at whose end, or letting go, it started
+    before: HostJob | None = None  # the job at whose end or release of the lock it started
     after: tuple[int, int] | None = None  # (device, place) of the action at whose end it started
-    runs_ahead: bool = False  # else, where nothing is before it, it started with its action
+    runs_ahead: bool = False  # else, if nothing is before it, it started with its action
 
 
 @dataclass(frozen=True, slots=True)
 class StartedAction:
-    """An action, and what held it up."""
+    """An action, and what delayed it."""
 
     span: Span
-    could: float  # when it could have started, had it not waited for what links share
-    after: Arrival | None  # None: the action before on its device, or nothing
+    could: float  # earliest start if shared links had been free
+    after: Arrival | None  # None: it waited for the action before on its device, or for nothing
     job: HostJob | None = None
-    starts_on_host: bool = False  # was it the host that it had to wait for to start
-    ends_on_host: bool = False  # and to end
+    starts_on_host: bool = False  # its start waited for the host
+    ends_on_host: bool = False  # its end waited for the host
 
 
-_BEGIN, _END, _QUEUE, _QUEUED = range(4)  # events: of an action, and of the host's job for it
+_BEGIN, _END, _QUEUE, _QUEUED = range(4)  # events of an action, and of its host job
 _IDLE_HOST = HostJob(-1, -1, 0.0, 0.0, 0.0)
 
 
 class EventSimulation:
-    """Discrete events over the rows of a schedule that is known to run.
+    """A simulation of discrete events over the rows of a valid schedule.
 
     Args:
-        overlaps: transfers run while devices compute; else the receiving device copies before it computes.
-        hosts: by stage.
-        one_interpreter: all workers take turns at one host; else each has its own.
-        handling: seconds at the end of such actions.
+        overlaps: transfers overlap computation; else the receiving device copies before it computes.
+        hosts: host costs, by stage.
+        one_interpreter: all workers share one host; else each device has its own host.
+        handling: seconds at the end of actions, by kind and stage.
     """
 
     def __init__(
@@ -204,36 +201,34 @@ class EventSimulation:
         self.begun: list[list[StartedAction]] = [[] for _ in range(d)]  # by device
         self._device_of = schedule.row_of  # by stage and micro-batch
         self._receiving = {} if overlaps else receive_copies(ways)
-        # by stage and micro-batch: needs that are not met, and the last arrival of those that are
+        # By stage and micro-batch: the number of unmet dependencies, and the last arrival so far.
         self._missing = {kind: dependency_counts(by_stage, m) for kind, by_stage in ways.items()}
         self._last: dict[ActionKind, list[list[Arrival | None]]] = {
             kind: [[None] * m for _ in by_stage] for kind, by_stage in ways.items()
         }
-        self._users: defaultdict[Action, list[Action]] = defaultdict(list)  # that await an action (`Schedule.awaited`)
-        self._unmet = {user: len(needed) for user, needed in schedule.awaited.items()}  # actions that one still awaits
-        self._last_met: dict[Action, Arrival] = {}  # of the actions that it awaited, the last one
+        self._users: defaultdict[Action, list[Action]] = defaultdict(list)  # by awaited action
+        self._unmet = {user: len(needed) for user, needed in schedule.awaited.items()}  # actions still awaited
+        self._last_met: dict[Action, Arrival] = {}  # the last awaited action that has ended
         for user, needed in schedule.awaited.items():
             for one in needed:
                 self._users[one].append(user)
-        self._free: defaultdict[Hashable, float] = defaultdict(float)  # when a link has carried all it was given
+        self._free: defaultdict[Hashable, float] = defaultdict(float)  # when a link becomes free
         self._is_due = [False] * d  # by device: its next action has an event
         self._events: list[tuple[float, int, int, int, int]] = []  # (time, order, event, device, place)
         self._order = 0
-        # The host.
         self._runs_ahead = [False] * d  # by device
         for (j, _), device in self._device_of.items():
             host = hosts[j]
             self._runs_ahead[device] |= host is not None and host.runs_ahead
-        self._jobs: list[list[HostJob]] = [[] for _ in range(d)]  # by device, of devices that run behind the host
+        self._jobs: list[list[HostJob]] = [[] for _ in range(d)]  # by device, if the host runs ahead of it
         self._is_asking = [False] * d  # by device: its next job has an event
-        self._holder = [_IDLE_HOST] * d  # by interpreter: who had its lock last
-        # by stage and micro-batch: needs that are not queued
+        self._holder = [_IDLE_HOST] * d  # by interpreter: the last job that took its lock
+        # By stage and micro-batch: the number of dependencies that are not queued.
         self._unqueued = {kind: [[*row] for row in rows] for kind, rows in self._missing.items()}
         self._last_queued: dict[tuple[ActionKind, int, int], tuple[float, HostJob | tuple[int, int]]] = {}
-        self._split = {*schedule.split_backwards}  # (stage, micro-batch) that have W
+        self._split = {*schedule.split_backwards}  # (stage, micro-batch) with W
 
     def run(self) -> list[list[StartedAction]]:
-        """Runs the simulation, and returns the actions of each device in order."""
         for device in range(len(self.schedule.rows)):
             self._ask(device)
             self._next(device)
@@ -250,7 +245,7 @@ class EventSimulation:
         return self.begun
 
     def _next(self, device: int) -> None:
-        """The next action of a device is due as soon as nothing is missing and the one before has ended."""
+        """Adds the event that begins the next action of a device, if its dependencies are met."""
         row, before = self.schedule.rows[device], self.begun[device]
         if self._is_due[device] or len(before) == len(row):
             return
@@ -268,7 +263,7 @@ class EventSimulation:
         self._put(free if came is None else max(free, came.arrived), _BEGIN, device)
 
     def _arrived_last(self, action: Action) -> Arrival | None:
-        """Returns what has arrived last of all that an action needs of others."""
+        """Returns the last arrival that an action depends on."""
         kind, j, i = action
         value = self._last[kind][j][i] if kind in self._last else None
         awaited = self._last_met.get(action)
@@ -290,7 +285,7 @@ class EventSimulation:
                 self._free[way] = start + copying
         came = self._arrived_last(action)
         if came is not None and before and came.arrived <= before[-1].span.end:
-            came = None  # the device was not free before
+            came = None  # the device became free later
         end = start + copying + self.seconds[action]
         job, on_host = self._job(device, len(before), start), False
         if self._runs_ahead[device]:
@@ -310,7 +305,7 @@ class EventSimulation:
             left = arrived = span.end
             user = self._device_of[way.user, i]
             if self.overlaps and way.is_sent:
-                taken = ((device, user), *way.over)  # each of which carries one transfer at a time
+                taken = ((device, user), *way.over)  # each carries one transfer at a time
                 left = max(span.end, *(self._free[one] for one in taken))
                 arrived = left + way.seconds
                 for one in taken:
@@ -331,7 +326,7 @@ class EventSimulation:
     # -- the host ------------------------------------------------------------------------------------------------------
 
     def _ask(self, device: int) -> None:
-        """The thread of a worker comes to the host with its next action, as soon as all that it needs is queued."""
+        """Adds the event in which a worker's thread queues its next action, if all dependencies are queued."""
         row, jobs = self.schedule.rows[device], self._jobs[device]
         if not self._runs_ahead[device] or self._is_asking[device] or len(jobs) == len(row):
             return
@@ -361,7 +356,7 @@ class EventSimulation:
         self._ask(device)
 
     def _pass_on(self, action: Action, time: float, source: HostJob | tuple[int, int]) -> None:
-        """Lets workers whose devices run behind queue what needs an action that is queued by now."""
+        """Records that an action is queued, and lets workers queue the actions that depend on it."""
         kind, i = action.kind, action.micro_batch
         for way in self.ways[kind][action.stage] if kind in self.ways else ():
             self._unqueued[kind][way.user][i] -= 1
@@ -370,7 +365,7 @@ class EventSimulation:
             self._ask(self._device_of[way.user, i])
 
     def _job(self, device: int, place: int, time: float) -> HostJob | None:
-        """Returns the job of an action that begins: queued before, or asked for now."""
+        """Returns the host job of an action that begins: the queued job, or a new one; None: no host cost."""
         if self._runs_ahead[device]:
             return self._jobs[device][place]
         if self.hosts[self.schedule.rows[device][place].stage] is None:
@@ -378,7 +373,7 @@ class EventSimulation:
         return self._take_host(device, place, time, None)
 
     def _take_host(self, device: int, place: int, time: float, before: HostJob | tuple[int, int] | None) -> HostJob:
-        """Takes the host for an action as soon as the lock is free, if it needs the lock."""
+        """Takes the host for an action; if the job needs the lock, once the lock is free."""
         action = self.schedule.rows[device][place]
         is_split = (action.stage, action.micro_batch) in self._split
         locked, unlocked = host_seconds(self.hosts[action.stage], action.kind, is_split)

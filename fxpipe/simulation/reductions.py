@@ -1,13 +1,13 @@
 """The reduction of gradients over replicas: when it starts and ends, during the last backward and after it.
 
-The gradients of a stage are reduced once for a step, in buckets of equal size. The gradients of its parameters are
-complete evenly over its last action that makes them (W where backward is split, else B), so the buckets are, too:
+The gradients of a stage are reduced once per step, in buckets of equal size. The last action that makes gradients (W if
+backward is split, else B) fills the buckets at an even rate:
 
     device    ... B5====== B6====== |B7==1==2==3==4|          four buckets, full at 1, 2, 3 and 4
-    link                                  |1--|2--|3--|4--|   each reduced after the one before, and when it is full
+    link                                  |1--|2--|3--|4--|   each reduced once it is full, after the bucket before
 
-A device reduces one bucket at a time, in the order in which they are full, while it computes. So a step waits for what
-is left when its last action has ended: the last bucket at least.
+A device reduces one bucket at a time, in the order in which they fill, while it computes. So after its last action a
+step waits for the remaining buckets, and at least for the last bucket.
 """
 
 from __future__ import annotations
@@ -27,20 +27,17 @@ class ReductionSpan:
     stage: int
     device: int
     bytes: float
-    start: float  # of the first bucket
-    end: float  # of the last one
-    seconds: float  # of all its buckets together
-    place: int  # in the row of its device, of the action that makes the last gradients
-    since: float  # from then on it has not waited for gradients; all of the buckets before have their time in it
-    follows: bool  # it has waited for the reduction before it, not for gradients
+    start: float  # the start of the first bucket
+    end: float  # the end of the last bucket
+    seconds: float  # the total over its buckets
+    place: int  # the index in its device's row of the action that makes the last gradients
+    since: float  # from then on it does not wait for gradients
+    follows: bool  # it waited for the reduction before it, not for gradients
 
 
 def reductions_of(begun: Sequence[Sequence[StartedAction]], stages: Sequence[StageCost]) -> tuple[ReductionSpan, ...]:
-    """Computes the reductions of a step, device by device, each in order. Where nothing goes back there is none.
-
-    A stage whose replicas have rows of their own is reduced once the last of them has its gradients.
-    """
-    last: list[dict[int, int]] = [{} for _ in begun]  # by device and stage, the place of its last such action
+    """Computes the reductions of a step, by device and in order. Replicas in separate rows wait for the slowest one."""
+    last: list[dict[int, int]] = [{} for _ in begun]  # by device and stage: the index of its last B or W
     slowest: dict[int, tuple[float, int]] = {}  # by stage: when and on which device its last gradients are made
     for device, row in enumerate(begun):
         for place, one in enumerate(row):
@@ -60,7 +57,7 @@ def reductions_of(begun: Sequence[Sequence[StartedAction]], stages: Sequence[Sta
 def _reductions_of_row(
     device: int, row: Sequence[StartedAction], last: Mapping[int, int], stages: Sequence[StageCost]
 ) -> list[ReductionSpan]:
-    """`last`: by stage, the place of its last action that makes gradients of parameters."""
+    """Computes the reductions of a device. `last`: by stage, the index of its last action that makes gradients."""
     reductions, free = list[ReductionSpan](), 0.0
     for stage, place in sorted(last.items(), key=lambda item: item[1]):
         cost, span = stages[stage], row[place].span

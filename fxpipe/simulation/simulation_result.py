@@ -38,28 +38,28 @@ from fxpipe.utils.ipython import show_as_printed
 from fxpipe.utils.text_table import bytes_of_limit, text_table, wrap_text
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
 
-# -- The critical path: the chain of actions and transfers that the end of a step depends on, read backwards -----------
+# -- The critical path: the chain of actions and transfers that determines the end of a step, found backwards ----------
 #
-#     device 0  |F0 F1 F2 .........B0=== ...       F0, its value on its way to device 1, F0 there, its B0, the gradient
-#     device 1  |...F0 B0===F1 B1=== ...           on its way back, and so on: make one of these faster, and the step is
+#     device 0  |F0 F1 F2 .........B0=== ...       F0, the transfer to device 1, F0 there, B0 there, the transfer
+#     device 1  |...F0 B0===F1 B1=== ...           back, and so on: a step is shorter if one of these is
 #
-# Its legs follow each other without a gap, from the beginning of the step to its end. Of several chains that are as
-# long, it is the one that stays on its device.
+# Its legs have no gaps, from the start of the step to its end. Among equally long chains, it is the chain that stays on
+# its device.
 
-SENDING, WAITING = "sending", "waiting"  # on a link: on the way, or until the link has carried what was there before
-HOST = "host"  # a device has nothing to do, or is slower, until the host has come to the action
-REDUCING = "reducing"  # gradients, over replicas
+SENDING, WAITING = "sending", "waiting"  # in transfer, or waiting for the transfers before on the link
+HOST = "host"  # a device idles, or is slower, until the host has reached the action
+REDUCING = "reducing"  # gradients are reduced over replicas
 
 
 @dataclass(frozen=True, slots=True)
 class CriticalLeg:
     """A piece of the critical path."""
 
-    # Of the action ("F", "R", "B", "W", "U"); "sending" or "waiting" for what it needs; "host"; or "reducing".
+    # An action ("F", "R", "B", "W", "U"), "sending" or "waiting" for its inputs, "host", or "reducing".
     kind: str
     start: float  # seconds since the step began
     end: float
-    span: Span  # the action that runs or, where something is on its way, that will; or that made the gradients
+    span: Span  # the action that runs, that needs the transfer, or that made the gradients
 
     @property
     def seconds(self) -> float:
@@ -69,7 +69,7 @@ class CriticalLeg:
 def critical_legs(
     begun: Sequence[Sequence[StartedAction]], reductions: Sequence[ReductionSpan] = ()
 ) -> tuple[CriticalLeg, ...]:
-    """Finds the legs of the critical path, in order of time."""
+    """Returns the legs of the critical path, in order of time."""
     legs: list[CriticalLeg] = []
     device = max((d for d, row in enumerate(begun) if row), key=lambda d: begun[d][-1].span.end)
     place = len(begun[device]) - 1
@@ -104,10 +104,10 @@ def critical_legs(
 def _host_legs(
     legs: list[CriticalLeg], begun: Sequence[Sequence[StartedAction]], job: HostJob, end: float
 ) -> tuple[int, int, bool] | None:
-    """Adds the legs in which the host comes to a job's `end`.
+    """Adds the legs of the host that lead to `end`, a time of `job`.
 
     Returns:
-        The (device, place) of the action that these follow, and whether its start or else its end; None: nothing.
+        (device, place) of the action before these legs, and True for its start, False for its end; None: no action.
     """
     while True:
         _add_leg(legs, HOST, job.start, end, begun[job.device][job.place].span)
@@ -125,8 +125,7 @@ def _add_reductions(
     reductions: Sequence[ReductionSpan],
     number: int,
 ) -> tuple[int, int, float]:
-    """Adds a reduction, and those before it on its device that it has waited for; returns the device and place of the
-    action that made what was waited for, and when it had."""
+    """Adds a reduction and the reductions that it waited for; returns where and when their gradients were complete."""
     while True:
         one = reductions[number]
         legs.append(CriticalLeg(REDUCING, one.since, one.end, begun[one.device][one.place].span))
@@ -144,28 +143,26 @@ def _add_leg(legs: list[CriticalLeg], kind: str, start: float, end: float, span:
 #
 # print(fxpipe.simulate(pipe.plan).compared(pipe.last_step))
 
-HOST_BOUND_SHARE = 0.1  # of the critical path, from which `host_note` says what helps
+HOST_BOUND_SHARE = 0.1  # share of the critical path from which `host_note` gives advice
 
-QUIET_CORE_SHARE = 0.95  # actions have a core for so much of their time, where nothing else wants it
+QUIET_CORE_SHARE = 0.95  # share of their time in which actions have a core if no other process needs it
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedFigure:
-    """A figure, twice: seconds, or a share from 0 to 1."""
+    """A figure, measured and simulated: seconds, or a share from 0 to 1."""
 
     measured: float
     simulated: float
 
     @property
     def ratio(self) -> float:
-        """The simulated step over the measured one."""
+        """The simulated figure divided by the measured figure."""
         return self.simulated / self.measured if self.measured else float("nan")
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceComparison:
-    """The comparison of one device."""
-
     name: str
     busy: ComparedFigure
     bubble: ComparedFigure
@@ -173,20 +170,20 @@ class DeviceComparison:
 
 @dataclass(frozen=True, slots=True)
 class StepComparison:
-    """A step as it was, and as it was simulated. `print` shows a table."""
+    """A measured step and its simulation; `print` shows a table."""
 
     schedule: str
     step: ComparedFigure
     devices: tuple[DeviceComparison, ...]
-    kinds: dict[ActionKind, ComparedFigure]  # seconds of all actions of a kind together
-    # seconds of all actions; measured: in which their workers had a core. Not on GPUs
+    kinds: dict[ActionKind, ComparedFigure]  # total seconds of the actions of each kind
+    # Seconds of all actions, measured only while their workers had a core; None on GPUs.
     on_core: ComparedFigure | None = None
-    loss: ComparedFigure | None = None  # seconds of all F of the last stage in which it took the loss
-    learns_loss: bool = False  # was nothing known of the loss: simulated with what it took in the step
+    loss: ComparedFigure | None = None  # seconds of the loss in all F of the last stage
+    learns_loss: bool = False  # the plan has no time of the loss: simulated with the measured time
 
     @property
     def core_share(self) -> float:
-        """The share of all actions' seconds in which their workers had a core; less than 1 on a busy machine."""
+        """The share of the actions' seconds in which their workers had a core; below 1 on a busy machine."""
         took = sum(pair.measured for pair in self.kinds.values())
         return 1.0 if self.on_core is None or not took else self.on_core.measured / took
 
@@ -203,7 +200,6 @@ class StepComparison:
         return "\n".join([self.schedule, table, *self._unknown_loss(), *self._busy()])
 
     def _unknown_loss(self) -> Iterator[str]:
-        """Yields a line that says that the plan knows nothing of a loss."""
         if self.learns_loss:
             yield (
                 "The plan does not know the loss: simulated with what it took in this step. Plan with loss_fn and "
@@ -211,7 +207,7 @@ class StepComparison:
             )
 
     def _busy(self) -> Iterator[str]:
-        """Yields lines that say that the machine was busy, and what is left of the difference without that."""
+        """Yields a note if the machine was busy, and the ratio without the time in which workers had no core."""
         if self.on_core is not None and self.core_share < QUIET_CORE_SHARE:
             measured, simulated, ratio = _figure_cells(self.on_core)
             yield f"The actions had a core for {self.core_share:.0%} of their time: others wanted it, too."
@@ -219,12 +215,10 @@ class StepComparison:
 
 
 def compare_steps(simulated: StepTimeline, measured: StepTimeline) -> StepComparison:
-    """Compares a simulated step with one that ran the same actions.
-
-    Where only one of them has updates of the weights, forward and backward are compared.
+    """Compares a simulated step with a measured step; without updates of weights, unless both have them.
 
     Raises:
-        ArgumentError: it ran others.
+        ArgumentError: the steps ran different actions.
     """
     if simulated.has_updates is not measured.has_updates:
         simulated, measured = simulated.without_updates(), measured.without_updates()
@@ -281,9 +275,9 @@ class LinkTraffic:
 
 
 class MemoryFit(tuple[bool | None, ...]):
-    """For each device, whether its memory suffices. It is false if a device lacks memory; `print` shows how much.
+    """For each device, True if its memory suffices, else False; None if its limit is not known.
 
-    A device whose limit is not known has None, and does not make it false.
+    The tuple is false if a device lacks memory; `print` shows how much.
     """
 
     needs: tuple[float, ...]  # bytes, by device
@@ -320,35 +314,35 @@ class MemoryFit(tuple[bool | None, ...]):
 class SteadyState:
     """The state of a simulated stream between its warm-up and its drain."""
 
-    mini_batches: int  # of the whole stream
-    micro_batches: int  # of a mini-batch
-    first: int  # the time from the update of this one on the first device
-    last: int  # to that of this one is measured
-    seconds: float  # of each
-    busy: tuple[float, ...]  # seconds of each in which a device computes, by device
-    warm_up: float  # seconds until all devices are at work
-    drain: float  # seconds from when the first of them has nothing to do any more
+    mini_batches: int  # in the full stream
+    micro_batches: int  # per mini-batch
+    first: int  # measured from the update of this mini-batch on the first device
+    last: int  # to the update of this mini-batch
+    seconds: float  # per mini-batch
+    busy: tuple[float, ...]  # seconds per mini-batch, by device
+    warm_up: float  # seconds until all devices are busy
+    drain: float  # seconds from when the first device has no more work
 
 
 @dataclass(frozen=True, slots=True)
 class Simulation(TimelineMixin):
-    """The result of a simulation. `print` draws it."""
+    """The result of a simulation; `print` draws it."""
 
     schedule: Schedule
     stages: tuple[StageCost, ...]
     transfers: tuple[Transfer, ...]
-    spans: tuple[Span, ...]  # device after device, each in the order of its row
-    # From the first start to the last end: all of the schedule and of the reductions, and no update that it has not.
+    spans: tuple[Span, ...]  # by device, in the order of its row
+    # From the first start to the last end, reductions included, and updates only if the schedule has them.
     seconds: float
-    legs: tuple[CriticalLeg, ...]  # of the critical path, which follow each other from 0 to `seconds`
-    devices: tuple[str, ...] = ()  # the name of each; empty where it has none
-    samples: int | None = None  # of the mini-batch, of all replicas, where it is known
-    limits: tuple[float | None, ...] = ()  # bytes, by device; None, or none at all: not known
-    one_interpreter: bool = True  # do the workers of all devices take turns at the interpreter
+    legs: tuple[CriticalLeg, ...]  # the critical path, without gaps from 0 to `seconds`
+    devices: tuple[str, ...] = ()  # the name of each device; "" if it has none
+    samples: int | None = None  # in the mini-batch, over all replicas; None: not known
+    limits: tuple[float | None, ...] = ()  # bytes, by device; None, or an empty tuple: not known
+    one_interpreter: bool = True  # the workers of all devices share one interpreter
     overlaps: bool = True  # transfers run while devices compute
-    reductions: tuple[ReductionSpan, ...] = ()  # of gradients over replicas, device after device, each in order
+    reductions: tuple[ReductionSpan, ...] = ()  # gradients over replicas, by device and in order
     cluster: Cluster | None = None  # the nodes of the devices of all replicas; None: not known
-    steady: SteadyState | None = None  # of a stream; None: it is a step
+    steady: SteadyState | None = None  # None: a step, not a stream
 
     def __post_init__(self) -> None:
         count = len(self.schedule.rows)
@@ -357,17 +351,17 @@ class Simulation(TimelineMixin):
 
     @property
     def step_seconds(self) -> float:
-        """The seconds of a mini-batch: of a step from its start to its end, of a stream in the steady state."""
+        """The seconds of a mini-batch: of the full step or, for a stream, in the steady state."""
         return self.seconds if self.steady is None else self.steady.seconds
 
     @property
     def micro_batches(self) -> int:
-        """The micro-batches of a mini-batch."""
+        """The number of micro-batches in a mini-batch."""
         return self.schedule.micro_batches if self.steady is None else self.steady.micro_batches
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """The seconds of a mini-batch in which each device computes or, where that does not overlap, copies."""
+        """The seconds per mini-batch in which each device computes or, if copies do not overlap computation, copies."""
         if self.steady is not None:
             return self.steady.busy
         return self._by_device((span.device, span.seconds) for span in self.spans)
@@ -380,17 +374,17 @@ class Simulation(TimelineMixin):
 
     @property
     def bubble(self) -> tuple[float, ...]:
-        """The share of the step, of a stream in the steady state, 0 to 1, in which each device idles."""
+        """The share of `step_seconds`, 0 to 1, in which each device idles."""
         return idle_shares(self.busy, self.step_seconds)
 
     @property
     def mean_bubble(self) -> float:
-        """The share of the step, 0 to 1, in which a device idles, over all devices."""
+        """The mean of `bubble` over all devices."""
         return sum(self.bubble) / len(self.schedule.rows)
 
     @property
     def memory(self) -> tuple[MemoryTimeline, ...]:
-        """The bytes in use over time on each device, of all its stages together."""
+        """The bytes in use over time on each device, for all its stages together."""
         spans: list[list[Span]] = [[] for _ in self.schedule.rows]
         for span in self.spans:
             spans[span.device].append(span)
@@ -398,13 +392,12 @@ class Simulation(TimelineMixin):
 
     @property
     def fits(self) -> MemoryFit:
-        """True for each device that has the memory that it needs, else False; None where no limit is known."""
+        """For each device, True if it has the memory that it needs, else False; None if its limit is not known."""
         return MemoryFit([memory.peak for memory in self.memory], self.limits)
 
     @property
     def update_seconds(self) -> float:
-        """Seconds of the optimizer on the slowest device, after the step; 0 where the schedule has updates, and
-        where it is not known."""
+        """Seconds of the optimizer on the slowest device, after the step; 0 if in the schedule, or not known."""
         if any(span.action.kind is ActionKind.UPDATE for span in self.spans):
             return 0.0
         updates = (cost.update for cost in self.stages)
@@ -412,23 +405,23 @@ class Simulation(TimelineMixin):
 
     @property
     def reduction_seconds(self) -> float:
-        """Seconds of the device that reduces gradients the longest; most of it while devices compute."""
+        """Seconds of reduction on the device that reduces gradients longest; most of it overlaps computation."""
         return max(self._by_device((one.device, one.seconds) for one in self.reductions))
 
     @property
     def exposed_reduction_seconds(self) -> float:
-        """Seconds by which the reductions make the step longer: after its last action."""
+        """Seconds by which reductions extend the step after its last action."""
         return self.seconds - max(span.end for span in self.spans)
 
     @property
     def traffic(self) -> tuple[LinkTraffic, LinkTraffic] | None:
-        """The bytes of a step, of all replicas, within nodes and between them; None where no cluster is known."""
+        """The bytes per step of all replicas, within nodes and between nodes; None if no cluster is known."""
         cluster = self.cluster
         if cluster is None:
             return None
         values = [0.0, 0.0]
         for (source, target), size in self.sent.items():
-            if cluster.replicas:  # devices are all there are, of which some take micro-batches in turn
+            if cluster.replicas:  # the rows are all devices; replicas take micro-batches in turn
                 values[source // cluster.devices_per_node != target // cluster.devices_per_node] += size
                 continue
             crossings = cluster.crossings(source, target)
@@ -436,7 +429,7 @@ class Simulation(TimelineMixin):
             values[1] += crossings * size
         reduced = [0.0, 0.0]
         for worker, size in self._reduced():
-            # In a ring each way to the next device carries this much.
+            # In a ring, each link to the next device carries this many bytes.
             count, crossings = cluster.count(worker), cluster.group_crossings(worker)
             each = 2 * (count - 1) / count * size
             reduced[0] += (count - crossings) * each
@@ -445,11 +438,11 @@ class Simulation(TimelineMixin):
         return within, between
 
     def _reduced(self) -> Iterator[tuple[int, float]]:
-        """Yields bytes of gradients that the replicas of a worker reduce, for each mini-batch."""
+        """Yields (worker, bytes of gradients that its replicas reduce per mini-batch)."""
         assert self.cluster is not None
         for one in self.reductions:
             yield self.cluster.worker(one.device), one.bytes
-        if self.steady is not None and self.schedule.replicas:  # with each update
+        if self.steady is not None and self.schedule.replicas:
             device_of = device_by_stage(self.schedule)
             updates = (s.action.stage for s in self.spans if s.action.kind is ActionKind.UPDATE)
             for stage, count in Counter(updates).items():
@@ -458,13 +451,12 @@ class Simulation(TimelineMixin):
 
     @property
     def critical_path(self) -> tuple[Span, ...]:
-        """The actions that the end of the step depends on, in order; between them things are sent (see `legs`)."""
+        """The actions that determine the end of the step, in order. `legs` also has the transfers between them."""
         return tuple(dict.fromkeys(leg.span for leg in self.legs))
 
     @property
     def critical_shares(self) -> dict[str, float]:
-        """The share, 0 to 1, of each kind of leg ("F", "B", ..., "sending", "waiting", "reducing") in the critical
-        path; the largest first."""
+        """The share, 0 to 1, of each `CriticalLeg.kind` in the critical path, largest first."""
         seconds: defaultdict[str, float] = defaultdict(float)
         for leg in self.legs:
             seconds[leg.kind] += leg.seconds
@@ -473,8 +465,7 @@ class Simulation(TimelineMixin):
 
     @property
     def host_seconds(self) -> float:
-        """Seconds in which the interpreter's lock is held in a step, of the interpreter that is busiest: no step is
-        shorter. 0 where nothing is known of the host."""
+        """Seconds per step in which the busiest interpreter's lock is held: no step is shorter. 0 if not known."""
         locked = (
             (
                 0 if self.one_interpreter else span.device,
@@ -486,7 +477,7 @@ class Simulation(TimelineMixin):
 
     @property
     def host_note(self) -> str:
-        """Says that the step waits for the host, and what helps; empty where it hardly does."""
+        """A note that the step waits for the host, with advice; empty if it hardly waits."""
         share = self.critical_shares.get(HOST, 0.0)
         if share < HOST_BOUND_SHARE:
             return ""
@@ -499,7 +490,7 @@ class Simulation(TimelineMixin):
 
     @property
     def sent(self) -> dict[tuple[int, int], float]:
-        """The bytes of a step for each link, (from device, to device), that carries any."""
+        """The bytes per step of each link in use, by (from device, to device)."""
         device_of = self.schedule.row_of
         trains = any(action.kind is ActionKind.BACKWARD for action in self.schedule.rows[device_of[0, 0]])
         sent: defaultdict[tuple[int, int], float] = defaultdict(int)
@@ -518,7 +509,7 @@ class Simulation(TimelineMixin):
         return dict(sorted(sent.items()))
 
     def as_step(self, *, has_memory: bool = True) -> StepTimeline:
-        """Returns the step in the form of measured steps, with or without memory over time."""
+        """Returns the step in the common form of simulated and measured steps, with or without memory over time."""
         has_bytes = any(
             cost.static_bytes or cost.saved_bytes or cost.input_bytes or cost.portal_bytes or cost.working_bytes
             for cost in self.stages
@@ -542,7 +533,7 @@ class Simulation(TimelineMixin):
         return self.schedule.micro_batches * self.stages[-1].loss if trains else 0.0
 
     def arrows(self) -> Iterator[TransferRecord]:
-        """Yields all transfers from stage to stage, micro-batch by micro-batch."""
+        """Yields all transfers between stages, for each micro-batch."""
         kinds = {span.action.kind for span in self.spans}
         for transfer in self.transfers:
             kind = ActionKind.BACKWARD if transfer.is_gradient else ActionKind.FORWARD
@@ -554,10 +545,10 @@ class Simulation(TimelineMixin):
     def compared(self, record: HasTimeline) -> StepComparison:
         """Compares with a step that ran the same actions: `print(simulation.compared(pipe.last_step))`.
 
-        What the loss takes is learnt from the step where nothing is known of it.
+        If the simulation has no time of the loss, it takes the time from the step.
 
         Raises:
-            ArgumentError: it ran others.
+            ArgumentError: the step ran different actions.
         """
         step = record.as_step(has_memory=False)
         comparison = compare_steps(self.as_step(has_memory=False), step)
@@ -567,7 +558,6 @@ class Simulation(TimelineMixin):
         return replace(compare_steps(learnt.as_step(has_memory=False), step), learns_loss=True)
 
     def _with_loss(self, seconds: float) -> Simulation:
-        """Simulates again, with a loss that takes so long for each micro-batch."""
         stages = (*self.stages[:-1], replace(self.stages[-1], loss=seconds))
         again = simulate_checked(self.schedule, stages, self.transfers, self.overlaps, self.one_interpreter)
         return replace(again, devices=self.devices, samples=self.samples, limits=self.limits, cluster=self.cluster)
@@ -609,7 +599,6 @@ class Simulation(TimelineMixin):
         return f"{ends}; between them a mini-batch takes {human_seconds(steady.seconds)}, with its update"
 
     def _memory_in_words(self) -> list[str]:
-        """Describes the memory of each device; nothing where no bytes are known."""
         peaks = [memory.peak for memory in self.memory]
         if not any(peaks):
             return [""] * len(peaks)
@@ -627,7 +616,7 @@ def simulate_checked(
     overlaps: bool,
     one_interpreter: bool,
 ) -> Simulation:
-    """Simulates a schedule that would run, with costs that can be: see `simulate_schedule`."""
+    """Simulates a valid schedule with valid costs; see `simulate_schedule`."""
     ways, hosts = dependency_edges(schedule, transfers), tuple(stage.host for stage in stages)
     handling = handling_seconds(schedule, transfers)
 
@@ -654,7 +643,6 @@ def simulate_checked(
 
 
 def _idle_before(spans: Sequence[Span]) -> tuple[float, ...]:
-    """Computes for each span how long its device had nothing to do before it."""
     ended: dict[int, float] = {}
     gaps = []
     for span in spans:

@@ -1,7 +1,7 @@
-"""Simulates a stream of mini-batches, which never flushes: how long each takes once all devices are at work.
+"""Simulates a stream of mini-batches, which never flushes: the time of a mini-batch once all devices are busy.
 
-The stream begins and ends with an empty pipe, and is long enough to have a part in which no device waits for a first or
-a last mini-batch. The figures of a mini-batch are of that part:
+The stream begins and ends with an empty pipeline, and is long enough for a steady state, in which no device waits for a
+first or last mini-batch. The figures of a mini-batch are from the steady state:
 
 >>> from fxpipe.simulation.costs import StageCost
 >>> print(simulate_stream("pipedream", [StageCost(forward=1, backward=2, update=1)] * 2, micro_batches=1))
@@ -11,8 +11,8 @@ device 1 |...F0 B0=== U0 F1 B1=== U1 F2 B2=== U2 F3 B3=== U3 F4 B4=== U4 ......|
 warm-up 1000 ms, drain 2000 ms; between them a mini-batch takes 4000 ms, with its update, mean bubble 0.0 %
 critical path: B 52.2 %, F 26.1 %, U 21.7 %
 
-Mini-batches take turns at the replicas of a stage, which is updated once for each round of them. The time in which
-gradients are reduced over replicas is a part of U.
+Mini-batches take turns at the replicas of a stage, which is updated once per round. U includes the time to reduce
+gradients over replicas.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def simulate_stream(
     one_interpreter: bool = True,
     replicas: Sequence[int] = (),
 ) -> Simulation:
-    """Computes when every action of a stream runs, and how long a mini-batch takes in its steady state.
+    """Computes when every action of a stream runs, and the time of a mini-batch in the steady state.
 
     Args:
-        name: of the schedule, one of `STREAM_POLICIES`.
-        micro_batches: of a mini-batch.
+        name: the schedule, one of `STREAM_POLICIES`.
+        micro_batches: the number in a mini-batch.
         modes: the checkpoint mode of each stage.
         stages, transfers, overlaps, one_interpreter: as for `simulate_schedule`.
-        replicas: of each stage; none: each has one.
+        replicas: the number for each stage; empty: one each.
     """
     n = len(stages)
     check_costs(stages, transfers, n)
@@ -58,7 +58,7 @@ def simulate_stream(
 def _steady_state(whole: Simulation, window: SteadyWindow, micro_batches: int) -> SteadyState:
     count, devices = window.last - window.first, range(len(whole.schedule.rows))
     starts, ends = (dict.fromkeys(devices, limit) for limit in (whole.seconds, 0.0))
-    updated: dict[int, float] = {}  # by mini-batch, when the first device had gone back and updated
+    updated: dict[int, float] = {}  # by mini-batch: the end of the update of stage 0
     busy: defaultdict[int, float] = defaultdict(float)
     for span in whole.spans:
         kind, stage, i = span.action

@@ -1,7 +1,7 @@
-"""A timeline as lines of text, one for each device: in terminals, logs and documents.
+"""A timeline as lines of text, one for each device: for terminals, logs and documents.
 
-`F0`, `B0===` an action, `.` the bubble. With hundreds of micro-batches, each
-shorter than a column, there are as many columns of each kind, and of bubble, as they take of the time.
+`F0` and `B0===` are actions, `.` is the bubble. If actions are shorter than a column, the columns of each kind, and of
+the bubble, are in proportion to their time.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from fxpipe.scheduling import ActionKind
 from fxpipe.simulation.timeline import HasTimeline, Span, StepTimeline
 from fxpipe.utils.units import human_seconds, percent
 
-TIMELINE_COLUMNS = 100  # a timeline is no wider, unless asked
-NARROWEST_COLUMNS = 20  # columns of time; a narrower window breaks the lines
+TIMELINE_COLUMNS = 100  # default width
+NARROWEST_COLUMNS = 20  # least columns of time; a narrower window breaks the lines
 
 
 def timeline_text(source: HasTimeline, *, columns: int = TIMELINE_COLUMNS) -> str:
-    """Formats a line for each device: what it does when, and how long it is busy. `columns` is the width of a line."""
+    """Formats a line for each device: its actions over time, and its busy time. `columns` is the width of a line."""
     step = source.as_step(has_memory=False)
     heads, ends = _row_heads(step), _row_ends(step)
     room = columns - len(heads[0]) - len(ends[0]) - 3 if heads else 0
@@ -40,11 +40,7 @@ def _row_ends(step: StepTimeline) -> list[str]:
 def timeline_lines(
     spans: Sequence[Span], devices: int, seconds: float, *, columns: int = TIMELINE_COLUMNS
 ) -> list[str]:
-    """Draws a line for each device, as wide as the step is long.
-
-    Drawn as wide as the shortest action needs for its name; where that would be wider than `columns`, as wide as those,
-    and an action that is too short for its name shows the letter of its kind only.
-    """
+    """Draws a line for each device, at most `columns` wide. Actions too short for a name show only their kind."""
     names = span_names(spans)
     wanted = ((len(name) + 1) * (seconds / s.seconds) for s, name in zip(spans, names, strict=True) if s.seconds > 0)
     width = round(min(columns, max(wanted, default=0)))
@@ -56,7 +52,7 @@ def timeline_lines(
 
 
 def span_rows(spans: Sequence[Span], devices: int) -> list[list[int]]:
-    """Returns the places in `spans` of the spans of each device."""
+    """Returns the indices in `spans` of the spans of each device."""
     rows: list[list[int]] = [[] for _ in range(devices)]
     for k, span in enumerate(spans):
         rows[span.device].append(k)
@@ -64,29 +60,29 @@ def span_rows(spans: Sequence[Span], devices: int) -> list[list[int]]:
 
 
 def span_names(spans: Sequence[Span]) -> list[str]:
-    """Names each span, as short as it is clear on the row of its device."""
+    """Names each span, as briefly as is unambiguous in the row of its device."""
     if has_looped_stages(spans):
         return [str(span.action) for span in spans]
     return [f"{span.action.kind}{span.action.micro_batch}" for span in spans]
 
 
 def has_looped_stages(spans: Sequence[Span]) -> bool:
-    """Returns True if a device has several stages, so that the number of a micro-batch would not name an action."""
+    """Returns True if a device has several stages, so that a micro-batch does not identify an action."""
     return len({(span.device, span.action.stage) for span in spans}) > len({span.device for span in spans})
 
 
 def span_per_column(row: Sequence[Span], seconds: float, units: int) -> list[int | None]:
-    """A step is cut into `units` of equal length: which span of a device each one shows; None: the device idles.
+    """Cuts a step into `units` of equal length; returns the span that each unit shows, or None if the device idles.
 
-    A span is as many units as it is long, rounded. Spans shorter than a unit share it with each other and with bubbles;
-    one of them shows, and what does not is the more likely to show in the next unit: so that over several units each
-    kind, and the bubble, has its share (Floyd and Steinberg, "An adaptive algorithm for spatial greyscale", 1976).
+    Spans shorter than a unit share it with each other and with bubbles. One of them shows, and the others are carried
+    to the next unit, so that over several units each kind, and the bubble, has its share (Floyd and Steinberg, "An
+    adaptive algorithm for spatial greyscale", 1976).
     """
     owners: list[int | None] = [None] * units
     if not seconds:
         return owners
     shares: defaultdict[int, defaultdict[ActionKind, float]] = defaultdict(lambda: defaultdict(float))
-    taken: defaultdict[int, float] = defaultdict(float)  # of a unit by the ends of longer spans
+    taken: defaultdict[int, float] = defaultdict(float)  # covered share of each unit
     last: dict[tuple[int, ActionKind], int] = {}
     for k, span in enumerate(row):
         start, end = span.start / seconds * units, span.end / seconds * units
@@ -130,7 +126,7 @@ def _row_cells(owners: Sequence[int | None], names: Sequence[tuple[str, ActionKi
 
 
 def column_extents(owners: Sequence[int | None]) -> dict[int, tuple[int, int]]:
-    """Computes the first column and the number of columns of each span that is shown."""
+    """Returns the first column and the number of columns of each span that is shown."""
     extents: dict[int, tuple[int, int]] = {}
     for place, k in enumerate(owners):
         if k is not None:

@@ -1,6 +1,6 @@
-"""The timeline of a step, simulated or measured: spans of its actions, and the memory that follows from them.
+"""The timeline of a step, simulated or measured: the spans of its actions, and its memory over time.
 
-All that shows them starts from a `StepTimeline`: `text_timeline.py` as lines of text, `fxpipe.inspect` in other forms.
+All views start from a `StepTimeline`: lines of text (`text_timeline.py`), and pictures and pages (`fxpipe.inspect`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from typing import Protocol, runtime_checkable
 from fxpipe.scheduling import Action, ActionKind, split_backwards
 from fxpipe.simulation.costs import StageCost
 
-# -- Spans of actions, and the memory over time that follows from them -----------------------------------------------
-
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -23,7 +21,7 @@ class Span:
     device: int
     start: float  # seconds since the step began
     end: float
-    receiving: float = 0.0  # seconds of it, at its beginning, in which the device copies what it was sent
+    receiving: float = 0.0  # seconds at its start in which the device copies its inputs
 
     @property
     def seconds(self) -> float:
@@ -35,11 +33,11 @@ class MemoryParts:
     """The bytes that a device holds at one time, by what they are for."""
 
     parameters: float = 0  # and buffers
-    gradients: float = 0  # of parameters
-    optimizer: float = 0  # its state
-    activations: float = 0  # kept for backward, what came from the stage before among them
-    portals: float = 0  # kept for backward of what came through portals
-    working: float = 0  # held for a moment, while an action runs
+    gradients: float = 0  # for parameters
+    optimizer: float = 0
+    activations: float = 0  # saved for backward, with the inputs from the stage before
+    portals: float = 0  # inputs from portals, saved for backward
+    working: float = 0  # temporary, while an action runs
 
     @property
     def total(self) -> float:
@@ -50,7 +48,7 @@ class MemoryParts:
 class MemoryTimeline:
     """The bytes in use over time."""
 
-    steps: tuple[tuple[float, MemoryParts], ...]  # (seconds since the step began, what is there from then on), in order
+    steps: tuple[tuple[float, MemoryParts], ...]  # (seconds since the step began, memory from then on), in order
 
     @property
     def peak(self) -> float:
@@ -59,16 +57,15 @@ class MemoryTimeline:
 
     @property
     def at_peak(self) -> MemoryParts:
-        """Memory by part at the peak; at the first one where there are several."""
+        """The memory by part at the (first) peak."""
         return max((parts for _, parts in self.steps), key=lambda parts: parts.total)
 
 
 def memory_timeline_of(spans: Sequence[Span], stages: Sequence[StageCost]) -> MemoryTimeline:
-    """The bytes that some stages take: `spans` has all of their actions, which run one after the other.
+    """Computes the memory over time of some stages; `spans` has all of their actions, which do not overlap.
 
-    A micro-batch holds what its F was given from its F on, and what autograd saves from its F or, where it is
-    recomputed, from its R on; both to the end of its last piece of backward. Where nothing goes back, nothing is saved,
-    and what F was given goes when F ends.
+    A micro-batch holds its inputs from F, and its saved activations from F (or R, if recomputed), to the end of its
+    last piece of backward. Without a backward, nothing is saved, and the inputs are freed when F ends.
     """
     recomputed = {(s.action.stage, s.action.micro_batch) for s in spans if s.action.kind is ActionKind.RECOMPUTE}
     split = split_backwards(span.action for span in spans)
@@ -104,20 +101,14 @@ def memory_timeline_of(spans: Sequence[Span], stages: Sequence[StageCost]) -> Me
     return MemoryTimeline(tuple(steps))
 
 
-# -- The timeline of a step: one form for simulated and for measured ones --------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class TransferRecord:
-    """A transfer from the action that makes a value, or its gradient, to one of another stage that needs it.
-
-    On one device nothing is copied.
-    """
+    """A transfer of a value or gradient between actions of two stages; nothing is copied within a device."""
 
     maker: Action
     user: Action
     bytes: float
-    value: str = ""  # its name, where it has one
+    value: str = ""
 
     @property
     def is_gradient(self) -> bool:
@@ -128,17 +119,17 @@ class TransferRecord:
 class StepTimeline:
     """The timeline of a step: the spans of all devices."""
 
-    schedule: str  # its name
+    schedule: str  # name
     is_simulated: bool
-    devices: tuple[str, ...]  # the name of each; empty where it has none
+    devices: tuple[str, ...]  # the name of each device; "" if it has none
     spans: tuple[Span, ...]  # in order of their start
-    waited: tuple[float, ...]  # seconds before each span in which its device had nothing to do
+    waited: tuple[float, ...]  # idle seconds of its device before each span
     seconds: float
-    memory: tuple[MemoryTimeline, ...] = ()  # by device; empty where it is not known
-    limits: tuple[float | None, ...] = ()  # bytes, by device, where memory is known; None: not known
-    on_core: tuple[float, ...] = ()  # seconds of each span in which its worker had a core; empty where not known
-    away: float = 0.0  # seconds between forward and backward of a drop-in, which are left out of all times
-    loss_seconds: float = 0.0  # of all F of the last stage, those of the loss
+    memory: tuple[MemoryTimeline, ...] = ()  # by device; empty: not known
+    limits: tuple[float | None, ...] = ()  # bytes, by device, if memory is known; None: not known
+    on_core: tuple[float, ...] = ()  # seconds of each span in which its worker had a core; empty: not known
+    away: float = 0.0  # seconds between forward and backward of a drop-in, excluded from all times
+    loss_seconds: float = 0.0  # seconds of the loss in all F of the last stage
 
     @property
     def rows(self) -> tuple[tuple[Span, ...], ...]:
@@ -153,7 +144,7 @@ class StepTimeline:
         return any(span.action.kind is ActionKind.UPDATE for span in self.spans)
 
     def without_updates(self) -> StepTimeline:
-        """Returns forward and backward alone: updates of weights come after all else of their device."""
+        """Returns the timeline without updates of weights, which follow all other actions of their device."""
         kept = [k for k, span in enumerate(self.spans) if span.action.kind is not ActionKind.UPDATE]
         spans = tuple(self.spans[k] for k in kept)
         return replace(
@@ -166,7 +157,7 @@ class StepTimeline:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Seconds of each device."""
+        """The busy seconds of each device."""
         return tuple(sum(span.seconds for span in row) for row in self.rows)
 
     @property
@@ -188,18 +179,18 @@ class StepTimeline:
 
 
 def idle_shares(busy: Sequence[float], seconds: float) -> tuple[float, ...]:
-    """The share of a step, 0 to 1, in which each device idles."""
+    """Computes the share of a step, 0 to 1, in which each device idles."""
     return tuple(max(0.0, 1 - time / seconds) if seconds else 0.0 for time in busy)  # rounding may go below 0
 
 
 @runtime_checkable
 class HasTimeline(Protocol):
-    """Anything that gives the times of a step's actions in the common form: a `Simulation`, a `StepRecord`."""
+    """An object with the timeline of a step, such as a `Simulation` or a `StepRecord`."""
 
     def as_step(self, *, has_memory: bool = True) -> StepTimeline:
-        """The step, with or without memory over time, which takes the longest to compute."""
+        """Returns the step, with or without memory over time, which is the slowest part to compute."""
         ...
 
     def arrows(self) -> Iterator[TransferRecord]:
-        """Yields all transfers from stage to stage."""
+        """Yields all transfers between stages."""
         ...

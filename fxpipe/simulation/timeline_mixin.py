@@ -1,4 +1,4 @@
-"""The mixin by which a `HasTimeline` draws itself: into a file, and in a notebook."""
+"""A mixin that draws a `HasTimeline` into a file and in a notebook."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from fxpipe.simulation.timeline import HasTimeline
 
 
 class TimelineMixin:
-    """A base of what is `HasTimeline`."""
+    """A base class for a `HasTimeline`."""
 
     __slots__ = ()
 
     def save_timeline(self: HasTimeline, path: str | Path, *, title: str = "") -> None:
-        """Draws what each device does when: `.svg`, or `.json` for Perfetto.
+        """Draws the actions of each device over time: `.svg`, or `.json` for Perfetto.
 
         Raises:
-            ArgumentError: another suffix.
-            FileError: a place that cannot be written to.
+            ArgumentError: the path has another suffix.
+            FileError: the file cannot be written.
         """
         from fxpipe.inspect.save_timeline import save_timeline
 

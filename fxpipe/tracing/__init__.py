@@ -1,12 +1,12 @@
-"""Tracing: a model becomes a `torch.fx` graph of functions, whatever Python its forward runs.
+"""Tracing: converts a model to a `torch.fx` graph of functions, whatever Python its forward runs.
 
     traced = fxpipe.trace(model, (x,))
     print(traced)           # every node: what it computes, its shape in the batch size b, module path, source line
 
-What is asked for is a `TraceRequest`. `strategies` tries the ways to a recording: most often `record` runs the model
-once and writes down every torch function. `tracing_passes` completes a recording: `shapes` finds the dimension that
-holds the batch; `guards` keeps what the graph goes by; `verify` compares graph and model at several sizes and watches
-which nodes share storage and what is changed in place. The model, its buffers and all random states stay as they were.
+A `TraceRequest` holds the arguments. `strategies` tries the ways to record: most often `record` runs the model once and
+records every torch function. `tracing_passes` completes a recording: `shapes` finds the dimension that holds the batch;
+`guards` keeps the values that the graph depends on; `verify` compares graph and model at several sizes and observes
+shared storage and in-place changes. The model, its buffers and all random states are restored.
 """
 
 from __future__ import annotations
@@ -68,33 +68,32 @@ def trace(
     """Traces `model` on example inputs.
 
     Args:
-        model: any module. It runs on the inputs a few times and is left as it was. One without values (on the meta
-            device, or made under a FakeTensorMode) is run on fake tensors, which takes no memory.
+        model: any module. It runs on the inputs a few times and is restored. A model without values (on the meta
+            device, or created under a FakeTensorMode) runs on fake tensors, without memory.
         args, kwargs: example inputs: tensors, None, numbers, nested in tuples, lists, dicts and dataclasses.
-        in_dims: which dimension of an input holds the batch (default 0): an int, a tuple with an entry for each input,
-            or a dict by name; None for inputs without a batch.
-        out_dims: how the outputs of micro-batches go together: a tree like the output, or one entry for all: a
-            dimension, None (the same for all), "mean", "sum" or "stack"; "mean" or "sum" alone are for outputs without
-            a dimension that holds the batch. Found by itself where it can be.
+        in_dims: the dimension of each input that holds the batch (default 0): an int, a tuple with an entry for each
+            input, or a dict by name; None for inputs without a batch.
+        out_dims: how to combine the outputs of micro-batches: a tree like the output, or one entry for all: a
+            dimension, None (equal for all), "mean", "sum" or "stack". A single "mean" or "sum" applies to outputs
+            without a batch dimension only. By default it is found automatically if possible.
         chunks: number of micro-batches: graph and model are also compared at their sizes.
         tracer: "record" records the model (`fxpipe.tracing.strategies`); a function from the model to a
-            `torch.fx.GraphModule` makes the graph in its place.
+            `torch.fx.GraphModule` creates the graph instead.
         leaf_modules: names or classes of modules to keep whole: their Python runs in every step, as one node.
-        check: compare the graph with the model on real values, where it has some. Without it a graph that is not the
-            model's goes unseen.
+        check: compare the graph with the model on real values, if it has values. Without the check, a wrong graph goes
+            unnoticed.
         seed: of the random numbers that forward draws and reads (layer drop).
-        progress: show bars where it takes long and stderr is a terminal.
-        dynamic_shapes: dimensions whose size may differ from the example's: a dict from inputs to a
-            dict from dimensions to names or `torch.export.Dim`, as for `fxpipe.pipeline`.
-        dynamic: dimensions that may differ as well, as far as forward lets them; `Traced.dynamic` tells which do, and
-            why others do not.
-        is_whole: the mini-batch is the only micro-batch: samples may act on each other, and no dimension has to hold
-            them.
+        progress: show bars for long operations if stderr is a terminal.
+        dynamic_shapes: dimensions whose size may differ from the example's: a dict from inputs to a dict from
+            dimensions to names or `torch.export.Dim`, as for `fxpipe.pipeline`.
+        dynamic: dimensions that may vary as well, if forward allows it; `Traced.dynamic` contains the result and the
+            reasons.
+        is_whole: the mini-batch is the only micro-batch: samples may interact, and no batch dimension is required.
 
     Raises:
-        TraceError: forward does what a graph cannot carry.
+        TraceError: a graph cannot represent what forward does.
         ArgumentError: there are no inputs or no batch dimension, or inputs or outputs disagree on it.
-        Exception: what the model itself raises on these inputs, with a note.
+        Exception: any error of the model on these inputs, with a note.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"model is {with_article(model)}; expected a torch.nn.Module")
@@ -141,9 +140,9 @@ def trace(
 def trace_unverified(
     traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], in_dims: Any, out_dims: Any
 ) -> Traced:
-    """Another graph of the model in its present mode, recorded as `traced` was and compared with nothing.
+    """Records another graph of the model in its present mode, with the options of `traced` and without comparison.
 
-    How outputs go together is found again if other functions run than in `traced`.
+    The combination of outputs is determined again if other functions run than in `traced`.
 
     Raises:
         Exception: there is no such graph, or only with other options.
@@ -162,8 +161,7 @@ def trace_unverified(
 
 @contextlib.contextmanager
 def _ready_to_record(model: nn.Module) -> Iterator[None]:
-    """A block in which the model runs to be recorded."""
-    # Tensors made in inference mode have no versions, and nothing else is lost without it (but `grad`, which it sets).
+    # Tensors created in inference mode have no versions. Leaving it changes only `grad`, which is restored.
     grad = ThreadState.now().grad
     with (
         DISPATCH_MODE_LOCK,
@@ -179,7 +177,7 @@ def _ready_to_record(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _deeper_recursion() -> Iterator[None]:
-    """A block in which Python recurses deeper: each call of forward passes through up to three frames of ours."""
+    """A block with a deeper recursion limit: each call of forward adds up to three frames of fxpipe."""
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(_FRAMES_OF_A_CALL * limit)
     try:
@@ -189,7 +187,7 @@ def _deeper_recursion() -> Iterator[None]:
 
 
 def _find_graph_with_dynamic_sizes(request: TraceRequest) -> Traced:
-    """The graph, with those dimensions dynamic that can be."""
+    """Finds the graph, with all requested dimensions dynamic that can be."""
     asked, fixed = request.dynamic, dict(request.dynamic.fixed)
     fixed_here: dict[InputDim, str] = {}
     while True:
@@ -207,7 +205,7 @@ def _find_graph_with_dynamic_sizes(request: TraceRequest) -> Traced:
 
 
 def _refuse_fixed_sizes(traced: Traced, wanted: DynamicDims, reasons: Mapping[InputDim, str]) -> None:
-    """Raises where a dimension that the user says is dynamic is not. A size of 1 is fixed, as in `torch.export`."""
+    """Raises if a dimension in `dynamic_shapes` is fixed. Size 1 is always fixed, as in `torch.export`."""
     for place, dim in wanted.asked.keys() - traced.dynamic.formulas.keys():
         if traced.in_dims[place] == dim:
             continue  # the samples, whose number always varies
@@ -221,13 +219,13 @@ def _refuse_fixed_sizes(traced: Traced, wanted: DynamicDims, reasons: Mapping[In
 
 
 def _find_graph_with_lazy_state(request: TraceRequest) -> Traced:
-    """The graph of what the model does in every call, where the first one makes what it has later."""
+    """Finds the graph of every call, even if the first call creates state that later calls use."""
     try:
         traced = find_graph(request)
         if not new_attributes(traced) or is_faked():
             return traced
         error: Exception | None = None
-    except (MakesState, ArgumentError) as refusal:  # samples may meet in what the first call makes of them
+    except (MakesState, ArgumentError) as refusal:  # samples may interact in the state that the first call creates
         error = refusal
     lazy_state = make_lazy_state(request.model, request.args, request.kwargs, request.in_dims)
     if lazy_state is None and error is not None:
@@ -253,5 +251,5 @@ def _needs_inputs(model: nn.Module) -> bool:
 
 
 def _force_eager() -> contextlib.AbstractContextManager[object]:
-    """A block in which what `torch.compile` made runs, and is recorded, as the Python that it was made from."""
+    """A block in which compiled functions and modules run, and are recorded, as the original Python."""
     return torch.compiler.set_stance("force_eager") if is_compiler_loaded() else contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""The key of a graph: all that is told of a step at a glance, and decides which Python a model runs."""
+"""The key of a graph: the cheap properties of a step that decide which Python a model runs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentError
 from fxpipe.tracing.model_state import slots_of
 
-# -- The key of a graph ----------------------------------------------------------------------------------------------
-
 
 class TensorKind(NamedTuple):
-    """A tensor among the inputs, besides its sizes."""
+    """A tensor among the inputs, without its sizes."""
 
     dtype: torch.dtype
     dims: int
@@ -28,7 +26,7 @@ class TensorKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class InputsKey:
-    """The structure of inputs, and what their leaves are; None: no tensor."""
+    """The structure of the inputs, and the kinds of their leaves; None: not a tensor."""
 
     spec: pytree.TreeSpec
     kinds: tuple[TensorKind | None, ...]
@@ -41,7 +39,7 @@ class InputsKey:
 
 
 def same_tensors(leaves: Sequence[Any]) -> tuple[int | None, ...]:
-    """Returns by place of a leaf the first place of the same tensor; None if it is the first, or no tensor."""
+    """Returns for each leaf the first index of the same tensor; None if it is the first, or not a tensor."""
     first: dict[int, int] = {}
     places = (first.setdefault(id(leaf), i) if isinstance(leaf, torch.Tensor) else i for i, leaf in enumerate(leaves))
     return tuple(None if place == i else place for i, place in enumerate(places))
@@ -53,28 +51,28 @@ def _kind_of(tensor: torch.Tensor) -> TensorKind:
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """Inputs, flags of all modules, and the state of the caller."""
+    """Inputs, flags of all modules, and the thread state of the caller."""
 
     inputs: InputsKey
     flags: tuple[Any, ...]
     state: ThreadState
 
 
-# -- The tensors of a model that a graph reads: their shapes, dtypes and ties must stay for the graph to hold --------
+# -- The tensors of a model that a graph reads -------------------------------------------------------------------------
 #
-# Values may change, and so may the objects: a graph finds them by name. Another shape or dtype is another graph. And
-# where one tensor stood under two names, the graph reads it by one of them: these must stay one.
+# Values and objects may change: a graph finds tensors by name. Another shape or dtype needs another graph. If one
+# tensor has two names, the graph reads it by one of them, so the names must stay tied.
 
 
 @dataclass(frozen=True, slots=True)
 class TensorGuard:
-    """A tensor as it was when the model was traced."""
+    """A tensor as it was during tracing."""
 
-    store: dict[str, Any]  # of its module
+    store: dict[str, Any]  # dict of its module
     key: str
     shape: torch.Size
     dtype: torch.dtype
-    others: tuple[tuple[dict[str, Any], str], ...]  # where it stood as well
+    others: tuple[tuple[dict[str, Any], str], ...]  # other references to it
 
     def holds(self) -> bool:
         now = self.store.get(self.key)
@@ -87,13 +85,13 @@ class TensorGuard:
 
 
 def tensors_match(attributes: Sequence[TensorGuard]) -> bool:
-    """Returns whether they hold, and are still different tensors; a tie made later is another model."""
+    """Returns whether all guards hold and their tensors are still different; a new tie makes another model."""
     apart = len({id(a.store.get(a.key)) for a in attributes}) == len(attributes)
     return apart and all(attribute.holds() for attribute in attributes)
 
 
 def requires_grad_flags(model: nn.Module) -> tuple[bool, ...]:
-    """Returns `requires_grad` of each parameter: another graph for a forward that reads it, no matter for any other."""
+    """Returns `requires_grad` of each parameter. Only a forward that reads it needs another graph for other flags."""
     return tuple(p.requires_grad for p in model.parameters())
 
 
@@ -109,12 +107,11 @@ _SWITCHES = (
 
 
 def torch_switches() -> tuple[Any, ...]:
-    """Returns the settings of torch for the whole process that forward may ask for."""
+    """Returns the global settings of torch that forward may read."""
     return tuple([switch() for switch in _SWITCHES])
 
 
 def tensor_guards_of(model: nn.Module, names: Iterable[str]) -> tuple[TensorGuard, ...]:
-    """Returns a guard for each of these names that the model holds."""
     wanted = set(names)
     places: dict[int, list[tuple[dict[str, Any], str]]] = {}
     slots = slots_of(model)
@@ -133,20 +130,17 @@ def tensor_guards_of(model: nn.Module, names: Iterable[str]) -> tuple[TensorGuar
     )
 
 
-# -- Modules in training and in evaluation mode: a graph is that of one such mode, and so is a plan ------------------
+# -- training and evaluation mode: a graph, and a plan, belongs to one mode of all modules ---------------------------
 
 
 def evaluating_modules(model: nn.Module) -> tuple[str, ...]:
-    """Names of the modules that are in evaluation mode; "" is the model."""
+    """Returns the names of the modules in evaluation mode; "" is the model."""
     return tuple(name for name, module in model.named_modules() if not module.training)
 
 
 @contextlib.contextmanager
 def in_mode(model: nn.Module, evaluating: Collection[str] | None) -> Iterator[None]:
-    """A block in which just these modules are in evaluation mode; None: those that are.
-
-    The flags alone are set: `train()` may be a module's own, and do more, or less.
-    """
+    """A block in which exactly these modules are in evaluation mode; None: no change. `train()` is not called."""
     before = [(module, module.training) for module in model.modules()]
     try:
         if evaluating is not None:
@@ -154,7 +148,7 @@ def in_mode(model: nn.Module, evaluating: Collection[str] | None) -> Iterator[No
                 module.training = name not in evaluating
         yield
     except Exception as error:
-        is_ours = isinstance(error, ArgumentError)  # says what to do by itself
+        is_ours = isinstance(error, ArgumentError)  # has its own remedy
         if not is_ours and any(module.training != was for module, was in before):
             error.add_note(
                 "fxpipe: forward ran in the mode (train or eval) that the plan was made in, which is not the model's "

@@ -1,9 +1,9 @@
-"""Sizes that may differ from batch to batch: the number of samples, and dimensions of inputs that are dynamic.
+"""Sizes that may vary between batches: the number of samples, and dynamic dimensions of inputs.
 
-A graph is recorded on inputs of certain sizes. It holds for any number of samples `b` that meets its conditions. Other
-dimensions are fixed, unless they are *dynamic*: then their sizes are symbols as well, and the graph holds for all that
-meet the conditions, which are what forward and torch concluded from sizes (`length < 512`). A symbol has the name that
-the user gives the dimension (`dynamic_shapes`), or that of the input and the number of the dimension: `ids_dim1`.
+A graph is valid for any number of samples `b` that meets its conditions. Other dimensions have the recorded size unless
+they are *dynamic*: then their sizes are symbols as well, with conditions that forward and torch evaluated, for example
+`length < 512`. A symbol has the user's name of the dimension (`dynamic_shapes`), or a name from the input and the
+number of the dimension: `ids_dim1`.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from fxpipe.utils.units import with_article
 if TYPE_CHECKING:
     from fxpipe.tracing.traced import InputLeaf
 
-InputDim = tuple[int, int]  # place of an input leaf, dimension
-Lengths = tuple[tuple[sympy.Symbol, int], ...]  # symbols of dynamic sizes, and their values
+InputDim = tuple[int, int]  # index of an input leaf, dimension
+Lengths = tuple[tuple[sympy.Symbol, int], ...]  # symbols of dynamic sizes, with their values
 
 
 @dataclass(frozen=True, slots=True)
 class DynamicDims:
-    """Dimensions of inputs that are to be dynamic."""
+    """Dimensions of inputs that should be dynamic."""
 
     dims: frozenset[InputDim] = frozenset()
-    seen: tuple[Mapping[InputDim, int], ...] = ()  # sizes that inputs had
-    fixed: Mapping[InputDim, str] = field(default_factory=dict)  # others, which are known not to be, and why
-    asked: Mapping[InputDim, AskedDim] = field(default_factory=dict)  # those of `dynamic_shapes`
+    seen: tuple[Mapping[InputDim, int], ...] = ()  # sizes of inputs so far
+    fixed: Mapping[InputDim, str] = field(default_factory=dict)  # dimensions that cannot be dynamic, with the reason
+    asked: Mapping[InputDim, AskedDim] = field(default_factory=dict)  # dimensions in `dynamic_shapes`
 
     def with_asked(self, asked: Mapping[InputDim, AskedDim]) -> DynamicDims:
-        """These, and those that the user asks for, but none that is to be static."""
+        """Adds the dimensions that the user requests, and removes those that the user declares static."""
         dynamic = {dim: one for dim, one in asked.items() if not one.is_static}
         static = {dim: "dynamic_shapes says that it is static" for dim in self.dims & (asked.keys() - dynamic.keys())}
         fixed = {**self.fixed, **static}
@@ -48,7 +48,7 @@ class DynamicDims:
         return replace(self, dims=self.dims - {*dims})
 
     def names(self, leaves: Sequence[InputLeaf]) -> dict[InputDim, str]:
-        """The name of the size of each: the user's, first, or one made of the input's. Those of one name are equal."""
+        """Returns the name of each size: the user's, or one from the input's name. Sizes with one name are equal."""
         named = {dim: self.asked[dim].name for dim in sorted(self.asked.keys() & self.dims) if self.asked[dim].name}
         others = {dim: f"{leaves[dim[0]].path}_dim{dim[1]}" for dim in sorted(self.dims - named.keys())}
         own = {name: _size_name(name) for name in named.values()}
@@ -61,7 +61,7 @@ class DynamicDims:
         return names
 
     def conditions(self, formulas: Mapping[InputDim, sympy.Expr]) -> list[SizeCondition]:
-        """The conditions that the user puts on dynamic sizes: least and largest, and equal sizes of one name."""
+        """Returns the user's conditions on dynamic sizes: bounds, and equality of sizes with one name."""
         conditions = []
         first: dict[str, sympy.Expr] = {}
         for dim, asked in self.asked.items():
@@ -77,7 +77,7 @@ class DynamicDims:
 
 @dataclass(frozen=True, slots=True)
 class AskedDim:
-    """A dimension that the user speaks of: its name, if it has one, its least and its largest size; or it is static."""
+    """A dimension in `dynamic_shapes`: its name (or ""), its least and largest size; or it is static."""
 
     name: str = ""
     least: int = 0
@@ -92,17 +92,17 @@ class AskedDim:
 def parse_dynamic_shapes(
     dynamic_shapes: Any, leaves: Sequence[InputLeaf], parameters: Collection[str]
 ) -> dict[InputDim, AskedDim]:
-    """Reads `dynamic_shapes`: a dict from inputs to their dynamic dimensions, as `torch.export` takes it.
+    """Parses `dynamic_shapes`: a dict from inputs to their dynamic dimensions, as in `torch.export`.
 
     A dimension is a name, a `torch.export.Dim`, or one of torch's hints (`Dim.AUTO`, `Dim.DYNAMIC`, `Dim.STATIC`); None
-    and a number leave it as it is.
+    and a number leave it unchanged.
 
     Args:
         leaves: of the inputs.
         parameters: names of the parameters of forward.
 
     Raises:
-        ArgumentError, ArgumentTypeError: names an input or a dimension that there is not, or something else.
+        ArgumentError, ArgumentTypeError: an input or a dimension does not exist, or an entry has another type.
     """
     if dynamic_shapes is None:
         return {}
@@ -118,7 +118,7 @@ def parse_dynamic_shapes(
     asked: dict[InputDim, AskedDim] = {}
     for name, dims in dynamic_shapes.items():
         if name not in places and name in parameters:
-            continue  # it may be left out
+            continue  # an optional argument
         if name not in places:
             known = ", ".join(map(repr, places))
             raise ArgumentError(
@@ -184,40 +184,40 @@ def _asked_dim(name: str, dim: int, what: Any) -> AskedDim | None:
 
 
 NO_DYNAMIC_DIMS = DynamicDims()
-TOO_LONG = "torch takes too long to follow it"  # why a dimension is fixed; it would at any other size as well
+TOO_LONG = "torch takes too long to follow it"  # why a dimension is fixed, at any size
 
-# Names that figures take for something else than a size (`plan.memory(1, b=8)`, `fxpipe.simulate(plan, chunks=4)`).
+# Names with another meaning in figures (`plan.memory(1, b=8)`, `fxpipe.simulate(plan, chunks=4)`).
 TAKEN_NAMES = frozenset(
     "b self cls stage plan samples schedule chunks checkpoint batch hardware loss_seconds overlaps sizes".split()
 )
 
 
 def _size_name(text: str) -> str:
-    """The text as a name that Python takes for that of an argument: `batch['ids']_dim1` -> `batch_ids_dim1`."""
+    """Returns the text as a valid name of a Python argument: `batch['ids']_dim1` -> `batch_ids_dim1`."""
     name = re.sub(r"\W+", "_", text)
     name = f"_{name}" if name[:1].isdigit() else name
     return f"{name}_" if name in TAKEN_NAMES or keyword.iskeyword(name) else name
 
 
 class FixedSizeError(Exception):
-    """The size of a dimension that was to be dynamic is a number in the graph. Never reaches the caller."""
+    """The size of a dimension that should be dynamic is a number in the graph. Never reaches the caller."""
 
     def __init__(self, why: str, dims: frozenset[InputDim] = frozenset(), is_of_this_size: bool = False):
         super().__init__(why)
-        self.dims = dims  # those that cannot be dynamic; none: all of them
-        self.is_of_this_size = is_of_this_size  # with another size they may be
+        self.dims = dims  # dimensions that cannot be dynamic; empty: all
+        self.is_of_this_size = is_of_this_size  # they may be dynamic at another size
 
 
 @dataclass(frozen=True, slots=True)
 class SizeCondition:
-    """forward asked whether `condition` holds for its sizes and went on as if it were so for all of them."""
+    """A condition that forward evaluated on its sizes; the graph follows the branch for which `condition` is true."""
 
     condition: sympy.Basic
     where: str
-    is_of_torch: bool = False  # a function of torch asked, and may do the same where it does not hold
+    is_of_torch: bool = False  # evaluated by a function of torch, which may give the same result otherwise
 
     def holds(self, batch: int, lengths: Lengths = ()) -> bool:
-        """Returns whether it holds for so many samples. `lengths`: of the dynamic sizes, where it is about any."""
+        """Returns whether the condition holds for `batch` samples. `lengths`: the dynamic sizes, if it contains any."""
         return _holds(self.condition, batch, lengths)
 
 
@@ -226,24 +226,24 @@ def _holds(condition: sympy.Basic, batch: int, lengths: Lengths) -> bool:
     values = dict(lengths)
     try:
         return bool(condition.subs({s: values.get(s, batch) for s in condition.free_symbols}))
-    except (ZeroDivisionError, AssertionError):  # of torch's `Mod`, of no or of less than no positions
-        return False  # nothing was concluded of such sizes
+    except (ZeroDivisionError, AssertionError):  # from torch's `Mod`, for zero or negative operands
+        return False  # no conclusion for such sizes
 
 
 @dataclass(frozen=True, slots=True)
 class DynamicSizes:
     """The dynamic dimensions of a graph's inputs."""
 
-    formulas: Mapping[InputDim, sympy.Expr]  # the size of each, in the symbols
-    symbols: Mapping[sympy.Symbol, InputDim]  # the dimension whose size a symbol is
-    example: Lengths  # of the recording
+    formulas: Mapping[InputDim, sympy.Expr]  # the size of each dimension, in the symbols
+    symbols: Mapping[sympy.Symbol, InputDim]  # a dimension for each symbol
+    example: Lengths  # sizes in the recording
     conditions: tuple[SizeCondition, ...]
-    fixed: Mapping[InputDim, str]  # dimensions that were to be dynamic and are not, and why
-    is_observed: bool = False  # are there nodes of which only runs have shown what they make of other sizes?
-    largest: Lengths = ()  # that the user announces, of those of which there is one
+    fixed: Mapping[InputDim, str]  # dimensions that should be dynamic and are not, with the reason
+    is_observed: bool = False  # do nodes exist whose result at other sizes was only observed?
+    largest: Lengths = ()  # largest sizes, if the user gives them
 
     def bounds(self, symbol: sympy.Symbol) -> tuple[int, int | None]:
-        """The least and the largest size of a symbol by conditions on it alone; None: there is no largest."""
+        """Returns the least and the largest size of a symbol, from conditions on it alone; None: unbounded."""
         least, largest = 1, None
         for part in (part for one in self.conditions for part in sympy.And.make_args(one.condition)):
             if not part.is_Relational or part.lhs != symbol or not part.rhs.is_Integer:
@@ -257,7 +257,7 @@ class DynamicSizes:
         return least, largest
 
     def with_asked(self, asked: DynamicDims) -> DynamicSizes:
-        """These, with what the user asks for: conditions, and the largest sizes."""
+        """Adds the user's conditions and largest sizes."""
         largest: dict[sympy.Symbol, int] = {}
         for dim, one in asked.asked.items():
             symbol = self.formulas.get(dim)
@@ -267,11 +267,11 @@ class DynamicSizes:
 
     @property
     def largest_lengths(self) -> Lengths:
-        """The largest sizes that are announced or, of others, those of the recording: of these memory is asked."""
+        """The largest sizes that the user gives, or else the recorded sizes: memory is estimated for them."""
         return tuple((symbol, max(size, dict(self.largest).get(symbol, size))) for symbol, size in self.example)
 
     def lengths_of(self, leaves: Sequence[Any]) -> Lengths | None:
-        """Returns the dynamic sizes of flattened inputs; None where some do not fit together (a shorter mask)."""
+        """Returns the dynamic sizes of flattened inputs; None if some disagree (a shorter mask)."""
         lengths = tuple((symbol, leaves[place].shape[dim]) for symbol, (place, dim) in self.symbols.items())
         values = dict(lengths)
         for (place, dim), formula in self.formulas.items():
@@ -280,9 +280,9 @@ class DynamicSizes:
         return lengths
 
     def is_far_from(self, lengths: Lengths, compared: Collection[Lengths]) -> bool:
-        """Returns whether a size is more than twice, or less than half, of those that graph and model were compared at.
+        """Returns whether a size is more than twice, or less than half, of the sizes compared with the model.
 
-        Forward may have an unseen threshold beyond those. If nodes run Python (`is_observed`), any size beyond counts.
+        Forward may have an unknown threshold beyond them. If nodes run Python (`is_observed`), any size beyond counts.
         """
         known, factor = [dict(one) for one in compared or (self.example,)], 1 if self.is_observed else 2
         return any(
@@ -299,18 +299,18 @@ FIXED_SIZES = DynamicSizes({}, {}, (), (), {})
 
 @dataclass(slots=True)
 class SizeComparisons:
-    """The sizes at which a graph was compared with its model, and what that showed. Later steps add to it."""
+    """The sizes at which a graph was compared with its model, with the results. Later steps add to it."""
 
     excused: set[int] = field(default_factory=set)  # micro-batches for which conditions need not hold
-    # Mini-batches in such micro-batches whose outputs were compared; of others it is remembered that it was tried.
+    # Mini-batches with their micro-batches: whose outputs were compared and equal, and all that were tried.
     accepted_splits: set[tuple[int, frozenset[int], Lengths]] = field(default_factory=set)
     tried_splits: set[tuple[int, frozenset[int], Lengths]] = field(default_factory=set)
     lengths: set[Lengths] = field(default_factory=set)
-    harmless: set[SizeCondition] = field(default_factory=set)  # conditions of dynamic sizes that need not hold
-    bounds: SizeCondition | None = None  # graph and model differ beyond
+    harmless: set[SizeCondition] = field(default_factory=set)  # conditions on dynamic sizes that need not hold
+    bounds: SizeCondition | None = None  # graph and model differ beyond these sizes
 
     def hold_between_compared(self) -> None:
-        """Makes the graph one for sizes between those compared only."""
+        """Restricts the graph to sizes between the compared ones."""
         known = [dict(one) for one in self.lengths]
         ranges = [
             sympy.And(symbol >= min(one[symbol] for one in known), symbol <= max(one[symbol] for one in known))

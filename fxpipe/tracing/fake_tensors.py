@@ -1,11 +1,10 @@
-"""Models without values, on the meta device or made under a `FakeTensorMode`: they are traced as all others.
+"""Traces models without values, on the meta device or created under a `FakeTensorMode`.
 
-Recording needs tensors that know their sizes and their device, no more. So for the while of a block a model's tensors,
-and the inputs with them, are replaced by fake ones of one mode of our own: parameters by parameters, tied ones by one
-object. They are on the device that the model or the inputs name, else on the CPU; the graph is the same as that of the
-model with values, unless forward reads some. After the block every object is in its place again.
+Recording needs only sizes and devices. So inside a block the tensors of the model and of the inputs are replaced with
+fake tensors of one mode: parameters with parameters, tied ones with one object. They are on the device of the model or
+the inputs, else on the CPU. The graph equals the graph of the model with values, unless forward reads values.
 
-Random functions leave torch's generators where they are under this mode, which therefore counts them.
+Random functions do not advance torch's generators under this mode, so the mode counts them.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ from fxpipe.tracing.record.unrecordable import refuse_model
 from fxpipe.tracing.tensors import has_values, tensors_in
 from fxpipe.utils.pytree import flatten, map_tensor_leaves
 
-# What is raised where fake tensors are not enough; the last, by an operator that has not said what it makes of them.
+# Errors for missing values; the last one comes from operators without a rule for fake tensors.
 NEEDS_VALUES_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
 @contextlib.contextmanager
 def mute_fake_tensor_logs() -> Iterator[None]:
-    """A block in which torch does not log what fake tensors cannot do, each with a stack: it is raised as well."""
+    """A block in which torch does not log the errors of fake tensors with stacks: they are raised as well."""
     here, logger = threading.get_ident(), logging.getLogger(LOGGER)
 
     def is_elsewhere(record: logging.LogRecord) -> bool:
@@ -59,14 +58,14 @@ def mute_fake_tensor_logs() -> Iterator[None]:
 
 
 class ModelFakeMode(FakeTensorMode):
-    """The mode whose tensors stand for a model's. Sizes are plain numbers."""
+    """The mode whose tensors replace a model's. Sizes are plain numbers."""
 
     def __init__(self, device: torch.device):
-        super().__init__(allow_non_fake_inputs=True)  # numpy's, and those of libraries
-        self.device = device  # of what has none
-        self.drawn = 0  # how often a random function has run
-        self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id -> the tensor, and what stands for it
-        self._results = weakref.WeakValueDictionary[int, torch.Tensor]()  # by id
+        super().__init__(allow_non_fake_inputs=True)  # numpy's, and tensors of libraries
+        self.device = device  # for tensors without a device
+        self.drawn = 0  # number of random functions that have run
+        self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id -> the tensor and its fake tensor
+        self._results = weakref.WeakValueDictionary[int, torch.Tensor]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags and not draws_nothing(schema_of(func), args, kwargs or {}):
@@ -76,7 +75,7 @@ class ModelFakeMode(FakeTensorMode):
         return result
 
     def clear_caches(self) -> None:
-        """Clears each `lru_cache` that holds a fake tensor, which its function would return outside of the mode."""
+        """Clears each `lru_cache` that holds a fake tensor, which its function would return outside the mode."""
         alive = set(self._results.keys()) - {id(fake) for _, fake in self._fakes.values()}
         caches = [one for one in gc.get_objects() if type(one) is _LRU_CACHE] if alive else []
         for cache in caches:
@@ -84,7 +83,7 @@ class ModelFakeMode(FakeTensorMode):
                 cache.cache_clear()
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the fake tensor that stands for a tensor: always the same object."""
+        """Returns the fake tensor for a tensor: always the same object."""
         if isinstance(tensor, FakeTensor) and tensor.fake_mode is self:
             return tensor
         if id(tensor) not in self._fakes:
@@ -92,12 +91,12 @@ class ModelFakeMode(FakeTensorMode):
         return self._fakes[id(tensor)][1]
 
     def original(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor for which a fake one stands; any other tensor as it is."""
+        """Returns the tensor of a fake tensor; any other tensor unchanged."""
         return next((original for original, fake in self._fakes.values() if fake is tensor), tensor)
 
     def _make(self, tensor: torch.Tensor) -> torch.Tensor:
         bare = tensor.detach()
-        # A fake tensor that is made of a meta tensor shares its storage, and so views of one tensor stay views of one.
+        # A fake tensor of a meta tensor shares its storage, so views of one tensor stay views of one tensor.
         fake = FakeTensor(self, bare, self.device) if _is_plain_meta(bare) else self.from_tensor(bare)
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(fake, requires_grad=tensor.requires_grad)
@@ -115,16 +114,15 @@ _current = _Current()
 
 
 def names_without_values(model: nn.Module) -> list[str]:
-    """Names of the model's tensors that have none."""
     tensors = (*((slot.name, t) for slot, t in slots_of(model).items()), *container_tensors(model).items())
     return [name for name, tensor in tensors if not has_values(tensor)]
 
 
 @contextlib.contextmanager
 def with_fake_tensors(model: nn.Module, inputs: Any, always: bool = False) -> Iterator[Any]:
-    """A block in which no tensor of model and inputs lacks values, or all are fake (or always); gives the inputs.
+    """A block in which either all tensors of model and inputs have values, or all are fake (always, if `always`).
 
-    A `FakeTensorMode` or `torch.device("meta")` of the user's is not active meanwhile.
+    Yields the inputs. A `FakeTensorMode` or `torch.device("meta")` of the user is inactive in the block.
 
     Raises:
         CannotRecord: the model cannot be recorded for another reason.
@@ -139,7 +137,7 @@ def with_fake_tensors(model: nn.Module, inputs: Any, always: bool = False) -> It
         refuse_model(model)
         devices = (t.device for t in tensors if t.device.type != "meta")
         mode = ModelFakeMode(next(devices, torch.device("cpu")))
-        if torch.get_default_device() != mode.device:  # where functions that name none make tensors
+        if torch.get_default_device() != mode.device:  # the device for functions without a device argument
             stack.enter_context(torch.device(mode.device))
         stack.enter_context(_replace_tensors(model, mode.fake))
         outer, _current.mode = _current.mode, mode
@@ -151,33 +149,32 @@ def with_fake_tensors(model: nn.Module, inputs: Any, always: bool = False) -> It
 
 
 def in_fake_mode() -> contextlib.AbstractContextManager[object]:
-    """A block in which what a model or a graph makes is fake, as it is itself; to be used in a block of
-    `with_fake_tensors`."""
+    """A block in which results are fake if `with_fake_tensors` is active with fake tensors."""
     return contextlib.nullcontext() if _current.mode is None else _current.mode
 
 
 def is_faked() -> bool:
-    """Returns whether this is in a block of `with_fake_tensors` in which tensors are fake."""
+    """Returns whether a block of `with_fake_tensors` with fake tensors is active."""
     return _current.mode is not None
 
 
 def fake_draw_count() -> int:
-    """Counts the random functions that have run, for where torch's generators do not tell."""
+    """Returns the number of random functions that have run: torch's generators do not advance for fake tensors."""
     return 0 if _current.mode is None else _current.mode.drawn
 
 
 def fake_if_active(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of a graph as it can be used now: fake in a block of `with_fake_tensors` that makes all tensors so."""
+    """Returns a tensor of a graph as it can be used now: fake if a block of `with_fake_tensors` uses fake tensors."""
     return tensor if _current.mode is None else _current.mode.fake(tensor)
 
 
 def original_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor of the model for which a fake one stands, to be kept beyond a block of `with_fake_tensors`."""
+    """Returns the model's tensor for a fake one, to keep after a block of `with_fake_tensors`."""
     return tensor if _current.mode is None else _current.mode.original(tensor)
 
 
 def draws_nothing(schema: torch.FunctionSchema, args: Any, kwargs: Any) -> bool:
-    """Returns whether the arguments of a random function make it draw nothing: no dropout, no training."""
+    """Returns whether a random function draws nothing with these arguments: no dropout, no training."""
     arguments = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
     names = {argument.name for argument in schema.arguments}
     if "dropout_p" in names:
@@ -196,12 +193,12 @@ def _is_plain_meta(tensor: torch.Tensor) -> bool:
     return tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
-# -- putting tensors in a model's places -----------------------------------------------------------------------------
+# -- replacing the tensors of a model --------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _replace_tensors(model: nn.Module, other: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """A block in which `other(tensor)` stands wherever the model holds a tensor."""
+    """A block in which `other(tensor)` replaces every tensor that the model holds."""
     before: list[tuple[Any, Any, Any]] = []  # store, key, value
     try:
         for module in model.modules():
@@ -217,14 +214,14 @@ def _replace_tensors(model: nn.Module, other: Callable[[torch.Tensor], torch.Ten
 def _replace_item(
     store: Any, key: Any, other: Callable[[torch.Tensor], torch.Tensor], before: list[tuple[Any, Any, Any]], depth: int
 ) -> None:
-    """Replaces what `store` holds under `key`, in containers as deep as `container_tensors` looks."""
+    """Replaces the value under `key` in `store`, in containers to the depth of `container_tensors`."""
     value = store[key]
     if isinstance(value, torch.Tensor):
         before.append((store, key, value))
         store[key] = other(value)
     elif isinstance(value, weakref.ref) and isinstance(
         tensor := value(), torch.Tensor
-    ):  # how nn.LSTM knows its weights
+    ):  # nn.LSTM holds weak references to its weights
         before.append((store, key, value))
         store[key] = weakref.ref(other(tensor))
     elif depth and type(value) in (list, tuple, dict):

@@ -1,10 +1,10 @@
-"""Decisions by lot: random numbers that forward reads, as layer drop does (`if torch.rand(()) < p: skip`).
+"""Random numbers that forward reads for decisions, as in layer drop (`if torch.rand(()) < p: skip`).
 
-A model draws such a number once for a mini-batch. So does a pipe, before it cuts the mini-batch, and the answers choose
-the graph. For this the numbers must be the same ones whoever draws them, the model while it is recorded or the guards
-of a graph at hand: they come from a stream of their own, which nothing but such draws advances.
+A model draws such a number once for a mini-batch. A pipe draws it before it splits the mini-batch, and the result
+selects the graph. The model during recording and the guards of a graph must draw the same numbers, so these come from a
+separate stream, which only such draws advance.
 
-A draw is a random function without tensors among its arguments that gives one number.
+A draw is a random function without tensor arguments that returns one number.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from fxpipe.utils import accelerator
 
 
 class DrawStream:
-    """A stream of random numbers."""
+    """A separate stream of random numbers."""
 
     def __init__(self, seed: int):
         self._state = torch.Generator().manual_seed(seed).get_state()
 
     def take(self, call: Callable[[], Any]) -> Any:
-        """The result of `call`, drawn from the stream; torch's generator stays where it is."""
+        """Returns the result of `call`, drawn from the stream; torch's generator is restored."""
         generator = torch.default_generator
         before = generator.get_state()
         generator.set_state(self._state)
@@ -49,7 +49,6 @@ class DrawStream:
 
 
 def is_scalar_draw(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
-    """Returns whether this random result is a draw."""
     return (
         isinstance(result, torch.Tensor)
         and result.numel() == 1
@@ -59,9 +58,9 @@ def is_scalar_draw(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -
 
 
 class DrawFromStream(TorchFunctionMode):
-    """A model that runs under this mode takes its draws from the stream, as it does while it is recorded.
+    """A mode in which a model takes its draws from the stream, as during recording.
 
-    `draws_from_stream`: of each draw in turn, is it one of the stream? Those inside of what is one node are not.
+    `draws_from_stream`: for each draw in order, does it use the stream? Draws inside opaque nodes do not.
     """
 
     def __init__(self, draws: DrawStream, draws_from_stream: Sequence[bool]):
@@ -83,7 +82,6 @@ class DrawFromStream(TorchFunctionMode):
 
 
 def generator_states() -> list[Any]:
-    """Returns the states of torch's random generators."""
     if is_faked():
         return [fake_draw_count()]
     states: list[Any] = [torch.default_generator.get_state()]
@@ -94,17 +92,17 @@ def same_generator_states(left: list[Any], right: list[Any]) -> bool:
     return left == right if is_faked() else torch.equal(left[0], right[0]) and left[1:] == right[1:]
 
 
-# -- calls that have drawn nothing, and might --------------------------------------------------------------------------
+# -- calls that drew nothing, but may draw -----------------------------------------------------------------------------
 
-# They draw for some values only, rrelu for negative ones, poisson and binomial for none that are 0; or, on a GPU, from
-# a state of cuDNN's.
+# They draw only for some values: rrelu for negative values, poisson and binomial for nonzero ones; or, on a GPU, from a
+# state of cuDNN.
 _VALUE_DEPENDENT = frozenset("rrelu rrelu_ poisson binomial lstm gru rnn_tanh rnn_relu".split())
 
 
 def might_draw(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
-    """Returns whether this call, which has drawn nothing, might draw for other values or sizes.
+    """Returns whether this call, which drew nothing, may draw for other values or sizes.
 
-    An expert that no token goes to has an empty input, and its dropout draws nothing; `randperm(1)` does not either.
+    An expert without tokens has an empty input, and its dropout draws nothing; neither does `randperm(1)`.
     """
     name = opname(function)
     schemas = _random_schemas(name)
@@ -131,7 +129,7 @@ def _random_schemas(name: str) -> tuple[torch.FunctionSchema, ...]:
 
 
 def _training_signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """The signature of a function of `torch.nn.functional` that draws in training only."""
+    """Returns the signature of a function of `torch.nn.functional` that draws in training only."""
     if getattr(function, "__module__", None) != "torch.nn.functional" or not hasattr(function, "__code__"):
         return None
     signature = inspect.signature(function)
@@ -140,28 +138,28 @@ def _training_signature(function: Callable[..., Any]) -> inspect.Signature | Non
     return signature if is_random else None
 
 
-# -- Random numbers of Python's and numpy's that a model draws from generators of its own ----------------------------
+# -- generators of Python or numpy that a model holds ---------------------------------------------------------------
 #
-# Like those of the global generators they would be the same ones in every step, if drawn while a graph is made. But who
-# holds such a generator cannot be given a seed for a micro-batch and its recomputation, as the global ones are where a
-# module is kept whole; so a forward that draws from one is refused.
+# Draws during tracing would repeat the same numbers in every step. Such generators cannot be seeded for a micro-batch
+# and its recomputation, unlike the global generators in a module kept whole. So a forward that draws from one is
+# refused.
 #
-# Looked at are generators in attributes of modules, in globals of the files that their classes come from, and in lists,
-# tuples and dicts there. One that forward makes anew, or that an object of another kind hides, is not seen.
+# The search covers attributes of modules, globals of the files of their classes, and lists, tuples and dicts in these.
+# It misses generators that forward creates, or that objects of other types hold.
 
 _MAX_DEPTH = 3  # containers in containers
-_MAX_ITEMS = 1000  # of a container that is looked into
+_MAX_ITEMS = 1000  # in a container that is searched
 _LIBRARIES = ("torch.", "builtins")
 
 
 class OwnGenerators:
-    """The generators that a model holds, and where they stood."""
+    """The generators that a model holds, with their states."""
 
     def __init__(self, model: nn.Module):
         self._before = [(name, generator, _generator_state(generator)) for name, generator in _generators_of(model)]
 
     def drawn_from(self) -> list[str]:
-        """Returns the names of the generators that have been drawn from since."""
+        """Returns the names of the generators that have advanced."""
         return [
             name
             for name, generator, before in self._before
@@ -169,12 +167,11 @@ class OwnGenerators:
         ]
 
     def restore(self) -> None:
-        """Puts all generators back to where they stood."""
         for _, generator, before in self._before:
             _set_generator_state(generator, before)
 
     def refuse_drawn(self) -> None:
-        """Raises `CannotRecord` if one has been drawn from."""
+        """Raises `CannotRecord` if a generator has advanced."""
         if rolled := self.drawn_from():
             raise CannotRecord(
                 f"forward draws from {rolled[0]!r}, a random generator of Python's or numpy's of its own, which would "
@@ -185,7 +182,6 @@ class OwnGenerators:
 
 @contextlib.contextmanager
 def preserve_own_generators(model: nn.Module) -> Iterator[None]:
-    """A block after which they stand where they stood."""
     generators = OwnGenerators(model)
     try:
         yield
@@ -215,7 +211,7 @@ def _generators_in(name: str, value: Any, seen: set[int], depth: int = _MAX_DEPT
 
 
 def _is_own_generator(value: Any) -> bool:
-    """Returns whether it is a generator, not a global one, whose state can be read."""
+    """Returns whether a value is a generator with a readable state, and not a global one."""
     if isinstance(value, random.Random):
         return value is not random._inst and not isinstance(value, random.SystemRandom)
     if "numpy" not in sys.modules:
@@ -242,7 +238,7 @@ def _set_generator_state(generator: Any, state: Any) -> None:
 
 
 def _comparable_state(state: Any) -> Any:
-    """A state as something that can be compared: numpy's are dicts with arrays."""
+    """Converts a state to comparable values: numpy's states are dicts with arrays."""
     if isinstance(state, dict):
         return {key: _comparable_state(item) for key, item in state.items()}
     return state.tobytes() if hasattr(state, "tobytes") else state

@@ -1,4 +1,4 @@
-"""A graph as text for people."""
+"""Formats a graph as readable text."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SYMBOLS = {
 
 
 def short_source_line(node: fx.Node) -> str:
-    """The user's source line, short: `unet.py:31`; "" where nobody knows it."""
+    """Returns the user's source line without directories: `unet.py:31`; "" if unknown."""
     line = info(node).source
     return "" if line == UNKNOWN_LINE else os.path.basename(line)
 
@@ -87,7 +87,7 @@ def _is_default(value: Any, default: Any) -> bool:
 
 
 def _without_defaults(node: fx.Node, defaults: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of a function without what is the default anyway; numbers are named where it helps."""
+    """Returns the arguments of a function without default values; some positional ones are named."""
     args, kwargs = list(node.args), dict(node.kwargs)
     names = list(defaults)
     if "stride" in names and "weight" in names:
@@ -101,7 +101,7 @@ def _without_defaults(node: fx.Node, defaults: dict[str, Any]) -> tuple[list[Any
 
 
 def node_expression(node: fx.Node) -> str:
-    """Formats what a working node computes as one would write it: without arguments that are the default."""
+    """Formats an operation as Python, without arguments that equal their defaults."""
     defaults = {} if isinstance(node.target, str) else _defaults(node.target)
     positional, named = _without_defaults(node, defaults) if node.op == "call_function" else (node.args, node.kwargs)
     args = [_text(a) for a in positional]
@@ -127,7 +127,7 @@ def node_expression(node: fx.Node) -> str:
 
 
 def node_table(graph: fx.Graph) -> str:
-    """Every node with its shape in the batch size `b`, module path and source line."""
+    """Formats every node with its shape in the batch size `b`, module path and source line."""
     rows = [
         (
             n.name,
@@ -140,11 +140,11 @@ def node_table(graph: fx.Graph) -> str:
         if n.op in (*CALL_OPS, "placeholder")
     ]
     headers = ("node", "computes", "makes", "module", "source")
-    return text_table(rows, headers, left=headers, keys=len(headers))  # all columns, however wide: it is searched
+    return text_table(rows, headers, left=headers, keys=len(headers))  # all columns, for searching
 
 
 def graph_table(traced: Traced) -> str:
-    """The nodes, and above them how they came to be and what they hold for."""
+    """Formats the nodes, after the reasons and guards of the graph."""
     guards = traced.guards.guards if traced.guards else ()
     head = [f"{type(traced.model).__name__}: {len(traced.nodes)} nodes, traced by {traced.tracer}"]
     head += [f"- {why}" for why in traced.why]

@@ -1,11 +1,11 @@
-"""Guards: forward has read the value of a tensor, and its graph holds while the value is the same.
+"""Guards: values of tensors that forward has read. The graph is valid while these values are the same.
 
-A read of constants needs no guard. One that depends on inputs, buffers or parameters alone is asked in every step, on
-the whole mini-batch, as the plain model would ask; other answers are another graph. Never for each micro-batch: these
-may disagree although one graph is right for all. A read of what is computed from inputs and parameters is unknown
-before the step; so is one of a buffer that forward changes.
+A read that depends only on inputs, buffers or parameters is repeated in every step, on the whole mini-batch, like in
+the plain model; another value needs another graph. Guards never run per micro-batch: micro-batches may give different
+values although one graph is right for all. A read is unknown before the step if it depends on both inputs and
+parameters, or on a buffer that forward changes. A read of constants needs no guard.
 
-`extract_guards` takes the reads out of a graph, with what they depend on, as a program of its own.
+`extract_guards` moves the reads and their dependencies from the graph to a separate program.
 """
 
 from __future__ import annotations
@@ -32,19 +32,15 @@ from fxpipe.utils.equality import equal_values
 
 _RANDOM_NUMBERS = "random numbers"
 
-# -- Values that only the stages know, and that forward reads to check them -------------------------------------------
+# -- values that forward checks and only the stages know --------------------------------------------------------------
 #
-# No guard can ask for them before a step (`guards`). So the graph reads them again, in its stage, for each micro-batch.
-# A micro-batch for which the check fails is an error of its step, as in the model.
+# No guard can read them before a step. So the graph reads them again, in their stage, for each micro-batch. If the
+# check fails for a micro-batch, the step raises, as the model does.
 
 
 # No model of the zoo: the checks of `torch.distributions` need it (unit/tracing/test_guards.py).
 def expect(value: Any, expected: Any, what: str) -> None:
-    """A node of the graph.
-
-    Raises:
-        DecisionError: forward has read another value when it was traced.
-    """
+    """Compares a value that forward has checked; a node of the graph. Raises `DecisionError` if it differs."""
     if not equal_values(value, expected):
         raise DecisionError(
             f"forward checks {what}, which is {value!r} for these samples; it was {expected!r} when the model was "
@@ -54,10 +50,10 @@ def expect(value: Any, expected: Any, what: str) -> None:
 
 
 def add_expectations(reads: Sequence[fx.Node]) -> None:
-    """Makes each read a node that stays in the graph, followed by one that compares."""
+    """Turns each read into a node that stays in the graph, followed by a comparison."""
     for read in reads:
         known, asked = info(read), value_read_of(read)
-        # Where it is known only after the shapes that the stages must read it, the node has none yet.
+        # Reads that are found after the shape pass have no `known_shapes` yet.
         known = replace(known, read=replace(asked, is_compared_in_stage=True), known_shapes=known.shapes)
         set_info(read, known)
         what = f"{describe_read(read)} ({asked.text} of {read.args[0]}) at {known.source}"
@@ -73,7 +69,7 @@ def describe_read(read: fx.Node) -> str:
 
 
 def expectations_of(traced: Traced) -> tuple[str, ...]:
-    """Describes the values that are compared in the stages, for people."""
+    """Returns descriptions of the values that stages compare."""
     return tuple(f"{n.args[2]} is {n.args[1]!r}" for n in traced.graph.nodes if n.target is expect)
 
 
@@ -81,7 +77,7 @@ def expectations_of(traced: Traced) -> tuple[str, ...]:
 class Guard:
     """A value that forward has read, and the line that read it."""
 
-    node: fx.Node  # of the program
+    node: fx.Node  # a node of the program
     expected: Any
     where: str  # the user's source line
 
@@ -91,19 +87,18 @@ class Guard:
 
     @property
     def text(self) -> str:
-        """The text of the guard: what was read, and of which value."""
         return f"{value_read_of(self.node).text} of {self.node.args[0]}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Guards:
-    """All guards of a graph, and the program that answers them; it reads inputs by place and attributes by name."""
+    """All guards of a graph, and the program that computes them from inputs (by index) and attributes (by name)."""
 
     program: tuple[fx.Node, ...] = ()
     guards: tuple[Guard, ...] = ()
 
     def hold(self, traced: Traced, leaves: Sequence[Any], seed: int) -> bool:
-        """Returns whether the answers for these inputs are those of the recording; `seed` is that of its draws."""
+        """Returns whether the reads on these inputs give the recorded values. `seed`: of the draws."""
         asked = {guard.node: guard for guard in self.guards}
         values: NodeValues = {}
         draws = DrawStream(seed)
@@ -111,7 +106,7 @@ class Guards:
 
         def placeholder(node: fx.Node) -> Any:
             leaf = leaves[traced.place_of(node)].detach()
-            # Only for its values: the host waits for a copy from a device, in every step.
+            # Copy only if a value is read: the host waits for a copy from a device in every step.
             is_read = not all(map(_is_size, node.users))
             return leaf.to("cpu", copy=writes) if is_read else leaf
 
@@ -140,14 +135,14 @@ def _short(value: Any) -> str:
 def refuse_unguardable(traced: Traced) -> None:
     """Raises `CannotRecord` if a value that was read is unknown before a step; names the modules to keep whole.
 
-    Called when the values that were read are known, and again when it is known which sizes are values.
+    Called after recording, and again when data-dependent sizes are known.
     """
     _refuse_reads_before_python(traced)
     reads = _reads(traced)
     known = set[fx.Node]().union(*map(_dependencies_of_read, reads))
     sources = {read: source for read in reads if (source := _unknown_source(traced, read, known)) is not None}
-    # A value that is only checked may be compared in its stage, since no other node uses it. But random numbers may
-    # not: each stage would draw others.
+    # A value that is only checked may be compared in its stage, since no other node uses it. Random numbers may not,
+    # because each stage would draw different numbers.
     stopping = [
         read for read, source in sources.items() if source == _RANDOM_NUMBERS or not value_read_of(read).is_validation
     ]
@@ -161,7 +156,7 @@ def refuse_unguardable(traced: Traced) -> None:
 
 
 def _refuse_reads_before_python(traced: Traced) -> None:
-    """Raises where a forward has read values of the samples in its recorded part, and reads them again in the rest."""
+    """Raises if a forward with a graph break reads values of the samples in both of its parts."""
     for node in traced.graph.nodes:
         if not info(node).is_graph_break:
             continue
@@ -173,7 +168,7 @@ def _refuse_reads_before_python(traced: Traced) -> None:
 
 
 def _earliest_calls(traced: Traced, reads: Iterable[fx.Node]) -> dict[str, int]:
-    """Counts, by path of a module, the calls that it makes before the first of these."""
+    """Returns, by path of a module, the number of calls that it makes before the first of these reads."""
     earliest: dict[str, int] = {}
     for read in reads:
         path = info(read).module
@@ -182,7 +177,7 @@ def _earliest_calls(traced: Traced, reads: Iterable[fx.Node]) -> dict[str, int]:
 
 
 def extract_guards(traced: Traced) -> Guards:
-    """Takes the reads out of a graph whose fixed sizes are constants."""
+    """Moves the reads out of a graph whose fixed sizes are constants."""
     reads = _reads(traced)
     needs = {read: _dependencies_of_read(read) for read in reads}
     asked = [read for read in reads if set(_source_names(traced, needs[read]))]
@@ -217,7 +212,7 @@ def _reads(traced: Traced) -> list[fx.Node]:
 
 
 def _batch_symbol(traced: Traced) -> dict[sympy.Symbol, tuple[int, int]]:
-    """Returns the symbol of the batch with an input and its dimension of that size, if any."""
+    """Returns the batch symbol with an input and its dimension of that size, if any."""
     places = ((place, traced.in_dims[place]) for place in traced.placeholders)
     dims = [(place, dim) for place, dim in places if dim is not None and rows_per_sample(dim) == 1]
     return {traced.batch: dims[0]} if dims else {}
@@ -231,7 +226,7 @@ def _size_function(size: sympy.Expr, symbols: tuple[sympy.Symbol, ...]) -> Calla
 
 
 def _written_storages(node: fx.Node) -> frozenset[int]:
-    """The memory that a node was seen to write to. Batch norm does not raise the versions of its statistics."""
+    """Returns the memory that a node writes to. Batch norm does not raise the versions of its statistics."""
     storages = info(node).written_storages
     if node.target in NORM_FUNCTIONS:
         storages = storages.union(*map(_storages, running_statistics(node)))
@@ -243,14 +238,14 @@ def _storages(node: fx.Node) -> frozenset[int]:
 
 
 def _dependencies_of_read(read: fx.Node) -> set[fx.Node]:
-    """Collects the nodes that a read depends on: nodes before it, also those that write to what it depends on."""
+    """Returns the nodes that a read depends on, including earlier nodes that write to memory of a dependency."""
     needed: set[fx.Node] = {read}
     storages: set[int] = set()
     node = read
     while node.op != "root":
         if node in needed or not storages.isdisjoint(_written_storages(node)):
             needed.add(node)
-            if not _is_size(node):  # that is known without the value
+            if not _is_size(node):  # sizes are known without the value
                 needed.update(node.all_input_nodes)
                 storages.update(*map(_storages, node.all_input_nodes))
         node = node.prev
@@ -258,7 +253,7 @@ def _dependencies_of_read(read: fx.Node) -> set[fx.Node]:
 
 
 def _source_names(traced: Traced, needed: set[fx.Node]) -> Iterator[str]:
-    """Yields the names of what a read depends on in the end: the inputs, tensors of the model, random numbers."""
+    """Yields the sources of a read: inputs, tensors of the model, random numbers."""
     for node in needed:
         if node.op == "placeholder":
             yield "the inputs"
@@ -269,15 +264,12 @@ def _source_names(traced: Traced, needed: set[fx.Node]) -> Iterator[str]:
 
 
 def _is_size(node: fx.Node) -> bool:
-    """Returns whether it is a size that is known without the values of tensors, as the symbolic run tells."""
+    """Returns whether a node is a size that is known without the values of tensors."""
     return node.target in ("size", "stride") and not info(node).is_data_dependent
 
 
 def _unknown_source(traced: Traced, read: fx.Node, known: Collection[fx.Node]) -> str | None:
-    """Returns why a read cannot be answered before a step: what it depends on; None for another.
-
-    `known` is what all reads depend on.
-    """
+    """Returns the source that makes a read unknown before a step, or None. `known`: dependencies of all reads."""
     needed = _dependencies_of_read(read)
     sources = set(_source_names(traced, needed))
     attributes = {str(n.target): n for n in traced.graph.nodes if n.op == "get_attr"}
@@ -292,7 +284,7 @@ def _unknown_source(traced: Traced, read: fx.Node, known: Collection[fx.Node]) -
     if changing:
         return f"{changing[0]!r}, which forward changes"
     if asked.is_size and "the inputs" in sources and (path or not isinstance(asked.value, bool)):
-        return "the inputs"  # each micro-batch has another one
+        return "the inputs"  # it differs for each micro-batch
     if path and isinstance(asked.value, (float, complex)):
         return _changes_each_step(traced, needed) or None
     return None
@@ -313,25 +305,24 @@ def _unguardable_text(read: fx.Node, source: str) -> str:
 
 
 def _is_changed(attribute: fx.Node) -> bool:
-    """Returns whether the graph writes to this parameter or buffer."""
     return any(not _storages(attribute).isdisjoint(_written_storages(node)) for node in attribute.graph.nodes)
 
 
 def _only_decide(needed: Collection[fx.Node], known: Collection[fx.Node]) -> bool:
-    """Returns whether all random numbers among these are only drawn to be read. A stage draws other ones for itself."""
+    """Returns whether all random numbers among these nodes are only drawn to be read: each stage draws others."""
     numbers = {n for n in needed if info(n).is_random}
     if not all(info(n).is_scalar_draw for n in numbers):
         return False
-    for node in next(iter(needed)).graph.nodes:  # in order, so that what depends on them is found in one go
+    for node in next(iter(needed)).graph.nodes:  # in order, so that one pass finds all dependent nodes
         if node in needed and not numbers.isdisjoint(node.all_input_nodes):
             numbers.add(node)
     return all(user in known for node in numbers for user in node.users)
 
 
 def _changes_each_step(traced: Traced, needed: Collection[fx.Node]) -> str | None:
-    """Names the source that changes a number, and so the graph, in each step, and is the same in each part.
+    """Names the source of a number that changes in each step, and with it the graph, but not between micro-batches.
 
-    A number that depends on samples is not: it is the mini-batch's, which a module would not find in its part.
+    A number that depends on samples belongs to the mini-batch; a module cannot compute it from a micro-batch.
     """
     for node in needed:
         if node.op == "placeholder" and traced.leaves[traced.place_of(node)].shape:

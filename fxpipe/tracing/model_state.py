@@ -1,8 +1,7 @@
-"""The state of a model, by name, and a snapshot that puts it back: tracing leaves no trace.
+"""The state of a model by name, and a snapshot that restores it after tracing.
 
-A model's tensors are its parameters, its buffers, and tensors kept as plain attributes, alone or in lists, tuples and
-dicts. A snapshot remembers which objects stand where, the values of everything that is no parameter, and the state of
-every source of random numbers.
+The tensors of a model are its parameters, its buffers, and tensors in plain attributes, alone or in lists, tuples and
+dicts. A snapshot stores the objects in each slot, the values of all tensors except parameters, and the default dtype.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ from fxpipe.tracing.tensors import has_values, storage_of, tensor_bytes
 from fxpipe.utils import accelerator
 from fxpipe.utils.pytree import map_tensor_leaves
 
-_KINDS = ("parameter", "buffer", "attribute")  # of tensors of a module, in the order of `tensor_stores`
+_KINDS = ("parameter", "buffer", "attribute")
 _PLAIN = (bool, int, float, complex, str, type(None))
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place in a model that holds a tensor."""
+    """The location of a tensor in a model."""
 
-    path: str  # of the module
+    path: str  # the module's path
     kind: str  # "parameter", "buffer" or "attribute"
     key: str
 
@@ -49,7 +48,6 @@ class Slot:
         return f"{self.path}.{self.key}" if self.path else self.key
 
     def store(self, model: nn.Module) -> dict[str, Any]:
-        """The dict in which the tensor stands under `key`."""
         module = model.get_submodule(self.path)
         return tensor_stores(module)[_KINDS.index(self.kind)]
 
@@ -58,7 +56,7 @@ class Slot:
 
 
 def slots_of(model: nn.Module) -> dict[Slot, torch.Tensor]:
-    """Every tensor that a module of `model` holds by name: in each, parameters before buffers before attributes."""
+    """Returns all tensors that modules hold by name: for each module, parameters before buffers before attributes."""
     slots: dict[Slot, torch.Tensor] = {}
     for path, module in model.named_modules():
         for kind, store in zip(_KINDS, tensor_stores(module), strict=True):
@@ -69,7 +67,7 @@ def slots_of(model: nn.Module) -> dict[Slot, torch.Tensor]:
 
 
 def container_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Tensors in plain lists, tuples and dicts that modules keep: constants for a graph. Name -> tensor."""
+    """Returns tensors by name from plain lists, tuples and dicts in modules: constants for a graph."""
 
     def search(value: Any, name: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
         if isinstance(value, torch.Tensor):
@@ -87,7 +85,7 @@ def container_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def set_tensor(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Sets a buffer or an attribute, as forward would."""
+    """Sets a buffer or an attribute, like an assignment in forward."""
     path, _, key = name.rpartition(".")
     module = model.get_submodule(path)
     buffers = own_buffers(module)
@@ -96,7 +94,7 @@ def set_tensor(model: nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def equal_tensors(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Returns whether tensors, sparse ones too, are equal, as NaN is to NaN. Fake ones have no values to differ in."""
+    """Returns whether tensors (strided or sparse) are equal; NaN equals NaN, and fake tensors are always equal."""
     if isinstance(left, FakeTensor) or isinstance(right, FakeTensor):
         return True
     if left.layout != torch.strided:
@@ -108,7 +106,7 @@ def equal_tensors(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def preserve_rng() -> Iterator[None]:
-    """A block after which all random generators stand where they stood; the accelerator is not woken for it."""
+    """A block after which all random states are restored. It does not initialize the accelerator."""
     before = python_rng_state()
     with accelerator.restore_generators(accelerator.used_generators()):
         try:
@@ -118,7 +116,7 @@ def preserve_rng() -> Iterator[None]:
 
 
 def python_rng_state() -> tuple[Any, Any]:
-    """The states of Python's and numpy's random numbers; numpy's None where nobody has imported it."""
+    """Returns the states of Python's and numpy's random numbers; None for numpy if it is not imported."""
     return random.getstate(), sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
 
 
@@ -137,9 +135,9 @@ def same_python_rng_state(left: tuple[Any, Any], right: tuple[Any, Any]) -> bool
 
 
 def _containers_in(name: str, value: Any, depth: int = 3) -> Iterator[tuple[str, Any, Any]]:
-    """The lists, dicts and sets in an attribute, innermost last, each with a copy."""
+    """Yields the lists, dicts and sets in an attribute with copies, outer ones first."""
     if depth and isinstance(value, (list, dict, set, deque)):
-        # Not copy.copy, which takes long for the many empty dicts of hooks.
+        # copy.copy is slow for the many empty dicts of hooks.
         kind = dict if isinstance(value, dict) else set if isinstance(value, set) else list
         yield name, value, kind(value)
         items = value.items() if isinstance(value, dict) else enumerate(value)
@@ -148,7 +146,6 @@ def _containers_in(name: str, value: Any, depth: int = 3) -> Iterator[tuple[str,
 
 
 def _same_items(left: Any, right: Any) -> bool:
-    """Returns whether two containers hold the same objects."""
     if isinstance(left, dict):
         return list(left) == list(right) and all(left[key] is right[key] for key in left)
     if isinstance(left, set):
@@ -157,7 +154,7 @@ def _same_items(left: Any, right: Any) -> bool:
 
 
 def _differ_in_tensors(left: Any, right: Any) -> bool:
-    """Returns whether two lists or dicts differ in nothing but which tensors they hold."""
+    """Returns whether two lists or dicts differ only in the tensors they hold."""
     if isinstance(left, dict):
         return list(left) == list(right) and _differ_in_tensors([*left.values()], [*right.values()])
     if not isinstance(left, list) or len(left) != len(right):
@@ -166,12 +163,12 @@ def _differ_in_tensors(left: Any, right: Any) -> bool:
 
 
 def _holds_only_computation(name: str, container: Any) -> bool:
-    """Hooks that the model puts on when it first needs them, and that it will put on again."""
+    """Returns whether a dict contains only hooks that the model registers when it needs them."""
     return name.endswith("_forward_hooks") and all(map(is_computation_hook, container.values()))
 
 
 def _is_unchanged(before: Any, now: Any) -> bool:
-    """Returns whether this is the same attribute. Other tensors are outputs of the graph, no matter of a snapshot."""
+    """Returns whether an attribute is unchanged. New tensors do not count: they are outputs of the graph."""
     if before is now or isinstance(now, torch.Tensor):
         return True
     return type(before) in _PLAIN and isinstance(now, type(before)) and bool(before == now)
@@ -181,29 +178,29 @@ def _is_unchanged(before: Any, now: Any) -> bool:
 class _TensorCopy:
     tensor: torch.Tensor
     version: int
-    alias: torch.Tensor  # the storage it had, should someone set `.data`
-    value: torch.Tensor | None  # None for parameters, which forward may not write
+    alias: torch.Tensor  # keeps the original storage if forward sets `.data`
+    value: torch.Tensor | None  # None for parameters, which forward must not write
     requires_grad: bool
 
 
 @dataclass(slots=True)
 class Snapshot:
-    """The state of a model at one moment. After `restore` the model is as then; the rest is what was found changed."""
+    """The state of a model at one moment. `restore` restores it and records the changes in the other fields."""
 
     model: nn.Module
     slots: dict[Slot, torch.Tensor]
     written_parameters: list[str] = field(default_factory=list)
-    written_attributes: list[str] = field(default_factory=list)  # no tensors: counters, caches
-    grad_switched: list[str] = field(default_factory=list)  # tensors that do or do not require grad any more
-    tied: list[str] = field(default_factory=list)  # tensors into which was written what requires grad
-    reshaped: list[str] = field(default_factory=list)  # tensors that had another shape
-    refilled_containers: list[str] = field(default_factory=list)  # lists and dicts with other tensors in them
+    written_attributes: list[str] = field(default_factory=list)  # values that are not tensors: counters, caches
+    grad_switched: list[str] = field(default_factory=list)  # tensors whose `requires_grad` has changed
+    tied: list[str] = field(default_factory=list)  # tensors that received values that require grad
+    reshaped: list[str] = field(default_factory=list)  # tensors whose shape has changed
+    refilled_containers: list[str] = field(default_factory=list)  # lists and dicts that hold other tensors
     _kept: dict[Slot, _TensorCopy] = field(default_factory=dict)
-    _held: dict[str, _TensorCopy] = field(default_factory=dict)  # in lists, tuples and dicts
-    # Path of a module, one of its dicts, a copy of that.
+    _held: dict[str, _TensorCopy] = field(default_factory=dict)  # for tensors in lists, tuples and dicts
+    # Path of a module, one of its dicts, a copy of the dict.
     _dicts: list[tuple[str, dict[str, Any], dict[str, Any]]] = field(default_factory=list)
-    _containers: list[tuple[str, Any, Any]] = field(default_factory=list)  # name, a list or the like, its copy
-    _dtype: torch.dtype = torch.float32  # the default one
+    _containers: list[tuple[str, Any, Any]] = field(default_factory=list)  # name, container, copy
+    _dtype: torch.dtype = torch.float32
     _dtype_changed: bool = False
 
     @classmethod
@@ -226,34 +223,34 @@ class Snapshot:
             for store in (*tensor_stores(module), own_children(module)):
                 snapshot._dicts.append((path, store, dict(store)))
             for key, value in module.__dict__.items():
-                if key not in MODULE_DICT_KEYS or "hooks" in key:  # forward may put hooks in
+                if key not in MODULE_DICT_KEYS or "hooks" in key:  # forward may register hooks
                     snapshot._containers.extend(_containers_in(f"{path}.{key}" if path else key, value))
         return snapshot
 
     def dicts(self) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-        """The path of each module, what it holds in `__dict__`, parameters, buffers, modules, and what it held."""
+        """Yields each module's path with each of its dicts (attributes, parameters, ...) and a copy of the old dict."""
         yield from self._dicts
 
     def tensors_reshaped(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors that have another shape. To be asked before `restore`."""
+        """Yields the tensors whose shape has changed. Call it before `restore`."""
         for slot, kept in self._kept.items():
             if kept.value is not None and kept.tensor.shape != kept.value.shape:
                 yield slot.name, kept.tensor
 
     def containers_changed(self) -> Iterator[tuple[str, Any]]:
-        """Lists, dicts and sets in attributes that do not hold the same things any more."""
+        """Yields the lists, dicts and sets in attributes whose items have changed."""
         for name, container, before in self._containers:
             if not _same_items(container, before) and not _holds_only_computation(name, container):
                 yield name, container
 
     def assigned(self, read: Collection[str]) -> dict[str, torch.Tensor]:
-        """Buffers and attributes that forward has set to other tensors, by name. To be called before `restore`.
+        """Returns the buffers and attributes that forward has set to other tensors, by name. Call it before `restore`.
 
         Args:
             read: names of the tensors that forward reads.
 
         Raises:
-            CannotRecord: it has set what no graph can carry to the next step.
+            CannotRecord: forward has set something that a graph cannot pass to the next step.
         """
         assigned: dict[str, torch.Tensor] = {}
         for slot, tensor in slots_of(self.model).items():
@@ -273,7 +270,6 @@ class Snapshot:
         return assigned
 
     def restore(self) -> None:
-        """Puts everything back and fills in what was found changed."""
         for path, store, before in self._dicts:
             for key in [*before, *(key for key in store if key not in before)]:
                 if key not in COMPUTATION_ATTRIBUTES and not _is_unchanged(before.get(key, self), store.get(key, self)):
@@ -302,7 +298,7 @@ class Snapshot:
                 kept.tensor.requires_grad_(kept.requires_grad)
             else:
                 self.tied.append(name)
-                if base_of(kept.tensor) is None:  # a view cannot be
+                if base_of(kept.tensor) is None:  # a view cannot be detached in place
                     kept.tensor.detach_()
         if kept.value is not None and kept.tensor.shape != kept.value.shape:
             self.reshaped.append(name)
@@ -313,13 +309,12 @@ class Snapshot:
             return
         if kept.tensor.layout == torch.strided and not kept.alias.is_set_to(kept.tensor):
             kept.tensor.data = kept.alias
-        # Not only where the version was raised: batch norm changes its buffers without raising it.
+        # Compare values as well: batch norm changes its buffers without a new version.
         if changed or not equal_tensors(kept.tensor, kept.value):
             with torch.no_grad():
                 kept.tensor.copy_(kept.value)
 
     def refuse_changes(self) -> None:
-        """Raises where forward changed what a graph cannot carry."""
         if self.written_parameters:
             raise CannotRecord(
                 f"forward writes to the parameter {self.written_parameters[0]!r}; keep what forward changes in a "
@@ -351,7 +346,7 @@ class Snapshot:
 
 @contextlib.contextmanager
 def without_gradients(model: nn.Module) -> Iterator[None]:
-    """A block in which parameters begin without gradients; after it each has the one that it had."""
+    """A block in which parameters start without gradients; the old gradients return after it."""
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in before:
         parameter.grad = None
@@ -380,7 +375,7 @@ def _tied_error(does: str) -> CannotRecord:
 
 @contextlib.contextmanager
 def preserve_state(model: nn.Module) -> Iterator[Snapshot]:
-    """A block after which the model and every source of random numbers are as they were before it."""
+    """A block after which the model and all random states are restored."""
     snapshot = Snapshot.take(model)
     try:
         with preserve_rng():
@@ -389,22 +384,22 @@ def preserve_state(model: nn.Module) -> Iterator[Snapshot]:
         snapshot.restore()
 
 
-# -- One device for model and inputs while they are traced -----------------------------------------------------------
+# -- one device for model and inputs during tracing ------------------------------------------------------------------
 #
-# Inputs may be anywhere. And once a model is spread over the devices of its stages, it cannot be run as it is; for
-# another graph of it (evaluation, say) its tensors come to the CPU for the while.
+# A model that is spread over the devices of its stages cannot run as it is: to trace another graph (evaluation), its
+# tensors temporarily move to the CPU.
 
 
-RECORDING_SHARE = 0.5  # of a device's memory that a model may take to be recorded there: its activations come on top
-# The same where that was too much.
+RECORDING_SHARE = 0.5  # share of a device's free memory for the model; activations need the rest
+# Fallback if memory runs out.
 SMALL_RECORDING_SHARE = 1 / 16
 
 
 def recording_device(model: nn.Module, workers: Iterable[torch.device] = ()) -> torch.device | None:
-    """The device on which a model is recorded: that of its stages, as forward may depend on it (autocast, `x.is_cuda`).
+    """Returns the device for recording: a device of the stages, since forward may depend on it (autocast, `x.is_cuda`).
 
-    Without an accelerator among the workers, the model stays where it is, or, if it is on several devices, goes to the
-    CPU. None for a model without tensors or without values.
+    Without an accelerator among the workers, the model stays in place; if it is on several devices, the CPU is used.
+    None for a model without tensors or without values.
     """
     tensors = _model_tensors(model)
     if not all(map(has_values, tensors)):
@@ -423,13 +418,13 @@ def _model_tensors(model: nn.Module) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def model_on(model: nn.Module, device: torch.device | None, share: float = RECORDING_SHARE) -> Iterator[None]:
-    """A block in which the data of the model's tensors is on this device; None: it stays.
+    """A block in which the data of the model's tensors is on this device; None: it stays in place.
 
-    The tensors stay the same objects, share memory as before and have no gradients. After the block each has its data
-    and its gradient again. What a function takes from the CPU only is brought there for it (`host_arguments`).
+    Tensors remain the same objects, share memory as before and have no gradients. Data and gradients are restored after
+    the block. Arguments that a function accepts only on the CPU are copied there (`host_arguments`).
 
     Args:
-        share: of the device's free memory. If the model takes more, parameters come when used (`parameter_offload`).
+        share: of the device's free memory. A larger model is offloaded (`parameter_offload`).
     """
     tensors = [] if device is None else [t for t in _model_tensors(model) if t.device != device]
     room = None if device is None else _room_on(device, tensors, share)
@@ -438,7 +433,7 @@ def model_on(model: nn.Module, device: torch.device | None, share: float = RECOR
     away = [(tensor, tensor.data, tensor.grad if tensor.is_leaf else None) for tensor in tensors]
     whole = [tensor for tensor in tensors if id(tensor) not in kinds]
     if away:
-        torch.clear_autocast_cache()  # of casts that were made of the data until now
+        torch.clear_autocast_cache()  # casts of the old data
     try:
         for tensor, _, gradient in away:
             if gradient is not None:
@@ -454,12 +449,12 @@ def model_on(model: nn.Module, device: torch.device | None, share: float = RECOR
                 yield
                 parameters.keep(
                     t for t in _model_tensors(model) if id(t) not in kinds
-                )  # which forward has made of them
+                )  # tensors that forward has created meanwhile
             else:
                 yield
     finally:
         if away:
-            torch.clear_autocast_cache()  # of casts that were made of the other data
+            torch.clear_autocast_cache()  # casts of the new data
         for tensor, data, gradient in away:
             replace_data(tensor, data)
             if tensor.is_leaf:
@@ -467,7 +462,7 @@ def model_on(model: nn.Module, device: torch.device | None, share: float = RECOR
 
 
 def _room_on(device: torch.device, tensors: Sequence[torch.Tensor], share: float) -> int | None:
-    """Returns the bytes that tensors from elsewhere may take on a device; None where they all may come there."""
+    """Returns the bytes available for tensors on a device; None if all of them fit."""
     figures = accelerator.memory_figures(device)
     if figures is None:
         return None
@@ -483,13 +478,13 @@ def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _offloadable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the parameters that nothing else shares its memory with: buffers may change, and have to stay."""
+    """Returns the parameters that do not share memory with other tensors. Buffers may change and are not offloaded."""
     others = {storage_of(tensor) for tensor in tensors if not can_be_offloaded(tensor)}
     return [tensor for tensor in tensors if can_be_offloaded(tensor) and storage_of(tensor) not in others]
 
 
 def _copies_on(tensors: Sequence[torch.Tensor], device: torch.device | None) -> list[torch.Tensor]:
-    """Copies tensors to a device; those that share memory share it there."""
+    """Copies tensors to a device; tensors that share memory share it there, too."""
     strided = [t for t in tensors if t.layout == torch.strided and not t.is_conj() and not t.is_neg()]
     sharing = Counter(map(storage_of, strided))
     storages: dict[int, torch.UntypedStorage] = {}
@@ -517,10 +512,10 @@ def look_on_recording_device(
     kwargs: dict[str, Any],
     look: Callable[[tuple[Any, ...], dict[str, Any]], T],
 ) -> tuple[torch.device | None, T]:
-    """Moves model and inputs to where the model is recorded; returns that device, and `look` of the inputs there.
+    """Moves model and inputs to the recording device; returns the device, and the result of `look` on the inputs.
 
-    If memory runs out, it looks again with fewer parameters there at a time; if it still fails on an accelerator, on
-    the CPU, which forwards need that make tensors without a device or keep some in a list.
+    If memory runs out, `look` is called again with fewer parameters on the device. If it still fails on an accelerator,
+    it is called on the CPU, for forwards that create tensors without a device or keep tensors in a list.
     """
     device = recording_device(model, workers)
     is_there = all(tensor.device == device for tensor in _model_tensors(model))
@@ -541,7 +536,7 @@ def look_on_recording_device(
         with model_on(model, host):
             return host, look(*move_inputs((args, kwargs), host))
     except Exception as error:
-        # One of a model that is on the accelerator is about the accelerator.
+        # For a model that was already on the accelerator, report the accelerator's error.
         if first is not None and is_there and allocator_error(first) is None:
             raise first from None
         if first is not None:
@@ -550,18 +545,17 @@ def look_on_recording_device(
             )
         raise error from None
     finally:
-        del first  # it holds the frames in which it was raised, and they hold it
+        del first  # breaks the cycle between the error and its frames
 
 
 def _free_frames(error: BaseException | None) -> None:
-    """Frees what the frames hold through which an error has come, and those that it came of."""
+    """Frees the objects in the frames of an error and its causes."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 def move_inputs(inputs: Any, device: torch.device | None) -> Any:
-    """The inputs on `device`, to be traced with."""
     if device is None:
         return inputs
 

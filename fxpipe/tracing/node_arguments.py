@@ -1,4 +1,4 @@
-"""The arguments of a node by name, and the value that it takes a part of."""
+"""The arguments of a node by name, and the container of its value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import fx
 
 _RUNNING = ("input", "weight", "bias", "running_mean", "running_var")
-_MADE_IN_C: dict[Any, tuple[str, ...]] = {  # and so without a signature
+_MADE_IN_C: dict[Any, tuple[str, ...]] = {  # without a signature
     F.scaled_dot_product_attention: ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
     torch.batch_norm: (*_RUNNING, "training", "momentum", "eps", "cudnn_enabled"),
     torch.instance_norm: (*_RUNNING, "use_input_stats", "momentum", "eps", "cudnn_enabled"),
@@ -20,12 +20,12 @@ _MADE_IN_C: dict[Any, tuple[str, ...]] = {  # and so without a signature
 
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
-    """Returns the arguments that a node is given, by name."""
+    """Returns the given arguments of a node, by name."""
     return dict(zip(parameter_names(node.target), node.args, strict=False)) | dict(node.kwargs)
 
 
 def named_arguments_and_defaults(node: fx.Node) -> dict[str, Any]:
-    """Returns all arguments of a function of Python, by name."""
+    """Returns all arguments of a Python function, by name, with defaults."""
     function: Any = node.target
     defaults = {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
     return defaults | named_arguments(node)
@@ -33,11 +33,10 @@ def named_arguments_and_defaults(node: fx.Node) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=256)
 def parameter_names(function: Any) -> tuple[str, ...]:
-    """Returns the names of a function's parameters, in order."""
     return _MADE_IN_C.get(function) or tuple(inspect.signature(function).parameters)
 
 
 def container_of(node: fx.Node) -> fx.Node | None:
-    """Returns the node whose value this one takes a part of (`values[1]`); None where it is no part."""
+    """Returns the node from whose value this node takes an item (`values[1]`); None for other nodes."""
     source = node.args[0] if node.target is operator.getitem else None
     return source if isinstance(source, fx.Node) else None

@@ -1,4 +1,4 @@
-"""Devices in a graph are those of the recording; a stage has its own."""
+"""Changes the devices in a graph from the recording's to a stage's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxpipe.tracing.node_arguments import container_of
 from fxpipe.tracing.node_info import info
 from fxpipe.utils.accelerator import accelerator_type
 
-# Functions that make a tensor from nothing, on the default device where none is given.
+# Functions that create a tensor, on the default device if no device is given.
 _FACTORIES = frozenset(
     "arange as_tensor asarray bartlett_window blackman_window empty empty_strided eye fft_fftfreq fft_rfftfreq full "
     "hamming_window hann_window kaiser_window linspace logspace ones rand randint randn randperm range scalar_tensor "
@@ -21,7 +21,7 @@ _FACTORIES = frozenset(
 
 
 def set_node_device(node: fx.Node, device: torch.device) -> None:
-    """Replaces every device among the node's arguments; a factory that names none is told."""
+    """Replaces every device among a node's arguments, and adds it to a factory without one."""
 
     def replaced(value: Any) -> Any:
         if isinstance(value, torch.device):
@@ -44,7 +44,7 @@ def set_node_device(node: fx.Node, device: torch.device) -> None:
 
 
 def is_for_host(node: fx.Node) -> bool:
-    """Returns whether nothing uses a value but opaque calls which want it on the CPU."""
+    """Returns whether only opaque calls use a value, and want it on the CPU."""
     return bool(node.users) and all(_takes_on_host(user, node) for user in node.users)
 
 

@@ -1,11 +1,9 @@
-"""`NodeInfo`: what fxpipe knows of a node of a graph besides what torch.fx says, kept in `node.meta["fxpipe"]`.
+"""`NodeInfo`: what fxpipe stores about a node of a graph, in `node.meta["fxpipe"]`.
 
-It is frozen, so that torch.fx may copy it with the node; a pass that learns more replaces it:
+It is frozen, so that torch.fx may copy it with the node; a pass replaces it:
 
     info(node).module                       # the path of the module that ran
     update_info(node, rng=RandomDraws())    # the node draws random numbers
-
-The recorder writes where a node comes from and what it touches, the symbolic run its shapes, later passes the rest.
 """
 
 from __future__ import annotations
@@ -31,85 +29,85 @@ KEY = "fxpipe"  # in `node.meta`
 
 @dataclass(frozen=True, slots=True)
 class RecordingPlace:
-    """The point that forward had come to when a node was recorded."""
+    """The position of forward at which a node was recorded."""
 
-    calls: int = 0  # calls of other modules that the node's module had made
-    cut_marks: int = 0  # cut marks (`fxpipe.cut()`) that forward had passed
-    ended_modules: int = 0  # modules that had returned
+    calls: int = 0  # calls of other modules by the node's module, so far
+    cut_marks: int = 0  # cut marks (`fxpipe.cut()`) so far
+    ended_modules: int = 0  # modules that have returned
 
 
 @dataclass(frozen=True, slots=True)
 class RandomDraws:
-    """A node draws random numbers."""
+    """The random numbers that a node draws."""
 
-    is_scalar: bool = False  # one number that forward may read: taken from the stream of the step (`forward_rng`)
-    from_python: bool = False  # also Python's or numpy's numbers
-    ordinal: int | None = None  # the number of the node among random ones, where these were put into another order
+    is_scalar: bool = False  # one number that forward may read, from the stream of the step (`forward_rng`)
+    from_python: bool = False  # also from Python's or numpy's generators
+    ordinal: int | None = None  # the index of the node among random nodes, if they were reordered
 
 
 @dataclass(frozen=True, slots=True)
 class ValueRead:
-    """Forward has read the value of a tensor, or a size that depends on such; the node reads it again."""
+    """A read of a tensor's value, or of a size that depends on values; the node repeats it."""
 
-    value: Any  # what it read
-    text: str  # the function that read it, as messages call it: `item`, `bool`
+    value: Any  # the value in the recording
+    text: str  # the function that read it, as in messages: `item`, `bool`
     is_size: bool = False
-    is_validation: bool = False  # of arguments: another value raises, and nothing else is made of it
-    is_compared_in_stage: bool = False  # no guard can ask: the node stays in the graph, followed by a comparison
+    is_validation: bool = False  # a check of arguments: another value raises, and has no other effect
+    is_compared_in_stage: bool = False  # no guard can read it: the node stays in the graph, followed by a comparison
 
 
 @dataclass(frozen=True, slots=True)
 class OpaqueCall:
-    """A node runs Python as it is: a module kept whole, a forward from some call on, a hook, a leaf function."""
+    """Python that a node runs unchanged: a module kept whole, a forward after some call, a hook, a leaf function."""
 
-    constants: Mapping[int, Any]  # by place among the leaves of its arguments: those that are no matter of a graph
+    constants: Mapping[int, Any]  # arguments that are not values of the graph, by index among the leaves
     arguments: pytree.TreeSpec  # the structure of (args, kwargs)
-    module: str | None = None  # the path of the module that is kept whole; None: a function
-    why: str = ""  # the module is kept whole
-    calls_before: tuple[str, ...] | None = None  # after which forward goes on here; None: all of forward is here
-    recorded_calls: int = 0  # of these calls: those that are made before any opaque part of this forward
-    is_hook: bool = False  # of a module
-    host_places: frozenset[int] = frozenset()  # of those leaves: tensors that stay on the CPU
-    seeds_generator: bool = False  # it draws random numbers and leaves torch's generator as it was (`fork_rng`)
+    module: str | None = None  # the path of the module; None: a function
+    why: str = ""  # the reason why the module is kept whole
+    calls_before: tuple[str, ...] | None = None  # calls before a graph break; None: all of forward runs here
+    recorded_calls: int = 0  # the number of these calls before any opaque part of this forward
+    is_hook: bool = False  # a hook of a module
+    host_places: frozenset[int] = frozenset()  # indices of leaves that stay on the CPU
+    seeds_generator: bool = False  # draws random numbers, but restores torch's generator (`fork_rng`)
 
     @property
     def path(self) -> str:
-        """The path of the module that is kept whole; of a function: of the model itself."""
+        """The path of the module that is kept whole; "" for a function."""
         return self.module or ""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteOrder:
-    """The places in the graph of the model at which a value of a stage is computed, and its memory last changes."""
+    """Indices in the model's graph of the node that computes a stage's value, and of the last write to its memory."""
 
     place: int  # -1: an input, a parameter, a buffer
-    last_write: int  # the last node that writes to memory of the value; -1: none
+    last_write: int  # -1: no write
 
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """The facts that fxpipe knows of a node."""
+    """The facts about a node."""
 
     source: str = ""  # the user's line: `/home/me/unet.py:31`
     module: str = ""  # the path of the module that ran; "": the model itself
-    state: ThreadState | None = None  # of the thread, in which the node runs; None: the node does no work
+    state: ThreadState | None = None  # the thread state in which the node runs; None: the node is not an operation
     recorded_at: RecordingPlace = RecordingPlace()
-    storages: frozenset[int] = frozenset()  # memory that the tensors in the value lay in when it was recorded
-    written_storages: frozenset[int] = frozenset()  # memory that the call was seen to write to
-    rng: RandomDraws | None = None  # None: it draws no random numbers
+    storages: frozenset[int] = frozenset()  # memory of the tensors in the value, during recording
+    written_storages: frozenset[int] = frozenset()  # memory that the call wrote to
+    rng: RandomDraws | None = None  # None: draws no random numbers
     read: ValueRead | None = None  # None: forward has not read the value
     opaque: OpaqueCall | None = None  # None: a function of torch
-    recorded_rank: int | None = None  # of an input of the model
-    recorded_size: int | None = None  # of a size or stride of a tensor: what it was
-    known_shapes: tuple[TensorShape, ...] | None = None  # of the tensors in the value; None: not found yet
-    number: sympy.Expr | None = None  # the value as a formula in the batch size; None: it is not computed of sizes
-    # The same in the dynamic sizes as well, which shapes and number have as in the recording; None: there are none.
+    recorded_rank: int | None = None  # rank of an input of the model
+    recorded_size: int | None = None  # recorded value of a size or stride
+    known_shapes: tuple[TensorShape, ...] | None = None  # shapes of the tensors in the value; None: not yet known
+    number: sympy.Expr | None = None  # the value as a formula in the batch size; None: not computed from sizes
+    # With dynamic sizes as symbols, which are numbers in `known_shapes` and `number`; None: there are none.
     dynamic_shapes: tuple[TensorShape, ...] | None = None
     dynamic_number: sympy.Expr | None = None
-    is_float_number: bool = False  # is the number a float?
+    is_float_number: bool = False
     is_data_dependent: bool = False  # do its number or sizes depend on values of tensors?
-    attribute: str = ""  # of an input of a stage: the parameter or buffer that it is
-    writes: WriteOrder | None = None  # of a node of a stage
+    attribute: str = ""  # for an input of a stage: its parameter or buffer
+    writes: WriteOrder | None = None
 
     @property
     def shapes(self) -> tuple[TensorShape, ...]:
@@ -118,27 +116,26 @@ class NodeInfo:
 
     @property
     def full_shapes(self) -> tuple[TensorShape, ...]:
-        """The shapes with dynamic sizes as symbols, which are those of the recording in `shapes`."""
+        """The shapes with dynamic sizes as symbols; `shapes` contains the recorded sizes."""
         return self.dynamic_shapes or self.shapes
 
     @property
     def opaque_module(self) -> str | None:
-        """The path of the module that is kept whole here, or goes on as Python; None: neither."""
+        """The path of the module that is kept whole, or continues as Python, in this node; None: neither."""
         return None if self.opaque is None else self.opaque.module
 
     @property
     def is_graph_break(self) -> bool:
-        """Returns whether a forward goes on here as Python, behind calls that are recorded."""
+        """Returns whether the forward of a module continues here as Python, after recorded calls."""
         return self.opaque is not None and self.opaque.calls_before is not None
 
     def beside(self, **changes: Any) -> NodeInfo:
-        """Of a node that a pass adds beside this one: its line, module, state and place, and nothing else of it."""
+        """Returns the info of a node that a pass adds next to this node: the same origin, state and position."""
         added = NodeInfo(source=self.source, module=self.module, state=self.state, recorded_at=self.recorded_at)
         return replace(added, **changes)
 
     @property
     def is_random(self) -> bool:
-        """Returns whether it draws random numbers."""
         return self.rng is not None
 
     @property
@@ -151,12 +148,12 @@ class NodeInfo:
 
     @property
     def is_guarded_read(self) -> bool:
-        """Returns whether forward has read the value, and a guard answers for it."""
+        """Returns whether forward reads the value, and a guard checks it."""
         return self.read is not None and not self.read.is_compared_in_stage
 
     @property
     def is_compared_read(self) -> bool:
-        """Returns whether forward has read the value, and the stage compares it."""
+        """Returns whether forward reads the value, and its stage compares it."""
         return self.read is not None and self.read.is_compared_in_stage
 
 
@@ -164,7 +161,6 @@ _NOTHING = NodeInfo()
 
 
 def info(node: fx.Node) -> NodeInfo:
-    """Returns what fxpipe knows of a node."""
     known: NodeInfo = node.meta.get(KEY, _NOTHING)
     return known
 
@@ -174,11 +170,10 @@ def set_info(node: fx.Node, known: NodeInfo) -> None:
 
 
 def update_info(node: fx.Node, **changes: Any) -> None:
-    """Replaces these fields."""
     node.meta[KEY] = _replace(info(node), changes)
 
 
-# `dataclasses.replace` takes four times as long, and the recorder replaces a field or two of each node.
+# `dataclasses.replace` takes four times as long, and the recorder replaces fields of every node.
 _SETTERS = {field.name: getattr(NodeInfo, field.name).__set__ for field in fields(NodeInfo)}
 
 
@@ -191,42 +186,37 @@ def _replace(known: NodeInfo, changes: dict[str, Any]) -> NodeInfo:
     return changed
 
 
-# What a pass knows a node to have, where others have none.
+# Required facts: an error if a node has none.
 
 
 def state_of(node: fx.Node) -> ThreadState:
-    """The state of the thread in which a working node runs."""
     return _required(node, info(node).state, "state of the thread")
 
 
 def number_of(node: fx.Node) -> sympy.Expr:
-    """The formula of a size."""
     return _required(node, info(node).number, "number")
 
 
 def size_formula(node: fx.Node) -> sympy.Expr:
-    """The formula of a size, in the batch size and the dynamic sizes."""
+    """Returns the formula of a size, in the batch size and the dynamic sizes."""
     known = info(node)
     return number_of(node) if known.dynamic_number is None else known.dynamic_number
 
 
 def constant_of(node: fx.Node, number: sympy.Expr) -> int | float:
-    """The value of a size whose formula, or what has become of it for some sizes, is this number."""
+    """Converts the number of a size to int or float."""
     return float(number) if info(node).is_float_number else int(number)
 
 
 def value_read_of(node: fx.Node) -> ValueRead:
-    """The value that forward has read, of a node that reads it again."""
     return _required(node, info(node).read, "value that forward has read")
 
 
 def opaque_call_of(node: fx.Node) -> OpaqueCall:
-    """The call of a node that runs Python as it is."""
     return _required(node, info(node).opaque, "opaque call")
 
 
 def random_draws_of(node: fx.Node) -> RandomDraws:
-    """The draws of a random node."""
     return _required(node, info(node).rng, "draws of random numbers")
 
 

@@ -1,26 +1,24 @@
-"""Parameters of a model that does not fit on a device: each is there while it is used.
+"""Parameters of a model that does not fit on a device: each is on the device only while it is used.
 
-A model is recorded, compared and counted where its stages will run (`model_state.model_on`), since what forward does
-may depend on the kind of device, and on values. One that is too large comes there parameter by parameter, from wherever
-it is: the CPU, or the devices of its stages.
+A model is recorded, compared and counted on the device of its stages (`model_state.model_on`), because forward may
+depend on the device type and on values. A model that is too large is copied there parameter by parameter, from the CPU
+or from the devices of its stages.
 
     home      weight 0    weight 1    weight 2    …
                               │           │
     device    (nothing)   weight 1    weight 2           `room` bytes at most
 
-All the while a parameter is the same object, on the device, of its sizes and with one storage, whose memory comes and
-goes. It is fetched when
+A parameter remains the same object with the same sizes and storage on the device; only the memory of the storage is
+allocated and freed. It is fetched when
 
-- an operator of torch's is given it or a view of it, forward or back: a dispatch mode sees that;
-- an `autograd.Function` takes it as an argument or reads it from `ctx.saved_tensors`, or forward reads it from its
-  module: the kernel that uses it then may be one that torch does not know.
+- an operator of torch receives it or a view of it, in forward or backward: a dispatch mode intercepts the operator;
+- an `autograd.Function` receives it as an argument or reads it from `ctx.saved_tensors`, or forward reads it from its
+  module: it may be used by a kernel that torch does not dispatch.
 
-Then others leave. Nothing is written back: forward may only read parameters (`Snapshot`).
+Other parameters are then released. Nothing is written back: forward must not write to parameters (`Snapshot`). Fake
+tensors need no memory, but have no values, which forward may read and by which graph and model are compared.
 
-Fake tensors would need no memory. But they have no values, which forward reads and goes by, and which are what graph
-and model are compared by; so they stand for models without values alone.
-
-No time can be measured meanwhile, as operators run slower and wait for what they use: `parameters_at_home`.
+Operators wait for copies meanwhile: measure times only inside `parameters_at_home`.
 """
 
 from __future__ import annotations
@@ -46,21 +44,20 @@ from fxpipe.tracing.tensors import tensors_in
 from fxpipe.utils import accelerator
 from fxpipe.utils.locks import DISPATCH_MODE_LOCK
 
-# Storages that were read last, of modules or of what autograd has saved, and stay: nobody sees when a kernel that torch
-# does not know has used them.
+# Storages that modules or saved tensors read last. They stay, because the end of a kernel outside torch is unknown.
 _RECENTLY_READ = 8
-_LEAST_READ = 3  # of them, where memory runs out
-_LATEST_SHARE = 1 / 4  # of the room, for what was used last
+_LEAST_READ = 3  # minimum if memory runs out
+_LATEST_SHARE = 1 / 4  # share of the room for the most recently used parameters
 
 
 @dataclass(slots=True, eq=False)
 class _Offloaded:
-    """A storage on the device, which has its memory or none."""
+    """A storage on the device, with or without memory."""
 
     storage: torch.UntypedStorage
-    home: torch.Tensor  # bytes
-    users: int = 0  # operators that run on it
-    stream: torch.Stream | None = None  # on which it was fetched; None: it is not there
+    home: torch.Tensor
+    users: int = 0  # running operators that use it
+    stream: torch.Stream | None = None  # stream of the fetch; None: not on the device
 
     def fetch(self, device: torch.device) -> None:
         stream = accelerator.current_stream(device)
@@ -85,7 +82,7 @@ class _Offloaded:
 
 @contextlib.contextmanager
 def _unseen() -> Iterator[None]:
-    """A block in which no mode sees what is called, nor autograd."""
+    """A block hidden from all modes and from autograd."""
     with dispatch_modes_suspended(), without_torch_function(), torch.no_grad(), torch.inference_mode(False):
         yield
 
@@ -95,7 +92,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def can_be_offloaded(tensor: torch.Tensor) -> bool:
-    """Returns whether the memory of a tensor can come and go: that of a parameter of torch's own kind."""
+    """Returns whether the memory of a tensor can be freed and restored: only for plain parameters."""
     return type(tensor) is nn.Parameter and _is_plain(tensor)
 
 
@@ -105,21 +102,21 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 class OffloadedParameters:
-    """Parameters that are on a device while they are used."""
+    """Parameters that are on a device only while they are used."""
 
     def __init__(self, device: torch.device, room: int):
         self._device, self._room = device, room
-        self._of_home: dict[int, _Offloaded] = {}  # by address of the storage at home
-        self._by_address: dict[int, _Offloaded] = {}  # of the storage on the device
-        self._fetched: dict[_Offloaded, None] = {}  # those that are there, the one used last at the end
-        self._bytes = 0  # that they take
-        self._has_released = False  # since casts of them were forgotten
+        self._of_home: dict[int, _Offloaded] = {}  # by address at home
+        self._by_address: dict[int, _Offloaded] = {}  # by address on the device
+        self._fetched: dict[_Offloaded, None] = {}  # storages on the device, most recently used last
+        self._bytes = 0  # their total size
+        self._has_released = False  # since the autocast cache was cleared
         self._read: deque[_Offloaded] = deque(maxlen=_RECENTLY_READ)
-        self._homes: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # parameter, data at home and here
+        self._homes: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # parameter, home data, device data
         self._lock = threading.RLock()  # backward has threads of its own
 
     def add(self, parameter: torch.Tensor) -> None:
-        """Takes a parameter to the device, without its values."""
+        """Moves a parameter to the device, without its values."""
         home = parameter.data
         address = storage_address(home)
         if address not in self._of_home:
@@ -132,16 +129,16 @@ class OffloadedParameters:
             storage.resize_(home.untyped_storage().nbytes())
         here = torch.empty(0, dtype=home.dtype, device=self._device)
         here = here.set_(storage, home.storage_offset(), home.shape, home.stride())
-        storage.resize_(0)  # only now: torch gives a storage memory when a tensor is set to it
+        storage.resize_(0)  # only now: setting a tensor to a storage allocates its memory
         replace_data(parameter, here)
         self._homes.append((parameter, home, here))
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """A block in which they are fetched when they are used."""
+        """A block in which parameters are fetched on use."""
         read_attribute = nn.Module.__getattr__
-        # Nodes that are recorded meanwhile keep `apply`, and would keep all parameters. Other threads may be in either
-        # function while the block ends: so both ask `here` once.
+        # Recorded nodes keep `apply`, and would keep all parameters alive. Other threads may be in either function when
+        # the block ends, so both read `here` only once.
         here = [self]
 
         def getattr_of_module(module: nn.Module, name: str) -> Any:
@@ -169,7 +166,7 @@ class OffloadedParameters:
 
     @contextlib.contextmanager
     def in_use(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-        """A block in which those of these tensors have their values."""
+        """A block in which the offloaded tensors among these have their values."""
         used = self._of(tensors)
         with self._lock:
             for one in used:
@@ -183,24 +180,24 @@ class OffloadedParameters:
                     one.users -= 1
 
     def read(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Fetches those of these tensors, for a kernel that nobody sees."""
+        """Fetches the offloaded tensors among these, for a kernel that torch does not dispatch."""
         used = self._of(tensors)
         with self._lock:
             self._read.extend(used)
             self._fetch(used)
             has_released, self._has_released = self._has_released, False
         if has_released:
-            # Of casts of what has left. Not where that leaves: autocast may be about to cast, and hold its lock.
+            # Drop casts of released parameters. Not in `_release`: autocast may be about to cast, and hold its lock.
             torch.clear_autocast_cache()
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Fetches those of these tensors for good."""
+        """Fetches the offloaded tensors among these permanently."""
         for one in self._of(tensors):
             self._fetch([one])
             del self._by_address[storage_address(_bytes_of(one.storage))], self._fetched[one]
 
     def release_all(self) -> None:
-        """Gives all memory back, also that of what has run and knows itself: there is little."""
+        """Frees all memory, including the memory in reference cycles."""
         with self._lock:
             self._read.clear()
             self._release(0)
@@ -208,7 +205,7 @@ class OffloadedParameters:
 
     @contextlib.contextmanager
     def at_home(self) -> Iterator[None]:
-        """A block in which they are where they came from, and the device has no memory for them."""
+        """A block in which all parameters are back at home, without memory on the device."""
         with dispatch_modes_suspended():
             self.release_all()
             for parameter, home, _ in self._homes:
@@ -238,14 +235,14 @@ class OffloadedParameters:
     def _fetch_absent(self, one: _Offloaded) -> None:
         try:
             one.fetch(self._device)
-        except torch.OutOfMemoryError:  # others need more of it than they were left
+        except torch.OutOfMemoryError:  # other allocations need more memory than `room` leaves
             while len(self._read) > _LEAST_READ:
                 self._read.popleft()
             self._release(0)
             one.fetch(self._device)
 
     def _release(self, most: int) -> None:
-        """Releases some that nobody needs now, until the others take so many bytes."""
+        """Releases unused storages until the fetched ones take at most `most` bytes."""
         for one in self._leaving() if self._bytes > most else ():
             if self._bytes <= most:
                 break
@@ -256,9 +253,10 @@ class OffloadedParameters:
                 self._has_released = True
 
     def _leaving(self) -> list[_Offloaded]:
-        """Those on the device, in the order in which they should leave.
+        """Returns the storages on the device, in the order of release.
 
-        The model runs again and again, so what was used last is needed last; but a part of the room is for loops.
+        The model runs repeatedly, so the most recently used storage is needed last; but a part of the room is for
+        loops.
         """
         latest: list[_Offloaded] = []
         size = 0
@@ -279,7 +277,7 @@ _current = _Current()
 
 
 def parameters_at_home() -> contextlib.AbstractContextManager[None]:
-    """A block in which no parameter is offloaded: those that are come back to where they were, without a copy."""
+    """A block in which parameters are back at home, without a copy, if they are offloaded."""
     return contextlib.nullcontext() if _current.parameters is None else _current.parameters.at_home()
 
 
@@ -287,10 +285,7 @@ def parameters_at_home() -> contextlib.AbstractContextManager[None]:
 def offload_parameters(
     parameters: Sequence[torch.Tensor], device: torch.device, room: int
 ) -> Iterator[OffloadedParameters]:
-    """A block in which parameters are on a device while they are used, which then have `room` bytes of its memory.
-
-    Whoever opens it puts their data back.
-    """
+    """A block in which parameters use at most `room` bytes of a device. The caller restores their data."""
     with DISPATCH_MODE_LOCK:
         offloaded = OffloadedParameters(device, room)
         for parameter in parameters:
@@ -303,7 +298,7 @@ def offload_parameters(
 
 
 class _FetchMode(TorchDispatchMode):
-    """Fetches what operators are given."""
+    """Fetches the parameters among an operator's arguments."""
 
     supports_higher_order_operators = True
 
@@ -313,7 +308,7 @@ class _FetchMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is DETACH:  # of every parameter, for snapshots; other views ask how much memory there is
+        if func is DETACH:  # snapshots detach every parameter; other views query the size of the memory
             return func(*args, **kwargs)
         with self._parameters.in_use(tensors_in((args, kwargs))):
             return func(*args, **kwargs)

@@ -1,8 +1,7 @@
-"""`print` in forward: what it shows is shown once.
+"""Shows the output of `print` in forward once.
 
-A model runs several times while it is planned, and not at all in a step, which runs the graph of what forward computes.
-So prints would appear a few times, of inputs that nobody gave, and then never more. Here the first run is heard, and
-the pipe says the rest. Only `print` to stdout is muted, in the thread that plans.
+A model runs several times during planning; steps run the graph instead. So only the first run prints, and the pipe
+warns. Only `print` to stdout is muted, in the planning thread.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from fxpipe.tracing.source_lines import warn_user
 
 @dataclass(slots=True)
 class _PrintState:
-    """The prints of forward in one thread since planning began there."""
+    """The prints of forward in one thread since planning began."""
 
     is_first_run: bool = True
-    lost: dict[str, None] = field(default_factory=dict)  # source lines of prints that no step will run
+    lost: dict[str, None] = field(default_factory=dict)  # source lines of prints that steps will not run
 
 
 class _NullStream:
@@ -55,7 +54,7 @@ def _print_once(*values: Any, file: Any = None, **settings: Any) -> None:
 
 @contextlib.contextmanager
 def mute_repeated_prints(is_first_run: bool = True) -> Iterator[None]:
-    """A block in which `print` is heard until the model has run once."""
+    """A block in which `print` works until the model has run once."""
     global _print
     here = threading.get_ident()
     if here in _by_thread:
@@ -76,13 +75,13 @@ def mute_repeated_prints(is_first_run: bool = True) -> Iterator[None]:
 
 
 def lost_prints() -> tuple[str, ...]:
-    """Source lines of what forward has printed in this block, where no step will."""
+    """Returns the source lines of prints of forward in this block, which steps will not run."""
     prints = _by_thread.get(threading.get_ident())
     return () if prints is None else (*prints.lost,)
 
 
 def warn_of_prints(model: nn.Module, lines: Sequence[str]) -> None:
-    """Warns of prints that no step makes; to be called once for a pipe."""
+    """Warns of prints that steps do not run; call it once for a pipe."""
     places = ", ".join(lines[:3]) + (", ..." if len(lines) > 3 else "")
     warn_user(
         f"forward of {type(model).__name__} prints at {places}: this is shown once while the model is planned, and not "
@@ -92,7 +91,7 @@ def warn_of_prints(model: nn.Module, lines: Sequence[str]) -> None:
 
 
 def end_first_run() -> None:
-    """Ends the first run of the model: the prints of further runs are not heard."""
+    """Ends the first run of the model: later runs do not print."""
     prints = _by_thread.get(threading.get_ident())
     if prints is not None:
         prints.is_first_run = False

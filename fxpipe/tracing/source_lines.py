@@ -1,4 +1,4 @@
-"""Lines of the user's code at which something happens."""
+"""Source lines of the user's code."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-# in place of a line: there is none, as in a model of torch's own modules that fxpipe itself calls
+# replaces a missing line, as in torch's own modules when fxpipe calls them
 UNKNOWN_LINE = "unknown"
 
-# With the separator: torchvision lives beside torch, and is the user's.
+# With the separator: torchvision is next to torch, but counts as user code.
 _LIBRARY_DIRS = tuple(
     os.path.join(directory, "") for directory in (torch.__path__[0], os.path.dirname(os.path.dirname(__file__)))
 )
@@ -31,12 +31,12 @@ _DISTRIBUTIONS = os.path.join(_LIBRARY_DIRS[0], "distributions", "")
 
 
 def is_user_file(file: str) -> bool:
-    """Returns whether this is a file that is neither torch's nor fxpipe's, nor of a decorator in between."""
+    """Returns whether a file belongs neither to torch nor to fxpipe, nor to a decorator between them."""
     return not file.startswith((*_LIBRARY_DIRS, contextlib.__file__, "<frozen "))  # decorators, and `python -m`
 
 
 def user_line() -> str:
-    """The innermost source line that is neither torch's nor fxpipe's: `path/unet.py:31`."""
+    """Returns the innermost source line outside torch and fxpipe: `path/unet.py:31`."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_user_file(frame.f_code.co_filename):
         frame = frame.f_back
@@ -44,7 +44,7 @@ def user_line() -> str:
 
 
 def is_argument_validation() -> bool:
-    """Returns whether it is a distribution of torch that asks for a value, to raise where its arguments are wrong."""
+    """Returns whether a distribution of torch is reading a value to validate its arguments."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_DISPATCH_FILES):
         frame = frame.f_back
@@ -52,13 +52,12 @@ def is_argument_validation() -> bool:
 
 
 def line_of_function(function: Callable[..., Any]) -> str:
-    """Returns the line at which a function of Python begins."""
     code = code_of_function(function)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else UNKNOWN_LINE
 
 
 def code_of_function(function: Callable[..., Any]) -> CodeType | None:
-    """Returns the code of a function of Python; if that wraps another function of the user, the code of that one.
+    """Returns the code of a Python function; if it wraps another user function, the code of the wrapped function.
 
     A function that wraps one of torch or fxpipe counts itself: `functools.wraps(type(pipe).forward)`.
     """
@@ -74,7 +73,7 @@ def code_of_function(function: Callable[..., Any]) -> CodeType | None:
 
 
 def warn_user(message: str) -> None:
-    """Warns at the innermost line of the stack that is neither torch's nor fxpipe's."""
+    """Warns at the innermost line of the stack outside torch and fxpipe."""
     frame: FrameType | None = sys._getframe(1)
     level = 2
     while frame is not None and not is_user_file(frame.f_code.co_filename):
@@ -83,14 +82,14 @@ def warn_user(message: str) -> None:
 
 
 def line_in_stack(text: str) -> str:
-    """The innermost line of a formatted stack that is neither torch's nor fxpipe's, or ""."""
+    """Returns the innermost line of a formatted stack outside torch and fxpipe, or ""."""
     entries = re.findall(r'File "([^"]+)", line (\d+)', text)
     users = [(file, line) for file, line in entries if not file.startswith((*_LIBRARY_DIRS, "torch/", "<"))]
     return ":".join(users[-1]) if users else ""
 
 
 def line_of_error(error: BaseException) -> str:
-    """Finds the user's line that an exception came from: the innermost that is neither torch's nor fxpipe's."""
+    """Returns the innermost line of an exception's traceback outside torch and fxpipe."""
     line, entry = UNKNOWN_LINE, error.__traceback__
     while entry is not None:
         if not entry.tb_frame.f_code.co_filename.startswith((*_LIBRARY_DIRS, "<")):

@@ -1,14 +1,12 @@
-"""The ways to a graph, in order.
+"""The ways to obtain a graph, in order.
 
 1. *Recording*: the model runs once, values that it reads become guards.
-2. Recording with the general paths of libraries, where something stood in the way of the first.
-3. Recording with some modules kept whole: the innermost ones around what stands in the way. Where that is the model
-   itself, or most of it, recording goes as far as it can, and the rest of forward is one node (`graph_break`).
+2. Recording with the general code paths of libraries, if 1 failed.
+3. Recording with some modules kept whole: the innermost modules around the failure. If this is the model, or most of
+   it, recording goes as far as it can, and the rest of forward is one node (`graph_break`).
 
-If the user gives a function (`tracer=`), its graph is the only candidate.
-
-Each recording goes through the same passes (`tracing_passes`): one that is not the model's is an error of its way, and
-the next one is tried. What no graph could carry, and what the model itself raises, ends the search at once.
+With a function (`tracer=`), its graph is the only candidate. If a graph fails one of the passes (`tracing_passes`), the
+next way is tried. Errors that no graph can avoid, and errors of the model itself, end the search immediately.
 """
 
 from __future__ import annotations
@@ -41,16 +39,16 @@ from fxpipe.tracing.verify.equivalence import take_samples
 from fxpipe.tracing.verify.micro_batch_sizes import OtherMicroBatchesError, may_replace, refuse_uneven
 from fxpipe.utils.python_state import PythonState
 
-LARGE_NODE_SHARE = 0.5  # share of the parameters from which on one piece is too large
+LARGE_NODE_SHARE = 0.5  # share of the parameters above which one node is too large
 
 
 def find_graph(request: TraceRequest) -> Traced:
-    """The first graph that is right, of the mini-batch or else of its micro-batches.
+    """Finds the first correct graph, of the mini-batch or else of its micro-batches.
 
-    If the mini-batch stays whole, a graph that could be cut is still better: it holds for other numbers of samples.
+    If the mini-batch stays whole, a graph that can be split is still better: it is valid for other numbers of samples.
 
     Raises:
-        TraceError: no way has led to a graph; says why, and what can be done.
+        TraceError: no graph was found; the message contains the reason and the remedy.
     """
     try:
         return _graph_of_all_samples(replace(request, is_whole=False))
@@ -64,7 +62,7 @@ def find_graph(request: TraceRequest) -> Traced:
 
 
 def _graph_of_all_samples(request: TraceRequest) -> Traced:
-    """The graph of the user's function, or a recording, with ever more options for what stands in the way."""
+    """Returns the graph of the user's function, or a recording, adding options after each failure."""
     if not isinstance(request.tracer, str):
         return _import(request)
     options = RecordingOptions(dict(request.leaf_modules))
@@ -80,7 +78,7 @@ def _graph_of_all_samples(request: TraceRequest) -> Traced:
         except Exception:
             if first is None or not options.in_compile_mode:
                 raise
-            problem = first  # this is of a path that the model never takes
+            problem = first  # raised on a path that the model never takes
         if first is None:
             first, options = problem, replace(options, in_compile_mode=True)
         else:
@@ -88,7 +86,7 @@ def _graph_of_all_samples(request: TraceRequest) -> Traced:
 
 
 def imbalance_warnings(traced: Traced) -> tuple[str, ...]:
-    """Returns a warning for each module that nobody asked to keep whole, yet holds most of the model in one node."""
+    """Returns a warning for each module, kept whole by fxpipe, that has most of the parameters in one node."""
     return tuple(
         f"module {path!r} is one node with {share:.0%} of the parameters: no cut divides it, so that one device does "
         f"most of the work. It is the innermost module around what has to be kept whole: {traced.whole[path]}. A small "
@@ -100,21 +98,18 @@ def imbalance_warnings(traced: Traced) -> tuple[str, ...]:
 
 
 def _import(request: TraceRequest) -> Traced:
-    """The graph that the user's function makes."""
     model = request.model
     assert not isinstance(request.tracer, str)
     with refuse_missed_marks():
         traced = trace_by_function(model, request.tracer, request.args, request.kwargs, request.in_dims)
-    # Which attributes forward has read is not known: the graph holds for those that modules have.
+    # The attributes that forward reads are unknown: the graph depends on all of them.
     places = [(m.__dict__, name) for m in all_modules(model) for name in m.__dict__.keys() - MODULE_DICT_KEYS]
     state = PythonState(values=all_modules(model), places=places)
     return replace(run_passes(traced, request), python_state=state)
 
 
 def _record_without_caches(request: TraceRequest, options: RecordingOptions) -> Traced:
-    """A recording that goes through all passes; by the paths of libraries that cache nothing, where a cache by sizes
-    stands in the way of dynamic ones.
-    """
+    """Records and runs all passes; without caches, if a cache with sizes as keys prevents dynamic sizes."""
     recordings: list[Traced] = []
     traced, error = None, None
     try:
@@ -136,20 +131,20 @@ def _record_without_caches(request: TraceRequest, options: RecordingOptions) -> 
 
 
 def _is_for_more_sizes(traced: Traced, other: Traced) -> bool:
-    """Returns whether a graph has more dynamic dimensions, or as many and nothing that was looked up by a size."""
+    """Returns whether a graph has more dynamic dimensions, or the same and no lookup by a size."""
     dims, other_dims = traced.dynamic.formulas.keys(), other.dynamic.formulas.keys()
     return dims > other_dims or (dims == other_dims and other.has_keys_of_sizes and not traced.has_keys_of_sizes)
 
 
 def _record_by_size(request: TraceRequest, options: RecordingOptions, recordings: list[Traced]) -> Traced:
-    """A recording that goes through all passes: on few samples, on all, or with formulas for numbers of samples.
+    """Records and runs all passes: on few samples, on all samples, or with formulas for numbers of samples.
 
     Args:
-        recordings: to which all that are made are added.
+        recordings: all recordings are appended here.
 
     Raises:
         CannotRecord: the model runs other functions at other batch sizes.
-        Exception: what a pass raises on the recording on all samples.
+        Exception: the error of a pass for the recording on all samples.
     """
 
     def record_on(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
@@ -161,12 +156,12 @@ def _record_by_size(request: TraceRequest, options: RecordingOptions, recordings
         traced = replace(again({}), again=again)
         refuse_unguardable(traced)
         assert traced.recording_options is not None
-        options = traced.recording_options  # what one recording needs, later ones need, too
+        options = traced.recording_options  # later recordings need the same options
         recordings.append(traced)
         return traced
 
     if request.is_compared and not request.is_whole:
-        with contextlib.suppress(Exception):  # it will be raised again, on all samples, or it is no matter there
+        with contextlib.suppress(Exception):  # if it matters, it will be raised again, on all samples
             part = record_small_batch(request, record_on)
             if part is not None:
                 return run_passes(part, request)
@@ -175,7 +170,7 @@ def _record_by_size(request: TraceRequest, options: RecordingOptions, recordings
         return run_passes(recording, request)
     except (TraceError, ArgumentError) as error:
         if isinstance(error, CannotRecord) or request.is_whole:
-            raise  # it is not by the batch size that it fails
+            raise  # the batch size is not the cause
         recording_of_sizes = record_with_batch_numbers(request, record_on)
         if recording_of_sizes is None:
             raise
@@ -185,7 +180,7 @@ def _record_by_size(request: TraceRequest, options: RecordingOptions, recordings
 def _options_after(
     problem: TraceError, first: TraceError, options: RecordingOptions, model: nn.Module
 ) -> RecordingOptions:
-    """The options for the recording after one that met `problem`. Raises if nothing is left to try."""
+    """Returns the options for the recording after a failure with `problem`. Raises if no option remains."""
     if _is_same_failure(problem, first):
         options = replace(options, in_compile_mode=False)  # no help
     whole, graph_breaks = options.whole, options.graph_breaks
@@ -203,55 +198,53 @@ def _options_after(
 
 
 def _reasons(traced: Traced, first: TraceError | None) -> tuple[str, ...]:
-    """Says why the graph is not as plain recording would have it, for people."""
     reasons = [f"{name} is kept whole: {reason}" for name, reason in traced.opaque_names.items()]
     if traced.recording_options is not None and traced.recording_options.in_compile_mode:
         reasons.insert(0, f"by the general paths of libraries: {first or 'the others look up values by sizes'}")
     if traced.recorded_sizes:
         sizes = ", ".join(map(str, traced.recorded_sizes))
         reasons.append(f"plain numbers that depend on the batch size are computed in the graph (holds for {sizes})")
-    if is_faked():  # a step that has values traces once more
+    if is_faked():  # a step with values traces again
         reasons.append("whether samples act on each other: not yet checked, without values")
     return (*reasons, *(f"compared in the stages: {text}" for text in expectations_of(traced)))
 
 
 def _is_same_failure(left: TraceError, right: TraceError) -> bool:
-    """Returns whether the same has stood in the way twice: the same thing, at the same line, with the same remedy."""
     return type(left) is type(right) and left.args == right.args
 
 
 def _graph_breaks_for(
     model: nn.Module, error: TraceError, modules: Collection[str], continued: Mapping[str, GraphBreak]
 ) -> dict[str, GraphBreak]:
-    """Chooses what to record up to the line that stands in the way: the model, or a module that is most of it."""
+    """Returns where to break the graph: in the model, or in a module that is most of it."""
     if not isinstance(error, CannotRecord) or len(modules) > 1:
         return {}
     path = next(iter(modules), "")
-    if path in continued and continued[path].may_split and path not in error.calls:  # in one piece, then
+    if path in continued and continued[path].may_split and path not in error.calls:  # continue in one piece
         return {path: continued[path]._replace(may_split=False)} if continued[path].calls else {}
     if path not in error.calls or (path in continued and continued[path].calls <= error.calls[path]):
         return {}
     where = GraphBreak(error.calls[path], str(error), may_split=not path)
     if not path:
-        return {path: where}  # it would be right to keep the model whole, and would leave nothing to cut
+        return {path: where}  # keeping the model whole would leave nothing to cut
     own, all_of = (sum(p.numel() for p in m.parameters()) for m in (model.get_submodule(path), model))
     return {path: where} if where.calls and own > LARGE_NODE_SHARE * all_of else {}
 
 
 def _modules_of_same_class(model: nn.Module, paths: frozenset[str]) -> list[str]:
-    """Modules of the same classes will fail alike; those of torch itself need not, nor does one that holds others."""
+    """Adds modules of the same classes, which will fail as well, except torch's own and modules that contain others."""
     modules = dict(model.named_modules())
     kinds = {type(modules[path]) for path in paths if not type(modules[path]).__module__.startswith("torch.nn.")}
     same = {path for path, module in modules.items() if path in paths or (path and type(module) in kinds)}
     return [path for path in same if path in paths or not any(p.startswith(f"{path}.") for p in same)]
 
 
-# -- Where the graph of the mini-batch does not hold for its micro-batches -------------------------------------------
+# -- graphs of the mini-batch that are not valid for its micro-batches -----------------------------------------------
 
 
 # No model of the zoo at its sizes: GPT-2 needs it with sequences as long as the batch (behaviour/test_generate.py).
 def _graph_of_micro_batch(request: TraceRequest, error: OtherMicroBatchesError) -> Traced:
-    """The graph of a micro-batch, if it can run instead of the mini-batch's; else raises."""
+    """Returns the graph of a micro-batch, if it can replace the graph of the mini-batch; otherwise raises."""
     whole, leaves = error.traced, request.leaves
     try:
         args, kwargs = pytree.tree_unflatten(take_samples(whole, leaves, 0, max(error.sizes)), whole.in_spec)

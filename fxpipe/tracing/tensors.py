@@ -1,4 +1,4 @@
-"""Tensors inside whatever holds them."""
+"""Tensors inside nested values."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fxpipe._torch.fake_tensor_mode import FakeTensor
 from fxpipe._torch.storages import sparse_parts, storage_address
 from fxpipe.utils.python_objects import held_objects
 
-_ATOMS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))  # most of what is asked
+_ATOMS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))  # the most frequent types
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor inside a value, in order."""
+    """Yields every tensor inside a value, in order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif type(value) in _ATOMS:
@@ -33,22 +33,22 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def bytes_in(value: Any) -> int:
-    """Computes the bytes of all elements of the tensors inside a value, also of those that a sparse one leaves out."""
+    """Computes the bytes of all elements of the tensors inside a value; a sparse tensor counts like a dense one."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))
 
 
 def has_values(value: Any) -> bool:
-    """Returns whether a tensor has values: those of the meta device and fake ones have none."""
+    """Returns whether a value is neither a meta tensor nor a fake one."""
     return not isinstance(value, torch.Tensor) or not (value.is_meta or isinstance(value, FakeTensor))
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Names the memory of a tensor while that lives; a sparse one has several, which nobody shares."""
+    """Returns an id of a tensor's memory, valid while it lives; sparse tensors count as unshared."""
     return storage_address(tensor) if tensor.layout == torch.strided else id(tensor)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Computes the bytes that a tensor takes; a sparse one is its values and their indices."""
+    """Computes the bytes of a tensor's memory; for a sparse tensor, of its values and indices."""
     if tensor.layout == torch.strided:
         return tensor.nbytes
     if tensor.layout == torch.sparse_coo:
@@ -61,12 +61,12 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
 
 
 def hidden_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors in an object of any kind, each once, however deep in attributes, also in those of modules."""
+    """Yields the tensors in any object, each once, at any depth of attributes, including those in modules."""
     return (item for item in held_objects(value) if isinstance(item, torch.Tensor))
 
 
 def detached(value: Any, own: Collection[int] = ()) -> Any:
-    """A tensor without what it was made of, which would take memory; a copy if its storage is among `own`."""
+    """Detaches a tensor to free its graph; copies it if its storage is in `own`."""
     if not isinstance(value, torch.Tensor):
         return value
     bare = value.detach().clone() if own and storage_of(value) in own else value.detach()

@@ -1,4 +1,4 @@
-"""`TraceRequest`: what `fxpipe.trace` is asked for, in one value that every strategy and pass is given."""
+"""`TraceRequest`: the arguments of `fxpipe.trace`, as one value for all strategies and passes."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ TracerOption = str | Callable[[nn.Module], fx.GraphModule]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TraceRequest:
-    """A model, the inputs that it is traced on, and what the user says about the graph."""
+    """A model, its example inputs, and the user's options."""
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    leaves: Sequence[Any]  # of the inputs, flattened
+    leaves: Sequence[Any]  # flattened inputs
     tracer: TracerOption
-    leaf_modules: Mapping[str, str]  # paths of the modules that the user wants whole, and that as the reason
+    leaf_modules: Mapping[str, str]  # paths of the modules to keep whole, with the reason
     in_dims: Any
     out_dims: Any
     chunks: int
-    is_compared: bool  # is the graph compared with the model on real values?
-    seed: int  # of the numbers that forward draws and reads
-    dynamic: DynamicDims  # dimensions besides the batch whose size may differ from the example's
-    is_whole: bool = False  # is the mini-batch the only micro-batch? Nothing is cut then, and nothing put together
+    is_compared: bool
+    seed: int  # seed of the random numbers that forward draws and reads
+    dynamic: DynamicDims  # dimensions besides the batch whose size may vary
+    is_whole: bool = False  # is the mini-batch the only micro-batch? Then nothing is split or combined.
 
     @classmethod
     def of(
@@ -58,13 +58,9 @@ class TraceRequest:
         dynamic: DynamicDims = NO_DYNAMIC_DIMS,
         is_whole: bool = False,
     ) -> TraceRequest:
-        """The request for these options as the user gives them.
-
-        Raises:
-            ArgumentError, ArgumentTypeError: an input or an option cannot be used.
-        """
+        """Creates the request from the user's arguments. Raises `ArgumentError` or `ArgumentTypeError`."""
         inputs, _, leaves = input_leaves(model, args, kwargs)
-        candidate_dims(inputs, in_dims)  # else the model would say something of sizes first
+        candidate_dims(inputs, in_dims)  # before the model fails with an error about sizes
         parameters = inspect.signature(original_module(model).forward).parameters
         dynamic = dynamic.with_asked(parse_dynamic_shapes(dynamic_shapes, inputs, parameters))
         if is_faked():
@@ -80,16 +76,11 @@ class TraceRequest:
         )
 
     def on_micro_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TraceRequest:
-        """The same request for a micro-batch alone."""
         return replace(self, args=args, kwargs=kwargs, leaves=input_leaves(self.model, args, kwargs)[2], chunks=1)
 
 
 def requested_leaf_modules(model: nn.Module, leaf_modules: Sequence[str | type[nn.Module]]) -> dict[str, str]:
-    """Paths of the modules that the user wants to keep whole.
-
-    Raises:
-        ArgumentError: the model has no such module.
-    """
+    """Returns the paths of the modules to keep whole, with the reason. Raises `ArgumentError` for unknown modules."""
     modules = {path: module for path, module in model.named_modules() if path}
     whole: dict[str, str] = {}
     for asked in leaf_modules:
@@ -107,7 +98,7 @@ def requested_leaf_modules(model: nn.Module, leaf_modules: Sequence[str | type[n
 
 
 def check_tracer(tracer: Any) -> TracerOption:
-    """Raises where `tracer` is none."""
+    """Returns `tracer`, or raises if it is not a tracer."""
     accepted = (
         f"accepted are {RECORD!r} and a function from the model to a torch.fx.GraphModule (torch.fx.symbolic_trace, or "
         "one that calls torch.export.export: docs/tracing.md)"

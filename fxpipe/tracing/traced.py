@@ -1,15 +1,14 @@
 """`Traced`: a model as a graph of functions, with everything needed to run and to cut it.
 
-The graph has, in order of running,
+The graph contains no modules. It has, in order of execution,
 
-- `placeholder`: one for each tensor among the flattened inputs (`in_0`, `in_1`, ...; numbers are places among all
-  leaves),
+- `placeholder`: one for each tensor among the flattened inputs (`in_0`, `in_1`, ...: the index among all leaves),
 - `get_attr`: a parameter, a buffer or a constant of the model, by its dotted name,
-- `call_function`, `call_method`: the work. There are no modules in the graph,
+- `call_function`, `call_method`: the operations,
 - `output`: `(outputs, assigned, pieces)`: the leaves of the model's output, the buffers that forward re-assigns, by
-  name, and what such outputs are made of as only the mini-batch has (`fxpipe.utils.output_combination`).
+  name, and the values from which outputs of the mini-batch are combined (`fxpipe.utils.output_combination`).
 
-What fxpipe knows of each node besides (source line, module, state of the thread, shapes, ...) is its `NodeInfo`.
+All other facts about a node (source line, module, thread state, shapes, ...) are in its `NodeInfo`.
 """
 
 from __future__ import annotations
@@ -54,14 +53,14 @@ if TYPE_CHECKING:
     from fxpipe.tracing.record.recorder import GraphBreak
     from fxpipe.tracing.verify.effects import Effects
 
-# a condition; symbol -> place of the input of that size
+# a condition; symbol -> index of the input of that size
 SizeAssumption = tuple[sympy.Basic, Mapping[sympy.Symbol, int]]
 CALL_OPS = ("call_function", "call_method")
 
 
 @dataclass(frozen=True, slots=True)
 class InputLeaf:
-    """One leaf of the inputs: a tensor, or anything else that is a constant of the graph."""
+    """A leaf of the inputs: a tensor, or any other value, which is a constant of the graph."""
 
     is_tensor: bool
     head: str  # the argument of forward that holds it
@@ -70,32 +69,32 @@ class InputLeaf:
     dtype: torch.dtype | None = None
     shape: tuple[int, ...] = ()
     requires_grad: bool = False
-    same_as: int | None = None  # the place of an earlier leaf that is the same tensor
-    state: PythonState | None = None  # of a function: what it depends on
+    same_as: int | None = None  # index of an earlier leaf that is the same tensor
+    state: PythonState | None = None  # for a function: the state that it depends on
 
     def is_constant(self, value: Any) -> bool:
-        """Returns whether an input that is not a tensor is as it was when the model was traced."""
+        """Returns whether an input that is not a tensor has the value that it had during tracing."""
         if equal_values(self.constant, value):
             return self.state is None or self.state.holds()
         return self.state is not None and callable(value) and PythonState((value,)).facts == self.state.facts
 
 
 def as_given(leaves: Sequence[InputLeaf], values: Iterable[Any]) -> list[Any]:
-    """Returns copies of inputs of which those of one tensor are one tensor again."""
+    """Returns copies of inputs in which leaves that were the same tensor are the same tensor again."""
     values = list(values)
     return [value if leaf.same_as is None else values[leaf.same_as] for leaf, value in zip(leaves, values, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class RecordingOptions:
-    """Options for what stands in the way of a plain recording. Another recording of the model may take them too."""
+    """Options for models that cannot be recorded as they are. Later recordings of the model reuse them."""
 
-    whole: Mapping[str, str] = field(default_factory=dict)  # paths of modules to keep whole, and why
-    # Paths of modules whose forward is one node behind some call, behind which, and why.
+    whole: Mapping[str, str] = field(default_factory=dict)  # paths of modules to keep whole, with the reason
+    # Paths of modules whose forward is one node after some call, with that call and the reason.
     graph_breaks: Mapping[str, GraphBreak] = field(default_factory=dict)
-    in_compile_mode: bool = False  # libraries take their general paths
-    hashes_sizes: bool = False  # a size can be a key
-    saves: bool = False  # functions of torch save what backward needs, since forward asks for it
+    in_compile_mode: bool = False  # libraries take their general code paths
+    hashes_sizes: bool = False  # sizes can be keys of a dict
+    saves: bool = False  # functions of torch save tensors for backward, because forward requests it
 
 
 PLAIN_RECORDING = RecordingOptions()
@@ -112,65 +111,62 @@ class TracedGraph(fx.Graph):
 
 @dataclass(frozen=True)
 class Traced:
-    """A model's graph. Made by `fxpipe.trace`; `print` shows it with shapes, module paths and source lines.
-
-    Each pass (`tracing_passes`) takes one and returns the next, with the fields that it finds.
-    """
+    """A model's graph, created by `fxpipe.trace`. `print` shows it with shapes, module paths and source lines."""
 
     model: nn.Module
     graph: fx.Graph
     leaves: tuple[InputLeaf, ...]
     in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
-    flags: tuple[Any, ...]  # of all modules (`fxpipe.tracing.cache_key`): other ones are another graph
-    state: ThreadState  # of the caller
+    flags: tuple[Any, ...]  # flags of all modules (`fxpipe.tracing.cache_key`)
+    state: ThreadState
     constants: dict[str, torch.Tensor]
     size_reads: tuple[SizeRead, ...]
-    python_state: PythonState  # what forward has read besides tensors: other values are another graph
+    python_state: PythonState  # values that forward reads besides tensors
     layout_reads: tuple[LayoutRead, ...] = ()
     input_reads: tuple[InputRead, ...] = ()
-    attributes: tuple[TensorGuard, ...] = ()  # the model's tensors as they were
-    switches: tuple[Any, ...] = field(default_factory=torch_switches)  # of torch, as forward saw them
-    requires_grad: tuple[bool, ...] | None = None  # of all parameters, where forward has asked a tensor for it
-    tracer: str = "record"  # or the name of the function that made the graph, whatever that is
-    is_recorded: bool = True  # False: something else than a recording of the model made it
+    attributes: tuple[TensorGuard, ...] = ()  # the model's tensors during tracing
+    switches: tuple[Any, ...] = field(default_factory=torch_switches)
+    requires_grad: tuple[bool, ...] | None = None  # flags of all parameters, if forward reads any flag
+    tracer: str = "record"  # or the name of the function that created the graph
+    is_recorded: bool = True  # False: the graph was not created by recording the model
     in_dims: tuple[int | None, ...] = ()  # by leaf: the dimension that holds the batch
-    # By output leaf: a dimension, "mean", "sum", "stack", "combined" (see below), None: not batched.
+    # By output leaf: a dimension, "mean", "sum", "stack", "combined" (see below); None: not batched.
     out_dims: tuple[int | str | None, ...] = ()
-    combinations: tuple[OutputCombination, ...] = ()  # of the outputs that are "combined"
-    piece_dims: tuple[int | str | None, ...] = ()  # of `pieces`: of rows the dimension, "sum", "mean", None: the same
-    told: frozenset[int] = frozenset()  # outputs of which the user has said how they go together
-    tail: frozenset[fx.Node] = frozenset()  # what combinations with rows run once, until it is taken out of the graph
-    size_assumptions: tuple[SizeAssumption, ...] = ()  # of `torch.export`, which made the graph, on input sizes
-    batch_conditions: tuple[SizeCondition, ...] = ()  # of mini-batch and micro-batches
-    mini_batch_conditions: tuple[SizeCondition, ...] = ()  # what need not hold for micro-batches
-    dynamic: DynamicSizes = FIXED_SIZES  # dimensions of inputs, besides the batch, that may differ from the example's
-    not_followed: str = ""  # the line where forward took the batch size in a way that leaves no condition (`len(x)`)
+    combinations: tuple[OutputCombination, ...] = ()  # one for each output that is "combined"
+    piece_dims: tuple[int | str | None, ...] = ()  # for `pieces`: dimension of rows, "sum", "mean"; None: equal
+    told: frozenset[int] = frozenset()  # outputs for which the user gives the combination
+    tail: frozenset[fx.Node] = frozenset()  # nodes of combinations with rows, until they are removed
+    size_assumptions: tuple[SizeAssumption, ...] = ()  # on input sizes, from `torch.export`
+    batch_conditions: tuple[SizeCondition, ...] = ()  # on mini-batch and micro-batches
+    mini_batch_conditions: tuple[SizeCondition, ...] = ()  # on the mini-batch only
+    dynamic: DynamicSizes = FIXED_SIZES  # dynamic dimensions of inputs
+    not_followed: str = ""  # the line where forward reads the batch size without a condition (`len(x)`)
     comparisons: SizeComparisons = field(default_factory=SizeComparisons)
-    # it holds for those accepted only: the batch size is a number in what it computes
+    # The batch size is a number in the graph: it holds only for accepted splits.
     compares_micro_batches: bool = False
-    is_whole: bool = False  # holds for the mini-batch in one micro-batch only: its results were not to be put together
-    effects: Effects | None = None  # what the nodes share and change
-    guards: Guards | None = None  # values that forward read: other ones are another graph
-    texts: tuple[SourcePlace, ...] = ()  # where forward made texts of tensors
-    batch_bounds: tuple[int, int | None] = (0, None)  # samples of mini-batches, as the user has it
-    has_keys_of_sizes: bool = False  # was something looked up by a size, in a cache?
-    again: Callable[[Mapping[Any, int]], Traced] | None = None  # records once more, while the graph is being made
-    recording_options: RecordingOptions | None = None  # None: made in another way
-    device: torch.device | None = None  # to which planning had moved the model for it; None: it stayed
-    signature: int = 0  # the same for recordings of the same functions of the same values; see `signature_of`
-    seed: int = 0  # of the numbers that forward drew and read
-    # Of each number drawn: does a guard answer for it, or did a module kept whole draw it?
+    is_whole: bool = False  # holds only for the mini-batch as one micro-batch: its results cannot be combined
+    effects: Effects | None = None  # memory that nodes share and change
+    guards: Guards | None = None  # values that forward read; other values need another graph
+    texts: tuple[SourcePlace, ...] = ()  # source places that format tensors as text
+    batch_bounds: tuple[int, int | None] = (0, None)  # the user's bounds for the samples of a mini-batch
+    has_keys_of_sizes: bool = False  # was a value looked up in a cache by a size?
+    again: Callable[[Mapping[Any, int]], Traced] | None = None
+    recording_options: RecordingOptions | None = None  # None: not recorded
+    device: torch.device | None = None  # to which planning moved the model for tracing; None: not moved
+    signature: int = 0  # equal for recordings of the same functions on the same values; see `signature_of`
+    seed: int = 0  # seed of the random numbers that forward draws and reads
+    # For each random number: does a guard check it, or did a module kept whole draw it?
     draws_from_stream: tuple[bool, ...] = ()
-    recorded_sizes: tuple[int, ...] = ()  # where plain numbers in it depend on the batch size: it holds for these only
-    recorded_samples: int | None = None  # samples, where these were not all of the example's
-    uneven_outputs: tuple[tuple[str, sympy.Expr], ...] = ()  # outputs whose sizes do not simply grow with the batch
+    recorded_sizes: tuple[int, ...] = ()  # if plain numbers in the graph depend on the batch size: the only valid sizes
+    recorded_samples: int | None = None  # samples in the recording, if fewer than in the example
+    uneven_outputs: tuple[tuple[str, sympy.Expr], ...] = ()  # outputs whose sizes are not proportional to the batch
     marks: tuple[str, ...] = ()  # source lines of `fxpipe.cut()`, in order
     tied: frozenset[str] = frozenset()  # attributes that forward sets to tensors that require grad
-    left_attribute_dims: Mapping[str, int | str] = field(default_factory=dict)  # of `left`: how it goes together
-    print_lines: tuple[str, ...] = ()  # source lines of what forward prints, and no step
-    ended_modules: tuple[str, ...] = ()  # paths of modules, in the order in which they ended
-    why: tuple[str, ...] = ()  # how the graph came to be as it is, where that is not plain recording
+    left_attribute_dims: Mapping[str, int | str] = field(default_factory=dict)  # combination of each value in `left`
+    print_lines: tuple[str, ...] = ()  # source lines of prints in forward, which steps do not run
+    ended_modules: tuple[str, ...] = ()  # paths of modules, in the order in which they returned
+    why: tuple[str, ...] = ()  # reasons why the graph is not a plain recording
     batch: sympy.Symbol = field(default_factory=lambda: sympy.Symbol("b", integer=True, positive=True))
     _modules: Sequence[nn.Module] = field(init=False)  # held: their ids in `flags` must not come again
 
@@ -179,38 +175,38 @@ class Traced:
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """The nodes that work, in order."""
+        """The operations, in order."""
         return [n for n in self.graph.nodes if n.op in CALL_OPS]
 
     @property
     def placeholders(self) -> dict[int, fx.Node]:
-        """Place among the input leaves -> node."""
+        """The placeholder for each index among the input leaves."""
         return {self.place_of(n): n for n in self.graph.nodes if n.op == "placeholder"}
 
     def place_of(self, placeholder: fx.Node) -> int:
-        """Returns the place of the input leaf that a placeholder stands for."""
+        """Returns the index of the input leaf of a placeholder."""
         return int(placeholder.name.removeprefix("in_"))
 
     @property
     def whole(self) -> dict[str, str]:
-        """Paths of the modules that are one node, and why."""
+        """Paths of the modules that are one node, with the reason."""
         calls = (info(n).opaque for n in self.graph.nodes)
         return {call.module: call.why for call in calls if call is not None and call.module is not None}
 
     @property
     def opaque_names(self) -> dict[str, str]:
-        """The same for people: of a module that is continued as Python, behind which of its calls."""
+        """Readable names of the opaque modules (for a graph break, with the call before it), with the reason."""
         first = {info(n).opaque_module: n for n in reversed(self.graph.nodes) if info(n).opaque_module is not None}
         return {opaque_name(n): opaque_call_of(n).why for n in reversed(first.values())}
 
     @property
     def largest_opaque_share(self) -> float:
-        """Share of the model's parameters that is in the largest of these."""
+        """The largest share of the model's parameters in one opaque module."""
         return max(self.opaque_shares.values(), default=0.0)
 
     @property
     def opaque_shares(self) -> dict[str, float]:
-        """The share of the model's parameters, by path of a module that is one node."""
+        """The share of the model's parameters in each module that is one node, by path."""
         numbers = {name: p.numel() for name, p in self.model.named_parameters()}
         total = max(sum(numbers.values()), 1)
         shares: dict[str, float] = {}
@@ -222,13 +218,13 @@ class Traced:
 
     @property
     def cut_mark_places(self) -> tuple[int, ...]:
-        """Places among `nodes` before which a mark (`fxpipe.cut`) stands; len(nodes): behind all of them."""
+        """Indices among `nodes` before which the marks (`fxpipe.cut`) are; len(nodes): after all of them."""
         before = [info(n).recorded_at.cut_marks for n in self.nodes]
         return tuple(bisect_left(before, number) for number in range(1, len(self.marks) + 1))
 
     @property
     def ends(self) -> dict[str, int]:
-        """The place among `nodes` before which a module that ran last ended, by its path. Known where recorded."""
+        """The index among `nodes` before which each module last returned, by path. Available for recordings only."""
         before = [info(n).recorded_at.ended_modules for n in self.nodes]
         return {path: bisect_left(before, number) for number, path in enumerate(self.ended_modules, 1)}
 
@@ -239,25 +235,22 @@ class Traced:
 
     @property
     def assigned(self) -> dict[str, fx.Node]:
-        """Buffers and tensor attributes that forward re-assigns, and the nodes of their new values."""
+        """Buffers and tensor attributes that forward re-assigns, with the nodes of their new values."""
         return dict(self.graph.output_node().args[0][1])  # type: ignore[index,arg-type]
 
     @property
     def left(self) -> dict[str, fx.Node]:
-        """Of these, what forward only leaves there, for each sample: it is put together as outputs are."""
+        """The re-assigned values that forward never reads: they are combined like outputs."""
         return {name: node for name, node in self.assigned.items() if name in self.left_attribute_dims}
 
     @property
     def carried_state(self) -> dict[str, fx.Node]:
-        """The others: state, that each micro-batch takes over from the one before."""
+        """The other re-assigned values: state that each micro-batch takes over from the micro-batch before."""
         return {name: node for name, node in self.assigned.items() if name not in self.left_attribute_dims}
 
     @property
     def results(self) -> list[tuple[Any, int | str | None]]:
-        """The results of micro-batches, each with how it goes together.
-
-        Outputs, pieces, then the inputs that forward writes to, then the attributes that it leaves.
-        """
+        """The results of micro-batches with their combinations: outputs, pieces, written inputs, and `left`."""
         assert self.effects is not None
         written = [(node, self.in_dims[self.place_of(node)]) for node in self.effects.written_inputs]
         outputs = zip(self.outputs, self.out_dims, strict=True)
@@ -266,46 +259,40 @@ class Traced:
 
     @property
     def pieces(self) -> list[fx.Node]:
-        """The nodes that combinations of outputs are made of."""
+        """The nodes from which combined outputs are computed."""
         output = self.graph.output_node().args[0]
         return list(output[2]) if len(output) > 2 else []  # type: ignore[index,arg-type]
 
     @property
     def handed_out(self) -> list[Any]:
-        """Values that micro-batches hand out: leaves of the output, None for those that are combined, and pieces."""
+        """Values that micro-batches return: leaves of the output, None for combined leaves, and pieces."""
         leaves = zip(self.outputs, self.out_dims or [None] * len(self.outputs), strict=True)
         return [*(None if how == "combined" else leaf for leaf, how in leaves), *self.pieces]
 
     @property
     def handed_out_dims(self) -> tuple[int | str | None, ...]:
-        """The way in which each value of `handed_out` goes together."""
+        """The combination of each value in `handed_out`."""
         return (*(None if how == "combined" else how for how in self.out_dims), *self.piece_dims)
 
     def fingerprint(self) -> str:
-        """The same for two traces of one model: names, functions and arguments of all nodes."""
+        """Returns a hash of names, functions and arguments of all nodes, which is equal for two traces of one model."""
         text = "\n".join(f"{n.op} {n.name} {_target_name(n.target)} {n.args} {n.kwargs}" for n in self.graph.nodes)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def holds_at(self, size: int, lengths: Lengths | None = None) -> bool:
-        """Returns whether what forward concluded from sizes holds for so many samples, or does no harm.
-
-        `lengths`: the dynamic sizes; by default those of the recording.
-        """
+        """Returns whether the conditions hold for `size` samples or need not. `lengths`: by default those recorded."""
         is_excused = size in self.comparisons.excused or all(read.holds(size) for read in self.batch_conditions)
         return is_excused and not self.failing_conditions(size, lengths)
 
     def failing_conditions(self, size: int, lengths: Lengths | None = None) -> list[SizeCondition]:
-        """Returns what forward concluded from dynamic sizes and does not hold for these, where that may do harm.
-
-        `lengths`: the dynamic sizes; by default those of the recording.
-        """
+        """Returns the failing conditions on dynamic sizes that may matter. `lengths`: by default those recorded."""
         lengths = self.dynamic.example if lengths is None else lengths
         bounds = self.comparisons.bounds
         conditions = self.dynamic.conditions if bounds is None else (*self.dynamic.conditions, bounds)
         return [c for c in conditions if c not in self.comparisons.harmless and not c.holds(size, lengths)]
 
     def holds_for(self, batch: int, sizes: Collection[int] = (), lengths: Lengths | None = None) -> bool:
-        """Returns whether it is the graph of so many samples, in micro-batches of these sizes."""
+        """Returns whether the graph is valid for `batch` samples in micro-batches of these sizes."""
         lengths = self.dynamic.example if lengths is None else lengths
         if (batch, frozenset(sizes), lengths) in self.comparisons.accepted_splits:
             return True
@@ -318,7 +305,7 @@ class Traced:
 
     @cached_property
     def key(self) -> GraphKey:
-        """The key of the steps that it is the graph of. Every step asks for it."""
+        """The key of the steps for which this is the graph. Cached, because every step reads it."""
         kinds = (
             TensorKind(leaf.dtype, len(leaf.shape), leaf.requires_grad) if leaf.dtype is not None else None
             for leaf in self.leaves
@@ -327,28 +314,28 @@ class Traced:
         return GraphKey(InputsKey(self.in_spec, tuple(kinds), same_as), self.flags, self.state)
 
     def matches(self, leaves: Sequence[Any], in_spec: pytree.TreeSpec, flags: tuple[Any, ...], seed: int = 0) -> bool:
-        """Returns whether this is the graph of these inputs. Sizes may differ: of the batch, and dynamic ones."""
+        """Returns whether this is the graph of these inputs. The batch size and dynamic sizes may differ."""
         key = GraphKey(InputsKey.of(in_spec, leaves), flags, ThreadState.now())
         return key == self.key and self.holds_for_inputs(leaves, seed)
 
     def holds_for_inputs(
         self, leaves: Sequence[Any], seed: int = 0, sizes_of: Callable[[int], Collection[int]] | None = None
     ) -> bool:
-        """Returns whether this is the graph of these inputs, whose key is its own.
+        """Returns whether this is the graph of these inputs, whose key equals `key`.
 
         Args:
-            seed: that of the numbers that forward draws and reads.
-            sizes_of: mini-batch -> its micro-batches, for which it must be the graph as well.
+            seed: of the random numbers that forward draws and reads.
+            sizes_of: the micro-batch sizes of a mini-batch; the graph must be valid for them as well.
         """
         return self.holds_for_model() and self.holds_for_values(leaves, seed, sizes_of)
 
     def is_within_bounds(self, batch: int) -> bool:
-        """Returns whether the user allows mini-batches of so many samples."""
+        """Returns whether the user allows mini-batches of `batch` samples."""
         least, largest = self.batch_bounds
         return least <= batch and (largest is None or batch <= largest)
 
     def refuse_inference_mode(self) -> None:
-        """Raises `TraceError` in inference mode, in which stages do not run, if forward asks for it."""
+        """Raises `TraceError` in inference mode if forward asks for it: stages never run in that mode."""
         names = ("is_inference_mode_enabled", "is_inference") if torch.is_inference_mode_enabled() else ()
         for line in filter(None, map(self.python_state.line_of, names)):
             raise TraceError(
@@ -357,7 +344,7 @@ class Traced:
             )
 
     def holds_for_model(self) -> bool:
-        """Returns whether this is the graph of the model as it is now, whose flags are its own."""
+        """Returns whether this is the graph of the model in its present state, whose flags equal `flags`."""
         self.refuse_inference_mode()
         return (
             self.python_state.holds()
@@ -369,14 +356,14 @@ class Traced:
     def holds_for_values(
         self, leaves: Sequence[Any], seed: int = 0, sizes_of: Callable[[int], Collection[int]] | None = None
     ) -> bool:
-        """The same for these inputs, where it is the graph of the model as it is now."""
+        """Returns whether this is the graph of these inputs, if `holds_for_model` is true."""
         batches = set()
         for place, (leaf, dim, value) in enumerate(zip(self.leaves, self.in_dims, leaves, strict=True)):
             if not leaf.is_tensor:
                 if not leaf.is_constant(value):
                     return False
                 continue
-            if not is_plain_layout(value):  # the search for another graph will say so
+            if not is_plain_layout(value):  # the search for another graph reports it
                 return False
             differing = (d for d, (s, t) in enumerate(zip(leaf.shape, value.shape, strict=True)) if s != t)
             if any(d != dim and (place, d) not in self.dynamic.formulas for d in differing):
@@ -388,7 +375,7 @@ class Traced:
         if len(batches) > 1:
             return False
         batch = next(iter(batches), 1)
-        if not self.is_within_bounds(batch):  # nor is any other graph: what is asked for is refused
+        if not self.is_within_bounds(batch):  # no other graph is valid either: the caller refuses it
             return False
         if not all(read.holds(leaves) for read in self.input_reads):
             return False
@@ -398,7 +385,7 @@ class Traced:
         return self.guards is None or self.guards.hold(self, leaves, seed)
 
     def refuse_uneven_outputs(self, batch: int, parts: Sequence[int]) -> None:
-        """Raises `ArgumentError` if micro-batches of these sizes do not make as many rows as the mini-batch."""
+        """Raises `ArgumentError` if the rows of such micro-batches do not add up to the rows of the mini-batch."""
         for name, rows in self.uneven_outputs:
             whole, part_rows = rows.subs(self.batch, batch), [rows.subs(self.batch, part) for part in parts]
             if sum(part_rows) != whole:
@@ -410,14 +397,14 @@ class Traced:
 
     @property
     def reasons_of_fixed_sizes(self) -> list[str]:
-        """The reasons why each size of a dimension that was to be dynamic is another graph."""
+        """The reasons why each size of a dimension that should be dynamic needs another graph."""
         return [
             f"dimension {dim} of {self.leaves[place].path} has one graph for each size: {reason}"
             for (place, dim), reason in self.dynamic.fixed.items()
         ]
 
     def batch_of(self, leaves: Sequence[Any]) -> int:
-        """Number of samples in the flattened inputs: 1 where no dimension holds them (`is_whole`).
+        """Returns the number of samples in the flattened inputs; 1 if no dimension holds samples (`is_whole`).
 
         Raises:
             ArgumentError: inputs disagree.
@@ -436,7 +423,7 @@ class Traced:
 
 
 def common_batch_size(batch_sizes: Sequence[tuple[str, int]]) -> int:
-    """The number of samples that all of (input, number of samples) agree on."""
+    """Returns the number of samples on which all pairs (input, number of samples) agree."""
     if not batch_sizes:
         raise ArgumentError(
             "no input has a batch dimension, so there is nothing to cut into micro-batches; "
@@ -453,7 +440,7 @@ def common_batch_size(batch_sizes: Sequence[tuple[str, int]]) -> int:
 
 
 def attribute_tensor(traced: Traced, node: fx.Node) -> torch.Tensor:
-    """The tensor of a `get_attr` node."""
+    """Returns the tensor of a `get_attr` node."""
     name = str(node.target)
     if name in traced.constants:
         return traced.constants[name]
@@ -463,7 +450,7 @@ def attribute_tensor(traced: Traced, node: fx.Node) -> torch.Tensor:
 
 
 def opaque_name(node: fx.Node) -> str:
-    """Names a module that is one node, or the part of it that is, for people."""
+    """Returns a readable name of an opaque node: its module, or the part of the module's forward."""
     call = opaque_call_of(node)
     path, calls = call.module, call.calls_before
     if calls is None:
@@ -473,12 +460,11 @@ def opaque_name(node: fx.Node) -> str:
 
 
 def runs_python(node: fx.Node) -> bool:
-    """Returns whether a node runs Python as it is, which may look at values in ways that no mode sees."""
+    """Returns whether a node runs Python, which may read values without any mode noticing."""
     return info(node).opaque is not None
 
 
 def call_node(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
-    """Runs a working node."""
     cancellation_point()
     args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
     if node.op == "call_method":
@@ -487,7 +473,7 @@ def call_node(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
 
 
 def signature_of(graph: fx.Graph) -> int:
-    """The same for two recordings in which the same functions take the same values, with whatever other arguments."""
+    """Hashes a graph: equal for recordings with the same functions on the same values, whatever the other arguments."""
     return hash(tuple((n.op, n.name, _target_name(n.target), *map(str, n.all_input_nodes)) for n in graph.nodes))
 
 

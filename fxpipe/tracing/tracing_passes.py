@@ -1,4 +1,4 @@
-"""The passes that make a recording a graph that may be cut, in order: sizes, guards, the comparison with the model."""
+"""The passes that turn a recording into a graph that can be cut: sizes, guards, the comparison with the model."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from fxpipe.utils.progress import phase
 
 
 def run_passes(traced: Traced, request: TraceRequest) -> Traced:
-    """Runs all passes on a recording: each returns the next graph.
+    """Runs all passes on a recording, in order.
 
     Raises:
         FixedSizeError: a dimension cannot be dynamic.
-        TraceError: the graph is not the model's, or is none that can be cut.
+        TraceError: the graph differs from the model, or cannot be cut.
         ArgumentError: there is no batch dimension, or inputs or outputs disagree on it.
     """
     leaves, traced = request.leaves, replace(traced, is_whole=request.is_whole)
@@ -74,7 +74,7 @@ def run_passes(traced: Traced, request: TraceRequest) -> Traced:
 
 
 def _batch_bounds(traced: Traced, request: TraceRequest) -> tuple[int, int | None]:
-    """The fewest and the most samples of a mini-batch that the user allows (`dynamic_shapes`)."""
+    """Returns the user's bounds for the samples of a mini-batch (`dynamic_shapes`)."""
     asked = request.dynamic.asked
     of_samples = [(place, dim) for place, dim in asked if traced.in_dims[place] == dim]
     names = {asked[key].name: key for key in of_samples if asked[key].name}
@@ -91,8 +91,8 @@ def _batch_bounds(traced: Traced, request: TraceRequest) -> tuple[int, int | Non
 
 
 def _why_sizes_are_fixed(traced: Traced, request: TraceRequest) -> str:
-    """Returns why no dimension can be dynamic, if that is so whatever forward does."""
-    if not request.is_compared and not is_faked():  # which has no values to compare, and whose graph only plans
+    """Returns why no dimension can be dynamic, whatever forward does; "" if some may."""
+    if not request.is_compared and not is_faked():  # fake graphs are for planning only
         return "the graph is not compared with the model"
     if traced.again is None:
         return f"by {traced.tracer!r} nobody follows sizes"

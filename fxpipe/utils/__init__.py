@@ -1,1 +1,1 @@
-"""Pytrees of any object, polynomials, files, units, progress: what knows nothing of pipelines."""
+"""Utilities independent of pipelines: pytrees of any object, polynomials, files, units, progress."""

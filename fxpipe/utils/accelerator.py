@@ -1,11 +1,10 @@
-"""Devices other than the CPU: every call of fxpipe to a device is one of these functions.
+"""Devices other than the CPU. fxpipe calls devices only through these functions.
 
-They use torch's interface for all accelerators: `torch.accelerator`, `torch.Stream`, `torch.Event`, and what the module
-of a backend has by convention (`torch.get_device_module`: memory figures, generators, names). So CUDA, ROCm, XPU and
-backends of others (PrivateUse1) run the same code. torch has one accelerator at a time; devices of another type, and a
-backend without streams, events or generators, are refused by name (`missing_support`). Streams and events are
-`torch.Stream` and `torch.Event`, which cannot be mixed with those of `torch.cuda`. A device has its index
-(`with_index`).
+They use torch's interface for all accelerators: `torch.accelerator`, `torch.Stream`, `torch.Event`, and functions of
+backend modules by convention (`torch.get_device_module`: memory figures, generators, names). So CUDA, ROCm, XPU and
+out-of-tree backends (PrivateUse1) run the same code. torch has one accelerator at a time; other device types, and
+backends without streams, events or generators, are refused (`missing_support`). `torch.Stream` and `torch.Event` cannot
+be mixed with `torch.cuda.Stream` and `torch.cuda.Event`. Devices have an index (`with_index`).
 """
 
 from __future__ import annotations
@@ -26,39 +25,36 @@ from fxpipe.errors import ArgumentError, StateError
 
 
 def accelerator_type() -> str | None:
-    """Returns the type of torch's accelerator ("cuda"), whether or not a device is here; None where it has none."""
+    """Returns the type of torch's accelerator ("cuda"), even without a device; None if torch has no accelerator."""
     device = torch.accelerator.current_accelerator()
     return None if device is None else device.type
 
 
 def device_count(device_type: str | None = None) -> int:
-    """Counts the devices of the accelerator that are here; 0 of another type."""
+    """Returns the number of available devices of the accelerator; 0 for another device type."""
     if accelerator_type() is None or device_type not in (None, accelerator_type()):
         return 0
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
 def local_devices() -> tuple[torch.device, ...]:
-    """Returns all devices of the accelerator; none where there is none, or none that stages can run on."""
+    """Returns all devices of the accelerator; an empty tuple if stages cannot run on them."""
     kind = accelerator_type()
     devices = tuple(torch.device(str(kind), index) for index in range(device_count()))
     return () if not devices or missing_support(devices[0]) else devices
 
 
 def first_devices(count: int | None) -> tuple[torch.device, ...]:
-    """Returns the first devices of the accelerator, at most `count`; without one CPU workers, by default 2."""
+    """Returns the first devices of the accelerator, at most `count`; without devices CPU workers, by default 2."""
     devices = local_devices()
     return devices[:count] if devices else (torch.device("cpu"),) * (2 if count is None else count)
 
 
-_missing_support: dict[str, str | None] = {}  # by type of device
+_missing_support: dict[str, str | None] = {}  # by device type
 
 
 def missing_support(device: torch.device) -> str | None:
-    """Says what torch's backend for a device, which is here, lacks for stages; None if nothing.
-
-    It is tried on this device, and no other, which may be somebody else's.
-    """
+    """Returns what torch's backend for an available device lacks for stages; None if nothing. Uses no other device."""
     if device.type not in _missing_support:
         _missing_support[device.type] = _find_missing_support(device)
     return _missing_support[device.type]
@@ -89,11 +85,11 @@ def _try_generator(device: torch.device) -> None:
 
 
 def _try_record_stream(device: torch.device) -> None:
-    torch.empty(0, device=device).record_stream(current_stream(device))  # takes no memory, of which there may be none
+    torch.empty(0, device=device).record_stream(current_stream(device))  # takes no memory: all may be in use
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Returns the device with its index, that of the current device where it has none; the CPU has none."""
+    """Returns the device with its index, by default the current device's; the CPU has no index."""
     if device.type == "cpu":
         return torch.device("cpu")
     index = device.index
@@ -104,10 +100,10 @@ def with_index(device: torch.device) -> torch.device:
 
 
 def parse_device(argument: str, value: str | torch.device, anywhere: bool = False) -> torch.device:
-    """Checks what a user names as a device, and returns it with its index. `anywhere`: it need not be here.
+    """Checks a device that a user passes, and returns it with its index. `anywhere`: it need not be available.
 
     Raises:
-        ArgumentError: it is no device, not here, or none that stages can run on.
+        ArgumentError: it is not a device, is not available, or stages cannot run on it.
     """
     if isinstance(value, torch.Tensor):
         raise ArgumentError(f"{argument} has a tensor; inputs to plan with are example_args=(x,)")
@@ -136,7 +132,6 @@ def parse_device(argument: str, value: str | torch.device, anywhere: bool = Fals
 
 
 def device_name(device: torch.device) -> str | None:
-    """Returns the name that the maker gives it; None where torch does not tell."""
     if not device_count(device.type):
         return None
     function = getattr(torch.get_device_module(device.type), "get_device_name", None)
@@ -144,7 +139,7 @@ def device_name(device: torch.device) -> str | None:
 
 
 def device_uuid(device: torch.device) -> str | None:
-    """Returns what tells a device from all others, also those of other processes; None where torch does not tell."""
+    """Returns the UUID of a device, equal in all processes; None if unknown."""
     if not device_count(device.type):
         return None
     properties = getattr(torch.get_device_module(device.type), "get_device_properties", lambda device: None)(device)
@@ -153,21 +148,19 @@ def device_uuid(device: torch.device) -> str | None:
 
 
 def set_current_device(device: torch.device) -> None:
-    """Makes it the current device of this thread."""
     torch.accelerator.set_device_index(device.index)
 
 
 def current_device(device: torch.device) -> torch.accelerator.device_index:
-    """A block in which a device is the current one; the CPU changes nothing.
+    """A block in which a device is current; does nothing for the CPU.
 
-    Afterwards the device of before is current again. This gives the process no context there if it has none yet, as
-    `set_device_index` would.
+    Unlike `set_device_index`, restoring the previous device creates no context on it.
     """
     return torch.accelerator.device_index(None if device.type == "cpu" else device.index)
 
 
 def synchronize(*devices: torch.device) -> None:
-    """Waits until these devices have done all that they were given, on whatever stream; the CPU always has."""
+    """Waits until these devices have finished all queued work, on all streams. Does nothing for the CPU."""
     for device in dict.fromkeys(devices):
         if device.type != "cpu":
             torch.accelerator.synchronize(device.index)
@@ -177,19 +170,18 @@ def synchronize(*devices: torch.device) -> None:
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """Returns the stream that is current on a device in this thread."""
     return torch.accelerator.current_stream(device.index)
 
 
 def new_stream(device: torch.device) -> torch.Stream:
-    """Makes a stream of a device, of those that torch keeps."""
+    """Returns a stream of a device, from torch's stream pool."""
     return torch.Stream(device=device)
 
 
 class current_streams:
-    """A block in which these are the current streams of their devices, and the last one's device is the current one.
+    """A block in which these streams are current on their devices, and the last stream's device is current.
 
-    `with stream:` would remember in the stream what was current before, and several threads share one.
+    `with stream:` would save the previous stream in `stream`, which several threads share.
     """
 
     __slots__ = ("_before", "_device", "_streams")
@@ -211,25 +203,25 @@ class current_streams:
 
 
 def record_event(stream: torch.Stream, timing: bool = False) -> torch.Event:
-    """Records an event behind all that a stream has been given. `timing`: it will be asked when that was."""
+    """Records an event after all work queued on a stream. `timing`: the event has a time."""
     event = torch.Event(device=stream.device, enable_timing=timing)
     event.record(stream)
     return event
 
 
 def seconds_between(earlier: torch.Event, later: torch.Event) -> float:
-    """Returns the seconds from one event to another; waits for the later one."""
+    """Returns the seconds from one event to another; waits for the later event."""
     later.synchronize()
-    return float(earlier.elapsed_time(later)) / 1e3  # of milliseconds
+    return float(earlier.elapsed_time(later)) / 1e3  # from milliseconds
 
 
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 1e-5, 2e-4  # seconds
 
 
 def wait_on_host(event: torch.Event, timeout: float | None = None) -> bool:
-    """Lets the host sleep until an event has passed; False where that takes longer than `timeout` seconds.
+    """Lets the host sleep until an event has passed; returns False after `timeout` seconds.
 
-    `torch.Event` ignores `blocking=`, so that `event.synchronize()` spins, on a core that another stage may need.
+    `torch.Event` ignores `blocking=`, so `event.synchronize()` spins on a core that another stage may need.
     """
     pause = _SHORTEST_SLEEP
     deadline = None if timeout is None else time.monotonic() + timeout
@@ -238,23 +230,23 @@ def wait_on_host(event: torch.Event, timeout: float | None = None) -> bool:
             return False
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_SLEEP)
-    event.synchronize()  # at once: whoever watches for races (torch's sanitizer, say) knows this call alone
+    event.synchronize()  # returns immediately; race detectors (torch's sanitizer) recognize only this call
     return True
 
 
 def copy_to(memory: torch.Tensor, target: torch.device) -> torch.Tensor:
-    """Starts a copy on the current streams: into memory of the current stream, or into pinned memory of the CPU."""
+    """Starts a copy on the current streams, into memory of the current stream or into pinned CPU memory."""
     result = torch.empty(memory.shape, dtype=memory.dtype, device=target, pin_memory=target.type == "cpu")
     return result.copy_(memory, non_blocking=True)
 
 
 def keep_for_stream(tensor: torch.Tensor, stream: torch.Stream) -> None:
-    """Tells the allocator that a stream uses a tensor: freed memory is reused once the work queued there is done."""
+    """Keeps the memory of a tensor, once freed, from reuse until the work queued on the stream is done."""
     tensor.record_stream(stream)
 
 
 def pinned(memory: torch.Tensor) -> torch.Tensor:
-    """Returns memory of the CPU that devices can read meanwhile: itself if it is pinned, or a pinned copy."""
+    """Returns CPU memory that devices can read asynchronously: `memory` if it is pinned, else a pinned copy."""
     if memory.is_pinned():
         return memory
     return torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True).copy_(memory)
@@ -264,11 +256,11 @@ def pinned(memory: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_capture(devices: Iterable[torch.device]) -> None:
-    """Refuses to plan or to run a step while this thread captures a graph of what is queued (`torch.cuda.graph`).
+    """Refuses to plan or to run a step while this thread captures a graph (`torch.cuda.graph`).
 
     Args:
-        devices: of the pipe. These and the current device are asked. To ask another one would make it current, which
-            takes memory there for a context of this process.
+        devices: devices of the pipe. Only these and the current device are checked: a check makes a device current,
+            which allocates memory for a context there.
 
     Raises:
         StateError: a current stream is being captured.
@@ -298,18 +290,18 @@ def refuse_capture(devices: Iterable[torch.device]) -> None:
 class MemoryFigures:
     """The memory of a device, in bytes."""
 
-    free: int  # that no process has
+    free: int  # unused by any process
     total: int
-    allocated: int  # of tensors of this process
-    reserved: int  # that torch's allocator has of the device, for this process
+    allocated: int  # tensors of this process
+    reserved: int  # held by torch's allocator in this process
 
     @property
     def available(self) -> int:
-        """Bytes for further tensors of this process: what no process has, and what torch keeps unused."""
+        """Bytes for further tensors of this process: free memory, and memory that torch holds unused."""
         return self.free + max(0, self.reserved - self.allocated)
 
 
-# Names of the device's module, and of `torch.accelerator`, whose functions are for allocators of torch's own make.
+# Names in the device's module -> in `torch.accelerator`, whose functions support only torch's allocators.
 _MEMORY_FUNCTIONS = {
     "mem_get_info": "get_memory_info",
     "memory_allocated": "memory_allocated",
@@ -322,7 +314,7 @@ _MEMORY_FUNCTIONS = {
 
 @functools.cache
 def _memory_function(device_type: str, name: str) -> Callable[[torch.device], Any] | None:
-    """Returns the function of that name for a type of devices; None where there is none that works."""
+    """Returns the memory function of this name for a device type; None if no function works."""
     function: Callable[[torch.device], Any] | None = getattr(torch.get_device_module(device_type), name, None)
     if function is not None:
         return function
@@ -330,13 +322,13 @@ def _memory_function(device_type: str, name: str) -> Callable[[torch.device], An
     try:
         if function is not None:
             function(torch.device(device_type, 0))
-    except RuntimeError:  # an allocator of another make
+    except RuntimeError:  # not torch's allocator
         return None
     return function
 
 
 def memory_figures(device: torch.device) -> MemoryFigures | None:
-    """Returns figures of a device's memory; None for one that is no accelerator, and where the backend has none."""
+    """Returns the memory figures of a device; None if it is not an accelerator, or the backend has no figures."""
     if device.type != accelerator_type():
         return None
     names = ("mem_get_info", "memory_allocated", "memory_reserved")
@@ -348,7 +340,7 @@ def memory_figures(device: torch.device) -> MemoryFigures | None:
 
 
 def counts_memory(device: torch.device) -> bool:
-    """Returns whether the backend counts the bytes of tensors, and the most there were."""
+    """Returns True if the backend reports allocated bytes and their peak."""
     names = ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats")
     return device.type == accelerator_type() and all(_memory_function(device.type, name) for name in names)
 
@@ -361,28 +353,25 @@ def _memory_figure(device: torch.device, name: str) -> int:
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Returns the bytes of tensors that there are on a device."""
     return _memory_figure(device, "memory_allocated")
 
 
 def peak_allocated_bytes(device: torch.device) -> int:
-    """Returns the most bytes of tensors that there were since `reset_peak`."""
     return _memory_figure(device, "max_memory_allocated")
 
 
 def peak_reserved_bytes(device: torch.device) -> int:
-    """Returns the most bytes that torch's allocator had of the device since `reset_peak`."""
     return _memory_figure(device, "max_memory_reserved")
 
 
 def reset_peak(device: torch.device) -> None:
-    """Begins anew with the most bytes that there were; torch has no way to set them back."""
+    """Resets the peak memory statistics; torch cannot restore them."""
     _memory_figure(device, "reset_peak_memory_stats")
 
 
 @functools.cache
 def allocation_unit(device: torch.device) -> int:
-    """Returns the bytes that the smallest tensor takes of a device: sizes are counted in multiples of it."""
+    """Returns the bytes of the smallest allocation on a device; sizes are multiples of it."""
     before = allocated_bytes(device)
     smallest = torch.empty(1, dtype=torch.uint8, device=device)
     unit = allocated_bytes(device) - before
@@ -394,7 +383,7 @@ def allocation_unit(device: torch.device) -> int:
 
 
 class GeneratorState(Protocol):
-    """A generator, as far as its state goes."""
+    """The state interface of a generator."""
 
     def get_state(self) -> torch.Tensor: ...
 
@@ -403,7 +392,7 @@ class GeneratorState(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _ModuleGenerator:
-    """The generator of a device whose backend shows its state only."""
+    """The generator of a device whose backend exposes only its state."""
 
     device: torch.device
 
@@ -416,7 +405,6 @@ class _ModuleGenerator:
 
 
 def default_generator(device: torch.device) -> GeneratorState:
-    """Returns the generator that the process has for a device."""
     if device.type == "cpu":
         return torch.default_generator
     generators = getattr(torch.get_device_module(device.type), "default_generators", None)
@@ -424,7 +412,7 @@ def default_generator(device: torch.device) -> GeneratorState:
 
 
 def used_generators() -> list[GeneratorState]:
-    """Returns the generators of the accelerator's devices; none where nothing has used the accelerator yet."""
+    """Returns the generators of the accelerator's devices; an empty list if the accelerator was not used yet."""
     kind = accelerator_type()
     if kind is None or not device_count() or not _is_initialized(kind) or not _has_generators(kind):
         return []
@@ -433,7 +421,6 @@ def used_generators() -> list[GeneratorState]:
 
 @functools.cache
 def _has_generators(device_type: str) -> bool:
-    """Returns whether the generators of devices can be asked for their state, as stages need it."""
     try:
         _try_generator(torch.device(device_type, 0))
     except (RuntimeError, AttributeError, TypeError):
@@ -442,16 +429,16 @@ def _has_generators(device_type: str) -> bool:
 
 
 def generator_position(generator: GeneratorState) -> Any:
-    """Returns what changes when a generator is drawn from; where it can, without a copy of its state."""
+    """Returns a value that changes with each draw from a generator; without a copy of its state if possible."""
     try:
         return generator.get_offset()  # type: ignore[attr-defined]
-    except (AttributeError, RuntimeError):  # of another kind, such as the CPU's
+    except (AttributeError, RuntimeError):  # has no offset, such as the CPU's
         return generator.get_state().tolist()
 
 
 @contextlib.contextmanager
 def restore_generators(generators: Iterable[GeneratorState]) -> Iterator[None]:
-    """A block after which these generators and that of the CPU stand where they stood."""
+    """A block that restores the states of these generators and the CPU's generator at its end."""
     states = [(generator, generator.get_state()) for generator in (torch.default_generator, *generators)]
     try:
         yield
@@ -461,6 +448,6 @@ def restore_generators(generators: Iterable[GeneratorState]) -> Iterator[None]:
 
 
 def _is_initialized(device_type: str) -> bool:
-    """Returns whether the backend has been used: to ask more of it would wake it."""
+    """Returns True if the backend is initialized; most other queries would initialize it."""
     function = getattr(torch.get_device_module(device_type), "is_initialized", None)
     return function is None or bool(function())

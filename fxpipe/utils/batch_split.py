@@ -1,7 +1,7 @@
-"""The sizes of the micro-batches that a mini-batch is split into: they differ by at most one.
+"""Sizes of the micro-batches of a mini-batch, which differ by at most one.
 
-An input holds the batch in one dimension, mostly a row for each sample. It may have more (the tiles of an image, its
-boxes): then those of a sample follow each other, and go into its micro-batch together. `BatchDim` says so.
+An input holds the batch in one dimension, usually with one row for each sample. With several rows per sample (tiles of
+an image, boxes), the rows of a sample are consecutive and stay in one micro-batch (`BatchDim`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class BatchDim(int):
 
 
 def rows_per_sample(dim: int | None) -> int:
-    """Returns the rows that each sample has along a dimension that holds the batch.
+    """Returns the rows per sample along a dimension that holds the batch.
 
     >>> rows_per_sample(0), rows_per_sample(BatchDim(0, rows=4))
     (1, 4)
@@ -37,17 +37,16 @@ def rows_per_sample(dim: int | None) -> int:
 
 
 def rows_of_inputs(dims: Iterable[int | None]) -> frozenset[int]:
-    """Returns the numbers of rows that a sample has in inputs which hold the batch in these dimensions: 1, and more."""
+    """Returns the numbers of rows per sample of inputs that hold the batch in these dimensions, and 1."""
     return frozenset({1, *map(rows_per_sample, dims)})
 
 
 def samples_along(tensor: torch.Tensor, dim: int) -> int:
-    """Returns the number of samples that a tensor holds in this dimension."""
     return tensor.shape[dim] // rows_per_sample(dim)
 
 
 def samples_per_micro_batch(batch: int, count: int) -> list[int]:
-    """Returns the samples of each of so many micro-batches, as `tensor_split` cuts them: the larger ones first.
+    """Returns the samples of each of `count` micro-batches, larger ones first, as in `tensor_split`.
 
     >>> samples_per_micro_batch(7, 3)
     [3, 2, 2]
@@ -57,7 +56,7 @@ def samples_per_micro_batch(batch: int, count: int) -> list[int]:
 
 
 def micro_batch_sizes(batch: int, chunks: int) -> frozenset[int]:
-    """Returns the sizes of micro-batches, one or two, where there are no more of them than samples.
+    """Returns the one or two sizes of at most `chunks` micro-batches, at most one per sample.
 
     >>> sorted(micro_batch_sizes(7, 3)), sorted(micro_batch_sizes(2, 8)), sorted(micro_batch_sizes(0, 8))
     ([2, 3], [1], [0])
@@ -67,5 +66,4 @@ def micro_batch_sizes(batch: int, chunks: int) -> frozenset[int]:
 
 
 def largest_micro_batch(batch: int, chunks: int) -> int:
-    """Returns the samples of the largest micro-batch."""
     return max(micro_batch_sizes(batch, chunks))

@@ -1,4 +1,4 @@
-"""Copies of tensors with their strides."""
+"""Copies of tensors that preserve strides."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 
 
 def clone(value: torch.Tensor) -> torch.Tensor:
-    """A copy that the stage may write to.
+    """Returns a copy that the stage may write to.
 
-    It has the strides of the value, also where these leave gaps, which `Tensor.clone` closes: `contiguous` must go on
-    to copy what it copied. (What overlaps itself becomes dense; torch refuses to write to it anyway.)
+    Unlike `Tensor.clone` it preserves strides with gaps, so that `contiguous` copies in the same cases as before.
+    Tensors with overlapping memory (stride 0) become dense; torch refuses to write to them anyway.
     """
     copy = value.clone()
     if copy.stride() == value.stride() or 0 in value.stride():

@@ -1,4 +1,4 @@
-"""Equality of values of any kind, as a comparison of runs needs it."""
+"""Equality of values of any type, for comparisons of runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def equal_values(left: Any, right: Any) -> bool:
-    """Returns whether two values are of one type and equal, lists and tuples item by item; NaN is equal to itself.
+    """Returns True if two values have the same type and are equal, lists and tuples item by item; NaN equals NaN.
 
     >>> equal_values([1.0, float("nan")], [1.0, float("nan")]), equal_values(1, True), equal_values([1], [1.0])
     (True, False, False)

@@ -1,4 +1,4 @@
-"""Files to be written: looked at before the long work, and written whole or not at all."""
+"""Output files: paths checked before long work, atomic writes, and dataclasses as JSON."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fxpipe.utils.polynomial import Polynomial, shortened
 
 
 def check_output_path(path: str | Path, formats: Sequence[str], what: str) -> str:
-    """The format that `path` names by its suffix, in small letters. Nothing is written.
+    """Returns the format that the suffix of `path` names, in lower case. Writes nothing.
 
     Raises:
-        ArgumentError: a suffix that is none of `formats`.
-        FileError: a folder that is not there or may not be written to.
-        ArgumentTypeError: not the path of a file.
+        ArgumentError: the suffix is not one of `formats`.
+        FileError: the path is a directory, or its folder does not exist or cannot be written to.
+        ArgumentTypeError: `path` is not a path.
     """
     place = _as_path(path)
     known = ", ".join(f".{name}" for name in formats)
@@ -46,13 +46,13 @@ def check_output_path(path: str | Path, formats: Sequence[str], what: str) -> st
 
 
 def write_atomically(path: str | Path, content: bytes, what: str) -> None:
-    """Writes beside the file first: whoever looks sees the old one or the new one, and nothing half-written.
+    """Writes to a temporary file in the same folder and renames it, so readers see the old or the new content.
 
     Raises:
-        FileError: it cannot be written.
-        ArgumentTypeError: not the path of a file.
+        FileError: the file cannot be written.
+        ArgumentTypeError: `path` is not a path.
     """
-    place = _as_path(path).resolve()  # what a link leads to is replaced, not the link
+    place = _as_path(path).resolve()  # replaces the target of a link, not the link
     part = place.with_name(f".{place.name[:100]}.{secrets.token_hex(4)}.part")
     try:
         with part.open("xb") as file:
@@ -75,15 +75,15 @@ def _file_error(what: str, path: str | Path, why: str) -> FileError:
     return FileError(f"{what} cannot be saved to {str(path)!r}: {why}")
 
 
-# -- Frozen dataclasses to JSON and back: each piece read is checked against the type of its field -------------------
+# -- Frozen dataclasses to JSON and back: each value read is checked against the type of its field -------------------
 
 T = TypeVar("T")
 
 
 def dataclass_to_json(value: Any, polynomial_of: Callable[[Any], Polynomial] | None = None) -> Any:
-    """Makes what JSON keeps of a dataclass: its fields by name, but for one that has its own `to_json`.
+    """Converts a dataclass to JSON values: its fields by name, or the result of its `to_json`.
 
-    `polynomial_of`: makes the polynomial of a formula of sympy, by which a file has it.
+    `polynomial_of` converts sympy formulas to polynomials.
     """
     if polynomial_of is not None and hasattr(value, "free_symbols"):
         value = polynomial_of(value)
@@ -98,17 +98,17 @@ def dataclass_to_json(value: Any, polynomial_of: Callable[[Any], Polynomial] | N
 
 
 def dataclass_from_json(kind: type[T], value: Any, where: str) -> T:
-    """The dataclass of this kind that `dataclass_to_json` made `value` of; fields with a default may be missing.
+    """Reads a dataclass from the output of `dataclass_to_json`; fields with a default may be missing.
 
     Raises:
-        ArgumentError: names the place, what is there and what was expected.
+        ArgumentError: names the location, the value and what was expected.
     """
     result: T = _read(kind, value, where)
     return result
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:
-    if getattr(kind, "__name__", "") == "Expr":  # sympy is imported where a formula is made, not here
+    if getattr(kind, "__name__", "") == "Expr":  # by name: avoids importing sympy here
         return _read(Polynomial, value, where).formula
     if hasattr(kind, "from_json"):
         try:

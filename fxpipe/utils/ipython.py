@@ -1,4 +1,4 @@
-"""The text that IPython shows of a result: as `print` shows it, instead of all fields of all parts."""
+"""Results in IPython: the text of `print` instead of the repr with all fields."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from typing import Any
 
 
 def show_as_printed(shown: object, printer: Any, cycle: bool) -> None:
-    """Shows a result in IPython, as `_repr_pretty_` of a class that prints as a table."""
+    """Shows a result as `print` does: the `_repr_pretty_` of classes that print as tables."""
     printer.text(str(shown))

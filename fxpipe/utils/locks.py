@@ -1,11 +1,11 @@
-"""Threads that plan: what one of them does at a time, and how they come to their end.
+"""Threads that plan: the lock for dispatch modes, and their cancellation when the interpreter exits.
 
-To trace, to profile and to compile a stage, a model runs under dispatch modes of torch, which set flags of the process
-and restore them at their end. If two threads left them in another order than they entered, the flags would stay set,
-and torch.compile would silently do nothing. So one thread at a time: `DISPATCH_MODE_LOCK`.
+Tracing, profiling and compiling run a model under dispatch modes of torch, which set process-wide flags and restore
+them at their end. If two threads left modes in another order than they entered, the flags would stay set, and
+torch.compile would silently do nothing. So only one thread at a time uses modes: `DISPATCH_MODE_LOCK`.
 
-And a thread that is inside torch when the interpreter ends aborts the process. So threads that plan are registered, and
-end before that, at the next `cancellation_point()`, which planning passes at each node.
+A thread that is inside torch when the interpreter ends aborts the process. So threads that plan are registered, and
+end before that at the next `cancellation_point()`, which planning passes at each node.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# -- Repairs in a forked child, which has only the thread that forked, and locks as the others held them -------------
+# -- Forked children: only the thread that forked exists there, and locks stay held by other threads -----------------
 
 
 def call_in_forked_child(function: Callable[[], object]) -> None:
-    """Makes every forked child call `function` before anything else; does nothing where no forks exist (Windows)."""
+    """Makes every forked child call `function` first; does nothing on platforms without fork (Windows)."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
 
 
 EXIT_WAIT_SECONDS = 5.0  # seconds that the interpreter waits for threads that plan
 _POLL_SECONDS = 0.01
-# Seconds for them to come to a cancellation point. Then they are broken off between two lines of Python, whatever these
-# are: also where C++ has called Python and takes no exception, as torch does in places, which aborts the process.
+# Seconds for them to reach a cancellation point. Then an exception is raised in them, between any two lines of Python.
+# This aborts the process if C++ has called Python and does not handle exceptions, as in parts of torch.
 _PATIENCE_SECONDS = 2.0
 
-_exiting_thread: threading.Thread | None = None  # that which ends the interpreter
+_exiting_thread: threading.Thread | None = None  # ends the interpreter
 _cancelled = set[threading.Thread]()
 _planning_threads: Counter[threading.Thread] = Counter()
 
 
 @contextmanager
 def planning_block() -> Iterator[None]:
-    """A block that traces, measures and cuts models; it may be inside of another one."""
+    """A block that traces, measures and cuts models. Blocks may be nested."""
     _begin_planning()
     try:
         yield
@@ -50,20 +50,20 @@ def planning_block() -> Iterator[None]:
 
 
 def is_planning() -> bool:
-    """Returns whether fxpipe runs this code to trace, compare or measure the model, not in a step.
+    """Returns True if fxpipe runs this code to trace, compare or measure the model, not in a step.
 
         def count(module, args, output):
             if not fxpipe.is_planning():
                 counts[module] += len(output)  # a forward hook: each sample of a step once
 
     Planning runs the model on your inputs, on parts of them and on other numbers of samples, so hooks and modules see
-    more than the steps have.
+    more calls than the steps make.
     """
     return threading.current_thread() in _planning_threads and not _steps.depth
 
 
 class _Steps(threading.local):
-    """The steps that this thread runs under the lock of planning: the first run of compiled code."""
+    """The steps that this thread runs, which may hold the planning lock: the first run of compiled code does."""
 
     depth = 0
 
@@ -73,7 +73,7 @@ _steps = _Steps()
 
 @contextmanager
 def step_block() -> Iterator[None]:
-    """A block that runs a step, also where it takes the lock of planning."""
+    """A block that runs a step, even if it takes the planning lock."""
     _steps.depth += 1
     try:
         yield
@@ -95,7 +95,7 @@ def _end_planning() -> None:
 
 
 def cancellation_point() -> None:
-    """Ends a thread that plans where another one ends the interpreter: by a SystemExit, which says no word."""
+    """Raises SystemExit, which is silent, in a thread that plans if another thread ends the interpreter."""
     if _is_another_exiting() and threading.current_thread() in _planning_threads:
         _cancel()
 
@@ -110,7 +110,7 @@ def _cancel() -> None:
 
 
 def stop_planning_threads() -> None:
-    """Ends what other threads plan, and waits until they have ended, as far as that is soon."""
+    """Cancels planning in other threads, and waits for their end for at most `EXIT_WAIT_SECONDS`."""
     global _exiting_thread
     _exiting_thread = threading.current_thread()
     begun = time.monotonic()
@@ -132,7 +132,7 @@ def _raise_in(thread: threading.Thread) -> None:
 
 
 class ForkSafeLock:
-    """A lock that its thread may take again, and that a forked child finds free where another thread had it."""
+    """A reentrant lock that is free in a forked child if another thread held it."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

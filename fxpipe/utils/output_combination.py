@@ -1,14 +1,14 @@
-"""Combines an output without the batch, a loss above all, from what micro-batches have reduced.
+"""Combines an output without a batch dimension, usually a loss, from reductions over micro-batches.
 
-A loss is a function of sums over samples: `total / count`, `ce / tokens + 0.1 * mse`, `mean(f) @ mean(p)`. That of the
-mini-batch is the same function of the sums over all micro-batches, and no mean of their losses, which padding makes
-wrong. So a stage hands out the *pieces*, sums and means over samples, and what is made of them is made once, of those
-of the mini-batch: by the caller's thread, with autograd, where that is called which goes backward.
+A loss is a function of sums over samples: `total / count`, `ce / tokens + 0.1 * mse`, `mean(f) @ mean(p)`. The loss of
+the mini-batch is this function of the sums over all micro-batches. With padding it differs from the mean of the
+micro-batches' losses. So stages return the *pieces*, sums and means over samples, and the caller's thread computes the
+output once from the pieces of the mini-batch, with autograd.
 
-`forward_backward` goes back through a micro-batch before others have come forward. Its loss then is the same function
-of its own totals, in proportion, and of the counts of the mini-batch, which are known before the step where they come
-from inputs alone (labels, masks): its shares add up to the loss if it is affine in these totals. See
-`fxpipe.tracing.shapes.batch_reductions`, which makes all this from a graph.
+`forward_backward` runs the backward of a micro-batch before the forward of others. It then uses the micro-batch's
+share: the function of its totals, in proportion, and of the counts of the mini-batch, which are known before the step
+if they depend only on inputs (labels, masks). The shares add up to the loss if it is affine in the totals.
+`fxpipe.tracing.shapes.batch_reductions` finds the combination in a graph.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fxpipe._torch.thread_state import ThreadState, set_thread_state
 
 @dataclass(frozen=True, slots=True)
 class CombinationRef:
-    """Stands in arguments for a value: of the piece, or after all pieces of the call, with this number."""
+    """A placeholder in arguments for a value, by number: the pieces first, then the results of calls."""
 
     number: int
 
@@ -36,20 +36,20 @@ class CombinationCall:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    state: ThreadState  # of the recording
+    state: ThreadState  # when it was recorded
 
 
 @dataclass(frozen=True, slots=True)
 class OutputCombination:
     """One output as a function of pieces."""
 
-    output: int  # its place among the leaves of the model's output
-    pieces: tuple[int, ...]  # places among all that micro-batches hand out
-    reductions: tuple[int | str | None, ...]  # of these pieces: the dimension of rows, "sum", "mean"; None: the same
-    calls: tuple[CombinationCall, ...]  # the last one makes the output
-    is_known: tuple[bool, ...]  # of these pieces: do they come from inputs alone
-    is_affine: bool  # in the pieces that do not
-    where: str  # what the output is, and the user's line
+    output: int  # index among the leaves of the model's output
+    pieces: tuple[int, ...]  # indices among all values that micro-batches return
+    reductions: tuple[int | str | None, ...]  # for each piece: the dimension of rows, "sum", "mean"; None: equal in all
+    calls: tuple[CombinationCall, ...]  # the last call returns the output
+    is_known: tuple[bool, ...]  # for each piece: True if it depends only on inputs
+    is_affine: bool  # in the other pieces
+    where: str  # description of the output, and the user's line
 
     def __call__(self, pieces: Sequence[Any]) -> Any:
         values = list(pieces)
@@ -63,11 +63,11 @@ class OutputCombination:
 
     @property
     def is_joint(self) -> bool:
-        """Returns whether it is made of rows, so that its calls run for the mini-batch only."""
+        """True if a piece has rows, so that the calls run only for the full mini-batch."""
         return any(isinstance(how, int) for how in self.reductions)
 
     def on(self, device: torch.device) -> OutputCombination:
-        """The combination on the device where pieces are; calls are recorded with another."""
+        """Returns the combination for pieces on `device`; calls were recorded with another device."""
         calls = []
         for call in self.calls:
             args, kwargs = map_nested((call.args, call.kwargs), lambda v: device if isinstance(v, torch.device) else v)
@@ -75,7 +75,7 @@ class OutputCombination:
         return replace(self, calls=tuple(calls))
 
     def of(self, handed_out: Sequence[Any]) -> Any:
-        """The output, of all that micro-batches hand out, gathered."""
+        """Computes the output from the gathered values of all micro-batches."""
         return self([handed_out[place] for place in self.pieces])
 
     def share(self, handed_out: Sequence[Any], known: Mapping[int, Any], weight: float) -> Any:
@@ -92,7 +92,7 @@ class OutputCombination:
 
 
 def map_nested(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Applies a function to what lists, tuples, dicts and slices hold, named tuples aside."""
+    """Applies a function to the items of nested lists, tuples, dicts and slices, except named tuples."""
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         return type(value)(map_nested(item, change) for item in value)
     if isinstance(value, Mapping):
@@ -111,11 +111,11 @@ def cross_entropy_divisor(target: torch.Tensor, weight: torch.Tensor | None, ign
 
 
 def element_count(x: torch.Tensor) -> torch.Tensor:
-    """Returns the divisor of the mean of a tensor, where its size depends on values."""
+    """Returns the divisor of the mean of a tensor with a data-dependent size."""
     return torch.scalar_tensor(x.numel(), dtype=torch.int64, device=x.device)
 
 
 def sum_from_mean(mean: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """The sum of which this is the mean; where nothing counts, 0 and not 0 / 0. In as many digits as a sum needs."""
+    """Computes the sum from a mean, in float32 or wider; 0 if `count` is 0."""
     wide = torch.promote_types(mean.dtype, torch.float32)
     return torch.where(count == 0, torch.zeros((), dtype=wide, device=mean.device), mean.to(wide) * count)

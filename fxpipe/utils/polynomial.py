@@ -1,4 +1,4 @@
-"""Polynomials in the micro-batch size `b` and other sizes: the one form of a formula that is kept, added and written.
+"""Polynomials in the micro-batch size `b` and other sizes, the form of all stored formulas. Numbers are exact.
 
 >>> activations = Polynomial.in_b(64, 100352)
 >>> print(activations)
@@ -11,9 +11,8 @@
 >>> scores(8, s=3)
 288
 
-What was counted at a few sizes becomes one by `fit_counts`, an expression of sympy by `polynomial_bound`
-(`polynomial_bound.py`), and `to_json` and `from_json` are its form in files: sympy's own parser runs code and is never
-given text. All numbers are exact.
+`fit_counts` fits a polynomial to counts at a few sizes, and `polynomial_bound` (`polynomial_bound.py`) converts sympy
+expressions. Files use `to_json` and `from_json`, because sympy's parser executes code.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ Number = int | Fraction
 Monomial = tuple[tuple[str, int], ...]  # variables and their powers, `b` first, then by name; (): the constant
 
 MAX_DEGREE = 16
-MAX_DIGITS = 60  # of a number: far more than any size has
+MAX_DIGITS = 60  # digits of a number, far more than a size has
 
 _FRACTION = re.compile(rf"-?[0-9]{{1,{MAX_DIGITS}}}/[0-9]{{1,{MAX_DIGITS}}}")
 
@@ -46,36 +45,36 @@ _FRACTION = re.compile(rf"-?[0-9]{{1,{MAX_DIGITS}}}/[0-9]{{1,{MAX_DIGITS}}}")
 class Polynomial:
     """A sum of exact numbers times powers of sizes. Equal polynomials have equal terms."""
 
-    terms: tuple[tuple[Monomial, Number], ...] = ()  # the constant first, the highest power last; no number is 0
+    terms: tuple[tuple[Monomial, Number], ...] = ()  # by ascending degree; no number is 0
 
     @classmethod
     def of(cls, numbers: Mapping[Monomial, Any]) -> Polynomial:
-        """Makes a polynomial of any exact or finite numbers by what they multiply."""
+        """Creates a polynomial from a dict of monomials to finite numbers."""
         exact: dict[Monomial, Number] = {}
-        for monomial, number in numbers.items():  # `b*s` may stand there as `s*b`, too
+        for monomial, number in numbers.items():  # `b*s` and `s*b` are one monomial
             exact[_ordered(monomial)] = exact.get(_ordered(monomial), 0) + _exact(number)
         terms = ((monomial, _exact(number)) for monomial, number in exact.items() if number)
         return cls(tuple(sorted(terms, key=lambda term: (_degree(term[0]), term[0]))))
 
     @classmethod
     def in_b(cls, *coefficients: Any) -> Polynomial:
-        """Makes the polynomial in `b` alone with these coefficients, from the constant upwards."""
+        """Creates the polynomial in `b` with these coefficients, from the constant upwards."""
         return cls.of({_power_of_b(power): c for power, c in enumerate(coefficients)})
 
     def __call__(self, b: int, **sizes: int) -> int:
-        """The value for micro-batches of `b` samples, and other sizes by name, rounded up.
+        """Returns the value, rounded up, for micro-batches of `b` samples, and other sizes by name.
 
         Raises:
-            ArgumentError: a size that it depends on is missing.
+            ArgumentError: a size that the polynomial depends on is missing.
         """
         return self.at(sizes | {"b": b})
 
     def at(self, sizes: Mapping[str, int]) -> int:
-        """The same for sizes by name, `b` among them."""
+        """Returns the value, rounded up, for sizes by name, including `b`."""
         return math.ceil(self.value(sizes))
 
     def value(self, sizes: Mapping[str, int]) -> Number:
-        """The same, not rounded."""
+        """Returns the exact value for sizes by name."""
         total: Number = 0
         try:
             for powers, c in self.terms:
@@ -96,7 +95,6 @@ class Polynomial:
 
     @property
     def formula(self) -> sympy.Expr:
-        """The same for sympy."""
         return _sympy_formula(self)
 
     def __str__(self) -> str:
@@ -106,7 +104,7 @@ class Polynomial:
     # -- Files -----------------------------------------------------------------------------------------------------
 
     def to_json(self) -> list[Any]:
-        """Makes what JSON keeps exactly: in `b` alone its coefficients, else numbers with what they multiply.
+        """Returns exact JSON values: coefficients for a polynomial in `b`, else numbers with their monomials.
 
         >>> Polynomial.in_b(64, Fraction(1, 2)).to_json()
         [64, '1/2']
@@ -121,10 +119,10 @@ class Polynomial:
 
     @classmethod
     def from_json(cls, value: Any) -> Polynomial:
-        """Reads what `to_json` made, or what plans had before: an object with the coefficients, not all exact.
+        """Reads the output of `to_json`, or the form of older plans: an object with coefficients, also inexact.
 
         Raises:
-            ArgumentError: it made nothing of the kind.
+            ArgumentError: `value` has neither form.
         """
         if isinstance(value, dict) and value.keys() == {"coefficients"} and isinstance(value["coefficients"], list):
             value = [_exact_json(c) if type(c) is float else c for c in value["coefficients"]]
@@ -139,7 +137,6 @@ ZERO = Polynomial()
 
 
 def polynomial_sum(polynomials: Iterable[Polynomial]) -> Polynomial:
-    """Returns the sum of these polynomials."""
     numbers: dict[Monomial, Number] = {}
     for monomial, number in (term for one in polynomials for term in one.terms):
         numbers[monomial] = numbers.get(monomial, 0) + number
@@ -212,15 +209,15 @@ def _term_from_json(value: list[Any]) -> tuple[Monomial, Number]:
 
 
 def shortened(value: Any) -> str:
-    """What an error shows of a value that was read from a file."""
+    """Returns the text that errors show for a value from a file."""
     return repr(value)[:40] if isinstance(value, str | int | float | None) else with_article(value)
 
 
-# -- Polynomials through what was counted at some sizes ----------------------------------------------------------------
+# -- Fits to counts at some sizes --------------------------------------------------------------------------------------
 
 
 class SizePoint(NamedTuple):
-    """A number of samples, and other sizes by name: where something was counted."""
+    """The sizes of a count: the number of samples, and other sizes by name."""
 
     b: int
     others: tuple[tuple[str, int], ...] = ()
@@ -230,17 +227,17 @@ class SizePoint(NamedTuple):
         return {"b": self.b, **dict(self.others)}
 
 
-# of the polynomials in each size: nothing that is usual grows faster (the batch against itself, in contrastive losses)
+# In each size. Usual counts grow at most quadratically (contrastive losses compare the batch with itself).
 MAX_FIT_DEGREE = 2
 
 
 @functools.lru_cache(maxsize=4096)
 def fit_counts(counted: tuple[tuple[int | SizePoint, int], ...], here: int | SizePoint) -> Polynomial:
-    """The polynomial of least degree through what was counted, as pairs of (sizes, count).
+    """Returns the polynomial of least degree through pairs of (sizes, count).
 
-    A number of samples stands for a point without other sizes. One point more than it needs must lie on it, but for a
-    line through two. Where there is none up to degree 2 in each size (another kernel for another size, memory that is
-    allotted in pages), the count `here` is taken to grow with all sizes: right there, a guess elsewhere.
+    A number of samples is a point without other sizes. The fit needs one more point than coefficients, except for a
+    line through two points. If no polynomial up to degree 2 in each size fits (other kernels for other sizes, memory
+    allocated in pages), the count `here` is scaled with all sizes: exact there, a guess elsewhere.
     """
     fitted = polynomial_through(counted)
     return (
@@ -249,7 +246,7 @@ def fit_counts(counted: tuple[tuple[int | SizePoint, int], ...], here: int | Siz
 
 
 def polynomial_through(counted: Sequence[tuple[int | SizePoint, int]]) -> Polynomial | None:
-    """The polynomial of least degree through these points; None where there is none that one may trust.
+    """Returns the polynomial of least degree through these points; None if there is no reliable fit.
 
     >>> print(polynomial_through([(SizePoint(b, (("s", s),)), 3 * b * s + b) for b in (1, 2) for s in (4, 5, 7)]))
     3*b*s + b
@@ -259,7 +256,7 @@ def polynomial_through(counted: Sequence[tuple[int | SizePoint, int]]) -> Polyno
     points = tuple(tuple(_point(at).values.values()) for at, _ in counted)
     names = tuple(_point(counted[0][0]).values)
     if any(len(set(values)) == 1 for values in zip(*points, strict=True)) and len(names) > 1:
-        return None  # nobody has seen how it goes with that size
+        return None  # the dependence on that size is unknown
     counts = [count for _, count in counted]
     for degrees in _degrees(len(names)):
         monomials = math.prod(degree + 1 for degree in degrees)
@@ -282,22 +279,22 @@ def _point(at: int | SizePoint) -> SizePoint:
 
 @functools.cache
 def _degrees(sizes: int) -> list[tuple[int, ...]]:
-    """Degrees in each of so many sizes, those of the fewest monomials first."""
+    """Returns all tuples of degrees, one for each size, by ascending number of monomials."""
     every = itertools.product(range(MAX_FIT_DEGREE + 1), repeat=sizes)
     return sorted(every, key=lambda degrees: (math.prod(degree + 1 for degree in degrees), degrees))
 
 
 @dataclass(frozen=True, slots=True)
 class _FitBasis:
-    """The monomials up to some degrees, as they are at points where something was counted."""
+    """The monomials up to some degrees, and their values at points."""
 
-    powers: tuple[tuple[int, ...], ...]  # of each monomial
+    powers: tuple[tuple[int, ...], ...]  # for each monomial
     rows: tuple[tuple[int, ...], ...]  # by point: the value of each monomial
-    chosen: tuple[int, ...]  # as many points, by which the coefficients are found
-    inverse: tuple[tuple[Fraction, ...], ...]  # of their rows
+    chosen: tuple[int, ...]  # points that determine the coefficients, one for each monomial
+    inverse: tuple[tuple[Fraction, ...], ...]  # inverse matrix of the chosen rows
 
     def coefficients(self, counts: Sequence[int]) -> list[Fraction] | None:
-        """Returns the coefficients of the polynomial through all points; None where there is none."""
+        """Returns the coefficients of the polynomial through all points; None if it does not exist."""
         known = [counts[place] for place in self.chosen]
         numbers = [sum((a * count for a, count in zip(row, known, strict=True)), Fraction(0)) for row in self.inverse]
         values = (sum(c * v for c, v in zip(numbers, row, strict=True)) for row in self.rows)
@@ -306,11 +303,11 @@ class _FitBasis:
 
 @functools.lru_cache(maxsize=512)
 def _basis(points: tuple[tuple[int, ...], ...], degrees: tuple[int, ...]) -> _FitBasis | None:
-    """The basis of these degrees; None where the points are too few, or lie so that they do not tell the monomials."""
+    """Returns the basis of these degrees; None if the points do not determine all coefficients."""
     powers = tuple(itertools.product(*(range(degree + 1) for degree in degrees)))
     rows = tuple(tuple(math.prod(x**p for x, p in zip(point, of, strict=True)) for of in powers) for point in points)
     size = len(powers)
-    reduced: list[tuple[int, list[Fraction]]] = []  # place of the leading 1, row; beside it what it is made of
+    reduced: list[tuple[int, list[Fraction]]] = []  # (index of the leading 1, row + its combination of chosen rows)
     chosen: list[int] = []
     for place, row in enumerate(rows):
         own = [Fraction(int(k == len(chosen))) for k in range(size)]
@@ -332,7 +329,7 @@ def _basis(points: tuple[tuple[int, ...], ...], degrees: tuple[int, ...]) -> _Fi
 
 
 def _growing_from(counted: Sequence[tuple[SizePoint, int]], here: SizePoint) -> Polynomial:
-    """The count `here`, growing with the samples and with the other sizes: no less than was counted above."""
+    """Returns the count `here` scaled with all sizes, at the least degree that is no less than the counts above."""
     count = dict(counted)[here]
     above = [(at, number) for at, number in counted if all(at.values[k] >= v for k, v in here.values.items())]
     guess = ZERO

@@ -1,8 +1,7 @@
-"""Polynomials that bound expressions of sympy from above: bytes and FLOPs as shapes give them, for plans and files.
+"""Polynomial upper bounds of sympy expressions: bytes and FLOPs from shapes, for plans and files.
 
-Nearly all formulas are polynomials in the sizes. Another is replaced by a polynomial that is nowhere less for sizes
->= 1: `floor(b/2)` by `b/2`. So what is read from a file may say a little more memory than the profile that was saved,
-never less.
+Nearly all formulas are polynomials in the sizes. Others are replaced by a polynomial upper bound for sizes >= 1:
+`floor(b/2)` by `b/2`. So a file may state slightly more memory than the saved profile, never less.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import sympy
 from fxpipe.errors import ArgumentError
 from fxpipe.utils.polynomial import MAX_DEGREE, MAX_DIGITS, Polynomial
 
-_ROUNDED = ("FloorDiv", "CleanDiv", "IntTrueDiv")  # of torch's symbolic shapes: a / b, rounded down or exact
+_ROUNDED = ("FloorDiv", "CleanDiv", "IntTrueDiv")  # in torch's symbolic shapes: a / b, rounded down or exact
 _ROUNDED_DOWN = ("floor", "FloorToInt", "TruncToInt")
 _ROUNDED_UP = ("ceiling", "CeilToInt")
 _REMAINDER = ("Mod", "PythonMod")
@@ -23,10 +22,10 @@ Sizes = tuple[sympy.Symbol, ...]
 
 
 def polynomial_bound(expression: sympy.Expr, *sizes: sympy.Symbol) -> Polynomial:
-    """Makes the polynomial that an expression is or, where it is none, one that bounds it from above.
+    """Converts an expression to a polynomial, or to an upper bound if it is not a polynomial.
 
     Raises:
-        ArgumentError: nothing is known that bounds it, or it is too large to be a size.
+        ArgumentError: no bound is known, or the degree or a number is too large.
     """
     try:
         bound = sympy.Poly(_polynomial_bound(sympy.sympify(expression), sizes, above=True), *sizes)
@@ -59,7 +58,7 @@ def _exact_number(coefficient: sympy.Expr) -> sympy.Rational:
 
 
 def _polynomial_bound(expression: sympy.Expr, sizes: Sizes, above: bool) -> sympy.Expr:
-    """A polynomial that is nowhere less (`above`) or nowhere more than the expression, for all sizes >= 1."""
+    """Returns a polynomial upper (`above`) or lower bound of the expression for all sizes >= 1."""
     if expression.is_polynomial(*sizes):
         return expression
     if isinstance(expression, sympy.Add):

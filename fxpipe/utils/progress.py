@@ -1,17 +1,16 @@
-"""Bars on stderr for what takes long, where someone is looking.
+"""Progress bars on stderr, in terminals and notebooks.
 
-A pass that may take long reports how far it is:
+A pass that may take long reports its progress:
 
     with progress("shapes", len(nodes)) as step:
         for node in nodes:
             ...
             step()
 
-Around all passes `show_phases` shows one bar: the pass that `phase` or `progress` named last, how far it is, and the
-seconds, which a thread keeps counting. A `progress` without one shows a separate bar. A bar appears after two seconds,
-on a terminal or in a notebook, and disappears at its end. If stderr is neither, as in a log, `show_phases` writes one
-line after two seconds. Nothing is shown in a block of `show_progress(False)`: the argument `progress` of the entry
-points. Each part is also a cancellation point (`utils.locks`).
+Around all passes `show_phases` shows one bar: the last pass that `phase` or `progress` named, its progress, and the
+elapsed seconds, updated by a thread. A `progress` outside `show_phases` shows a separate bar. A bar appears after two
+seconds and disappears at its end. If stderr is a log, `show_phases` writes one line after two seconds. A block of
+`show_progress(False)` shows nothing. Each step is also a cancellation point (`utils.locks`).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from typing import Any, Protocol
 
 from fxpipe.utils.locks import cancellation_point
 
-BAR_DELAY = 2.0  # seconds before a bar appears: most steps are over by then
+BAR_DELAY = 2.0  # seconds before a bar appears: most steps have ended by then
 
 _WITH_TOTAL = "{desc}: {percentage:3.0f}%|{bar}| {n:.5g}/{total:.5g} {unit} [{elapsed}{postfix}]"
 _WITHOUT_TOTAL = "{desc}: {n:.5g} {unit} [{elapsed}{postfix}]"
@@ -37,14 +36,14 @@ _shown: ContextVar[bool] = ContextVar("fxpipe_progress", default=True)
 
 
 class ProgressStep(Protocol):
-    """Tells that so much more has been done; `note` stands behind the bar."""
+    """Reports progress of `done` more parts; `note` is shown after the bar."""
 
     def __call__(self, done: float = 1, note: str = "") -> object: ...
 
 
 @contextlib.contextmanager
 def show_progress(wanted: bool) -> Iterator[None]:
-    """A block in which bars are shown where someone is looking, unless they are not wanted here or further out."""
+    """A block in which bars are shown if `wanted` here and in all outer blocks."""
     before = _shown.set(_shown.get() and wanted)
     try:
         yield
@@ -54,7 +53,7 @@ def show_progress(wanted: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress(what: str, total: float | None, unit: str = "nodes") -> Iterator[ProgressStep]:
-    """Gives a function to call after each part of `total`, or of what nobody knows how much there will be (None)."""
+    """Yields a function to call after each part of `total` (None: unknown)."""
     if _step.get() is not ignore_progress:
         yield _step_of_phase(_step.get(), what, total, unit)
         return
@@ -66,10 +65,10 @@ def progress(what: str, total: float | None, unit: str = "nodes") -> Iterator[Pr
         from tqdm.auto import tqdm  # here: it takes 50 ms to import
 
     class Bar(tqdm):  # type: ignore[type-arg]
-        monitor_interval = 0  # no thread that looks after bars
+        monitor_interval = 0  # no monitor thread
 
     form = _PHASES if not unit else _WITHOUT_TOTAL if total is None else _WITH_TOTAL
-    # miniters: a slow part after many quick ones is shown too.
+    # miniters=1: also shows a slow part after many fast parts.
     with Bar(
         total=total, desc=what, unit=unit, delay=BAR_DELAY, leave=False, miniters=1, mininterval=min(0.1, BAR_DELAY),
         dynamic_ncols=True, bar_format=form,
@@ -92,7 +91,7 @@ def progress(what: str, total: float | None, unit: str = "nodes") -> Iterator[Pr
 
 
 def _keep_counting(bar: Any, ended: threading.Event) -> None:
-    """Shows the seconds of a bar while nothing else does."""
+    """Refreshes the seconds of a bar between steps."""
     pause = max(BAR_DELAY, 0.05)
     while not ended.wait(pause):
         bar.refresh()
@@ -100,7 +99,7 @@ def _keep_counting(bar: Any, ended: threading.Event) -> None:
 
 
 def _step_of_phase(show: ProgressStep, what: str, total: float | None, unit: str) -> ProgressStep:
-    """Returns the step of a pass that the bar around it shows."""
+    """Returns the step of a pass that is shown by the enclosing bar."""
     sum_done = 0.0
 
     def step(done: float = 1, note: str = "") -> None:
@@ -121,7 +120,7 @@ def _step_of_log(what: str) -> ProgressStep:
         cancellation_point()
         if not is_written and note and time.monotonic() - begun > BAR_DELAY:
             is_written = True
-            with contextlib.suppress(Exception):  # closed; None; something that refuses
+            with contextlib.suppress(Exception):  # stderr is closed, None, or refuses
                 sys.stderr.write(f"fxpipe: {what} takes more than {BAR_DELAY:.0f} s; now {note}\n")
 
     return step
@@ -129,7 +128,7 @@ def _step_of_log(what: str) -> ProgressStep:
 
 @contextlib.contextmanager
 def show_phases(what: str) -> Iterator[None]:
-    """A block of passes. Each pass names itself by `phase`."""
+    """A block of passes, each named by `phase` or `progress`, shown in one bar."""
     is_log = _step.get() is ignore_progress and _shown.get() and not (is_terminal() or _is_notebook())
     with contextlib.nullcontext(_step_of_log(what)) if is_log else progress(what, None, unit="") as step:
         before = _step.set(step)
@@ -140,15 +139,14 @@ def show_phases(what: str) -> Iterator[None]:
 
 
 def phase(name: str) -> None:
-    """Names what is done from here on. It is a cancellation point, too."""
+    """Names the pass that begins here. Also a cancellation point."""
     _step.get()(1, name)
 
 
 def is_terminal() -> bool:
-    """Returns whether stderr is a terminal."""
     try:
         return sys.stderr is not None and sys.stderr.isatty()
-    except (ValueError, AttributeError):  # closed; something that only writes
+    except (ValueError, AttributeError):  # closed, or write-only
         return False
 
 
@@ -157,7 +155,7 @@ def _is_notebook() -> bool:
 
 
 def ignore_progress(done: float = 1, note: str = "") -> None:
-    """The step of what nobody looks at."""
+    """The step of a pass that is not shown."""
     cancellation_point()
 
 

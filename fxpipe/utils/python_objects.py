@@ -1,8 +1,8 @@
-"""Objects of Python classes: taken apart and put together, and looked into.
+"""Objects of Python classes: taking them apart, putting them together, and walking their contents.
 
-An object is its items, if its class is a kind of list or dict, and its attributes. It is put together without
+The parts of an object are its items, if its class is a container, and its attributes. It is put together without
 `__init__` and `__post_init__`. Objects of classes made in C, other than the containers of Python, cannot be taken
-apart; nor are modules, tensors, classes and plain values.
+apart, nor can modules, tensors, classes and plain values.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from torch import nn
 
 from fxpipe._torch import torch_pytree as pytree
 
-_BASES = (object, SimpleNamespace, dict, OrderedDict, defaultdict, list, tuple)  # of objects that can be put together
+_BASES = (object, SimpleNamespace, dict, OrderedDict, defaultdict, list, tuple)  # with which `put_together` works
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _ATOMIC = (nn.Module, torch.Tensor, type, ModuleType, enum.Enum, str, bytes, int, float, complex, type(None))
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectParts:
-    """All of an object but its children, which are its items, then its attributes."""
+    """The structure of an object, without its children (items, then attributes)."""
 
     kind: type[Any]
-    base: type[Any]  # object, or the container that its class is a kind of
+    base: type[Any]  # the built-in base class: object or a container
     keys: tuple[Any, ...]
     names: tuple[str, ...]
 
 
 def builtin_base_of(kind: type[Any]) -> type[Any] | None:
-    """The built-in class under a Python class; None where its objects cannot be taken apart."""
+    """Returns the built-in base of a Python class; None if its objects cannot be taken apart."""
     if issubclass(kind, _ATOMIC):
         return None
     base: type[Any] = next(cls for cls in kind.__mro__ if not is_python_class(cls))
@@ -51,12 +51,11 @@ def builtin_base_of(kind: type[Any]) -> type[Any] | None:
 
 
 def is_empty_object(value: Any) -> bool:
-    """Returns True if an object is nothing but itself."""
     return not _attributes(value) and not (isinstance(value, (dict, list, tuple)) and value)
 
 
 def take_apart(value: Any, base: type[Any]) -> tuple[list[pytree.KeyEntry], list[Any], ObjectParts]:
-    """Names of the children, the children, and the rest of an object whose class has this `builtin_base_of`."""
+    """Returns the keys of the children, the children, and the structure of an object with this `builtin_base_of`."""
     attributes = _attributes(value)
     names: list[pytree.KeyEntry] = []
     items: dict[Any, Any] = {}
@@ -75,7 +74,7 @@ def take_apart(value: Any, base: type[Any]) -> tuple[list[pytree.KeyEntry], list
 
 
 def put_together(children: Any, parts: ObjectParts) -> Any:
-    """The object again, of other children."""
+    """Creates an object of this structure with these children."""
     children = list(children)
     items, values = children[: len(parts.keys)], children[len(parts.keys) :]
     make: Any = parts.base.__new__
@@ -88,19 +87,18 @@ def put_together(children: Any, parts: ObjectParts) -> Any:
     slots = slots_of_class(parts.kind)
     for name, value in zip(parts.names, values, strict=True):
         if name in slots:
-            slots[name].__set__(new, value)  # also where the class is frozen
+            slots[name].__set__(new, value)  # works for frozen classes
         else:
             new.__dict__[name] = value
     return new
 
 
 def is_python_class(kind: type[Any]) -> bool:
-    """Returns whether a class was made by a `class` statement; a few classes made in C look the same."""
+    """Returns True for a class made by a `class` statement, and for a few classes made in C."""
     return bool(kind.__flags__ & _HEAP_TYPE)
 
 
 def slots_of_class(kind: type[Any]) -> dict[str, MemberDescriptorType]:
-    """The slots of objects of a class, by name."""
     return {
         name: member
         for cls in reversed(kind.__mro__)
@@ -124,15 +122,15 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def contains_any(value: Any, wanted: Callable[[Any], bool], in_functions: bool = True) -> bool:
-    """Returns True if anything inside a value of any kind is `wanted`, also where it could not be taken apart.
+    """Returns True if anything inside a value is `wanted`, also in objects that cannot be taken apart.
 
-    What modules hold is their own. `in_functions`: also in what functions were made over, or are bound to?
+    Does not look into modules. `in_functions`: also look into closures of functions and bound objects.
     """
     return any(map(wanted, _walk(value, _contents if in_functions else _data_contents)))
 
 
 def containers_in(value: Any) -> Iterator[Any]:
-    """The dicts, lists and sets in a value of any kind, those in which objects keep their attributes among them."""
+    """Yields the dicts, lists and sets in a value, including each `__dict__` of objects."""
     for item in _walk(value, _contents):
         if isinstance(item, _ATOMIC):
             continue
@@ -143,12 +141,12 @@ def containers_in(value: Any) -> Iterator[Any]:
 
 
 def held_objects(value: Any) -> Iterator[Any]:
-    """Yields a value and all that it holds as data, however deep, and what the modules in it hold; each once."""
+    """Yields a value and all nested contents held as data, also of modules; each once."""
     return _walk(value, lambda item: iter(vars(item).values()) if isinstance(item, nn.Module) else _data_contents(item))
 
 
 def _walk(value: Any, inside: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
-    """A value and, each once, what it holds, what that holds, and so on."""
+    """Yields a value and its nested contents, each once."""
     seen: dict[int, Any] = {}
     todo = [value]
     while todo:
@@ -160,7 +158,7 @@ def _walk(value: Any, inside: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
 
 
 def _contents(value: Any) -> Iterator[Any]:
-    """Yields the contents of a value; of a function, what it closes over or is bound to."""
+    """Yields the contents of a value, including closures of functions and bound objects."""
     if isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, MethodType):

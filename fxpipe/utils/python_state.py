@@ -1,12 +1,12 @@
-"""The Python values that functions depend on, and whether they have changed.
+"""The Python values that functions depend on, and detection of their changes.
 
-A function depends on its code, its defaults and its closure, on the object that it is bound to, and on the globals, the
-classes and the modules that its code names. Values are followed into lists, tuples, dicts, sets, arrays, attributes of
-objects (`__dict__` and slots), `functools.partial`, context variables and other functions, `MAX_DEPTH` levels deep.
+A function depends on its code, defaults and closure, on the object that it is bound to, and on the globals, classes and
+modules that its code names. Values are followed into lists, tuples, dicts, sets, arrays, attributes of objects
+(`__dict__` and slots), `functools.partial`, context variables and other functions, `MAX_DEPTH` levels deep.
 
-Not followed: code and objects of the standard library, and of torch other than its modules; containers of more than
-`MAX_ITEMS` items; attributes of classes and Python modules whose names are computed (`getattr(settings, name)`); values
-beyond the `MAX_VALUES` nearest ones.
+Not followed: code and objects of the standard library, and of torch except its modules; containers with more than
+`MAX_ITEMS` items; attributes of classes and Python modules with computed names (`getattr(settings, name)`); values
+beyond the `MAX_VALUES` nearest values.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from fxpipe._torch.module_internals import own_children, tensor_stores
 from fxpipe.utils.python_objects import is_python_class, slots_of_class
 
 MAX_DEPTH = 6
-MAX_ITEMS = 10_000  # of a container that is looked into
-MAX_VALUES = 2_000  # of one state, the nearest ones: a function that calls a library may reach all of it
+MAX_ITEMS = 10_000  # items of a container whose items are followed
+MAX_VALUES = 2_000  # values of one state: a function that calls a library may reach the full library
 _MISSING = object()
 _NUMBERS, _LOGS = frozenset((int, float, complex)), frozenset((list, dict, set, deque))
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device))
 _IMMUTABLE = (tuple, frozenset, MethodType, functools.partial, property, staticmethod, classmethod)
 _MODULE_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_CALLED = ("forward", "__call__")  # without being named
-_HOLDERS = (SimpleNamespace, argparse.Namespace, type(os.environ))  # objects of the standard library to look into
+_CALLED = ("forward", "__call__")  # called although code does not name them
+_HOLDERS = (SimpleNamespace, argparse.Namespace, type(os.environ))  # followed objects of the standard library
 _TORCH = torch.__path__[0]
 _NUMPY = os.path.join(os.path.dirname(_TORCH), "numpy", "")
 _STDLIB = sysconfig.get_path("stdlib")
 _LIBRARIES = (_TORCH, _NUMPY, __file__.removesuffix("utils/python_state.py"), "<frozen ")
 _OF_TORCH = tuple(f"{_TORCH}/{name}" for name in ("nn/modules/", "nn/functional", "nn/__init__", "backends/"))
-_FOLLOWED = (*_OF_TORCH, os.__file__, "<frozen os>")  # of libraries
+_FOLLOWED = (*_OF_TORCH, os.__file__, "<frozen os>")  # followed files of libraries
 
 Place = tuple[Mapping[str, Any], str]  # a dict and a key in it
 Parts = Callable[[Any], tuple[Any, ...]]
@@ -57,18 +57,18 @@ Parts = Callable[[Any], tuple[Any, ...]]
 
 @dataclass(slots=True)
 class PythonState:
-    """Values that functions depend on as they were when this was made; `holds` compares them with what they are now.
+    """A snapshot of the values that functions depend on; `holds` compares it with the current values.
 
-    `PythonState(values=(function,))` is what a function depends on: all that its code names, and the code of the
-    functions that it may call. If `facts` of two functions are equal, the functions do the same.
+    `PythonState(values=(function,))` covers all that the code of a function names, and the code of functions that it
+    may call. If `facts` of two functions are equal, the functions are equivalent.
     """
 
     values: Collection[Any] = ()
     places: Collection[Place] = ()
     ran: Collection[tuple[CodeType, dict[str, Any]]] | None = None  # code that ran, with its globals; None: any may run
     reads_of: Callable[[Any], Collection[str] | None] = lambda value: None  # attributes read of an object; None: any
-    skips_logs: bool = False  # lists of numbers and tensors, that functions may write to
-    names: frozenset[str] = frozenset()  # of attributes that were read of objects, besides those that code names
+    skips_logs: bool = False  # ignore lists of numbers and tensors, which functions may write to
+    names: frozenset[str] = frozenset()  # attributes that were read, in addition to names in code
     facts: list[Any] = field(init=False)
     _walk: _Walk = field(init=False)
 
@@ -76,35 +76,34 @@ class PythonState:
         self.take()
 
     def take(self) -> None:
-        """Takes the values as they are now."""
+        """Replaces the snapshot by the current values."""
         self._walk = self._new_walk()
         self.facts = self._walk.facts
 
     def is_same(self) -> bool:
-        """Returns whether all objects are the same."""
+        """Returns True if all objects are identical."""
         return self._walk.is_same()
 
     def holds(self) -> bool:
-        """Returns whether all values are the same, or others that are as good."""
+        """Returns True if all values are identical or equivalent."""
         return self._walk.is_same() or self.changed() is None
 
     def changed(self) -> str | None:
-        """Returns the name of the first value that is not as good as it was; None if all are, which are taken then."""
+        """Returns the name of the first changed value. If all are equivalent, updates the snapshot and returns None."""
         walk = self._new_walk()
         if walk.facts == self.facts:
-            self._walk = walk  # the objects to be compared from now on
+            self._walk = walk  # compare with these objects from now on
             return None
         longer = max(self._walk, walk, key=lambda one: len(one.facts))
         pairs = zip(longer.names_of_facts, self.facts, walk.facts, strict=False)
         return next((name for name, before, now in pairs if before != now), longer.names_of_facts[-1])
 
     def facts_of(self, name: str) -> tuple[Any, ...]:
-        """Returns the facts of the values of this name."""
         pairs = zip(self._walk.names_of_facts, self.facts, strict=True)
         return tuple(fact for one, fact in pairs if one == name)
 
     def line_of(self, name: str) -> str:
-        """Returns " at " and the first line of code that ran with this name in it; empty if there is none."""
+        """Returns " at " and the first line with this name in code that ran; empty if not found."""
         last = name.rpartition(".")[2]
         for code in (code for code, _ in self.ran or () if last in (*code.co_names, *code.co_freevars)):
             line = code.co_firstlineno
@@ -115,7 +114,7 @@ class PythonState:
         return ""
 
     def structure(self) -> frozenset[Any]:
-        """Returns the kinds of facts: of a number whether it is zero, of a container and a tensor the class."""
+        """Returns the facts reduced to types: whether a number is zero, the class of a list, dict, set or tensor."""
         kinds = {id(value): type(value) for value in self._walk.held if isinstance(value, torch.Tensor)}
         return frozenset(_kind_of_fact(kinds.get(fact, fact) if type(fact) is int else fact) for fact in self.facts)
 
@@ -127,20 +126,20 @@ class PythonState:
 
 
 class _Walk:
-    """All values that are reached from the roots of a state, breadth first.
+    """All values that are reachable from the roots of a state, breadth first.
 
-    A step compares the identity of the value under each key, and of the parts of each container. `facts` describe the
-    same so that containers and functions with equal parts have equal facts.
+    A step compares identities: of the value under each key, and of the parts of each container. `facts` describe the
+    values such that containers and functions with equal parts have equal facts.
     """
 
     def __init__(self, state: PythonState, names: frozenset[str]):
         self._state, self.names = state, names
         self._codes = None if state.ran is None else {code for code, _ in state.ran}
         self.facts, self.names_of_facts = list[Any](), list[str]()
-        self._checks = list[tuple[Any, str, Any]]()  # what is compared, how, and with what
+        self._checks = list[tuple[Any, str, Any]]()  # (owner, comparison, value)
         self._is_same: Callable[[], bool] | None = None
         self._seen, self._added, self.held = dict[int, int](), set[tuple[int, Any]](), list[Any]()
-        self._members = dict[int, Mapping[str, Any]]()  # by id of a class or a Python module, for each the same object
+        self._members = dict[int, Mapping[str, Any]]()  # by id of a class or module: keeps one mapping object
         self._todo = deque[tuple[Any, str, int]]()
         for store, key in state.places:
             self._add_items(store, (key,), "", 0)
@@ -151,14 +150,14 @@ class _Walk:
             self._visit(*self._todo.popleft())
 
     def is_same(self) -> bool:
-        """Returns whether all objects are the same. Asked in every step, of some hundred objects."""
+        """Returns True if all objects are identical. Runs in every step, for some hundred objects."""
         self._is_same = self._is_same or _compiled(self._checks)
         try:
             return self._is_same()
         except (KeyError, AttributeError, ValueError):
             return False
 
-    # -- the walk ----------------------------------------------------------------------------------------------------
+    # -- Walk --------------------------------------------------------------------------------------------------------
 
     def _note(self, fact: Any, name: str) -> None:
         self.facts.append(fact)
@@ -236,7 +235,7 @@ class _Walk:
         return is_followed_file(code.co_filename) if self._codes is None else code in self._codes
 
     def _add_function(self, function: FunctionType, name: str, depth: int) -> None:
-        """Adds the parts of a function, at its own depth: functions may call each other however deep."""
+        """Adds the parts of a function at the same depth, since calls may be nested deeply."""
         for part in ("__code__", "__defaults__", "__kwdefaults__"):
             if (value := getattr(function, part)) is not None:
                 self._add_read(function, f".{part}", value, name, depth)
@@ -251,7 +250,7 @@ class _Walk:
             if any(value is one for one in self._state.values):
                 self._add_class(value, name, depth)
         elif isinstance(value, nn.Module):
-            if self._codes is None:  # else all reads of modules are known
+            if self._codes is None:  # otherwise the recording knows all reads of modules
                 children = own_children(value)
                 followed = self.names.union(_CALLED, children if isinstance(value, _MODULE_CONTAINERS) else ())
                 for store in (*tensor_stores(value), children):
@@ -269,7 +268,7 @@ class _Walk:
             self._add_class(kind, name, depth)
 
     def _add_class(self, kind: type, name: str, depth: int) -> None:
-        """Adds what objects of a class have of it: methods that ran, and what is named and is not a method."""
+        """Adds the members of a class that its objects read: methods that ran, and other members that code names."""
         if (id(kind), "") in self._added:
             return
         self._added.add((id(kind), ""))
@@ -280,7 +279,7 @@ class _Walk:
             self._add_items(store, sorted(store.keys() & members), f"{name}.", depth)
 
     def _is_read(self, name: str, member: Any) -> bool:
-        """Returns whether a member of a class is one that objects were or may be asked for."""
+        """Returns True if code reads, or may read, a member of a class from its objects."""
         function = getattr(member, "fget", None) or getattr(member, "__func__", member)
         if not isinstance(function, FunctionType):
             return name in self.names and not name.startswith("__")
@@ -288,7 +287,7 @@ class _Walk:
 
 
 def _compiled(checks: list[tuple[Any, str, Any]]) -> Callable[[], bool]:
-    """Returns a function that makes all checks, as one expression: in half the time of a loop."""
+    """Returns a function that runs all checks as one expression, in half the time of a loop."""
     objects = {id(one): one for owner, _, value in checks for one in (owner, value)}
     names = {key: f"x{i}" for i, key in enumerate(objects)}
     pairs = ((names[id(owner)], how, names[id(value)]) for owner, how, value in checks)
@@ -298,7 +297,7 @@ def _compiled(checks: list[tuple[Any, str, Any]]) -> Callable[[], bool]:
     return function  # type: ignore[no-any-return]
 
 
-# -- What values are made of -----------------------------------------------------------------------------------------
+# -- Parts of values -------------------------------------------------------------------------------------------------
 
 
 def _plain_fact(value: Any) -> Any:
@@ -309,7 +308,7 @@ def _plain_fact(value: Any) -> Any:
 
 def _kind_of_fact(fact: Any) -> Any:
     if type(fact) is int:
-        return None if fact < 1 << 20 else fact  # a number of objects, or an identity
+        return None if fact < 1 << 20 else fact  # an index among the values, or an id
     if type(fact) is not tuple or not isinstance(fact[0], type):
         return fact
     return (fact[0], fact[1] in (0, "0.0", "-0.0")) if fact[0] in _NUMBERS else fact[0] if fact[0] in _LOGS else fact
@@ -321,7 +320,7 @@ def _is_log(value: Any) -> bool:
 
 
 def parts_of_function(function: Any) -> tuple[Any, ...]:
-    """Returns the parts of a function, its code, defaults and closure say; another object alone."""
+    """Returns the parts of a function (code, defaults, closure) or a container; another object as a 1-tuple."""
     if isinstance(function, FunctionType):
         values = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         return (function.__code__, *values, *map(_cell_contents, function.__closure__ or ()))
@@ -358,7 +357,7 @@ _PARTS: dict[Any, Parts] = {
 
 
 def _checks_of_parts(value: Any, parts: Parts) -> Iterator[tuple[Any, str, Any]]:
-    """Compares the parts of a container by identity: with `==`, which is faster, if no others are equal to them."""
+    """Yields identity checks of a container's parts; by `==`, which is faster, for strings and identity equality."""
     if hasattr(value, "__len__") and not len(value):
         yield value, "len", 0
         return
@@ -384,36 +383,33 @@ def _array_key(array: Any) -> tuple[Any, ...]:
     return array.shape, array.dtype, array.tobytes()
 
 
-# -- What code names, and which is followed --------------------------------------------------------------------------
+# -- Names in code, and followed files -------------------------------------------------------------------------------
 
 
 @functools.cache
 def is_followed_file(file: str) -> bool:
-    """Returns whether code of a file is followed: the user's code, libraries, and the modules of torch."""
+    """Returns True if code of a file is followed: the user's, third-party packages, and modules of torch."""
     is_library = file.startswith(_LIBRARIES) or (file.startswith(_STDLIB) and "site-packages" not in file)
     return not is_library or (file.startswith(_FOLLOWED) and not file.endswith("/modules/module.py"))
 
 
 def is_followed_module(module: ModuleType) -> bool:
-    """Returns whether attributes of a Python module are followed."""
     return module is torch or is_followed_file(getattr(module, "__file__", None) or "<frozen ")
 
 
 def is_followed_class(kind: type) -> bool:
-    """Returns whether attributes of a class and of its objects are followed."""
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""  # none: a session's
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""  # empty in an interactive session
     is_library = kind.__module__ in sys.stdlib_module_names or not is_followed_file(file)
     return is_python_class(kind) and not is_library and not issubclass(kind, (torch.Tensor, enum.Enum))
 
 
 def is_followed_object(value: Any) -> bool:
-    """Returns whether attributes of an object, which is neither a class nor a module, are followed."""
     return isinstance(value, _HOLDERS) or is_followed_class(type(value))
 
 
 @functools.lru_cache(maxsize=4096)
 def named_globals(code: CodeType) -> tuple[str, ...]:
-    """Returns the names of globals that code reads or sets, also in functions and comprehensions inside it."""
+    """Returns the names of globals that code reads or sets, also in nested functions and comprehensions."""
     own = {one.argval for one in dis.get_instructions(code) if one.opname in _OF_GLOBALS}
     inner = (named_globals(const) for const in code.co_consts if isinstance(const, CodeType))
     return tuple(sorted(own.union(*inner)))
@@ -424,7 +420,7 @@ _OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
 
 @functools.lru_cache(maxsize=4096)
 def names_in(code: CodeType) -> frozenset[str]:
-    """Returns all names in code, and its texts that may be names (`getattr(x, "scale")`)."""
+    """Returns all names in code, and strings that may be names (`getattr(x, "scale")`)."""
     texts = (const for const in code.co_consts if isinstance(const, str) and const.isidentifier())
     inner = (names_in(const) for const in code.co_consts if isinstance(const, CodeType))
     return frozenset((*code.co_names, *texts)).union(*inner)

@@ -1,16 +1,16 @@
-"""The user's trees, taken apart into leaves and put together again: inputs, outputs, targets.
+"""Pytrees of the user: flattening and unflattening of inputs, outputs and targets.
 
-Nodes are what torch knows (tuples, lists, dicts, named tuples, whatever is registered as a pytree), and besides
+Nodes are torch's pytree nodes (tuples, lists, dicts, named tuples, registered classes), and
 
 - dataclasses,
-- in inputs, mappings that are not dicts (`UserDict`, as the batches of tokenizers are; `MappingProxyType`),
-- in outputs, any object of a Python class that holds tensors of the recording: a cache, a distribution,
-- in inputs, any object of a Python class that holds no tensors, such as a configuration: its parts are leaves, so that
-  changes are noticed, and forward gets the object itself.
+- in inputs, mappings that are not dicts (`UserDict`, such as batches of tokenizers; `MappingProxyType`),
+- in outputs, objects of Python classes that hold tensors of the recording: a cache, a distribution,
+- in inputs, objects of Python classes without tensors, such as a configuration: their parts are leaves, so that changes
+  are noticed, and forward gets the object itself.
 
-`fxpipe.utils.python_objects` takes objects apart. Nothing is registered for the user's classes: in a spec these objects
-have a type of fxpipe, so that torch's own `tree_unflatten` restores the user's types. As with lists, one object in two
-places comes back as two.
+`fxpipe.utils.python_objects` takes objects apart. User classes are not registered: specs have node types of fxpipe for
+them, with which torch's `tree_unflatten` restores the user's types. As with lists, an object that occurs twice is
+restored as two objects.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ _LEAF = pytree.tree_structure(0)
 
 
 class StructureError(ValueError):
-    """A tree has not the structure it should have."""
+    """A tree does not have the expected structure."""
 
 
 class _Object:
-    """The type of a node that torch does not know."""
+    """The node type of an object that is not a pytree of torch."""
 
 
 class _LookedAtObject:
-    """The type of the node of an object that is only looked at."""
+    """The node type of an object that is only looked at."""
 
 
 class _Mapping:
-    """The type of the node of a mapping that is no dict."""
+    """The node type of a mapping that is not a dict."""
 
 
 class _Size(tuple[int, ...]):
-    """The type of the node of a `torch.Size`, of which torch makes a tuple."""
+    """The node type of a `torch.Size`, which torch would turn into a tuple."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +76,7 @@ class _LookedAtParts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _MappingParts:
-    """All of a mapping but its values. Of other attributes it has the plain ones: lists of texts are of one batch."""
+    """The structure of a mapping. Only plain attributes: lists of texts belong to one batch."""
 
     kind: type[Any]
     keys: tuple[Any, ...]
@@ -118,7 +118,7 @@ pytree.register_pytree_node(_LookedAtObject, _refuse_flatten, lambda _, seen: se
 # -- Pytrees ---------------------------------------------------------------------------------------------------------
 
 
-LeafPaths = list[tuple[tuple[pytree.KeyEntry, ...], Any]]  # of leaves, and the leaves
+LeafPaths = list[tuple[tuple[pytree.KeyEntry, ...], Any]]  # (path, leaf)
 
 
 def _is_dataclass(value: Any) -> bool:
@@ -126,7 +126,7 @@ def _is_dataclass(value: Any) -> bool:
 
 
 def _holds_tensors(value: Any) -> bool:
-    """Returns True if a value holds tensors, functions aside: the recorder finds out whether forward uses theirs."""
+    """Returns True if a value holds tensors, except in functions, whose tensors the recorder observes."""
     return contains_any(value, lambda item: isinstance(item, torch.Tensor), in_functions=False)
 
 
@@ -134,10 +134,7 @@ CACHE_ADVICE = "leave it out, and forward makes one; model.generate(..., use_cac
 
 
 def refuse_hidden_tensors(what: str, leaf: Any) -> None:
-    """Raises ArgumentError where a leaf that is no tensor holds some: they could not be cut into micro-batches.
-
-    And what forward puts into such an object, as into a cache, would be lost to the caller.
-    """
+    """Raises ArgumentError if an opaque leaf holds tensors: they cannot be cut, and updates of them would be lost."""
     if not isinstance(leaf, torch.Tensor) and _holds_tensors(leaf):
         raise ArgumentError(
             f"{what} is {with_article(leaf)} that holds tensors and is unknown to torch; pass tensors in tuples, "
@@ -152,7 +149,7 @@ def is_plain_layout(tensor: torch.Tensor) -> bool:
 
 
 def refuse_layout(what: str, leaf: Any) -> None:
-    """Raises ArgumentError where a leaf is a tensor that cannot be cut into micro-batches."""
+    """Raises ArgumentError if a leaf is a tensor that cannot be cut into micro-batches."""
     if not isinstance(leaf, torch.Tensor) or is_plain_layout(leaf):
         return
     if leaf.is_nested:
@@ -164,14 +161,14 @@ def refuse_layout(what: str, leaf: Any) -> None:
 
 
 def has_own_attributes(value: Any) -> bool:
-    """Returns True for a plain tensor on which somebody has set attributes; torch's own begin with an underscore."""
+    """Returns True for a plain tensor with attributes set by the user; torch's begin with an underscore."""
     if type(value) is not torch.Tensor or not value.__dict__:
         return False
     return any(not (name.startswith("_") or callable(own)) for name, own in value.__dict__.items())
 
 
 def refuse_own_attributes(what: str, leaf: Any) -> None:
-    """Raises ArgumentError if attributes were set on a tensor: its parts, the micro-batches, do not have them."""
+    """Raises ArgumentError if attributes were set on a tensor, since its micro-batches do not have them."""
     if has_own_attributes(leaf):
         raise ArgumentError(
             f"{what} is a tensor with the attributes {sorted(leaf.__dict__)}, which its micro-batches would not have; "
@@ -190,31 +187,31 @@ def _kind_of_input(value: Any) -> type[Any] | None:
 
 
 def flatten_with_paths(tree: Any) -> tuple[LeafPaths, pytree.TreeSpec]:
-    """The leaves of inputs or targets with their paths, and their structure.
+    """Returns the leaves of inputs or targets with their paths, and the structure.
 
     Raises:
-        ArgumentError: something in the tree holds itself.
+        ArgumentError: an object in the tree contains itself.
     """
     leaves: LeafPaths = []
     return leaves, _flatten(tree, _kind_of_input, (), (), leaves)
 
 
 def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves of inputs or targets, and their structure; see `flatten_with_paths`."""
+    """Returns the leaves of inputs or targets, and the structure; see `flatten_with_paths`."""
     return _leaves_and_spec(tree, _kind_of_input)
 
 
 def flatten_output(tree: Any, is_recorded: Callable[[Any], bool]) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves of an output and its structure. Objects without anything that `is_recorded` are leaves: constants.
+    """Returns the leaves of an output and its structure. Objects that contain nothing `is_recorded` are leaves.
 
     Raises:
-        ArgumentError: something in the output holds itself.
+        ArgumentError: an object in the output contains itself.
     """
     return _leaves_and_spec(tree, lambda value: _Object if contains_any(value, is_recorded) else None)
 
 
 def flatten_dataclasses(tree: Any, is_recorded: Callable[[Any], bool]) -> tuple[list[Any], pytree.TreeSpec]:
-    """The same for what goes in and out of one node: of all objects only dataclasses are taken apart."""
+    """As `flatten_output`, for the arguments and results of one node: takes apart dataclasses, but no other objects."""
 
     def kind_of(value: Any) -> type[Any] | None:
         return _Object if _is_dataclass(value) and contains_any(value, is_recorded) else None
@@ -229,7 +226,7 @@ def _leaves_and_spec(tree: Any, kind_of: Callable[[Any], type[Any] | None]) -> t
 
 
 def map_tensor_leaves(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    """The tree with `function(tensor)` for each tensor; for one in two places it is one."""
+    """Replaces each tensor in the tree by `function(tensor)`, called once for each tensor object."""
     leaves, spec = flatten(tree)
     results = {id(x): function(x) for x in leaves if isinstance(x, torch.Tensor)}
     return pytree.tree_unflatten([results.get(id(x), x) for x in leaves], spec)
@@ -242,7 +239,7 @@ def _flatten(
     around: tuple[int, ...],
     leaves: LeafPaths,
 ) -> pytree.TreeSpec:
-    """Adds the leaves of `value` to `leaves`. `kind_of`: the node's type of an object that torch does not know."""
+    """Adds the leaves of `value` to `leaves`. `kind_of` returns node types of objects that are not torch's pytrees."""
     kind = pytree.node_type(value)
     if kind is torch.Size:
         kind = _Size
@@ -284,7 +281,7 @@ def _keys(value: Any, known: Any, children: list[Any], context: Any) -> Sequence
 
 
 def redefined_class(spec: pytree.TreeSpec, other: pytree.TreeSpec) -> str | None:
-    """The name of a class of which each of two equal trees has its own."""
+    """Returns the name of a class that was redefined between two otherwise equal trees."""
     kinds = [_class_of(spec), _class_of(other)]
     if kinds[0] is not kinds[1] and kinds[0].__qualname__ == kinds[1].__qualname__:
         return str(kinds[0].__name__)
@@ -293,17 +290,17 @@ def redefined_class(spec: pytree.TreeSpec, other: pytree.TreeSpec) -> str | None
 
 
 def _class_of(spec: pytree.TreeSpec) -> Any:
-    """Returns the class of the objects that have this structure at their top."""
+    """Returns the class of the root objects of this structure."""
     if spec.is_leaf():
         return torch.Tensor
     return spec.context.kind if spec.type in (_Object, _Mapping) else spec.context if _is_named(spec) else spec.type
 
 
 def leaves_by_structure(tree: Any, spec: pytree.TreeSpec) -> list[Any]:
-    """The leaves of a tree that is known to have this structure.
+    """Returns the leaves of a tree of a known structure.
 
     Raises:
-        DiffersError: it has another.
+        StructureError: the structure differs.
     """
     if spec.is_leaf():
         return [tree]
@@ -314,10 +311,10 @@ def leaves_by_structure(tree: Any, spec: pytree.TreeSpec) -> list[Any]:
 
 
 def _children_like(tree: Any, spec: pytree.TreeSpec) -> list[Any]:
-    """The children of a node that has the structure of `spec` at its top."""
+    """Returns the children of a node with the root of `spec`."""
     wanted = _class_of(spec)
     context: Any
-    if spec.type in _DICTS and type(tree) in _DICTS:  # the order may differ, as in torch
+    if spec.type in _DICTS and type(tree) in _DICTS:  # in any order, as in torch
         names = list(spec.context[1] if spec.type is defaultdict else spec.context)
         if set(tree) == set(names):
             return [tree[name] for name in names]
@@ -340,16 +337,16 @@ def _children_like(tree: Any, spec: pytree.TreeSpec) -> list[Any]:
 
 
 def _are_plain_tuples(tree: Any, spec: pytree.TreeSpec) -> bool:
-    """A recorded shape is a tuple of its own kind."""
+    """Returns True if both are unnamed tuples: a recorded shape has a separate tuple type."""
     return isinstance(tree, tuple) and not _is_named(spec) and spec.type is not _Object and issubclass(spec.type, tuple)
 
 
 def _is_named(spec: pytree.TreeSpec) -> bool:
-    return not isinstance(spec.type, type)  # torch calls all named tuples by the function that makes them
+    return not isinstance(spec.type, type)  # torch's type of named tuples is the function `namedtuple`
 
 
 class _Unnamed:
-    """The type of `UNNAMED`, which stands for what `prefix` does not name."""
+    """The type of `UNNAMED`, the entry of fields that `prefix` does not name."""
 
     def __repr__(self) -> str:
         return "found"
@@ -359,12 +356,12 @@ UNNAMED = _Unnamed()
 
 
 def broadcast_prefix(prefix: Any, spec: pytree.TreeSpec) -> list[Any]:
-    """Returns for each leaf of a structure what `prefix` says of it; a leaf of `prefix` speaks of all below it.
+    """Returns the entry of `prefix` for each leaf of a structure; a leaf of `prefix` applies to all leaves below it.
 
-    A dict speaks of fields by name, also of a dataclass, a named tuple or any mapping: of the others it says `UNNAMED`.
+    A dict selects fields of a dataclass, named tuple or mapping by name; other fields get `UNNAMED`.
 
     Raises:
-        DiffersError: it has another structure.
+        StructureError: `prefix` has another structure.
     """
     is_node = pytree.node_type(prefix) in pytree.SUPPORTED_NODES
     is_node |= _is_dataclass(prefix) or (spec.type is _Object and type(prefix) is spec.context.kind)
@@ -385,7 +382,7 @@ def broadcast_prefix(prefix: Any, spec: pytree.TreeSpec) -> list[Any]:
 
 
 def _fields_of(spec: pytree.TreeSpec) -> list[Any] | None:
-    """The names of the children of a mapping, a dataclass or a named tuple; None where they have none."""
+    """Returns the names of the children of a mapping, dataclass or named tuple; None if they have no names."""
     if spec.type is _Object:
         parts = spec.context
         return [*parts.keys, *parts.names] if not issubclass(parts.base, (list, tuple)) else None
@@ -398,17 +395,17 @@ def _fields_of(spec: pytree.TreeSpec) -> list[Any] | None:
 
 
 def _may_have(spec: pytree.TreeSpec, name: Any) -> bool:
-    """Returns True if the output may have a field of this name in other calls, as transformers have a loss."""
+    """Returns True if the output may have this field in other calls, such as the loss of transformers."""
     kind = spec.type
     return kind not in (_Object, *_DICTS) and dataclasses.is_dataclass(kind) and name in kind.__dataclass_fields__
 
 
-# -- Objects that forward gets unchanged -----------------------------------------------------------------------------
+# -- Objects passed to forward unchanged -----------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def preserve_objects(spec: pytree.TreeSpec) -> Iterator[None]:
-    """A block after which the objects that the inputs of this structure only look at are as they were before it."""
+    """A block that restores the containers in looked-at objects of inputs of this structure at its end."""
     before = [(inside, copy.copy(inside)) for value in _looked_at_in(spec) for inside in containers_in(value)]
     try:
         yield

@@ -1,4 +1,4 @@
-"""Random numbers: seeds that are mixed of others, and turns at the generators that the process has."""
+"""Random numbers: mixed seeds, and locks for the default generators of the process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix_seed(*numbers: int) -> int:
-    """A seed of 63 bits. Each bit depends on every bit of `numbers`: splitmix64 (Steele et al., OOPSLA 2014)."""
+    """Computes a 63-bit seed, each bit of which depends on all `numbers`: splitmix64 (Steele et al., OOPSLA 2014)."""
     state = 0
     for number in numbers:
         state = (state ^ number) + 0x9E3779B97F4A7C15 & _MASK
@@ -25,23 +25,23 @@ def mix_seed(*numbers: int) -> int:
 
 
 def draw_seed(generator: torch.Generator | None = None) -> int:
-    """Draws the seed of a step, from the generator of the process if no other is given."""
+    """Draws the seed of a step, by default from the process's generator."""
     return int(torch.randint(2**62, (), generator=generator, device="cpu").item())
 
 
 def comparison_seed() -> int:
-    """Returns the seed with which a model and its graph are compared: one that forward does not set itself."""
+    """Returns the seed for comparing a model and its graph: a number that forward is unlikely to set itself."""
     return mix_seed(torch.default_generator.initial_seed()) % 2**31
 
 
-_generator_locks: dict[torch.device, contextlib.AbstractContextManager[Any]] = {}  # of the process's generators
+_generator_locks: dict[torch.device, contextlib.AbstractContextManager[Any]] = {}  # for the default generators
 call_in_forked_child(_generator_locks.clear)
 
 
 def generator_lock(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Held by whoever draws from the generator that the process has for a device."""
+    """Returns the lock to hold while drawing from the default generator of a device."""
     lock = _generator_locks.get(device)
     if lock is None:
-        # Of two that are made at once, the first is for both.
+        # `setdefault`: two threads that create a lock at the same time get the same.
         lock = _generator_locks.setdefault(device, threading.RLock())
     return lock

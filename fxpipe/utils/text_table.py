@@ -1,4 +1,4 @@
-"""Text in columns and lines of one width: tables, and what is made to fit into them."""
+"""Tables and wrapped text of a given width."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tabulate import tabulate
 
 from fxpipe.utils.units import human_bytes
 
-TEXT_WIDTH = 120  # characters a line, where nobody says how wide the window is
-LEAST_TEXT_WIDTH = 40  # in narrower windows lines are broken by the terminal
-MAX_LIST_LINES = 10  # of a list
+TEXT_WIDTH = 120  # characters per line if the width of the window is unknown
+LEAST_TEXT_WIDTH = 40  # in narrower windows the terminal breaks lines
+MAX_LIST_LINES = 10
 MAX_NAME_LENGTH = 40  # characters
-MAX_SOURCE_LINE_LENGTH = 32  # characters of where the user's line is
+MAX_SOURCE_LINE_LENGTH = 32  # characters of the path and number of a source line
 EMPTY_CELL = "-"
 
 
@@ -23,13 +23,12 @@ _width: ContextVar[int] = ContextVar("_width", default=TEXT_WIDTH)
 
 
 def text_width() -> int:
-    """Returns how many characters a line may have."""
     return _width.get()
 
 
 @contextlib.contextmanager
 def use_text_width(width: int) -> Iterator[None]:
-    """A block in which lines and tables are made for a window of so many characters."""
+    """A block in which lines and tables fit a window of `width` characters."""
     token = _width.set(max(width, LEAST_TEXT_WIDTH))
     try:
         yield
@@ -45,16 +44,16 @@ def text_table(
     has_rule: bool = True,
     keys: int = 1,
 ) -> str:
-    """Formats every table that is printed.
+    """Formats a table.
 
-    One that is too wide for the window becomes several, one below the other, without columns that are empty.
+    A table that is too wide for the window is divided into several, one below the other, without empty columns.
 
     Args:
-        rows: their cells.
-        headers: of the columns.
-        left: the headers of those columns whose cells stand at the left.
-        has_rule: is there a line between the headers and the rows.
-        keys: so many columns, the first, say what a row is about, and stand in each part of a table that is divided.
+        rows: cells of each row.
+        headers: headers of the columns.
+        left: headers of the left-aligned columns.
+        has_rule: True for a line between the headers and the rows.
+        keys: number of first columns that identify a row; each part of a divided table repeats them.
     """
     whole = _one_table(rows, headers, left, has_rule)
     if _width_of(whole) <= text_width():
@@ -83,14 +82,14 @@ def _width_of(text: str) -> int:
 
 def _one_table(rows: Sequence[Sequence[str]], headers: Sequence[str], left: Collection[str], has_rule: bool) -> str:
     alignment = ["left" if header in left else "right" for header in headers] if rows else None
-    # Cells are text already: left to itself, tabulate would read a node named `1e5` as a number.
+    # Cells are text: tabulate would otherwise parse a node named `1e5` as a number.
     if not has_rule:
         return tabulate([headers, *rows], tablefmt="plain", colalign=alignment, disable_numparse=True)
     return tabulate(rows, headers, tablefmt="simple", colalign=alignment, disable_numparse=True)
 
 
 def shorten_name(name: str, length: int = MAX_NAME_LENGTH) -> str:
-    """Shortens a name to `length` characters, in the middle: names begin with a module path and end with a number."""
+    """Shortens a name in the middle to `length` characters: it begins with a module path and ends with a number."""
     if len(name) <= length:
         return name
     tail = (length - 3) // 2
@@ -98,20 +97,20 @@ def shorten_name(name: str, length: int = MAX_NAME_LENGTH) -> str:
 
 
 def wrap_text(line: str) -> str:
-    """Wraps a line into as many lines as it takes, the others indented."""
+    """Wraps a line to the text width, with continuation lines indented."""
     return textwrap.fill(line, text_width(), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def shorten_source_line(line: str) -> str:
-    """Shortens a path and a line number to the end, which says the file and line."""
+    """Shortens a path with a line number to its end, the file and line."""
     if len(line) <= MAX_SOURCE_LINE_LENGTH:
         return line
     end = line[3 - MAX_SOURCE_LINE_LENGTH :]
-    return f"...{end[max(0, end.find('/')) :]}"  # from a folder on
+    return f"...{end[max(0, end.find('/')) :]}"  # starts at a folder
 
 
 def number_ranges(numbers: Sequence[int]) -> str:
-    """`0-2, 5` of 0, 1, 2, 5."""
+    """Formats 0, 1, 2, 5 as `0-2, 5`."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and ranges[-1][-1] == number - 1:
@@ -122,7 +121,7 @@ def number_ranges(numbers: Sequence[int]) -> str:
 
 
 def bytes_of_limit(size: float, limit: float) -> str:
-    """`3.1 of 8.0 GiB`."""
+    """Formats a size and its limit as `3.1 of 8.0 GiB`."""
     number, unit = human_bytes(size).split()
     most = human_bytes(limit)
     return f"{number} of {most}" if most.endswith(f" {unit}") else f"{number} {unit} of {most}"

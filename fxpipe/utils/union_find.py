@@ -1,7 +1,7 @@
-"""Sets of things that are found to belong together, pair by pair.
+"""Union-find.
 
-networkx has the same. It is not used here, as every `fxpipe.trace` comes by: to import networkx takes longer than to
-trace a small model.
+networkx has one too, but every `fxpipe.trace` uses this module, and importing networkx takes longer than tracing a
+small model.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ T = TypeVar("T", bound=Hashable)
 
 
 class UnionFind(Generic[T]):
-    """Disjoint sets. What was not met before is a set of its own."""
+    """Disjoint sets. A new item is a set by itself."""
 
     def __init__(self) -> None:
         self._parent: dict[T, T] = {}
 
     def find(self, item: T) -> T:
-        """The item that stands for the set of this one."""
         parent = self._parent
         parent.setdefault(item, item)
         while parent[item] != item:
@@ -28,5 +27,4 @@ class UnionFind(Generic[T]):
         return item
 
     def unite(self, one: T, other: T) -> None:
-        """Makes one set of the sets of both."""
         self._parent[self.find(one)] = self.find(other)

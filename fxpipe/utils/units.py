@@ -1,4 +1,4 @@
-"""Numbers of bytes, seconds and things as people read them."""
+"""Readable text for numbers of bytes, seconds and things, and checks of numbers that users pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxpipe.errors import ArgumentError, ArgumentTypeError
 
 
 def size_at_least(number: float) -> str:
-    """`40.2KiB`: as a memory limit is given, and not less than the number."""
+    """Formats bytes as a memory limit, rounded up: `40.2KiB`."""
     size, units = number / 1024, ["TiB", "GiB", "MiB", "KiB"]
     while size >= 1000 and len(units) > 1:
         size /= 1024
@@ -22,21 +22,18 @@ def size_at_least(number: float) -> str:
 
 
 def human_bytes(number: float) -> str:
-    """`1536` -> `1.5 KiB`."""
+    """Formats bytes: `1536` -> `1.5 KiB`."""
     if number < 1024:
         return f"{number:.4g} B"
     size, units = number / 1024, ["TiB", "GiB", "MiB", "KiB"]
-    while size >= 999.95 and len(units) > 1:  # what would print as 1000.0 or more goes on to the next unit
+    while size >= 999.95 and len(units) > 1:  # prints as 1000.0 or more: use the next unit
         size /= 1024
         units.pop()
     return f"{size:.1f} {units[-1]}"
 
 
 def human_seconds(seconds: float) -> str:
-    """`0.0123` -> `12.3 ms`, `360` -> `6:00 min`, `7209` -> `2:00:09 h`.
-
-    Milliseconds, so that a column compares at a glance, up to ten seconds.
-    """
+    """Formats seconds: `0.0123` -> `12.3 ms`, `360` -> `6:00 min`, `7209` -> `2:00:09 h`; in ms below ten seconds."""
     if seconds >= 120:
         minutes, rest = divmod(round(seconds), 60)
         return f"{minutes // 60}:{minutes % 60:02}:{rest:02} h" if minutes >= 120 else f"{minutes}:{rest:02} min"
@@ -48,27 +45,25 @@ def human_seconds(seconds: float) -> str:
 
 
 def percent(share: float) -> str:
-    """`0.3333` -> `33.3 %`."""
+    """Formats a share: `0.3333` -> `33.3 %`."""
     return f"{share:.1%}".replace("%", " %")
 
 
 def count_text(number: int, noun: str, plural: str = "s") -> str:
-    """`1, "stage"` -> `1 stage`; `2, "batch", "es"` -> `2 batches`."""
+    """Formats a count: `1, "stage"` -> `1 stage`; `2, "batch", "es"` -> `2 batches`."""
     return f"{number} {noun}{'' if number == 1 else plural}"
 
 
 def three_digits(number: float) -> str:
-    """`0.012345` -> `0.0123`, `1118.2` -> `1,118`: as many as one compares by, and no powers of ten."""
+    """Formats with three digits, or as a whole number from 100: `0.012345` -> `0.0123`, `1118.2` -> `1,118`."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
-# -- Whole numbers given by users ------------------------------------------------------------------------------------
+# -- Arguments -------------------------------------------------------------------------------------------------------
 
 
 def whole_number(value: Any) -> int | None:
-    """Converts to int, so that whatever stands for an integer (numpy's, too) has one form; None if nothing does.
-
-    True stands for none: it is given by mistake.
+    """Converts any integer (also of numpy) to int; returns None for other values, and for bool.
 
     >>> whole_number(3), whole_number(3.0), whole_number(True)
     (3, None, None)
@@ -82,13 +77,13 @@ def whole_number(value: Any) -> int | None:
 
 
 def did_you_mean(name: object, names: Iterable[str]) -> str:
-    """`; did you mean make or made?`: the names that are like this one, if any."""
+    """Returns `; did you mean ...?` with the most similar of `names`; empty if none is similar."""
     matches = difflib.get_close_matches(str(name).lower(), list(names), n=3)
     return f"; did you mean {' or '.join(matches)}?" if matches else ""
 
 
 def with_article(value: object) -> str:
-    """`an int`, `a list`, `None`: what came where something else was expected."""
+    """Returns the type of a value with its article: `an int`, `a list`, or `None`."""
     if value is None:
         return "None"
     kind = type(value).__name__
@@ -96,7 +91,7 @@ def with_article(value: object) -> str:
 
 
 def names_text(names: Sequence[str], most: int = 6) -> str:
-    """Enumerates names, of many the first ones.
+    """Formats names as a list, at most the first `most`.
 
     >>> names_text(["a", "b"]), names_text(["a", "b", "c"], most=2)
     ("'a', 'b'", "'a', 'b' and 1 more")
@@ -106,13 +101,13 @@ def names_text(names: Sequence[str], most: int = 6) -> str:
 
 
 def parse_count(argument: str, value: Any, expected: str = "a whole number") -> int:
-    """Checks an argument that says how many of something there are.
+    """Checks an argument that is a count.
 
     >>> parse_count("chunks", 4)
     4
 
     Raises:
-        ArgumentTypeError: it is no whole number; `expected` says what would be one.
+        ArgumentTypeError: it is not a whole number; `expected` describes what is accepted.
         ArgumentError: it is less than 1.
     """
     count = whole_number(value)
@@ -123,7 +118,12 @@ def parse_count(argument: str, value: Any, expected: str = "a whole number") -> 
 
 
 def parse_number(argument: str, value: Any, what: str) -> float:
-    """A finite number, 0 or more."""
+    """Checks an argument that is a finite number, 0 or more.
+
+    Raises:
+        ArgumentError: it is negative or not finite.
+        ArgumentTypeError: it is not a number.
+    """
     if not isinstance(value, Real) or isinstance(value, bool):
         raise ArgumentTypeError(f"{argument}={value!r} is {with_article(value)}; expected {what}, 0 or more")
     if not math.isfinite(value) or value < 0:

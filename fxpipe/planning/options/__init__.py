@@ -1,1 +1,1 @@
-"""Options as given become settings that are checked."""
+"""Checks options and turns them into settings."""

@@ -1,4 +1,4 @@
-"""Arguments as users give them, each checked by itself and brought to one form."""
+"""Checks and normalizes user arguments, each by itself."""
 
 from __future__ import annotations
 
@@ -24,23 +24,21 @@ Devices: TypeAlias = int | Sequence[str | torch.device]  # a number of devices, 
 
 CHUNKS_PER_WORKER = 4  # GPipe, section 2.3: the bubble is negligible from there on
 PROFILE_BUDGET = 5.0  # seconds
-BALANCES = ("auto", "block", "optimal", "pipedream")  # besides those by hand
+BALANCES = ("auto", "block", "optimal", "pipedream")  # besides cuts by hand
 
 
 def parse_switch(name: str, value: bool) -> bool:
-    """Checks that it is True or False, and nothing that merely looks so."""
     if not isinstance(value, bool):
         raise ArgumentTypeError(f"{name}={value!r}: expected True or False")
     return value
 
 
 def parse_stages_per_device(value: int | None) -> int | None:
-    """Checks the number of stages of each worker; None: as many as the schedule wants."""
+    """Checks the number of stages of each worker; None: the number that the schedule needs."""
     return None if value is None else parse_count("stages_per_device", value)
 
 
 def parse_leaf_modules(leaf_modules: Any) -> tuple[str | type[nn.Module], ...]:
-    """Names and classes of modules."""
     if isinstance(leaf_modules, (str, type)) or not isinstance(leaf_modules, Sequence):
         raise ArgumentTypeError(
             f"leaf_modules is {with_article(leaf_modules)}; expected a list of names and classes of modules"
@@ -54,9 +52,9 @@ def parse_leaf_modules(leaf_modules: Any) -> tuple[str | type[nn.Module], ...]:
 
 
 def parse_devices(devices: Devices | None, anywhere: bool = False) -> tuple[torch.device, ...]:
-    """Returns one device for each worker. None: all of the accelerator, or two CPU workers without an accelerator.
+    """Returns one device for each worker. None: all accelerators, or two CPU workers without an accelerator.
 
-    `anywhere`: they need not be here.
+    `anywhere`: the devices need not exist on this machine.
     """
     if devices is None or isinstance(devices, int):
         count = None if devices is None else parse_count("devices", devices, "a number of devices, or a list of them")
@@ -78,15 +76,13 @@ def parse_devices(devices: Devices | None, anywhere: bool = False) -> tuple[torc
 
 
 def parse_chunks(chunks: int | str, workers: int) -> int:
-    """The number of micro-batches."""
     if isinstance(chunks, str) and chunks == "auto":
         return CHUNKS_PER_WORKER * workers
     return parse_count("chunks", chunks, "'auto' or a whole number of micro-batches")
 
 
 def parse_checkpoint(checkpoint: str | Sequence[str], stages: int | None) -> str | tuple[str, ...]:
-    """A mode for all stages, or one for each; "auto" is for planning to decide. `stages` is None if not known
-    yet."""
+    """Returns one mode for all stages, or one for each; planning resolves "auto". `stages`: None if not known yet."""
     if not isinstance(checkpoint, (tuple, list)):
         return check_one_of(
             "checkpoint", checkpoint, ("auto", *CHECKPOINTS), "or a list with one of the last three for each stage"
@@ -99,7 +95,7 @@ def parse_checkpoint(checkpoint: str | Sequence[str], stages: int | None) -> str
 
 
 def parse_balance(balance: Any, stages: int) -> str | tuple[int, ...] | tuple[str, ...]:
-    """A name that is known, or what can be entries for so many stages. What they say is checked against the graph."""
+    """Returns a known name, or entries whose number fits `stages`. Only the graph can check the entries themselves."""
     if isinstance(balance, str):
         if balance in BALANCES:
             return balance
@@ -130,7 +126,7 @@ def parse_balance(balance: Any, stages: int) -> str | tuple[int, ...] | tuple[st
 
 
 def parse_pins(argument: str, pins: Any, workers: Sequence[torch.device]) -> dict[str, int]:
-    """Names of nodes and modules, and the number of the worker that they are for."""
+    """Maps names of nodes and modules to worker numbers."""
     if not isinstance(pins, Mapping) or not all(isinstance(name, str) for name in pins):
         raise ArgumentTypeError(
             f"{argument}={pins!r}: expected a dict from names of modules or nodes to devices, as in {{'lm_head': 0}}"
@@ -162,12 +158,12 @@ def _parse_worker(argument: str, name: str, value: Any, workers: Sequence[torch.
 
 
 def parse_profile_budget(seconds: Any) -> float:
-    """Checks the seconds to measure for; None: the default."""
+    """Checks the seconds for measuring; None: the default."""
     return PROFILE_BUDGET if seconds is None else parse_number("profile_budget", seconds, "seconds")
 
 
 def parse_profile_option(profile: Any) -> Profile | None:
-    """A profile, or the path of a file that has one."""
+    """Returns a profile, loading it if a path is given."""
     if profile is None or isinstance(profile, Profile):
         return profile
     if isinstance(profile, (str, Path)):
@@ -179,12 +175,12 @@ def parse_profile_option(profile: Any) -> Profile | None:
 
 
 def parse_hardware_option(hardware: Any) -> Hardware | None:
-    """Hardware by name or figures; None: what is at hand."""
+    """Parses hardware given by name or figures; None: the local devices."""
     return None if hardware is None else parse_hardware(hardware)
 
 
 def check_one_of(argument: str, value: Any, known: Sequence[str], others: str = "") -> str:
-    """Returns `value`, if it is known. `others`: what else is accepted."""
+    """Returns `value` if it is known. `others`: other accepted values, for the error."""
     if value not in known:
         also = f", {others}" if others else ""
         raise ArgumentError(f"{argument}={value!r} is unknown; accepted are {', '.join(map(repr, known))}{also}")
@@ -193,7 +189,7 @@ def check_one_of(argument: str, value: Any, known: Sequence[str], others: str = 
 
 
 def parse_choices(argument: str, names: Any, known: Sequence[str]) -> tuple[str, ...]:
-    """Names among the known ones, each once; None: all of them."""
+    """Returns known names without duplicates; None: all of them."""
     if names is None:
         return tuple(known)
     if isinstance(names, str) or not isinstance(names, Sequence):
@@ -204,7 +200,7 @@ def parse_choices(argument: str, names: Any, known: Sequence[str]) -> tuple[str,
 
 
 def parse_compile(value: Any) -> dict[str, Any] | None:
-    """Keywords of `torch.compile`; None where stages run as they are."""
+    """Returns keywords of `torch.compile`; None if stages are not compiled."""
     if value is None or value is False:
         return None
     if value is True:
@@ -227,18 +223,18 @@ def parse_compile(value: Any) -> dict[str, Any] | None:
         )
     try:
         torch.compile(_never_called, **value)
-    except Exception as error:  # of its own, for what it does not know
+    except Exception as error:  # torch.compile raises various types for invalid keywords
         raise ArgumentError(f"compile={dict(value)!r}: torch.compile does not accept it: {error}") from error
     return dict(value)
 
 
 def _never_called() -> None:
-    """Exists to be compiled, and is never called."""
+    """A function to pass to `torch.compile`; never called."""
 
 
-# -- Limits of memory as users write them: `"70GiB"`, a number of bytes, or one of these for each device -------------
+# -- Memory limits: `"70GiB"`, a number of bytes, or a list of these for each device -----------------------------------
 
-# Both families are meant literally: a card of "80GB" is sold with 80e9 bytes or with 80 GiB, and one must say which.
+# GB and GiB are taken literally: an "80GB" card may have 80e9 bytes or 80 GiB, so the user must choose.
 _BYTE_UNITS = {"B": 1} | {
     unit: base**power
     for power, letter in enumerate("KMGT", start=1)
@@ -248,7 +244,7 @@ _ACCEPTED_LIMITS = "'70GiB', '80GB', a number of bytes, None for no limit, or a 
 
 
 def parse_memory_limit(value: Any, devices: int) -> tuple[int | None, ...] | None:
-    """Bytes for each device, None where there is no limit; None for all if nothing was said.
+    """Returns bytes for each device, None for no limit. Returns None if `value` is None.
 
     >>> parse_memory_limit("1.5GiB", devices=2)
     (1610612736, 1610612736)
@@ -277,6 +273,6 @@ def _parse_bytes(value: Any) -> int:
         number, unit = float(value), 1
     else:
         raise ArgumentTypeError(f"memory_limit={value!r} is {with_article(value)}; expected {_ACCEPTED_LIMITS}")
-    if not 1 <= number * unit < math.inf:  # nan, too
+    if not 1 <= number * unit < math.inf:  # also rejects nan
         raise ArgumentError(f"memory_limit={value!r}: expected at least 1 byte: {_ACCEPTED_LIMITS}")
     return int(number * unit)

@@ -1,7 +1,6 @@
-"""The options of a pipeline, as `fxpipe.pipeline`, `fxpipe.plan` and `fxpipe.tune` take them, and its settings.
+"""The options of `fxpipe.pipeline`, `fxpipe.plan` and `fxpipe.tune`, each with its type and default, and the settings.
 
-The type and the default of an option are here alone: the three take `**options`, which `shows_options` shows in their
-signatures.
+The three functions take `**options`; `shows_options` puts the options into their signatures.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ AUTO = "auto"
 
 
 class CutOptions(TypedDict, total=False):
-    """The options of how a graph is cut, each with its type and its default."""
+    """Options for cutting a graph, each with its type and default."""
 
     balance: Annotated[str | Sequence[int] | Sequence[str] | Mapping[str, Any], AUTO]
     pin: Annotated[Mapping[str, Any] | None, None]
@@ -59,7 +58,7 @@ class CutOptions(TypedDict, total=False):
 
 
 class ModelOptions(TypedDict, total=False):
-    """The options of what is known of the model and its devices, and of how the model is traced."""
+    """Options that describe the model and its devices, and options for tracing."""
 
     memory_limit: Annotated[Any, None]
     optimizer_state: Annotated[float, 2.0]
@@ -78,11 +77,11 @@ class ModelOptions(TypedDict, total=False):
 
 
 class CutAndModelOptions(CutOptions, ModelOptions, total=False):
-    """The options that `fxpipe.pipeline` and `fxpipe.plan` share."""
+    """Options shared by `fxpipe.pipeline` and `fxpipe.plan`."""
 
 
 class PipelineOptions(CutAndModelOptions, total=False):
-    """All options; `fxpipe.pipeline` says what they mean."""
+    """All options; `fxpipe.pipeline` documents them."""
 
     devices: Annotated[Devices | None, None]
     chunks: Annotated[int | str, AUTO]
@@ -98,7 +97,7 @@ OPTION_DEFAULTS: dict[str, Any] = {
     for name, annotation in get_type_hints(PipelineOptions, include_extras=True).items()
 }
 TRACING_OPTIONS = ("tracer", "in_dims", "dynamic_shapes", "out_dims", "leaf_modules", "check")
-# What planning alone asks for: refused beside a plan.
+# Options for planning only, refused if a plan is passed.
 PLANNING_OPTIONS = (
     *("balance", "pin", "memory_limit", "optimizer_state"),
     *("hardware", "profile", "profile_budget", "loss_fn", "target"),
@@ -108,10 +107,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def shows_options(options: type, after: str) -> Callable[[F], F]:
-    """A decorator for a function with `**options`: its signature shows each, and any other keyword is a `TypeError`.
+    """Decorates a function with `**options`: its signature shows each option, and other keywords raise a `TypeError`.
 
     Args:
-        after: the parameter that they follow in the signature.
+        after: the parameter that precedes the options in the signature.
     """
 
     def decorate(function: F) -> F:
@@ -142,14 +141,14 @@ def shows_options(options: type, after: str) -> Callable[[F], F]:
 
 
 def is_default(value: Any, default: Any) -> bool:
-    """Returns whether an argument was left out, or has its default; tensors and the like are never compared."""
+    """Returns True if an argument was omitted or has its default; never compares tensors and the like."""
     if isinstance(value, (str, float, int)):
         return bool(value == default)
     return value is default or (isinstance(value, (tuple, list, dict)) and not value and not default)
 
 
 def options_with_plan(options: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
-    """Returns the options with the plan's devices, chunks and checkpoint where these were left out.
+    """Returns the options, with the plan's devices, chunks and checkpoint if these were omitted.
 
     Raises:
         ArgumentError, ArgumentTypeError: an option for planning was given; `plan` is not a plan.
@@ -179,11 +178,7 @@ def options_with_plan(options: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
 
 
 def check_replicas(plan: Plan, ranks: int) -> None:
-    """Checks that a plan of PipeDream's planner is run with its replicas, `ranks` for each stage.
-
-    Raises:
-        ArgumentError: it is not.
-    """
+    """Raises `ArgumentError` if a plan with `balance="pipedream"` does not have `ranks` replicas of each stage."""
     if plan.balance != "pipedream" or (set(plan.replicas) == {ranks} and not plan.turns):
         return
     numbers = "-".join(map(str, plan.replicas))
@@ -208,114 +203,113 @@ def check_replicas(plan: Plan, ranks: int) -> None:
     )
 
 
-# -- Settings: the options checked and in one form, before anything runs ---------------------------------------------
+# -- Settings: the checked and normalized options ----------------------------------------------------------------------
 
 DEFAULT_SCHEDULE = "1f1b"
-TUNABLE_OPTIONS = ("schedule", "chunks", "stages_per_device")  # what may be left to the tuner
+TUNABLE_OPTIONS = ("schedule", "chunks", "stages_per_device")  # options that the tuner can choose
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The checked settings of a pipeline. Planning may extend `placement` and turn `checkpoint` into modes.
 
-    What the tuner chooses has usual values until then: "1f1b", and 4 micro-batches for each worker.
+    Options left to the tuner have their usual values at first: "1f1b", and 4 micro-batches for each worker.
     """
 
-    workers: tuple[torch.device, ...]  # for each worker its device
-    placement: tuple[int, ...]  # for each stage its worker
+    workers: tuple[torch.device, ...]  # by worker: its device
+    placement: tuple[int, ...]  # by stage: its worker
     chunks: int
-    schedule: ScheduleLike  # a name, or the user's own
-    checkpoint: str | tuple[str, ...]  # "auto", a mode, or one for each stage
+    schedule: ScheduleLike  # a name, or a user's table or function
+    checkpoint: str | tuple[str, ...]  # "auto", a mode, or one mode for each stage
     balance: str | tuple[int, ...] | tuple[str, ...]
     tracer: TracerOption
     in_dims: Any = None
-    dynamic_shapes: Any = None  # of the user's; read with the inputs
+    dynamic_shapes: Any = None  # as given by the user; interpreted with the inputs
     out_dims: Any = None
     leaf_modules: tuple[str | type[nn.Module], ...] = ()
     check: bool = True
-    pins: Mapping[str, int] = field(default_factory=dict)  # names of modules or nodes -> worker
-    memory_limits: tuple[int | None, ...] | None = None  # bytes, by worker; None: what the devices have
-    # What a device has for the model, in bytes, looked at once before planning; None: not yet, or nobody knows.
+    pins: Mapping[str, int] = field(default_factory=dict)  # name of a module or node -> worker
+    memory_limits: tuple[int | None, ...] | None = None  # bytes, by worker; None: the memory of the devices
+    # Bytes that a device has for the model, measured once before planning; None: unknown. Empty before planning.
     memory_at_hand: Mapping[torch.device, int | None] = field(default_factory=dict)
     optimizer_state: float = 2.0  # bytes for each byte of a trained parameter
-    hardware: Hardware | None = None  # to plan for; None: what is at hand
-    profile: Profile | None = None  # measured before
+    hardware: Hardware | None = None  # to plan for; None: the local devices
+    profile: Profile | None = None  # an earlier measurement
     profile_budget: float = 5.0  # seconds
-    loss: PlannedLoss | None = None  # that steps will take of the outputs; None: not known
-    operations: bool = True  # shall the plan know what other hardware would take?
+    loss: PlannedLoss | None = None  # applied to the outputs in each step; None: unknown
+    operations: bool = True  # record operations in the plan, to estimate other hardware
     deferred_batch_norm: bool = False
-    compile: Mapping[str, Any] | None = None  # keywords of torch.compile; None: stages run as they are
-    progress: bool = True  # bars, where stderr is a terminal
-    processes: bool = False  # each worker has a process of its own
-    left: frozenset[str] = frozenset()  # of LEFT: what the tuner is to choose, once the model has been profiled
-    data_parallel: int = 1  # replicas, each of which has such workers
-    mesh: tuple[str, str] = MESHES[0]  # in which order they stand, if there are several
-    chooses_replicas: bool = False  # is `balance="pipedream"` to say how many each stage has
-    # By worker the devices of its replicas, where these take micro-batches in turn; none: no worker has such.
+    compile: Mapping[str, Any] | None = None  # keywords of torch.compile; None: stages are not compiled
+    progress: bool = True  # show progress bars if stderr is a terminal
+    processes: bool = False  # each worker has its own process
+    left: frozenset[str] = frozenset()  # elements of TUNABLE_OPTIONS that the tuner chooses after profiling
+    data_parallel: int = 1
+    mesh: tuple[str, str] = MESHES[0]  # order of the mesh dimensions if there are several replicas
+    chooses_replicas: bool = False  # `balance="pipedream"` chooses the replicas of each stage
+    # By worker, the devices of its replicas that take micro-batches in turn; empty: no such replicas.
     replica_workers: tuple[tuple[torch.device, ...], ...] = ()
-    runs_here: bool = False  # in this process, where replicas that are chosen have to take turns
-    least_samples: int = 1  # each micro-batch has at least: batch norm needs 2 values
-    ranks_per_stage: int = 1  # over processes: replicas that have mini-batches of their own
+    runs_here: bool = False  # in this process, so chosen replicas must take turns
+    least_samples: int = 1  # minimum samples of a micro-batch: batch norm needs 2 values
+    ranks_per_stage: int = 1  # with processes: replicas that have their own mini-batches
 
     @property
     def cluster(self) -> Cluster | None:
-        """The devices of all replicas by their place in nodes; None for those at hand."""
+        """The devices of all replicas by their position in nodes; None for local devices."""
         if self.hardware is None:
             return None
         return cluster_of(self.hardware, len(self.workers), self.data_parallel, self.mesh, self.replicas)
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """By worker the replicas that take micro-batches in turn; empty if no worker has such."""
+        """By worker, the number of replicas that take micro-batches in turn; empty if there are none."""
         return tuple(map(len, self.replica_workers))
 
     @property
     def stage_replicas(self) -> tuple[int, ...]:
-        """By stage the replicas that take micro-batches in turn; empty if no worker has such."""
+        """By stage, the number of replicas that take micro-batches in turn; empty if there are none."""
         return tuple(self.replicas[k] for k in self.placement) if self.replicas else ()
 
     @property
     def row_devices(self) -> tuple[torch.device, ...]:
-        """The device of each row of a schedule: of each worker or, where they take turns, of each replica."""
+        """The device of each row of a schedule: of each worker or, if replicas take turns, of each replica."""
         return tuple(device for of_worker in self.replica_workers for device in of_worker) or self.workers
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """The device of each stage; of several replicas that of the first, where its parameters are."""
+        """The device of each stage; with several replicas the first, which has the parameters."""
         return tuple(self.workers[k] for k in self.placement)
 
     @property
     def stage_devices(self) -> tuple[tuple[torch.device, ...], ...]:
-        """By stage the devices of all replicas that take turns."""
+        """By stage, the devices of all replicas that take turns."""
         return tuple(self.replica_workers[k] if self.replica_workers else (self.workers[k],) for k in self.placement)
 
     @property
     def figure_devices(self) -> tuple[str, ...]:
-        """By worker the device that figures are for: a device of `hardware`, if given, else the worker's own."""
+        """By worker, the device that figures are for: a device of `hardware` if given, else the worker's device."""
         names = None if self.hardware is None else device_names(self.hardware, len(self.workers))
         return tuple(names or map(str, self.workers))
 
     def micro_batches(self, batch: int) -> int:
-        """Returns the number of micro-batches of a mini-batch: fewer than `chunks` if there are too few samples."""
+        """Returns the number of micro-batches of a mini-batch: `chunks`, or fewer if there are too few samples."""
         return min(self.chunks, max(1, batch // self.least_samples))
 
     def largest_micro_batch(self, batch: int) -> int:
-        """Samples in the largest micro-batch of a mini-batch."""
         return largest_micro_batch(batch, self.micro_batches(batch))
 
 
 def make_settings(
     options: Mapping[str, Any], plan: Plan | None = None, *, anywhere: bool = False, runs_here: bool = False
 ) -> Settings:
-    """Checks each option by itself. With a plan, its values are used for what is left out.
+    """Checks each option by itself. With a plan, omitted options have the plan's values.
 
     Args:
-        anywhere: the devices need not be here, since nothing will run.
-        runs_here: this process runs what is planned.
+        anywhere: the devices need not exist on this machine, because nothing runs.
+        runs_here: this process runs the plan.
 
     Raises:
-        ArgumentError, ArgumentTypeError: names the argument, its value, what is accepted.
-        ScheduleError: a schedule of the user's own would not run.
+        ArgumentError, ArgumentTypeError: an invalid option; names the argument, its value, and accepted values.
+        ScheduleError: a user's schedule cannot run.
     """
     options = {**OPTION_DEFAULTS, **options}
     is_any = options["schedule"] == AUTO
@@ -336,7 +330,7 @@ def make_settings(
         placement = plan.placement  # its stages stay where they are, and the schedule is chosen for them
     pins, balance = _merge_pins(options["pin"], options["balance"], workers)
     is_free = options["data_parallel"] is None and plan is None and hardware is not None and len(workers) > 1
-    modes = parse_checkpoint(options["checkpoint"], None if pins else len(placement))  # pins may take other stages
+    modes = parse_checkpoint(options["checkpoint"], None if pins else len(placement))  # pins may need other stages
     return Settings(
         workers=workers,
         placement=placement,
@@ -373,7 +367,6 @@ def make_settings(
 
 
 def _workers_of_replica(devices: tuple[torch.device, ...], data: int) -> tuple[torch.device, ...]:
-    """Returns the devices of one replica, of those of all."""
     if len(devices) % data:
         raise ArgumentError(
             f"data_parallel={data}: {len(devices)} devices cannot be shared out evenly; give a multiple of {data}"
@@ -382,7 +375,7 @@ def _workers_of_replica(devices: tuple[torch.device, ...], data: int) -> tuple[t
 
 
 def _workers_that_take_turns(devices: tuple[torch.device, ...], plan: Plan) -> tuple[tuple[torch.device, ...], ...]:
-    """Returns by worker the devices of its replicas, for a plan with such; they follow each other among all devices."""
+    """Returns by worker the consecutive devices of its replicas; empty if the plan has no replicas that take turns."""
     if not plan.turns:
         return ()
     if len(devices) != sum(plan.turns):
@@ -405,7 +398,7 @@ def _options_for_tuner(
     is_free = (
         is_any and options["stages_per_device"] is None and all(isinstance(one, str) for one in asked) and not pins
     )
-    is_free = is_free and options["balance"] != "pipedream"  # whose stages have devices of their own
+    is_free = is_free and options["balance"] != "pipedream"  # its stages have separate devices
     is_tuned = {"schedule": is_any, "chunks": options["chunks"] == AUTO, "stages_per_device": is_free}
     return frozenset(name for name in TUNABLE_OPTIONS if is_tuned[name])
 
@@ -413,7 +406,7 @@ def _options_for_tuner(
 def _merge_pins(
     pin: Mapping[str, Any] | None, balance: Any, workers: Sequence[torch.device]
 ) -> tuple[dict[str, int], Any]:
-    """The pins, and the balance beside them: a map of modules to devices is nothing but pins."""
+    """Returns the pins and the balance; a balance that maps modules to devices becomes pins."""
     pins = {} if pin is None else parse_pins("pin", pin, workers)
     if isinstance(balance, Mapping):
         pins = parse_pins("balance", balance, workers) | pins

@@ -1,6 +1,6 @@
-"""The schedule that is asked for, and the worker of each stage, which follows from it.
+"""The requested schedule, and the placement of stages on workers that follows from it.
 
-A schedule known by name says how many stages each worker has and how they are placed; a table has them in its rows.
+A named schedule defines the number of stages of each worker and their placement; a table has them in its rows.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from fxpipe.planning.plans import Plan
 
 TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != "inference")
-# Those whose steps are compared: a step of a stream is one of 1F1B.
+# Schedules whose steps are compared: a step of a stream is a step of 1F1B.
 COMPARED_SCHEDULES = tuple(name for name in TRAINING_SCHEDULES if name not in STREAM_POLICIES)
 
 
 def parse_training_schedule(value: Any) -> ScheduleLike:
-    """A name, a table or a function that `forward_backward` can run."""
+    """Checks a name, a table or a function that `forward_backward` can run."""
     if value == "inference":
         raise ArgumentError(
             f"schedule={value!r} is unknown for training; accepted are {', '.join(map(repr, TRAINING_SCHEDULES))}; "
@@ -60,7 +60,6 @@ def _check_for_training(schedule: Schedule) -> None:
 
 
 def worker_count_for(stages: int, schedule: ScheduleLike, per_device: int | None) -> int:
-    """Computes the number of workers that so many stages need."""
     if isinstance(schedule, Schedule):
         return len(schedule.rows)
     each = _stages_per_worker(schedule, per_device)
@@ -73,9 +72,9 @@ def worker_count_for(stages: int, schedule: ScheduleLike, per_device: int | None
 
 
 def chunks_of_schedule(schedule: ScheduleLike, chunks: int | str, plan: Plan | None = None) -> int | str:
-    """The number of micro-batches if none is given: a table's or the plan's; 1 for PipeDream.
+    """Returns the number of micro-batches if `chunks` is "auto": a table's or the plan's; 1 for PipeDream.
 
-    The result of a stream depends on the number, so a plan's is used even if it was made for another schedule.
+    The result of a stream depends on the number, so a plan's number is used even if it was made for another schedule.
     """
     if schedule == "pipedream" and chunks == "auto":
         return plan.chunks if plan is not None and plan.schedule == schedule else 1
@@ -92,11 +91,11 @@ def chunks_of_schedule(schedule: ScheduleLike, chunks: int | str, plan: Plan | N
 def place_stages(
     workers: int, per_device: int | None, schedule: ScheduleLike, chunks: int, plan: Plan | None
 ) -> tuple[int, ...]:
-    """Places each stage on a worker: as the schedule has it, or the plan.
+    """Places each stage on a worker, as the schedule or the plan defines.
 
     Raises:
-        ArgumentError: the schedule cannot have stages there.
-        ScheduleError: one of your own would not run.
+        ArgumentError: the schedule does not support this placement.
+        ScheduleError: a user's schedule cannot run.
     """
     if plan is not None and per_device is None:
         placement, accepted = plan.placement, max(plan.placement) + 1
@@ -112,7 +111,7 @@ def place_stages(
             f"plan has {len(plan.stages)} stages, but devices has {workers} entries and "
             f"stages_per_device={per_device}, which makes {len(placement)}; leave stages_per_device to the plan"
         )
-    if isinstance(schedule, str):  # its rows are known to run wherever it can have stages
+    if isinstance(schedule, str):  # named schedules run on any placement that they support
         check_placement(schedule, placement)
         return placement
     rows = make_schedule(schedule, len(placement), chunks, placement=placement)

@@ -1,8 +1,8 @@
-"""Plans: all that is decided about a pipeline, as frozen data; and the same plan for other sizes, on other hardware.
+"""Plans: all decisions about a pipeline as frozen data, and their figures for other sizes or other hardware.
 
-`data.py` has the fields and what follows from them, `figures.py` the figures of its simulated step; a `Plan`
-(`saved_plan.py`) also saves itself, and prints itself by `fxpipe.inspect.plan_text`. `retarget.py` computes the figures
-for other sizes and other hardware; `simulate_plan.py` is `fxpipe.simulate`.
+`data.py` has the fields and derived values, `figures.py` the figures of the simulated step. `Plan` (`saved_plan.py`)
+also saves and prints itself. `retarget.py` computes the figures for other sizes and other hardware; `simulate_plan.py`
+is `fxpipe.simulate`.
 """
 
 from fxpipe.planning.plans.data import (

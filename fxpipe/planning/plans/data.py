@@ -1,7 +1,4 @@
-"""The plan of a pipeline as frozen data, without torch: what was decided, and what it costs.
-
-`PlanData` has the fields and what follows from them; `Plan` (`saved_plan.py`) also prints and saves itself.
-"""
+"""The plan of a pipeline as frozen data, independent of torch; `Plan` (`saved_plan.py`) also prints and saves it."""
 
 from __future__ import annotations
 
@@ -29,34 +26,31 @@ if TYPE_CHECKING:
     import sympy
 
 
-# The parts of a plan, as frozen data: its stages, what goes between them, and what is worth knowing about them.
-
-
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """Memory of a stage besides its parameters, for one micro-batch of `b` samples and any dynamic sizes.
+    """Memory of a stage besides its parameters, for a micro-batch of `b` samples and any dynamic sizes.
 
-    A stage that recomputes keeps all that other stages sent it; any other only what its backward needs.
+    A stage that recomputes keeps everything it receives; any other stage keeps only what its backward needs.
     """
 
-    received: Polynomial = ZERO  # kept for backward of what other stages made; for each micro-batch in flight
-    held: Polynomial = ZERO  # kept for backward beside that; of one that is to be recomputed, from then on
-    working: Polynomial = ZERO  # held for a moment
-    portals: Polynomial = ZERO  # of `received`, what came through portals
-    again: Polynomial = ZERO  # received, and kept beside `received` where the stage recomputes
-    portals_again: Polynomial = ZERO  # of `again`, what came through portals
-    working_elsewhere: tuple[Polynomial, ...] = ()  # of other nodes, which hold more than `working` at other sizes
+    received: Polynomial = ZERO  # received values that backward needs; for each micro-batch in flight
+    held: Polynomial = ZERO  # other values saved for backward; if the stage recomputes, from the recomputation on
+    working: Polynomial = ZERO  # temporary memory of a node
+    portals: Polynomial = ZERO  # part of `received` that arrived through portals
+    again: Polynomial = ZERO  # further received values, kept only if the stage recomputes
+    portals_again: Polynomial = ZERO  # part of `again` that arrived through portals
+    working_elsewhere: tuple[Polynomial, ...] = ()  # nodes that need more than `working` at other sizes
 
     def working_at(self, sizes: Mapping[str, int]) -> int:
-        """Computes the bytes held for a moment by the node that holds most, for sizes by name."""
+        """Computes the largest temporary memory of a node in bytes, for sizes by name."""
         return max(one.at(sizes) for one in (self.working, *self.working_elsewhere))
 
     def kept(self, recomputes: bool) -> Polynomial:
-        """Returns the bytes kept of what other stages made."""
+        """Returns the bytes of the received values that the stage keeps."""
         return self.received + self.again if recomputes else self.received
 
     def through_portals(self, recomputes: bool) -> Polynomial:
-        """Returns the bytes that came through portals, of what is `kept`."""
+        """Returns the bytes that arrived through portals, a part of `kept`."""
         return self.portals + self.portals_again if recomputes else self.portals
 
 
@@ -66,13 +60,13 @@ class StageSeconds:
 
     forward: float = 0.0
     backward: float = 0.0
-    weight: float = 0.0  # the part of backward that makes gradients of parameters
+    weight: float = 0.0  # the part of backward that computes gradients of parameters
     loss: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class StageGrowth:
-    """Of the seconds of a stage, what grows with the batch and the dynamic sizes; 0 where there are none of these."""
+    """The part of a stage's seconds that grows with the batch and the dynamic sizes; 0 if there are none."""
 
     forward: Polynomial = ZERO
     backward: Polynomial = ZERO
@@ -82,18 +76,18 @@ class StageGrowth:
 
 @dataclass(frozen=True, slots=True)
 class PlannedSize:
-    """A size of inputs, besides the batch, that may differ from batch to batch; formulas have it by its name."""
+    """A dynamic size of the inputs, other than the batch; formulas use it by its name."""
 
     name: str
     size: int  # for which seconds and bytes are given
-    largest: int  # that is announced, or was planned or looked at: of this memory limits are asked
-    least: int = 1  # that the graph holds for
+    largest: int  # announced, planned or observed; must fit within the memory limits
+    least: int = 1  # bounds of the sizes for which the graph is valid
     most: int | None = None
-    dims: tuple[str, ...] = ()  # of inputs that have this size, for people
+    dims: tuple[str, ...] = ()  # descriptions of the input dimensions that have this size
 
     @property
     def usual_sizes(self) -> tuple[int, ...]:
-        """Sizes to look at: half of the planned one, that, twice it, and the largest, within the bounds."""
+        """Typical sizes: half of the planned size, the planned size, twice it, and the largest, within the bounds."""
         wanted = max(self.largest, 2 * self.size)
         most = max(self.size, wanted if self.most is None else min(wanted, self.most))
         return max(self.least, self.size // 2), self.size, min(2 * self.size, most), min(self.largest, most)
@@ -105,147 +99,146 @@ class PlannedSize:
 
 @dataclass(frozen=True, slots=True)
 class StageWork:
-    """The operations of a stage for one micro-batch: pairs of (place in `Plan.operations`, how often)."""
+    """The operations of a stage for one micro-batch: pairs of (index in `Plan.operations`, count)."""
 
     forward: tuple[tuple[int, int], ...] = ()
     backward: tuple[tuple[int, int], ...] = ()
-    to_inputs: tuple[tuple[int, int], ...] = ()  # what backward would run, had no parameter a gradient
-    loss: tuple[tuple[int, int], ...] = ()  # forward and back
+    to_inputs: tuple[tuple[int, int], ...] = ()  # backward if no parameter needs a gradient
+    loss: tuple[tuple[int, int], ...] = ()  # forward and backward
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """A block of graph nodes that runs on one device. Seconds and bytes are those of one micro-batch."""
+    """A block of graph nodes that runs on one device. Seconds and bytes are for one micro-batch."""
 
     index: int
     device: str
-    nodes: tuple[str, ...]  # in the order in which they run
-    code: str  # for people
+    nodes: tuple[str, ...]  # in execution order
+    code: str  # printed source, for reading
     forward_seconds: float
     backward_seconds: float
-    parameter_bytes: int  # of all that the stage uses: a weight that two stages use counts in both
+    parameter_bytes: int  # all parameters that the stage uses; a weight used by two stages counts in both
     activation_bytes: int  # kept for backward
-    sent_bytes: int  # to the next stage; portals are counted in `Plan.portals`
-    weight_seconds: float = 0.0  # the part of backward that makes gradients of parameters
-    action_seconds: float = 0.0  # what an action costs beside all of these, whatever its size
-    copies: tuple[str, ...] = ()  # nodes that it computes for itself, though another stage does so too
-    state_bytes: int = 0  # gradients of parameters, and the optimizer's state
-    gradient_bytes: int = 0  # of `state_bytes`, those of gradients
-    memory_limit: int | None = None  # bytes that it may take; None: no limit is known
+    sent_bytes: int  # to the next stage, without portals (`Plan.portals`)
+    weight_seconds: float = 0.0  # the part of backward that computes gradients of parameters
+    action_seconds: float = 0.0  # constant overhead of an action, in addition to the seconds above
+    copies: tuple[str, ...] = ()  # nodes that this stage computes in addition to another stage
+    state_bytes: int = 0  # gradients of parameters, and optimizer state
+    gradient_bytes: int = 0  # the gradients within `state_bytes`
+    memory_limit: int | None = None  # bytes that the stage may use; None: unknown
     bytes: StageBytes = field(default_factory=StageBytes)
-    flops: Polynomial = ZERO  # forward and backward of one micro-batch; recomputation not counted
-    fixed: StageSeconds = field(default_factory=StageSeconds)  # of the seconds, what they are for any size
+    flops: Polynomial = ZERO  # forward and backward of one micro-batch, without recomputation
+    fixed: StageSeconds = field(default_factory=StageSeconds)  # part of the seconds that does not depend on the sizes
     sent: Polynomial = ZERO  # `sent_bytes` for any size
     work: StageWork = field(default_factory=StageWork)
-    update_seconds: float = 0.0  # of the optimizer, once for a step, on known hardware: to read and write what it needs
-    modules: tuple[str, ...] = ()  # for each node the path of the module whose forward made it
-    shares: tuple[float, ...] = ()  # for each node the part of the stage's seconds, 0 to 1, that it takes
-    loss_seconds: float = 0.0  # of the loss, which follows forward on the last stage, forward and back to the outputs
-    growing: StageGrowth = field(default_factory=StageGrowth)  # of the seconds, what grows with the dynamic sizes
-    host: HostCost | None = None  # what its actions take of the host; None: not known
+    update_seconds: float = 0.0  # one optimizer step on known hardware: reads and writes of its memory
+    modules: tuple[str, ...] = ()  # for each node, the path of the module that created it
+    shares: tuple[float, ...] = ()  # for each node, its share of the stage's seconds, 0 to 1
+    loss_seconds: float = 0.0  # forward and backward of the loss, on the last stage
+    growing: StageGrowth = field(default_factory=StageGrowth)  # the part of the seconds that grows with the sizes
+    host: HostCost | None = None  # host time of its actions; None: unknown
 
     @property
     def seconds(self) -> float:
-        """All that it computes for one micro-batch; recomputation not counted."""
+        """Seconds of all computation for one micro-batch, without recomputation."""
         return self.forward_seconds + self.loss_seconds + self.backward_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Portal:
-    """The direct way of a value that skips stages."""
+    """The direct transfer of a value that skips stages."""
 
     name: str
-    source: int  # stage that makes it
+    source: int
     target: int  # stage that uses it
     bytes: int  # for one micro-batch
     size: Polynomial = ZERO  # `bytes` for any size
-    line: str = ""  # of the user's code, where it is made: `path/unet.py:31`
+    line: str = ""  # the user's line that computes it: `path/unet.py:31`
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTransfer(Transfer):
-    """All values, or all gradients, that go from one stage to another, and what they come to for any size."""
+    """All values, or all gradients, that one stage sends to another, with their bytes for any size."""
 
     bytes: int
-    fixed_seconds: float = 0.0  # of `seconds`, what they are for any size
+    fixed_seconds: float = 0.0  # part of `seconds` that does not depend on the sizes
     size: Polynomial = ZERO  # `bytes` for any size
-    values: int = 1  # how many, each of which is a transfer
-    relayed: Polynomial = ZERO  # of `size`, what is of no use where it comes to, but goes on from there
+    values: int = 1
+    relayed: Polynomial = ZERO  # the part of `size` that the target only forwards
 
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """The stage that a step waits for, had it been cut so."""
+    """The slowest stage of a candidate balance."""
 
     balance: str
-    seconds: float  # of one micro-batch: forward, backward, and what the stage receives
-    fits: bool = True  # into the memory of the devices
+    seconds: float  # for one micro-batch: forward, backward, and transfers to the stage
+    fits: bool = True  # True if the stages fit into the memory of the devices
 
 
 @dataclass(frozen=True, slots=True)
 class TiedParameter:
-    """A parameter that has several names, or that several stages use."""
+    """A parameter that has several names or is used by several stages."""
 
-    names: tuple[str, ...]  # of the model, in its order
-    stages: tuple[int, ...]  # that use it: the first one owns it, the others copy it for each step
+    names: tuple[str, ...]  # in the order of the model
+    stages: tuple[int, ...]  # stages that use it: the first owns it, the others copy it in each step
     bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class OpaqueNode:
-    """A module that was not looked into, or forward behind some line: it is one node of the graph."""
+    """A module, or the part of a forward after some line, that is a single node of the graph."""
 
-    name: str  # of the module; or a text that says where in forward it begins
+    name: str  # the module's name, or a description of its start in forward
     why: str
-    line: str  # of the user's code that calls it; empty where it is not known
+    line: str  # the user's line that calls it; empty if unknown
 
 
 @dataclass(frozen=True, slots=True)
 class HeaviestNode:
-    """The node that takes the longest."""
+    """The slowest node."""
 
     name: str
     stage: int
-    seconds: float  # of one micro-batch, forward and backward
-    line: str  # of the user's code; empty where it is not known
-    fixed_seconds: float = 0.0  # of that, what it is for any size
-    growing: Polynomial = ZERO  # of that, what grows with the dynamic sizes
+    seconds: float  # for one micro-batch, forward and backward
+    line: str  # the user's line; empty if unknown
+    fixed_seconds: float = 0.0  # part of `seconds` that does not depend on the sizes
+    growing: Polynomial = ZERO  # the part of `seconds` that grows with the dynamic sizes
 
 
 @dataclass(frozen=True, slots=True)
 class PlanData:
-    """All that is decided about a pipeline."""
+    """All decisions about a pipeline."""
 
     stages: tuple[StagePlan, ...]
     portals: tuple[Portal, ...]
     devices: tuple[str, ...]  # by stage
-    schedule: str  # a name or, of the user's own, a table as text
-    chunks: int  # as asked for; see `micro_batches`
+    schedule: str  # a name, or a user's table as text
+    chunks: int  # as requested; see `micro_batches`
     micro_batch: int  # samples in the largest micro-batch, for which seconds and bytes are given
-    checkpoint: str | tuple[str, ...]  # or one for each stage
+    checkpoint: str | tuple[str, ...]  # one mode, or one for each stage
     balance: str
     tracer: str
-    fingerprint: str  # of the graph that was planned
-    why: tuple[str, ...] = ()  # how the tracer came to this graph, where that is not plain recording
-    guards: tuple[str, ...] = ()  # values that forward read; with other ones another graph runs
-    estimated_for: str = ""  # the hardware for which the seconds were estimated; empty where they were measured
-    placement: tuple[int, ...] = ()  # for each stage its worker; each has its own if not given
-    bottlenecks: tuple[Bottleneck, ...] = ()  # of the ways of balancing that were compared
+    fingerprint: str
+    why: tuple[str, ...] = ()  # why the graph is not a plain recording
+    guards: tuple[str, ...] = ()  # values that forward read; other values need another graph
+    estimated_for: str = ""  # hardware for which seconds were estimated; empty if measured
+    placement: tuple[int, ...] = ()  # for each stage, its worker; default: one worker per stage
+    bottlenecks: tuple[Bottleneck, ...] = ()
     sendings: tuple[PlannedTransfer, ...] = ()
-    # Over processes: between neighbouring stages, each with all that crosses the cut. None: not known.
+    # With processes: between adjacent stages, each with all values that cross the cut. None: unknown.
     packets: tuple[PlannedTransfer, ...] | None = None
-    batch: int | None = None  # samples of the mini-batch, of one replica, that it was made for; None: not known
-    evaluating: tuple[str, ...] | None = None  # modules in evaluation mode when it was made; None: not known
+    batch: int | None = None  # samples of the planned mini-batch of one replica; None: unknown
+    evaluating: tuple[str, ...] | None = None  # modules that were in evaluation mode; None: unknown
     tied: tuple[TiedParameter, ...] = ()
     whole: tuple[OpaqueNode, ...] = ()
-    heaviest: HeaviestNode | None = None  # what bounds the balance: no stage is faster than its slowest node
-    operations: tuple[Operation, ...] = ()  # that stages run (`StagePlan.work`); none: not known
-    sizes: tuple[PlannedSize, ...] = ()  # dynamic ones, for which seconds and bytes are given; none: all are fixed
-    contention: float = 1.0  # times as long as measured that stages on CPUs take while all of these are at work
-    processes: bool = False  # each device has a process of its own; else one interpreter queues for all
-    cluster: Cluster | None = None  # its devices and those of its replicas; None: those at hand
-    # By worker the devices of its replicas, where they take micro-batches in turn (`Cluster.replicas`); none: no worker
-    # has such.
+    heaviest: HeaviestNode | None = None  # bounds the balance: no stage is faster than its slowest node
+    operations: tuple[Operation, ...] = ()  # operations of the stages (`StagePlan.work`); empty: unknown
+    sizes: tuple[PlannedSize, ...] = ()  # dynamic sizes for which figures are given; empty: all sizes are fixed
+    contention: float = 1.0  # slowdown of CPU stages, relative to the measurement, while all of them run
+    processes: bool = False  # True: each device has its own process; False: one interpreter queues for all
+    cluster: Cluster | None = None  # devices of the pipeline and its replicas; None: local devices
+    # By worker, the devices of replicas that take micro-batches in turn (`Cluster.replicas`); empty: no such replicas.
     replica_devices: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
@@ -259,17 +252,17 @@ class PlanData:
 
     @property
     def micro_batches(self) -> int:
-        """The number of micro-batches of a step: fewer than `chunks` where the mini-batch has fewer samples."""
+        """The number of micro-batches of a step: `chunks`, or fewer if the mini-batch has fewer samples."""
         return self.chunks if self.batch is None else min(self.chunks, self.batch)
 
     @property
     def is_over_processes(self) -> bool:
-        """Returns True if each device has a process of its own: as planned, or since devices stand in several nodes."""
+        """True if each device has its own process: as planned, or because devices are in several nodes."""
         return self.processes or (self.cluster is not None and self.cluster.needs_processes)
 
     @property
     def data_parallel(self) -> int:
-        """The number of replicas, each of which has such stages and its part of the mini-batch."""
+        """The number of replicas of the pipeline; each runs all stages on its part of the mini-batch."""
         return 1 if self.cluster is None else self.cluster.data
 
     @property
@@ -278,50 +271,50 @@ class PlanData:
         return (self.checkpoint,) * len(self.stages) if isinstance(self.checkpoint, str) else self.checkpoint
 
     def recomputes(self, stage: int) -> bool:
-        """Returns True if a stage runs forward again before its backward, for all micro-batches or all but the last."""
+        """Returns True if the stage recomputes all micro-batches, or all but the last."""
         return self.modes[stage] != "never"
 
     def in_flight(self, stage: int) -> int:
-        """Micro-batches that have gone forward in a stage and not yet back, at most."""
+        """Returns the maximum number of micro-batches whose forward on a stage has run and whose backward has not."""
         return micro_batches_in_flight(self._steady_schedule())[self._stage(stage).index]
 
     def weight_versions(self, stage: int) -> int:
-        """Versions of its weights that a stage holds, at most: one, unless mini-batches stream through the stages."""
+        """Returns the maximum number of weight versions of a stage: 1, unless mini-batches stream through it."""
         number = self._stage(stage).index
         return weight_versions(self.schedule, len(self.stages), number, self.micro_batches, self.stage_turns)
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """The number of devices that have each stage: by replicas of the pipeline, or of the stage alone."""
+        """The number of devices of each stage: replicas of the pipeline, or of the stage alone."""
         of_workers = self.turns or (self.data_parallel,) * len(self.workers)
         return tuple(of_workers[k] for k in self.placement)
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """By worker the replicas that take micro-batches in turn; empty if no worker has such."""
+        """By worker, the number of replicas that take micro-batches in turn; empty if there are none."""
         return tuple(map(len, self.replica_devices)) or (() if self.cluster is None else self.cluster.replicas)
 
     @property
     def stage_turns(self) -> tuple[int, ...]:
-        """By stage the replicas that take micro-batches in turn; empty if none has such."""
+        """By stage, the number of replicas that take micro-batches in turn; empty if there are none."""
         return tuple(self.turns[k] for k in self.placement) if self.turns else ()
 
     @property
     def row_devices(self) -> tuple[str, ...]:
-        """The device of each row of its schedule: of each worker or, where they take turns, of each replica."""
-        if not self.replica_devices and self.turns:  # read from a file that knows the first ones only
+        """The device of each row of the schedule: of each worker or, if replicas take turns, of each replica."""
+        if not self.replica_devices and self.turns:  # read from a file that has only the first devices
             return tuple(name for name, count in zip(self.workers, self.turns, strict=True) for _ in range(count))
         return tuple(name for names in self.replica_devices for name in names) or self.workers
 
     @property
     def stage_rows(self) -> tuple[tuple[int, ...], ...]:
-        """By stage the rows of the schedule, and so the devices, that have it: one or, if they take turns, several."""
+        """By stage, its rows of the schedule: one, or several if replicas take turns."""
         ends = [0, *accumulate(self.turns or (1,) * len(self.workers))]
         return tuple(tuple(range(ends[k], ends[k + 1])) for k in self.placement)
 
     @property
     def memory_limits(self) -> tuple[int | None, ...]:
-        """By row the bytes that its stages may take together; None: not known."""
+        """By row, the bytes that its stages can use together; None: unknown."""
         of_rows = [
             [stage.memory_limit for stage, rows in zip(self.stages, self.stage_rows, strict=True) if d in rows]
             for d in range(len(self.row_devices))
@@ -332,7 +325,7 @@ class PlanData:
         """Returns the input of the simulator: the costs of each stage, and all transfers between stages.
 
         Raises:
-            ArgumentError: devices are in processes of their own, and the plan does not know what these hand each other.
+            ArgumentError: devices have their own processes, and the plan has no packets between them.
         """
         transfers = self.sendings
         if self.is_over_processes and (self.sendings or self.packets):
@@ -370,23 +363,23 @@ class PlanData:
         )
 
     def _version_bytes(self, stage: StagePlan) -> int:
-        """Bytes of the versions of its weights beside the newest; a weight is as large as its gradient."""
+        """Computes the bytes of all weight versions but the newest; a weight is as large as its gradient."""
         return (self.weight_versions(stage.index) - 1) * stage.gradient_bytes
 
     def _host(self, stage: StagePlan) -> HostCost | None:
-        """Returns what actions take of the host; between processes it hands values over, and waits for its device."""
+        """Returns the host time of the actions. With processes, the host waits for its device to pass values."""
         if stage.host is None or not self.is_over_processes:
             return stage.host
         return replace(stage.host, runs_ahead=False)
 
     def _reduction(self, stage: StagePlan) -> tuple[float, int]:
-        """Computes the seconds in which the gradients of a stage are reduced over the replicas, and the buckets."""
+        """Computes the seconds that reduce the gradients of a stage over the replicas, and the number of buckets."""
         if self.cluster is None:
             return 0.0, 1
         return self.cluster.reduction(self.placement[stage.index], stage.gradient_bytes)
 
     def as_schedule(self) -> Schedule:
-        """Its schedule as a table: which device does what, in what order."""
+        """Returns the schedule as a table: the actions of each device, in order."""
         return self._schedule_of(self.micro_batches)
 
     def _schedule_of(self, micro_batches: int) -> Schedule:
@@ -394,14 +387,14 @@ class PlanData:
         return make_schedule(self.schedule, n, micro_batches, self.checkpoint, self.placement, self.turns)
 
     def _steady_schedule(self) -> Schedule:
-        """Its schedule with as many micro-batches as are in flight at any time: of a stream, those of several steps."""
+        """Returns the schedule with enough micro-batches for the steady state, in a stream of several steps."""
         n = len(self.stages)
         return self._schedule_of(steady_micro_batches(self.schedule, n, self.micro_batches, self.stage_turns))
 
     # -- Formulas in the micro-batch size and the dynamic sizes --------------------------------------------------------
 
     def memory(self, stage: int, b: int | None = None, **sizes: int) -> sympy.Expr:
-        """Bytes that a stage needs at most: parameters, in all versions, gradients, optimizer, activations in flight.
+        """Computes the peak bytes of a stage: all weight versions, gradients, optimizer, activations in flight.
 
             print(plan.memory(1))       # 802816*b + 1048576
             plan.memory(1, b=8)         # 7471104
@@ -413,31 +406,27 @@ class PlanData:
             sizes: dynamic sizes, by name. Others are as planned or, without `b`, symbols of the formula.
 
         Raises:
-            ArgumentError: there is no such stage or size, or the graph does not hold for this size.
+            ArgumentError: the plan has no such stage or size, or the graph is not valid for this size.
         """
         own = self._stage(stage).bytes
         return self._evaluate(self._memory(self._stage(stage)), b, sizes, (own.working, *own.working_elsewhere))
 
     def flops(self, stage: int, b: int | None = None, **sizes: int) -> sympy.Expr:
-        """Floating-point operations of a stage for one micro-batch, forward and backward, as for `memory`."""
+        """Computes the floating-point operations of a stage for one micro-batch, forward and backward; see `memory`."""
         return self._evaluate(self._stage(stage).flops, b, sizes)
 
     @property
     def here(self) -> dict[str, int]:
-        """The sizes for which seconds and bytes are given, by name: the samples `b` of a micro-batch, dynamic ones."""
+        """The sizes for which seconds and bytes are given, by name: samples `b` of a micro-batch, dynamic sizes."""
         return {"b": self.micro_batch} | {one.name: one.size for one in self.sizes}
 
     @property
     def largest_sizes(self) -> dict[str, int]:
-        """The dynamic sizes of which memory limits are asked, by name."""
+        """The largest dynamic sizes, by name; they must fit within the memory limits."""
         return {one.name: one.largest for one in self.sizes}
 
     def check_sizes(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Returns dynamic sizes by name.
-
-        Raises:
-            ArgumentError: the plan has no such size, or its graph is none for this size.
-        """
+        """Returns dynamic sizes by name; raises `ArgumentError` for an unknown or invalid size."""
         known = {one.name: one for one in self.sizes}
         for name, size in sizes.items():
             if name not in known:
@@ -453,7 +442,7 @@ class PlanData:
     def _evaluate(
         self, polynomial: Polynomial, b: int | None, sizes: Mapping[str, int], parts: Sequence[Polynomial] = (ZERO,)
     ) -> sympy.Expr:
-        """The value or the formula of a polynomial and the largest of these parts."""
+        """Computes the value or the formula of the polynomial plus the largest of `parts`."""
         import sympy
 
         sizes = self.check_sizes(sizes)
@@ -466,7 +455,7 @@ class PlanData:
         return formula.subs({s: sizes[s.name] for s in formula.free_symbols if s.name in sizes})
 
     def _memory(self, stage: StagePlan) -> Polynomial:
-        """Computes all but what is held for a moment."""
+        """Computes all memory except temporary memory."""
         schedule, j, sizes = self._steady_schedule(), stage.index, stage.bytes
         static = Polynomial.in_b(stage.parameter_bytes + stage.state_bytes + self._version_bytes(stage))
         counts = micro_batches_in_flight(schedule)[j], activations_in_flight(schedule)[j]

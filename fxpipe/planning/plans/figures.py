@@ -1,4 +1,4 @@
-"""The figures that follow from a plan. All micro-batches take as long as the largest one."""
+"""Figures derived from a plan. All micro-batches take as long as the largest one."""
 
 from __future__ import annotations
 
@@ -11,37 +11,33 @@ from fxpipe.planning.plans.host_time import shares_interpreter
 from fxpipe.scheduling import is_stream, with_updates
 from fxpipe.simulation import MemoryFit, Simulation, simulate_schedule, simulate_stream
 
-LEAST_LIMITING_SHARE = 0.75  # of the slowest stage, from which a node limits the balance
+LEAST_LIMITING_SHARE = 0.75  # share of the slowest stage's seconds from which a node limits the balance
 
 
 @dataclass(frozen=True, slots=True)
 class StageFigures:
-    """The figures of one stage."""
-
     stage: StagePlan
-    rows: tuple[int, ...]  # the devices that have it, by number
-    devices: tuple[str, ...]  # their names
-    mode: str  # of checkpointing
-    in_flight: int  # micro-batches that have gone forward and not yet back, at most
-    flops: float  # of one micro-batch, forward and backward
+    rows: tuple[int, ...]  # indices of its devices
+    devices: tuple[str, ...]  # names of its devices
+    mode: str  # checkpoint mode
+    in_flight: int  # maximum number of micro-batches whose forward has run and whose backward has not
+    flops: float  # for one micro-batch, forward and backward
     is_slowest: bool
     portals_in: tuple[Portal, ...]
     portals_out: tuple[Portal, ...]
-    memory_bytes: int  # at most at one time; see `Plan.memory`
+    memory_bytes: int  # peak; see `Plan.memory`
 
 
 @dataclass(frozen=True, slots=True)
 class PlanFigures:
-    """The figures of a plan."""
-
     stages: tuple[StageFigures, ...]
-    slowest_to_mean: float  # forward and backward seconds of the slowest device over those of the mean device
-    bubble: tuple[float, ...]  # for each device, the share of the step in which it idles
-    # As simulated: all micro-batches forward and backward, and what is sent. Of a stream: of a mini-batch in the steady
+    slowest_to_mean: float  # forward and backward seconds of the slowest device, divided by the mean over devices
+    bubble: tuple[float, ...]  # for each device, its idle share of the step
+    # Simulated: forward and backward of all micro-batches, with transfers. For a stream: a mini-batch in the steady
     # state, with its update.
     step_seconds: float
     fits: MemoryFit
-    host_note: str = ""  # that the step waits for the host, and what helps, if it does
+    host_note: str = ""  # explains that the step waits for the host, with a remedy; empty if it does not
 
     @property
     def mean_bubble(self) -> float:
@@ -49,14 +45,14 @@ class PlanFigures:
 
 
 def simulate_step(plan: PlanData, overlaps: bool | None = None, updates: bool | None = None) -> Simulation:
-    """Simulates a step as the plan says that it runs; where it has none, a stream.
+    """Simulates a step of the plan as it will run, or a stream if its schedule is one.
+
+    Within a process the receiving device copies before it computes. Between processes packets overlap with computation,
+    but packing and unpacking take time at both ends.
 
     Args:
-        overlaps: None, as it is where it runs so.
-        updates: of the weights, at the ends of its rows. A stream has them in any case; if False, they take no time.
-
-    Within a process the device that receives copies before it computes. Between processes a packet is on its way beside
-    computation; to pack and to unpack it takes both ends.
+        overlaps: None: as the pipe runs.
+        updates: simulate weight updates at the ends of rows. A stream always has them; if False, they take no time.
     """
     is_over, (costs, transfers) = plan.is_over_processes, plan.costs()
     overlaps, shares = is_over if overlaps is None else overlaps, shares_interpreter(plan)
@@ -84,7 +80,7 @@ def simulate_step(plan: PlanData, overlaps: bool | None = None, updates: bool | 
 
 
 def plan_figures(plan: PlanData) -> PlanFigures:
-    """Simulate the plan's schedule and add up what each stage holds."""
+    """Simulates the plan's schedule and computes the figures of each stage."""
     simulation = simulate_step(plan)
     slowest = max(stage.seconds for stage in plan.stages)
     stages = tuple(
@@ -119,15 +115,15 @@ class SizeFigures:
     sizes: Mapping[str, int]  # by name
     step_seconds: float
     slowest_to_mean: float
-    slowest: int  # stage
-    shares: tuple[float, ...]  # of the stages in the seconds of all, 0 to 1
-    memory_bytes: int  # of the stage that needs most
-    fullest: int  # that stage
-    over_bytes: int | None  # over its limit, in the stage that is furthest; None: no limit is known
+    slowest: int  # index of the stage
+    shares: tuple[float, ...]  # by stage, its share of the total seconds, 0 to 1
+    memory_bytes: int  # largest memory of a stage
+    fullest: int  # index of the stage with the largest memory
+    over_bytes: int | None  # largest excess of a stage over its limit; None: no limit is known
 
 
 def size_figures(plan: PlanData) -> SizeFigures:
-    """Computes what the sizes of a plan make of its balance, its step and its memory."""
+    """Computes the balance, step time and memory of a plan at its current sizes."""
     figures = plan_figures(plan)
     seconds = [stage.seconds for stage in plan.stages]
     memory = [own.memory_bytes for own in figures.stages]
@@ -146,7 +142,7 @@ def size_figures(plan: PlanData) -> SizeFigures:
 
 
 def slowest_to_mean(plan: PlanData) -> float:
-    """1 if all devices take the same time, n if one of n devices takes it all; replicas in turn share a stage."""
+    """Computes the imbalance: 1 if all devices take the same time, n if one of n devices takes all of it."""
     seconds = [0.0] * len(plan.row_devices)
     for stage, rows in zip(plan.stages, plan.stage_rows, strict=True):
         for device in rows:
@@ -155,7 +151,7 @@ def slowest_to_mean(plan: PlanData) -> float:
 
 
 def limiting_node(plan: PlanData) -> HeaviestNode | None:
-    """The heaviest node if it takes nearly all the time of the slowest stage: more stages would not help."""
+    """Returns the heaviest node if it takes nearly all the time of the slowest stage: more stages would not help."""
     node, slowest = plan.heaviest, max(stage.seconds for stage in plan.stages)
     if node is None or not plan.stages[node.stage].seconds:
         return None

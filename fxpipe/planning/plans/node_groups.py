@@ -1,10 +1,8 @@
-"""The nodes of a stage as a few groups: modules, as deep as there is room to show them.
+"""Groups the nodes of a stage by modules, as deep as a picture has room for.
 
-A picture has room for a dozen boxes, and a stage may have a thousand nodes. So it begins with one group, the stage, and
-opens the group that takes the most time again and again: several modules, then a module's children and operations, then
-nodes. Groups that would be too small to see are put together with their neighbours.
-
-Groups keep the order in which nodes run: a module whose nodes run in several goes is several groups.
+Grouping starts with the stage as one group and repeatedly opens the slowest group: several modules, then a module's
+children and operations, then nodes. Small groups are joined with their neighbors. Groups keep the execution order: a
+module whose nodes run in several runs is several groups.
 """
 
 from __future__ import annotations
@@ -17,23 +15,23 @@ from itertools import groupby
 from fxpipe.inspect.style import fit_text, text_width
 from fxpipe.planning.plans.data import StagePlan
 
-RANGE_DASH = " – "  # from the first to the last
+RANGE_DASH = " – "  # from the first name to the last
 NUMBER_LETTERS = frozenset("0123456789.…" + RANGE_DASH)
-MIN_LETTERS = 4.5  # of a name that is cut in its middle; times the size of the letters
+MIN_LETTERS = 4.5  # minimum width of a name cut in its middle, as a multiple of the font size
 
 
 @dataclass(frozen=True, slots=True)
 class NodeGroup:
-    """Some nodes of a stage that run one after the other."""
+    """Consecutive nodes of a stage."""
 
-    name: str  # of their module or, of several, the first and the last
+    name: str  # their module; for several modules, the first and the last
     nodes: tuple[str, ...]
-    share: float  # of the stage's seconds, 0 to 1
-    is_elided: bool = False  # put together only because they are small
+    share: float  # share of the stage's seconds, 0 to 1
+    is_elided: bool = False  # joined only because they are small
 
 
 def node_groups_of(stage: StagePlan, most: int, least: float) -> tuple[NodeGroup, ...]:
-    """The stage in at most `most` groups. None but what is left over between larger ones has a share below `least`."""
+    """Divides the stage into at most `most` groups. Only groups between larger ones have a share below `least`."""
     nodes = _stage_nodes(stage)
     if not nodes:
         return ()
@@ -46,16 +44,16 @@ def node_groups_of(stage: StagePlan, most: int, least: float) -> tuple[NodeGroup
             continue
         runs[at : at + 1] = parts
         closed[at : at + 1] = [len(part.nodes) == 1 or part.share < least for part in parts]
-    return tuple(run.group() for run in _join_small(runs, least))  # now also those of different modules
+    return tuple(run.group() for run in _join_small(runs, least))  # now also joins nodes of different modules
 
 
 def short_group_name(name: str, width: float, size: float) -> str:
-    """Shortens a name to the last parts that fit: `transformer.h.0.attn` -> `…0.attn`; or, if vague, to both ends."""
+    """Shortens a name to its last parts: `transformer.h.0.attn` -> `…0.attn`; if only digits remain, to both ends."""
     first, to, last = name.partition(RANGE_DASH)
     for depth in range(max(first.count("."), last.count(".")), -1, -1):
         short = _last_parts(first, depth) + (to + _last_parts(last, depth) if to else "")
         if text_width(short, size) <= width:
-            if set(short) <= NUMBER_LETTERS:  # of layers, and nothing else
+            if set(short) <= NUMBER_LETTERS:  # only layer numbers
                 break
             return short
     return fit_text(name, width, size) if width >= MIN_LETTERS * size else ""
@@ -69,15 +67,15 @@ def _last_parts(name: str, depth: int) -> str:
 @dataclass(frozen=True, slots=True)
 class _Node:
     name: str
-    path: tuple[str, ...]  # of its module
+    path: tuple[str, ...]  # path of its module
     share: float
 
 
-@dataclass(frozen=True)  # no slots: it remembers its share
+@dataclass(frozen=True)  # no slots, for the cached property
 class _NodeRun:
     nodes: Sequence[_Node]
     is_elided: bool = False
-    is_outside_module: bool = False  # out of its module, whose name it would bear otherwise
+    is_outside_module: bool = False  # a node shown by its name instead of its module's
 
     @cached_property
     def share(self) -> float:
@@ -85,7 +83,7 @@ class _NodeRun:
 
     @property
     def prefix(self) -> tuple[str, ...]:
-        """The common prefix of the paths of all its nodes."""
+        """The common prefix of the module paths of all nodes."""
         first, last = min(node.path for node in self.nodes), max(node.path for node in self.nodes)
         length = next((k for k, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), None)
         return first if length is None else first[:length]
@@ -105,7 +103,7 @@ class _NodeRun:
 
 
 def _stage_nodes(stage: StagePlan) -> list[_Node]:
-    """Lists the nodes of a stage, with even shares where the plan has none, and without modules it does not know."""
+    """Lists the nodes of a stage; with even shares or without modules if the plan has none."""
     shares = stage.shares or (1 / max(1, len(stage.nodes)),) * len(stage.nodes)
     modules = stage.modules or ("",) * len(stage.nodes)
     return [
@@ -115,7 +113,6 @@ def _stage_nodes(stage: StagePlan) -> list[_Node]:
 
 
 def _open_run(run: _NodeRun) -> Iterator[_NodeRun]:
-    """Yields the parts of a run, one level down."""
     depth = len(run.prefix)
     if all(len(node.path) == depth for node in run.nodes):
         yield from (_NodeRun([node], is_outside_module=True) for node in run.nodes)
@@ -125,7 +122,6 @@ def _open_run(run: _NodeRun) -> Iterator[_NodeRun]:
 
 
 def _join_small(parts: list[_NodeRun], least: float) -> list[_NodeRun]:
-    """Joins small ones that stand next to each other."""
     gathered: list[_NodeRun] = []
     for is_small, runs in groupby(parts, key=lambda run: run.share < least):
         group = list(runs)

@@ -1,6 +1,6 @@
-"""A plan for other sizes, and on other hardware: the same stages with the figures that they have there.
+"""A plan for other sizes, and for other hardware: the same stages with other figures.
 
-The plan has its bytes, FLOPs and operations as formulas. The cut stays: another one may be better there.
+The plan has its bytes, FLOPs and operations as formulas. The cut does not change, though another one may be better.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from fxpipe.utils.polynomial import Polynomial, polynomial_sum
 
 PlanT = TypeVar("PlanT", bound=PlanData)
 
-# Bytes follow other sizes exactly, by the plan's formulas. Of the seconds a part is the same for every size, the rest
-# grows: by its formula if there are dynamic sizes, else with the samples.
+# Bytes are exact at other sizes, by the plan's formulas. Seconds have a fixed part and a growing part, which grows by
+# its formula if there are dynamic sizes, otherwise with the samples.
 
 
 def resize_plan(
@@ -39,10 +39,9 @@ def resize_plan(
     checkpoint: str | tuple[str, ...] | None = None,
     sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> PlanT:
-    """The plan with the figures of micro-batches of at most `samples` samples, and with these checkpoint modes.
+    """Returns the plan with figures for micro-batches of at most `samples` samples, and with these checkpoint modes.
 
-    Args:
-        sizes: dynamic sizes by name; others stay as they are.
+    `sizes`: dynamic sizes by name; others do not change.
     """
     now = _Resizing(plan.here, {**plan.here, **sizes, "b": samples})
     if now.before == now.after and checkpoint in (None, plan.checkpoint):
@@ -63,17 +62,17 @@ def resize_plan(
 
 @dataclass(frozen=True, slots=True)
 class _Resizing:
-    """Sizes by name, the samples of a micro-batch among them, before and after."""
+    """Sizes by name, including the samples of a micro-batch, before and after."""
 
     before: Mapping[str, int]
     after: Mapping[str, int]
 
     def bytes(self, formula: Polynomial, known: int) -> int:
-        """Computes bytes by the formula; in proportion where a plan (an older file, one made by hand) has none."""
+        """Computes bytes by the formula; without one (an older file, a manual plan) in proportion to samples."""
         return formula.at(self.after) if formula else math.ceil(known * self._times)
 
     def seconds(self, known: float, fixed: float, growing: Polynomial) -> float:
-        """Computes seconds: what of them grows with the sizes or, where that is not known, with the samples."""
+        """Computes seconds; the growing part follows its formula or, without one, the samples."""
         if growing:
             return max(0.0, known + float(growing.value(self.after) - growing.value(self.before)))
         return _scale_seconds(known, fixed, self._times)
@@ -96,7 +95,7 @@ def _resize_stage(stage: StagePlan, now: _Resizing, recomputes: bool) -> StagePl
         backward_seconds=backward,
         weight_seconds=min(
             backward, now.seconds(stage.weight_seconds, fixed.weight, growing.weight)
-        ),  # rounded, a part still
+        ),  # still a part of backward after rounding
         loss_seconds=now.seconds(stage.loss_seconds, fixed.loss, growing.loss),
         activation_bytes=stage.bytes.kept(recomputes).at(now.after) + stage.bytes.held.at(now.after),
         sent_bytes=now.bytes(stage.sent, stage.sent_bytes),
@@ -104,7 +103,6 @@ def _resize_stage(stage: StagePlan, now: _Resizing, recomputes: bool) -> StagePl
 
 
 def _resize_transfer(way: PlannedTransfer, now: _Resizing) -> PlannedTransfer:
-    """Resizes a transfer, with the seconds that so many bytes take on the way that the plan knew."""
     size = now.bytes(way.size, way.bytes)
     times = size / way.bytes if way.bytes else 1.0
     return replace(way, bytes=size, seconds=_scale_seconds(way.seconds, way.fixed_seconds, times))
@@ -118,15 +116,15 @@ def _scale_seconds(seconds: float, fixed: float, times: float) -> float:
     return fixed + (seconds - fixed) * times
 
 
-# -- Overhead of an action in addition to the operations of its stage ------------------------------------------------
+# -- Overhead of an action in addition to the operations of its stage --------------------------------------------------
 #
 # Before an action computes, its worker waits at a fence, receives, and calls the stage's code or autograd; then it
-# sends and records. That is Python on the host, as long for a small micro-batch as for a large one. On a GPU it costs
-# nothing as long as the host is ahead of the device (`host_time.py`), so it counts on the CPU only.
+# sends and records. This Python code takes the same time for any size. On a GPU it is free while the host is ahead of
+# the device (`host_time.py`), so it counts only on the CPU.
 
 
 def action_seconds(device: str) -> float:
-    """Seconds that an action takes on a device beside the operations of its stage.
+    """Returns the seconds of an action on a device in addition to the operations of its stage.
 
     >>> action_seconds("cuda:0")
     0.0
@@ -135,13 +133,10 @@ def action_seconds(device: str) -> float:
 
 
 def retarget_plan(plan: PlanT, hardware: Hardware, cluster: Cluster | None = None) -> PlanT:
-    """The plan with the figures of this hardware. Which node is the heaviest there is not known.
-
-    Args:
-        cluster: of that hardware; None: without replicas.
+    """Returns the plan with the figures of this hardware; its heaviest node is unknown. `cluster` None: no replicas.
 
     Raises:
-        ArgumentError: the plan does not know its operations.
+        ArgumentError: the plan has no operations.
     """
     if not plan.operations:
         raise ArgumentError(
@@ -162,7 +157,7 @@ def retarget_plan(plan: PlanT, hardware: Hardware, cluster: Cluster | None = Non
 
 
 def transfer_over_link(way: PlannedTransfer, link: Link | None) -> PlannedTransfer:
-    """Returns the transfer with the seconds that it takes over this link; None: it is handed over."""
+    """Returns the transfer with its seconds over this link; None: values are passed without a copy."""
     if link is None:
         return replace(way, seconds=0.0, fixed_seconds=0.0)
     fixed = way.values * link.latency
@@ -184,7 +179,7 @@ def _retarget_stage(plan: PlanData, stage: StagePlan, device: str, hardware: Har
         memory_limit=hardware.usable_memory // plan.placement.count(worker),
         fixed=StageSeconds(
             *(
-                max(0.0, 2 * getattr(here, kind) - getattr(twice, kind))  # the line through both
+                max(0.0, 2 * getattr(here, kind) - getattr(twice, kind))  # the line through both points
                 for kind in ("forward", "backward", "weight", "loss")
             )
         ),
@@ -215,7 +210,7 @@ def _stage_seconds(plan: PlanData, stage: StagePlan, hardware: Hardware, sizes: 
 
 
 def place_plan(plan: PlanT, cluster: Cluster) -> PlanT:
-    """The plan with its devices, and those of its replicas, in these places."""
+    """Returns the plan with its devices, and the devices of its replicas, placed in a cluster."""
     packets = plan.packets
     return replace(
         plan,
@@ -226,9 +221,9 @@ def place_plan(plan: PlanT, cluster: Cluster) -> PlanT:
 
 
 def replicas_in_turn(plan: PlanT, schedule: object) -> PlanT:
-    """The plan as one process runs it: replicas take micro-batches of one mini-batch in turn, each as many as before.
+    """Returns the plan for one process: replicas take micro-batches of one mini-batch in turn, the same number each.
 
-    With the schedule of a stream they take mini-batches in turn.
+    With a stream schedule, replicas take mini-batches in turn.
     """
     cluster, count = plan.cluster, plan.data_parallel
     if cluster is None or count == 1:
@@ -243,7 +238,7 @@ def replicas_in_turn(plan: PlanT, schedule: object) -> PlanT:
 def _place_transfer(
     plan: PlanData, way: PlannedTransfer, cluster: Cluster, handed_over: Link | None = None
 ) -> PlannedTransfer:
-    """Places a transfer; `handed_over` is the link where a value would be handed over within one process."""
+    """Places a transfer; `handed_over` is the link to use if values are passed within one process."""
     one, other = plan.placement[way.source], plan.placement[way.target]
     link = cluster.link(one, other) or handed_over
     return transfer_over_link(replace(way, over=cluster.adapters(one, other)), link)

@@ -1,4 +1,4 @@
-"""`fxpipe.Plan`: a plan that prints, and that is kept in a file."""
+"""`fxpipe.Plan`: a plan that can be printed, saved and loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fxpipe.utils.units import parse_count
 
 @dataclass(frozen=True, slots=True)
 class Plan(PlanData):
-    """All that is decided about a pipeline: JSON and nothing else. `print` shows it as a table."""
+    """All decisions about a pipeline, as plain data that is saved as JSON. `print` shows it as a table."""
 
     @property
     def fits(self) -> MemoryFit:
@@ -34,10 +34,8 @@ class Plan(PlanData):
         """
         return simulate_step(self).fits
 
-    # -- Other sizes ---------------------------------------------------------------------------------------------------
-
     def at(self, b: int | None = None, **sizes: int) -> Plan:
-        """The same stages with the figures of other sizes.
+        """Returns the same stages with figures for other sizes.
 
             print(plan.at(s=512))
             plan.at(b=4, s=512).stages[1].forward_seconds
@@ -47,31 +45,30 @@ class Plan(PlanData):
             sizes: dynamic sizes, by name; others are as planned.
 
         Raises:
-            ArgumentError: there is no such size, or the graph does not hold for it.
+            ArgumentError: the plan has no such size, or the graph is not valid for it.
         """
         samples = self.micro_batch if b is None else parse_count("b", b, "a whole number of samples")
         batch = self.batch if b is None else samples * self.micro_batches
         return replace(resize_plan(self, samples, sizes=self.check_sizes(sizes)), batch=batch)
 
     def compare_sizes(self, **sizes: Sequence[int]) -> str:
-        """A table of the balance of the stages, the step and its memory at other sizes.
+        """Formats a table of the balance of the stages, the step and its memory at other sizes.
 
             print(plan.compare_sizes())                     # smaller, as planned, larger, the largest
             print(plan.compare_sizes(s=(128, 512, 2048)))
 
         Args:
-            sizes: for dynamic sizes the values to compare, by name; several sizes go together, one value each.
+            sizes: for dynamic sizes the values to compare, by name; several sizes are combined value by value.
 
         Raises:
-            ArgumentError: there is no such size, the graph does not hold for it, or sizes have unequal numbers of
-                values.
+            ArgumentError: an unknown size, one that is invalid for the graph, or unequal numbers of values.
         """
         from fxpipe.inspect.plan_text import sizes_text
 
         return sizes_text(self.at_sizes(**sizes))
 
     def at_sizes(self, **sizes: Sequence[int]) -> tuple[Plan, ...]:
-        """The same stages at each of several sizes, as for `compare_sizes`."""
+        """Returns the same stages at each of several sizes; see `compare_sizes`."""
         if sizes:
             rows = self._rows_of_sizes(sizes)
         else:
@@ -88,8 +85,6 @@ class Plan(PlanData):
             raise ArgumentError(f"sizes are compared together, so each has as many values as the others ({counts})")
         return [dict(zip(sizes, row, strict=True)) for row in zip(*sizes.values(), strict=True)]
 
-    # -- Files ---------------------------------------------------------------------------------------------------------
-
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON.
 
@@ -101,22 +96,21 @@ class Plan(PlanData):
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Reads what `save` wrote.
+        """Reads a file written by `save`.
 
         Raises:
-            ArgumentError: the file is no plan, or a damaged one; says where.
+            ArgumentError: the file is not a valid plan; names the problem.
             OSError: the file cannot be read.
         """
         try:
             plan = dataclass_from_json(cls, json.loads(Path(path).read_bytes().decode()), "the plan")
             plan._check()
             return plan
-        except (ValueError, RecursionError, OverflowError) as error:  # an ArgumentError among them
+        except (ValueError, RecursionError, OverflowError) as error:  # includes ArgumentError
             why = "it is nested too deeply" if isinstance(error, RecursionError) else error
             raise ArgumentError(f"{path} is no plan of fxpipe: {why}; write one with plan.save(path)") from None
 
     def _check(self) -> None:
-        """Raises `ArgumentError` unless the parts of the plan go together."""
         n = len(self.stages)
         ways = [*((p.source, p.target) for p in self.portals), *((s.source, s.target) for s in self.sendings)]
         wrong = {

@@ -1,4 +1,4 @@
-"""`fxpipe.simulate`: a plan, as it is or otherwise: with another schedule, more micro-batches, on other hardware."""
+"""`fxpipe.simulate`: simulates a plan, also with another schedule, more micro-batches, or other hardware."""
 
 from __future__ import annotations
 
@@ -43,54 +43,54 @@ def simulate(
     updates: bool | None = None,
     **sizes: int,
 ) -> Simulation:
-    """Simulates a step of a plan: its time, bubbles and memory by device. Nothing is run, and no model is needed.
+    """Simulates a step of a plan: its time, bubbles and memory by device. Runs nothing and needs no model.
 
         print(fxpipe.simulate(plan))                        # a timeline, bubbles and memory of each device
         fxpipe.simulate(plan, schedule="zero_bubble", chunks=32).step_seconds
         fxpipe.simulate(plan, hardware="h100").fits         # does it fit into their memory, device by device
-        fxpipe.simulate(plan, s=512)                        # of a plan with a dynamic size: at another one
+        fxpipe.simulate(plan, s=512)                        # with another dynamic size
         fxpipe.simulate(plan, data_parallel=4, batch=512)   # four replicas, each with a quarter of the mini-batch
 
-    The stages and their devices stay the plan's. For other micro-batches, checkpoint modes or hardware another cut may
-    be better: `fxpipe.plan` finds it.
+    The plan keeps its stages and their devices. For other micro-batches, checkpoint modes or hardware another cut may
+    be
+    better: `fxpipe.plan` finds it.
 
     Args:
-        plan: made for a model, or read from a file. What is not given below is as the plan has it.
-        schedule: a name or one of your own (see `fxpipe.scheduling`); "inference" too.
-        chunks: micro-batches of a step. There are no more than samples.
+        plan: made for a model, or loaded from a file. It provides the defaults of the arguments below.
+        schedule: a name or a custom schedule (see `fxpipe.scheduling`); "inference" too.
+        chunks: micro-batches of a step; at most the number of samples.
         checkpoint: "never", "always" or "except_last", or one of these for each stage.
         batch: samples of the mini-batch, of all replicas.
-        hardware: seconds, links and memory are those of this hardware, as for `fxpipe.plan`.
+        hardware: the hardware for which seconds, links and memory are estimated, as for `fxpipe.plan`.
         data_parallel, mesh: the number of replicas that share the mini-batch, and their order, as for `fxpipe.plan`.
-            One of them is simulated, and the reduction of gradients over all.
-        loss_seconds: of the loss of a micro-batch, forward and back to the outputs, as in
+            One replica is simulated, and the reduction of gradients over all.
+        loss_seconds: of the loss of a micro-batch, forward and backward to the outputs, as in
             `pipe.last_step.loss_seconds`. Default: as planned, 0 without a `loss_fn`.
-        overlaps: transfers run next to computation; else the device that receives copies before it computes. Default:
+        overlaps: transfers overlap with computation; otherwise the receiving device copies before it computes. Default:
             as a pipe runs: True over processes, False within one.
-        processes: each device has a process of its own, so that none waits for the Python of others. Values then go in
-            packets from stage to stage, those for later stages relayed (`Plan.packets`). Default: as planned; True over
-            a DeviceMesh, with replicas, and with devices in several nodes.
+        processes: each device has its own process, so that none waits for the Python of others. Stages then send values
+            in packets to the next stage, which relays values for later stages (`Plan.packets`). Default: as planned;
+            True over a DeviceMesh, with replicas, and with devices in several nodes.
         updates: each device updates the weights of its stages after their last backward, while others still run, as
-            with `fxpipe.optim.StageOptimizer(overlap=True)`: U is a part of the step. It takes the time to move
-            weights, gradients and optimizer state, if the hardware is known. Not over processes. Default: the update
-            comes after the step. In a stream each mini-batch is updated in any case; updates=False lets that take no
-            time.
+            with `fxpipe.optim.StageOptimizer(overlap=True)`. An update takes the time to move weights, gradients and
+            optimizer state, if the hardware is known. Not over processes. Default: the update follows the step. In a
+            stream each mini-batch is always updated; with updates=False the update takes no time.
         sizes: dynamic sizes, by name.
 
     With schedule="pipedream" or "pipedream_2bw" mini-batches stream through the stages. `step_seconds`, `busy`,
-    `bubble` and `sent` are those of a mini-batch in the steady state, with its update; `steady` has the rest, and
-    `seconds` is the time of the whole stream. A step of such a pipe with a flush is that of schedule="1f1b".
+    `bubble` and `sent` are for a mini-batch in the steady state, with its update; `steady` has further figures, and
+    `seconds` is the time of the whole stream. A step of such a pipe with a flush is a step of schedule="1f1b".
 
     Returns:
         The simulation. `step_seconds` is the time of forward and backward of the mini-batch with all transfers; the
-        optimizer's update comes after it and takes `update_seconds`, if the hardware is known. All micro-batches take
-        as long as the largest one. With replicas `step_seconds` includes the reductions that remain after the last
-        action, `exposed_reduction_seconds`; `traffic` says what is sent within nodes and between them.
+        optimizer's update follows and takes `update_seconds`, if the hardware is known. All micro-batches take as long
+        as the largest one. With replicas `step_seconds` includes the reductions that remain after the last action,
+        `exposed_reduction_seconds`; `traffic` reports the bytes sent within nodes and between them.
 
     Raises:
-        ArgumentError: an argument cannot be used, or the schedule needs stages on other devices than the plan has them.
-        ArgumentTypeError: an argument is of another type.
-        ScheduleError: a schedule of your own would not run.
+        ArgumentError: an argument is invalid, or the schedule needs another placement of the stages.
+        ArgumentTypeError: an argument has the wrong type.
+        ScheduleError: a custom schedule cannot run.
     """
     if batch is not None and isinstance(plan, Plan):
         batch = replica_batch(parse_count("batch", batch, "a whole number of samples"), _replicas(plan, data_parallel))
@@ -154,11 +154,7 @@ def vary_plan(
     processes: bool | None = None,
     sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> Plan:
-    """The plan with what is given, and all figures as they are then; arguments as for `simulate`.
-
-    Args:
-        batch: samples of the mini-batch of one replica.
-    """
+    """Returns the plan with the given changes and updated figures, as for `simulate`; `batch` is for one replica."""
     if not isinstance(plan, Plan):
         raise ArgumentTypeError(
             f"plan is {with_article(plan)}; expected a fxpipe.Plan, as fxpipe.plan(...), pipe.plan and "
@@ -189,14 +185,14 @@ def _replicas(plan: Plan, data_parallel: int | None) -> int:
 
 
 def _share_of_replica(plan: Plan, data: int) -> Plan:
-    """The plan for the part of its mini-batch that one of so many replicas has."""
+    """Returns the plan for the part of its mini-batch that one of `data` replicas has."""
     if plan.batch is None or data == plan.data_parallel:
         return plan
     return replace(plan, batch=replica_batch(plan.batch * plan.data_parallel, data))
 
 
 def _on_devices(plan: Plan, hardware: Hardware | None, data: int, mesh: Sequence[str] | None) -> Plan:
-    """The plan with its devices, and those of so many replicas, on this hardware; None: where they are."""
+    """Returns the plan with its devices and replicas on this hardware; None: on the same devices."""
     if plan.turns:
         if hardware is not None or mesh is not None or data != 1:
             raise ArgumentError(
@@ -216,7 +212,7 @@ def _on_devices(plan: Plan, hardware: Hardware | None, data: int, mesh: Sequence
 
 
 def _chunks(plan: Plan, order: ScheduleLike, is_other: bool, asked: int | None) -> int:
-    """A table of one's own says how many micro-batches there are, unless it is said; PipeDream cuts nothing."""
+    """Returns the number of micro-batches: as given, or of a custom table, or of the plan; 1 for PipeDream."""
     if asked is None:
         if order == "pipedream" and plan.schedule != order:
             return 1  # as in `fxpipe.pipeline`
@@ -225,7 +221,7 @@ def _chunks(plan: Plan, order: ScheduleLike, is_other: bool, asked: int | None) 
 
 
 def _batch(plan: Plan, asked: int | None, resizes: bool) -> int | None:
-    """Samples of the mini-batch; None where they are not known, nor needed."""
+    """Returns the samples of the mini-batch; None if unknown and not needed."""
     if asked is not None:
         return parse_count("batch", asked, "a whole number of samples")
     if plan.batch is None and resizes:
@@ -238,7 +234,7 @@ def _modes(checkpoint: str | Sequence[str]) -> str | tuple[str, ...]:
 
 
 def _check_schedule(plan: Plan, order: ScheduleLike, m: int, modes: str | tuple[str, ...]) -> None:
-    """Raises, with the remedy, where the schedule cannot have the plan's stages on the plan's devices."""
+    """Raises an error with a remedy if the schedule does not support the plan's placement."""
     try:
         make_schedule(order, len(plan.stages), m, modes, plan.placement)
     except ArgumentError as error:

@@ -1,8 +1,8 @@
-"""Chooses the options that were left to planning (`chunks="auto"`, `schedule="auto"`) for a profiled model.
+"""Chooses the options left to planning (`chunks="auto"`, `schedule="auto"`) for a profiled model.
 
-The same profile gives the same choice. The graph was compared with the model for the usual micro-batches only, so it is
-compared again for others; if it is not the model there, or the model refuses them, the next best candidate is tried. If
-none fits into memory, planning goes on with the usual values, and reports what is missing.
+The choice is deterministic for a profile. The graph was compared with the model only for the usual micro-batches, so it
+is compared again for others; if they differ, or the model rejects the size, the next best candidate is tried. If none
+fits into memory, planning continues with the usual values, and reports the shortage.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fxpipe.utils.progress import progress
 def prepare_best(
     profiled: ProfiledModel, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings
 ) -> PreparedGraph:
-    """The plan with what `settings.left` names as the tuner would have it."""
+    """Plans the model; the tuner chooses the options in `settings.left`."""
     usual = replace(settings, left=frozenset())
     plans = ModelPlans(profiled, usual)
     limits: MemoryLimits = [worker.memory for worker in planned_workers(usual)]
@@ -53,7 +53,7 @@ def prepare_best(
 
 
 def _with_usual_chunks(ready: PreparedGraph, usual: Settings, batch: int) -> PreparedGraph:
-    """Sets the usual number of micro-batches where each sample is one already: larger mini-batches may use more."""
+    """Sets the usual number of micro-batches if each has one sample already: larger mini-batches may use more."""
     if ready.settings.chunks < batch or usual.chunks <= batch:
         return ready
     settings = replace(ready.settings, chunks=usual.chunks)
@@ -72,7 +72,6 @@ def _free_candidates(profiled: ProfiledModel, settings: Settings) -> Iterable[Ca
 
 
 def _chunks_to_try(batch: int, settings: Settings) -> tuple[int, ...]:
-    """The numbers of micro-batches to try, those that the schedule can have."""
     workers = len(settings.workers)
     counts = chunks_for_batch(batch, MAX_CHUNKS_PER_WORKER * len(settings.row_devices))
     if not callable(settings.schedule):
@@ -82,7 +81,6 @@ def _chunks_to_try(batch: int, settings: Settings) -> tuple[int, ...]:
 
 
 def _has_rows_for(function: ScheduleLike, workers: int, each: int, chunks: int) -> bool:
-    """A function of the user's need not know every number of micro-batches."""
     try:
         place_stages(workers, each, function, chunks, None)
     except Exception:
@@ -93,19 +91,19 @@ def _has_rows_for(function: ScheduleLike, workers: int, each: int, chunks: int) 
 def _modes_to_try(settings: Settings) -> tuple[str, ...] | None:
     if settings.checkpoint == "auto":
         return None
-    return (settings.checkpoint,) if isinstance(settings.checkpoint, str) else ("never",)  # these are in the settings
+    return (settings.checkpoint,) if isinstance(settings.checkpoint, str) else ("never",)  # modes are in settings
 
 
 def with_best_chunks(
     plan: Plan, traced: Traced, batch: int, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings
 ) -> Plan:
-    """The plan for other mini-batches than it was made for: its stages, in the micro-batches that now suit them best.
+    """Returns the plan for mini-batches of another size: the same stages, with the best number of micro-batches.
 
-    Returns the plan as it was if no number fits into memory, or the model accepts none.
+    Returns the plan unchanged if no number fits into memory, or the model accepts none.
 
     Args:
-        traced: the graph that will run, to be compared with the model for micro-batches of the new sizes.
-        batch: samples of the mini-batch, which `args` and `kwargs` hold.
+        traced: the graph that will run, compared with the model for micro-batches of the new sizes.
+        batch: samples of the mini-batch in `args` and `kwargs`.
     """
     each = max(map(plan.placement.count, plan.placement))
     ways = [Candidate(settings.schedule, count, each) for count in _chunks_to_try(batch, settings)]
@@ -119,7 +117,7 @@ def with_best_chunks(
 
 
 def with_best_schedule(plan: Plan, settings: Settings) -> Settings:
-    """Sets the schedule that suits the stages of a plan best; the usual one where none fits into memory."""
+    """Sets the best schedule for the stages of a plan; the usual schedule if none fits into memory."""
     batch = plan.batch or settings.chunks * plan.micro_batch
     modes = None if settings.checkpoint == "auto" else (settings.checkpoint,)
     candidates, plans = candidates_of_plan(plan, COMPARED_SCHEDULES, (settings.chunks,)), PlanVariants(plan, batch)

@@ -1,7 +1,7 @@
-"""The plans that a tuner simulates: each cut is made once, and serves every candidate that may have it.
+"""The plans that a tuner simulates: each cut is computed once and shared by all candidates that can use it.
 
-A cut depends on the placement of stages, the size of micro-batches and whether stages recompute, and on the schedule
-only if memory is limited. Two sizes with the same cut share its plan, which has its figures for any size.
+A cut depends on the placement of stages, the size of micro-batches and recomputation, and on the schedule only if
+memory is limited. Two sizes with the same cut share its plan, which has figures for any size.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from fxpipe.tracing.shapes.tensor_shape import bytes_at
 from fxpipe.tracing.tensors import tensor_bytes
 from fxpipe.utils.batch_split import largest_micro_batch, micro_batch_sizes
 
-CheckpointMode: TypeAlias = "str | tuple[str, ...]"  # of recomputing: for all stages, or one for each
+CheckpointMode: TypeAlias = "str | tuple[str, ...]"  # for all stages, or one for each
 
 
 class PlanSource(Protocol):
-    """The source of the plans of candidates."""
+    """A source of plans for candidates."""
 
     @property
     def devices(self) -> int:
@@ -45,29 +45,27 @@ class PlanSource(Protocol):
         """The samples of the mini-batch of a replica."""
 
     def plan(self, candidate: Candidate, mode: CheckpointMode) -> Plan:
-        """Returns the plan for stages with this checkpoint mode, as if memory had no limit; a FxpipeError: none."""
+        """Returns the plan for stages with this checkpoint mode, ignoring memory limits, or raises a FxpipeError."""
 
     def within_limits(self, candidate: Candidate, mode: CheckpointMode) -> Plan | None:
-        """Returns the plan that fits, or raises a FxpipeError; None if the cuts cannot be moved. "auto" decides what
-        is recomputed."""
+        """Returns a plan that fits, or raises a FxpipeError; None if cuts cannot be moved. "auto" chooses modes."""
 
     def bound(self, candidate: Candidate) -> float:
-        """Computes seconds that no step can undercut: all work shared evenly, or one micro-batch through all stages."""
+        """Computes a lower bound on the seconds of a step: all work shared evenly, or one micro-batch in all stages."""
 
     def bound_without_sending(self, candidate: Candidate) -> float:
-        """Computes the seconds of a step with the most even stages, if they send nothing, and recompute no more than
-        the memory of all devices together asks for."""
+        """Computes the seconds of a step with the most even stages, no transfers, and the least recomputation."""
 
 
 @dataclass
 class ModelPlans:
-    """Plans of a model that was profiled."""
+    """Plans of a profiled model."""
 
     profiled: ProfiledModel
-    settings: Settings  # all but what candidates are about
-    reckons_recompute: bool = False  # is what memory asks for a part of `bound_without_sending`, about
-    _cuts: dict[tuple[object, ...], PreparedGraph] = field(default_factory=dict)  # by all that the cut depends on
-    _same: dict[tuple[object, ...], PreparedGraph] = field(default_factory=dict)  # by what the cut is
+    settings: Settings  # everything that does not differ between candidates
+    reckons_recompute: bool = False  # `bound_without_sending` includes the recomputation that memory requires
+    _cuts: dict[tuple[object, ...], PreparedGraph] = field(default_factory=dict)  # by the inputs of the cut
+    _same: dict[tuple[object, ...], PreparedGraph] = field(default_factory=dict)  # by the cut itself
     _nodes: dict[int, list[StageCost]] = field(default_factory=dict)  # by samples
 
     @property
@@ -93,12 +91,12 @@ class ModelPlans:
 
     def bound(self, candidate: Candidate) -> float:
         if self.settings.replicas:
-            return 0.0  # that have a part of the micro-batches each
+            return 0.0  # no bound: each replica has only a part of the micro-batches
         m = min(candidate.chunks, self.profiled.batch)
         nodes = self._fastest(largest_micro_batch(self.profiled.batch, m))
         total = math.fsum(cost.forward + cost.backward for cost in nodes)
         even = m * total / len(self.settings.workers)
-        if is_stream(candidate.schedule):  # no mini-batch waits for another one to have gone through all stages
+        if is_stream(candidate.schedule):  # mini-batches overlap, so no step waits for a micro-batch to pass all stages
             return even * (1 - 1e-9)
         return max(even, total - math.fsum(cost.weight or 0.0 for cost in nodes)) * (1 - 1e-9)  # sums are rounded
 
@@ -126,7 +124,7 @@ class ModelPlans:
         return simulate_schedule(schedule, stages).step_seconds
 
     def _recomputed_share(self, schedule: Schedule, samples: int) -> float:
-        """Reckons the share of all stages that has to recompute, where what is kept is as even as their seconds."""
+        """Estimates the share of stages that must recompute, if saved memory is as even as the stages' seconds."""
         if not self.reckons_recompute or self.settings.checkpoint == "never":
             return 0.0
         limits = [worker.memory for worker in planned_workers(self.settings)]
@@ -149,7 +147,7 @@ class ModelPlans:
         return sum(tensor_bytes(one) for one in self.profiled.traced.model.parameters() if one.requires_grad)
 
     def prepared(self, plan: Plan) -> PreparedGraph:
-        """Returns the prepared graph that runs a plan that came from here."""
+        """Returns the prepared graph for a plan of this source."""
         nodes = [stage.nodes for stage in plan.stages]
         graph = next(
             one
@@ -183,7 +181,7 @@ class ModelPlans:
         return replace(settings, memory_limits=(None,) * len(settings.workers))
 
     def _key(self, settings: Settings) -> tuple[object, ...]:
-        """Returns all that a cut depends on: the schedule too where memory is limited, or where there are pins."""
+        """Returns the inputs of a cut; includes the schedule only if memory is limited or there are pins."""
         is_limited = any(limit is not None for limit in settings.memory_limits or (1,))
         of_schedule = settings.schedule if is_limited or settings.pins else None
         samples = settings.largest_micro_batch(self.profiled.batch)
@@ -202,7 +200,7 @@ class ModelPlans:
         return self._same[key]
 
     def _fastest(self, samples: int) -> list[StageCost]:
-        """Returns the costs of nodes for micro-batches of so many samples, each on the device fastest for it."""
+        """Returns the costs of nodes for micro-batches of `samples` samples, each on the fastest device for it."""
         if samples not in self._nodes:
             rows = zip(*(profile.nodes for profile in self.profiled.profiles_for(self.settings)), strict=True)
             fastest = (min(row, key=lambda cost: (cost.forward + cost.backward).at(samples)) for row in rows)
@@ -214,7 +212,6 @@ class ModelPlans:
 
 
 def _with_reduction(stage: StageCost, settings: Settings, worker: int, gradient_bytes: int) -> StageCost:
-    """A stage whose gradients take so many bytes, which are reduced over the replicas."""
     if settings.cluster is None:
         return stage
     seconds, buckets = settings.cluster.reduction(worker, gradient_bytes)
@@ -222,7 +219,6 @@ def _with_reduction(stage: StageCost, settings: Settings, worker: int, gradient_
 
 
 def _stage_of_nodes(nodes: Sequence[StageCost], starting: float) -> StageCost:
-    """A stage of these nodes."""
     backward = math.fsum(cost.backward for cost in nodes)
     weight = min(backward, math.fsum(cost.weight or 0.0 for cost in nodes))  # sums are rounded
     return StageCost(math.fsum(cost.forward for cost in nodes), backward, weight=weight, action=starting)
@@ -230,7 +226,7 @@ def _stage_of_nodes(nodes: Sequence[StageCost], starting: float) -> StageCost:
 
 @dataclass(frozen=True, slots=True)
 class PlanVariants:
-    """Variants of a plan whose stages stay where they are."""
+    """Variants of a plan that keep its stages."""
 
     base: Plan
     batch: int
@@ -246,19 +242,18 @@ class PlanVariants:
         return None
 
     def bound(self, candidate: Candidate) -> float:
-        return 0.0  # it costs no more to simulate it
+        return 0.0  # a bound costs no less than a simulation
 
     def bound_without_sending(self, candidate: Candidate) -> float:
         return 0.0
 
 
 def _variant(plan: Plan, candidate: Candidate, batch: int, modes: CheckpointMode) -> Plan:
-    """The same stages with the schedule of a candidate, its micro-batches, and these checkpoint modes."""
     return vary_plan(plan, schedule=candidate.schedule, chunks=candidate.chunks, checkpoint=modes, batch=batch)
 
 
 def with_memory_limits(plan: Plan, limits: Sequence[float | None]) -> Plan:
-    """The plan with what each stage may take of the memory of its device; several share it by what they need."""
+    """Returns the plan with a memory limit for each stage; stages share a device's memory in proportion to need."""
     shared = len({*plan.placement}) < len(plan.placement)
     needs = [float(plan.memory(stage.index, plan.micro_batch)) if shared else 1.0 for stage in plan.stages]
     stages = []
@@ -271,7 +266,7 @@ def with_memory_limits(plan: Plan, limits: Sequence[float | None]) -> Plan:
 
 
 def memory_limits_of(plan: Plan) -> list[float | None]:
-    """Returns the memory that the stages of each worker may take."""
+    """Returns the memory limit of each worker: the sum over its stages."""
     sums: list[float | None] = []
     for k in range(len(plan.workers)):
         limits = [stage.memory_limit for stage, place in zip(plan.stages, plan.placement, strict=True) if place == k]

@@ -1,12 +1,12 @@
-"""The search: every candidate, the most promising first, until none that remains can be faster.
+"""The search over candidates, the most promising first, until no remaining candidate can be faster.
 
-A candidate is simulated on the cut for its placement and size of micro-batches, with nothing recomputed. If that does
-not fit into memory, it is planned within the limit: cuts move, some stages recompute. Only if all stages have to, or
-nothing fits, is everything recomputed, and all but the last micro-batch.
+A candidate is simulated on the cut for its placement and size of micro-batches, without recomputation. If it does not
+fit into memory, it is planned within the limit: cuts move, and some stages recompute. Only if all stages must
+recompute, or nothing fits, two more modes are tried: recompute everything, or all but the last micro-batch.
 
-To cut a graph takes a hundred times as long as to simulate a schedule. So a candidate is cut only if its lower bounds
-are below the best steps so far: all work shared evenly, and its schedule with stages as even as nodes allow that send
-nothing (a heuristic bound: unevenness may suit a schedule).
+Cutting a graph takes a hundred times as long as simulating a schedule. So a candidate is cut only if its lower bounds
+are below the best steps so far: all work shared evenly, and its schedule with the most even stages that send nothing (a
+heuristic bound: uneven stages may suit a schedule).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from fxpipe.scheduling import ScheduleLike
 from fxpipe.utils.progress import ignore_progress
 from fxpipe.utils.units import human_bytes, size_at_least
 
-# times the best step without sending: what cannot undercut that is not simulated to see what it can
+# Candidates whose first bound exceeds the best second bound by this factor skip the simulation of the second bound.
 PROMISING_FACTOR = 1.5
-EVEN_STAGES_SHARE = 0.98  # of the step without sending: unevenness saves no more
+EVEN_STAGES_SHARE = 0.98  # share of the step without sending that is a bound: uneven stages save no more
 NO_SHORTER = "no step of it can be as short as those of the best"
-MemoryLimits = Sequence[float | None]  # bytes by worker, of the longest pipeline that is tried; None: no limit
+MemoryLimits = Sequence[float | None]  # bytes by worker, of the longest pipeline to try; None: no limit
 
 
 def search_candidates(
@@ -44,24 +44,24 @@ def search_candidates(
     least_gain: float = 0.0,
     step: Callable[[], object] = ignore_progress,
 ) -> tuple[CandidateResult, ...]:
-    """A row for each candidate and mode that was looked at.
+    """Returns a row for each candidate and mode.
 
     Args:
-        modes: of recomputing; None: as much as memory asks for.
-        wanted: how many of the best are to be found for certain.
-        least_gain: the share of a step by which a candidate must be able to be shorter to be cut.
+        modes: of recomputation; None: the least that memory requires.
+        wanted: the number of best candidates to find with certainty.
+        least_gain: a candidate is cut only if its step can be shorter than the best by this share.
         step: called after each candidate.
     """
     rows: list[CandidateResult] = []
     hoped = math.inf
-    steps: list[float] = []  # of the best that fit, as many as are wanted
+    steps: list[float] = []  # the `wanted` best steps that fit
     waiting: list[tuple[float, int, Candidate]] = []
     bounds = [(plans_of(candidate).bound(candidate), number, candidate) for number, candidate in enumerate(candidates)]
     for bound, number, candidate in sorted(bounds, key=lambda one: one[:2]):
         if bound > PROMISING_FACTOR * hoped:
             waiting.append((bound, number, candidate))
             continue
-        with contextlib.suppress(ArgumentError, PartitionError, ScheduleError):  # it will be said when it is cut
+        with contextlib.suppress(ArgumentError, PartitionError, ScheduleError):  # reported when it is cut
             bound = max(bound, EVEN_STAGES_SHARE * plans_of(candidate).bound_without_sending(candidate))
         hoped = min(hoped, bound)
         waiting.append((bound, number, candidate))
@@ -96,11 +96,11 @@ def _try_candidate(
         row = _simulate_candidate(candidate, plans.plan(candidate, "never"), limits, others)
         yield row
         if row.fits or row.step_seconds > (1 + SAME_STEP_TOLERANCE) * best:
-            return  # recomputing takes time, and so does what a limit asks for
+            return  # recomputation and memory limits only make it slower
         results = list(_try_within_limits(candidate, plans, limits, "auto", others))
         yield from results
         if any(row.fits and row.checkpoint != "always" for row in results):
-            return  # no stage recomputes without need
+            return  # a stage recomputes only if it must
         for mode in ("except_last", "always"):
             yield _simulate_candidate(candidate, plans.plan(candidate, mode), limits, others)
     except (ArgumentError, PartitionError, ScheduleError) as error:
@@ -110,7 +110,7 @@ def _try_candidate(
 def _try_within_limits(
     candidate: Candidate, plans: PlanSource, limits: MemoryLimits, mode: CheckpointMode, others: Mapping[str, Any]
 ) -> Iterator[CandidateResult]:
-    with contextlib.suppress(ArgumentError, PartitionError, ScheduleError):  # what it lacks, the rows before say
+    with contextlib.suppress(ArgumentError, PartitionError, ScheduleError):  # earlier rows report the missing memory
         plan = plans.within_limits(candidate, mode)
         if plan is not None:
             yield _simulate_candidate(candidate, plan, limits, others)
@@ -119,11 +119,11 @@ def _try_within_limits(
 def _simulate_candidate(
     candidate: Candidate, plan: Plan, limits: MemoryLimits, others: Mapping[str, Any]
 ) -> CandidateResult:
-    simulation = simulate(plan, updates=False)  # of no schedule: a step has its update behind it
-    largest = resize_plan(plan, plan.micro_batch, sizes=plan.largest_sizes)  # of this memory limits are asked
+    simulation = simulate(plan, updates=False)  # for a schedule that is not a stream, the update follows the step
+    largest = resize_plan(plan, plan.micro_batch, sizes=plan.largest_sizes)  # memory limits apply to the largest sizes
     memory = tuple(held.peak for held in (simulation if largest is plan else simulate(largest)).memory)
     turns = plan.turns or (1,) * len(memory)
-    own = [limit for limit, count in zip(limits, turns, strict=False) for _ in range(count)]  # of a replica
+    own = [limit for limit, count in zip(limits, turns, strict=False) for _ in range(count)]  # one for each row
     lacks = max(
         (peak - limit for peak, limit in zip(memory, own, strict=True) if limit is not None), default=-float("inf")
     )
@@ -158,11 +158,11 @@ def _schedule_label(schedule: ScheduleLike) -> str:
     return schedule if isinstance(schedule, str) else getattr(schedule, "__name__", None) or str(schedule)
 
 
-# -- The message where no candidate fits into memory: the least that would do ----------------------------------------
+# -- The message if no candidate fits into memory: the least sufficient limit ------------------------------------------
 
 
 def shortage_message(rows: Sequence[CandidateResult], limits: MemoryLimits) -> str:
-    """The candidate that lacks least, and what it would fit into."""
+    """Describes the candidate with the least excess, and the memory that it needs."""
     tried = [row for row in rows if row.plan is not None]
     nearest = min(tried, key=lambda row: (row.lacks, row.step_seconds))
     limits = limits[: len(nearest.memory)]
@@ -179,7 +179,6 @@ def shortage_message(rows: Sequence[CandidateResult], limits: MemoryLimits) -> s
 
 
 def _sufficient_limit(row: CandidateResult, limits: MemoryLimits) -> str:
-    """A limit for all devices alike, or one for each, as they were given."""
     needed = [None if limit is None else max(limit, peak) for peak, limit in zip(row.memory, limits, strict=True)]
     if len({*limits}) == 1:
         return repr(size_at_least(max(row.memory)))

@@ -1,7 +1,7 @@
 """The candidates of a tuner, as plain data: schedules, stages on a device, numbers of micro-batches.
 
-Numbers of micro-batches double, 1, 2, 4, ..., up to the samples of the mini-batch. A divisor of the mini-batch near a
-power of two replaces it, so that micro-batches are all of one size.
+Numbers of micro-batches are powers of two up to the samples of the mini-batch, or nearby divisors of the mini-batch,
+for micro-batches of equal size.
 
 >>> chunks_for_batch(32, most=64)
 (1, 2, 4, 8, 16, 32)
@@ -23,26 +23,26 @@ from fxpipe.planning.plans.simulate_plan import simulate
 from fxpipe.scheduling import SCHEDULES, ScheduleLike, check_placement
 from fxpipe.simulation import Simulation
 
-NEAR_POWER = 2**0.5  # times a power of two, up or down, is nearer to it than to the next
-MAX_CHUNKS_PER_WORKER = 32  # micro-batches for each worker: with more there is nearly no bubble left to fill
+NEAR_POWER = 2**0.5  # numbers within this factor of a power of two are near it
+MAX_CHUNKS_PER_WORKER = 32  # micro-batches for each worker: with more there is nearly no bubble left
 TRIED_STAGES_PER_DEVICE = (1, 2, 4)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A candidate, one way to train: all that is free before stages are cut, but for what is recomputed."""
+    """A candidate: all options that are set before stages are cut, except recomputation."""
 
-    schedule: ScheduleLike  # a name, or the user's own
-    chunks: int  # of each replica
+    schedule: ScheduleLike  # a name, or a user's table or function
+    chunks: int  # micro-batches per replica
     stages_per_device: int
-    data_parallel: int = 1  # replicas
+    data_parallel: int = 1
     mesh: tuple[str, str] = MESHES[0]
 
 
 def candidates_of_model(
     schedules: Sequence[ScheduleLike], chunks: Sequence[int], stages_per_device: Sequence[int]
 ) -> Iterator[Candidate]:
-    """Yields the candidates of a model: all that a schedule can have."""
+    """Yields the candidates of a model: all combinations that each schedule supports."""
     for schedule in schedules:
         for each in stages_per_device:
             if isinstance(schedule, str) and not SCHEDULES[schedule].takes(each):
@@ -52,7 +52,7 @@ def candidates_of_model(
 
 
 def candidates_of_plan(plan: Plan, schedules: Sequence[str], chunks: Sequence[int]) -> Iterator[Candidate]:
-    """Yields the candidates of a plan: all that its stages can have where they are."""
+    """Yields the candidates of a plan: all combinations that its placement supports."""
     each = max(map(plan.placement.count, plan.placement))
     for schedule in schedules:
         with contextlib.suppress(ArgumentError):
@@ -61,7 +61,7 @@ def candidates_of_plan(plan: Plan, schedules: Sequence[str], chunks: Sequence[in
 
 
 def chunks_for_batch(batch: int, most: int) -> tuple[int, ...]:
-    """Numbers of micro-batches for mini-batches of so many samples, at most `most`."""
+    """Returns numbers of micro-batches for mini-batches of `batch` samples, at most `most`."""
     divisors = [d for d in range(1, batch + 1) if batch % d == 0]
     counts = []
     power = 1
@@ -73,28 +73,28 @@ def chunks_for_batch(batch: int, most: int) -> tuple[int, ...]:
     return tuple(count for count in dict.fromkeys(counts) if count <= max(1, most))
 
 
-# -- The result of each candidate: a row of the table, and their order -----------------------------------------------
+# -- The result of each candidate: a row of the table, and the order of rows -------------------------------------------
 
-SAME_STEP_TOLERANCE = 0.001  # steps that differ by less are equally long: then the one that needs less memory is better
+SAME_STEP_TOLERANCE = 0.001  # steps that differ by less are equal; then less memory is better
 
 
 @dataclass(frozen=True, slots=True)
 class CandidateResult:
-    """The result of a candidate: what its step comes to. One without a plan was not cut; `why` says why."""
+    """The result of a candidate: the figures of its step. Without a plan it was not cut; `why` has the reason."""
 
-    schedule: str  # a name or, of the user's own, a table as text
+    schedule: str  # a name, or a user's table as text
     chunks: int
     stages_per_device: int
-    checkpoint: str | tuple[str, ...] = "never"  # or one for each stage
+    checkpoint: str | tuple[str, ...] = "never"  # one mode, or one for each stage
     plan: Plan | None = None
-    step_seconds: float = 0.0  # simulated; of one that was not cut, what it takes at least
+    step_seconds: float = 0.0  # simulated; a lower bound if the candidate was not cut
     memory: tuple[float, ...] = ()  # bytes: the simulated peak of each device
-    lacks: float = 0.0  # bytes that the device which lacks most would need more than it may take
-    measured_seconds: float | None = None  # of a real step, if it was run
+    lacks: float = 0.0  # the largest excess of a device over its memory limit, in bytes
+    measured_seconds: float | None = None  # median of real steps, if measured
     why: str = ""
-    others: Mapping[str, Any] = field(default_factory=dict)  # what else `fxpipe.pipeline` has to be told
-    data_parallel: int = 1  # replicas, among which the devices and the mini-batch are shared
-    mesh: tuple[str, str] = MESHES[0]  # in which order they stand; see `fxpipe.cluster`
+    others: Mapping[str, Any] = field(default_factory=dict)  # further arguments for `fxpipe.pipeline`
+    data_parallel: int = 1  # number of replicas, which share the devices and the mini-batch
+    mesh: tuple[str, str] = MESHES[0]  # the order of replicas; see `fxpipe.cluster`
 
     @property
     def fits(self) -> bool:
@@ -102,19 +102,19 @@ class CandidateResult:
 
     @property
     def peak(self) -> float:
-        """Bytes on the device that holds most."""
+        """The largest peak memory of a device, in bytes."""
         return max(self.memory, default=0.0)
 
     @property
     def simulation(self) -> Simulation:
-        """The simulation of its plan: the times of its actions and the memory of its devices; made anew each time."""
+        """The simulation of its plan: the times of actions and the memory of devices; computed at each access."""
         if self.plan is None:
             raise ValueError(f"this candidate was not cut: {self.why}")
         return simulate(self.plan)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Returns the arguments for `fxpipe.pipeline`: the plan, and beside it what a plan does not say."""
+        """The arguments for `fxpipe.pipeline`: the plan, and options that a plan does not include."""
         return {"plan": self.plan, "schedule": self.schedule, **self.others}
 
     def __str__(self) -> str:
@@ -127,19 +127,19 @@ class CandidateResult:
 
 @dataclass(frozen=True, slots=True)
 class TuningData:
-    """The result of a tuner: a row for each candidate, and the one that it chose."""
+    """The result of a tuner: a row for each candidate, and the chosen row."""
 
     best: CandidateResult
-    rows: tuple[CandidateResult, ...]  # those that fit first, by the seconds of a step
+    rows: tuple[CandidateResult, ...]  # fitting rows first, by the seconds of a step
     batch: int  # samples of the mini-batch, of all replicas
     devices: tuple[str, ...]  # by worker, of one replica
     estimated_for: str = ""  # the hardware for which the seconds were estimated; empty if they were measured
 
 
 def rank_fitting(rows: Iterable[CandidateResult]) -> list[CandidateResult]:
-    """Ranks those that fit, the best first: the shortest step; of about equally long ones that with least memory.
+    """Ranks rows that fit: the shortest step first; among equal steps, the least memory first.
 
-    Where some were run, these are all there is, by what was measured.
+    If some rows were measured, returns only these, ranked by the measurement.
     """
     fitting = [row for row in rows if row.fits]
     measured = [row for row in fitting if row.measured_seconds is not None]
@@ -155,7 +155,7 @@ def rank_fitting(rows: Iterable[CandidateResult]) -> list[CandidateResult]:
 
 
 def order_for_table(rows: Iterable[CandidateResult]) -> tuple[CandidateResult, ...]:
-    """Sorts rows as a table has them: what fits, what is too slow to look at, what does not fit, what cannot be."""
+    """Sorts rows for the table: fitting, too slow to cut, too large for memory, impossible."""
 
     def order(row: CandidateResult) -> tuple[float, ...]:
         kind = (0 if row.fits else 2) if row.plan is not None else (1 if row.step_seconds else 3)

@@ -1,8 +1,8 @@
-"""Runs the best few candidates for real.
+"""Runs the best few candidates on the devices.
 
-They train the model alternately: a round is a step of each, so that disturbances hit them alike, and the median over
-the rounds counts. Their graphs are those that were profiled. On GPUs the parameters move before a candidate's step,
-which is not timed. Afterwards parameters, gradients, buffers, devices and random numbers are as before.
+They train the model alternately: a round is a step of each, so that disturbances affect all of them equally, and the
+median over the rounds counts. They run the profiled graphs. On GPUs the parameters move before a candidate's step,
+which is not timed. Afterwards parameters, gradients, buffers, devices and random numbers are restored.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from fxpipe.utils.progress import progress
 from fxpipe.utils.pytree import flatten, map_tensor_leaves
 
 MEASURED_CANDIDATES = 4
-MEASURING_ROUNDS = 5  # beside a first one, to warm up: fewer than the steps after which a loss is verified again
+MEASURING_ROUNDS = 5  # after one warm-up round: fewer than the steps after which a loss is verified again
 
 
 @dataclass(frozen=True, slots=True)
 class LossArguments:
-    """The arguments of `forward_backward` beside the inputs."""
+    """The arguments of `forward_backward` other than the inputs."""
 
     loss_fn: Callable[..., Any] | None
     target: Any
@@ -43,18 +43,17 @@ class LossArguments:
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """The loss module, if there is one: it may have parameters, which get gradients, and buffers, which change."""
+        """The loss module, if there is one: it may have parameters and buffers, which must be restored."""
         return (self.loss_fn,) if isinstance(self.loss_fn, nn.Module) else ()
 
     def arguments(self, batch: int) -> dict[str, Any]:
-        """Returns the arguments for mini-batches of so many samples."""
         if self.loss_fn is None and self.target is None:
             return {"loss_fn": default_loss}
         return {"loss_fn": self.loss_fn, "target": _target_of_size(self.target, batch), "reduction": self.reduction}
 
 
 def default_loss(output: Any) -> torch.Tensor:
-    """A loss for whom none was given: the output if it is a scalar, else the mean of the squares of all there is."""
+    """Returns the default loss: the output if it is a scalar, otherwise the sum of the mean squares of all outputs."""
     leaves = [leaf for leaf in flatten(output)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if len(leaves) == 1 and leaves[0].dim() == 0:
         return leaves[0]
@@ -69,7 +68,7 @@ def measure_steps(
     inputs: tuple[tuple[Any, ...], dict[str, Any]],
     loss: LossArguments,
 ) -> tuple[CandidateResult, ...]:
-    """The rows, those of the contestants with the median seconds of their steps."""
+    """Returns the rows, with the median seconds of measured steps for the contestants."""
     profiled = plans.profiled
     args, kwargs = _inputs_of_size(plans, inputs)
     arguments = loss.arguments(profiled.batch)
@@ -111,11 +110,11 @@ def _step_timer(
 
 @contextlib.contextmanager
 def _restore_all(modules: Sequence[nn.Module], inputs: Any) -> Iterator[None]:
-    """A block after which modules, gradients of what was given, and random numbers are as before."""
+    """Restores modules, gradients of inputs and targets, and random numbers at the end of the block."""
     leaves = [leaf for leaf in flatten(inputs)[0] if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
     gradients = [leaf.grad for leaf in leaves]
     for leaf in leaves:
-        leaf.grad = None  # else it would be added to
+        leaf.grad = None  # otherwise backward would add to it
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(preserve_rng())
@@ -133,7 +132,6 @@ def _restore_all(modules: Sequence[nn.Module], inputs: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _restore_devices(module: nn.Module) -> Iterator[None]:
-    """A block after which the tensors of a module are on the devices where they were."""
     before = [(tensor, tensor.data) for tensor in slots_of(module).values() if not tensor.is_inference()]
     try:
         yield
@@ -145,7 +143,7 @@ def _restore_devices(module: nn.Module) -> Iterator[None]:
 def _inputs_of_size(
     plans: ModelPlans, inputs: tuple[tuple[Any, ...], dict[str, Any]]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The example inputs as a mini-batch of the profiled size; what is missing is repeated."""
+    """Returns the example inputs as a mini-batch of the profiled size; repeats samples if there are too few."""
     traced, batch = plans.profiled.traced, plans.profiled.batch
     leaves, spec = flatten(inputs)
     if traced.batch_of(leaves) == batch:
@@ -155,8 +153,6 @@ def _inputs_of_size(
 
 
 def _target_of_size(target: Any, batch: int) -> Any:
-    """Resizes a target to so many samples in dimension 0."""
-
     def part(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.shape[0] == batch:
             return tensor

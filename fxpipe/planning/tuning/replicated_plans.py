@@ -1,4 +1,4 @@
-"""Numbers and orders of replicas to try, and the plans of each: pipeline x data on the devices of a cluster."""
+"""Numbers and orders of replicas to try, and plans for each: pipeline x data on the devices of a cluster."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from fxpipe.planning.tuning.candidate_plans import ModelPlans
 from fxpipe.tracing.tensors import tensor_bytes
 from fxpipe.utils.units import count_text, human_bytes, parse_count
 
-# Evenness that no cut of a large model comes by: what could be shorter by less, with perfect stages, is not cut.
+# No cut of a large model is perfectly even, so a candidate must gain at least this share with perfect stages.
 LEAST_GAIN_OF_REPLICATION = 0.1
-FORWARDS_OF_REPLICA = 2**12  # that are simulated where there are other numbers of replicas: a tenth of a second
+FORWARDS_OF_REPLICA = 2**12  # maximum to simulate if several numbers of replicas are tried; takes a tenth of a second
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOptions:
-    """The numbers and orders of replicas to try, and the options of all of them together."""
+    """The numbers and orders of replicas to try, and their common options."""
 
     options: Mapping[str, Any]
     counts: tuple[int, ...]  # ascending: from long pipelines to short ones
@@ -35,7 +35,7 @@ class ReplicaOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, Any], devices: Devices | None, data_parallel: Any, mesh: Any) -> ReplicaOptions:
-        """Reads them from the arguments of `tune`."""
+        """Parses the arguments of `tune`."""
         hardware = parse_hardware_option(options.get("hardware"))
         if devices is None or isinstance(devices, int):
             count = None if devices is None else parse_count("devices", devices)
@@ -55,7 +55,7 @@ class ReplicaOptions:
         return cls({**options, "devices": devices}, tuple(counts), orders, is_auto)
 
     def settings_for(self, data: int, mesh: tuple[str, str] = MESHES[0], **others: Any) -> Settings:
-        """Makes the settings of one of `data` replicas; `others` replace options."""
+        """Returns the settings of one of `data` replicas; `others` replace options."""
         options = {**self.options, "data_parallel": data, "mesh": mesh, **others}
         return make_settings(options, anywhere=options.get("hardware") is not None)
 
@@ -65,8 +65,8 @@ class ReplicaOptions:
         """Returns the plans of a replica for each number of replicas and each mesh to try.
 
         Raises:
-            ArgumentError: no number of replicas divides the mini-batch; a `MemoryLimitError` if none has memory enough
-                for the model's parameters and what belongs to them.
+            ArgumentError: no number of replicas divides the mini-batch; a `MemoryLimitError` if none has enough memory
+                for parameters, gradients and optimizer state.
         """
         plans, lacking = dict[tuple[int, tuple[str, str]], ModelPlans](), list[str]()
         for data in self.counts:
@@ -74,7 +74,7 @@ class ReplicaOptions:
                 continue
             batch = batch_of_replica(profiled.traced, profiled.batch, data)
             for mesh in self._meshes(data):
-                settings = self.settings_for(data, mesh, chunks=1)  # each candidate has its own chunks
+                settings = self.settings_for(data, mesh, chunks=1)  # each candidate sets its chunks
                 settings = replace(settings, left=frozenset(), memory_at_hand=memory_at_hand)
                 lack = _lasting_shortage(profiled, settings) if self.is_auto else ""
                 if lack:
@@ -101,7 +101,7 @@ class ReplicaOptions:
 
 
 def _lasting_shortage(profiled: ProfiledModel, settings: Settings) -> str:
-    """Says by how much the devices of a replica are too small for what is there all the time; empty if they are not."""
+    """Describes a replica's shortage of memory for parameters, gradients and optimizer state; empty if they fit."""
     limits = [worker.memory for worker in planned_workers(settings)]
     if None in limits:
         return ""

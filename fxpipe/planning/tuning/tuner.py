@@ -73,63 +73,61 @@ def tune(
     processes: bool = False,
     **options: Unpack[ModelOptions],
 ) -> Tuning:
-    """Finds how a model trains fastest: the least simulated step of `forward_backward` that fits into memory.
+    """Finds the configuration with the fastest simulated step of `forward_backward` that fits into memory.
 
         tuning = fxpipe.tune(model, ["cuda:0", "cuda:1"], example_args=(x,), memory_limit="70GiB")
-        print(tuning)                                           # what was tried; the choice is marked
+        print(tuning)                                           # all candidates; the choice is marked
         pipe = fxpipe.pipeline(model, **tuning.best.arguments)
 
         cluster = replace(HARDWARE["h100"], nodes=4)            # pipeline x data, on 32 devices
         tuning = fxpipe.tune(model, hardware=cluster, data_parallel="auto", example_args=(x,))
 
-    Every combination is tried of the schedules, of 1, 2, 4, ... micro-batches up to the samples of the mini-batch, and
-    of 1, 2 or 4 stages on a device; each on its best cut. A candidate that does not fit into memory is tried with
-    stages that recompute: all of them, all but the last micro-batch, and those that have to.
+    Tries every combination of the schedules, of 1, 2, 4, ... micro-batches up to the samples of the mini-batch, and of
+    1, 2 or 4 stages on a device; each with its best cut. A candidate that does not fit into memory is also tried with
+    recomputation: in all stages, for all but the last micro-batch, and only in stages that need it.
 
-    With data_parallel="auto" so is every number of replicas that divides devices and mini-batch, and whose pipelines
-    hold at least parameters, gradients and optimizer state; in both orders of the mesh, unless all devices are in one
-    node. One replica is simulated, and the reduction of gradients over all of them.
+    With data_parallel="auto", also tries every number of replicas that divides devices and mini-batch, and whose
+    pipelines can hold parameters, gradients and optimizer state; in both orders of the mesh, unless all devices are in
+    one node. One replica is simulated, and the reduction of gradients over all of them.
 
-    Not tried: other orders of the devices, and fewer of them; cuts by hand and pins (for them write chunks="auto",
-    schedule="auto" in `fxpipe.pipeline`); numbers of micro-batches in between, and more than 32 for each device
-    unless nothing fits otherwise; more than 4,096 forwards of one replica if their number is open; recomputing if a
-    candidate fits without, or would be slower than the best even with unlimited memory. A candidate that would be
-    slower than the best with evenly shared work and nothing to send is not cut; its row reports this. The same profile
+    Not tried: other orders of the devices, or fewer devices; cuts by hand and pins (for these use chunks="auto",
+    schedule="auto" in `fxpipe.pipeline`); more than 32 micro-batches for each device unless nothing fits otherwise;
+    more than 4,096 forwards of one replica if several numbers of replicas are tried; recomputing if a candidate fits
+    without it, or would be slower than the best even with unlimited memory. A candidate is not cut if it would be
+    slower than the best even with perfectly balanced stages and no transfers; its row reports this. The same profile
     always leads to the same choice.
 
     Args:
-        model_or_plan: a module, which is traced, profiled and left as it was; or a plan, whose stages stay, and for
-            which schedules, micro-batches and checkpoint modes are tried.
-        devices: as for `fxpipe.pipeline`, of all replicas. With `hardware` they need not be here; by default all
-            devices of a cluster. A number: so many of `hardware`, or CPU workers, as for `fxpipe.plan`. Not with a
-            plan.
-        example_args, example_kwargs: a mini-batch as training will use it.
-        batch_size: samples of the mini-batch, if it is not that of the example.
+        model_or_plan: a module, which is traced, profiled and left unchanged; or a plan, which keeps its stages, and
+            for which schedules, micro-batches and checkpoint modes are tried.
+        devices: as for `fxpipe.pipeline`, of all replicas. With `hardware` they need not be present; by default all
+            devices of a cluster. A number: that many devices of `hardware`, or CPU workers, as for `fxpipe.plan`. Not
+            with a plan.
+        example_args, example_kwargs: a mini-batch as in training.
+        batch_size: samples of the mini-batch, if different from the example.
         schedules, chunks, checkpoint, stages_per_device: try these only. Checkpoint modes are "never", "except_last"
-            and "always", and each of those given is tried.
-        measure: run the best few on the devices, with the model's values, alternately, and choose by the median of
-            their steps. They run `forward_backward`; parameters, gradients, buffers and random numbers are left as
-            they were.
+            and "always"; each given mode is tried.
+        measure: run the best few on the devices, alternately, and choose by the median of their steps. They run
+            `forward_backward`; parameters, gradients, buffers and random numbers are left unchanged.
         loss_fn, target, reduction: of `forward_backward`: the loss is costed with the model, and used in measured
-            steps. Without a `loss_fn` the loss is the model's output if it is a scalar, else the mean of the squares
-            of all outputs.
-        balance: how stages are cut: "auto", "block" or "optimal".
-        memory_limit: what stages may take on a device, as for `fxpipe.pipeline`; for a plan it replaces the plan's.
-        hardware: seconds, memory and links are those of this hardware, as for `fxpipe.plan`.
+            steps. Default: the model's output if it is a scalar, else the sum of the mean squares of all outputs.
+        balance: the balance of the stages: "auto", "block" or "optimal".
+        memory_limit: memory available to stages on a device, as for `fxpipe.pipeline`; replaces a plan's limits.
+        hardware: the hardware for which seconds, memory and links are estimated, as for `fxpipe.plan`.
         optimizer_state, profile, profile_budget, tracer, in_dims, dynamic_shapes, out_dims, leaf_modules, check: as for
             `fxpipe.pipeline`.
         progress: show bars, if stderr is a terminal.
         data_parallel: the number of replicas of the pipeline; "auto": the best number. Needs `hardware`.
-        mesh: the order of replicas, as for `fxpipe.plan`. None: the better one.
-        processes: each device has a process of its own, as for `fxpipe.plan`.
+        mesh: the order of replicas, as for `fxpipe.plan`. None: the better order.
+        processes: each device has its own process, as for `fxpipe.plan`.
 
     Returns:
-        A `Tuning`: `best`, a row with its plan, and `rows`, one for each candidate. `best.arguments` are those for
-        `fxpipe.pipeline`; its drop-in call always runs gpipe's order, with the memory of gpipe.
+        A `Tuning`: `best`, a row with its plan, and `rows`, one for each candidate. `best.arguments` are the arguments
+        for `fxpipe.pipeline`; its drop-in call always runs gpipe's order, with the memory of gpipe.
 
     Raises:
-        MemoryLimitError: nothing fits; names the least limit that would do.
-        FxpipeError: an argument cannot be used, or the model cannot be traced or cut; see `fxpipe.errors`.
+        MemoryLimitError: nothing fits; names the least sufficient limit.
+        FxpipeError: an argument is invalid, or the model cannot be traced or cut; see `fxpipe.errors`.
     """
     arguments = {**locals(), **options}
     hardware, memory_limit = options.get("hardware"), options.get("memory_limit")
@@ -194,7 +192,7 @@ def tune(
 
 
 def _check_beside_plan(arguments: Mapping[str, Any]) -> None:
-    """Raises `ArgumentError` where something was given that a plan, which has its stages, says itself."""
+    """Raises `ArgumentError` if an argument is given that does not apply to a plan."""
     for name, parameter in inspect.signature(tune).parameters.items():
         if name in arguments and name not in PLAN_ARGUMENTS and not is_default(arguments[name], parameter.default):
             raise ArgumentError(f"{name} beside a plan, which has its stages: give the model, or leave {name} out")
@@ -236,7 +234,7 @@ def _search_all(
     modes: Sequence[str] | None,
     others: dict[str, Any],
 ) -> tuple[CandidateResult, ...]:
-    """The rows, of the plans by the number of replicas and their mesh; with more micro-batches only if nothing fits."""
+    """Returns the rows for `plans`, by (number of replicas, mesh); tries more micro-batches only if nothing fits."""
     rows: tuple[CandidateResult, ...] = ()
     is_one = len(plans) == 1
     for is_usual in (True, False):
@@ -263,7 +261,6 @@ def _search_all(
 
 
 def _chunks_to_try(plans: PlanSource, counts: Sequence[int] | None, is_usual: bool) -> list[int]:
-    """Lists the usual numbers of micro-batches, or the further ones."""
     if counts is not None:
         return list(counts) if is_usual else []
     most = MAX_CHUNKS_PER_WORKER * plans.devices
@@ -279,7 +276,6 @@ def _tuning_of_rows(rows: Sequence[CandidateResult], limits: MemoryLimits, batch
 
 
 def _nothing_fits_error(rows: Sequence[CandidateResult], limits: MemoryLimits) -> ArgumentError | MemoryLimitError:
-    """The error where no row fits."""
     if any(row.plan is not None for row in rows):
         return MemoryLimitError(shortage_message(rows, limits))
     whys = dict.fromkeys(row.why for row in rows)
@@ -307,7 +303,7 @@ def _check_best(
     kwargs: dict[str, Any],
     settings: Settings,
 ) -> tuple[CandidateResult, ...]:
-    """The rows, after the best ones were tried: so many of them have micro-batches that the model takes."""
+    """Returns the rows after checking that the model accepts the micro-batches of the `wanted` best rows."""
     runs: dict[int, bool] = {}  # by number of micro-batches, of all replicas
 
     def count(row: CandidateResult) -> int:
@@ -316,7 +312,7 @@ def _check_best(
     def accepted() -> list[CandidateResult]:
         return rank_fitting(row for row in rows if runs.get(count(row), True))
 
-    # Which are the best is asked anew each time: about equally long steps are those near the best that is left.
+    # Rank again after each check: the tolerance for equal steps depends on the best remaining row.
     while (row := next((row for row in accepted()[:wanted] if count(row) not in runs), None)) is not None:
         runs[count(row)] = holds_for_chunks(profiled.traced, profiled.batch, args, kwargs, count(row), settings)
     if not accepted():
@@ -333,7 +329,6 @@ def _check_best(
 
 
 def _parse_counts(argument: str, value: Any) -> tuple[int, ...]:
-    """Whole numbers, at least 1, each once."""
     if isinstance(value, (str, int)) or not isinstance(value, Sequence):
         raise ArgumentTypeError(f"{argument}={value!r}: expected a list of whole numbers, as in [1, 2, 4]")
     if not value:

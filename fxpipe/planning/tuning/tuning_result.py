@@ -10,7 +10,7 @@ from fxpipe.utils.ipython import show_as_printed
 
 @dataclass(frozen=True, slots=True)
 class Tuning(TuningData):
-    """The candidates that `fxpipe.tune` tried, and the best. `print` shows the table that it chose from."""
+    """The candidates of `fxpipe.tune`, and the best one. `print` shows them as a table."""
 
     def __str__(self) -> str:
         from fxpipe.inspect.tuning_text import tuning_text

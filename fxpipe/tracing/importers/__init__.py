@@ -1,1 +1,1 @@
-"""Graphs that a function of the user's makes."""
+"""Graphs that a function of the user creates."""

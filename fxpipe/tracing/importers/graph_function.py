@@ -1,4 +1,4 @@
-"""A graph that a function of the user's makes of the model: symbolic tracing, `torch.export`, whatever it likes."""
+"""Imports graphs that a function of the user creates from the model: symbolic tracing, `torch.export`, ..."""
 
 from __future__ import annotations
 
@@ -33,14 +33,11 @@ def trace_by_function(
     kwargs: dict[str, Any],
     in_dims: Any = None,
 ) -> Traced:
-    """Takes the graph that `function(model)` gives, a `torch.fx.GraphModule` of the model's own parameters.
-
-    Args:
-        model, args, kwargs, in_dims: as for `fxpipe.trace`.
+    """Imports the graph that `function(model)` returns, a `torch.fx.GraphModule` with the model's own parameters.
 
     Raises:
-        ArgumentTypeError: it gives something else.
-        ArgumentError: the graph has parameters that are not the model's.
+        ArgumentTypeError: the function returns something else.
+        ArgumentError: the graph has parameters or buffers that are not the model's.
     """
     name = getattr(function, "__qualname__", type(function).__name__)
     with PATCH_TURN, preserve_state(model), without_gradients(model):
@@ -57,14 +54,14 @@ def trace_by_function(
 
 
 def _size_assumptions(graph: fx.Graph, dims: Sequence[int | None]) -> tuple[SizeAssumption, ...]:
-    """The conditions on sizes that export relied on; `dims`: the batch dimension of each leaf, or None."""
+    """Returns the conditions on sizes that export relied on; `dims`: the batch dimension of each leaf, or None."""
     placeholders = graph.find_nodes(op="placeholder")
     if not takes_input_leaves(graph) or len(placeholders) != len(dims):
         return ()
     conditions: list[Any] = []
     place_of: dict[Any, int] = {}
     for place, (node, dim) in enumerate(zip(placeholders, dims, strict=True)):
-        example = node.meta.get("val")  # as export notes it
+        example = node.meta.get("val")  # set by export
         size = example.shape[dim] if dim is not None and isinstance(example, torch.Tensor) else None
         if isinstance(size, torch.SymInt):
             place_of |= {symbol: place for symbol in size.node.expr.free_symbols if symbol not in place_of}
@@ -78,7 +75,7 @@ def _size_assumptions(graph: fx.Graph, dims: Sequence[int | None]) -> tuple[Size
 
 
 def _extra_tensors(model: nn.Module, module: fx.GraphModule, name: str) -> dict[str, torch.Tensor]:
-    """The tensors that a graph of the user's keeps besides the model's."""
+    """Returns the tensors of the user's graph that are not the model's."""
     own = {slot.name: tensor for slot, tensor in slots_of(model).items()}
     known = {id(tensor) for tensor in own.values()}
     held = {slot.name: tensor for slot, tensor in slots_of(module).items() if id(tensor) not in known}
@@ -92,7 +89,7 @@ def _extra_tensors(model: nn.Module, module: fx.GraphModule, name: str) -> dict[
 
 
 class _GraphRunner:
-    """A graph that runs in the model's place."""
+    """A graph that runs instead of the model."""
 
     def __init__(self, model: nn.Module, module: fx.GraphModule, tracer: str):
         self.model, self.graph, self.named, self.tracer = model, module.graph, attribute_getter(module), tracer
@@ -102,14 +99,14 @@ class _GraphRunner:
         values: NodeValues = {}
         leaves = pytree.tree_leaves((args, kwargs))
         if takes_input_leaves(self.graph) and len(leaves) == len(placeholders):
-            values.update(zip(placeholders, leaves, strict=True))  # a graph of export's: its inputs are leaves
+            values.update(zip(placeholders, leaves, strict=True))  # a graph of export, whose inputs are leaves
             return self.graph.process_outputs(run_imported_graph(recorder, self.graph, values, self.named))
         for node, value in zip(placeholders, self._bound(placeholders, args, kwargs), strict=True):
             values[node] = value
         return run_imported_graph(recorder, self.graph, values, self.named)
 
     def _bound(self, placeholders: list[fx.Node], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-        """A value for each placeholder, by the names of forward's arguments."""
+        """Yields a value for each placeholder, by the names of forward's arguments."""
         bound = _bind_to_forward(self.model, args, kwargs)
         kinds = bound.signature.parameters
         for node in placeholders:
@@ -127,7 +124,6 @@ class _GraphRunner:
 
 
 def _bind_to_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
-    """Binds arguments to the names of forward's, with the defaults of those that are left out."""
     try:
         bound = inspect.signature(original_module(model).forward).bind(*args, **kwargs)
     except TypeError as error:

@@ -1,13 +1,12 @@
-"""Graphs that others have made, run under the recorder: whatever way leads to a `torch.fx` graph, one way leads on.
+"""Runs graphs from other tracers under the recorder.
 
-`torch.export` and symbolic tracing give graphs of their own dialects: modules in the graph, `aten` operators, sizes as
-symbols. Instead of translating each, the graph is run once on the example inputs where the model would run, and
-recorded: functions only, the model's tensors by identity, sizes followed, random nodes seen. What its nodes remember of
-the user's code goes with them.
+`torch.export` and symbolic tracing create different kinds of graphs: with modules, with `aten` operators, with sizes as
+symbols. Instead of translating each, fxpipe runs the graph once on the example inputs and records it: functions only,
+the model's tensors by identity, sizes followed, random nodes detected. The nodes keep source lines and module paths.
 
-What a graph has lost cannot be seen in it: hooks on modules are refused beforehand, the model is watched while it runs
-(`verify.imported_graph_check`), and gradients are compared as of every graph, since export and symbolic tracing look
-through an `autograd.Function` and forget its backward.
+A graph does not show what it has lost. So hooks on modules are refused, the model is observed while it runs
+(`verify.imported_graph_check`), and gradients are compared: export and symbolic tracing ignore the backward of an
+`autograd.Function`.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.imported_graph_check import check_imported_graph
 from fxpipe.utils.pytree import preserve_objects
 
-# What is only there to fail: the pipeline has its own checks of sizes.
+# Pure checks: the pipeline has its own checks of sizes.
 _ASSERTIONS = frozenset(
     "_assert _assert_is_none _assert_async _assert_scalar _assert_tensor_metadata _functional_assert_async "
     "sym_constrain_range sym_constrain_range_for_size _functional_sym_constrain_range "
     "_functional_sym_constrain_range_for_size".split()
 )
-# Computations of plain numbers: left out where only checks use them, since comparing a size counts as reading it.
+# Computations of plain numbers, skipped if only checks use them, since comparing a size counts as reading it.
 _SCALAR_FUNCTIONS = frozenset(
     "sym_size sym_stride sym_numel sym_storage_offset sym_max sym_min sym_not sym_float sym_int sym_ite eq ne lt le gt "
     "ge and_ or_ add sub mul floordiv mod truediv neg pow".split()
@@ -62,14 +61,14 @@ def record_imported(
     held: Mapping[str, torch.Tensor],
     tracer: str,
 ) -> Traced:
-    """Records `run` (recorder, *args, **kwargs) in the model's place.
+    """Records `run` (recorder, *args, **kwargs) instead of the model.
 
     Args:
         held: tensors that `run` uses and the model does not have.
-        tracer: the name of the way.
+        tracer: the name of the tracer, for messages.
 
     Raises:
-        TraceError: the model does what the graph has lost, or what a graph cannot carry.
+        TraceError: the graph has lost something that the model does, or a graph cannot represent it.
     """
     refuse_module_hooks(model)
     held = _tensors_not_of_model(model, held)
@@ -105,7 +104,7 @@ def record_imported(
 
 
 def raise_model_errors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises what the model itself raises on these inputs, and if it changes a container among them."""
+    """Raises the model's own error on these inputs, or an error if the model changes a container among them."""
     leaves, spec, values = input_leaves(model, args, kwargs)
     copies = list(map(copy_of_input, values))
     run_args, run_kwargs = pytree.tree_unflatten(copies, spec)
@@ -117,9 +116,9 @@ def raise_model_errors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 def refuse_module_hooks(model: nn.Module) -> None:
-    """Raises TraceError where a module has hooks: they would run once, while the graph is made, and never again."""
+    """Raises `TraceError` if a module has hooks, which would run only once, while the graph is created."""
     for path, module in model.named_modules():
-        hooks = user_hooks_of(module) if path else []  # those of the model itself are the pipe's
+        hooks = user_hooks_of(module) if path else []  # hooks of the model itself run in the pipe
         if hooks:
             raise TraceError(
                 f"module {path!r} ({type(module).__name__}) has the hook {hooks[0]!r}, which would not run in the "
@@ -128,7 +127,7 @@ def refuse_module_hooks(model: nn.Module) -> None:
 
 
 def _tensors_not_of_model(model: nn.Module, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns those of `held` that the model does not hold itself, under names that it does not use."""
+    """Returns the tensors of `held` that are not the model's, under new names if the model uses the name."""
     known = [*slots_of(model).values(), *container_tensors(model).values()]
     names = {slot.name for slot in slots_of(model)} | set(container_tensors(model))
     others: dict[str, torch.Tensor] = {}
@@ -140,7 +139,7 @@ def _tensors_not_of_model(model: nn.Module, held: Mapping[str, torch.Tensor]) ->
 
 
 def run_imported_graph(recorder: Recorder, graph: fx.Graph, values: NodeValues, named: Callable[[str], Any]) -> Any:
-    """Runs `graph` node by node under `recorder`; `named` finds what `get_attr` and `call_module` name."""
+    """Runs `graph` node by node under `recorder`; `named` returns the targets of `get_attr` and `call_module`."""
     paths = {path for path, _ in recorder.model.named_modules()}
     for node in graph.nodes:
         if getattr(node.target, "__module__", None) == PREDISPATCH_MODULE:
@@ -154,7 +153,7 @@ def run_imported_graph(recorder: Recorder, graph: fx.Graph, values: NodeValues, 
                 return _with_values(node.args[0], values)
             if node.op == "placeholder" or node not in needed:
                 continue
-            # A module of the user's that is called records where it is by itself.
+            # A called module of the user records its own origin.
             recorder.origin = None if node.op == "call_module" else node_origin(node, paths) or before
             values[node] = _run_node(recorder, node, values, named)
     finally:
@@ -163,7 +162,6 @@ def run_imported_graph(recorder: Recorder, graph: fx.Graph, values: NodeValues, 
 
 
 def attribute_getter(module: nn.Module) -> Callable[[str], Any]:
-    """Finds what a module holds by its dotted name."""
     return lambda name: operator.attrgetter(name)(module)
 
 
@@ -182,7 +180,7 @@ def _run_node(recorder: Recorder, node: fx.Node, values: NodeValues, named: Call
 
 
 def _run_block(recorder: Recorder, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A part of the graph that runs in another state of the thread."""
+    """Runs a part of the graph in another thread state."""
     block: contextlib.AbstractContextManager[object]
     if target is torch.ops.higher_order.wrap_with_set_grad_enabled:
         block, inner, operands = torch.set_grad_enabled(args[0]), args[1], args[2:]
@@ -202,7 +200,7 @@ def _run_block(recorder: Recorder, target: Any, args: Sequence[Any], kwargs: dic
 
 
 def _with_values(value: Any, values: NodeValues) -> Any:
-    """Arguments with nodes replaced; fx's immutable containers become plain ones."""
+    """Replaces nodes in arguments; fx's immutable containers become plain ones."""
     if isinstance(value, fx.Node):
         return values[value]
     if isinstance(value, tuple):
@@ -218,7 +216,7 @@ def _with_values(value: Any, values: NodeValues) -> Any:
 
 
 def _needed_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes without checks and the numbers that only these use."""
+    """Returns the nodes, except checks and numbers that only checks use."""
     needed: set[fx.Node] = set()
     for node in reversed(list(graph.nodes)):
         name = opname(node.target)
@@ -234,14 +232,14 @@ def _needed_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def node_origin(node: fx.Node, paths: set[str]) -> tuple[str, str] | None:
-    """Module path and source line that a node remembers."""
+    """Returns the module path and source line stored in a node."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = next((entry[0] for entry in reversed(stack) if entry[0] in paths), "")
     line = line_in_stack(node.meta.get("stack_trace") or "")
     return (path, line or UNKNOWN_LINE) if stack or line else None
 
 
-# -- functions that later passes know ----------------------------------------------------------------------------------
+# -- functions that later passes recognize ---------------------------------------------------------------------------
 
 
 def _sym_size(tensor: torch.Tensor, dim: int) -> int:

@@ -1,1 +1,1 @@
-"""Recording: a model runs once and becomes a graph."""
+"""Recording: runs a model once and turns it into a graph."""

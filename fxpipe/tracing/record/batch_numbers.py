@@ -1,16 +1,13 @@
-"""Plain numbers that depend on the batch size: found by comparing recordings at several sizes.
+"""Finds plain numbers that depend on the batch size by comparing recordings at several sizes.
 
-A model that computes with `len(x)`, `int(x.shape[0])` or `1 / len(x)` has left the sizes that a recording follows
-(`recorded_sizes`): its graph holds a plain number. If a graph turns out wrong at another size, the model is recorded
-again on other numbers of samples:
+A recording cannot follow `len(x)`, `int(x.shape[0])` or `1 / len(x)` (`recorded_sizes`): its graph has a plain number.
+If a graph is wrong at another size, the model is recorded again with other numbers of samples:
 
     4 samples   view(lin, 4, 2, 3)   div(view, 4.0)
     5 samples   view(lin, 5, 2, 3)   div(view, 5.0)
-    6 samples   view(lin, 6, 2, 3)   div(view, 6.0)
 
-If all else is the same, nodes that compute them replace the numbers that differ: the simplest formula that gives all
-numbers seen, or a polynomial through them. Python could do anything at another size (`min(len(x), 512)`), so the graph
-holds for the sizes recorded and no others.
+If the recordings differ only in numbers, nodes that compute them replace these numbers: the simplest formula that fits
+all recordings, or a polynomial. The graph holds only for the recorded sizes (see `min(len(x), 512)`).
 """
 
 from __future__ import annotations
@@ -39,15 +36,15 @@ from fxpipe.utils.batch_split import micro_batch_sizes, rows_per_sample
 from fxpipe.utils.equality import equal_values
 from fxpipe.utils.pytree import flatten, redefined_class
 
-MAX_SIZES = 3  # recorded besides those that micro-batches have
+MAX_SIZES = 3  # number of recorded sizes, not counting micro-batch sizes
 _SIZE_TARGETS = ("size", operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod)
-MAX_FAILURES = 3  # sizes at which the model does not run, or runs other functions, after which one stops
+MAX_FAILURES = 3  # sizes at which the model fails or runs other functions, after which recording stops
 
 RecordFunction = Callable[..., Traced]  # (args, kwargs) -> a recording; see `record`
 
 
 def record_with_batch_numbers(request: TraceRequest, record_on: RecordFunction) -> Traced | None:
-    """Records with formulas for the plain numbers that depend on the batch size; None if there are none.
+    """Records with formulas for plain numbers that depend on the batch size; None if there are no such numbers.
 
     Raises `CannotRecord` if the model runs other functions at other batch sizes.
     """
@@ -70,7 +67,7 @@ def record_with_batch_numbers(request: TraceRequest, record_on: RecordFunction) 
 
 
 def _batch_candidates(traced: Traced, in_dims: Any) -> Iterator[list[int | None]]:
-    """Yields sets of inputs that may hold the batch together, the likeliest first: `in_dims` for each leaf."""
+    """Yields sets of inputs that may hold the batch, the most likely first, as `in_dims` for each leaf."""
     asked = candidate_dims(traced.leaves, in_dims)
     places = [p for p, dim in enumerate(asked) if dim is not None and traced.leaves[p].shape[dim]]
     if in_dims is not None:
@@ -89,12 +86,10 @@ def _batch_candidates(traced: Traced, in_dims: Any) -> Iterator[list[int | None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _ComparedRecordings:
-    """Recordings that differ in plain numbers only."""
-
     sizes: tuple[int, ...]
-    numbers: tuple[tuple[Number, ...], ...]  # by size: all the numbers among the arguments, in order
-    needed: frozenset[int]  # sizes of the batch, of micro-batches and of its halves
-    differs: bool  # is there a number that depends on the batch size?
+    numbers: tuple[tuple[Number, ...], ...]  # by size: all numbers among the arguments, in order
+    needed: frozenset[int]  # sizes of the batch, of micro-batches and of half batches
+    differs: bool  # whether a number depends on the batch size
 
 
 def _compare_recordings(
@@ -107,7 +102,7 @@ def _compare_recordings(
     batched = dataclasses.replace(base, in_dims=tuple(dims))
     recordings = {batch: base}
     different: CannotRecord | None = None
-    failures = 0  # sizes at which the model does not run, or is another graph
+    failures = 0  # sizes at which the model fails or needs another graph
     for size in _sizes_to_record(batch, needed):
         if failures == MAX_FAILURES or len(recordings) >= len(needed) + MAX_SIZES:
             break
@@ -140,7 +135,7 @@ def _compare_recordings(
 
 
 def is_same_recording(left: Traced, right: Traced) -> bool:
-    """Returns whether forward did the same: the same functions, numbers, and values that it read."""
+    """Returns whether both recordings have the same functions, numbers and read values."""
     numbers, others = tuple(numbers_in(left)), tuple(numbers_in(right))
     is_same = first_difference(left, right) is None and same_value_reads(left, right)
     return is_same and len(numbers) == len(others) and same_numbers(numbers, others)
@@ -151,12 +146,11 @@ def same_numbers(left: Sequence[Number], right: Sequence[Number]) -> bool:
 
 
 def _needed_sizes(batch: int, chunks: int) -> set[int]:
-    """Returns the sizes of a batch and its micro-batches."""
     return {batch, *micro_batch_sizes(batch, chunks)}
 
 
 def _sizes_to_record(batch: int, needed: set[int]) -> list[int]:
-    """Sizes to record, in order: those of micro-batches, of halves (outputs are compared on them), small ones."""
+    """Returns the sizes to record, in order: of micro-batches, of halves (to compare outputs), then small ones."""
     least = min(needed)
     wanted = [*sorted(needed), (batch + 1) // 2, batch // 2, least + 1, least + 2, least + 3, batch + 1, batch + 2]
     return [size for size in dict.fromkeys((*wanted, 2 * batch, 3 * batch)) if size not in (0, batch)]
@@ -165,7 +159,7 @@ def _sizes_to_record(batch: int, needed: set[int]) -> list[int]:
 def _record_samples(
     batched: Traced, leaves: Sequence[Any], batch: int, size: int, record_on: RecordFunction
 ) -> Traced | None:
-    """The model, recorded on so many samples on which it reads the values that it has read; None if it cannot be."""
+    """Records the model on `size` samples for which forward reads the same values; None if there are none."""
     for start in (0, batch - size) if size < batch else (0,):
         try:
             other = record_on(
@@ -179,13 +173,12 @@ def _record_samples(
 
 
 def same_value_reads(base: Traced, other: Traced) -> bool:
-    """Returns whether forward has read the same values of tensors."""
     reads, others = ([value_read_of(n).value for n in t.graph.nodes if info(n).is_guarded_read] for t in (base, other))
     return len(reads) == len(others) and all(map(equal_values, reads, others))
 
 
 def same_size_reads(base: Traced, other: Traced) -> bool:
-    """Returns whether all comparisons of sizes that are known came out the same."""
+    """Returns whether all comparisons of recorded sizes had the same results."""
     reads, others = (
         [(r.function, r.result, r.where) for r in t.size_reads if r.function in SIZE_RELATIONS or r.function is bool]
         for t in (base, other)
@@ -194,7 +187,7 @@ def same_size_reads(base: Traced, other: Traced) -> bool:
 
 
 def first_difference(base: Traced, other: Traced) -> tuple[fx.Node, fx.Node] | None:
-    """The first nodes by which two recordings differ in more than numbers."""
+    """Returns the first nodes in which two recordings differ in more than numbers; None if there are none."""
     order = {node: number for traced in (base, other) for number, node in enumerate(traced.graph.nodes)}
     for node, another in zip(base.graph.nodes, other.graph.nodes, strict=False):
         if _node_without_numbers(node, order) != _node_without_numbers(another, order):
@@ -202,7 +195,7 @@ def first_difference(base: Traced, other: Traced) -> tuple[fx.Node, fx.Node] | N
     if len(base.graph.nodes) != len(other.graph.nodes) or base.out_spec != other.out_spec:
         return base.graph.output_node(), other.graph.output_node()
     for name, tensor in base.constants.items():
-        if not equal_tensors(tensor, other.constants[name]):  # numpy may have made it of the batch size
+        if not equal_tensors(tensor, other.constants[name]):  # NumPy may have computed it from the batch size
             node = next(n for n in base.graph.nodes if n.target == name)
             return next(iter(node.users), node), node
     return None
@@ -211,7 +204,7 @@ def first_difference(base: Traced, other: Traced) -> tuple[fx.Node, fx.Node] | N
 def _other_functions_error(
     base: Traced, other: Traced, sizes: tuple[int, int], different: tuple[fx.Node, fx.Node]
 ) -> CannotRecord:
-    """The error, which names the module whose Python goes over the samples, should it be kept whole."""
+    """Returns the error, which names the module that loops over samples, so that it can be kept opaque."""
     anew = redefined_class(base.out_spec, other.out_spec)
     if anew is not None:
         return CannotRecord(
@@ -220,9 +213,9 @@ def _other_functions_error(
             is_final=True,
         )
     longer = max(zip((base, other), different, strict=True), key=lambda one: len(one[0].graph.nodes))[1]
-    # Both the node that is too many and the one before it are of the loop.
+    # The additional node and the node before it both belong to the loop.
     path = _common_path(info(longer).module, info(longer.prev).module)
-    while path and path in base.whole:  # the model itself may go on as Python, and has no module around it
+    while path and path in base.whole:  # the model itself has no module around it
         path = path.rpartition(".")[0]
     at = next((n for n in (longer, *different, longer.prev) if info(n).source), None)
     where = f" in module {path!r}" if path else ""
@@ -237,7 +230,6 @@ def _other_functions_error(
 
 
 def _common_path(left: str, right: str) -> str:
-    """The path of the innermost module around two."""
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(left.split("."), right.split("."), strict=False))
     return ".".join(part for part, _ in same)
 
@@ -263,7 +255,7 @@ def numbers_in(traced: Traced) -> Iterator[Number]:
 
 
 def _map_arguments(node: fx.Node, change: Callable[[Any], Any]) -> tuple[Any, dict[str, Any]]:
-    """The arguments of a node with `change` applied to all that is no container, in order."""
+    """Returns the arguments of a node with `change` applied, in order, to everything that is not a container."""
 
     def mapped(value: Any) -> Any:
         if isinstance(value, list):
@@ -281,7 +273,7 @@ def _map_arguments(node: fx.Node, change: Callable[[Any], Any]) -> tuple[Any, di
 
 
 def _node_without_numbers(node: fx.Node, order: dict[fx.Node, int]) -> Any:
-    """Returns a key that is equal for two nodes that differ in numbers only."""
+    """Returns a key that is equal for nodes that differ only in numbers."""
 
     def bone(value: Any) -> Any:
         if isinstance(value, fx.Node):
@@ -289,11 +281,11 @@ def _node_without_numbers(node: fx.Node, order: dict[fx.Node, int]) -> Any:
         if _is_number(value):
             return "number", type(value)
         if node.op == "output" and not isinstance(value, (bool, str, type(None))):
-            return "object", type(value)  # made anew by each forward; the comparison with the model sees to it
+            return "object", type(value)  # new in each forward; the comparison with the model checks it
         return value
 
     target = node.target
-    if callable(target):  # an autograd.Function is another object in each recording
+    if callable(target):  # an autograd.Function is a new object in each recording
         name = getattr(target, "__module__", ""), getattr(target, "__qualname__", type(target))
     else:
         name = "", target
@@ -304,10 +296,8 @@ def _node_without_numbers(node: fx.Node, order: dict[fx.Node, int]) -> Any:
 
 
 def _rewrite_factories(traced: Traced) -> bool:
-    """`torch.tensor(n)` takes no symbolic number, but `torch.full((), n)` does; and so for `[value] * n`, `range(n)`.
-
-    Returns whether there is a symbolic number.
-    """
+    """Replaces `torch.tensor(n)`, which takes no symbolic number, by `torch.full((), n)`; likewise `[value] * n` and
+    `range(n)`. Returns whether there is a symbolic number."""
     has_size = False
     for node in traced.graph.nodes:
         if node.target not in (torch.tensor, torch.as_tensor) or len(node.args) != 1:
@@ -327,7 +317,7 @@ def _rewrite_factories(traced: Traced) -> bool:
 
 
 def _align_factories(left: Traced, right: Traced) -> None:
-    """Aligns factories of lists: `[0]` may be `[0] * 1` or `range(1)`, as it is at the other size."""
+    """Rewrites `[0]` as `[0] * 1` or `range(1)`, whichever the recording at the other size has."""
     for node, other in zip(left.graph.nodes, right.graph.nodes, strict=False):
         for single, like in ((node, other), (other, node)):
             if single.target is torch.tensor and single.args == ([0],) and like.target in (torch.full, torch.arange):
@@ -335,7 +325,7 @@ def _align_factories(left: Traced, right: Traced) -> None:
 
 
 def _insert_formulas(base: Traced, compared: _ComparedRecordings, place: int, dim: int | None) -> Traced:
-    """`base` with nodes for the numbers that differ; it holds for the sizes compared."""
+    """Returns `base` with nodes for the numbers that differ; it holds for the compared sizes."""
     sizes, formulas = _fit_formulas(compared)
     graph = base.graph
     first = next(node for node in graph.nodes if node.op in CALL_OPS)
@@ -370,10 +360,7 @@ def _insert_formulas(base: Traced, compared: _ComparedRecordings, place: int, di
 
 
 def _fit_formulas(compared: _ComparedRecordings) -> tuple[tuple[int, ...], list[SizeFormula]]:
-    """A formula for each number, and the sizes at which all of them hold.
-
-    Where no simple one holds at all sizes, one is made for those that are needed.
-    """
+    """Returns the sizes at which all formulas hold (the needed sizes at least), and a formula for each number."""
     columns = [list(zip(compared.sizes, column, strict=True)) for column in zip(*compared.numbers, strict=True)]
     formulas: list[SizeFormula] = []
     holding = set(compared.sizes)

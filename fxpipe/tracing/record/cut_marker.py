@@ -1,4 +1,4 @@
-"""`fxpipe.cut()`: places in forward at which the user wants a stage to end."""
+"""`fxpipe.cut()`: positions in forward at which the user wants a stage to end."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fxpipe.tracing.record.opaque_call import active
 
 
 class _MissedMarks(threading.local):
-    marks = 0  # calls in this thread that no recorder has seen
+    marks = 0  # calls in this thread without a recorder
 
 
 _missed = _MissedMarks()
 
 
 def cut() -> None:
-    """Marks a place in `forward` at which a stage ends, and the next one begins.
+    """Marks a position in `forward` at which a stage ends and the next one begins.
 
         def forward(self, x):
             for k, layer in enumerate(self.layers):
@@ -27,11 +27,11 @@ def cut() -> None:
                 x = layer(x)
             return x
 
-    Only planning looks at it: the model runs as it does without. Where there are fewer marks than cuts, the solver
-    chooses the others. It takes a recorded graph: one that a function makes (`tracer=`) has no marks.
+    Only planning uses marks; they do not change how the model runs. If there are fewer marks than cuts, the solver
+    chooses the others. Marks require a recorded graph (not one from `tracer=`).
 
     Raises:
-        ArgumentError: it stands in what runs as one node (a module kept whole, a hook, a `fxpipe.leaf`).
+        ArgumentError: the mark is inside an opaque node (an opaque module, a hook, a `fxpipe.leaf`).
     """
     recorder = active.recorder
     if recorder is None:
@@ -47,7 +47,7 @@ def cut() -> None:
 
 @contextmanager
 def refuse_missed_marks() -> Iterator[None]:
-    """A block that makes a graph without recording; raises `TraceError` at its end if there were marks."""
+    """A block that creates a graph without recording; raises `TraceError` at its end if it contained marks."""
     before = _missed.marks
     yield
     if _missed.marks != before:

@@ -1,4 +1,4 @@
-"""Formulas in the batch size that give the numbers seen at some sizes."""
+"""Formulas in the batch size that fit the numbers recorded at several sizes."""
 
 from __future__ import annotations
 
@@ -9,26 +9,23 @@ from fractions import Fraction
 from typing import Any
 
 Number = int | float
-# The batch size, "b"; a number; or a function and its operands: (operator.mul, 2, "b").
+# The batch size ("b"), a number, or a function with its operands: (operator.mul, 2, "b").
 SizeFormula = str | int | float | tuple[Any, ...]
 SizePoint = tuple[int, Number]  # batch size, number
 
-_PRECISION = 1e-12  # relative: Python's own operations in another order
+_PRECISION = 1e-12  # relative; allows for another order of Python's operations
 _DIVISORS = (2, 3, 4, 6, 8, 16)
 
 
 def formula_value(formula: SizeFormula, batch: Any) -> Any:
-    """Evaluates a formula at a batch size; at a symbolic one it gives a symbolic size."""
+    """Evaluates a formula at a batch size, which may be symbolic."""
     if isinstance(formula, tuple):
         return formula[0](*(formula_value(part, batch) for part in formula[1:]))
     return batch if isinstance(formula, str) else formula
 
 
 def simplest_formula(points: Sequence[SizePoint]) -> SizeFormula | None:
-    """The simplest formula that gives the number at each size, if there is a simple one.
-
-    The same number at each size; or whole ones that are linear, with a division rounded down.
-    """
+    """Returns a constant, or a linear integer formula with floor division, that fits all points; None if none does."""
     if all(_same(number, points[0][1]) for _, number in points):
         return points[0][1]
     if not all(type(number) is int for _, number in points):
@@ -37,7 +34,6 @@ def simplest_formula(points: Sequence[SizePoint]) -> SizeFormula | None:
 
 
 def polynomial_through(points: Sequence[SizePoint]) -> SizeFormula:
-    """The polynomial through all points, by Lagrange."""
     coefficients = [Fraction(0)] * len(points)
     for size, number in points:
         basis = [Fraction(number)]
@@ -54,7 +50,6 @@ def polynomial_through(points: Sequence[SizePoint]) -> SizeFormula:
 
 
 def formula_fits(formula: SizeFormula, points: Sequence[SizePoint]) -> bool:
-    """Returns whether a formula gives the numbers."""
     try:
         return all(_same(formula_value(formula, size), number) for size, number in points)
     except ArithmeticError:
@@ -70,7 +65,7 @@ def _same(left: Any, right: Number) -> bool:
 
 
 def _horner(coefficients: Sequence[Number]) -> SizeFormula:
-    """Returns the coefficients of 1, b, b², ..."""
+    """Returns the polynomial with the coefficients of 1, b, b², ... in Horner form."""
     while len(coefficients) > 1 and coefficients[-1] == 0:
         coefficients = coefficients[:-1]
     *rest, last = coefficients

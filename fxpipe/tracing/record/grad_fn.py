@@ -1,10 +1,9 @@
-"""Nodes of autograd: as forward sees them (`tensor.grad_fn`), and those that are not torch's own.
+"""Autograd nodes: as forward sees them (`tensor.grad_fn`), and custom ones.
 
-A function mode sees that forward reads `grad_fn`, not what it does with it; and the nodes of the recording are not
-those of a stage, so that a hook on them would never be called. Whoever puts one on is noticed.
+A stage has other nodes than the recording, and a hook on a recorded node would never run. A proxy detects such hooks.
 
-A node with a backward of its own, of an `autograd.Function` in Python or C++, is of the graph only where the recorded
-function has made it: what is found on a tensor later came from a function that was not seen, whose inside was recorded.
+A custom node, from an `autograd.Function` in Python or C++, is in the graph only if a recorded function created it. A
+custom node that appears on a tensor later comes from an unrecorded function, whose inside was recorded instead.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ NODE_HOOK_PROBLEM, NODE_HOOK_REMEDY = "puts a hook on a node of autograd", "do s
 
 
 class GradFnProxy:
-    """Stands for a node of autograd, and is like it; calls `noticed` before a hook is put on it, or on one before."""
+    """A proxy of an autograd node; calls `noticed` before a hook is put on it or on a node that it leads to."""
 
     __slots__ = ("_node", "_noticed")
 
@@ -39,7 +38,7 @@ class GradFnProxy:
             return tuple((None if node is None else GradFnProxy(node, self._noticed), place) for node, place in value)
         return value
 
-    @property  # type: ignore[misc]  # so that isinstance says what it says of the node
+    @property  # type: ignore[misc]  # for isinstance checks
     def __class__(self) -> Any:
         return type(self._node)
 
@@ -54,16 +53,15 @@ class GradFnProxy:
 
 
 def is_grad_fn_access(func: Any, name: str) -> bool:
-    """Returns whether this is the call by which a tensor is asked for its node."""
     return name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") == "grad_fn"
 
 
 def custom_backward_name(tensor: torch.Tensor) -> str | None:
-    """The name of the node that made a tensor, if it is one with a backward of its own."""
+    """Returns the name of a tensor's node if it has a custom backward."""
     with without_torch_function():
         node: Any = tensor.grad_fn if tensor.requires_grad else None
     if isinstance(node, BackwardCFunction):
         return str(forward_class_of(node).__name__)
-    if type(node).__name__ == "CppFunction":  # what Python makes of all nodes that are not torch's own
+    if type(node).__name__ == "CppFunction":  # Python's type for custom C++ nodes
         return str(node.name())
     return None

@@ -1,30 +1,27 @@
-"""A forward that can be recorded up to some line only: from there on its Python runs in every step.
+"""Graph breaks: a forward that is recorded up to some line, after which its Python runs in every step.
 
     def forward(self, x):
-        h = self.encoder(x)                   # recorded, as any other module
-        slot = int(self.pointer)              # a buffer that forward changes: no graph can know it
+        h = self.encoder(x)                   # recorded, like any module
+        slot = int(self.pointer)              # a buffer that forward changes: a graph cannot know its value
         self.bank[slot] = h.detach().mean(0)
         return self.head(h) @ self.bank.t()
 
-Python cannot be entered in the middle. So a node runs forward from its first line, with the results of recorded calls
-in place of these calls:
+A node runs forward from its first line and replaces the recorded calls by their results:
 
     encoder = ...                                            # its nodes
-    rest = M_rest(bank, pointer, head..., encoder, x)        # forward(x), in which self.encoder(x) gives `encoder`
+    rest = M_rest(bank, pointer, head..., encoder, x)        # forward(x) with self.encoder(x) replaced by `encoder`
 
-If the rest is most of the model, it is cut at the calls of its large modules, which are recorded as well:
+If this part holds most of the model, it is split into segments at calls of large modules, which are recorded, too:
 
     args = M_until_decoder(bank, pointer, encoder, x)        # forward(x), up to the line that calls self.decoder
     decoder = ...                                            # its nodes
     rest = M_rest(bank, pointer, encoder, decoder, x)
 
-The lines of forward itself run once in each of these nodes; what they write to buffers counts in the last. So a line
-that writes, draws random numbers or reads a value of the samples must not be recorded as well
-(`calls_before_effects`), and one that draws, or writes to a value that it was given, must not run twice: then the rest
-stays in one piece. A run that calls other modules than the recording did is an error.
-
-Checkpoints of `torch.utils.checkpoint` in these lines are called through: a recompute in backward would call modules
-whose results are known here only, and the pipeline recomputes by itself.
+The lines of forward run once in each of these nodes; only the last node writes to buffers. So a line that writes, draws
+random numbers or reads a value of the samples must not also be recorded (`calls_before_effects`). A line that draws, or
+writes to an argument, must not run twice: then there is only one segment. A run that calls other modules than the
+recording is an error. Checkpoints of `torch.utils.checkpoint` in these lines are bypassed: their recompute would call
+modules whose results are only known here.
 """
 
 from __future__ import annotations
@@ -54,29 +51,27 @@ from fxpipe.tracing.source_lines import line_of_function
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.utils.pytree import map_tensor_leaves
 
-MAX_OPAQUE_SHARE = 0.5  # share of the model's parameters in one node from which on it is cut at calls
-LARGE_MODULE_SHARE = 1 / 64  # share of the module's parameters in another one that makes its calls such places
+MAX_OPAQUE_SHARE = 0.5  # share of the model's parameters in one node above which it is split at calls
+LARGE_MODULE_SHARE = 1 / 64  # share of the module's parameters above which an inner module is a place to split
 
-SegmentArguments = tuple[Sequence[Any], tuple[Any, ...], dict[str, Any]]  # results of calls, what forward is given
+SegmentArguments = tuple[Sequence[Any], tuple[Any, ...], dict[str, Any]]  # results of calls, arguments of forward
 
 
 @dataclass(frozen=True, slots=True)
 class _SegmentEnd:
-    """A segment ends where forward calls a module."""
-
     name: str
-    outside: ThreadState  # of the thread that runs the segment: a profiler may run it without gradients
-    state: ThreadState  # at the call, perhaps inside a block of no_grad or autocast; the recorded call has it
+    outside: ThreadState  # when the segment starts: a profiler may run it without gradients
+    state: ThreadState  # at the call, perhaps inside no_grad or autocast; the recorded call uses it
 
     def is_as(self, other: _SegmentEnd | None) -> bool:
-        """Returns whether this is the same call, inside the same blocks, as far as the thread's state tells them."""
+        """Returns whether this is the same call, inside the same blocks, as far as the thread state shows."""
         if other is None or self.name != other.name:
             return False
         return self.outside != other.outside or self.state == other.state
 
 
 class _SegmentStop(BaseException):
-    """Forward has come to the end of the segment. Not for forward to catch."""
+    """Raised at the end of the segment. A BaseException, so that forward does not catch it."""
 
     def __init__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.name, self.arguments, self.state = name, (args, kwargs), ThreadState.now()
@@ -85,7 +80,7 @@ class _SegmentStop(BaseException):
 def call_with_graph_break(
     recorder: Recorder, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Runs forward of a module: recorded up to a call, then nodes that run its Python. Raises `CannotRecord`."""
+    """Runs a module's forward: recorded up to a call, then nodes that run its Python. Raises `CannotRecord`."""
     continued = recorder.graph_breaks[path]
     names, results = _record_first_calls(recorder, module, path, args, kwargs)
     stops = (
@@ -114,7 +109,7 @@ def call_with_graph_break(
 def _record_first_calls(
     recorder: Recorder, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[str], list[Any]]:
-    """Records forward up to a call; names of the modules called, from this one on, and what they returned."""
+    """Records forward up to the graph break; returns the names of the called modules, and their results."""
     count = recorder.graph_breaks[path].calls
     if not count:
         return [], []
@@ -140,7 +135,6 @@ def _is_large_rest(model: nn.Module, module: nn.Module, called: Sequence[str]) -
 
 
 def _large_modules(module: nn.Module) -> frozenset[str]:
-    """Modules in another one whose calls are worth to be recorded."""
     least = LARGE_MODULE_SHARE * sum(p.numel() for p in module.parameters())
     inner = module.named_modules()
     return frozenset(path for path, m in inner if path and sum(p.numel() for p in m.parameters()) > least)
@@ -152,7 +146,7 @@ def _is_in_modules(slot: Slot, names: Collection[str]) -> bool:
 
 @contextlib.contextmanager
 def _unwritten(buffers: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """A block that may not write to these. Where it does, and where it fails, they are what they were before it."""
+    """A block that must not write to these buffers. If it does, or fails, their values are restored."""
     before = {name: (version_of(buffer), buffer.clone()) for name, buffer in buffers.items()}
 
     def written() -> list[str]:
@@ -170,25 +164,24 @@ def _unwritten(buffers: Mapping[str, torch.Tensor]) -> Iterator[None]:
 
 
 class _Segment:
-    """Forward from its first line on, up to the call of one of `stops`, with results for calls of `names`, in order.
+    """Forward from its first line up to a call of one of `stops`, with the calls of `names` replaced by results.
 
-    `shared`: the buffers that segments before it read, in another stage perhaps, and that none may write to.
+    `shared`: buffers that earlier segments read, perhaps in another stage, and that must not be written.
     """
 
     def __init__(
         self, module: nn.Module, names: tuple[str, ...], first: int, stops: frozenset[str], shared: frozenset[Slot]
     ):
         self.module, self.names, self.stops, self.shared = module, names, stops, shared
-        self.first = first  # of the names: before any other module was called
+        self.first = first  # number of names that are called before any other module
         self._left_out = {
             *stops,
             *(name for name in names if name in _large_modules(module)),
         }  # unless the first run calls it
-        self.end: _SegmentEnd | None = None  # known once it has run
+        self.end: _SegmentEnd | None = None
         self._has_run = False
 
     def record(self, recorder: Recorder, path: str, why: str, arguments: SegmentArguments) -> Any:
-        """Runs as one node."""
         with recorder.pause():
             slots = self._slots_used(recorder, arguments)
             run = replica_of(recorder.model, self.module, slots, self._run, tuple(self._left_out))
@@ -198,7 +191,7 @@ class _Segment:
 
         def run_apart(tensors: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             own = list(tensors)
-            if self.end is not None:  # what it writes to buffers counts in the last segment
+            if self.end is not None:
                 for place, _ in read_only:
                     own[place] = own[place].clone()
                 return run(own, args, kwargs)
@@ -226,7 +219,7 @@ class _Segment:
         return result
 
     def _slots_used(self, recorder: Recorder, arguments: SegmentArguments) -> tuple[Slot, ...]:
-        """The tensors that it is given: those outside of the modules that do not run, and those that a first run uses.
+        """Returns the tensors to pass: tensors outside the modules that do not run, and tensors used in a first run.
 
         A segment before the last gets only the buffers that it uses: later writes must not reach an earlier stage.
         """
@@ -250,7 +243,7 @@ class _Segment:
         answers = list(zip(self.names, results, strict=True))
         result, end, outside = None, None, ThreadState.now()
         try:
-            # A recompute would find neither the results of calls nor the end of the segment.
+            # A recompute would have neither the results of calls nor the end of the segment.
             with self._answered(replica, answers), call_checkpoints_through():
                 result = forward_of(replica)(*args, **kwargs)
         except _SegmentStop as stop:
@@ -266,7 +259,7 @@ class _Segment:
 
     @contextlib.contextmanager
     def _answered(self, replica: nn.Module, answers: list[tuple[str, Any]]) -> Iterator[None]:
-        """A block in which calls of modules have these results, and then end it."""
+        """A block in which calls of modules return these results, and the next call of a stop raises."""
 
         def run(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             own = modules[name].__dict__
@@ -290,7 +283,7 @@ class _Segment:
 
             return call
 
-        # Where torch looks for what a module was compiled to, before its hooks and its forward.
+        # torch looks here for a module's compiled call, before its hooks and its forward.
         modules = {name: replica.get_submodule(name) for name in (*self.names, *self.stops)}
         try:
             for name, module in modules.items():

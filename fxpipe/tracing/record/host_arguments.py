@@ -1,11 +1,9 @@
-"""Tensors that torch wants on the CPU, wherever the others are: the lengths of a packed sequence.
+"""Tensors that torch requires on the CPU, such as the lengths of a packed sequence.
 
-Stages bring what they receive to their device. A call that is kept whole may pass some of it to a function that takes
-it from the CPU only. Its first run shows (`HostArguments.finding`):
+Stages move received tensors to their device. The first run of an opaque call finds arguments for such functions:
 
-- an argument that reaches such a function without meeting other tensors stays on the CPU, and the host never waits;
-- one that is used with other tensors as well is brought to the CPU for the function alone, for which the host waits
-  (`HostArguments.converting`). So is any while a model that is on a device is traced there.
+- an argument that reaches the function without being combined with other tensors stays on the CPU: no host sync;
+- any other argument, or any while a model on a device is traced, is copied to the CPU, which waits for the device.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from fxpipe._torch.functions import opname
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.utils.accelerator import accelerator_type
 
-# By function, the place and the name of the argument that it takes from the CPU only, if that is a tensor.
+# By function: index and name of the argument that must be on the CPU if it is a tensor.
 _HOST_PARAMETERS: Mapping[str, tuple[int, str]] = {
     "_pack_padded_sequence": (1, "lengths"),
     "_pad_packed_sequence": (1, "batch_sizes"),
@@ -32,7 +30,7 @@ _HOST_PARAMETERS: Mapping[str, tuple[int, str]] = {
 
 
 def _host_argument(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Returns the tensor that a function takes from the CPU only; None where it has none."""
+    """Returns the tensor that a function requires on the CPU; None if there is none."""
     parameter = _HOST_PARAMETERS.get(opname(function))
     if parameter is None:
         return None
@@ -42,15 +40,13 @@ def _host_argument(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 class HostArguments:
-    """Those of one call that is kept whole."""
-
     def __init__(self) -> None:
-        self.places: frozenset[int] = frozenset()  # of arguments that stay on the CPU
-        self._converts = False  # do others come to such a function
+        self.places: frozenset[int] = frozenset()  # indices of arguments that stay on the CPU
+        self._converts = False  # True if other tensors reach such a function
 
     @contextlib.contextmanager
     def finding(self, leaves: Sequence[Any]) -> Iterator[None]:
-        """A block that runs the call on these leaves of its arguments, after which is known what it needs."""
+        """A block that runs the call on these leaves of its arguments and finds its host arguments."""
         finder = _Finder(leaves)
         with finder:
             yield
@@ -58,11 +54,9 @@ class HostArguments:
         self._converts = finder.has_other or not finder.reached <= self.places
 
     def on_host(self, leaves: Sequence[Any]) -> list[Any]:
-        """Brings the leaves that stay on the CPU there."""
         return [_to_host(leaf) if place in self.places else leaf for place, leaf in enumerate(leaves)]
 
     def converting(self, leaves: Sequence[Any]) -> AbstractContextManager[Any]:
-        """A block that runs the call again, on whatever device."""
         if self._converts and any(map(_is_on_device, leaves)):
             return HostArgumentConversion()
         return contextlib.nullcontext()
@@ -77,18 +71,18 @@ def _to_host(value: Any) -> Any:
 
 
 class _Finder(TorchFunctionMode):
-    """Follows the arguments of a call through functions, up to those that take them from the CPU only."""
+    """Follows the arguments of a call to functions that require them on the CPU."""
 
     def __init__(self, leaves: Sequence[Any]):
         super().__init__()
-        # By identity: the places of the arguments that a tensor was made of, and the tensor, unless it has gone since.
+        # By id: the tensor, and the indices of the arguments that it was computed from. Freed tensors are ignored.
         self._places: dict[int, tuple[frozenset[int], weakref.ref[torch.Tensor]]] = {}
         for place, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point():  # what such functions take are integers
+            if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point():  # the functions take integers
                 self._note(leaf, self._places_of(leaf) | {place})
-        self.reached: set[int] = set()  # places whose tensors come to such a function
-        self.mixed: set[int] = set()  # places whose tensors meet others
-        self.has_other = False  # a tensor that was not made of arguments comes to such a function
+        self.reached: set[int] = set()  # indices whose tensors reach such a function
+        self.mixed: set[int] = set()  # indices whose tensors are combined with others
+        self.has_other = False  # True if a tensor not computed from arguments reaches such a function
 
     def _note(self, tensor: torch.Tensor, places: frozenset[int]) -> None:
         self._places[id(tensor)] = places, weakref.ref(tensor)
@@ -106,7 +100,7 @@ class _Finder(TorchFunctionMode):
             self.reached |= places
             self.has_other |= not places
         if _asks_for_device(func, args, kwargs):
-            # It is where forward puts it. What is there already comes back itself; a view of it tells the two apart.
+            # Forward chose the device. If the tensor is already there, `to` returns it: a view tells the two apart.
             return result.view_as(result) if self._places_of(result) and result.layout is torch.strided else result
         sources = {self._places_of(t) for t in tensors_in((args, kwargs)) if t is not host}
         together = frozenset[int]().union(*sources)
@@ -126,7 +120,7 @@ def _asks_for_device(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 class HostArgumentConversion(TorchFunctionMode):
-    """A block in which functions get from the CPU what they take from there only."""
+    """A block in which functions get the arguments that they require on the CPU from there."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

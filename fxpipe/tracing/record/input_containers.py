@@ -1,4 +1,4 @@
-"""Containers among the inputs that forward changes: a graph holds tensors, and the caller's dict would stay as it was.
+"""Detects changes to containers among the inputs: a graph holds only tensors and would not change the caller's dict.
 
 aux["h"] = h
 aux["log"].append(1)
@@ -28,11 +28,11 @@ from fxpipe.utils.equality import equal_values
 from fxpipe.utils.python_state import is_followed_file
 from fxpipe.utils.pytree import CACHE_ADVICE, flatten_with_paths, preserve_objects
 
-# -- Names of inputs in forward, and of the leaves in them for the user: `x`, `xs[1]`, `batch['ids']` ----------------
+# -- names of inputs in forward, and of their leaves for the user: `x`, `xs[1]`, `batch['ids']` ----------------------
 
 
 def argument_name(model: nn.Module, path: tuple[pytree.KeyEntry, ...]) -> str:
-    """The argument of forward that holds a leaf of (args, kwargs)."""
+    """Returns the argument of forward that holds a leaf of (args, kwargs)."""
     first = path[1]
     if not isinstance(first, pytree.SequenceKey):
         return str(first.key)  # type: ignore[attr-defined]
@@ -44,18 +44,16 @@ def argument_name(model: nn.Module, path: tuple[pytree.KeyEntry, ...]) -> str:
 
 
 def leaf_name(model: nn.Module, path: tuple[pytree.KeyEntry, ...]) -> str:
-    """A leaf of (args, kwargs) as the user would write it."""
+    """Returns a leaf of (args, kwargs) as the user would write it."""
     return argument_name(model, path) + "".join(map(str, path[2:]))
 
 
 def changed_input_item(
     model: nn.Module, tree: Any, leaves: Sequence[InputLeaf], values: Sequence[Any], spec: pytree.TreeSpec
 ) -> str | None:
-    """Names what forward put into, took out of or replaced in a container among its inputs, as the user would write it.
+    """Returns the item, as the user would write it, that forward added, removed or replaced in an input container.
 
-    Args:
-        tree: (args, kwargs) as they are after forward.
-        leaves, values, spec: what they were made of.
+    `tree` is (args, kwargs) after forward, created from `leaves`, `values` and `spec`.
     """
     paths, new_spec = flatten_with_paths(tree)
     now = {leaf_name(model, path): value for path, value in paths}
@@ -67,7 +65,6 @@ def changed_input_item(
 
 
 def changed_container_error(name: str, line: str = UNKNOWN_LINE) -> CannotRecord:
-    """The error to raise; no other way would make it right."""
     where = "" if line == UNKNOWN_LINE else f" at {line}"
     return CannotRecord(
         f"forward changes {name} in an object that it was given as an input{where}, and a graph cannot: the caller's "
@@ -85,10 +82,7 @@ def _is_same_leaf(left: Any, right: Any) -> bool:
 
 
 def line_of_change(model: nn.Module, tree: Any, spec: pytree.TreeSpec, has_changed: Callable[[], object]) -> str:
-    """The user's line that changes something; unknown where no line of the user's does.
-
-    Runs the model and looks after each line of the user's code, so that it takes a while.
-    """
+    """Runs the model and returns the user's line that makes `has_changed` true; unknown if there is none. Slow."""
     lines: dict[FrameType, int] = {}
     result = UNKNOWN_LINE
 

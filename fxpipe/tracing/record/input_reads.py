@@ -1,6 +1,6 @@
-"""Questions that forward asks about its inputs and that neither their sizes nor their values answer.
+"""Questions of forward about its inputs that do not depend on their sizes or values.
 
-Forward is recorded on copies of its inputs, and its graph holds for inputs that give the answers of the copies.
+Forward is recorded on copies of its inputs; the graph holds for inputs with the same answers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fxpipe.errors import ArgumentError
 from fxpipe.tracing.tensors import storage_of
 
 MEMORY_QUESTIONS = frozenset("data_ptr is_set_to storage_offset".split())
-# Methods and attributes that tell something about one tensor.
+# Methods and attributes that describe one tensor.
 INPUT_METHODS = frozenset("is_conj is_neg is_pinned is_shared _is_view".split())
 INPUT_ATTRIBUTES = frozenset("_base _version is_leaf grad grad_fn retains_grad".split())
 
@@ -27,7 +27,7 @@ class InputRead:
 
     question: Callable[[Sequence[Any]], Any]
     answer: Any
-    text: str  # what was asked
+    text: str
     where: str  # the user's source line
 
     def holds(self, leaves: Sequence[Any]) -> bool:
@@ -36,19 +36,16 @@ class InputRead:
 
 @dataclass(slots=True)
 class InputReads:
-    """The questions of one recording."""
-
     leaves: Sequence[Any] = ()  # the copies
     paths: Sequence[str] = ()
-    reads: dict[str, InputRead] = field(default_factory=dict)  # by what was asked
+    reads: dict[str, InputRead] = field(default_factory=dict)
 
     def ask_all(self, question: Callable[[Sequence[Any]], Any], text: str, where: str) -> None:
-        """Notes a question about all inputs."""
         if text not in self.reads:
             self.reads[text] = InputRead(question, question(self.leaves), text, where)
 
     def ask(self, tensor: Any, ask: Callable[[Any], Any], name: str, where: str) -> None:
-        """Notes a question about a tensor, if it is an input."""
+        """Records a question about a tensor if it is an input."""
         for place, leaf in enumerate(self.leaves):
             if leaf is tensor:
                 self.ask_all(
@@ -58,7 +55,7 @@ class InputReads:
 
 
 def refuse_other_answers(reads: Sequence[InputRead], leaves: Sequence[Any]) -> None:
-    """Raises `ArgumentError` if the copies on which forward was just recorded answer otherwise than the inputs."""
+    """Raises `ArgumentError` if the inputs answer differently from the copies on which forward was recorded."""
     for read in reads:
         if not read.holds(leaves):
             raise ArgumentError(
@@ -69,18 +66,18 @@ def refuse_other_answers(reads: Sequence[InputRead], leaves: Sequence[Any]) -> N
 
 
 def layouts_of(leaves: Sequence[Any]) -> list[tuple[int, ...]]:
-    """Returns the strides of each tensor; those of a contiguous one are its sizes'."""
+    """Returns the strides of each tensor; () for a contiguous one."""
     return [() if leaf.is_contiguous() else leaf.stride() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def memory_of(leaves: Sequence[Any]) -> list[tuple[int, bool]]:
-    """Returns for each tensor which is the first in its memory, and whether it has all of that."""
+    """Returns for each tensor the index of the first tensor in its storage, and whether it fills the storage."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     first = [storage_of(tensor) for tensor in tensors]
     return [(first.index(storage_of(tensor)), tensor.untyped_storage().nbytes() == tensor.nbytes) for tensor in tensors]
 
 
 def _answer_for(place: int, ask: Callable[[Any], Any], leaves: Sequence[Any]) -> Any:
-    """Returns the answer for one input: a number or truth value, or whether it is something at all."""
+    """Returns the answer for one input: a number or bool, or whether the answer is not None."""
     answer = ask(leaves[place])
     return answer if isinstance(answer, (bool, int)) else answer is not None

@@ -1,14 +1,12 @@
-"""Lazy state, which the first forward of a model makes and no later one changes: it is made before the model is traced.
+"""Lazy state, created by the first forward of a model and then kept: it is created before the model is traced.
 
     if self.padding is None: self.padding = (...)       an attribute that is set once
-    self.cache[x.device] = bias                         what is put into a dict, and found there
+    self.cache[x.device] = bias                         an item of a dict that later calls find
     self.scale.resize_(...); self.scale.copy_(...)      the shape of a buffer that was empty (observers of weights)
 
-Tracing puts everything back, and a graph of the first call would make these in every step. So the model is called once,
-what it has made stays, and the next call is recorded. Values of tensors that existed before are put back.
-
-That is right only if the first call does what a later one does. So both are compared, on the samples that made the
-state and on others: a forward that takes its first statistics from the first batch does something else on these.
+A graph of the first call would create this state in every step. So the model is called once, the state stays, and the
+next call is recorded. Values of existing tensors are restored. The first call must compute the same results as a later
+one. The comparison also uses other samples, to detect a forward that takes its first statistics from the first batch.
 """
 
 from __future__ import annotations
@@ -39,29 +37,26 @@ from fxpipe.utils.pytree import preserve_objects
 
 @dataclass(frozen=True, slots=True)
 class _LazyItem:
-    """An item that a call has put into a `__dict__`, a store of buffers, a list or a dict of the model.
-
-    Or the data of a tensor that has another shape since then.
-    """
+    """An item that a call put into a `__dict__`, a store of buffers, a list or a dict, or a tensor that it resized."""
 
     name: str
-    owner: dict[str, Any] | None  # of the attribute; None: a container is filled, or a tensor
+    owner: dict[str, Any] | None  # the store of the attribute; None: the item is a container or a tensor
     key: str
-    value: Any  # the attribute, or a copy of the container
+    value: Any  # the attribute, or a copy of the container or tensor
     container: Any = None
-    tensor: torch.Tensor | None = None  # that has another shape
+    tensor: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _LazyCall:
-    outputs: list[Any]  # and the inputs as it leaves them, which it may have written to
-    tensors: dict[str, torch.Tensor]  # of the model, after it; of parameters those that it has written to
-    items: list[_LazyItem] | None  # None: it has done what cannot be kept
+    outputs: list[Any]  # with the inputs after the call, which may have written to them
+    tensors: dict[str, torch.Tensor]  # tensors of the model after the call; parameters only if written
+    items: list[_LazyItem] | None  # None: the call created state that cannot be kept
 
 
 @dataclass(frozen=True, slots=True)
 class LazyState:
-    """The items that the first call has made, and what had been there in their places."""
+    """The items that the first call created, and the values before it."""
 
     items: tuple[_LazyItem, ...]
     before: tuple[tuple[Any, bool | None], ...]
@@ -71,7 +66,7 @@ class LazyState:
 
 
 def new_attributes(traced: Traced) -> list[str]:
-    """Returns the attributes that forward sets and the model does not have, or has as a None that forward asks for."""
+    """Returns the attributes that forward sets and that the model lacks, or has as a None that forward reads."""
     asked = {(id(store), name) for store, name in traced.python_state.places if store.get(name, 0) is None}
     names = []
     for name in traced.assigned:
@@ -85,13 +80,10 @@ def new_attributes(traced: Traced) -> list[str]:
 def make_lazy_state(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], in_dims: Any = None
 ) -> LazyState | None:
-    """Calls the model, and leaves in it what the first call makes and no later one changes.
+    """Calls the model and keeps the state that the first call creates and no later one changes.
 
-    Returns:
-        What was made; None where each call makes something else, or none makes anything.
-
-    Raises:
-        CannotRecord: the first call computes something else than a later one; names what it makes.
+    Returns the created state; None if no call creates any, or each creates another. Raises `CannotRecord`, with the
+    name of the created item, if the first call computes something else than a later one.
     """
     if is_faked():
         return None
@@ -106,7 +98,7 @@ def make_lazy_state(
         _put_items(items)
         later, later_of_others = _call_once(model, values, spec), _call_once(model, others, spec)
     except Exception:
-        return None  # the model will say so itself
+        return None  # the model raises again
     if later.items == [] and later_of_others.items == []:
         if (
             _calls_agree(first, later)
@@ -133,7 +125,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _other_samples(values: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
-    """Other samples: the first one again and again, of half its size."""
+    """Returns other samples of the same shapes: the first sample repeated, scaled by half."""
 
     def other(value: torch.Tensor, dim: int) -> torch.Tensor:
         one = value.detach().narrow(dim, 0, 1).expand_as(value).clone()
@@ -151,14 +143,13 @@ def _call_once(model: nn.Module, values: Sequence[Any], spec: pytree.TreeSpec) -
         result = run_model(model, args, kwargs)
         leaves = [*pytree.tree_leaves(result), *copies.values()]
         outputs = [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]
-        # Not of parameters as they were: copies of all of them take as much memory as the model.
+        # Parameters only if written: copies of all would take as much memory as the model.
         written = {s: t for s, t in slots_of(model).items() if s not in before or _memory_of(t) != before[s]}
         tensors = {slot.name: tensor.detach().clone() for slot, tensor in written.items()}
         return _LazyCall(outputs, tensors, _new_items(snapshot))
 
 
 def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Names the memory of a tensor and how often it was written to."""
     return storage_of(tensor), -1 if tensor.is_inference() else version_of(tensor)
 
 
@@ -191,7 +182,7 @@ def _new_items(snapshot: Snapshot) -> list[_LazyItem] | None:
 
 
 def _is_set_to(value: Any, before: Any) -> bool:
-    """Returns whether a tensor stands where another one was: a state. One that was empty nobody had made yet."""
+    """Returns whether a tensor replaces another one, which is state, unless the old one was empty."""
     return _is_tensor(value) and _is_tensor(before) and bool(before.numel())
 
 
@@ -204,7 +195,7 @@ def _copy(container: Any) -> Any:
 
 
 def _before(one: _LazyItem) -> tuple[Any, bool | None]:
-    """Returns what stands in the place of an item, and, of an attribute, whether it is there."""
+    """Returns the current value of an item, and, for an attribute, whether it exists."""
     if one.tensor is not None:
         return one.tensor.detach(), None
     return (_copy(one.container), None) if one.owner is None else (one.owner.get(one.key), one.key in one.owner)
@@ -213,7 +204,7 @@ def _before(one: _LazyItem) -> tuple[Any, bool | None]:
 def _put_items(items: Sequence[_LazyItem]) -> None:
     for one in items:
         if one.tensor is not None:
-            one.tensor.data = one.value.clone()  # to which forward writes
+            one.tensor.data = one.value.clone()  # forward writes to it
         elif one.owner is not None:
             one.owner[one.key] = one.value
         else:

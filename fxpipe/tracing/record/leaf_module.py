@@ -1,10 +1,9 @@
-"""Modules that are kept whole: one node for each call.
+"""Opaque modules: one node for each call.
 
-A module is kept whole where its Python must run each time: it reads values that only the stages know, draws Python's
-random numbers, uses `torch.func`. A stage is a pure function all the same: the parameters and buffers of such a module
-are arguments of its node, and stand in their places in a replica while it runs. The replica is a deep copy, so that
-methods bound in `__init__` and modules in plain lists belong to it as well; but it shares whatever holds no module
-(tensors, configurations, locks, the user's hooks), as it is when it runs.
+A module is kept opaque if its Python must run each time: it reads values that only the stages have, draws Python's
+random numbers, or uses `torch.func`. Its parameters and buffers are arguments of the node, so that the stage is a pure
+function; a replica of the module holds them during a call. The replica is a deep copy, including methods bound in
+`__init__` and modules in plain lists. It shares all objects without modules (tensors, configurations, locks, hooks).
 """
 
 from __future__ import annotations
@@ -30,16 +29,15 @@ from fxpipe.tracing.record.recorder import Recorder, RunningModule
 from fxpipe.utils.locks import call_in_forked_child
 
 _locks_lock = threading.Lock()
-# A module that is called in two stages runs in one of them at a time: it may have no replica, and share what it keeps.
+# A module that is called in two stages runs in one at a time: it may have no replica, and shares what it keeps.
 _locks: weakref.WeakKeyDictionary[nn.Module, threading.Lock] = weakref.WeakKeyDictionary()
 call_in_forked_child(_locks.clear)
-LEAF_MODULE_REASON = "asked for by leaf_modules"  # the reason for which the user keeps a module whole
+LEAF_MODULE_REASON = "asked for by leaf_modules"
 
 
 def call_leaf_module(
     recorder: Recorder, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Calls a module as one node."""
     asked = recorder.whole[path] == LEAF_MODULE_REASON
     slots = {slot: tensor for slot, tensor in slots_of(module).items() if not _is_made_anew(slot, tensor)}
     recorder.stack.append(RunningModule.now(path, module))
@@ -58,7 +56,7 @@ def call_leaf_module(
 
 
 def _note_attributes(recorder: Recorder, module: nn.Module) -> None:
-    """The replica shares what holds no module, but for numbers; of the rest it has copies."""
+    """Records attributes that the replica copies: numbers, and objects that hold modules. It shares all others."""
     for key, value in module.__dict__.items():
         if key in MODULE_DICT_KEYS:
             continue
@@ -83,18 +81,16 @@ def replica_of(
     forward: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any] = _forward,
     without: Sequence[str] = (),
 ) -> OpaqueRun:
-    """Runs a replica of `module` on tensors given for its slots.
+    """Returns a function that runs `forward` of a replica of `module` on the tensors passed for its slots.
 
-    Args:
-        forward: what runs of the replica.
-        without: paths of modules in it whose tensors have no values, but for those given.
+    `without`: paths of inner modules whose tensors have no values unless passed.
     """
     tensors = [*slots_of(model).values(), *container_tensors(model).values()]
     memo: dict[int, Any] = {id(t): t for t in tensors}
-    shared: list[tuple[str, str]] = []  # path of a module, name of an attribute
+    shared: list[tuple[str, str]] = []
     for path, inner in module.named_modules():
         for key, value in inner.__dict__.items():
-            if key.endswith("_hooks"):  # the user's hooks are called, not copies of them
+            if key.endswith("_hooks"):  # calls the user's hooks, not copies
                 memo[id(value)] = value
             elif (
                 key not in MODULE_DICT_KEYS
@@ -106,12 +102,12 @@ def replica_of(
     try:
         replica = copy.deepcopy(module, memo)
         _drop_values(replica, slots, without)
-    except Exception:  # something in it cannot be copied: the module itself runs
+    except Exception:  # the module cannot be copied, so it runs itself
         if without:
             raise
         replica = module
     if replica is not module:
-        for inner in filter(is_compiled_module, replica.modules()):  # nothing is compiled in a stage
+        for inner in filter(is_compiled_module, replica.modules()):  # stages do not compile
             inner.__dict__["forward"] = original_module(inner)
     anew = {(slot.path, slot.key) for slot, tensor in slots_of(module).items() if _is_made_anew(slot, tensor)}
     pairs = [(replica.get_submodule(path), module.get_submodule(path), key) for path, key in shared]
@@ -151,19 +147,18 @@ def _lock_of(module: nn.Module) -> threading.Lock:
 
 
 def _drop_values(replica: nn.Module, slots: Collection[Slot], without: Sequence[str]) -> None:
-    """Takes the values of tensors that are not given: to use one is an error, and not a gradient that is lost."""
+    """Removes the values of tensors that are not passed, so that their use is an error, not a lost gradient."""
     for slot, tensor in slots_of(replica).items():
         if slot not in slots and any(slot.path == path or slot.path.startswith(f"{path}.") for path in without):
             slot.store(replica)[slot.key] = torch.empty_like(tensor, device="meta")
 
 
 def _is_made_anew(slot: Slot, tensor: torch.Tensor) -> bool:
-    """Returns whether each forward makes it before it is used, as pruning does. Nobody sees what is put there."""
+    """Returns whether each forward computes the tensor before its use, as in pruning, and ignores its value."""
     return slot.kind == "attribute" and tensor.requires_grad
 
 
 def _copy_buffer(slot: Slot, after: Any, tensor: torch.Tensor) -> None:
-    """A buffer that forward sets is a buffer that it changes."""
     if after is tensor:
         return
     if slot.kind != "buffer" or not isinstance(after, torch.Tensor):
@@ -175,7 +170,7 @@ def _copy_buffer(slot: Slot, after: Any, tensor: torch.Tensor) -> None:
 
 
 def _restore_attributes(module: nn.Module, before: dict[str, Any]) -> Iterator[str]:
-    """Puts the attributes of a module back; gives the names of those that were set to something else."""
+    """Restores the attributes of a module; yields the names of those that were changed."""
     now = module.__dict__
     if now.keys() == before.keys() and all(now[key] is value for key, value in before.items()):
         return
@@ -188,7 +183,7 @@ def _restore_attributes(module: nn.Module, before: dict[str, Any]) -> Iterator[s
 
 
 def _modules_in(value: Any, depth: int = 4) -> Iterator[nn.Module]:
-    """The modules in an object of any kind. A function's closure is not asked: copies of it share that."""
+    """Yields the modules in any object. Skips closures of functions, which copies share."""
     if isinstance(value, nn.Module):
         yield value
         return

@@ -1,12 +1,12 @@
-"""Hooks on modules: which are computation, and what calls them.
+"""Hooks on modules: which are computation, and the code that calls them.
 
-Those of torch itself (weight_norm) and those by which transformers collects hidden states only compute: they are
-recorded as if they stood in forward. All others are the user's and run in every step:
+Hooks of torch itself (weight_norm), and hooks that collect hidden states in transformers, only compute: they are
+recorded like lines of forward. All other hooks belong to the user and run in every step:
 
-- on the model itself, for the mini-batch, in the caller's thread, around the whole pipeline (backward hooks, too);
-- on a module inside, for each micro-batch, in the thread of its stage, as a node of the graph; once more where a
-  micro-batch is recomputed. They also run while a graph is recorded, compared with the model and measured. A module
-  with backward hooks, or whose hooks use its tensors, is kept whole.
+- on the model itself, for the mini-batch, in the caller's thread, around the whole pipeline (including backward hooks);
+- on an inner module, for each micro-batch and each recompute, in the thread of its stage, as a node of the graph. They
+  also run while a graph is recorded, compared and measured. A module with backward hooks, or with hooks that use its
+  tensors, is opaque.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from fxpipe._torch.module_internals import (
 from fxpipe.errors import StateError
 
 _COMPUTATION_MODULES = ("torch.nn.utils", "transformers.utils.output_capturing")
-COMPUTATION_ATTRIBUTES = frozenset({"_output_capturing_hooks_installed"})  # attributes by which such hooks are known
+COMPUTATION_ATTRIBUTES = frozenset({"_output_capturing_hooks_installed"})  # attributes that mark such hooks
 
-CallHook = Callable[[Any, tuple[Any, ...]], Any]  # (hook, its arguments after the module) -> what it returns
+CallHook = Callable[[Any, tuple[Any, ...]], Any]  # (hook, its arguments after the module) -> its result
 
 
 def is_computation_hook(hook: Any) -> bool:
@@ -39,12 +39,11 @@ def is_computation_hook(hook: Any) -> bool:
 
 
 def forward_of(module: nn.Module) -> Callable[..., Any]:
-    """Returns the function that a module runs, its hooks aside, where nothing is compiled."""
+    """Returns the uncompiled function of a module, without its hooks."""
     return original_module(module) if is_compiled_module(module) else module.forward
 
 
 def has_own_call(model: nn.Module) -> bool:
-    """Returns True if the model's class does something around `nn.Module.__call__`."""
     return type(model).__call__ is not nn.Module.__call__
 
 
@@ -57,7 +56,6 @@ def _refuse_hooks_beside_own_call(model: nn.Module) -> None:
 
 
 def user_hooks_of(model: nn.Module) -> list[Any]:
-    """The user's hooks on the model itself."""
     return [hook for store in hook_stores(model) for hook in store.values() if not is_computation_hook(hook)]
 
 
@@ -66,8 +64,7 @@ def run_with_user_hooks(
 ) -> Any:
     """Runs a model's user hooks around `run`, which runs the model for a mini-batch.
 
-    Raises:
-        StateError: it has a backward hook of the old kind, or a `__call__` of its own.
+    Raises `StateError` for a backward hook of the old kind, and for hooks on a class with a `__call__`.
     """
     if has_own_call(model):
         _refuse_hooks_beside_own_call(model)
@@ -83,7 +80,7 @@ def run_with_user_hooks(
     *_, pre_hooks, hooks = hook_stores(model)
     if not hooks and not pre_hooks:
         return run_with_hooks(model, run, call, args, kwargs)
-    # Of backward hooks torch's own class takes care, as in `nn.Module.__call__`.
+    # torch's class handles backward hooks, as in `nn.Module.__call__`.
     watching = BackwardHook(model, list(hooks.values()), list(pre_hooks.values()))
 
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -119,10 +116,9 @@ def run_with_hooks(
 def run_model(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Callable[..., Any] | None = None
 ) -> Any:
-    """Calls a model, or `forward` in its place, as a pipe does inside: without the user's hooks on the model itself.
+    """Calls a model, or `forward` instead of it, without the user's hooks on the model itself, as a pipeline does.
 
-    Raises:
-        StateError: it has such hooks, and a `__call__` of its own that would run them.
+    Raises `StateError` if the model has such hooks, and a `__call__` that would run them.
     """
     if forward is None and has_own_call(model):
         _refuse_hooks_beside_own_call(model)

@@ -1,9 +1,8 @@
-"""Python that runs in every step: each call of it is one node of the graph.
+"""Opaque calls: Python that runs in every step, each call as one node of the graph.
 
-Functions that the user marks as leaves, hooks, what `torch.func` makes of a function, modules kept whole
-(`leaf_module`). Such a node is a function of the tensors among its arguments, in whatever structure they come. That it
-uses nothing else is verified: the autograd graph of its first run must end in what it was given, it may touch no other
-tensor that forward or the model has, and nothing else of the model may have changed.
+They are functions marked as leaves, hooks, functions transformed by `torch.func`, and opaque modules (`leaf_module`).
+The node is a function of the tensors in its arguments, in any structure. The first run verifies this: its autograd
+graph must end in the arguments, and it must not touch other tensors of forward or of the model.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from fxpipe.tracing.tensors import hidden_tensors, storage_of, tensors_in
 from fxpipe.utils.pytree import StructureError, flatten_dataclasses, leaves_by_structure
 
 F = TypeVar("F", bound=Callable[..., Any])
-# What runs: (tensors that its node is given beside the arguments, arguments, keyword arguments) -> its result.
+# (tensors that the node gets in addition to the arguments, arguments, keyword arguments) -> result
 OpaqueRun = Callable[[Sequence[torch.Tensor], tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -46,11 +45,11 @@ class _Active(threading.local):
     recorder: Recorder | None = None
 
 
-active = _Active()  # which recorder records in this thread
+active = _Active()
 
 
 class OpaqueStateError(Exception):
-    """Raised when an opaque call has kept something for its next run, or for others."""
+    """Raised if an opaque call kept something for its next run or for others."""
 
     def __init__(self, what: str, remedy: str = "keep what forward changes in a buffer (register_buffer)"):
         super().__init__(what)
@@ -58,7 +57,7 @@ class OpaqueStateError(Exception):
 
 
 def call_hook(recorder: Recorder, module: nn.Module, hook: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Calls a hook of a module as one node. One that uses tensors of the module needs the module whole."""
+    """Calls a hook of a module as one node. A hook that uses tensors of the module needs an opaque module."""
 
     def run(_: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return hook(module, *args)
@@ -71,7 +70,7 @@ def call_hook(recorder: Recorder, module: nn.Module, hook: Callable[..., Any], a
         label = f"hook_{name}" if name.isidentifier() else "hook"
         result, node = call_opaque(recorder, run, label, [], arguments, {}, in_module=True)
     finally:
-        for store, items in zip(hooks, before, strict=True):  # it may have taken itself off: that is for a step to do
+        for store, items in zip(hooks, before, strict=True):  # the hook may have removed itself, which a step has to do
             store.clear()
             store.update(items)
     update_info(node, opaque=replace(opaque_call_of(node), is_hook=True))
@@ -79,7 +78,6 @@ def call_hook(recorder: Recorder, module: nn.Module, hook: Callable[..., Any], a
 
 
 def call_transform(recorder: Recorder, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls what `torch.func` has made of a function as one node."""
     recorder.read_captured_sizes(function)
 
     def run(_: Sequence[torch.Tensor], a: tuple[Any, ...], k: dict[str, Any]) -> Any:
@@ -89,13 +87,13 @@ def call_transform(recorder: Recorder, name: str, function: Callable[..., Any], 
 
 
 def leaf(function: F) -> F:
-    """Marks a function that a graph shall call as it is, as one node, instead of what it does.
+    """Marks a function that a graph calls as one node, without recording its inside.
 
         @fxpipe.leaf
         def route(tokens, scores): ...      # reads values, calls a library: anything
 
-    It is given tensors (in tuples, lists and dicts, too) and gives such back, of the same structure every time. It runs
-    for each micro-batch, on the stage's device and with gradients.
+    The function takes and returns tensors, also in tuples, lists and dicts; the structure of its result must always be
+    the same. It runs for each micro-batch, on the stage's device and with gradients.
     """
 
     @functools.wraps(function)
@@ -124,12 +122,12 @@ def call_opaque(
     final: bool = True,
     hookable: bool = True,
 ) -> tuple[Any, fx.Node]:
-    """Runs something and leaves a node `name(tensors, leaves of the arguments)`, which makes the result's leaves.
+    """Runs an opaque call and adds a node `name(tensors, leaves of the arguments)`, which returns the result's leaves.
 
     Args:
-        in_module: what it uses from outside it may be given where the module that calls it is kept whole.
-        final: it is one node because the user wants it so, and what is refused ends the search.
-        hookable: it may put hooks on tensors, if it is the only one to use them so far.
+        in_module: the call can use outside tensors if the module around it is kept opaque.
+        final: the user requested the node, so a refusal ends the search.
+        hookable: the call may put hooks on tensors that nothing else has used so far.
     """
 
     def refuse(what: str, remedy: str) -> CannotRecord:
@@ -138,9 +136,9 @@ def call_opaque(
         return error
 
     leaves, spec = flatten_dataclasses((args, kwargs), lambda x: isinstance(x, (torch.Tensor, *RECORDED)))
-    has_objects = pytree.tree_structure((args, kwargs)) != spec  # which the node makes anew
+    has_objects = pytree.tree_structure((args, kwargs)) != spec  # which the node reconstructs
     nodes: list[Any] = []
-    fixed: dict[int, Any] = {}  # arguments that are no matter of a graph
+    fixed: dict[int, Any] = {}  # arguments that are not in the graph
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, (torch.Tensor, *RECORDED)):
             nodes.append(recorder.node_argument(leaf))
@@ -185,7 +183,7 @@ def call_opaque(
 
     whole.__name__ = whole.__qualname__ = name
     whole.__module__ = __name__
-    # On values cut from what was before them, so that the graph of what runs ends in what it was given.
+    # Run on values cut from the autograd graph before the call, so that its graph ends in its arguments.
     with recorder.pause():
         own = list(map(_parameter_copy, tensors))
         plain, ends = _cut_graph(leaves)
@@ -212,7 +210,7 @@ def call_opaque(
     with recorder.pause():
         own_gradients = recorder.applied_inside != applied and _puts_gradients(recorder.model, outputs, [*own, *ends])
         external = _external_tensors(outputs, [*own, *ends])
-        if external and not any(recorder.name_of(t) for t in external):  # made inside, or kept somewhere?
+        if external and not any(recorder.name_of(t) for t in external):
             drawn = len(recorder.draws_from_stream)
             again = recorder.run(
                 whole, (list(map(_parameter_copy, tensors)), _cut_graph(list(map(_clone, leaves)))[0]), {}
@@ -270,10 +268,7 @@ def call_opaque(
 
 
 def _is_used(node: fx.Node) -> bool:
-    """Returns whether a gradient of a value comes from a use of it so far, perhaps in an earlier stage.
-
-    Gradients of later uses come to where the value was used before.
-    """
+    """Returns whether a value was used before, perhaps in an earlier stage, where gradients of later uses add up."""
     uses = (n for n in node.users if info(n).recorded_size is None)
     return any(n.users or info(n).opaque is None for n in uses)
 
@@ -283,7 +278,6 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _is_changed(arguments: Any, spec: pytree.TreeSpec, leaves: Sequence[Any]) -> bool:
-    """Returns whether what runs has put something else into its arguments."""
     try:
         return any(now is not leaf for now, leaf in zip(leaves_by_structure(arguments, spec), leaves, strict=True))
     except StructureError:
@@ -291,7 +285,7 @@ def _is_changed(arguments: Any, spec: pytree.TreeSpec, leaves: Sequence[Any]) ->
 
 
 def _parameter_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """The end of a graph with the value of a parameter or a buffer. A parameter must not be written to: a copy is."""
+    """Returns an autograd leaf with the tensor's value: a clone for a parameter, which must not be written to."""
     value = tensor.detach()
     return (value.clone() if isinstance(tensor, nn.Parameter) else value).requires_grad_(tensor.requires_grad)
 
@@ -301,7 +295,7 @@ def _clone(value: Any) -> Any:
 
 
 class _GraphCut(torch.autograd.Function):
-    """Makes a tensor the child of `end`, a leaf, in place: it may be written to, as what a module makes may."""
+    """Makes a tensor the child of the leaf `end`, in place, so that it can be written to like a module's output."""
 
     @staticmethod
     def forward(ctx: Any, end: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -310,11 +304,11 @@ class _GraphCut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.zeros(0), gradient  # so that a backward inside of what runs leaves `end.grad`
+        return torch.zeros(0), gradient  # a backward inside the call sets `end.grad`
 
 
 def _cut_graph(leaves: Sequence[Any]) -> tuple[list[Any], list[torch.Tensor]]:
-    """The same values in the same memory, without what made them; and where their graphs end."""
+    """Returns the values, sharing memory, without their autograd graphs; and the leaves at which new graphs end."""
     values: list[Any] = []
     ends: list[torch.Tensor] = []
     for value in leaves:
@@ -327,7 +321,7 @@ def _cut_graph(leaves: Sequence[Any]) -> tuple[list[Any], list[torch.Tensor]]:
             ends.append(values[-1])
         else:
             ends.append(torch.empty(0, requires_grad=True))
-            # Functions return tensors of a subclass as views, which torch forbids to use after a write to their memory.
+            # Functions return tensors of a subclass as views; torch forbids their use after a write to their memory.
             same = value.detach() if type(value) is torch.Tensor else value.data
             with torch.enable_grad():
                 values.append(_GraphCut.apply(ends[-1], same))
@@ -335,9 +329,9 @@ def _cut_graph(leaves: Sequence[Any]) -> tuple[list[Any], list[torch.Tensor]]:
 
 
 def _is_as_before(now: Any, before: Any) -> bool:
-    """Returns whether this leaf of the output is the one of the recording; what cannot be compared is new every time.
+    """Returns whether a leaf of the output equals the recording's; `before` is `torch.Tensor` for any tensor.
 
-    `before` is `torch.Tensor` for any tensor.
+    Objects without `__eq__` only need the same type.
     """
     if isinstance(now, torch.Tensor):
         return before is torch.Tensor
@@ -350,30 +344,29 @@ def _is_as_before(now: Any, before: Any) -> bool:
 
 
 def _tensors_not_given(model: nn.Module, arguments: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor, int]]:
-    """The tensors of a model that are not given, by name, and their versions."""
     own = {storage_of(t) for t in arguments}
     tensors = ((slot.name, tensor) for slot, tensor in slots_of(model).items() if not tensor.is_inference())
     return [(name, tensor, version_of(tensor)) for name, tensor in tensors if storage_of(tensor) not in own]
 
 
 def _external_tensors(results: Sequence[Any], arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Collects the tensors that require grad and were used to make something, but were not given."""
+    """Returns the tensors that require grad and were used without being passed."""
     known = {id(t) for t in arguments}
     used = [x for t in tensors_in(tuple(results)) for x in ((t,) if t.is_leaf and t.requires_grad else leaves_below(t))]
     return [x for x in used if id(x) not in known]
 
 
 def _puts_gradients(model: nn.Module, results: Sequence[Any], ends: Sequence[torch.Tensor]) -> bool:
-    """Returns whether the backward of what has run puts gradients into leaves, where a stage does not find them.
+    """Returns whether the backward of the call puts gradients into leaves, where a stage does not find them.
 
-    An autograd.Function may run backward in its backward, as those of reversible networks do.
+    The backward of an autograd.Function may run backward itself, as in reversible networks.
     """
     roots = [t for t in results if isinstance(t, torch.Tensor) and t.requires_grad]
     leaves = [t for t in ends if t.requires_grad]
     if not roots or not leaves:
         return False
     parameters = list(model.parameters())
-    with preserve_rng(), without_gradients(model), contextlib.suppress(Exception):  # a step will raise it
+    with preserve_rng(), without_gradients(model), contextlib.suppress(Exception):  # a step raises it again
         torch.autograd.grad(roots, leaves, list(map(torch.ones_like, roots)), retain_graph=True, allow_unused=True)
         return any(t.grad is not None for t in (*parameters, *ends))
     return False

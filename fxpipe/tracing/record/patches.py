@@ -1,13 +1,11 @@
-"""Patches that follow what a function mode does not see, while a model is recorded, in the recording thread only:
+"""Patches for effects that a function mode does not intercept, active in the recording thread only:
 
-- calls of modules, for their paths; a module that is to be kept whole becomes one node there, and so does a hook on a
-  module, which has to run in every step;
-- `torch.vmap`, which becomes one node: under it torch functions are given batches that look like samples;
-- applications of an `autograd.Function`, through whatever alias: each becomes one node that keeps its backward.
-  `torch.utils.checkpoint` is called through, with its functions of that kind: recompute is the pipeline's own business;
-- attributes of modules that forward reads (`dropout.p`), and the Python that runs (`python_reads`): with others it is
-  another graph;
-- the bytes of storages, which are sizes of tensors.
+- calls of modules, to record their paths; opaque modules and hooks on modules become one node each;
+- `torch.vmap`, which becomes one node: inside it, torch functions see batches as samples;
+- applications of an `autograd.Function`, through any alias, as one node each; functions of `torch.utils.checkpoint`
+  are bypassed, since the pipeline recomputes itself;
+- attributes of modules that forward reads (`dropout.p`), and the Python that runs (`python_reads`);
+- the bytes of storages, which depend on sizes of tensors.
 """
 
 from __future__ import annotations
@@ -37,12 +35,12 @@ from fxpipe.tracing.record.recorder import Recorder, RunningModule
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.utils.locks import ForkSafeLock
 
-PATCH_TURN = ForkSafeLock()  # one recording at a time puts its patches in and takes them out
+PATCH_TURN = ForkSafeLock()
 
 
 @contextlib.contextmanager
 def patch_for_recording(recorder: Recorder) -> Iterator[None]:
-    """A block in which modules and autograd functions tell the recorder."""
+    """A block in which modules and autograd functions report to the recorder."""
     here = threading.get_ident()
     PATCH_TURN.acquire()
     outer, active.recorder = active.recorder, recorder
@@ -79,11 +77,11 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
 
     def getattribute(module: nn.Module, name: str) -> Any:
         value = object.__getattribute__(module, name)
-        # Of modules in plain lists `training` as well: `cache_key` does not know them.
+        # Also `training` of modules in plain lists, which `cache_key` does not include.
         if (
             name not in MODULE_DICT_KEYS or (name == "training" and id(module) not in recorder.paths)
         ) and not is_elsewhere():
-            own = object.__getattribute__(module, "__dict__")  # not what its class has: see `cache_key`
+            own = object.__getattribute__(module, "__dict__")  # class attributes: see `cache_key`
             if name in own:
                 recorder.python_reads.add_attribute(own, name)
         return value
@@ -110,7 +108,7 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
         (nn.Module, "__getattribute__", getattribute),
         (nn.Module, "__call__", call),
     ]
-    own = [vars(kind).get(name) for kind, name, _ in patches]  # None: inherited; another recording may be around this
+    own = [vars(kind).get(name) for kind, name, _ in patches]  # None: inherited; recordings can be nested
     try:
         for kind, name, patch in patches:
             setattr(kind, name, patch)
@@ -131,7 +129,7 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
 
 
 class _HiddenApplications:
-    """Records an application that reaches C by a way of its own, from inside: when C calls forward."""
+    """Records an application that bypasses `apply`, from inside: when C++ calls forward."""
 
     def __init__(self, recorder: Recorder, is_elsewhere: Callable[[], bool]):
         self._recorder, self._is_elsewhere = recorder, is_elsewhere
@@ -147,15 +145,15 @@ class _HiddenApplications:
         context, operands = (args[:1], args[1:]) if has_context(function) else ((), args)
         node_args, node_kwargs = recorder.node_argument(operands), recorder.node_argument(kwargs)
         result, random = recorder.run(forward, args, kwargs)
-        # An input that is returned as it is C would return as another object, which nobody knows. Not what forward
-        # writes to; where there is no context yet, nobody can tell.
+        # C++ would return an input that forward returns as another, unknown object, unless forward writes to it.
+        # Before a context exists, that is unknown.
         kept = {id(t) for ctx in context for t in ctx.dirty_tensors or ()}
         returned = {id(t) for t in tensors_in((operands, kwargs)) if context} - kept
         with recorder.pause():
             result = pytree.tree_map_only(torch.Tensor, lambda t: t.view_as(t) if id(t) in returned else t, result)
         node = _add_application(recorder, _apply, function, node_args, node_kwargs, result, random)
         update_info(node, state=state)
-        for tensor in tensors_in(result):  # C is going to give it its node
+        for tensor in tensors_in(result):  # C++ will set its grad_fn
             recorder.registry.expect_backward(tensor, function.__name__)
         return result
 
@@ -171,7 +169,7 @@ def _apply(function: FunctionClass, *args: Any, **kwargs: Any) -> Any:
 def _add_application(
     recorder: Recorder, apply: Apply, function: FunctionClass, args: Any, kwargs: Any, result: Any, random: bool
 ) -> fx.Node:
-    """The node of an `autograd.Function`, a plain function with its name, for the code of the graph."""
+    """Adds a node for an `autograd.Function`: a plain function with its name, as the graph's code needs."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return apply(function, *args, **kwargs)
@@ -238,11 +236,10 @@ def _refuse_backward_hooks(recorder: Recorder, module: nn.Module) -> None:
         )
 
 
-# -- The general paths of libraries: those they take for compilers, without looking at values ------------------------
+# -- compile mode ------------------------------------------------------------------------------------------------------
 #
-# Many libraries look into a mask and take a faster path where it hides nothing, but not while a compiler is at work. In
-# this block both questions are answered yes, in this thread only: with `is_compiling` alone some of them call
-# higher-order operators.
+# Many libraries read a mask and take a faster path if it hides nothing, but not while compiling. In this block, both
+# questions are answered yes in this thread: with `is_compiling` alone, some libraries call higher-order operators.
 
 _QUESTIONS = ("is_compiling", "is_exporting")
 

@@ -1,7 +1,7 @@
-"""The Python that forward runs and reads while it is recorded.
+"""The Python that forward runs and reads during a recording.
 
-A profile function sees which code runs; a class of objects that forward can reach shows for the while of the recording
-which attributes of its objects are used. What is not seen so is taken as a whole (`utils.python_state`).
+A profile function observes which code runs. Patched classes of the objects that forward can reach observe which
+attributes are used. Objects that cannot be observed count as fully read (`utils.python_state`).
 """
 
 from __future__ import annotations
@@ -36,20 +36,17 @@ _OWN_FILES = __file__.removesuffix("tracing/record/python_reads.py")
 
 
 class PythonReads:
-    """The code and the values of Python that one recording has read."""
-
     def __init__(self, model: nn.Module):
         self._model = model
-        self._places: dict[tuple[int, str], Place] = {}  # attributes of modules
-        self._codes: dict[int, CodeType] = {}  # by id: those seen, whether followed or not
+        self._places: dict[tuple[int, str], Place] = {}
+        self._codes: dict[int, CodeType] = {}
         self._ran: list[tuple[CodeType, dict[str, Any]]] = []
-        # By id: objects, and which of their attributes were used; None if that is not seen.
+        # By id: objects with their used attributes; None if uses cannot be observed.
         self._reached: dict[int, tuple[Any, set[str] | None]] = {}
-        self._classes: dict[type, dict[str, Any]] = {}  # those patched, and what they had themselves
+        self._classes: dict[type, dict[str, Any]] = {}  # patched classes with their original methods
         self._is_elsewhere: Callable[[], bool] = lambda: True
 
     def add_attribute(self, owner: dict[str, Any], name: str) -> None:
-        """Adds an attribute of a module, whose `__dict__` is `owner`."""
         key = (id(owner), name)
         if key not in self._places and not isinstance(owner[name], torch.Tensor):
             self._places[key] = owner, name
@@ -57,24 +54,24 @@ class PythonReads:
 
     @contextlib.contextmanager
     def follow(self, is_elsewhere: Callable[[], bool]) -> Iterator[None]:
-        """A block in which it is seen what this thread runs and reads, but where it `is_elsewhere`.
+        """A block that observes what this thread runs and reads, except if it `is_elsewhere`.
 
-        What the garbage collector calls meanwhile (`gc.callbacks`, `__del__`) is not forward's either.
+        Excludes code that the garbage collector calls (`gc.callbacks`, `__del__`).
         """
         thread, collects = threading.get_ident(), False
 
-        def begin(phase: str, _: dict[str, int]) -> None:  # the first callback of all
+        def begin(phase: str, _: dict[str, int]) -> None:  # runs as the first callback
             nonlocal collects
             collects |= phase == "start" and threading.get_ident() == thread
 
-        def end(phase: str, _: dict[str, int]) -> None:  # the last one
+        def end(phase: str, _: dict[str, int]) -> None:  # runs as the last callback
             nonlocal collects
             collects &= phase == "start" or threading.get_ident() != thread
 
         is_outside, is_elsewhere = is_elsewhere, lambda: collects or is_outside()
         self._is_elsewhere = is_elsewhere
         is_profiled = sys.getprofile() is not None
-        watch: Any = sys.settrace if is_profiled else sys.setprofile  # a profiler of the user's cannot be put back
+        watch: Any = sys.settrace if is_profiled else sys.setprofile  # a user's profiler could not be restored
         outer: Any = sys.gettrace() if is_profiled else None
 
         def enter(frame: FrameType, event: str, argument: Any) -> Any:
@@ -97,7 +94,7 @@ class PythonReads:
                     type.__setattr__(kind, name, own[name]) if name in own else type.__delattr__(kind, name)
 
     def state(self) -> PythonState:
-        """Returns what forward has read, as it is now."""
+        """Returns everything that forward has read, with its current values."""
         reached = self._reached
 
         def reads_of(value: Any) -> Collection[str] | None:
@@ -123,7 +120,7 @@ class PythonReads:
             self._reach(frame.f_locals.get(name))
 
     def _reach(self, value: Any, depth: int = MAX_DEPTH) -> None:
-        """Makes the classes of a value, and of what it holds, show which attributes of them are used."""
+        """Patches the classes of a value and of its contents, to observe which attributes are used."""
         if id(value) in self._reached or not depth:
             return
         parts = parts_of(value)
@@ -135,7 +132,7 @@ class PythonReads:
             self._reach(part, depth - 1)
 
     def _patch(self, kind: type) -> bool:
-        """Makes a class show the uses of its objects; returns whether it does."""
+        """Patches a class to observe uses of its objects; returns whether that is possible."""
         if kind in self._classes or not is_followed_class(kind):
             return kind in self._classes
         plain: Any = kind.__getattribute__
@@ -163,7 +160,7 @@ class PythonReads:
         try:
             type.__setattr__(kind, "__getattribute__", getattribute)
             type.__setattr__(kind, "__setattr__", set_attribute)
-        except TypeError:  # made in C
+        except TypeError:  # a C class
             return False
         self._classes[kind] = own
         return True

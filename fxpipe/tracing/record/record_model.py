@@ -52,10 +52,10 @@ from fxpipe.utils.pytree import (
 )
 from fxpipe.utils.random_generators import comparison_seed
 
-_UnknownTensor = tuple[torch.Tensor, CannotRecord]  # and the error to raise should it not be a constant
-_ERASABLE = (  # nodes that may be there for nobody
-    torch.empty,  # of a checkpoint (torch 2.11; not 2.13)
-    "size",  # of `x.shape`, which leaves a node for each dimension
+_UnknownTensor = tuple[torch.Tensor, CannotRecord]  # with the error to raise if it is not a constant
+_ERASABLE = (  # nodes that are erased if unused
+    torch.empty,  # created by a checkpoint (torch 2.11; not 2.13)
+    "size",
     "stride",
     operator.getitem,
     *SIZE_FUNCTIONS,
@@ -65,7 +65,7 @@ _ERASABLE = (  # nodes that may be there for nobody
 def input_leaves(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[InputLeaf, ...], Any, list[Any]]:
-    """The flattened inputs: what they are, their tree, and their values."""
+    """Returns descriptions of the flattened inputs, their tree, and their values."""
     paths, spec = flatten_with_paths((args, kwargs))
     leaves = []
     for (path, value), same_as in zip(paths, same_tensors([value for _, value in paths]), strict=True):
@@ -92,21 +92,20 @@ def record(
     run: Callable[..., Any] | None = None,
     held: Mapping[str, torch.Tensor] | None = None,
 ) -> Traced:
-    """Runs `model` once on the inputs and returns its graph. The model and all random states stay as they are.
+    """Runs `model` once on the inputs and returns its graph. The model and all random states stay unchanged.
 
     Args:
-        model, args, kwargs: what is recorded.
-        options: for what is known to stand in the way. Those that were needed are `Traced.recording_options`.
-        seed: of the numbers that forward draws and reads.
-        disguised: sizes and texts that look other than they are (`record.untracked_values`).
-        run: (recorder, *args, **kwargs) -> output: what runs in the model's place (a graph of it, made in another way).
-        held: tensors that `run` keeps and the model does not, by name.
+        options: options for known obstacles; `Traced.recording_options` has those that were needed.
+        seed: seed of the random numbers that forward draws and reads.
+        disguised: sizes and texts that Python sees changed (`record.untracked_values`).
+        run: (recorder, *args, **kwargs) -> output: runs instead of the model (a graph of it, created by other means).
+        held: tensors that `run` holds and the model does not, by name.
 
     Raises:
-        CannotRecord: forward does what a recording cannot carry; the message names the module, the user's line and the
-            remedy.
-        TraceError: forward does what no graph can carry.
-        Exception: whatever the model raises on these inputs, with a note.
+        CannotRecord: forward does something that a recording cannot represent; names the module, the user's line and
+            the remedy.
+        TraceError: forward does something that no graph can represent.
+        Exception: any error of the model on these inputs, with a note.
     """
     refuse_model(model)
     with progress("recording", None) as step, compile_mode() if options.in_compile_mode else contextlib.nullcontext():
@@ -135,7 +134,7 @@ def record(
 
 
 def _options_after(recorder: Recorder, error: Exception | None) -> RecordingOptions:
-    """The options that a recording needs; its own, if nothing stood in its way that others would change."""
+    """Returns the options for the next attempt; the recording's options if others would not help."""
     if recorder.must_save:
         return replace(recorder.options, saves=True)
     if recorder.was_hashed and error is not None and not isinstance(error, TraceError):
@@ -144,15 +143,14 @@ def _options_after(recorder: Recorder, error: Exception | None) -> RecordingOpti
 
 
 def refuse_side_effects(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], has_run: bool) -> None:
-    """Raises `CannotRecord` for Python state that forward changes each time it runs: in steps it would stay as it is.
+    """Raises `CannotRecord` if each forward changes Python state, which would stay unchanged in steps.
 
-    Args:
-        has_run: whether the model has run since it was recorded.
+    `has_run`: whether the model has run since it was recorded.
     """
     state = traced.python_state
     if has_run and state.holds():
         return
-    state.take()  # maybe the first run alone has changed it, as a cache that it fills
+    state.take()  # perhaps only the first run changed it, like a cache that it fills
     leaves, spec, values = input_leaves(traced.model, args, kwargs)
     tree = pytree.tree_unflatten(as_given(leaves, map(copy_of_input, values)), spec)
     line = line_of_change(traced.model, tree, spec, lambda: not state.is_same())
@@ -169,13 +167,13 @@ def refuse_side_effects(traced: Traced, args: tuple[Any, ...], kwargs: dict[str,
 def _record_once(
     recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any] | None
 ) -> tuple[Traced, list[_UnknownTensor]]:
-    """The graph, and the tensors of unknown origin in it, with the errors to raise should they be made by forward."""
+    """Returns the graph, and its tensors of unknown origin with the errors to raise if forward creates them."""
     model = recorder.model
     model_flags = module_flags(model)
     leaves, spec, values = input_leaves(model, args, kwargs)
     copies = as_given(leaves, map(copy_of_input, values))
     recorder.input_reads.leaves, recorder.input_reads.paths = copies, [leaf.path for leaf in leaves]
-    if run:  # nobody has seen what forward asks
+    if run:
         recorder.input_reads.ask_all(layouts_of, "the memory layout of its inputs", UNKNOWN_LINE)
     for place, (leaf, copy) in enumerate(zip(leaves, copies, strict=True)):
         if leaf.is_tensor:
@@ -196,8 +194,8 @@ def _record_once(
             assigned = {name: recorder.node_of(tensor) for name, tensor in named.items()}
             tied = {name for name, tensor in named.items() if tensor.requires_grad}
             for name in [name for name in tied if not _depends_on_inputs(assigned[name])]:
-                del assigned[name]  # made anew by each forward, as weight_norm does: nobody would see what is put there
-        if changed is not None:  # the objects are as they were: it can be seen where it happens
+                del assigned[name]  # each forward recomputes it, like weight_norm: an assigned value has no effect
+        if changed is not None:  # the objects are restored: run again to find the line
             again = as_given(leaves, map(copy_of_input, values))
             tree = pytree.tree_unflatten(again, spec)
             is_changed = functools.partial(changed_input_item, model, tree, leaves, again, spec)
@@ -205,7 +203,7 @@ def _record_once(
                 changed, UNKNOWN_LINE if run else line_of_change(model, tree, spec, is_changed)
             )
         own_generators.refuse_drawn()
-        if recorder.refusal is not None:  # forward has swallowed it
+        if recorder.refusal is not None:  # forward caught it
             raise recorder.refusal
         snapshot.refuse_changes()
         _refuse_refilled(snapshot, recorder)
@@ -250,7 +248,7 @@ def _record_once(
         has_keys_of_sizes=recorder.has_keys_of_sizes,
         ended_modules=tuple(recorder.ended_modules),
     )
-    erase_unused_nodes(traced, keeping=("size", operator.getitem))  # of sizes it is not yet known which are values
+    erase_unused_nodes(traced, keeping=("size", operator.getitem))  # sizes may still turn out to be data-dependent
     return replace(traced, signature=signature_of(traced.graph)), recorder.unknown_tensors
 
 
@@ -261,10 +259,10 @@ def _layout(value: Any) -> tuple[Any, ...]:
 def _refuse_reshaped(
     recorder: Recorder, leaves: Sequence[InputLeaf], layouts: Sequence[tuple[Any, ...]], copies: Sequence[Any]
 ) -> None:
-    """Refuses another shape of an input (`x.t_()`, `x.resize_(...)`): it cannot be written back, as values can."""
+    """Refuses a changed shape of an input (`x.t_()`, `x.resize_(...)`), which cannot be written back."""
     for leaf, layout, copy in zip(leaves, layouts, copies, strict=True):
         if layout != _layout(copy):
-            line = info(recorder.node_of(copy)).source  # of the last function that returned it
+            line = info(recorder.node_of(copy)).source
             raise CannotRecord(
                 f"forward changes the shape or the strides of the input {leaf.path}"
                 f"{f' at {line}' if line else ''}, and the caller's tensor would stay as it was; use a function "
@@ -284,7 +282,7 @@ def _depends_on_inputs(node: fx.Node) -> bool:
 
 
 def _refuse_refilled(snapshot: Snapshot, recorder: Recorder) -> None:
-    """Refuses what forward takes from a list that it refills: it is of this forward, and the next must not find it."""
+    """Refuses a list that forward refills and reads: its tensors belong to this forward, not to the next."""
     for name in snapshot.refilled_containers:
         if any(constant.startswith(f"{name}.") for constant in recorder.constants):
             raise CannotRecord(
@@ -323,14 +321,12 @@ def _output_argument(recorder: Recorder, value: Any) -> Any:
 
 
 def _is_recorded(recorder: Recorder, value: Any) -> bool:
-    """Returns whether it is a tensor, or a size that differs from run to run."""
     if isinstance(value, RECORDED):
         return value.recorder is recorder
     return isinstance(value, torch.Tensor) and recorder.knows(value)
 
 
 def erase_unused_nodes(traced: Traced, keeping: Collection[Any] = ()) -> None:
-    """Erases nodes that are there for nobody."""
     needed = {n for read in traced.size_reads for n in read.operands if isinstance(n, fx.Node)}
     needed |= {read.tensor for read in traced.layout_reads}
     for node in reversed(list(traced.graph.nodes)):

@@ -1,16 +1,13 @@
-"""Sizes of recorded tensors: integers that remember the graph node that computes them.
+"""Sizes of recorded tensors: integers with the graph node that computes them.
 
-A model asks a tensor for its shape and computes with the answer. While it is recorded, the answer is a `RecordedSize`:
-an `int` of the right value (torch's C++ functions take nothing else) whose arithmetic adds nodes; `size / 2` is a
-`RecordedFloat`, and `math.floor(size / 2)` a size again. Anything else (a comparison, `int(size)`, `size & 1`) gives a
-plain value and leaves a `SizeRead`: what the model saw. Whether that holds for other batch sizes is asked later, when
-the symbolic value of the node is known.
+During a recording, the shape of a tensor consists of `RecordedSize`: an `int` with the actual value (torch's C++
+functions require it) whose arithmetic adds nodes. `size / 2` is a `RecordedFloat`, and `math.floor(size / 2)` is a size
+again. Other operations (a comparison, `int(size)`, `size & 1`) return a plain value and leave a `SizeRead`, which is
+checked for other batch sizes when the symbolic value of the node is known.
 
-What cannot be seen is what becomes of `range(size)`, `int(size)` and `len(x)`: for these every graph is also compared
-with the model at other batch sizes, and what was computed is found by recording at these (`batch_numbers`).
-Where forward took such a number, the graph holds for the sizes compared and no others: a slice clips its bounds, and
-many a number is the same for several sizes (`h[: len(x) // 2 * 2]`, `h / len(x).bit_length()`). A size that depends on
-the values of tensors is a value itself, and what was read of it is a read like any other (`guards`).
+A recording cannot follow `range(size)`, `int(size)` and `len(x)`: such numbers are found by recording at other sizes
+(`batch_numbers`), and the graph holds only for the compared sizes, since a number can be equal for several sizes
+(`h[: len(x) // 2 * 2]`). A size that depends on tensor values is guarded like any other read (`guards`).
 """
 
 from __future__ import annotations
@@ -36,19 +33,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SizeRead:
-    """The model computed `function(*operands)` of sizes, or `length` of a tensor, and went on with the result."""
+    """A function of sizes, or `length` of a tensor, whose result the model used."""
 
     function: Callable[..., Any]
     operands: tuple[fx.Node | int | float, ...]
     result: Any
     where: str  # the user's source line
-    module: str = ""  # the path of the one that did so
-    calls: int = 0  # of other modules that it had made
+    module: str = ""
+    calls: int = 0  # number of other modules that it had called
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutRead:
-    """The model asked how a tensor lies in memory, which its sizes tell, and went on with the answer."""
+    """A question about a tensor's memory layout, which follows from its sizes, and the answer that the model used."""
 
     tensor: fx.Node
     question: Callable[[torch.Tensor], Any]
@@ -57,11 +54,9 @@ class LayoutRead:
 
 
 class SourcePlace(NamedTuple):
-    """A place in forward at which it did something."""
-
-    module: str  # its path
+    module: str
     source: str  # the user's line
-    calls: int  # of other modules that it had made by then
+    calls: int  # number of other modules that it had called
 
     @classmethod
     def of(cls, node: fx.Node) -> SourcePlace:
@@ -69,23 +64,22 @@ class SourcePlace(NamedTuple):
 
 
 def length(tensor: torch.Tensor, dim: int) -> int:
-    """Returns the size that `len` and iteration take: a number that goes on in Python, where nothing can follow it."""
+    """Returns the size that `len` and iteration use: a number that Python uses untracked."""
     return tensor.size(dim)
 
 
 # No model of the zoo: `x.shape[0].bit_length()` needs it (behaviour/test_batch_sizes_in_python.py).
 def plain_number(size: int) -> int:
-    """Returns the number that goes on where nothing follows it: the bits of a size, its text, what a closure takes."""
+    """Returns a number that is used untracked: the bits of a size, its text, a value in a closure."""
     return size
 
 
 def split_pieces(tensor: torch.Tensor, dim: int, size: int) -> int:
-    """Returns how many pieces of this size `split` makes: how long a list forward gets."""
     return int(_pieces_of_size(tensor.size(dim), size))
 
 
 def chunk_pieces(tensor: torch.Tensor, dim: int, chunks: int) -> int:
-    """Returns how many pieces `chunk` makes, which may be fewer than are asked for."""
+    """Returns the number of pieces that `chunk` makes, which can be fewer than requested."""
     return int(_pieces_of_number(tensor.size(dim), chunks))
 
 
@@ -97,7 +91,7 @@ def _pieces_of_number(whole: Any, chunks: Any) -> Any:
     return _pieces_of_size(whole, _pieces_of_size(whole, chunks))
 
 
-# The same as formulas in sizes.
+# Formulas in sizes for the same functions.
 PIECES: dict[Callable[..., Any], Callable[[Any, Any], Any]] = {
     split_pieces: _pieces_of_size,
     chunk_pieces: _pieces_of_number,
@@ -106,8 +100,8 @@ NOT_FOLLOWED = (length, plain_number, *PIECES)
 
 
 class RecordedSize(int):
-    """`shown` is what code that asks no method sees, `value` what the size is: they differ in `untracked_values`
-    only."""
+    """A size of a recorded tensor. Code that calls no method sees `shown`, which differs from `value` only in
+    `untracked_values`."""
 
     node: fx.Node
     recorder: Recorder
@@ -123,12 +117,12 @@ class RecordedSize(int):
         return int.__int__(self)
 
     def __hash__(self) -> int:
-        # As for torch.SymInt: a cache keyed by sizes goes by their values, and many libraries then do without. What a
-        # cache hands out wrongly where one cannot, the check finds.
+        # As for torch.SymInt: a cache keyed by sizes would depend on their values, and many libraries then skip the
+        # cache. The comparison with the model detects wrong cache entries.
         if self.recorder.recording and not self.recorder.options.hashes_sizes:
             self.recorder.was_hashed = True
             raise TypeError("unhashable type: a recorded size")
-        if self.recorder.recording:  # what is not found under a key is never compared with it
+        if self.recorder.recording:  # a missing key is never compared with the size
             self.recorder.has_keys_of_sizes = True
             self.recorder.read_size(operator.eq, (self, plain_size(self)), True)
         return int.__hash__(self)
@@ -165,7 +159,7 @@ class RecordedSize(int):
 
 
 class FloatForm(enum.Enum):
-    """The form of a formula. A sum of sums, or a product of products, is one to sympy, which then rounds otherwise than
+    """The form of a formula. Sympy flattens a sum of sums, or a product of products, and then rounds differently than
     Python."""
 
     ATOM = "atom"
@@ -174,10 +168,9 @@ class FloatForm(enum.Enum):
 
 
 class RecordedFloat(float):
-    """A float that was computed of sizes. `shown` and `value` as for a `RecordedSize`.
+    """A float computed from sizes, with `shown` and `value` as in `RecordedSize`.
 
-    Its arithmetic adds nodes as long as sympy computes with the formula what Python computes; else it gives a plain
-    number, and leaves a read.
+    Its arithmetic adds nodes if sympy evaluates the formula like Python; else it returns a number and leaves a read.
     """
 
     node: fx.Node
@@ -264,7 +257,7 @@ def _shown_value(value: Any) -> Any:
 
 
 def unwrap_sizes(value: Any) -> Any:
-    """The arguments of a call with what sizes are in their place."""
+    """Replaces recorded sizes in the arguments of a call by their values."""
     if isinstance(value, RECORDED):
         return value.value
     if isinstance(value, RecordedShape):
@@ -280,8 +273,8 @@ def unwrap_sizes(value: Any) -> Any:
 
 # -- arithmetic ------------------------------------------------------------------------------------------------------
 
-_NUMBERS = (int, float, torch.SymInt)  # the last of which only a nested tensor has: that is refused
-_WHOLE = (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod)  # of whole numbers a whole one
+_NUMBERS = (int, float, torch.SymInt)  # only nested tensors have a SymInt, and they are refused
+_WHOLE = (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod)
 
 SIZE_FUNCTIONS: tuple[Callable[..., Any], ...] = (
     *_WHOLE,
@@ -296,7 +289,7 @@ SIZE_FUNCTIONS: tuple[Callable[..., Any], ...] = (
 
 
 def _result(function: Callable[[Any, Any], Any], left: Any, right: Any) -> Callable[..., Any] | None:
-    """Returns what makes the recorded result, from value, node, recorder and `shown`; None: it is not followed."""
+    """Returns the constructor of the recorded result, (value, node, recorder, shown); None if it is not followed."""
     is_whole = isinstance(left, int) and isinstance(right, int)
     exponent = right if function is operator.pow and not isinstance(right, RECORDED) else None
     if is_whole and (function in _WHOLE or (exponent is not None and exponent >= 0)):
@@ -312,7 +305,7 @@ def _form_of_power(base: Any, exponent: Any) -> FloatForm | None:
 
 
 def _float_form(function: Callable[[Any, Any], Any], left: Any, right: Any) -> FloatForm | None:
-    """Returns the form of a formula that sympy computes as Python does; None: it would not."""
+    """Returns the form of a formula that sympy evaluates like Python; None if it would differ."""
     forms = {
         one.form if isinstance(one, RecordedFloat) else FloatForm.ATOM for one in (left, right) if is_recorded(one)
     }
@@ -365,7 +358,7 @@ def _reading_method(function: Callable[..., Any], swap: bool = False) -> Callabl
 
 
 def _mixed_method(kind: type, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a method of sizes: where the other operand is no number of these, the size is a plain one."""
+    """Wraps a method of sizes: for operands of other types, the size is a plain number."""
     plain = getattr(kind, name)
 
     def both(self: Any, *others: Any) -> Any:
@@ -411,7 +404,7 @@ for _name in ("hex", "as_integer_ratio", "__str__", "__repr__", "__format__", "_
 
 
 def captured_sizes(function: Any) -> Iterator[RecordedSize | RecordedFloat]:
-    """Yields the sizes that a function has in its closure, and that it keeps for later calls."""
+    """Yields the sizes in the closure of a function, which it keeps for later calls."""
     todo, known = [function], set[int]()
     while todo:
         value = todo.pop()
@@ -435,12 +428,12 @@ def captured_sizes(function: Any) -> Iterator[RecordedSize | RecordedFloat]:
 def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # it has none yet
+    except ValueError:
         return None
 
 
 class RecordedShape(tuple[int, ...]):
-    """The shape of a recorded tensor; `torch.Size` cannot hold `RecordedSize` objects, and cannot be subclassed."""
+    """The shape of a recorded tensor; `torch.Size` can neither hold `RecordedSize` nor be subclassed."""
 
     __slots__ = ()
 
@@ -448,7 +441,7 @@ class RecordedShape(tuple[int, ...]):
         return f"torch.Size([{', '.join(map(repr, self))}])"
 
     @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # for models that ask `isinstance(shape, torch.Size)`
+    def __class__(self) -> Any:  # for models that check `isinstance(shape, torch.Size)`
         return torch.Size
 
     def numel(self) -> int:

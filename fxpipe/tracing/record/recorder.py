@@ -1,15 +1,14 @@
-"""The recorder: a function mode under which a model runs once, and every torch function it calls becomes a graph node.
+"""The recorder: a function mode under which a model runs once; every torch function it calls becomes a graph node.
 
-Recording meets real tensors, so whatever Python the model does simply runs. The graph holds functions only, and the
-tensors of the model are `get_attr` nodes, found by identity. What a function mode does not see is handled as well
-(`patches`), since forgetting it gives a graph that is silently wrong:
+Recording uses real tensors, so any Python of the model simply runs. The graph contains only functions, and tensors of
+the model are `get_attr` nodes, identified by object identity. The recorder also records (see also `patches`):
 
-- `no_grad`, `inference_mode` and autocast are remembered with every node (`ThreadState`).
-- A node is *random* if torch's generators moved while it ran, or would have on other values (`might_draw`).
-- Sizes are `RecordedSize`; what the model concludes from them is kept as `SizeRead`.
-- A read of a tensor's value returns the real value and leaves a node that knows it (`NodeInfo.read`): see `guards`.
-- A tensor of unknown origin is a constant if it is the same object when the model is recorded again (a table that some
-  library keeps). Else the mode has not seen what made it, and it is refused (`unrecordable`).
+- `no_grad`, `inference_mode` and autocast, in each node (`ThreadState`);
+- whether a node is *random*: torch's generators advanced while it ran, or might on other values (`might_draw`);
+- sizes (`RecordedSize`) and the model's conclusions from them (`SizeRead`);
+- reads of a tensor's value: they return the real value and add a node that stores it (`NodeInfo.read`, `guards`);
+- tensors of unknown origin: constants if a second recording finds the same object (a table in a library). Otherwise
+  the mode missed the function that created them, and recording is refused (`unrecordable`).
 """
 
 from __future__ import annotations
@@ -101,13 +100,13 @@ PARTIAL_HOOK = (
     "put it on a tensor of its own (x = x.view_as(x); x.register_hook(...)), or do so in the module that makes x",
 )
 
-GUISES = range(11)  # of a text
+GUISES = range(11)
 
 
 def disguised_text(text: str, guise: int) -> str:
-    """A text of other values: each digit another one, or, as guise 0, signs and truth values the opposite.
+    """Returns a text with other values: guise 0 inverts signs and truth values, the others change each digit.
 
-    Of a number of one digit all others are among them, and of any number larger and smaller ones.
+    The guises of a one-digit number include all other digits, and the guises of any number larger and smaller ones.
     """
     if guise == 0:
         opposite = {"True": "False", "False": "True", "-": ""}
@@ -121,11 +120,9 @@ def _storage_bytes(tensor: torch.Tensor) -> int:
 
 
 class RunningModule(NamedTuple):
-    """A module that runs."""
-
     path: str
     module: nn.Module
-    in_transform: bool  # of torch.func
+    in_transform: bool  # True inside a torch.func transform
 
     @classmethod
     def now(cls, path: str, module: nn.Module) -> RunningModule:
@@ -133,33 +130,32 @@ class RunningModule(NamedTuple):
 
 
 class GraphBreak(NamedTuple):
-    """A place from which on a module is one node: behind so many of the calls that it makes."""
+    """A position in forward after which a module is one node: after the given number of calls of other modules."""
 
     calls: int
     why: str
-    may_split: bool = False  # the rest may be several nodes, between calls of other modules
+    may_split: bool = False  # the remaining forward may become several nodes, between calls of other modules
 
 
 class BreakReached(BaseException):
-    """The last call that is recorded has returned. Not for forward to catch."""
+    """Raised after the last recorded call returns. A BaseException, so that forward does not catch it."""
 
 
 @dataclass(slots=True)
 class RecordedCalls:
-    """The recorded calls of a module that is continued behind them."""
+    """The recorded calls of a module whose remaining forward is opaque."""
 
     count: int
-    results: list[tuple[str, Any]] = field(default_factory=list)  # path of the module called, what it returned
+    results: list[tuple[str, Any]] = field(default_factory=list)
 
     def add(self, path: str, result: Any) -> None:
-        """Raises `BreakReached` after the last one."""
         self.results.append((path, result))
         if len(self.results) == self.count:
             raise BreakReached
 
 
 class Recorder(TorchFunctionMode):
-    """Records what runs while it is active. `fxpipe.tracing.record.record_model` is the way to use it."""
+    """Records the functions called while it is active. Use it through `fxpipe.tracing.record.record_model`."""
 
     def __init__(
         self,
@@ -172,54 +168,54 @@ class Recorder(TorchFunctionMode):
     ):
         """
         Args:
-            model: what is recorded.
-            held: tensors that whatever runs in the model's place keeps by itself, by name: constants of the graph.
-            seed: of the numbers that forward draws and reads.
-            step: to be called for each node.
-            disguised: which sizes, by name of node and dimension, and which texts, by number, look other than they are
-                to code that no recording can follow (`untracked_values`): sizes larger by this, texts in this guise.
+            model: the recorded model.
+            held: tensors, by name, that a replacement of the model holds: constants of the graph.
+            seed: seed of the random numbers that forward draws and reads.
+            step: called for each node.
+            disguised: sizes, by name of node and dimension, and texts, by index, that code outside the recording sees
+                changed (`untracked_values`): sizes increased by this value, texts in this guise.
         """
         super().__init__()
         self.model = model
         self.graph = TracedGraph()
         self.recording, self._step = True, step
         self.options, self.whole, self.graph_breaks = options, options.whole, options.graph_breaks
-        self.was_hashed = False  # was a size to be a key, which it cannot be?
-        self.has_keys_of_sizes = False  # has a size been a key?
-        self.prefixes: dict[str, RecordedCalls] = {}  # of modules that run up to such a call
-        self._calls = Counter[str]()  # of other modules, by the path of the one that has made them
+        self.was_hashed = False  # True if a size was used as a key, which options do not allow
+        self.has_keys_of_sizes = False
+        self.prefixes: dict[str, RecordedCalls] = {}  # by path: modules recorded up to a graph break
+        self._calls = Counter[str]()  # calls of other modules, by path of the calling module
         self.size_reads: list[SizeRead] = []
         self.layout_reads: dict[tuple[fx.Node, str], LayoutRead] = {}
         self.input_reads = InputReads()
-        self._storages: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}  # by id: those that forward has
+        self._storages: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}  # by id: storages that forward holds
         self.disguised = disguised or {}
-        self.texts: list[SourcePlace] = []  # where a tensor was made a text
-        self.sized_names = set[str]()  # of the model's tensors of which forward has asked the sizes
+        self.texts: list[SourcePlace] = []
+        self.sized_names = set[str]()  # tensors of the model whose sizes forward has read
         self.python_reads = PythonReads(model)
-        self.asks_for_gradients = False  # has forward gone by which tensors require grad?
-        self.constants: dict[str, torch.Tensor] = {}  # by name: tensors that no module holds by itself
+        self.asks_for_gradients = False  # True if forward has read which tensors require grad
+        self.constants: dict[str, torch.Tensor] = {}  # by name: tensors that are not attributes of a module
         self.unknown_tensors: list[
             tuple[torch.Tensor, CannotRecord]
-        ] = []  # those of unknown origin, should they be refused
+        ] = []  # with the errors to raise if they are not constants
         self.refusal: CannotRecord | None = None
         self.module_of_error: str | None = None
-        self.origin: tuple[str, str] | None = None  # module path and source line, where what runs is not the user's
-        self.python_rng_modules: set[str] = set()  # paths of modules that drew Python's or numpy's random numbers
+        self.origin: tuple[str, str] | None = None  # module path and source line, if the running code is not the user's
+        self.python_rng_modules: set[str] = set()
         self._python_rng_state = python_rng_state()
-        self._changed: frozenset[int] = frozenset()  # storages that the last call has written to
+        self._changed: frozenset[int] = frozenset()
         self.stack: list[RunningModule] = []
         self.paths = {id(m): path for path, m in reversed(list(model.named_modules()))}
         self.paused = 0
-        self.runs_opaque = False  # does what is one node run, which keeps the sizes of this recording in its closures?
-        # Of what is given to what is one node: tensors on which it may put no hook. None: nor on any other tensor.
+        self.runs_opaque = False  # True inside an opaque call, whose closures keep the sizes of this recording
+        # Arguments of an opaque call that must not get a hook. None: no tensor may get one.
         self.unhookable: Sequence[torch.Tensor] | None = ()
-        self.applied_inside = 0  # how many autograd.Functions have been applied while nothing is recorded
-        self.external_tensors: list[torch.Tensor] | None = None  # if wanted: the model's, or recorded, used in pauses
-        self.has_drawn_inside = False  # has what is one node drawn random numbers?
-        self.marks: list[str] = []  # source lines of `fxpipe.cut()`
-        self.ended_modules: list[str] = []  # paths of modules, as they end
+        self.applied_inside = 0  # number of autograd.Functions applied while recording is paused
+        self.external_tensors: list[torch.Tensor] | None = None  # if requested: known tensors used in pauses
+        self.has_drawn_inside = False  # True if an opaque call has drawn random numbers
+        self.marks: list[str] = []
+        self.ended_modules: list[str] = []
         self.seed, self.draws = seed, DrawStream(seed)
-        self.draws_from_stream: list[bool] = []  # of each draw: was it taken from the stream?
+        self.draws_from_stream: list[bool] = []  # for each draw, whether it came from the stream
         self.registry = TensorRegistry()
         self._forgetting = None if options.saves else NoSavedTensors()
         self._size_nodes: dict[tuple[fx.Node, str, int], fx.Node] = {}
@@ -230,42 +226,40 @@ class Recorder(TorchFunctionMode):
         }
         self._default_dtype = torch.get_default_dtype()
         self._seed_of_generator = torch.default_generator.initial_seed()
-        self._draw_starts = set[tuple[bytes, str]]()  # states of torch's generators in which a draw has begun
+        self._draw_starts = set[tuple[bytes, str]]()  # generator states in which a draw has begun
 
     def end(self) -> None:
-        """Lets go of all values: sizes live on, in caches of libraries."""
+        """Drops all values, since caches of libraries keep sizes alive."""
         self.recording = False
         self.registry.clear()
         self._storages.clear()
 
     @property
     def must_save(self) -> bool:
-        """Returns whether forward has asked for something that has not been saved."""
+        """Returns whether forward has read a saved tensor, which the recording did not keep."""
         return self._forgetting is not None and self._forgetting.was_read
 
     def note_python_rng(self) -> None:
-        """Notes, before another module runs, whether this one has drawn Python's random numbers."""
+        """Records, before another module runs, whether the current one drew Python's random numbers."""
         now = python_rng_state()
         if not same_python_rng_state(self._python_rng_state, now):
             self.python_rng_modules.add(self.module)
         self._python_rng_state = now
 
     def skip_python_rng(self) -> None:
-        """Skips what has been drawn since the last look: it is drawn in every step."""
+        """Ignores draws since the last check: opaque calls repeat them in every step."""
         self._python_rng_state = python_rng_state()
 
     @property
     def module(self) -> str:
-        """The path of the innermost module that runs."""
+        """The path of the innermost running module."""
         return self.origin[0] if self.origin else self.stack[-1].path if self.stack else ""
 
     @property
     def source(self) -> str:
-        """The user's line that runs."""
         return self.origin[1] if self.origin else user_line()
 
     def note_call(self, path: str, result: Any) -> None:
-        """The module under `path` has returned to the one that has called it."""
         self.ended_modules.append(path)
         if not self.stack or path == self.module:
             return
@@ -278,18 +272,17 @@ class Recorder(TorchFunctionMode):
     def placeholder(self, name: str, tensor: torch.Tensor) -> None:
         node = self.graph.placeholder(name)
         update_info(node, recorded_rank=tensor.dim())
-        if not self.knows(tensor):  # the same tensor stands for an input before this one
+        if not self.knows(tensor):  # the same tensor is already an earlier input
             self.keep(tensor, node)
 
     def knows(self, tensor: torch.Tensor) -> bool:
         return self.registry.node(tensor) is not None
 
     def read_names(self) -> frozenset[str]:
-        """Names of the model's tensors that were read."""
         return frozenset(self._attribute_nodes)
 
     def name_of(self, tensor: torch.Tensor) -> str | None:
-        """Returns the name under which the model holds a tensor by itself."""
+        """Returns the name under which a module of the model holds a tensor."""
         return self._tensor_names.own(tensor)
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node:
@@ -314,7 +307,7 @@ class Recorder(TorchFunctionMode):
         return self._attribute_nodes[name]
 
     def _constant_name(self, tensor: torch.Tensor) -> str:
-        """The name of a tensor that neither the graph nor the model has made."""
+        """Returns a name for a tensor that neither the graph nor the model created."""
         if isinstance(tensor, nn.Parameter):
             raise self.refuse("makes a parameter or a module in forward", "make it in __init__", whole=False)
         what = f"({tuple(tensor.shape)}, {tensor.dtype})"
@@ -336,7 +329,6 @@ class Recorder(TorchFunctionMode):
         return self._tensor_names.add(tensor)
 
     def node_argument(self, value: Any) -> Any:
-        """A value as the argument of a node."""
         if isinstance(value, torch.Tensor):
             return self.node_of(value)
         if isinstance(value, RECORDED):
@@ -354,7 +346,7 @@ class Recorder(TorchFunctionMode):
             return slice(*map(self.node_argument, (value.start, value.stop, value.step)))
         if isinstance(value, CONSTANT_TYPES):
             return value
-        for kind in PLAIN_TYPES:  # without what a subclass adds: numpy.float64, enumerations
+        for kind in PLAIN_TYPES:  # converts subclasses: numpy.float64, enumerations
             if isinstance(value, kind):
                 return value if type(value) is kind else kind.__call__(value)
         if type(value).__module__ == "numpy" and not getattr(value, "shape", ()) and hasattr(value, "item"):
@@ -382,7 +374,7 @@ class Recorder(TorchFunctionMode):
         return node
 
     def keep(self, value: Any, node: fx.Node) -> None:
-        """Remembers which node made the tensors in `value`."""
+        """Registers `node` as the creator of the tensors in `value`."""
         if isinstance(value, torch.Tensor):
             if value.is_nested:
                 raise self.refuse(
@@ -405,7 +397,7 @@ class Recorder(TorchFunctionMode):
         numbers = tensor.shape if method == "size" else tensor.stride()
         if not self.knows(tensor):
             self._note_sizes(tensor)
-            return numbers  # a tensor of the model: of other sizes, it is another graph
+            return numbers  # a tensor of the model: other sizes need another graph
         if method == "stride":
             self.input_reads.ask_all(layouts_of, "the memory layout of its inputs", self.source)
         node = self.node_of(tensor)
@@ -424,20 +416,19 @@ class Recorder(TorchFunctionMode):
         return self._size_nodes[key]
 
     def _note_sizes(self, tensor: torch.Tensor) -> None:
-        """Notes that forward goes by the sizes of a tensor of the model."""
+        """Records that forward depends on the sizes of a tensor of the model."""
         name = self._tensor_names.own(tensor)
         if name is not None:
             self.sized_names.add(name)
 
     def _read_length(self, tensor: torch.Tensor, dim: int) -> None:
-        """Notes that Python goes by how long a dimension is."""
         if not self.knows(tensor):
             self._note_sizes(tensor)
         if self.knows(tensor) and -tensor.dim() <= dim < tensor.dim():
             self.read_size(length, (tensor, dim % tensor.dim()), tensor.shape[dim])
 
     def _read_pieces(self, name: str, args: tuple[Any, ...], dim: int) -> None:
-        """Notes how long the list is that forward gets."""
+        """Records the length of the list that `split` or `chunk` returns."""
         tensor, size = args[0], (*args, None)[1]
         function = {"split": split_pieces, "chunk": chunk_pieces}.get(name.removeprefix("unsafe_"))
         is_known = self.knows(tensor) and -tensor.dim() <= dim < tensor.dim() and tensor.shape[dim] > 0
@@ -463,13 +454,13 @@ class Recorder(TorchFunctionMode):
         )
 
     def follows(self, number: RecordedSize | RecordedFloat) -> bool:
-        """Returns whether arithmetic on a size adds nodes. Inside of what is one node it is read as a plain number."""
+        """Returns whether arithmetic on a size adds nodes. In opaque calls a size is read as a plain number."""
         if self.runs_opaque:
             self.follows_no_further(number)
         return self.recording and not self.runs_opaque
 
     def follows_no_further(self, number: RecordedSize | RecordedFloat) -> None:
-        """Notes that a size goes on as a plain number."""
+        """Records that a size continues as a plain number."""
         if self.recording:
             self.read_size(plain_number, (number,), number.value)
 
@@ -485,7 +476,7 @@ class Recorder(TorchFunctionMode):
         return answer
 
     def read_storage_bytes(self, storage: torch.UntypedStorage) -> None:
-        """Notes that forward has asked a storage for its bytes; not one of others than forward, who ask as well."""
+        """Records that forward has read the bytes of a storage that it took from a tensor."""
         if id(storage) in self._storages:
             with self.pause():
                 self.input_reads.ask_all(memory_of, "the memory of its inputs", self.source)
@@ -534,7 +525,7 @@ class Recorder(TorchFunctionMode):
             return self._plainly(func, args, kwargs)
         self._refuse_unrecordable(func, name, args, kwargs)
         if SPLIT_FUNCTIONS.get(name) == 2 and isinstance((*args, 1)[1], torch.Tensor):
-            self.__torch_function__(torch.Tensor.__index__, (), args[1:2])  # into so many pieces
+            self.__torch_function__(torch.Tensor.__index__, (), args[1:2])
         if name in SPLIT_FUNCTIONS and args and not isinstance((*args, 1)[1], (list, tuple)):
             self._read_pieces(name, args, kwargs.get("dim", (*args, 0, 0)[SPLIT_FUNCTIONS[name]]))
         if name == "__iter__":
@@ -544,7 +535,7 @@ class Recorder(TorchFunctionMode):
         if takes_only_arrays(args, kwargs):
             result, _ = self.run(func, args, kwargs)
             for tensor in tensors_in(result):
-                self._tensor_names.add(tensor)  # what numpy made of values that were read, or of nothing
+                self._tensor_names.add(tensor)  # created by NumPy from values that were read, or from none
             return result
         node_args, node_kwargs = self.node_argument(args), self.node_argument(kwargs)
         result, random = self.run(func, args, kwargs)
@@ -552,7 +543,7 @@ class Recorder(TorchFunctionMode):
             self._read(func, name, node_args, node_kwargs, result)
             return result
         if result is not None and not any(True for _ in tensors_in(result)):
-            return result  # text, a dtype
+            return result
         is_draw = False
         if name == "__setitem__":
             node = self.add("call_function", operator.setitem, node_args, node_kwargs)
@@ -568,8 +559,8 @@ class Recorder(TorchFunctionMode):
         return result
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
-        """The result of a function, and whether it drew random numbers. Nothing is recorded meanwhile."""
-        with self.pause():  # a custom op applies autograd.Functions of its own
+        """Returns the result of a function, and whether it drew random numbers. Recording is paused meanwhile."""
+        with self.pause():  # a custom op applies autograd.Functions
             seed, before = torch.default_generator.initial_seed(), generator_states()
             versions = [(t, version_of(t)) for t in tensors_in((args, kwargs)) if not t.is_inference()]
             with contextlib.nullcontext() if self._forgetting is None else saving_block_for(func, self._forgetting):
@@ -584,16 +575,16 @@ class Recorder(TorchFunctionMode):
             return result, random
 
     def seed_generator(self, seed: int) -> None:
-        """Seeds torch's generator before forward runs, so that it shows when forward does so."""
+        """Seeds torch's generator before forward runs, in order to detect seeding in forward."""
         torch.default_generator.manual_seed(seed)
         self._seed_of_generator = seed
 
     def check_generator(self) -> None:
-        """Raises `CannotRecord` if forward has left torch's generator where it does not come to by drawing."""
+        """Raises `CannotRecord` if forward left torch's generator in a state that draws do not lead to."""
         self._refuse_seeding(torch.default_generator.initial_seed(), generator_states())
 
     def _refuse_seeding(self, seed: int, states: list[Any]) -> None:
-        start = None if is_faked() else (bytes(states[0].tolist()), repr(states[1:]))  # fake ones do not move it
+        start = None if is_faked() else (bytes(states[0].tolist()), repr(states[1:]))  # fake draws do not advance it
         if seed != self._seed_of_generator or start in self._draw_starts:
             raise self.refuse(
                 "seeds torch's random generator, or resets it (manual_seed, fork_rng, set_rng_state),",
@@ -605,13 +596,12 @@ class Recorder(TorchFunctionMode):
             self._draw_starts.add(start)
 
     def read_captured_sizes(self, *functions: Any) -> None:
-        """Notes the sizes that functions keep, which run as they are in every step: plain numbers to them."""
+        """Records sizes in closures of functions that run opaquely in every step: they are plain numbers there."""
         for size in captured_sizes(functions):
             if size.recorder is self:
                 self.read_size(plain_number, (size,), size.value)
 
     def run_opaque(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
-        """Runs what is to be one node: it is given values, and a size that it takes from outside is a plain number."""
         outer, self.runs_opaque = self.runs_opaque, True
         try:
             return self.run(func, args, kwargs)
@@ -619,10 +609,7 @@ class Recorder(TorchFunctionMode):
             self.runs_opaque = outer
 
     def _unrecorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a function inside of what is one node; notes its draws, which are not of the stream.
-
-        And what it uses of the model's, or of what forward has made: the node would not be given it.
-        """
+        """Runs a function inside an opaque call; records draws, and known tensors that are not arguments."""
         if self.runs_opaque:
             for leaf in pytree.tree_leaves((args, kwargs)):
                 if isinstance(leaf, RECORDED) and leaf.recorder is self:
@@ -647,7 +634,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _plainly(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls a function, and refuses one that needs values which fake tensors do not have."""
+        """Calls a function; refuses it if it needs values that fake tensors do not have."""
         name = opname(func)
         try:
             if self.disguised:
@@ -655,19 +642,18 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         except Exception as error:
             if is_faked() and name == "__format__":
-                return repr(args[0])  # text for people, who asked for so many digits
+                return repr(args[0])  # a format like `.3f` needs a value, and the text is for display
             if not (isinstance(error, NEEDS_VALUES_ERRORS) or (is_faked() and name in VALUE_READS)):
                 raise
             reason = self._error(
                 f"needs the values of tensors ({name.strip('_')}), and it or its inputs have none (meta or fake)",
                 "trace it with values, or take the decision outside forward",
             )
-            self.refusal = self.refusal or CannotRecord(str(reason))  # no module kept whole would have them
+            self.refusal = self.refusal or CannotRecord(str(reason))  # an opaque module would not have them either
             raise self.refusal from error
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """A block in which nothing is recorded."""
         self.paused += 1
         try:
             yield
@@ -680,7 +666,7 @@ class Recorder(TorchFunctionMode):
         return self.add("call_function", func, args, kwargs)
 
     def _read(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
-        """A node that reads `value`: the graph holds where it reads the same again."""
+        """Adds a node that reads `value`; the graph is valid if the read returns the same again."""
         if type(value).__module__ == "numpy":  # the model gets the array, the guard compares a list
             node = self.add("call_method", "tolist", args[:1])
             value = value.tolist()
@@ -690,7 +676,7 @@ class Recorder(TorchFunctionMode):
 
     # No model of the zoo: a branch on the text of a tensor needs it (behaviour/test_reads.py).
     def _text(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A tensor as text, nearly always for people. Whether forward goes by it is found by showing it another."""
+        """Returns the text of a tensor, changed if disguised, in order to detect whether forward depends on it."""
         text = self._plainly(func, args, kwargs)
         self.texts.append(SourcePlace(self.module, self.source, self._calls[self.module]))
         guise = self.disguised.get(len(self.texts) - 1)
@@ -702,7 +688,7 @@ class Recorder(TorchFunctionMode):
             self.__torch_function__(torch.Tensor.requires_grad_, (), args[:1])
             return None
         if name == "__set__" and attribute == "_backward_hooks" and args[1] is None:
-            return func(*args)  # by C, of what an autograd.Function has written to
+            return func(*args)  # called by C++ for tensors that an autograd.Function has written to
         if name == "__set__":
             raise self.refuse(
                 f"sets the attribute `.{attribute}` of a tensor",
@@ -735,7 +721,7 @@ class Recorder(TorchFunctionMode):
         return CannotRecord(f"the model{where} {what} at {self.source}; {remedy}", modules, not whole, calls=calls)
 
     def refuse(self, what: str, remedy: str, whole: bool = True) -> CannotRecord:
-        """The error to raise; kept, should forward swallow it. `whole`: would keeping the module whole help?"""
+        """Returns the error to raise and keeps it, in case forward catches it. `whole`: an opaque module would help."""
         error = self._error(what, remedy, whole)
         self.refusal = self.refusal or error
         return error
@@ -745,7 +731,7 @@ class Recorder(TorchFunctionMode):
 
     def _refuse_hook(self, what: str, remedy: str) -> CannotRecord:
         error = self.refuse(what, remedy)
-        error.calls.clear()  # forward is not continued: its lines run in several nodes, each with a part of a gradient
+        error.calls.clear()  # do not continue forward: its lines would run in several nodes, with parts of the gradient
         error.is_final = error.modules <= self.whole.keys()
         return error
 
@@ -767,7 +753,7 @@ class Recorder(TorchFunctionMode):
 
     def _refuse_unrecordable(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         asks = name == "requires_grad_" and (*args[1:], *kwargs.values(), True)[0] and not args[0].requires_grad
-        in_transform = is_in_functorch_transform()  # asks for gradients by itself
+        in_transform = is_in_functorch_transform()  # it calls requires_grad_ internally
         is_models = asks and not self.knows(args[0]) and (self.name_of(args[0]) or self._tensor_names.other(args[0]))
         if is_models and not in_transform:
             raise self.refuse("starts to ask for gradients in forward", "do so before the model is called", False)

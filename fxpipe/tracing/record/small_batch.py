@@ -1,14 +1,12 @@
-"""Recording on a few samples of the example, where the whole of it would give the same graph.
+"""Recording on a few samples of the example, if the full batch gives the same graph.
 
-A mini-batch may be large, and to run a model on it a few times may take minutes; what runs later are micro-batches. So
-the model is recorded on the samples of one micro-batch; and again on them, on the mini-batch and on one more sample, on
-fake tensors or, if forward reads values, on real ones. If all these recordings are the same, to the last number and to
-the last value that forward reads, forward does the same for each of these sizes: no loop over samples, no branch on
-their number. The graph is then compared with the model, on real values, at the sizes of micro-batches.
+Running a model on a large mini-batch several times may take minutes. So the model is recorded on the samples of one
+micro-batch, and then again on these, on the mini-batch and on one more sample: with fake tensors, or with real ones if
+forward reads values. If all recordings agree, including numbers and read values, forward does not depend on the
+number of samples. The graph is then compared with the model, on real values, at the micro-batch sizes.
 
-Anything else is left to recording on all samples: a model that reads other values of all samples than of a few, hooks
-of the user's and tables that are kept from call to call outside the modules (which should meet no tensors without
-values), a graph that turns out not to be the model's. That also has the right words for what is wrong.
+All other cases are recorded on all samples, which also gives the right error message. Among them are hooks of the user
+and tables outside the modules, which must not receive tensors without values.
 """
 
 from __future__ import annotations
@@ -34,14 +32,13 @@ from fxpipe.tracing.traced import Traced, runs_python
 from fxpipe.tracing.verify.equivalence import slice_samples
 from fxpipe.utils.batch_split import largest_micro_batch, samples_along
 
-LONG_RECORDING = 0.25  # seconds of a recording
+LONG_RECORDING = 0.25  # seconds; shorter recordings are not worth a second one
 
 
 def record_small_batch(request: TraceRequest, record_on: RecordFunction) -> Traced | None:
-    """A recording on as many samples as a micro-batch has; None where it takes all samples.
+    """Records on the number of samples of a micro-batch; returns None if all samples are needed.
 
-    Raises:
-        Exception: something fails that would fail on all samples as well, or is no matter there.
+    Raises an error that recording on all samples may or may not raise, too.
     """
     model = request.model
     if is_faked() or _has_hooks(model):
@@ -50,9 +47,9 @@ def record_small_batch(request: TraceRequest, record_on: RecordFunction) -> Trac
     dims = candidate_dims(leaves, request.in_dims)
     sizes = {samples_along(value, dim) for value, dim in zip(values, dims, strict=True) if dim is not None}
     if len(sizes) != 1:
-        return None  # which input holds samples is found on all of them
+        return None
     (batch,) = sizes
-    samples = max(2, largest_micro_batch(batch, request.chunks))  # a single one has shapes of its own
+    samples = max(2, largest_micro_batch(batch, request.chunks))  # the shapes of a single sample are special
     if samples >= batch:
         return None
 
@@ -62,13 +59,13 @@ def record_small_batch(request: TraceRequest, record_on: RecordFunction) -> Trac
     start = time.perf_counter()
     traced = record_on(*samples_of(samples))
     if time.perf_counter() - start < LONG_RECORDING:
-        return None  # fake tensors would take longer than all samples do
+        return None  # fake tensors would take longer than all samples
     if any(map(runs_python, traced.nodes)):
         return None
-    if traced.constants.keys() - container_tensors(model).keys():  # tables of its own, maybe one for each size
+    if traced.constants.keys() - container_tensors(model).keys():  # tables outside modules, perhaps one for each size
         return None
-    # The first size once more: a model that remembers what it met does something else the second time. It is seen
-    # before tensors without values meet tables of other sizes, in which they would stay.
+    # The first size again detects a model that remembers its inputs, before tensors without values reach tables of
+    # other sizes, which would keep them.
     inputs = [samples_of(size) for size in (samples, batch, batch + 1)]
     found = 0
     with contextlib.suppress(Exception), with_fake_tensors(model, inputs, always=True) as fakes:
@@ -82,7 +79,6 @@ def record_small_batch(request: TraceRequest, record_on: RecordFunction) -> Trac
 
 
 def _has_hooks(model: nn.Module) -> bool:
-    """Returns whether a module within the model has hooks of the user's."""
     return any(
         not is_computation_hook(hook)
         for module in model.modules()

@@ -1,7 +1,7 @@
-"""A registry of the tensors that forward holds: which node has made each.
+"""A registry of the tensors that forward holds, with the nodes that created them.
 
-A tensor is known by its identity as long as somebody holds it, and not longer: a recording needs no more memory than
-forward does. What lies in one storage is said by numbers that no other storage gets, though the first may be gone.
+A tensor is identified by identity while it is alive; the registry holds no reference, so a recording needs no more
+memory than forward. Storages have unique numbers, which are not reused after a storage is freed.
 """
 
 from __future__ import annotations
@@ -21,16 +21,14 @@ from fxpipe.tracing.record.grad_fn import custom_backward_name
 
 
 class TensorRegistry:
-    """The tensors that are there."""
-
     def __init__(self) -> None:
         self.storages = StorageNumbers()
-        self._nodes: dict[int, tuple[fx.Node, weakref.ref[torch.Tensor]]] = {}  # by id of the tensor
-        self._own_nodes: dict[int, str | None] = {}  # by the same: which backward of its own came with a recorded call
+        self._nodes: dict[int, tuple[fx.Node, weakref.ref[torch.Tensor]]] = {}
+        self._own_nodes: dict[int, str | None] = {}  # by id of the tensor: the custom backward of its recorded call
 
     def add(self, tensor: torch.Tensor, node: fx.Node) -> None:
         nodes, key = self._nodes, id(tensor)
-        nodes[key] = node, weakref.ref(tensor, lambda _: nodes.pop(key, None))  # its id may be another's then
+        nodes[key] = node, weakref.ref(tensor, lambda _: nodes.pop(key, None))  # the id may be reused
         self.expect_backward(tensor)
         update_info(node, storages=info(node).storages | {self.storages.name(tensor)})
 
@@ -38,35 +36,33 @@ class TensorRegistry:
         return self._nodes[id(tensor)][0] if id(tensor) in self._nodes else None
 
     def expect_backward(self, tensor: torch.Tensor, name: str | None = None) -> None:
-        """Notes that recorded calls have made a tensor what it is now, or is going to be by the function `name`."""
-        with contextlib.suppress(RuntimeError):  # a view whose node does not hold any more
+        """Records that recorded calls created a tensor's current grad_fn, or that the function `name` will."""
+        with contextlib.suppress(RuntimeError):  # a view whose node is no longer valid
             self._own_nodes[id(tensor)] = name or custom_backward_name(tensor)
 
     def unexpected_backward(self, tensor: torch.Tensor) -> str | None:
-        """The name of the backward that a tensor that is there has got from a call that was not recorded."""
+        """Returns the name of a custom backward that a tensor got from an unrecorded call; None if it has none."""
         if not torch.is_grad_enabled():
             return None
         name = custom_backward_name(tensor)
         return name if name != self._own_nodes.get(id(tensor)) else None
 
     def clear(self) -> None:
-        """Holds no tensor any more."""
         self._nodes.clear()
         self._own_nodes.clear()
         self.storages = StorageNumbers()
 
 
-# Under which names a graph reads the tensors that it has not made: the model's, found by identity, and constants.
+# Names under which a graph reads tensors that it did not create: tensors of the model and constants.
 
 
 class TensorNames:
-    """The names of such tensors. A tensor keeps its name while it lives: those that only this knows are held."""
+    """The names of such tensors. A tensor keeps its name while it lives; constants are kept alive."""
 
     def __init__(self, model: nn.Module, held: Mapping[str, torch.Tensor]):
-        """`held`: further ones, by name."""
         slots = slots_of(model)
         self._own: dict[int, str] = {}
-        # A tensor of several names goes by that of the parameter, under which optimizers and `state_dict` know it.
+        # A shared tensor gets the name of the parameter, which optimizers and `state_dict` use.
         for slot, tensor in sorted(slots.items(), key=lambda item: item[0].kind != "parameter"):
             self._own.setdefault(id(tensor), slot.name)
         self._others: dict[int, tuple[str, torch.Tensor]] = {}
@@ -76,16 +72,15 @@ class TensorNames:
         self._free = (name for n in itertools.count() if (name := f"constant_{n}") not in taken)
 
     def own(self, tensor: torch.Tensor) -> str | None:
-        """The name of a tensor that a module holds by itself: a parameter, a buffer, an attribute."""
+        """Returns the name of a tensor that a module holds directly: a parameter, a buffer, an attribute."""
         return self._own.get(id(tensor))
 
     def other(self, tensor: torch.Tensor) -> str | None:
-        """The name of one in a container of a module, of one that was given, or of a constant."""
+        """Returns the name of a tensor in a container of a module, of a held tensor, or of a constant."""
         name, _ = self._others.get(id(tensor), (None, tensor))
         return name
 
     def add(self, tensor: torch.Tensor) -> str:
-        """Makes a tensor a constant, and returns its name."""
         name = next(self._free)
         self._others[id(tensor)] = (name, tensor)
         return name

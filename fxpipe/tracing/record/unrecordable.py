@@ -1,7 +1,7 @@
-"""Operations that a recording cannot carry, and the error that says so.
+"""Operations that a recording cannot represent, and the error that reports them.
 
-Most can be kept in the graph by keeping the module that does them whole: its Python then runs in every step, as one
-node. What that would not make right (writing to a parameter, drawing from a generator of its own) says so.
+Most are possible in an opaque module, whose Python runs in every step as one node. The error says so if that would not
+help (writing to a parameter, drawing from another generator).
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from fxpipe.tracing.tensors import tensors_in
 
 
 class CannotRecord(TraceError):
-    """Recording has failed.
+    """Recording failed.
 
-    `modules` are the paths of those that would have to be kept whole. `is_final`: no other way would make it right.
-    `calls`: by path of a module that could be recorded up to there, the calls of others that it had made, and that need
-    not be made again.
+    `modules`: paths of modules to keep opaque. `is_final`: no other method would help. `calls`: by path of a module
+    with a possible graph break, the number of its calls of other modules before it, which need not be repeated.
     """
 
-    __module__, __qualname__ = "fxpipe.errors", "TraceError"  # as users catch it, and as tracebacks show it
+    __module__, __qualname__ = "fxpipe.errors", "TraceError"  # the name that users catch and tracebacks show
 
     def __init__(
         self,
@@ -47,16 +46,15 @@ class CannotRecord(TraceError):
 
 
 class MakesState(CannotRecord):
-    """Forward makes or changes what is no tensor, or was empty; maybe in its first call only."""
+    """Forward creates or changes state that is not a tensor, or was empty, perhaps only in its first call."""
 
     __module__, __qualname__ = "fxpipe.errors", "TraceError"
 
 
 def calls_before_effects(graph: fx.Graph, path: str, calls: int) -> int:
-    """Counts those of the first `calls` calls of a module that come before all that must not be done twice.
+    """Returns how many of the first `calls` calls of a module come before all effects that must not happen twice.
 
-    Nor must a value of the samples be read twice: a graph goes by the mini-batch's, Python behind it by each
-    micro-batch's own, and a step that mixes both is neither's.
+    A read of the samples counts: the graph would read the mini-batch's value, and Python after it the micro-batch's.
     """
     own = [node for node in graph.nodes if info(node).module == path]
     acting = [node for node in own if info(node).is_random or info(node).written_storages]
@@ -67,9 +65,9 @@ def calls_before_effects(graph: fx.Graph, path: str, calls: int) -> int:
 
 
 def _of_samples(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that depend on inputs by more than their sizes; on a 0-dim input, which is every micro-batch's, none do."""
+    """Returns the nodes that depend on inputs by more than their sizes, except on 0-dim inputs, which are not split."""
     dependent: set[fx.Node] = set()
-    written: set[int] = set()  # storages
+    written: set[int] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
             is_of = info(node).recorded_rank != 0
@@ -85,7 +83,7 @@ def _of_samples(graph: fx.Graph) -> set[fx.Node]:
 
 
 def python_rng_error(modules: frozenset[str] = frozenset()) -> CannotRecord:
-    """The error where these modules draw Python's or numpy's random numbers, or, without any, the model itself."""
+    """Returns the error if these modules, or the model itself if empty, draw Python's or NumPy's random numbers."""
     instead = "draw with torch (torch.rand, torch.randint) instead"
     if not modules:
         instead += ", or in a module inside the model, which recording keeps whole (leaf_modules=[name or class])"
@@ -98,14 +96,14 @@ def python_rng_error(modules: frozenset[str] = frozenset()) -> CannotRecord:
 
 OPAQUE_REMEDY = ", or in a module inside the model, which recording keeps whole"
 
-# Functions that are refused: what they do, and whether a module that calls them may be kept whole.
+# Refused functions, with a description. A module that calls them can be kept opaque.
 _REFUSED = {
     "register_hook": "puts a hook on a tensor",
     "register_post_accumulate_grad_hook": "puts a hook on a tensor",
     "retain_grad": "keeps the gradient of a tensor",
     "backward": "runs backward",
 }
-# Of these, what sees the gradient of a tensor. Export and symbolic tracing drop them.
+# Refused functions that see the gradient of a tensor. Export and symbolic tracing drop them.
 TENSOR_HOOKS = frozenset("register_hook register_post_accumulate_grad_hook retain_grad".split())
 _IN_PLACE = frozenset(
     "__setitem__ __ior__ __iand__ __ixor__ __ilshift__ __irshift__ __imod__ __iadd__ __isub__ __imul__ __itruediv__ "
@@ -114,7 +112,7 @@ _IN_PLACE = frozenset(
 
 
 def written_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """The arguments that a function, or the method of this name, is going to write to, as far as can be told."""
+    """Yields the arguments that a function, or the method of this name, will write to, as far as known."""
     if isinstance(function, OpOverload):
         yield from overload_writes(function, args, kwargs)
         return
@@ -127,14 +125,14 @@ def written_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, An
         name in ("embedding", "embedding_bag")
         and kwargs.get("max_norm", (*args, None, None, None, None)[3]) is not None
     ):
-        yield from args[1:2]  # it scales the rows in place
+        yield from args[1:2]  # max_norm scales the rows in place
     yield kwargs.get("out")
 
 
 def refusal_of_call(
     func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[str, str, bool] | None:
-    """Returns what is wrong with a call, its remedy, and whether keeping the module whole would make it right."""
+    """Returns the problem of a call, its remedy, and whether an opaque module would help; None if there is none."""
     if name in _REFUSED:
         return _REFUSED[name], "do so outside forward", True
     if name == "requires_grad_" and not (*args[1:], *kwargs.values(), True)[0] and args[0].requires_grad:
@@ -159,7 +157,6 @@ def refusal_of_call(
 
 
 def lost_by_import(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str] | None:
-    """Returns what a call does that an imported graph does not do, and its remedy."""
     refusal = refusal_of_call(func, name, args, kwargs)
     if refusal is None or (refusal[2] and name not in TENSOR_HOOKS):
         return None
@@ -172,7 +169,7 @@ def lost_by_import(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str
 def refusal_of_parameter_write(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: dict[int, str]
 ) -> tuple[str, str, bool] | None:
-    """The same for a call that writes to a parameter; `parameters` are known by their storages."""
+    """Returns the refusal (see `refusal_of_call`) of a call that writes to a parameter. `parameters`: by storage."""
     for tensor in tensors_in(tuple(written_arguments(function, args, kwargs))):
         if tensor.layout == torch.strided and storage_address(tensor) in parameters:
             return (
@@ -184,7 +181,7 @@ def refusal_of_parameter_write(
     return None
 
 
-# -- Models that cannot be recorded as they are, found before anything runs ------------------------------------------
+# -- models that cannot be recorded, detected before anything runs ---------------------------------------------------
 
 DISTRIBUTED = (
     "was given to fully_shard, or another function of torch.distributed that spreads it over processes; give the model "
@@ -193,7 +190,7 @@ DISTRIBUTED = (
 
 
 def refuse_model(model: nn.Module) -> None:
-    """Raises, with everything about `model` that stands in the way."""
+    """Raises `CannotRecord` with all problems of `model`."""
     lines = [f"- {line}" for line in (*_global_hooks(), *_wrong_modules(model), *_wrong_tensors(model))]
     if lines:
         raise CannotRecord(f"{type(model).__name__} cannot be traced as it is:\n" + "\n".join(lines), is_final=True)
@@ -221,16 +218,16 @@ def _wrong_modules(model: nn.Module) -> Iterator[str]:
 
 
 def _has_distributed_class(kind: type[nn.Module]) -> bool:
-    """Returns whether a function of torch.distributed has made this class of the model's own, in place."""
+    """Returns whether a function of torch.distributed replaced the model's class in place."""
     own = (base for base in kind.__bases__ if issubclass(base, nn.Module) and base is not nn.Module)
     return kind.__module__.startswith("torch.distributed.") and any(own)
 
 
-_TENSOR_CLASSES = (nn.Parameter, FakeTensor)  # of parameters and buffers, beside torch.Tensor itself
+_TENSOR_CLASSES = (nn.Parameter, FakeTensor)
 
 
 def _wrong_tensors(model: nn.Module) -> Iterator[str]:
-    if not any(_has_distributed_class(type(module)) for module in model.modules()):  # which is said of the module
+    if not any(_has_distributed_class(type(module)) for module in model.modules()):  # else reported for the module
         for name, parameter in model.named_parameters():
             if type(parameter.data).__module__.startswith("torch.distributed.tensor"):
                 yield f"{name!r} is a DTensor: the model {DISTRIBUTED}"

@@ -1,10 +1,8 @@
-"""Values that leave torch unseen: found by recording once more, with others in their place.
+"""Finds values that are used outside torch without being tracked, by recording again with other values.
 
-A size that depends on values may go where no method of it is asked (`range(len)`, an index of a list, a text), and so
-does a tensor that is made a text. Nobody sees what becomes of it there. But forward can be shown another one: sizes
-and texts are *disguised*, torch functions still get what they are. A recording that comes out the same has not gone
-by them; most texts are for people. Where it comes out different, a size becomes a read like others (`guards`); one that
-was to be dynamic cannot be.
+A size that depends on values may be used without a method call (`range(len)`, an index of a list), and a tensor may be
+converted to text. So sizes and texts are *disguised*: Python sees other values, and torch functions the real ones. If
+the recording changes, a size becomes a read like others (`guards`), and a dynamic size is refused.
 """
 
 from __future__ import annotations
@@ -28,11 +26,9 @@ from fxpipe.tracing.traced import Traced
 
 
 def read_untracked_values(traced: Traced) -> Traced:
-    """Adds a read for each size that depends on values and that forward has gone by unseen.
+    """Adds a read for each size that depends on values and that forward uses untracked.
 
-    Raises:
-        FixedSizeError: forward has gone by a dynamic size unseen.
-        CannotRecord: forward goes by the text of a tensor.
+    Raises `FixedSizeError` if forward uses a dynamic size untracked, `CannotRecord` if it depends on a tensor's text.
     """
     again = traced.again
     sizes: dict[Hashable, fx.Node] = {
@@ -58,11 +54,10 @@ def read_untracked_values(traced: Traced) -> Traced:
 def _refuse_untracked_dynamic_sizes(
     traced: Traced, plain: Traced, again: Callable[[Mapping[Any, int]], Traced]
 ) -> None:
-    """Refuses a dynamic size of which forward makes something else where it looks larger.
+    """Refuses a dynamic size if a larger disguise changes the recording.
 
-    By one, which shows what goes by each size (`range(size)`); then by several times, which shows what goes by steps
-    (`math.isqrt(size)`), and would be long where it is a loop. Of several sizes each grows by a factor of its own: what
-    goes by their ratio shows.
+    Sizes are increased by one, which shows a dependence on each size (`range(size)`), then several times over, which
+    shows a dependence in steps (`math.isqrt(size)`). Different factors show a dependence on the ratio of sizes.
     """
     sizes_of: dict[sympy.Symbol, set[Hashable]] = {symbol: set() for symbol in traced.dynamic.symbols}
     for node in traced.graph.nodes:
@@ -86,9 +81,9 @@ def _refuse_untracked_dynamic_sizes(
 
 
 def _is_same_recording(plain: Traced, again: Callable[[Mapping[Any, int]], Traced], keys: Collection[Hashable]) -> bool:
-    """Returns whether forward does the same where these sizes and texts are disguised.
+    """Returns whether the recording stays the same if these sizes and texts are disguised.
 
-    A size shows in any guise where it goes: a comparison would be recorded. A text may be made a number, and compared.
+    One guise is enough for a size, since comparisons are recorded. A text may be parsed to a number and compared.
     """
     guises = GUISES if any(isinstance(key, int) for key in keys) else (1,)
     return all(_is_same_recording_in(plain, again, dict.fromkeys(keys, guise)) for guise in guises)
@@ -99,7 +94,7 @@ def _is_same_recording_in(
 ) -> bool:
     try:
         return is_same_recording(plain, again(disguised))
-    except Exception:  # an index that is out of range, a text that is no number
+    except Exception:  # an index out of range, a text that does not parse
         return False
 
 

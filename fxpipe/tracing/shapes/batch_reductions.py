@@ -1,20 +1,19 @@
-"""Outputs without the batch, found from the graph: what is summed by micro-batch, and what runs once for all.
+"""Finds how micro-batches give outputs without a batch dimension.
 
-Walks back from the output to values that micro-batches give, its *pieces*:
+The walk goes from the output back to values that micro-batches compute, its *pieces*:
 
-- a sum over samples (`sum`, `reduction="sum"`): those of micro-batches add up;
-- a mean over as many elements of each sample (`mean` over batch and length, `F.mse_loss`): a mean weighted by size;
-- a mean over elements that count (`F.cross_entropy`, of which padding is ignored; `loss[mask].mean()`): its total and
-  its count are pieces, both sums, and logits stay where they are;
+- a sum over samples (`sum`, `reduction="sum"`): micro-batches add up;
+- a mean over equally many elements of each sample (`mean` over batch and length, `F.mse_loss`): a weighted mean;
+- a mean over selected elements (`F.cross_entropy`, `loss[mask].mean()`): its total and its count are pieces, both sums;
 - *rows*, with a dimension for the samples: they are concatenated;
-- what does not depend on samples: the same for all.
+- values that do not depend on samples: equal for all.
 
-The nodes after them are the *tail* (`total / count.clamp(min=1)`, the similarities of all samples): whatever these
-functions are, they run once, on the pieces of the mini-batch. Which values are rows is read from their shapes, and then
-tried (`verify/sample_rows.py`): if samples have met in one of them, the walk goes further back, by what was seen.
+The nodes after the pieces are the *tail* (`total / count.clamp(min=1)`, the similarities of all samples). They run
+once, on the pieces of the mini-batch. Rows are recognized by their shapes, then tested (`verify/sample_rows.py`): if
+samples have interacted in a value, the walk continues back from there. A mean of means is combined as a mean, a sum of
+sums as a sum.
 
-Where the tail is a mean of means or a sum of sums, the outputs are combined as such. `UnknownReductionError` names what
-cannot run once: random numbers, state, a large part of the parameters.
+`UnknownReductionError` names a node that cannot run once: random numbers, state, a large part of the parameters.
 """
 
 from __future__ import annotations
@@ -56,24 +55,24 @@ from fxpipe.utils.output_combination import (
     sum_from_mean,
 )
 
-MAX_TAIL_SHARE = 0.1  # of the parameters: more is no tail, but a part of the model that would run on one device
-_DIVIDED_BY_WEIGHTS = (F.mse_loss, F.l1_loss)  # whose means with `weight=` are over the sum of these
+MAX_TAIL_SHARE = 0.1  # share of the parameters, above which the tail would be a part of the model on one device
+_DIVIDED_BY_WEIGHTS = (F.mse_loss, F.l1_loss)  # their means with `weight=` are divided by the sum of weights
 _IN_PLACE = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "truediv"}
 _IN_PLACE |= {"add_": "add", "sub_": "sub", "mul_": "mul", "div_": "div"}
 
-Joins = Collection[int | str]  # how parts of a value give the whole: by a dimension, "sum", "mean", "same"
+Joins = Collection[int | str]  # combinations of parts: a dimension, "sum", "mean", "same"
 
 
 class UnknownReductionError(Exception):
-    """A part of the graph cannot run once for the mini-batch. The text says where."""
+    """A part of the graph cannot run once for the mini-batch. The message says where."""
 
 
 class ReductionWalk:
-    """A walk back from outputs to pieces.
+    """The walk from outputs back to pieces.
 
     Args:
         dependent: the nodes that depend on batched inputs.
-        joins: by node what was seen of it; None: values of one dimension with samples are rows.
+        joins: the observed joins of each node; None: a value with one dimension of samples is taken as rows.
     """
 
     def __init__(self, traced: Traced, dependent: set[fx.Node], joins: Mapping[fx.Node, Joins] | None = None):
@@ -82,24 +81,20 @@ class ReductionWalk:
         self.changed = frozenset[int]().union(*(info(node).written_storages for node in traced.graph.nodes))
         held = [n for n in self.order if n.op in ("get_attr", "placeholder")]
         self.state = frozenset[int]().union(*(info(n).storages for n in held))  # memory of the model and of inputs
-        self.of_samples = set[fx.Node]()  # that depend on more than the number of samples
+        self.of_samples = set[fx.Node]()  # nodes that depend on more than the number of samples
         for node in traced.graph.nodes:
             sources = (n for n in node.all_input_nodes if info(n).number is None)
             if node in dependent and (node.op not in CALL_OPS or not dependent.isdisjoint(sources)):
                 self.of_samples.add(node)
         self._counted: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}  # mean -> its total and count
         self._copies: dict[fx.Node, fx.Node] = {}
-        self._size: fx.Node | None = None  # of an input: the number of samples
+        self._size: fx.Node | None = None  # the number of samples, read from an input
         self.added: list[fx.Node] = []
-        self.handed_out: dict[fx.Node, int | str | None] = {}  # the pieces of all combinations, and how they are joined
-        self.tail = set[fx.Node]()  # of all combinations that have rows
+        self.handed_out: dict[fx.Node, int | str | None] = {}  # the pieces of all combinations, with their joins
+        self.tail = set[fx.Node]()  # tails of all combinations that have rows
 
     def combination(self, output: fx.Node, place: int) -> OutputCombination | int | str | None:
-        """Finds how the output is put together: as one piece, or as a function of pieces, which are then in the graph.
-
-        Raises:
-            UnknownReductionError: there is no such function.
-        """
+        """Combines an output: as one piece, or as a function of pieces. Raises `UnknownReductionError`."""
         reduced = self._reduced(output)
         if len(reduced.pieces) == 1 and not reduced.calls:
             return reduced.pieces[0].how
@@ -111,10 +106,7 @@ class ReductionWalk:
         return self._combination(reduced, output, place)
 
     def finish(self) -> tuple[int | str | None, ...]:
-        """Makes the pieces outputs of the graph, and takes out again what was added and nobody needs.
-
-        Returns how each piece is joined.
-        """
+        """Makes the pieces outputs of the graph, erases unused added nodes, and returns the join of each piece."""
         output = self.traced.graph.output_node()
         pieces = (tuple(self.handed_out),) if self.handed_out else ()
         output.args = ((*output.args[0][:2], *pieces),)  # type: ignore[index, misc]
@@ -145,7 +137,7 @@ class ReductionWalk:
     # -- the tail ------------------------------------------------------------------------------------------------------
 
     def _reduced(self, output: fx.Node) -> ReducedOutput:
-        """Walks back from an output to its pieces; what it meets before them is the tail."""
+        """Walks back from an output to its pieces; the nodes after the pieces are the tail."""
         reduced, tail = ReducedOutput(), set[fx.Node]()
         if self._is_changed_after(output):
             raise _unknown_reduction(output, "which is changed in place before it is returned")
@@ -163,7 +155,7 @@ class ReductionWalk:
         return reduced
 
     def _is_piece(self, node: fx.Node, reduced: ReducedOutput) -> bool:
-        """Adds the pieces of a value that micro-batches give; False where the tail makes it."""
+        """Adds the pieces of a value that micro-batches compute; returns False if the tail computes it."""
         number = info(node).number
         if node not in self.batch_dependent:
             self._piece(node, None, CONSTANT_TERMS, reduced)
@@ -178,7 +170,7 @@ class ReductionWalk:
         return True
 
     def _sources_in_tail(self, node: fx.Node, tail: set[fx.Node]) -> list[fx.Node]:
-        """Adds a node to the tail; returns what it is made of. Raises if it cannot run once, on the caller's side."""
+        """Adds a node to the tail and returns its sources. Raises if the node cannot run once, on the caller's side."""
         if node.op not in CALL_OPS:
             raise _unknown_reduction(node, "whose samples are not in one dimension")
         if info(node).is_random:
@@ -214,13 +206,13 @@ class ReductionWalk:
         return not self.state.isdisjoint(info(node).written_storages)
 
     def _reader_of_changed_state(self, piece: fx.Node) -> fx.Node | None:
-        """Returns a node before a piece that reads a buffer which forward changes, other than a batch norm."""
+        """Returns a node before a piece, other than a batch norm, that reads a buffer which forward changes."""
         changed = {n for n in self.order if n.op == "get_attr" and not self.changed.isdisjoint(info(n).storages)}
         nodes = (n for n in dependencies_of(piece) if n.op in CALL_OPS and "_norm" not in base_opname(n))
         return next((n for n in nodes if not changed.isdisjoint(n.all_input_nodes)), None)
 
     def _add_calls(self, reduced: ReducedOutput, tail: set[fx.Node]) -> None:
-        """The tail as calls, in the order of the graph. They write to copies of pieces."""
+        """Adds the tail as calls, in the order of the graph. The calls write to copies of pieces."""
         written = frozenset[int]().union(*(info(node).written_storages for node in tail))
         for node in [n for n in reduced.values if n not in tail and not written.isdisjoint(info(n).storages)]:
             if any(n is not node and not info(n).storages.isdisjoint(info(node).storages) for n in reduced.values):
@@ -249,7 +241,7 @@ class ReductionWalk:
             self._call(name, function, args, kwargs, node, reduced)
 
     def _writers(self, held: list[fx.Node], output: fx.Node, tail: set[fx.Node]) -> list[fx.Node]:
-        """The nodes that change memory of the tail, or of pieces, after these are made."""
+        """Returns the nodes that change memory of the tail or of pieces after these were computed."""
         memory = frozenset[int]().union(*(info(n).storages for n in held))
         return [
             node
@@ -265,7 +257,7 @@ class ReductionWalk:
         reduced.pieces.append(OutputPiece(node, how, terms))
 
     def _size_piece(self, node: fx.Node, of_sample: sympy.Expr, reduced: ReducedOutput) -> None:
-        """A multiple of the number of samples, which an input tells: it may be the size of what only the tail makes."""
+        """Adds a multiple of the number of samples, read from an input: the value itself may need the tail."""
         place = next(place for place, dim in enumerate(self.traced.in_dims) if dim is not None)
         dim, source = self.traced.in_dims[place], self.traced.placeholders[place]
         factor = of_sample / rows_per_sample(dim)
@@ -283,12 +275,12 @@ class ReductionWalk:
     def _counted_piece(
         self, node: fx.Node, count: Callable[..., torch.Tensor], args: tuple[Any, ...], reduced: ReducedOutput
     ) -> None:
-        """A mean over what counts: its total and its count are pieces."""
+        """Adds a mean over selected elements: its total and its count are pieces."""
         total, number = self._total_and_count(node, count, args)
         self._piece(total, "sum", SUM_TERMS, reduced)
         self._piece(number, "sum", SUM_TERMS, reduced)
         operands = (CombinationRef(reduced.values[total]), CombinationRef(reduced.values[number]))
-        # Divided, then given the digits of the mean.
+        # Divide first, then convert to the dtype of the mean.
         self._call("truediv", operator.truediv, operands, {}, node, reduced)
         if info(total).shapes[0].dtype != info(node).shapes[0].dtype:
             mean = CombinationRef(reduced.values[node])
@@ -316,7 +308,7 @@ class ReductionWalk:
         return any(first < at and not storages.isdisjoint(info(n).written_storages) for n, at in self.order.items())
 
     def _rows(self, node: fx.Node) -> int | None:
-        """The dimension that holds the samples, of a tensor whose rows are those of samples one after the other."""
+        """Returns the dimension of the samples, if each row of the tensor belongs to one sample, in order."""
         shapes = info(node).shapes
         if len(shapes) != 1 or node not in self.of_samples:
             return None
@@ -327,7 +319,7 @@ class ReductionWalk:
     # -- reductions ----------------------------------------------------------------------------------------------------
 
     def _reduction(self, node: fx.Node, reduced: ReducedOutput) -> bool:
-        """Adds the pieces of a node that reduces rows over samples; False where it does something else."""
+        """Adds the pieces of a node that reduces rows over samples; returns False for any other node."""
         if not node.all_input_nodes or node.op not in CALL_OPS or len(info(node).shapes) != 1:
             return False
         if any(size.free_symbols for size in info(node).shapes[0].shape):
@@ -351,7 +343,7 @@ class ReductionWalk:
         return self._loss(node, source, arguments, even, reduced)
 
     def _simple_piece(self, node: fx.Node, how: str, reduced: ReducedOutput) -> bool:
-        """A sum or a mean, unless it was seen to be none."""
+        """Adds a sum or a mean, unless observation contradicts it."""
         if self.joins is not None and how not in self.joins.get(node, ()):
             return False
         self._piece(node, how, SUM_TERMS if how == "sum" else MEAN_TERMS, reduced)
@@ -359,7 +351,7 @@ class ReductionWalk:
 
     # No model of the zoo: a mean over `x[mask]` needs it (behaviour/test_own_losses.py).
     def _elements_piece(self, node: fx.Node, source: fx.Node, reduced: ReducedOutput) -> bool:
-        """A mean over elements of which values tell the number: a mask does, where they are chosen by one."""
+        """Adds a mean over a number of elements that depends on values; a mask that selects them gives the number."""
         mask = source.args[1] if base_opname(source) in ("getitem", "masked_select") and len(source.args) == 2 else None
         count: Callable[..., torch.Tensor] = element_count
         counted = source
@@ -372,14 +364,13 @@ class ReductionWalk:
     def _loss(
         self, node: fx.Node, source: fx.Node, arguments: dict[str, Any], even: bool, reduced: ReducedOutput
     ) -> bool:
-        """Adds the pieces of a loss function of torch."""
         target, weight, reduction = arguments.get("target"), arguments.get("weight"), arguments["reduction"]
         shape, is_counted = info(source).shapes[0].shape, "ignore_index" in arguments
         others = info(target).shapes[0] if isinstance(target, fx.Node) and info(target).shapes else None
         if is_counted and (others is None or len(shape) < 2 or shape[1].free_symbols):
             return False
         if others is not None and "input" in arguments and others.dtype.is_floating_point and others.shape != shape:
-            return False  # broadcast: each sample against each, it may be
+            return False  # broadcast: it may compare each sample with each
         if reduction == "sum":
             return self._simple_piece(node, "sum", reduced)
         if reduction == "batchmean":
@@ -400,16 +391,15 @@ class ReductionWalk:
         return True
 
     def _differ(self, node: fx.Node, batched: list[fx.Node]) -> bool:
-        """Returns whether arguments of a loss hold samples in unlike dimensions: each against each, it may be."""
+        """Returns whether arguments of a loss hold the samples in different dimensions: it may compare all pairs."""
         return node.target is not F.ctc_loss and len({self._batch_dim(n) for n in batched}) > 1
 
     def _batch_dim(self, node: fx.Node) -> tuple[int, Any]:
-        """Returns the dimension that holds the batch, and its size."""
         shape = info(node).shapes[0].shape
         return next((d, size) for d, size in enumerate(shape) if size.free_symbols)
 
     def _is_even(self, node: fx.Node) -> bool | None:
-        """Returns whether it has as many elements for each sample; None where it has as many for several, say."""
+        """Returns whether all samples have equally many elements; None if their number is nonlinear in the batch."""
         size = self._batch_dim(node)[1]
         if not sympy.cancel(size / self.traced.batch).free_symbols:
             return True
@@ -432,7 +422,7 @@ class ReductionWalk:
         return self._counted[mean]
 
     def _handed_out(self, node: fx.Node) -> fx.Node:
-        """The node whose value is handed out: a copy, where something changes the value later."""
+        """Returns the node whose value is returned: a copy, if a later node changes the value."""
         if self.changed.isdisjoint(info(node).storages) or info(node).number is not None:
             return node
         if node not in self._copies:
@@ -457,14 +447,14 @@ class ReductionWalk:
         return new
 
     def _is_known(self, piece: OutputPiece) -> bool:
-        """Returns whether it comes from inputs alone, so that the mini-batch's is known before a step."""
+        """Returns whether a piece depends on inputs only, so that its mini-batch value is known before a step."""
         return piece.how is not None and all(map(self._is_of_inputs, dependencies_of(piece.node)))
 
     def _is_of_inputs(self, node: fx.Node) -> bool:
         if info(node).number is not None:
             return True
         if not self.changed.isdisjoint(info(node).storages):
-            return False  # it may be read before it is changed, or after
+            return False  # it may be read before or after the change
         if node.op == "get_attr":
             return not isinstance(attribute_tensor(self.traced, node), torch.nn.Parameter)
         is_work = node.op in CALL_OPS and not (runs_python(node) or info(node).is_random or info(node).is_guarded_read)
@@ -472,7 +462,7 @@ class ReductionWalk:
 
 
 def dependencies_of(node: fx.Node) -> dict[fx.Node, None]:
-    """Collects the nodes that a node is computed from, itself included; sizes that are numbers need nothing more."""
+    """Collects the nodes from which a node is computed, itself included. Sizes as numbers have no sources."""
     dependencies: dict[fx.Node, None] = {}
     todo = [node]
     while todo:
@@ -485,13 +475,13 @@ def dependencies_of(node: fx.Node) -> dict[fx.Node, None]:
 
 
 def base_opname(node: fx.Node) -> str:
-    """`add` of `operator.add`, `torch.add`, `Tensor.__add__` and `aten.add.Tensor`."""
+    """Returns the name of an operation: `add` for `operator.add`, `torch.add`, `Tensor.__add__`, `aten.add.Tensor`."""
     name = opname(node.target)
     return name.strip("_") if name.startswith("__") else name
 
 
 def _loss_arguments(node: fx.Node) -> dict[str, Any] | None:
-    """The arguments by name of a loss function of torch, which gives a sum or a mean."""
+    """Returns the arguments, by name, of a loss function of torch with a `reduction`; None for other nodes."""
     if node.op != "call_function" or getattr(F, opname(node.target), None) is not node.target:
         return None
     arguments = named_arguments_and_defaults(node) if isinstance(node.target, FunctionType) else {}

@@ -1,4 +1,4 @@
-"""The dimension of each input that may hold the samples, and the rows that each sample has there."""
+"""The dimension of each input that may hold the samples, and the number of rows per sample."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fxpipe.utils.batch_split import BatchDim, rows_per_sample
 
 
 def candidate_dims(leaves: Sequence[InputLeaf], in_dims: Any) -> list[int | None]:
-    """For each input leaf the dimension that may hold the batch: what `in_dims` says, else 0.
+    """Returns for each input leaf the dimension that may hold the batch, from `in_dims` or else 0.
 
-    What the user says holds the batch may have several rows for each sample (`BatchDim`).
+    In a dimension given by the user, each sample may have several rows (`BatchDim`).
     """
     heads = list(dict.fromkeys(leaf.head for leaf in leaves))
     if in_dims is None or isinstance(in_dims, int):
@@ -45,16 +45,12 @@ def candidate_dims(leaves: Sequence[InputLeaf], in_dims: Any) -> list[int | None
 
 
 def batch_sizes(leaves: Sequence[InputLeaf], dims: Sequence[int | None]) -> set[int]:
-    """The numbers of samples of inputs, which hold them in these dimensions."""
+    """Returns the numbers of samples that inputs hold in these dimensions."""
     return {leaf.shape[dim] // rows_per_sample(dim) for leaf, dim in zip(leaves, dims, strict=True) if dim is not None}
 
 
 def _with_rows(leaves: Sequence[InputLeaf], dims: Sequence[BatchDim | None]) -> list[int | None]:
-    """Finds how many rows each sample has in inputs that the user says hold the batch: the smallest one has one.
-
-    Raises:
-        ArgumentError: their number is not whole.
-    """
+    """Finds the rows per sample of each input with a batch; the smallest input has one. Raises `ArgumentError`."""
     sizes = {leaf.path: leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None}
     batch = min(sizes.values(), default=0)
     if batch == 0:

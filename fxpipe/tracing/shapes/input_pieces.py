@@ -1,4 +1,4 @@
-"""Pieces of combinations that come from inputs alone, labels and masks: computed of the mini-batch before a step."""
+"""Computes pieces of combinations that depend on inputs only (labels, masks) for the mini-batch, before a step."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fxpipe.tracing.traced import Traced, attribute_tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InputPieces:
-    """The program that computes the pieces which come from inputs alone."""
+    """The program that computes the pieces which depend on inputs only."""
 
     traced: Traced
-    device: torch.device  # where the loss is
+    device: torch.device  # the device of the loss
     program: tuple[fx.Node, ...]
-    pieces: Mapping[int, fx.Node]  # by place among all that micro-batches hand out
+    pieces: Mapping[int, fx.Node]  # by index among the values that micro-batches return
 
     @classmethod
     def of(cls, traced: Traced, device: torch.device) -> InputPieces:
@@ -49,7 +49,6 @@ class InputPieces:
         return cls(traced, device, tuple(program.nodes), {place: copies[handed_out[place]] for place in places})
 
     def __call__(self, leaves: Sequence[Any], batch: int) -> dict[int, Any]:
-        """Computes the pieces, by place, of the mini-batch with these flattened inputs."""
 
         sizes = {**dict(self.traced.dynamic.lengths_of(leaves) or ()), self.traced.batch: batch}
 

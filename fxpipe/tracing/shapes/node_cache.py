@@ -1,10 +1,9 @@
-"""Calls that make alike values: a model of many equal blocks makes a shape once, not once for each block.
+"""A cache of calls with equal results: a model of many equal blocks computes a shape once, not once for each block.
 
-To run a function on fake tensors with symbolic sizes takes milliseconds. The result depends on the function, its
-constants, the state of the thread, and what can be told of the fake tensors among its arguments (sizes, strides,
-dtype). So each value gets a *number*, equal for values that look alike, and a known call returns the same object again.
-
-That is right unless a function changes its argument (`unsqueeze_`, `resize_`); then the graph runs without the cache.
+A function on fake tensors with symbolic sizes takes milliseconds. The result depends on the function, its constants,
+the thread state, and the metadata of the fake tensors among its arguments (sizes, strides, dtype). So each value gets a
+*number*, equal for values with equal metadata, and a known call returns the same object again. The graph runs without
+the cache if a function changes its argument (`unsqueeze_`, `resize_`).
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
 
 class ChangedInPlaceError(Exception):
-    """A function has changed the sizes or strides of its argument, which may stand for several values."""
+    """A function has changed the sizes or strides of its argument, which may represent several values."""
 
 
 class NodeCache:
-    """A cache of what nodes have made so far. Every value that it was given must live as long as it does."""
+    """The cache. It refers to values by id, so all of them must outlive it."""
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
@@ -36,7 +35,7 @@ class NodeCache:
         self._values: dict[Hashable, Any] = {}
 
     def number(self, value: Any) -> int:
-        """Numbers a value, the same for values of which the same can be told."""
+        """Returns the number of a value, equal for values with equal metadata."""
         if id(value) not in self._number_of:
             self._number_of[id(value)] = self._numbers.setdefault(_value_key(value), len(self._numbers))
         return self._number_of[id(value)]
@@ -45,11 +44,10 @@ class NodeCache:
         self._values[key] = value
 
     def known(self, key: Hashable) -> Any:
-        """The value under this key, or None."""
         return self._values.get(key)
 
     def key(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Hashable | None:
-        """Returns the key that a call is known by; None for one that cannot be known."""
+        """Returns the key of a call; None if it cannot be cached."""
         key = (
             node.op,
             function_key(node.target),
@@ -64,15 +62,11 @@ class NodeCache:
         return key
 
     def keep(self, node: fx.Node, key: Hashable | None, value: Any, values: Mapping[fx.Node, Any]) -> None:
-        """Remembers what a call has made.
-
-        Raises:
-            ChangedInPlaceError: it has changed its arguments as well.
-        """
+        """Stores the result of a call. Raises `ChangedInPlaceError` if the call has changed its arguments as well."""
         arguments = [values[n] for n in node.all_input_nodes]
         if any(self._numbers.get(_value_key(a)) != self.number(a) for a in arguments):
             raise ChangedInPlaceError
-        # A size that depends on values is another one in each call.
+        # A size that depends on values differs in each call.
         if key is not None and not (_unbacked_sizes(value) - _unbacked_sizes(arguments)):
             self._values[key] = value
 
@@ -89,14 +83,14 @@ class NodeCache:
 
 
 def function_key(target: Any) -> Hashable:
-    """Calls of one `autograd.Function` are closures, one for each place: the same code over the same objects."""
+    """Returns a key of a function. Calls of one `autograd.Function` are closures with equal code and equal cells."""
     if isinstance(target, FunctionType) and target.__closure__:
         return target.__code__, tuple(id(cell.cell_contents) for cell in target.__closure__)
     return target  # type: ignore[no-any-return]
 
 
 def tensor_key(tensor: torch.Tensor) -> Hashable | None:
-    """Returns what can be told of a tensor of the model besides its values; None for one of a special kind."""
+    """Returns the metadata of a tensor of the model; None for a tensor of a special kind."""
     if tensor.layout != torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         return None
     sizes = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
@@ -104,7 +98,7 @@ def tensor_key(tensor: torch.Tensor) -> Hashable | None:
 
 
 def _value_key(value: Any) -> Hashable:
-    """All that a function can tell of a fake value; of what is not known here, that it is this object."""
+    """Returns the metadata of a fake value; the id for other types."""
     if type(value) is FakeTensor and value.layout == torch.strided and value.constant is None:
         sizes = tuple(map(_expression, (value.storage_offset(), *value.shape, *value.stride())))
         return FakeTensor, value.dtype, value.device, value.is_conj(), value.is_neg(), sizes
@@ -118,7 +112,7 @@ def _value_key(value: Any) -> Hashable:
 
 
 def _expression(size: Any) -> Hashable:
-    """Returns what names a size: not what it is equal to since two inputs have met, which would be another key."""
+    """Returns the original expression of a size, which stays the same when symbols are unified."""
     return first_expression(size) if isinstance(size, (torch.SymInt, torch.SymFloat)) else size  # type: ignore[no-any-return]
 
 

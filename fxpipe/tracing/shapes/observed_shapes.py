@@ -1,14 +1,14 @@
-"""Sizes that fake tensors cannot tell, seen in real runs.
+"""Sizes that fake tensors cannot show, observed in real runs.
 
-A function whose Python reads values (in an `autograd.Function`, in a module kept whole), a custom operator without a
-rule for fake tensors, a view of `x[mask]`: what they make can only be seen. So the graph is run on real values with
-three numbers of samples n, and each size is fitted by a * n + c: two runs give a and c, the third must agree.
+Fake tensors do not show the results of Python that reads values, of operators without a rule for fake tensors, or of
+views of `x[mask]`. So the graph runs on real values with three numbers of samples n. Each size is fitted by a formula
+slope * n + offset: two runs give both numbers, the third must agree.
 
-Which inputs hold samples is not certain then: a mask of shape [T, T] looks batched if T happens to equal the batch
-size. All that may be are varied together; if the graph refuses that, fewer of them.
+Which inputs hold samples is uncertain: a mask of shape [T, T] looks batched if T equals the batch size. All candidates
+are varied together; if the graph fails, fewer of them are.
 
-If dynamic sizes go into a node, the graph is run at other ones as well, and each size that the node makes is fitted by
-a formula in those that it is given: one of them, the product of two, a half of one.
+If a node depends on dynamic sizes, the graph also runs at other dynamic sizes. Each size of the result is fitted by a
+formula in one size of the inputs, or in the product of two.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
 from fxpipe.utils.batch_split import rows_per_sample, samples_along
 from fxpipe.utils.equality import equal_values
 
-MAX_CHOICES = 32  # of inputs to vary
+MAX_CHOICES = 32  # sets of inputs to vary
 LENGTH_RUNS = 3  # at other dynamic sizes, with all of them changed
 
 ObservedValues = dict[fx.Node, Any]  # trees of ObservedTensor, numbers and constants
@@ -43,7 +43,7 @@ ObservedValues = dict[fx.Node, Any]  # trees of ObservedTensor, numbers and cons
 
 @dataclass(frozen=True, slots=True)
 class AffineSize:
-    """A size that is `slope * n + offset` for n samples."""
+    """The size `slope * n + offset` for n samples."""
 
     slope: int
     offset: int
@@ -54,10 +54,10 @@ class AffineSize:
 
 @dataclass(frozen=True, slots=True)
 class GivenSize:
-    """A size as a formula in the product of some that the node is given."""
+    """A size as a formula in the product of some sizes of the node's inputs."""
 
-    places: tuple[int, ...]  # among the sizes given
-    formula: SizeFormula  # in that product
+    places: tuple[int, ...]  # indices among the sizes of the inputs
+    formula: SizeFormula
 
     def of(self, sizes: Sequence[Any]) -> Any:
         return formula_value(self.formula, functools.reduce(operator.mul, (sizes[place] for place in self.places), 1))
@@ -65,7 +65,7 @@ class GivenSize:
 
 @dataclass(frozen=True, slots=True)
 class ObservedTensor:
-    """A tensor as it was seen: in one run with numbers, over all runs with formulas."""
+    """An observed tensor: of one run with numbers, of all runs with formulas."""
 
     shape: tuple[Any, ...]
     stride: tuple[Any, ...]  # empty: contiguous, or unknown
@@ -80,38 +80,34 @@ class ObservedTensor:
 
 
 def fake_value(formulas: Any, given: Any) -> Any:
-    """Builds the value of a node from its formulas. To be called under a fake mode.
-
-    Args:
-        given: a symbol for the number of samples, or the sizes that the node is given (`fit_lengths`).
-    """
+    """Builds a node's result under a fake mode. `given`: number of samples, or sizes of its inputs (`fit_lengths`)."""
     return pytree.tree_map_only((ObservedTensor, AffineSize, GivenSize), lambda seen: seen.of(given), formulas)
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The values that nodes made in real runs, and the inputs whose samples were varied."""
+    """The results of nodes in real runs, and the inputs whose samples were varied."""
 
-    varied: tuple[int, ...]  # places among the input leaves
-    fixed: frozenset[int]  # places of inputs that may hold samples by their sizes, but cannot vary
-    node_values: dict[fx.Node, Any]  # trees of ObservedTensor with formulas, numbers as formulas, and constants
+    varied: tuple[int, ...]  # indices of input leaves
+    fixed: frozenset[int]  # indices of inputs that may hold samples by their sizes, but cannot vary
+    node_values: dict[fx.Node, Any]  # trees of ObservedTensor with formulas, formulas for numbers, and constants
     runs: Sequence[ObservedValues]
-    samples: int  # the fewest that a run had
+    samples: int  # the smallest number in the runs
 
 
 def observe_shapes(
     traced: Traced, values: Sequence[Any], dims: Mapping[int, int], groups: Sequence[Sequence[int]], node: fx.Node
 ) -> Observation:
-    """Runs the graph with several numbers of samples, as far as it goes, and fits what each node makes.
+    """Runs the graph with several numbers of samples, as far as it succeeds, and fits the result of each node.
 
     Args:
         values: flattened inputs.
-        dims: place of an input -> the dimension that may hold the samples.
-        groups: places of inputs that have the same number of samples, each a group.
+        dims: index of an input -> the dimension that may hold the samples.
+        groups: indices of inputs, grouped by number of samples.
         node: the node that is needed; others are fitted if possible.
 
     Raises:
-        TraceError: the number of samples cannot vary, or what `node` makes follows no formula.
+        TraceError: the number of samples cannot vary, or no formula fits the result of `node`.
     """
     why, out_of_memory = "no input that it depends on has samples that could be varied", None
     if any(isinstance(v, torch.Tensor) and v.is_meta for v in values):
@@ -135,8 +131,8 @@ def observe_shapes(
             except _NoFormula as error:
                 why = f"in real runs with {_listed(numbers)} samples {error}; sizes must grow evenly with the samples"
                 if _is_of_values(traced, values, dims, varied, node):
-                    raise TraceError(why) from error  # with fewer inputs varied it would look fixed
-                break  # at multiples it may look as if there were one
+                    raise TraceError(why) from error  # with fewer varied inputs it would look fixed
+                break  # multiples could fit by chance
             fixed = frozenset(p for group in groups for p in group) - {*varied}
             return Observation(varied, fixed, formulas, runs, min(numbers))
     raise TraceError(why) from out_of_memory
@@ -150,14 +146,14 @@ def observe_lengths(
     groups: Sequence[Sequence[InputDim]],
     node: fx.Node,
 ) -> list[ObservedValues]:
-    """Runs the graph at other dynamic sizes, as far as it goes: all changed alike, then those of one group alone.
+    """Runs the graph at other dynamic sizes, as far as it succeeds: first all sizes change, then one group.
 
     Args:
         observation: of `node`, with other numbers of samples.
-        groups: dynamic dimensions that have one size, each a group.
+        groups: dynamic dimensions, grouped by size.
 
     Raises:
-        TraceError: it does not run at other sizes.
+        TraceError: the graph does not run at other sizes.
     """
     inputs = _resized(values, dims, observation.varied, observation.samples) if observation.varied else [*values]
     everywhere = [key for group in groups for key in group]
@@ -187,7 +183,7 @@ def _with_lengths(values: Sequence[Any], dims: Sequence[InputDim], change: Calla
 
 
 def repeat_to_size(value: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """The tensor with this size: cut, or continued from its beginning."""
+    """Resizes a tensor: cuts it, or repeats it from its beginning."""
     index = torch.arange(size, device=value.device) % value.shape[dim]
     return value.detach().index_select(dim, index).requires_grad_(value.requires_grad)
 
@@ -198,7 +194,7 @@ def repeat_to_size(value: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 def _choices(
     values: Sequence[Any], dims: Mapping[int, int], groups: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, ...]]:
-    """Yields the inputs to vary: as many groups as there are, then fewer; together only inputs of the same size."""
+    """Yields the inputs to vary: all groups, then fewer; only inputs with equal numbers of samples together."""
     for count in range(len(groups), 0, -1):
         for chosen in itertools.combinations(groups, count):
             places = tuple(place for group in chosen for place in group)
@@ -207,9 +203,9 @@ def _choices(
 
 
 def _sample_counts(samples: int) -> list[tuple[int, int, int]]:
-    """The numbers of samples to run with: one less and twice as many; or multiples, for models that need pairs.
+    """Returns the numbers of samples to run with: near ones and the double, or multiples for models that need pairs.
 
-    A number of rows that are chosen by value may follow a formula at neighbours, but not at both.
+    A number of rows selected by value may fit near numbers by chance, but not the double as well.
     """
     first = (samples, samples - 1, 2 * samples) if samples > 2 else (samples, samples + 1, samples + 2)
     return [first, (samples, 2 * samples, 3 * samples)]
@@ -226,9 +222,9 @@ def _resized(values: Sequence[Any], dims: Mapping[int, int], varied: Sequence[in
 def _is_of_values(
     traced: Traced, values: Sequence[Any], dims: Mapping[int, int], varied: Sequence[int], node: fx.Node
 ) -> bool:
-    """Returns whether `node` makes other sizes, or goes another way, with as many other samples.
+    """Returns whether the values of samples affect the sizes of `node`, or the path of an opaque node.
 
-    Each sample in place of all shows it, wherever a size is a sum over samples.
+    All samples are replaced by each sample in turn, which shows it whenever a size is a sum over samples.
     """
     observed: list[Any] = []
     for k in (None, *range(samples_along(values[varied[0]], dims[varied[0]]))):
@@ -239,9 +235,9 @@ def _is_of_values(
             samples[place] = value.detach().index_select(dims[place], index).requires_grad_(value.requires_grad)
         try:
             observed.append(observe_graph(traced, samples, node)[node])
-        except StateError:  # what is kept whole goes another way
+        except StateError:  # an opaque node takes another path
             return True
-        except Exception:  # the model refuses such samples
+        except Exception:  # the model rejects such samples
             continue
         if _shapes(observed[-1]) != _shapes(observed[0]):
             return True
@@ -260,7 +256,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def observe_graph(traced: Traced, sample: Sequence[Any], wanted: fx.Node) -> ObservedValues:
-    """Runs the graph and observes each node, up to where it raises; if that is before `wanted`, raises as well."""
+    """Runs the graph and observes each node, until an error. Raises the error if `wanted` was not reached."""
     seen: ObservedValues = {}
     values: NodeValues = {}
 
@@ -295,11 +291,11 @@ def _observed_tensor(tensor: torch.Tensor) -> ObservedTensor:
 
 
 class _NoFormula(TraceError):
-    """Raised when what was seen follows no formula."""
+    """No formula fits the observed sizes."""
 
 
 def _fit_all(numbers: Sequence[int], runs: Sequence[Mapping[fx.Node, Any]], wanted: fx.Node) -> dict[fx.Node, Any]:
-    """Fits what nodes make for any number of samples, where that can be said; of `wanted` it must."""
+    """Fits the results of nodes for any number of samples, if possible; `wanted` must succeed."""
     fit = functools.partial(_fit_affine, numbers)
     formulas = {wanted: _fit_value([run[wanted] for run in runs], fit)}
     for node in (node for node in runs[0] if node.op in CALL_OPS):
@@ -309,7 +305,7 @@ def _fit_all(numbers: Sequence[int], runs: Sequence[Mapping[fx.Node, Any]], want
 
 
 def fit_lengths(node: fx.Node, sources: Sequence[fx.Node], runs: Sequence[ObservedValues]) -> Any:
-    """Formulas for what a node makes in the sizes of `sources`, which it is given. Raises `TraceError`."""
+    """Returns formulas for the result of a node in the sizes of `sources`, its inputs. Raises `TraceError`."""
     operands = [list(given_sizes([run[source] for source in sources])) for run in runs]
     if len({*map(len, operands)}) > 1:
         raise TraceError("it returns one structure or another")
@@ -328,11 +324,10 @@ def given_sizes(values: Sequence[Any]) -> Iterator[Any]:
             yield leaf
 
 
-_Fit = Callable[[Sequence[int]], AffineSize | GivenSize]  # what a size was in each run -> its formula
+_Fit = Callable[[Sequence[int]], AffineSize | GivenSize]  # the size in each run -> its formula
 
 
 def _fit_value(observed: Sequence[Any], fit: _Fit) -> Any:
-    """One value with formulas, from what it was in each run."""
     flat, specs = zip(*(pytree.tree_flatten(value) for value in observed), strict=True)
     if any(spec != specs[0] for spec in specs[1:]):
         raise _NoFormula("it returns one structure or another")
@@ -373,7 +368,7 @@ def _fit_affine(numbers: Sequence[int], sizes: Sequence[int]) -> AffineSize:
 
 
 def _fit_to(columns: Mapping[tuple[int, ...], int], sizes: Sequence[int]) -> GivenSize:
-    """The simplest formula for a size that was `sizes`, by run, in the columns of those given."""
+    """Returns the simplest formula for a size with the values `sizes`, by run, in `columns` of input sizes."""
     if len({*sizes}) == 1:
         return GivenSize((), sizes[0])
     products: dict[tuple[int, ...], tuple[int, ...]] = {}

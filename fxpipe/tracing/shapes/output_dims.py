@@ -1,4 +1,4 @@
-"""The way in which outputs of micro-batches go together: a dimension that holds the samples, a sum, a mean."""
+"""Determines how to combine the outputs of micro-batches: along a dimension of samples, by a sum, by a mean."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OUT_DIM_REDUCTIONS = ("mean", "sum", "stack")
 
 
 def batch_dependent_nodes(traced: Traced) -> set[fx.Node]:
-    """Nodes whose values depend on a batched input by more than fixed sizes, also where it was written to them."""
+    """Returns the nodes that depend on batched inputs by more than fixed sizes, including through writes to memory."""
     dependent = {node for place, node in traced.placeholders.items() if traced.in_dims[place] is not None}
     written = set[Any]()  # storages
     for node in traced.graph.nodes:
@@ -38,14 +38,11 @@ def batch_dependent_nodes(traced: Traced) -> set[fx.Node]:
 
 
 def with_out_dims(traced: Traced, out_dims: Any, joins: Mapping[fx.Node, Joins] | None = None) -> Traced:
-    """Finds how the outputs of micro-batches go together.
-
-    `joins`: by node how parts of its value were seen to give the whole; None: values are what their shapes say.
-    """
+    """Determines how to combine outputs. `joins`: the observed joins of each node; None: use the shapes only."""
     if traced.is_whole:
         return replace(traced, out_dims=(None,) * len(traced.outputs))
     asked: Any = None
-    is_for_rest = isinstance(out_dims, str) and out_dims in ("mean", "sum")  # of outputs that hold samples nobody asks
+    is_for_rest = isinstance(out_dims, str) and out_dims in ("mean", "sum")  # not for outputs that hold samples
     if out_dims is not None:
         try:
             asked = broadcast_prefix(out_dims, traced.out_spec)
@@ -83,7 +80,7 @@ def with_out_dims(traced: Traced, out_dims: Any, joins: Mapping[fx.Node, Joins] 
 
 
 def without_tail(traced: Traced) -> Traced:
-    """The graph of the stages, without what runs once for the mini-batch."""
+    """Returns the graph of the stages, without the nodes that run once for the mini-batch."""
     joint = {one.output for one in traced.combinations if one.is_joint}
     output = traced.graph.output_node()
     outputs = tuple(None if place in joint else leaf for place, leaf in enumerate(traced.outputs))
@@ -97,12 +94,12 @@ def without_tail(traced: Traced) -> Traced:
 
 
 def left_dims(traced: Traced) -> dict[str, int | str]:
-    """Finds, of attributes that forward sets and does not read, the dimension that holds samples.
+    """Returns the dimension of the samples for attributes that forward sets and never reads.
 
-    What requires grad is part of the caller's graph afterwards; so it must go together as outputs do.
+    Tensors that require grad are part of the caller's graph afterwards, so they must be combined like outputs.
 
     Raises:
-        CannotRecord: it does not.
+        CannotRecord: an attribute cannot be combined.
     """
     read = {str(n.target) for n in traced.graph.nodes if n.op == "get_attr"}
     dependent = batch_dependent_nodes(traced)
@@ -125,13 +122,12 @@ def left_dims(traced: Traced) -> dict[str, int | str]:
 
 
 def _sizes_of(node: fx.Node) -> tuple[sympy.Expr, ...]:
-    """The sizes of a tensor; none for anything else."""
     shapes = info(node).shapes
     return shapes[0].shape if len(shapes) == 1 else ()
 
 
 def _batch_dim(traced: Traced, node: fx.Node) -> int | None:
-    """The one dimension that holds the batch, and nothing else of unknown size."""
+    """Returns the batch dimension, if it is the only one and has no other unknown size."""
     sizes = _sizes_of(node)
     holding = [d for d, size in enumerate(sizes) if traced.batch in size.free_symbols]
     return holding[0] if len(holding) == 1 and sizes[holding[0]].free_symbols == {traced.batch} else None
@@ -148,7 +144,7 @@ def _checked_out_dim(output: fx.Node, dim: Any) -> int | str | None:
 
 
 def uneven_outputs(traced: Traced) -> tuple[tuple[str, sympy.Expr], ...]:
-    """Outputs of which so many samples more are not as many rows more each time."""
+    """Returns the outputs whose number of rows is not proportional to the number of samples."""
     uneven = []
     for place, (output, dim) in enumerate(zip(traced.outputs, traced.out_dims, strict=True)):
         if isinstance(output, fx.Node) and isinstance(dim, int) and place not in traced.told:
@@ -164,7 +160,7 @@ def _out_dim(traced: Traced, output: fx.Node, place: int, walk: ReductionWalk) -
     shapes = info(output).shapes
     number = info(output).number
     if number is not None and not sympy.cancel(number / traced.batch).free_symbols:
-        return "sum"  # as many times the samples: each micro-batch has its share
+        return "sum"  # proportional to the samples: each micro-batch has its share
     what = str(shapes[0]) if shapes else "a number"
     if any(size.free_symbols - {traced.batch} for size in _sizes_of(output)):
         why = "has a size that depends on values"

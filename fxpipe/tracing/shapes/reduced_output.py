@@ -1,9 +1,9 @@
-"""An output without the batch as a function of pieces, and how it grows with the number of samples.
+"""An output without the batch as a function of pieces, and its growth with the number of samples.
 
     loss = total / count + 0.01 * aux       # pieces: total, count, aux; calls: truediv, mul, add
 
-Where the function is a polynomial in the pieces, its terms tell whether the outputs of micro-batches go together as a
-mean or as a sum (`fxpipe.tracing.shapes.batch_reductions` finds pieces and calls).
+If the function is a polynomial in the pieces, its terms show whether the outputs of micro-batches combine by a mean or
+by a sum (`fxpipe.tracing.shapes.batch_reductions` finds pieces and calls).
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from torch import fx
 
 from fxpipe.utils.output_combination import CombinationCall, CombinationRef, map_nested
 
-# Names of functions. The arithmetic ones are those of `operator` and torch; r..., with the operands reversed.
+# Names of functions, as in `operator` and torch; r... has reversed operands.
 LINEAR = frozenset(
     "neg negative pos sum mean getitem select unsqueeze squeeze reshape view view_as flatten unflatten to float double "
     "half bfloat16 type type_as contiguous clone detach expand expand_as permute transpose t unbind alias diagonal "
     "positive ravel tensor sym_float".split()
 )  # linear in their first argument
-JOINING = frozenset(("stack", "cat", "concat"))  # linear in all that they join
+JOINING = frozenset(("stack", "cat", "concat"))  # linear in all arguments
 SUMS = frozenset(("add", "radd", "sub", "rsub", "subtract"))
 PRODUCTS = frozenset(("mul", "rmul", "multiply"))
 QUOTIENTS = frozenset(("truediv", "div", "divide", "true_divide", "rtruediv", "rdiv"))
 
-# Of a polynomial in the pieces: for each term its degree in what varies, and with which power of the number of samples
-# it would grow. A mean over samples is (1, 0), a sum (1, 1), a count that is always the same for a sample (0, 1).
+# Terms of a polynomial in the pieces: the degree of each term in values that vary, and the power of the number of
+# samples with which it grows. A mean over samples is (1, 0), a sum (1, 1), a constant count per sample (0, 1).
 Terms = frozenset[tuple[int, int]]
 CONSTANT_TERMS, MEAN_TERMS, SUM_TERMS, SIZE_TERMS = (frozenset({term}) for term in ((0, 0), (1, 0), (1, 1), (0, 1)))
-_ROW = 1000  # a power that only values with rows have: each row by itself, until they are summed
+_ROW = 1000  # the power of values with rows, until the rows are summed
 ROW_TERMS: Terms = frozenset({(1, _ROW)})
 _OF_EACH_ROW = PRODUCTS | QUOTIENTS | {"neg", "to", "float", "double"}
 
 
 @dataclass(frozen=True, slots=True)
 class OutputPiece:
-    """A value that a micro-batch hands out."""
+    """A value that a micro-batch returns."""
 
     node: fx.Node
     how: int | str | None  # an int: the dimension of the rows
@@ -50,12 +50,12 @@ class ReducedOutput:
     """An output as a function of pieces."""
 
     pieces: list[OutputPiece] = field(default_factory=list)
-    calls: list[tuple[CombinationCall, str]] = field(default_factory=list)  # and their plain names
-    is_opaque: bool = False  # are values changed in place, and used by another name?
+    calls: list[tuple[CombinationCall, str]] = field(default_factory=list)  # with the names of operations
+    is_opaque: bool = False  # are values changed in place, and used under another name?
     values: dict[fx.Node, int] = field(default_factory=dict)  # node -> number of a piece (from 0) or call (-1 down)
 
     def numbered_calls(self) -> list[CombinationCall]:
-        """The calls, with references to pieces first and calls after them."""
+        """Returns the calls, with references numbered as pieces first and calls after them."""
 
         def put(value: Any) -> Any:
             if isinstance(value, CombinationRef):
@@ -68,7 +68,7 @@ class ReducedOutput:
         ]
 
     def terms(self, of_pieces: Sequence[Terms]) -> Terms | None:
-        """The terms of the output; None where it is no polynomial."""
+        """Returns the terms of the output; None if it is not a polynomial."""
         terms: list[Terms | None] = list(of_pieces)
         for call, (_, name) in zip(self.numbered_calls(), self.calls, strict=True):
             terms.append(_terms_of(name, call, terms))
@@ -113,7 +113,7 @@ def _terms_of(name: str, call: CombinationCall, known: Sequence[Terms | None]) -
         return frozenset((d, scale - _ROW + 1) for d, scale in everything) if is_sum and is_rows else None
     if name in JOINING:
         return everything
-    if name == "full":  # of a number: `torch.tensor(len(x))` is recorded so
+    if name == "full":  # `torch.tensor(len(x))` is recorded as this
         return of(call.args[1])
     if name in LINEAR:
         rest = (call.args[1:], call.kwargs)

@@ -1,7 +1,7 @@
 """Reads of sizes in plain Python, as conditions on the batch size.
 
-A comparison and its result, or a number of pieces, put a condition on the batch size: the graph holds where it does. A
-size that depends on the values of tensors is a value like any other, which is read in each step.
+A comparison with its result, or a number of pieces, is a condition on the batch size: the graph is valid if it holds. A
+size that depends on the values of tensors is a value, which each step reads.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SIZE_RELATIONS = {
 
 
 def relation(read: SizeRead, operands: Sequence[sympy.Expr]) -> sympy.Basic:
-    """Returns the condition that a comparison and its result, or how many pieces there are, put on the operands."""
+    """Returns the condition on the operands from a comparison with its result, or from a number of pieces."""
     if read.function in PIECES:
         return sympy.Eq(PIECES[read.function](*operands), read.result)
     is_relation = read.function in SIZE_RELATIONS
@@ -55,7 +55,7 @@ def depends_on_values(traced: Traced, read: SizeRead) -> bool:
 
 
 def add_size_read(traced: Traced, read: SizeRead) -> None:
-    """Adds a node that reads a size that depends on the values of tensors: it is a value like any other (`guards`)."""
+    """Adds a node that reads a size that depends on the values of tensors, as a value (`guards`)."""
     nodes = {o for o in read.operands if isinstance(o, fx.Node)}
     last = next(node for node in reversed(traced.graph.nodes) if node in nodes)
     name = f"{last.name}_{read.function.__name__}"
@@ -76,19 +76,19 @@ def is_not_followed(read: SizeRead) -> bool:
 
 
 def batch_condition(traced: Traced, read: SizeRead) -> SizeCondition | None:
-    """The condition that a read puts on the batch size, if any. Raises `TraceError` if forward computed with it."""
+    """Returns the condition of a read on the batch size, if any. Raises `TraceError` if forward computed with it."""
     operands = _operand_sizes(read)
     if not any(o.free_symbols for o in operands):
         return None
     if read.function in NOT_FOLLOWED:
-        return None  # what became of it shows at other sizes
+        return None  # comparisons at other sizes show the effect
     if read.function in SIZE_RELATIONS or read.function is bool:
         condition = relation(read, operands)
         if not (condition.is_Relational and condition.lhs == traced.batch and condition.rhs.is_number):
-            condition = sympy.simplify(condition)  # which takes long, the first time most of all
+            condition = sympy.simplify(condition)  # slow, above all the first time
         return None if condition == sympy.true else SizeCondition(condition, read.where)
     if traced.recorded_sizes:
-        return None  # what it computed is in the graph
+        return None  # the graph contains the computation
     raise TraceError(
         f"the model computes with the batch size in plain Python at {read.where} ({read.function.__name__}); in a "
         "micro-batch the result would be another one: keep the size a size (x / x.shape[0]), or use a tensor function "
@@ -97,7 +97,7 @@ def batch_condition(traced: Traced, read: SizeRead) -> SizeCondition | None:
 
 
 def assumed_conditions(traced: Traced, batch: int) -> Iterator[SizeCondition]:
-    """Yields the conditions that were assumed of sizes, where they turn out to be that of the batch."""
+    """Yields the assumed conditions on sizes that involve the batch size."""
 
     def size(place: int) -> Any:
         leaf, dim = traced.leaves[place], traced.in_dims[place]
@@ -112,12 +112,12 @@ def assumed_conditions(traced: Traced, batch: int) -> Iterator[SizeCondition]:
             read = SizeCondition(
                 assumed, f"somewhere in {type(traced.model).__name__}.forward, as {traced.tracer!r} saw it"
             )
-            # The graph is compared with the model at this size, which is not one that it was made at.
+            # The graph is compared with the model at this size, which differs from the size of its creation.
             yield read if read.holds(batch) else replace(read, condition=sympy.Eq(traced.batch, batch))
 
 
 def recorded_sizes_condition(traced: Traced) -> SizeCondition:
-    """A graph with numbers computed from the batch size holds where it was recorded, if no size depends on values."""
+    """Returns the condition that the batch size is a recorded one. Raises `TraceError` if a size depends on values."""
     for node in traced.graph.nodes:
         sizes = [size for shape in info(node).shapes for size in shape.shape]
         if any(size.free_symbols - {traced.batch} for size in sizes):

@@ -1,8 +1,8 @@
-"""`squeeze` in micro-batches of a single sample: only what is 1 for every batch size goes.
+"""`squeeze` in micro-batches of one sample: keeps the batch dimension.
 
-`x.squeeze()` takes out all dimensions of size 1. For a mini-batch of four samples the batch is none of them, but in a
-micro-batch of one it would be, and what the micro-batches make would no longer go together. So each squeeze is told
-which dimensions the mini-batch loses. A mini-batch that has one sample itself is another graph.
+In a micro-batch of one sample, `x.squeeze()` would remove the batch, and the outputs of micro-batches could not be
+combined. So each squeeze gets the dimensions that it removes from the mini-batch. A mini-batch of one sample needs
+another graph.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ _SQUEEZES = ("squeeze", torch.squeeze, _ATEN.default, _ATEN.dim, _ATEN.dims)
 
 
 def fix_squeezes(traced: Traced, batch: int) -> tuple[SizeCondition, ...]:
-    """Names the dimensions in every squeeze that could meet the batch. `batch`: number of samples of the recording.
-
-    Returns what mini-batches the graph holds for.
-    """
+    """Sets dims of squeezes that could remove the batch; returns conditions. `batch`: samples in the recording."""
     reads = []
     for node in traced.nodes:
         if node.target not in _SQUEEZES or not node.args or not isinstance(node.args[0], fx.Node):
@@ -46,7 +43,7 @@ def fix_squeezes(traced: Traced, batch: int) -> tuple[SizeCondition, ...]:
 
 
 def _squeezed_dims(node: fx.Node, dims: int) -> list[int]:
-    """Lists the dimensions that a squeeze takes out if they are of size 1."""
+    """Returns the dimensions that a squeeze removes if their size is 1."""
     named: tuple[Any, ...] = (*node.args[1:], *(value for key, value in node.kwargs.items() if key == "dim"))
     if not named:
         return list(range(dims))

@@ -1,10 +1,10 @@
-"""The graph run once on fake tensors, whose batch dimensions and dynamic dimensions are symbols.
+"""Runs the graph once on fake tensors whose batch dimensions and dynamic dimensions are symbols.
 
-Each candidate for a batch dimension, and each dynamic one, is a symbol of its own (`duck_shape=False`); operations
-unify those that meet, and a symbol that meets a fixed size becomes that number. Without the Python dispatcher `F.pad`
-and `F.interpolate` would bake the batch in.
+Each such dimension starts with a separate symbol (`duck_shape=False`). Operations unify symbols that meet; meeting a
+fixed size turns a symbol into a number. Without the Python dispatcher `F.pad` and `F.interpolate` would turn the batch
+size into a constant.
 
-What fake tensors cannot tell is seen in real runs (`observed_shapes`), and equal calls are run once (`node_cache`).
+Shapes that fake tensors cannot show are observed in real runs (`observed_shapes`). Equal calls run once (`node_cache`).
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
 from fxpipe.utils.batch_split import rows_per_sample, samples_along
 from fxpipe.utils.progress import progress
 
-PATIENCE = 20.0  # seconds of a processor for formulas of dynamic sizes
+PATIENCE = 20.0  # seconds of CPU time for formulas of dynamic sizes
 
 
 class SizeGuard(NamedTuple):
-    """A conclusion of torch from sizes: for itself, or because forward had asked."""
+    """A condition on sizes that torch evaluated, either on its own or because forward asked."""
 
     condition: sympy.Basic
     where: str  # the user's line
@@ -68,15 +68,15 @@ class SymbolicRun:
     """The result of a symbolic run."""
 
     env: ShapeEnv
-    symbols: dict[int, sympy.Symbol]  # place of an input leaf -> what its batch dimension was called
-    node_values: dict[fx.Node, Any]  # the value of every node; equal ones are one object
-    fixed_by: dict[sympy.Symbol, fx.Node]  # which node gave a symbol a fixed size
-    # Nodes that took a number from a value, so that sizes of what they make may be one.
+    symbols: dict[int, sympy.Symbol]  # index of an input leaf -> the symbol of its batch dimension
+    node_values: dict[fx.Node, Any]  # the value of every node; equal values are one object
+    fixed_by: dict[sympy.Symbol, fx.Node]  # the node that gave a symbol a fixed size
+    # Nodes that read a number from a value, so that sizes of their results may depend on values.
     value_dependent_nodes: frozenset[fx.Node]
-    dynamic: dict[InputDim, sympy.Symbol]  # what the sizes of dynamic dimensions were called
+    dynamic: dict[InputDim, sympy.Symbol]  # the symbol for the size of each dynamic dimension
     guards: tuple[SizeGuard, ...]
-    layouts: tuple[tuple[LayoutRead, Any], ...]  # what forward asked about tensors, and the answers of fake ones
-    observed_dims: frozenset[InputDim]  # dynamic dimensions whose sizes go into nodes that only runs have shown
+    layouts: tuple[tuple[LayoutRead, Any], ...]  # questions of forward about tensors, with the answers of fake tensors
+    observed_dims: frozenset[InputDim]  # dynamic dimensions that affect nodes whose shapes were only observed
 
     @property
     def is_free(self) -> bool:
@@ -95,12 +95,13 @@ def run_on_symbols(
 
     Args:
         asked: for each input leaf the dimension that may hold the batch.
-        sure: the user has said so: all of them are candidates. Else those of size 1 if `single`, of other sizes if not.
+        sure: the user gave the dimensions, and all are candidates. Otherwise only dimensions of size 1 are (if
+            `single`), or only dimensions of other sizes.
         dynamic: dimensions besides the batch whose sizes are symbols, too.
 
     Raises:
-        FixedSizeError: a dynamic size goes into a node whose shape can only be seen.
-        TraceError: the shape of a node cannot be told for other batch sizes.
+        FixedSizeError: a dynamic size affects a node whose shape can only be observed.
+        TraceError: the shape of a node cannot be determined for other batch sizes.
     """
     dims = {
         place: dim
@@ -119,7 +120,7 @@ def run_on_symbols(
             try:
                 _observe_node(traced, values, dims, known, unknown.node, unknown.groups)
             except TraceError as error:
-                if info(unknown.node).is_graph_break:  # which may be right in one piece
+                if info(unknown.node).is_graph_break:  # it may succeed in one piece
                     raise CannotRecord(str(error), frozenset({opaque_call_of(unknown.node).path} - {""})) from error
                 if not unknown.is_of_values:
                     raise
@@ -133,7 +134,7 @@ def run_on_symbols(
 def _observe_lengths(
     traced: Traced, values: Sequence[Any], dims: dict[int, int], known: _Knowledge, unknown: _UnknownLengthsError
 ) -> None:
-    """Runs the graph for real at other dynamic sizes, to see what a node makes. Raises `FixedSizeError`."""
+    """Runs the graph on real tensors at other dynamic sizes, to observe a node. Raises `FixedSizeError`."""
     node, observation = unknown.node, unknown.observation
     why = known.unknown_nodes.get(node)
     try:
@@ -159,7 +160,6 @@ def _observe_node(
     node: fx.Node,
     groups: list[list[int]],
 ) -> None:
-    """Runs the graph for real, to see what `node` makes."""
     try:
         known.observed.append(observe_shapes(traced, values, dims, groups, node))
     except TraceError as error:
@@ -172,29 +172,29 @@ def _observe_node(
             f"the shape of {node.name} ({info(node).module or 'the model'}, made at {info(node).source}) cannot be "
             f"told for other batch sizes: {told}{error}. Let it take sizes from its inputs (x.shape[0]) and make the "
             "same for each sample, or take it out of forward"
-        ) from (allocator_error(error) or why)  # with more memory it may be seen
+        ) from (allocator_error(error) or why)  # with more memory it may succeed
 
 
 def _first_line(error: Exception) -> str:
-    """Returns the first line of what torch has to say; the advice that follows is for people who compile."""
+    """Returns the first line of torch's message; the advice after it is for users of `torch.compile`."""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".strip(": ")
 
 
 @dataclass(slots=True)
 class _Knowledge:
-    """The facts that attempts have taught those after them."""
+    """Facts that an attempt passes to later attempts."""
 
     traced: Traced
-    unknown_nodes: dict[fx.Node, Exception] = field(default_factory=dict)  # by fake tensors, and why: not asked again
-    # What they make may have sizes that are values (`t[:n]`).
+    unknown_nodes: dict[fx.Node, Exception] = field(default_factory=dict)  # to fake tensors, with the error
+    # Their results may have sizes that are values (`t[:n]`).
     value_dependent_nodes: set[fx.Node] = field(default_factory=set)
-    baked: set[fx.Node] = field(default_factory=set)  # functions that do fix the batch size
+    baked: set[fx.Node] = field(default_factory=set)  # functions that fix the batch size
     observed: list[Observation] = field(default_factory=list)
-    lengths: dict[fx.Node, Any] = field(default_factory=dict)  # formulas for what nodes make of dynamic sizes
+    lengths: dict[fx.Node, Any] = field(default_factory=dict)  # formulas for the results of nodes in dynamic sizes
     _inputs: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
 
     def inputs_of(self, node: fx.Node) -> frozenset[int]:
-        """Places of the input leaves that a node depends on."""
+        """Returns the indices of the input leaves that a node depends on."""
         if not self._inputs:
             self._inputs |= {n: frozenset([place]) for place, n in self.traced.placeholders.items()}
             for n in self.traced.graph.nodes:
@@ -202,7 +202,7 @@ class _Knowledge:
         return self._inputs[node]
 
     def distrust(self, node: fx.Node, why: Exception) -> None:
-        """Notes that fake tensors do not tell what a node makes, nor one of the same function of the user's."""
+        """Marks a node, and all calls of the same user function, as unknown to fake tensors."""
         same = function_key(node.target)
         for other in self.traced.graph.nodes if _is_user_function(node) else ():
             if other.op == node.op and function_key(other.target) == same:
@@ -210,13 +210,13 @@ class _Knowledge:
         self.unknown_nodes[node] = why
 
     def observation(self, node: fx.Node, candidates: Iterable[int]) -> Observation | None:
-        """Returns an observation of `node`, with each of the inputs in question varied, or found to be fixed."""
+        """Returns an observation of `node` in which each of the candidates was varied, or found to be fixed."""
         wanted = set(candidates)
         return next((o for o in self.observed if node in o.node_values and wanted <= {*o.varied, *o.fixed}), None)
 
 
 class _UnknownShapeError(Exception):
-    """Fake tensors do not tell what a node makes. `groups`: inputs whose samples may vary, those of one symbol each."""
+    """Fake tensors do not show the result of a node. `groups`: inputs whose samples may vary, grouped by symbol."""
 
     def __init__(self, node: fx.Node, groups: list[list[int]], is_of_values: bool):
         super().__init__(node.name)
@@ -225,7 +225,7 @@ class _UnknownShapeError(Exception):
 
 
 class _UnknownLengthsError(Exception):
-    """Nobody has seen what a node makes of other dynamic sizes. `groups`: dimensions, those of one size together."""
+    """A node was not yet observed at other dynamic sizes. `groups`: dimensions, grouped by size."""
 
     def __init__(self, node: fx.Node, sources: list[fx.Node], observation: Observation, groups: list[list[InputDim]]):
         super().__init__(node.name)
@@ -233,20 +233,18 @@ class _UnknownLengthsError(Exception):
 
 
 class _RetryError(Exception):
-    """A call that told nothing has left guards, which must not stay: another attempt is due, without it."""
+    """A failed call left guards, which must not stay: attempt again without that call."""
 
 
 class _BakesBatchError(Exception):
-    """The Python of the user's function took the batch size for a number; as it runs for each size anew, it may."""
+    """A user function took the batch size as a number. This may be valid, since its Python runs again for each size."""
 
 
 class _BakesSizeError(Exception):
-    """A function took a dynamic size for a number, as torch's do of some (`max_pool1d`, a GRU); a run may show more."""
+    """A function took a dynamic size as a number, as `max_pool1d` and a GRU do. A real run may show more."""
 
 
 class _Attempt:
-    """One attempt."""
-
     def __init__(
         self,
         traced: Traced,
@@ -264,9 +262,9 @@ class _Attempt:
         self.start = time.thread_time()
         self.env = QuietShapeEnv(duck_shape=False)
         self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
-        self.mode.cache_enabled = False  # torch never empties it of symbols, and `cache` does the same
+        self.mode.cache_enabled = False  # torch never removes symbols from it, and `cache` does the same
         self.node_values: dict[fx.Node, Any] = {}
-        self.inputs: dict[int, Any] = {}  # place -> the symbolic size of its batch dimension
+        self.inputs: dict[int, Any] = {}  # index -> the symbolic size of its batch dimension
         self.symbols: dict[int, sympy.Symbol] = {}
         self.fixed_by: dict[sympy.Symbol, fx.Node] = {}
 
@@ -303,7 +301,7 @@ class _Attempt:
         )
 
     def _refuse_long_work(self, node: fx.Node) -> None:
-        """Raises where torch takes too long over formulas of dynamic sizes (windows of patches of patches)."""
+        """Raises if torch takes too long over formulas of dynamic sizes (windows of patches of patches)."""
         if self.dynamic and time.thread_time() - self.start > PATIENCE:
             raise FixedSizeError(
                 f"{TOO_LONG} ({PATIENCE:.0f} s up to {info(node).source or 'an input'})",
@@ -316,10 +314,10 @@ class _Attempt:
             rows = rows_per_sample(dim)
             if dim is not None and rows > 1:
                 value = value.narrow(dim, 0, samples_along(value, dim)).contiguous()
-            if dim is not None and value.shape[dim] == 1:  # torch fixes 0 and 1: three stand for it
+            if dim is not None and value.shape[dim] == 1:  # torch specializes sizes 0 and 1: use three samples instead
                 value = torch.cat([value] * 3, dim)
             wanted = [d for d in range(value.dim()) if (place, d) in self.asked_dynamic and d != dim]
-            free = {d for d in wanted if value.shape[d] > 1}  # torch fixes 0 and 1
+            free = {d for d in wanted if value.shape[d] > 1}  # torch specializes 0 and 1
             is_symbol = [d == dim or d in free for d in range(value.dim())]
             dynamic = [DimDynamic.DYNAMIC if is_one else DimDynamic.STATIC for is_one in is_symbol]
             context: Any = StatelessSymbolicContext(dynamic_sizes=dynamic)
@@ -333,9 +331,8 @@ class _Attempt:
                 self.node_values[node] = fake.new_empty(sizes)
 
     def _attribute(self, tensor: torch.Tensor) -> Any:
-        """A tensor of the model: its sizes do not vary."""
         if type(tensor) is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter):
-            tensor = tensor.as_subclass(torch.Tensor)  # a fake tensor cannot be of another class
+            tensor = tensor.as_subclass(torch.Tensor)  # fake tensors of subclasses are not supported
         key = tensor_key(tensor) if self.cache is not None else None
         if self.cache is None or key is None:
             return self.mode.from_tensor(tensor.detach(), static_shapes=True)
@@ -384,7 +381,7 @@ class _Attempt:
             return run_node_without_grad(node, self.node_values)
         arguments = {**fx.map_arg(named_arguments(node), self.node_values.__getitem__)}
         if any(isinstance(scale, torch.SymFloat) for scale in pytree.tree_leaves(arguments.get("scale_factor"))):
-            arguments["recompute_scale_factor"] = True  # to the same sizes, in Python: C++ takes no symbolic scales
+            arguments["recompute_scale_factor"] = True  # same sizes, in Python: C++ does not accept symbolic scales
         with set_thread_state(state_of(node)), torch.no_grad():
             return F.interpolate(**arguments)
 
@@ -392,7 +389,7 @@ class _Attempt:
         self.guards += [SizeGuard(guard.expr, where, is_asked) for guard in self.env.guards[start:]]
 
     def _layout_answer(self, read: LayoutRead) -> Any:
-        """Asks the fake tensor; None where there is none. What torch has concluded before may be part of the answer."""
+        """Evaluates the question on the fake tensor, if any. Earlier conclusions of torch may enter the answer."""
         fake = self.node_values.get(read.tensor)
         if not isinstance(fake, torch.Tensor):
             return None
@@ -410,15 +407,14 @@ class _Attempt:
         return self._formula(size).free_symbols if isinstance(size, torch.SymInt) else set()
 
     def _note_fixed(self, node: fx.Node) -> list[sympy.Symbol]:
-        """Notes the symbols to which `node` has given a fixed size, and returns them."""
         fixed = [s for s, v in self.env.replacements.items() if v.is_number and s not in self.fixed_by]
         self.fixed_by.update(dict.fromkeys(fixed, node))
         return fixed
 
-    # -- values that fake tensors do not tell ------------------------------------------------------------------------
+    # -- values that fake tensors do not show -------------------------------------------------------------------------
 
     def _seen(self, node: fx.Node) -> Any:
-        """Builds the value that a node makes, as real runs have shown it."""
+        """Returns the result of a node as observed in real runs."""
         groups = self._groups(node)
         candidates = [place for group in groups for place in group]
         observation = self.known.observation(node, candidates)
@@ -434,7 +430,7 @@ class _Attempt:
         return fake_value(observation.node_values[node], self.inputs[varied[0]] if varied else 0)
 
     def _seen_at_lengths(self, node: fx.Node, observation: Observation) -> Any:
-        """The value from the sizes that the node is given. Raises `FixedSizeError` if values may decide, too."""
+        """Returns the result as a function of its input sizes. Raises `FixedSizeError` if values may affect it, too."""
         dims = self._dynamic_dims_given(node)
         if node in self.known.value_dependent_nodes or self._is_of_values(node):
             raise FixedSizeError(f"the sizes of {node.name} ({info(node).source}) depend on values", dims)
@@ -450,7 +446,7 @@ class _Attempt:
         return fake_value(self.known.lengths[node], given)
 
     def _dynamic_dims_given(self, node: fx.Node) -> frozenset[InputDim]:
-        """The dynamic dimensions whose sizes go into a node."""
+        """Returns the dynamic dimensions whose sizes the inputs of a node depend on."""
         symbols = {s: key for key, symbol in self.dynamic.items() for s in self.env.replace(symbol).free_symbols}
         numbers = [self.node_values.get(source) for source in node.all_input_nodes]
         symbolic = [number for number in numbers if isinstance(number, (torch.SymInt, torch.SymFloat))]
@@ -458,7 +454,6 @@ class _Attempt:
         return frozenset(symbols[s] for size in sizes for s in size.free_symbols & symbols.keys())
 
     def _sizes_given(self, node: fx.Node) -> list[sympy.Expr]:
-        """Lists the symbolic sizes of the tensors that a node is given."""
         tensors = tensors_in([self.node_values.get(source) for source in node.all_input_nodes])
         shape: list[Any] = [size for tensor in tensors for size in tensor.shape]
         return [self._formula(size) for size in shape if isinstance(size, torch.SymInt)]
@@ -472,10 +467,7 @@ class _Attempt:
         return any(size.free_symbols - of_inputs for size in self._sizes_given(node))
 
     def _groups(self, node: fx.Node) -> list[list[int]]:
-        """Inputs that a node depends on and whose samples may vary, those of one symbol together.
-
-        With them those that have turned out to have as many samples, which real runs meet on their way.
-        """
+        """Returns the inputs whose samples may vary for a node, grouped by symbol, and others of these symbols."""
         sizes = {place: self.env.replace(symbol) for place, symbol in self.symbols.items()}
         groups: dict[Any, list[int]] = {
             sizes[place]: [] for place in sorted(self.known.inputs_of(node)) if place in sizes
@@ -487,6 +479,5 @@ class _Attempt:
 
 
 def _is_user_function(node: fx.Node) -> bool:
-    """Returns whether this is a function of the user's."""
     home = str(getattr(node.target, "__module__", None) or "torch").partition(".")[0]
     return node.op == "call_function" and home not in ("torch", "_operator", "operator", "math", "builtins")

@@ -1,11 +1,11 @@
-"""Symbolic shapes: which dimension of which value holds the batch, and every size as a formula in the batch size `b`.
+"""Symbolic shapes: the batch dimension of each value, and every size as a formula in the batch size `b`.
 
-The graph is run once on fake tensors whose batch dimensions are symbols, one for each input (`symbolic_run`).
-Operations unify the symbols of inputs that meet; a symbol that meets a fixed size becomes that number: a mask of shape
-[T, T] turns out to have no batch, even if T equals the batch size of the example. What remains free is the batch.
+The graph runs once on fake tensors whose batch dimensions are symbols, one for each input (`symbolic_run`). Operations
+unify the symbols of inputs that meet; a symbol that meets a fixed size becomes that number: a mask of shape [T, T] has
+no batch, even if T equals the batch size of the example. The remaining free symbol is the batch.
 
-Other dimensions are fixed, unless they are to be dynamic: then their sizes are symbols, too. Shapes are written with
-the sizes of the recording instead; the symbols and what must hold of them are in `Traced.dynamic`.
+Sizes of dynamic dimensions are symbols, too. Shapes contain the recorded sizes instead; the symbols and their
+conditions are in `Traced.dynamic`.
 """
 
 from __future__ import annotations
@@ -57,9 +57,11 @@ def add_shapes(
 ) -> Traced:
     """Finds the batch in `traced`, recorded on `values`, and the shapes of its nodes (`NodeInfo`).
 
-    Sizes that turn out fixed become constants of the graph. Of the dimensions in `dynamic` those stay so that can, and
-    their sizes have these names; `lengths` are those of them of which another graph has told that they hold no samples
-    (a mask of shape [T, T]).
+    Fixed sizes become constants of the graph.
+
+    Args:
+        dynamic: dimensions to keep dynamic if possible, with the names of their sizes.
+        lengths: dimensions among them that another graph has shown to hold no samples (a mask of shape [T, T]).
 
     Raises:
         ArgumentError: there is no batch, inputs disagree on it, or an output needs `out_dims`.
@@ -76,7 +78,7 @@ def add_shapes(
     def formula(value: Any) -> sympy.Expr:
         return full_formula(value).xreplace(example) if example else full_formula(value)
 
-    # By id, since alike values are one object.
+    # By id, since equal values are one object.
     shapes: dict[int, tuple[tuple[TensorShape, ...], tuple[TensorShape, ...] | None]] = {}
     for node, value in run.node_values.items():
         if id(value) not in shapes:
@@ -86,7 +88,7 @@ def add_shapes(
         known = info(node)
         number, is_data_dependent = known.number, known.is_data_dependent
         dynamic_number = None
-        # What was read of a value is no size: it may be another one in each step, and is compared there.
+        # A number read from a value is not a size: each step reads it again and compares.
         is_float = isinstance(value, (float, torch.SymFloat)) and node.target in SIZE_FUNCTIONS
         is_number = is_float or (isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool))
         if is_number and not known.is_compared_read:
@@ -108,7 +110,7 @@ def add_shapes(
         )
     of_values = [read for read in traced.size_reads if depends_on_values(traced, read)]
     of_batch = [read for read in traced.size_reads if not depends_on_values(traced, read)]
-    # A condition on dynamic sizes as well as on the batch size is one of `traced.dynamic`.
+    # A condition on dynamic sizes as well as on the batch size belongs to `traced.dynamic`.
     of_batch = [read for read in of_batch if not _is_dynamic(run, full_formula, read, example.keys())]
     conditions = [read for r in of_batch if (read := batch_condition(traced, r)) is not None]
     conditions += assumed_conditions(traced, traced.batch_of(values))
@@ -147,9 +149,9 @@ def _run_with_dynamic_sizes(
     dynamic: Mapping[InputDim, str],
     lengths: Collection[InputDim],
 ) -> tuple[Traced, SymbolicRun]:
-    """Runs the graph on symbols; finds `in_dims`, and which dimensions can be dynamic.
+    """Runs the graph on symbols; finds `in_dims` and the dimensions that can be dynamic.
 
-    A dimension of the user's that may hold the samples is tried as such first, unless another has the same name.
+    A dimension in `dynamic` that may hold the samples is first tried as batch, unless another has the same name.
     """
     reasons: dict[InputDim, str] = {}
     may_hold = {(place, dim) for place, dim in enumerate(candidates) if dim is not None}
@@ -163,7 +165,7 @@ def _run_with_dynamic_sizes(
         try:
             run = run_on_symbols(traced, values, asked, sure, sizes == {1}, wanted)
             if not run.is_free and 1 in sizes and sizes != {1} and not sure:
-                # A dimension of size 1 beside larger ones is broadcast; but here the larger ones are no batch.
+                # A dimension of size 1 is broadcast against larger ones, unless the larger ones are not a batch.
                 with contextlib.suppress(TraceError):
                     second = run_on_symbols(traced, values, asked, sure, True, wanted)
                     run = second if second.is_free else run
@@ -190,7 +192,7 @@ def _batch_symbols(run: SymbolicRun) -> set[Any]:
 
 
 def _formula_of(names: Mapping[Any, sympy.Symbol], run: SymbolicRun) -> Callable[[Any], sympy.Expr]:
-    """Returns the function that tells what a size is, in the batch size and the dynamic sizes."""
+    """Returns the function from a size to its formula in the batch size and the dynamic sizes."""
 
     def formula(value: Any) -> sympy.Expr:
         if isinstance(value, (torch.SymInt, torch.SymFloat)):
@@ -201,7 +203,7 @@ def _formula_of(names: Mapping[Any, sympy.Symbol], run: SymbolicRun) -> Callable
 
 
 def _own_symbols(traced: Traced, run: SymbolicRun, asked: Mapping[InputDim, str]) -> dict[Any, sympy.Symbol]:
-    """Names torch's symbols anew: that of the batch, and those of dynamic sizes as `asked`."""
+    """Maps torch's symbols to ours: the batch symbol, and symbols named as in `asked` for dynamic sizes."""
     names = dict.fromkeys(_batch_symbols(run), traced.batch)
     for dim, name in asked.items():
         size = run.env.replace(run.dynamic[dim]) if dim in run.dynamic else None
@@ -211,7 +213,7 @@ def _own_symbols(traced: Traced, run: SymbolicRun, asked: Mapping[InputDim, str]
 
 
 def _dynamic_symbols(run: SymbolicRun) -> dict[sympy.Symbol, InputDim]:
-    """The symbols of sizes that can vary, and a dimension of each. Raises `FixedSizeError`."""
+    """Returns the symbols of sizes that can vary, each with a dimension. Raises `FixedSizeError`."""
     symbols: dict[sympy.Symbol, InputDim] = {}
     sizes = {key: run.env.replace(symbol) for key, symbol in run.dynamic.items()}
     for key, size in sizes.items():
@@ -239,14 +241,14 @@ def _dynamic_sizes(
     names: Mapping[Any, sympy.Symbol],
     reasons: Mapping[InputDim, str],
 ) -> DynamicSizes:
-    """The dynamic sizes of a graph, with all that was concluded from them. Raises `FixedSizeError`."""
+    """Returns the dynamic sizes of a graph, with all conditions on them. Raises `FixedSizeError`."""
     free = _dynamic_symbols(run)
     if not free:
         return replace(FIXED_SIZES, fixed=dict(reasons))
     formula = _formula_of(names, run)
     symbols: dict[sympy.Symbol, InputDim] = {}
     for symbol, key in free.items():
-        symbols.setdefault(names[symbol], key)  # those of one name are equal
+        symbols.setdefault(names[symbol], key)  # sizes with one name are equal
     conditions = [SizeCondition(s >= 2, "torch, for which 0 and 1 are sizes of their own") for s in symbols]
     for read in traced.size_reads:
         is_of_values = any(isinstance(o, fx.Node) and o in run.value_dependent_nodes for o in read.operands)
@@ -273,7 +275,7 @@ def _dynamic_sizes(
 
 
 def _layout_conditions(run: SymbolicRun, formula: Callable[[Any], sympy.Expr]) -> Iterator[SizeCondition]:
-    """Yields what numbers say of sizes that forward was told about the layout of tensors (`x.storage_offset()`)."""
+    """Yields conditions on sizes from the layout of tensors that forward read as numbers (`x.storage_offset()`)."""
     for read, answer in run.layouts:
         for told, number in zip(pytree.tree_leaves(answer), pytree.tree_leaves(read.answer), strict=False):
             if type(number) is int:
@@ -283,7 +285,7 @@ def _layout_conditions(run: SymbolicRun, formula: Callable[[Any], sympy.Expr]) -
 def _refuse_other_layouts(
     run: SymbolicRun, formula: Callable[[Any], sympy.Expr], symbols: Mapping[sympy.Symbol, InputDim]
 ) -> None:
-    """Raises where a fake tensor of dynamic sizes has another layout than forward has met."""
+    """Raises if forward read the layout of a tensor that differs for dynamic sizes."""
     for read, answer in run.layouts:
         fake = run.node_values[read.tensor]
         sizes = map(formula, (*fake.shape, *fake.stride()) if isinstance(fake, torch.Tensor) else ())
@@ -298,7 +300,6 @@ def _refuse_other_layouts(
 def _is_dynamic(
     run: SymbolicRun, formula: Callable[[Any], sympy.Expr], read: SizeRead, symbols: Collection[sympy.Symbol]
 ) -> bool:
-    """Returns whether a read is of a dynamic size."""
     operands = map(formula, _operand_values(run, read)) if symbols else ()
     return any(not operand.free_symbols.isdisjoint(symbols) for operand in operands)
 
@@ -312,7 +313,7 @@ def _operand_values(run: SymbolicRun, read: SizeRead) -> list[Any]:
 
 
 def _find_batch(traced: Traced, asked: Sequence[int | None], run: SymbolicRun, sure: bool) -> tuple[int | None, ...]:
-    """The dimension of each input that holds the batch, or None. Raises `ArgumentError` if there is none."""
+    """Returns the batch dimension of each input, or None. Raises `ArgumentError` if there is no batch."""
     symbols, fixed_by, env = run.symbols, run.fixed_by, run.env
     if traced.is_whole and not symbols:
         return (None,) * len(traced.leaves)
@@ -336,7 +337,7 @@ def _find_batch(traced: Traced, asked: Sequence[int | None], run: SymbolicRun, s
 
 
 def _fold_fixed_sizes(traced: Traced) -> None:
-    """Numbers that are the same for every batch size become constants, and their nodes go."""
+    """Replaces numbers that do not depend on the batch size with constants, and erases their nodes."""
     for node in reversed(list(traced.graph.nodes)):
         number = info(node).number
         if node.op not in CALL_OPS or number is None or number.free_symbols or info(node).is_data_dependent:

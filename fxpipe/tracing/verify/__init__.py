@@ -1,1 +1,1 @@
-"""Verification that a graph is the model; what its nodes share and change."""
+"""Verification that a graph equals its model; effects of its nodes."""

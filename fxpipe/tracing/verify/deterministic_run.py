@@ -1,7 +1,4 @@
-"""A graph that is run with what makes a batch and its parts differ by itself left out.
-
-Dropout drops nothing, batch norm takes its running statistics.
-"""
+"""Runs a graph deterministically: without dropout, and with the running statistics of batch norm."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from fxpipe.tracing.node_info import info, state_of
 from fxpipe.tracing.traced import Traced, attribute_tensor, call_node
 from fxpipe.tracing.verify.effects import Effects, running_statistics
 
-ComparedOutputs: TypeAlias = Mapping[int, fx.Node]  # by place of an output: the node whose value is asked for
+ComparedOutputs: TypeAlias = Mapping[int, fx.Node]  # by index of an output: the node whose value is compared
 
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
 _WITH_DROPOUT: Mapping[Any, str] = {
@@ -33,7 +30,7 @@ MADE_DETERMINISTIC = frozenset((*_DROPOUTS, *_WITH_DROPOUT, *_BATCH_NORMS))
 
 
 def can_run_deterministically(traced: Traced) -> bool:
-    """Returns whether everything that would make halves differ by itself is known here."""
+    """Returns whether all functions that would make parts of a batch differ can run deterministically."""
     effects: Effects | None = traced.effects
     assert effects is not None
     states = {effects.alias[n] for n in traced.graph.nodes if n.op == "get_attr"}
@@ -43,7 +40,7 @@ def can_run_deterministically(traced: Traced) -> bool:
         if classes & states and not (is_norm or is_counter):
             return False
         if node.target in _BATCH_NORMS and not is_norm and named_arguments(node).get("training"):
-            return False  # no running statistics to take
+            return False
         if info(node).is_scalar_draw and not node.users:
             continue
         if info(node).is_random and node.target not in (*_DROPOUTS, *_WITH_DROPOUT):
@@ -52,8 +49,7 @@ def can_run_deterministically(traced: Traced) -> bool:
 
 
 def run_deterministically(traced: Traced, asked: ComparedOutputs, sample: Sequence[Any]) -> dict[int, torch.Tensor]:
-    """Runs the graph deterministically and returns what is asked, by place."""
-    # Python that runs as it is may ask for gradients inside; nothing else does.
+    # Only opaque Python may compute gradients inside.
     grad = any(info(node).opaque is not None for node in traced.nodes)
 
     def placeholder(node: fx.Node) -> Any:
@@ -75,7 +71,7 @@ def run_deterministically(traced: Traced, asked: ComparedOutputs, sample: Sequen
 
 
 def run_deterministic_node(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
-    """Runs a node so that no dropout drops and batch norm looks at no batch, also within what is kept whole."""
+    """Runs a node with dropout disabled and without batch statistics, also inside opaque modules."""
     with _Deterministic() if info(node).opaque is not None else contextlib.nullcontext():
         if node.op == "call_function" and node.target in MADE_DETERMINISTIC:
             return _call_deterministically(node.target, *fx.map_arg((node.args, node.kwargs), value_of))
@@ -83,8 +79,6 @@ def run_deterministic_node(node: fx.Node, value_of: Callable[[fx.Node], Any]) ->
 
 
 class _Deterministic(TorchFunctionMode):
-    """A block in which dropouts drop nothing and batch norm looks at no batch."""
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _call_deterministically(func, args, kwargs or {})
 
@@ -99,7 +93,7 @@ def _call_deterministically(function: Any, args: tuple[Any, ...], kwargs: Mappin
         return function(**bound | {_WITH_DROPOUT[function]: 0.0})
     if bound.get("training") and bound.get("running_mean") is not None:
         bound["training"] = False
-    elif bound.get("training") and bound.get("weight") is not None:  # without, it is one of a loss: there samples meet
+    elif bound.get("training") and bound.get("weight") is not None:  # without a weight it may be a loss over samples
         zeros = torch.zeros_like(bound["weight"])
         bound |= {"training": False, "running_mean": zeros, "running_var": zeros + 1}
     return function(**bound) if function is F.batch_norm else function(*map(bound.get, parameter_names(function)))

@@ -1,6 +1,6 @@
-"""A graph with dynamic sizes, compared with its model at other sizes: some seen before, and one that never was.
+"""Compares a graph with dynamic sizes with its model at other sizes: some observed before, and a new one.
 
-The inputs of the recording are cut, or go on from their beginning, so that their values stay such as the model takes.
+The recording's inputs are cut or repeated from their beginning, so that the model accepts their values.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ from fxpipe.tracing.verify.equivalence import agrees_at_size, run_model, take_sa
 from fxpipe.tracing.verify.micro_batch_sizes import checking_mode
 from fxpipe.tracing.verify.training_equivalence import FEWEST_SAMPLES, check_training_equivalence
 
-_STEP = 3  # a size that was never recorded is so much larger than the largest, if the graph is for that
-_FARTHEST_STEP = 17  # else so much larger or smaller than that of the recording, at most
-_CANDIDATES = 4  # for such a size, which the model may refuse
+_STEP = 3  # a new size is larger than the largest recorded size by this, if the graph holds for it
+_FARTHEST_STEP = 17  # else it differs from the recorded size by less than this
+_CANDIDATES = 4  # tried new sizes, since the model may reject some
 
 
 def check_dynamic_sizes(traced: Traced, leaves: Sequence[Any], seen: Sequence[Mapping[InputDim, int]]) -> None:
-    """Compares graph and model at other sizes than those of the recording, outputs, gradients and state.
+    """Compares outputs, gradients and state of graph and model at other sizes than the recording's.
+
+    Raises `FixedSizeError` if they differ, or if no other size can be compared.
 
     Args:
         leaves: the inputs of the recording, flattened.
-        seen: sizes that inputs had before, by dimension.
-
-    Raises:
-        FixedSizeError: they differ, or that cannot be told.
+        seen: earlier sizes of the inputs, by dimension.
     """
     if traced.uneven_outputs:
         raise FixedSizeError("rows of an output do not simply grow with the number of samples")
@@ -54,10 +53,7 @@ def check_dynamic_sizes(traced: Traced, leaves: Sequence[Any], seen: Sequence[Ma
 
 
 def recheck_lengths(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tells whether graph and model do the same on some of these samples, whose dynamic sizes are new.
-
-    Where they do not, the graph is one for the sizes between those compared from now on.
-    """
+    """Returns whether graph and model agree on samples with new sizes; else restricts the graph to compared sizes."""
     with checking_mode(traced, args, kwargs) as leaves:
         if is_faked():
             return False  # a model without values cannot be compared: it is recorded at these sizes
@@ -80,7 +76,7 @@ def _lengths_seen(traced: Traced, sizes: Mapping[InputDim, int]) -> Lengths | No
 
 
 def _unseen(traced: Traced, leaves: Sequence[Any], before: Sequence[Lengths]) -> Iterator[Lengths]:
-    """Yields sizes that were never recorded, for which the graph is: larger ones first, which models refuse less."""
+    """Yields new sizes for which the graph holds, larger ones first, since models reject them less often."""
     largest, least = _bounds(traced, before, max), _bounds(traced, before, min)
     example = dict(traced.dynamic.example)
     known = {traced.dynamic.example, *before}
@@ -105,7 +101,7 @@ def _bounds(
 
 
 def _compare(traced: Traced, leaves: Sequence[Any], lengths: Lengths) -> bool:
-    """Compares graph and model on a few samples of these sizes; returns whether the graph is for them and both run.
+    """Compares graph and model on a few samples of these sizes. Returns whether the graph holds and the model runs.
 
     Raises `FixedSizeError` if they differ.
     """
@@ -114,13 +110,13 @@ def _compare(traced: Traced, leaves: Sequence[Any], lengths: Lengths) -> bool:
         return False
     batch = traced.batch_of(sample)
     seed = torch.default_generator.initial_seed() % 2**31
-    with contextlib.suppress(TraceError):  # of a model that does something else at this size, which shows below
+    with contextlib.suppress(TraceError):  # the model differs at this size, which the comparison below reports
         try:
             run_model(traced, sample, batch, batch, seed)
         except TraceError:
             raise
         except Exception:
-            return False  # it will say so itself when it meets such inputs
+            return False  # the model raises again for such inputs
     failing = traced.failing_conditions(batch, lengths)
     try:
         if not agrees_at_size(traced, sample, batch):
@@ -128,7 +124,7 @@ def _compare(traced: Traced, leaves: Sequence[Any], lengths: Lengths) -> bool:
         check_training_equivalence(traced, sample)
     except TraceError as error:
         if failing:
-            return False  # another graph
+            return False
         shown = ", ".join(str(size) for _, size in lengths)
         raise FixedSizeError(f"at another size ({shown}): {error}") from error
     if (failing or traced.dynamic.is_observed) and not _have_expected_shapes(traced, sample, batch, lengths):
@@ -140,7 +136,7 @@ def _compare(traced: Traced, leaves: Sequence[Any], lengths: Lengths) -> bool:
 
 
 def _sample_of(traced: Traced, leaves: Sequence[Any], lengths: Lengths) -> list[Any] | None:
-    """Samples of these sizes, few if they do, for which forward concludes what the graph does; None: there are none."""
+    """Returns samples of these sizes, as few as possible, for which the graph may hold; None if there are none."""
     for batch in dict.fromkeys((min(FEWEST_SAMPLES, traced.batch_of(leaves)), traced.batch_of(leaves))):
         if not _may_hold(traced, batch, lengths):
             continue
@@ -151,14 +147,14 @@ def _sample_of(traced: Traced, leaves: Sequence[Any], lengths: Lengths) -> list[
 
 
 def _may_hold(traced: Traced, batch: int, lengths: Lengths) -> bool:
-    """Returns whether all that forward concluded from sizes holds; what torch did need not."""
+    """Returns whether all of forward's conditions on sizes hold; conditions of torch need not."""
     failing = traced.failing_conditions(batch, lengths)
     reads = (*traced.batch_conditions, *traced.mini_batch_conditions)
     return all(condition.is_of_torch for condition in failing) and all(read.holds(batch) for read in reads)
 
 
 def _have_expected_shapes(traced: Traced, sample: Sequence[Any], batch: int, lengths: Lengths) -> bool:
-    """Runs the graph, and tells whether all that it makes is of the sizes that the formulas tell."""
+    """Runs the graph and returns whether all values have the sizes that the formulas give."""
     sizes = {traced.batch: batch, **dict(lengths)}
     seen = observe_graph(traced, sample, traced.nodes[-1])
     return all(
@@ -169,7 +165,7 @@ def _have_expected_shapes(traced: Traced, sample: Sequence[Any], batch: int, len
 
 
 def resize(traced: Traced, leaves: Sequence[Any], lengths: Lengths) -> list[Any]:
-    """Returns the flattened inputs with these dynamic sizes: cut, or gone on with from their beginning."""
+    """Returns the flattened inputs with these dynamic sizes: cut, or repeated from their beginning."""
     values, resized = dict(lengths), list(leaves)
     for (place, dim), formula in traced.dynamic.formulas.items():
         resized[place] = repeat_to_size(resized[place], dim, int(formula.subs(values)))

@@ -1,9 +1,8 @@
-"""Effects of every node: shared storages, in-place writes, changed buffers. Watched, not guessed.
+"""Effects of every node, observed in real runs: shared storages, in-place writes, changed buffers.
 
-The graph is run for real, once for each size that will occur, and after each node one looks: which storages do its
-tensors have, which of the tensors it read have a new version, which buffers have new values (batch norm changes its
-buffers without raising their version, and is also known by name). Whether `reshape` and `contiguous` share or copy
-depends on sizes, so what holds at any size is taken to hold at all. The same runs serve to compare graph and model.
+The graph runs once for each size that will occur. After each node, the run records the storages of its tensors, the
+arguments with a new version, and the buffers with new values. Whether `reshape` and `contiguous` share or copy depends
+on sizes, so an effect at any size counts for all sizes. The same runs also compare graph and model.
 """
 
 from __future__ import annotations
@@ -45,27 +44,23 @@ NORM_FUNCTIONS = (F.batch_norm, F.instance_norm, torch.batch_norm, torch.instanc
 
 @dataclass(slots=True)
 class Effects:
-    """Facts about the nodes of a graph, over all the sizes it was run at.
+    """Effects of the nodes of a graph at all sizes. An alias class is a number for nodes that may share storage."""
 
-    An alias class is a set of nodes whose tensors may share storage; it is named by a number.
-    """
-
-    nodes: list[fx.Node]  # those that work, in order
+    nodes: list[fx.Node]
     place: dict[fx.Node, int]  # node -> its index in `nodes`; a placeholder: -1
     last: dict[fx.Node, int]  # node -> place of its last user; an output of the graph: len(nodes)
-    alias: dict[fx.Node, int | None]  # node -> alias class; None where it holds no tensor
+    alias: dict[fx.Node, int | None]  # node -> alias class; None if it holds no tensor
     same: dict[fx.Node, fx.Node]  # node -> the argument that it returns, at every size
     written_classes: list[set[int]]  # by place: the alias classes that the node changes
-    requires_grad: dict[fx.Node, bool]  # does any tensor of the value
+    requires_grad: dict[fx.Node, bool]  # True if any tensor of the value requires grad
 
     @property
     def written_inputs(self) -> list[fx.Node]:
-        """The placeholders that some node writes to."""
         written = set[int]().union(*self.written_classes)
         return [node for node, place in self.place.items() if place < 0 and self.alias[node] in written]
 
     def drop_unused(self, node: fx.Node, values: dict[fx.Node, Any]) -> None:
-        """Drops the values that neither a node behind this one nor the caller of the graph needs."""
+        """Drops values that neither a later node nor the caller of the graph needs."""
         for used in (*node.all_input_nodes, node):
             if self.last[used] <= self.place[node]:
                 values.pop(used, None)
@@ -73,46 +68,43 @@ class Effects:
 
 @dataclass(slots=True)
 class RunResult:
-    """One run of a graph, or of the model, on real values."""
-
     outputs: list[Any]
-    buffers: dict[str, torch.Tensor]  # by name: the values after the run, of all that the graph reads or re-assigns
-    inputs: dict[int, torch.Tensor]  # by place among the input leaves: the tensors after the run
+    buffers: dict[str, torch.Tensor]  # by name: values after the run of all buffers that the graph reads or re-assigns
+    inputs: dict[int, torch.Tensor]  # by index of the input leaf: the tensors after the run
 
 
 @dataclass(slots=True)
 class ObservedEffects:
-    """The effects of nodes in one run of the graph. A storage is named by a number, which another run may use again."""
+    """Effects of nodes in one run of the graph. Each run numbers its storages separately."""
 
-    storages: dict[fx.Node, list[int]] = field(default_factory=dict)  # of the tensors in the value
-    changed: dict[fx.Node, set[int]] = field(default_factory=dict)  # storages; of nodes that work
-    returned: dict[fx.Node, fx.Node | None] = field(default_factory=dict)  # the argument that is the value
-    requires_grad: dict[fx.Node, bool] = field(default_factory=dict)  # does any tensor of the value
+    storages: dict[fx.Node, list[int]] = field(default_factory=dict)
+    changed: dict[fx.Node, set[int]] = field(default_factory=dict)  # storages that working nodes change
+    returned: dict[fx.Node, fx.Node | None] = field(default_factory=dict)  # the argument that the node returns
+    requires_grad: dict[fx.Node, bool] = field(default_factory=dict)  # True if any tensor of the value requires grad
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A run of the graph that has just ended, with all that autograd has saved of it."""
+    """A completed run of the graph, with everything that autograd saved."""
 
     outputs: list[Any]
-    inputs: dict[int, Any]  # by place: the leaves that were given
-    tensors: list[tuple[torch.Tensor, torch.Tensor]]  # of the model, and what stood for it
-    assigned: dict[str, torch.Tensor]  # by name: what forward sets attributes to
+    inputs: dict[int, Any]  # by index: the input leaves
+    tensors: list[tuple[torch.Tensor, torch.Tensor]]  # tensors of the model, with their copies in the run
+    assigned: dict[str, torch.Tensor]  # by name: the values that forward assigns to attributes
 
 
 def observe_run(
     traced: Traced, sample: Sequence[Any], then: Callable[[Ended], None] | None = None
 ) -> tuple[RunResult, ObservedEffects]:
-    """Runs the graph on flattened inputs. The model does not change.
+    """Runs the graph on flattened inputs without changing the model.
 
-    Args:
-        then: is called with the run when it has ended. Autograd saves nothing for others.
+    `then` is called with the completed run. Without it, autograd saves nothing.
     """
     values: NodeValues = {}
     leaves: dict[int, Any] = {}
-    stand_ins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: of the model, and what stands for it
+    stand_ins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     storages = StorageNumbers()
-    buffers: dict[int, tuple[fx.Node, torch.Tensor]] = {}  # by storage
+    buffers: dict[int, tuple[fx.Node, torch.Tensor]] = {}
     draws, seen = DrawStream(traced.seed), ObservedEffects()
     inputs: dict[int, torch.Tensor] = {}
 
@@ -146,7 +138,7 @@ def observe_run(
         for node in run_nodes(nodes, values, placeholder, attribute, work, ends):
             tensors = list(tensors_in(values[node]))
             seen.storages[node] = list(map(storages.name, tensors))
-            if not isinstance(values[node], torch.Tensor):  # the parts of a tuple are nodes of their own
+            if not isinstance(values[node], torch.Tensor):  # elements of a tuple have nodes
                 del seen.storages[node][1:]  # and need not share memory
             seen.requires_grad[node] = any(t.requires_grad for t in tensors)
             step()
@@ -164,11 +156,11 @@ def observe_run(
 
 
 def effects_of(traced: Traced, seen: Sequence[ObservedEffects]) -> Effects:
-    """Merges what holds of the nodes in any of these runs, one for each size that will occur."""
+    """Merges the effects of the runs at all sizes that will occur."""
     nodes = traced.nodes
     place, last = _places_and_last_users(traced)
     classes = UnionFind[_StorageKey]()
-    first: dict[fx.Node, _StorageKey] = {}  # one of the storages of each node
+    first: dict[fx.Node, _StorageKey] = {}
     for number, one in enumerate(seen):
         for node, storages in one.storages.items():
             for storage in storages:
@@ -189,12 +181,12 @@ def effects_of(traced: Traced, seen: Sequence[ObservedEffects]) -> Effects:
     }
     requires_grad = {n: any(one.requires_grad[n] for one in seen) for n in alias if n in seen[0].requires_grad}
     effects = Effects(nodes, place, last, alias, same, writes, requires_grad)
-    last |= dict.fromkeys(effects.written_inputs, len(nodes))  # the caller gets them back
+    last |= dict.fromkeys(effects.written_inputs, len(nodes))  # they are returned to the caller
     return effects
 
 
 def effects_of_changed(traced: Traced, effects: Effects) -> Effects:
-    """The effects of a graph in which nodes were taken out, or that make new tensors were added."""
+    """Returns the effects of a graph after nodes were removed, or nodes that create new tensors were added."""
     nodes, (place, last) = traced.nodes, _places_and_last_users(traced)
     new = itertools.count(len(effects.alias))
     alias = {n: effects.alias[n] if n in effects.alias else next(new) for n in traced.graph.nodes}
@@ -218,7 +210,7 @@ def _places_and_last_users(traced: Traced) -> tuple[dict[fx.Node, int], dict[fx.
     return place, last
 
 
-_StorageKey = tuple[int, int]  # number of a run, storage
+_StorageKey = tuple[int, int]
 
 
 def _run_observed(
@@ -229,7 +221,6 @@ def _run_observed(
     draws: DrawStream,
     saves: bool,
 ) -> tuple[Any, set[int]]:
-    """Runs a node and returns its value and the storages that it changes."""
     read = list({id(t): t for source in node.all_input_nodes for t in tensors_in(values[source])}.values())
     versions = [version_of(t) for t in read]
     before = {key: buffers[key][1].clone() for key in map(storages.name, read) if key in buffers}
@@ -237,19 +228,19 @@ def _run_observed(
         value = run_with_draws(node, values, draws)
     changed = {storages.name(t) for t, v in zip(read, versions, strict=True) if version_of(t) != v}
     changed |= {key for key, old in before.items() if not equal_tensors(buffers[key][1], old)}
-    if node.target in NORM_FUNCTIONS:
+    if node.target in NORM_FUNCTIONS:  # update their buffers without raising the version
         changed |= {storages.name(values[b]) for b in running_statistics(node)}
     return value, changed
 
 
 def run_with_draws(node: fx.Node, values: NodeValues, draws: DrawStream) -> Any:
-    """Runs a working node, where draws come from their stream."""
+    """Runs a working node; scalar draws come from the stream."""
     value = run_node(node, values)
     return draws.take(lambda: run_node(node, values)) if info(node).is_scalar_draw else value
 
 
 def least_samples(traced: Traced) -> int:
-    """Returns the samples that a micro-batch needs: 2 if batch norm in training has one value for each sample."""
+    """Returns the samples that a micro-batch needs: 2 if training batch norm has one value per sample and channel."""
     for node in traced.graph.nodes:
         if node.target in (F.batch_norm, torch.batch_norm) and named_arguments(node).get("training"):
             source = named_arguments(node)["input"]
@@ -260,7 +251,6 @@ def least_samples(traced: Traced) -> int:
 
 
 def running_statistics(node: fx.Node) -> list[fx.Node]:
-    """The running statistics that a norm updates."""
     if node.target not in NORM_FUNCTIONS:
         return []
     arguments = named_arguments(node)

@@ -1,7 +1,7 @@
-"""Every graph is compared with the model, on real values, before anything is built on it: at the sizes that will run.
+"""Compares every graph with its model, on real values and at the sizes that will run.
 
-What a recording can miss (a loop over the batch, a branch on a size, a value that was baked) shows at another size. A
-recording on a part of the samples has been compared with those of other sizes before (`record.small_batch`).
+Other sizes show what a recording can miss: a loop over the batch, a branch on a size, a value treated as a constant. A
+recording on a part of the samples was already compared with recordings of other sizes (`record.small_batch`).
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from fxpipe.tracing.verify.effects import Effects, Ended, ObservedEffects, RunRe
 from fxpipe.utils.batch_split import micro_batch_sizes, rows_per_sample
 from fxpipe.utils.pytree import StructureError, leaves_by_structure, preserve_objects
 
-# numbers that are compared at a time: what is made for many takes longer to get than to fill
+# elements compared at the same time: allocating larger temporaries takes longer than filling them
 COMPARED_AT_ONCE = 1 << 18
 
-AfterModel = Callable[[list[Any], list[Any]], None]  # called with outputs and inputs before the model is put back
+AfterModel = Callable[[list[Any], list[Any]], None]  # called with outputs and inputs before the model is restored
 
 
 def take_samples(traced: Traced, leaves: Sequence[Any], start: int, stop: int) -> list[Any]:
-    """Samples start..stop of flattened inputs; those after the last are the first again."""
+    """Returns samples start..stop of flattened inputs; repeats from the first after the last."""
     return slice_samples(leaves, traced.in_dims, start, stop)
 
 
 def slice_samples(leaves: Sequence[Any], dims: Sequence[int | None], start: int, stop: int) -> list[Any]:
-    """The same for inputs that hold the batch in these dimensions."""
+    """Returns samples start..stop of inputs that hold the batch in `dims`; see `take_samples`."""
 
     def part(leaf: torch.Tensor, dim: int) -> torch.Tensor:
         size, rows = leaf.shape[dim], rows_per_sample(dim)
@@ -56,24 +56,21 @@ def slice_samples(leaves: Sequence[Any], dims: Sequence[int | None], start: int,
             return piece.contiguous() if leaf.is_contiguous() else piece
         again, over = divmod(last, size)
         parts = [leaf.narrow(dim, first, size - first), *[leaf] * (again - 1), leaf.narrow(dim, 0, over)]
-        order = sorted(range(leaf.dim()), key=leaf.stride, reverse=True)  # in memory, which `cat` would not keep
+        order = sorted(range(leaf.dim()), key=leaf.stride, reverse=True)  # memory order, which `cat` does not preserve
         whole = torch.cat([one.permute(order) for one in parts], order.index(dim))
         return whole.permute([order.index(d) for d in range(leaf.dim())])
 
-    parts: dict[Any, torch.Tensor] = {}  # of one tensor that is given twice it is one part
+    parts: dict[Any, torch.Tensor] = {}  # a tensor that is passed twice has one part
     pairs = list(zip(leaves, dims, strict=True))
     return [leaf if dim is None else parts.setdefault((id(leaf), dim), part(leaf, dim)) for leaf, dim in pairs]
 
 
 def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) -> Traced:
-    """Compares graph and model on the inputs and at other sizes: those of micro-batches, one sample less, and one more.
+    """Compares graph and model on the inputs and at other sizes; returns the graph with observed `effects`.
 
-    One less only if micro-batches are no smaller than the batch; one more, since a loop over four samples that slices
-    does the same with three. Sizes that the model refuses are left out. A graph recorded on a part of the samples is
-    the same on all: it is compared at the sizes of micro-batches, and watched at that of a larger part.
-
-    Returns:
-        The graph with what its nodes were seen to do (`effects`).
+    These are the micro-batch sizes (one sample fewer if a micro-batch is as large as the batch), and one sample more: a
+    loop over four samples with slices works with three. Skips sizes that the model rejects. A graph recorded on some
+    samples is compared at the micro-batch sizes and only observed at the size of a larger part.
 
     Raises:
         TraceError: an output or a buffer differs; names it, the size and the remedy.
@@ -88,7 +85,7 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
     parts = smaller if min(chunks, batch) > 1 else ()
     watched = {size: excuse_reads(traced, leaves, size, batch, seed) for size in parts}
     refused = set[int]()
-    wanted: list[tuple[int, list[Any], RunResult | None]] = []  # size, samples, what the model makes of them
+    wanted: list[tuple[int, list[Any], RunResult | None]] = []
     for size in dict.fromkeys((example, *others) if example == batch else (*others, example)):
         if (size > batch + 1 and len(wanted) > 1) or not traced.holds_at(size):
             continue
@@ -110,9 +107,9 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
                 if size == example:
                     raise
                 refused.add(size)
-                continue  # it will say so itself when it meets such a batch
+                continue  # the model raises again for such a batch
         wanted.append((size, sample, want))
-    # After all runs of the model: a tensor that it changes behind the graph's back is another one by then.
+    # After all runs of the model: it may replace tensors without the graph.
     seen: list[ObservedEffects] = []
     for size, sample, want in wanted:
         have, effects = watched.get(size) or watch_seeded(traced, sample, seed)
@@ -128,10 +125,9 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
 
 
 def _compared_sizes_condition(traced: Traced, sizes: Collection[int]) -> tuple[SizeCondition, ...]:
-    """The condition that a graph holds for these sizes only, if Python used the batch size unseen.
+    """Returns the condition that a graph holds only for these sizes, if Python used the batch size unnoticed.
 
-    At another size it may be another graph although those compared agree: `h[: len(x) // 2 * 2]` is `h[:8]` with 8
-    samples and with 9. So is a slice of samples with a plain number. Micro-batches may be excused later.
+    Other sizes may differ even if the compared sizes agree: `h[: len(x) // 2 * 2]` is `h[:8]` with 8 and 9 samples.
     """
     where = traced.not_followed or next((info(n).source for n in traced.nodes if _cuts_samples(n)), "")
     if not where or traced.recorded_sizes:
@@ -140,7 +136,7 @@ def _compared_sizes_condition(traced: Traced, sizes: Collection[int]) -> tuple[S
 
 
 def _cuts_samples(node: fx.Node) -> bool:
-    """Returns whether it takes, or writes to, samples from or up to a plain number."""
+    """Returns whether a node reads or writes a slice of samples with a plain number as a bound."""
     if opname(node.target).strip("_") not in ("getitem", "setitem") or not isinstance(node.args[0], fx.Node):
         return False
     shapes, index = info(node.args[0]).shapes, node.args[1]
@@ -163,10 +159,10 @@ def _bounds(part: slice[Any, Any, Any]) -> tuple[Any, Any]:
 def excuse_reads(
     traced: Traced, leaves: Sequence[Any], size: int, batch: int, seed: int
 ) -> tuple[RunResult, ObservedEffects] | None:
-    """Reads of the batch size need not hold for micro-batches with which the model does the same.
+    """Excuses a micro-batch size at which graph and model agree although reads of the batch size do not hold.
 
-    As in `if batch_size != positions.shape[0]: positions = positions.expand(batch_size, -1)`, with one sample.
-    Returns the graph's run on them, if it is the model's.
+    For example, `if batch_size != positions.shape[0]: positions = positions.expand(batch_size, -1)` with one sample.
+    Returns the graph's run if it equals the model's.
     """
     sample = None if traced.holds_at(size) else sample_within_guards(traced, leaves, size, batch, seed)
     if sample is None:
@@ -174,7 +170,7 @@ def excuse_reads(
     try:
         result = _run_both(traced, sample, size, batch, seed)
     except Exception:
-        return None  # it is another graph for such micro-batches
+        return None
     traced.comparisons.excused.add(size)
     return result
 
@@ -192,12 +188,12 @@ def _run_both(
 
 
 def agrees_at_size(traced: Traced, leaves: Sequence[Any], size: int) -> bool:
-    """Tells whether model and graph do the same with so many of these samples. A model that raises has none such."""
+    """Returns whether model and graph agree on this number of samples. False if the model raises."""
     batch = traced.batch_of(leaves)
     seed = torch.default_generator.initial_seed() % 2**31
     sample = sample_within_guards(traced, leaves, size, batch, seed)
     if sample is None:
-        return True  # forward is asked about the mini-batch, and would be another with so few
+        return True  # forward branches on the mini-batch, and fewer samples would change the branch
     try:
         is_model = all(read.holds(size) for read in traced.mini_batch_conditions)
         _run_both(traced, sample, size, batch, seed, is_model)
@@ -207,12 +203,11 @@ def agrees_at_size(traced: Traced, leaves: Sequence[Any], size: int) -> bool:
 
 
 def effects_unverified(traced: Traced, leaves: Sequence[Any]) -> Effects:
-    """Observes the effects of the nodes in one run, with no comparison."""
     return effects_of(traced, [watch_seeded(traced, leaves, 0)[1]])
 
 
 def sample_within_guards(traced: Traced, leaves: Sequence[Any], size: int, batch: int, seed: int) -> list[Any] | None:
-    """So many samples, from where values that forward reads are those of the graph; None where there are none."""
+    """Returns `size` samples for which the values that forward reads match the graph; None if there are none."""
     for start in (0, batch - size) if size < batch else (0,):
         sample = take_samples(traced, leaves, start, start + size)
         if traced.guards is None or traced.guards.hold(traced, sample, traced.seed):
@@ -226,9 +221,9 @@ def sample_within_guards(traced: Traced, leaves: Sequence[Any], size: int, batch
 def watch_seeded(
     traced: Traced, sample: Sequence[Any], seed: int, then: Callable[[Ended], None] | None = None
 ) -> tuple[RunResult, ObservedEffects]:
-    """Runs the graph, with the seed that the model has run with. `then` is called before the model is put back."""
+    """Runs the graph with the seed of the model's run. `then` is called before the model is restored."""
     try:
-        # A hook, or a module kept whole, may write to what is not its own.
+        # A hook, or an opaque module, may write to tensors of other modules.
         with preserve_state(traced.model), without_gradients(traced.model):
             torch.manual_seed(seed)
             return observe_run(traced, sample, then)
@@ -244,7 +239,7 @@ def watch_seeded(
 def run_model(
     traced: Traced, sample: Sequence[Any], size: int, batch: int, seed: int, then: AfterModel | None = None
 ) -> RunResult:
-    if then is None and not any(map(runs_python, traced.nodes)):  # else it may go back inside
+    if then is None and not any(map(runs_python, traced.nodes)):  # Python may run backward inside
         block = NoSavedTensors()
         try:
             with block:
@@ -280,10 +275,9 @@ def _run_now(
 
 
 def call_model(traced: Traced, inputs: Sequence[Any], size_note: str = "") -> tuple[list[Any], list[Any]]:
-    """Calls the model on flattened inputs: the leaves of its output, and the inputs as it leaves them.
+    """Calls the model on flattened inputs. Returns the leaves of its output, and the inputs after the call.
 
-    Raises:
-        TraceError: its output has another structure than when it was recorded, or it changes a container.
+    Raises `TraceError` if the output's structure differs from the recording's, or the model changes a container.
     """
     copies = as_given(traced.leaves, map(writable_copy, inputs))
     args, kwargs = pytree.tree_unflatten(copies, traced.in_spec)
@@ -331,7 +325,7 @@ def _compare_runs(traced: Traced, want: RunResult, have: RunResult, size: int, b
 
 
 def _refuse_other_dimensions(traced: Traced, have: RunResult, size: int, batch: int) -> None:
-    """A micro-batch of one sample may lose the dimension of the batch, and the model as well."""
+    """Raises TraceError if an output of the graph has another number of dimensions than recorded."""
     for place, (value, node, dim) in enumerate(zip(have.outputs, traced.outputs, traced.out_dims, strict=True)):
         if isinstance(dim, int) and isinstance(node, fx.Node) and value.dim() != len(info(node).shapes[0].shape):
             raise TraceError(
@@ -342,8 +336,8 @@ def _refuse_other_dimensions(traced: Traced, have: RunResult, size: int, batch: 
 
 
 def is_close(want: Any, have: Any, tolerance: float | None = None) -> bool:
-    """Returns whether values are equal but for some last bits, or a tolerance, relative to each and to the largest."""
-    if not isinstance(want, torch.Tensor):  # objects that cannot be compared are new ones in each forward
+    """Returns whether values are equal up to a tolerance (default: 100 eps), relative to each and the largest one."""
+    if not isinstance(want, torch.Tensor):  # objects without `__eq__` are new in each forward
         is_new = type(want) is type(have) and getattr(type(want), "__eq__", None) is object.__eq__
         return is_new or bool(want is have or want == have)
     if not isinstance(have, torch.Tensor) or want.shape != have.shape or want.dtype != have.dtype:

@@ -1,8 +1,8 @@
-"""Checks an imported graph for what it may have lost and only the model's own run shows.
+"""Checks an imported graph for losses that only a run of the model shows.
 
-Export and symbolic tracing see the model run on fake tensors or proxies, and give a graph whose outputs may be right
-all the same: hooks and `backward` leave no trace in it, a number that Python drew is a constant, and so is a tensor
-that requires grad and is not the model's. Gradients and state are compared elsewhere (`training_equivalence`).
+Export and symbolic tracing run the model on fake tensors or proxies. The outputs of their graph may be correct although
+it lost hooks and `backward`, or made constants of Python's random numbers and of tensors outside the model that require
+grad. `training_equivalence` compares gradients and state.
 """
 
 from __future__ import annotations
@@ -43,11 +43,7 @@ from fxpipe.utils.random_generators import comparison_seed
 
 
 class _LossDetector(TorchFunctionMode):
-    """Notes the first call of a function that other graphs lose.
-
-    Args:
-        known: the tensors that the model and its inputs hold.
-    """
+    """Records the first call of a function that imported graphs lose. `known`: tensors of the model and its inputs."""
 
     def __init__(self, known: Iterable[Any]) -> None:
         super().__init__()
@@ -76,9 +72,9 @@ class _LossDetector(TorchFunctionMode):
 
 @contextlib.contextmanager
 def detect_losses(model: nn.Module, inputs: Sequence[Any]) -> Iterator[None]:
-    """A block in which the model runs on `inputs`, leaves whose `grad` shows whether backward has reached them.
+    """A block in which the model runs on `inputs`, leaves whose `grad` shows whether backward reached them.
 
-    Raises `CannotRecord` if it does what no other way of making a graph carries.
+    Raises `CannotRecord` if the model does what only a recording can represent.
     """
     before, own_generators = python_rng_state(), OwnGenerators(model)
     witness = _LossDetector([*slots_of(model).values(), *container_tensors(model).values(), *inputs])
@@ -101,15 +97,14 @@ def detect_losses(model: nn.Module, inputs: Sequence[Any]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _ModelRun:
-    spec: pytree.TreeSpec  # of the outputs
-    generators: list[Any]  # where torch's random generators stand after the outputs
+    spec: pytree.TreeSpec
+    generators: list[Any]  # states of torch's random generators after the run
 
 
 def check_imported_graph(traced: Traced, leaves: Sequence[Any]) -> Traced:
-    """Watches the model on the example inputs. Returns the graph with the structure of the model's output.
+    """Observes the model on the example inputs. Returns the graph with the structure of the model's output.
 
-    Raises:
-        TraceError: the model does what the graph has lost, or what no graph carries; names it.
+    Raises `TraceError` if the model does something that the graph has lost, or that no graph represents.
     """
     seed = comparison_seed()
     with preserve_state(traced.model) as snapshot, preserve_objects(traced.in_spec):
@@ -123,7 +118,7 @@ def check_imported_graph(traced: Traced, leaves: Sequence[Any]) -> Traced:
                 f"the graph that {traced.tracer!r} made returns {traced.out_spec.num_leaves} values and the model "
                 f"{want.spec.num_leaves}; leave it to recording (tracer='record')"
             )
-        traced = replace(traced, out_spec=want.spec)  # fx makes plain dicts of all kinds of dicts
+        traced = replace(traced, out_spec=want.spec)  # fx returns plain dicts for all kinds of dicts
     with preserve_rng():
         torch.manual_seed(seed)
         observe_run(traced, leaves)
@@ -137,7 +132,6 @@ def check_imported_graph(traced: Traced, leaves: Sequence[Any]) -> Traced:
 
 
 def _read_names(traced: Traced) -> set[str]:
-    """Names of the model's tensors that the graph reads."""
     return {str(n.target) for n in traced.graph.nodes if n.op == "get_attr"}
 
 
@@ -154,6 +148,6 @@ def _run_model(traced: Traced, leaves: Sequence[Any]) -> _ModelRun:
     if changed := changed_input_item(traced.model, (args, kwargs), traced.leaves, values, traced.in_spec):
         raise changed_container_error(changed)
     spec = pytree.tree_structure(result)
-    if spec != traced.out_spec:  # there may be objects in it
+    if spec != traced.out_spec:
         spec = flatten_output(result, _is_tensor)[1]
     return _ModelRun(spec, generator_states())

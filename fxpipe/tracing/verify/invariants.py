@@ -1,7 +1,6 @@
-"""The invariants of a graph: what every pass may rely on, and no pass may break.
+"""The invariants of a graph, which every pass may rely on and must preserve.
 
-Checked is what several passes make together: the structure of the graph, shapes, guards, effects. What a single
-function makes completely is left to the tests of that function.
+They cover results of several passes; tests cover the result of a single function.
 """
 
 from __future__ import annotations
@@ -18,15 +17,11 @@ from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import Effects
 
 _OPS = frozenset((*CALL_OPS, "placeholder", "get_attr", "output"))
-_SHOWN_FAULTS = 8  # of one graph
+_SHOWN_FAULTS = 8
 
 
 def check_invariants(traced: Traced) -> None:
-    """Checks all invariants of a graph.
-
-    Raises:
-        InternalError: a pass has broken some; names the nodes.
-    """
+    """Raises `InternalError`, with the names of the nodes, if a pass broke an invariant."""
     faults = list(itertools.islice(find_faults(traced), _SHOWN_FAULTS + 1))
     if faults:
         lines = [*faults[:_SHOWN_FAULTS], *(["..."] if len(faults) > _SHOWN_FAULTS else [])]
@@ -37,7 +32,7 @@ def check_invariants(traced: Traced) -> None:
 
 
 def find_faults(traced: Traced) -> Iterator[str]:
-    """Yields what is broken, in words. If the structure is, nothing else can be looked at."""
+    """Yields descriptions of broken invariants. Stops after faults of the structure."""
     structure = [*_structure_faults(traced)]
     yield from structure
     if structure:
@@ -51,7 +46,7 @@ def find_faults(traced: Traced) -> Iterator[str]:
 
 
 def _structure_faults(traced: Traced) -> Iterator[str]:
-    """Every argument is a node before, and inputs, outputs and attributes are those of the model."""
+    """Checks that arguments precede their users, and that inputs, outputs and attributes match the model."""
     before: set[fx.Node] = set()
     for node in traced.graph.nodes:
         if node.op not in _OPS:
@@ -79,7 +74,7 @@ def _has_attribute(traced: Traced, node: fx.Node) -> bool:
 
 
 def _work_faults(traced: Traced, node: fx.Node) -> Iterator[str]:
-    """A node says where and in which state it runs; sizes are formulas in the batch size."""
+    """Checks that a node has a source line, a thread state, and sizes that are formulas in the batch size."""
     known = info(node)
     if known.state is None:
         yield f"{node.name} does not say in which state of the thread it runs"
@@ -97,7 +92,7 @@ def _work_faults(traced: Traced, node: fx.Node) -> Iterator[str]:
 
 
 def _out_dim_faults(traced: Traced) -> Iterator[str]:
-    """For each output and piece there is a way in which those of micro-batches go together."""
+    """Checks that each output and piece has a valid dimension or operation for joining micro-batches."""
     for values, dims in ((traced.outputs, traced.out_dims), (traced.pieces, traced.piece_dims)):
         if len(values) != len(dims):
             yield f"there are {len(values)} results, and {len(dims)} ways in which they go together"
@@ -108,7 +103,7 @@ def _out_dim_faults(traced: Traced) -> Iterator[str]:
 
 
 def _effect_faults(traced: Traced, effects: Effects) -> Iterator[str]:
-    """Effects are those of the nodes of this graph, in its order."""
+    """Checks that the effects belong to the nodes of this graph, in its order."""
     if effects.nodes != traced.nodes or len(effects.written_classes) != len(effects.nodes):
         yield "the effects are those of other nodes, or of nodes in another order"
         return

@@ -1,15 +1,16 @@
-"""The check that a graph holds for the micro-batches that run, as well as for the mini-batch.
+"""Checks that a graph holds for the micro-batches that run, as well as for the mini-batch.
 
-Forward may depend on the number of samples (`max(*x.shape)`, `if len(x) > 4`). What it concluded from the mini-batch's
-must hold for each size that runs, or do no harm. That is tried in this order:
+Forward may depend on the number of samples (`max(*x.shape)`, `if len(x) > 4`). Conditions on the mini-batch's size must
+hold for each size that runs, or make no difference. The checks, in this order:
 
-1. All conditions hold for the sizes of the micro-batches: nothing is run.
-2. The model does the same as its graph with that many samples: this size is *excused*.
-3. What the graph of the mini-batch makes of the micro-batches is, put together, what it makes of the mini-batch.
-4. So is what the graph of a micro-batch makes of them, which is another one: it runs instead.
+1. All conditions hold at the micro-batch sizes: nothing runs.
+2. Model and graph agree on that number of samples: the size is *excused*.
+3. The joined outputs of the mini-batch's graph on micro-batches equal its outputs on the mini-batch. This check also
+   runs if the batch size is, or may be, a number in the graph's computation.
+4. The joined outputs of a graph recorded for a micro-batch do: it runs instead.
 
-The last two hold for this mini-batch only, without random numbers, and for outputs that can be put together. The third
-is tried as well if the batch size is, or may be, a number in what the graph computes. Undecided, the graph holds.
+Checks 3 and 4 require outputs that can be joined, no random numbers, and are valid for this mini-batch only. If they
+are impossible, the conditions decide.
 """
 
 from __future__ import annotations
@@ -40,8 +41,6 @@ FEW_SIZES = (1, 2, 3)
 
 
 class OtherMicroBatchesError(CannotRecord):
-    """The graph of a mini-batch is not that of its micro-batches."""
-
     def __init__(self, traced: Traced, leaves: Sequence[Any], sizes: Collection[int]):
         super().__init__(_failure_message(traced, traced.batch_of(leaves), sizes), is_final=True)
         self.traced, self.sizes = traced, frozenset(sizes)
@@ -50,10 +49,9 @@ class OtherMicroBatchesError(CannotRecord):
 def holds_for_micro_batches(
     traced: Traced, leaves: Sequence[Any], sizes: Collection[int], is_told: bool = False
 ) -> bool:
-    """Tells whether the graph holds for these inputs in micro-batches of these sizes, and remembers what it finds.
+    """Returns whether the graph holds for these inputs in micro-batches of these sizes, and caches the result.
 
-    Args:
-        is_told: the user says how outputs go together (`out_dims`), whatever they are for the mini-batch.
+    `is_told`: the user gives `out_dims`, so the outputs need not be compared with the mini-batch's.
     """
     batch, lengths = traced.batch_of(leaves), traced.dynamic.lengths_of(leaves)
     if lengths is None:
@@ -61,7 +59,7 @@ def holds_for_micro_batches(
     key = batch, frozenset(sizes), lengths
     if traced.holds_for(batch, sizes, lengths):
         return True
-    if is_faked() and not traced.is_whole:  # there are no values; it is asked again when there are
+    if is_faked() and not traced.is_whole:  # no values yet: the check is repeated with values
         return True
     if traced.is_whole or key in traced.comparisons.tried_splits or not traced.holds_for(batch, (), lengths):
         return False
@@ -75,18 +73,15 @@ def holds_for_micro_batches(
 
 
 def must_compare_micro_batches(traced: Traced) -> bool:
-    """Returns whether what micro-batches make has to be compared with what the mini-batch makes in each step.
+    """Returns whether the outputs of micro-batches must be compared with the mini-batch's in each step.
 
-    Plain numbers in the graph are those of a micro-batch, and few samples say nothing if forward goes by their number.
+    True if plain numbers in the graph belong to a micro-batch size, or if conditions fail for a few samples.
     """
     return bool(traced.recorded_sizes) or not all(map(traced.holds_at, FEW_SIZES))
 
 
 def excuse_sizes(traced: Traced, leaves: Sequence[Any], sizes: Collection[int] = FEW_SIZES) -> None:
-    """Compares graph and model with that many samples if reads do not hold.
-
-    Most of what forward decides for a single sample does no harm (`if len(x) != 1: mask = mask.expand(len(x), ...)`).
-    """
+    """Compares graph and model at sizes at which reads do not hold: most branches for one sample make no difference."""
     batch, seed = traced.batch_of(leaves), torch.default_generator.initial_seed() % 2**31
     for size in sizes:
         if size <= batch and not traced.holds_at(size):
@@ -94,23 +89,20 @@ def excuse_sizes(traced: Traced, leaves: Sequence[Any], sizes: Collection[int] =
 
 
 def may_replace(whole: Traced, parts: Traced, leaves: Sequence[Any], sizes: Collection[int]) -> bool:
-    """Tells whether `parts`, the graph of micro-batches of these sizes, may run instead of the mini-batch's."""
+    """Returns whether `parts`, the graph of micro-batches of these sizes, may run instead of the mini-batch's."""
     excuse_sizes(parts, leaves, sizes)
     guards_hold = parts.guards is None or parts.guards.hold(parts, leaves, parts.seed)
     return guards_hold and all(map(parts.holds_at, sizes)) and bool(_give_same_outputs(whole, parts, leaves, sizes))
 
 
 def refuse_uneven(traced: Traced, leaves: Sequence[Any], sizes: Collection[int]) -> None:
-    """Raises `ArgumentError` if micro-batches do not make as many rows as the mini-batch."""
+    """Raises `ArgumentError` if micro-batches do not return as many rows as the mini-batch."""
     batch = traced.batch_of(leaves)
     traced.refuse_uneven_outputs(batch, [stop - start for start, stop in _micro_batch_bounds(batch, sizes)])
 
 
 def _give_same_outputs(whole: Traced, parts: Traced, leaves: Sequence[Any], sizes: Collection[int]) -> bool | None:
-    """Returns whether what `parts` makes of the micro-batches, put together, is what `whole` makes of the mini-batch.
-
-    None: nobody can tell.
-    """
+    """Returns whether the joined outputs of `parts` on micro-batches equal the outputs of `whole`; None if unknown."""
     batch = whole.batch_of(leaves)
     have = (parts.in_dims, parts.out_dims, parts.out_spec)
     if (whole.in_dims, whole.out_dims, whole.out_spec) != have:
@@ -148,7 +140,7 @@ def _give_same_outputs(whole: Traced, parts: Traced, leaves: Sequence[Any], size
 
 
 def _combined(traced: Traced, place: int, handed_out: Mapping[int, Any]) -> Any:
-    """An output of what micro-batches hand out; None where it is a constant."""
+    """Returns an output, combined from pieces if needed; None for a constant."""
     for one in traced.combinations:
         if one.output == place:
             return one([handed_out[piece] for piece in one.pieces])
@@ -156,7 +148,7 @@ def _combined(traced: Traced, place: int, handed_out: Mapping[int, Any]) -> Any:
 
 
 def _micro_batch_bounds(batch: int, sizes: Collection[int]) -> list[tuple[int, int]]:
-    """Computes the bounds of micro-batches of these sizes, of each of them one at least: the larger ones come first."""
+    """Returns the bounds of micro-batches of these sizes, larger ones first, with at least one of each size."""
     least, most = min(sizes), max(sizes)
     count = batch // most + 1 if most > least else -(-batch // most)
     larger = batch - least * count if most > least else count
@@ -179,7 +171,7 @@ def _join_outputs(parts: Sequence[Any], dim: int | str | None, weights: Sequence
 
 
 def _is_close_across_sizes(left: Any, right: Any) -> bool:
-    """Returns whether values are equal to half of the digits, as other sizes take other kernels."""
+    """Returns whether values are equal to half of their digits, since kernels differ between sizes."""
     is_real = isinstance(left, torch.Tensor) and (left.is_floating_point() or left.is_complex())
     return is_close(left, right, torch.finfo(left.dtype).eps ** 0.5 if is_real else None)
 
@@ -217,11 +209,11 @@ def _first_size_line(traced: Traced) -> str:
     return next(iter(places), "len(x), range(len(x))")
 
 
-# -- A graph compared with its model once more, for micro-batches not known when it was traced -----------------------
+# -- later comparisons of graph and model, for micro-batches unknown when it was traced ------------------------------
 
 
 def agrees_with_model(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sequence[int]) -> bool:
-    """Tells whether the graph holds for micro-batches of these sizes, as far as values of inputs and model show it."""
+    """Returns whether the graph holds for micro-batches of these sizes, as far as the current values show."""
     if traced.is_whole or not all(traced.holds_at(size) for size in sizes):
         return False
     with checking_mode(traced, args, kwargs) as leaves:
@@ -231,10 +223,9 @@ def agrees_with_model(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, A
 def recheck_micro_batches(
     traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Collection[int], is_told: bool
 ) -> bool:
-    """Tells whether the graph holds for these inputs in micro-batches of these sizes; see `holds_for_micro_batches`.
+    """Returns whether the graph holds for these inputs in micro-batches of these sizes; see `holds_for_micro_batches`.
 
-    Raises:
-        ArgumentError: the micro-batches do not make as many rows as the mini-batch.
+    Raises `ArgumentError` if the micro-batches do not return as many rows as the mini-batch.
     """
     with checking_mode(traced, args, kwargs) as leaves:
         if traced.holds_for(traced.batch_of(leaves), (), traced.dynamic.lengths_of(leaves)):
@@ -244,7 +235,7 @@ def recheck_micro_batches(
 
 @contextlib.contextmanager
 def checking_mode(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[list[Any]]:
-    """A block in which graph and model may be compared. Yields the flattened inputs."""
+    """A block in which graph and model can be compared. Yields the flattened inputs."""
     with (
         DISPATCH_MODE_LOCK,
         mute_repeated_prints(is_first_run=False),

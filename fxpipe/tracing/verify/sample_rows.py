@@ -1,24 +1,22 @@
-"""The check that samples do not act on each other, so that outputs of micro-batches go together to those of the batch.
+"""Checks that samples are independent, so that the joined outputs of micro-batches equal the output of the batch.
 
-The graph runs on a few samples and on parts of them, node by node side by side. A value *joins* if it is its parts put
-together: rows along a dimension, a sum, a mean, or the same for all. No function is known by name for that: tokens that
-experts sort do not join, and join again once they are put back (a *block*).
+The check runs the graph node by node on a few samples (the whole) and on parts of them. A value *joins* if its parts
+can be combined into the whole: rows along a dimension, a sum, a mean, or the same value in all parts. The check needs
+no list of functions. Tokens sorted by expert do not join, and join again when they are restored (a *block*).
 
-Values hide things, so there are three kinds of runs:
+A value can hide a dependence between samples, so there are three kinds of runs:
 
-- *loud*: the last samples in reverse, parameters that are zero or tiny opened, and noise on each value with rows, the
-  same in whole and parts, smaller in the last part (statistics of parts that are alike hardly differ);
-- *plain*: the example as it is;
+- *loud*: the last samples in reverse order, parameters that are zero or tiny replaced (opened), and noise on each value
+  with rows: equal in whole and parts, but smaller in the last part, so that statistics of the parts differ;
+- *plain*: the example unchanged;
 - *equal*: loud, with the integers of the first sample for all: ids, experts, nearest codes.
 
-The loud run is the only one if no value joins that is made of one that does not: then no value hides another.
+The loud run suffices if no value that joins is computed from a value that does not. Otherwise, a value that ends a
+block must change in some run when an argument that does not join changes, or a gate is closed; and it must not contain
+a reduction over samples, which a gate may let through later. Values computed from such a value do not join either.
 
-A value that joins is distrusted as long as it may hide what samples have in common. At the end of a block it must
-change when what does not join changes, in one of the runs: else a gate is closed there. And it may take nothing that
-was reduced over samples, which a gate may let through later. What is made of a distrusted value belongs to no sample.
-
-Dropout drops nothing and batch norm takes its running statistics; other random functions must leave a sample alone when
-other samples change. State that forward updates is the whole's in the parts, as if they came one after the other.
+Dropout is disabled and batch norm uses its running statistics. Other random functions must leave a sample unchanged
+when other samples change. Parts get the whole's value of state that forward updates, as if they had run in order.
 """
 
 from __future__ import annotations
@@ -51,30 +49,28 @@ from fxpipe.tracing.verify.equivalence import is_close, take_samples
 from fxpipe.tracing.verify.micro_batch_sizes import excuse_sizes
 from fxpipe.utils.batch_split import rows_per_sample, samples_per_micro_batch
 
-SAMPLES = 4  # that run; the example's again where it has fewer
-EVIDENCE = 5  # times the tolerance: the change of a value that shows on what it depends
-WEAK = 0.05  # of the largest element: what samples may have in common unseen behind the next nodes
+SAMPLES = 4  # samples of the runs; the example repeats if it has fewer
+EVIDENCE = 5  # times the tolerance: a larger change shows that a value depends on an argument
+WEAK = 0.05  # share of the largest element: a smaller common part of samples may be lost in the next nodes
 
-_Opened = dict[fx.Node, torch.Tensor]  # what stands for parameters that are zero or tiny
+_Opened = dict[fx.Node, torch.Tensor]  # replacements of parameters that are zero or tiny
 _Joins = frozenset[int | str]  # dimensions that hold rows, "sum", "mean", "same"; "parts" of a tuple
 _NO_JOIN: _Joins = frozenset()
 _UNSET = frozenset("empty new_empty empty_like empty_strided new_empty_strided".split())
 _LIKE_FIRST = _UNSET | frozenset(
     "zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones new_full new_tensor".split()
-)  # take no values of their first argument
-_SEVERAL_DRAWS = frozenset("rrelu rrelu_ poisson binomial _standard_gamma _Dirichlet".split())  # as values are
-_LIKE_SECOND = frozenset("view_as expand_as reshape_as type_as to".split())  # take values of their first argument alone
+)  # do not use the values of their first argument
+_SEVERAL_DRAWS = frozenset("rrelu rrelu_ poisson binomial _standard_gamma _Dirichlet".split())  # draws vary with values
+_LIKE_SECOND = frozenset("view_as expand_as reshape_as type_as to".split())  # use the values of their first argument
 
 
 @dataclass(slots=True)
 class _Findings:
-    """The findings of all runs."""
-
     joins: dict[fx.Node, _Joins] = field(default_factory=dict)
-    depends: set[fx.Node] = field(default_factory=set)  # nodes whose values depend on samples
+    depends: set[fx.Node] = field(default_factory=set)
     blocks: set[fx.Node] = field(default_factory=set)  # values that join although an argument does not
-    opened: set[fx.Node] = field(default_factory=set)  # of these: values that were seen to depend on that argument
-    sources: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # what goes into values, also by writes
+    opened: set[fx.Node] = field(default_factory=set)  # blocks observed to depend on that argument
+    sources: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # arguments and values written to the node
     parameters: _Opened = field(default_factory=dict)
 
     def rows(self, node: fx.Node) -> bool:
@@ -88,21 +84,21 @@ class _Findings:
         self.sources = run.sources
 
     def hiding(self) -> set[fx.Node]:
-        """The values that join and may hide something."""
+        """Returns the values that join and may hide a dependence between samples."""
         reduced = {n for n in self.depends if self.joins[n] and not self.rows(n) and info(n).shapes}
         hiding = {n for n in self.blocks - self.opened if self.joins[n] or len(info(n).shapes) > 1}
         for node, sources in self.sources.items():  # `h + gate * h.mean(0)`, a loss with weights of the batch
-            own = _value_sources(node)  # without what is written to it later
+            own = _value_sources(node)
             is_weighed = not reduced.isdisjoint(own) and any(map(self.rows, own))
             if self.joins[node] and (is_weighed or (self.rows(node) and not reduced.isdisjoint(sources))):
                 hiding.add(node)
         return hiding
 
     def distrust(self) -> set[fx.Node]:
-        """Takes from all samples what may hide something, and what is made of it; returns the values that may."""
+        """Clears the joins of values that may hide a dependence and of all their users; returns the former."""
         hiding = self.hiding()
         tainted, before = {*hiding}, 0
-        while len(tainted) > before:  # a second time where a value was written to
+        while len(tainted) > before:  # repeats because of values that are written to later
             before = len(tainted)
             for node, sources in self.sources.items():
                 if not tainted.isdisjoint(sources):
@@ -111,7 +107,7 @@ class _Findings:
         return hiding
 
     def meeting(self, node: fx.Node) -> fx.Node:
-        """The first node, walking back from a value that does not join, in which samples met."""
+        """Walks back from a value that does not join to the first node that mixes samples."""
         ends, seen, todo = list[fx.Node](), {node}, [node]
         while todo:
             node = todo.pop()
@@ -121,39 +117,37 @@ class _Findings:
                 ends.append(node)
             todo += {*before} - seen
             seen.update(before)
-        order = [*self.joins]  # a value that is written to goes into what is written to it
+        order = [*self.joins]  # sources of a node include values written to it
         return min(ends or seen, key=lambda n: (len(self.sources[n]) > len(_value_sources(n)), order.index(n)))
 
 
 def join_sample_rows(traced: Traced, leaves: Sequence[Any], chunks: int, out_dims: Any = None) -> tuple[Traced, bool]:
-    """Checks that each result of micro-batches, put together, is that of the batch.
+    """Checks that each result of micro-batches, joined, equals the result of the batch.
 
-    If it is not, the walk back from the outputs goes further, to values that are: what is made of them runs once.
-
-    Returns the graph, and whether it holds for all sizes of micro-batches: not if samples belong together by two, or
-    the graph runs at the sizes of these micro-batches only.
+    If an output does not join, it is computed once, from values further back that do. Returns the graph, and whether
+    the check holds for all micro-batch sizes: not if samples belong together in pairs, or the graph runs only at these.
 
     Raises:
-        ArgumentError: samples act on each other, or may; names the line where they meet, and the remedies.
+        ArgumentError: samples depend on each other, or may; names the line that mixes them, and remedies.
     """
     claims = [*_claims(traced)]
     if not claims:
         return traced, True
     batch = traced.batch_of(leaves)
     own = tuple(samples_per_micro_batch(batch, min(chunks, batch)))
-    # Few samples for which the model happens to do the same say nothing of more: `min(len(x), 4)`.
+    # A few samples prove nothing about more if forward treats few differently: `min(len(x), 4)`.
     asked = {*own, batch, SAMPLES - 1, SAMPLES} - {1}
     shows_less = not all(read.holds(size) for read in traced.batch_conditions for size in asked)
     excuse_sizes(traced, leaves, range(1, SAMPLES + 1))
     if shows_less and len(own) > 1 and _holds_at(traced, own) and (refusal := _refusal(traced, leaves, own, claims)):
         return _with_longer_tail(traced, out_dims, claims, refusal), False
     few: list[tuple[int, ...]] = [(1, SAMPLES - 1), (SAMPLES // 2,) * 2]
-    if 1 < batch < SAMPLES:  # samples that must be in an order cannot be given twice
+    if 1 < batch < SAMPLES:  # if the order of samples matters, they cannot repeat
         few.append((1, batch - 1))
     splits = [parts for parts in few if _holds_at(traced, parts) and _grows_evenly(traced)]
     splits = splits or [parts for parts in [own] if len(parts) > 1]
     if not splits or not _holds_at(traced, splits[0]):
-        return traced, False  # a graph of this batch alone: micro-batches of others are compared when they come
+        return traced, False  # holds for this batch only: other micro-batches are compared when they run
     first: _Refusal | None = None
     for parts in splits:
         refusal = _refusal(traced, leaves, parts, claims)
@@ -161,28 +155,22 @@ def join_sample_rows(traced: Traced, leaves: Sequence[Any], chunks: int, out_dim
             return traced, parts == few[0]
         first = first or (refusal if refusal.joins else None)
         if refusal.joins and (parts[0] > 1 or not can_run_deterministically(traced)):
-            break  # micro-batches of even sizes would have to be compared in each step
+            break  # even micro-batches would need a comparison in each step
     assert refusal is not None
     return _with_longer_tail(traced, out_dims, claims, first or refusal), splits[0] == few[0]
 
 
 @dataclass(slots=True)
 class _Refusal:
-    """An error, since a result does not join, and what does."""
-
     error: ArgumentError
-    joins: dict[fx.Node, _Joins] = field(default_factory=dict)  # of all runs; none: the parts have not run
+    joins: dict[fx.Node, _Joins] = field(default_factory=dict)  # joins in all runs; empty if the parts did not run
 
 
 # No model of the zoo: a loss of statistics over the batch needs it (behaviour/test_joint_tail.py).
 def _with_longer_tail(
     traced: Traced, out_dims: Any, claims: Sequence[tuple[str, fx.Node, Any]], refusal: _Refusal
 ) -> Traced:
-    """The graph, of which outputs that do not join are made once, of values that do.
-
-    Raises:
-        ArgumentError: the refusal.
-    """
+    """Returns the graph with outputs that do not join computed once, from values that do; else raises the refusal."""
     last = len(traced.outputs) + len(traced.pieces)
     of_outputs = {node for node, _ in traced.results[:last]}
     if not refusal.joins or any(how not in refusal.joins[n] for _, n, how in claims if n not in of_outputs):
@@ -196,7 +184,6 @@ def _with_longer_tail(
 def _refusal(
     traced: Traced, leaves: Sequence[Any], parts: tuple[int, ...], claims: Sequence[tuple[str, fx.Node, Any]]
 ) -> _Refusal | None:
-    """Returns the error if a claim does not hold; None if all do."""
     even = (sum(parts) // 2,) * 2 if sum(parts) == SAMPLES and _holds_at(traced, [SAMPLES // 2]) else parts
     findings = _Findings()
     try:
@@ -205,7 +192,7 @@ def _refusal(
             findings.add(run)
             hides = findings.blocks or run.has_python or not run.is_noisy or findings.hiding()
             if not hides:
-                break  # each function by itself leaves samples alone: other values show no more
+                break  # each function keeps samples independent: other values show no more
     except Exception as error:
         refusal = ArgumentError(
             f"whether samples act on each other cannot be told, since parts of the batch do not run: {error}; "
@@ -226,14 +213,14 @@ def _holds_at(traced: Traced, parts: Sequence[int]) -> bool:
 
 
 def _grows_evenly(traced: Traced) -> bool:
-    """Returns whether all sizes are polynomials in the batch size. Of `b // 8 * 8` few samples show nothing."""
+    """Returns whether all sizes are polynomials in the batch size. For `b // 8 * 8`, a few samples prove nothing."""
     numbers = {number for node in traced.graph.nodes if (number := info(node).number) is not None}
     numbers |= {size for node in traced.graph.nodes for shape in info(node).shapes for size in shape.shape}
     return all(number.is_polynomial(traced.batch) for number in numbers if not number.is_number)
 
 
 def _claims(traced: Traced) -> Iterator[tuple[str, fx.Node, int | str]]:
-    """Yields the results of micro-batches: a name, the node, and how it is said to go together."""
+    """Yields the results of micro-batches: name, node, and how the results join."""
     first, last = len(traced.outputs), len(traced.outputs) + len(traced.pieces)
     places = {piece: one.output for one in traced.combinations for piece in one.pieces}
     names = [*traced.left]
@@ -253,7 +240,7 @@ def _claims(traced: Traced) -> Iterator[tuple[str, fx.Node, int | str]]:
 
 
 def _run(traced: Traced, leaves: Sequence[Any], parts: tuple[int, ...], mode: str, opened: _Opened) -> _SideBySide:
-    """Runs side by side. The model may take samples in one order only (the longest first), or no noise."""
+    """Runs whole and parts; retries in the original order, then without noise, if the model rejects the values."""
     ways = [(True, True), (False, True), (False, False)]
     for is_reversed, is_noisy in ways[("loud", "equal", "plain").index(mode) :]:
         run = _SideBySide(traced, parts, mode, is_noisy, opened)
@@ -267,7 +254,7 @@ def _run(traced: Traced, leaves: Sequence[Any], parts: tuple[int, ...], mode: st
 
 
 class _SideBySide:
-    """One run on the whole and its parts. The values of a node are a list: the whole's, then each part's."""
+    """A run on the whole and its parts. The values of a node are a list: of the whole, then of each part."""
 
     def __init__(self, traced: Traced, parts: Sequence[int], mode: str, is_noisy: bool, opened_parameters: _Opened):
         self.traced, self.parts, self.mode, self.is_noisy = traced, parts, mode, is_noisy
@@ -275,21 +262,21 @@ class _SideBySide:
         self.joins: dict[fx.Node, _Joins] = {}
         self.depends, self.blocks, self.opened = set[fx.Node](), set[fx.Node](), set[fx.Node]()
         self.sources: dict[fx.Node, list[fx.Node]] = {}
-        self.features = set[fx.Node]()  # floats that are made of parameters, or of floats among the inputs
+        self.features = set[fx.Node]()  # floats computed from parameters or from float inputs
         self.written = frozenset[int]().union(*(info(n).written_storages for n in traced.graph.nodes))
         self.last_maps = {n for n in traced.nodes if _is_last_map(n, self.written)}
         self.values: NodeValues = {}
-        self.eps: dict[fx.Node, float] = {}  # digits of values; of what is reduced, also of what it is made of
-        self.has_python = any(info(n).opaque is not None for n in traced.nodes)  # it may ask for gradients inside
+        self.eps: dict[fx.Node, float] = {}  # precision of values; reductions include their sources
+        self.has_python = any(info(n).opaque is not None for n in traced.nodes)
         self.buffers = {n for n in traced.graph.nodes if n.op == "get_attr" and not _is_parameter(traced, n)}
-        self.state = frozenset[int]().union(*(info(n).storages for n in self.buffers))  # memory
+        self.state = frozenset[int]().union(*(info(n).storages for n in self.buffers))
         self.assigned = set[fx.Node]().union(*map(dependencies_of, traced.assigned.values()))
-        self.updates: dict[fx.Node, frozenset[int]] = {}  # what is written to buffers, and what that is made of
+        self.updates: dict[fx.Node, frozenset[int]] = {}  # node -> buffers that it is written to, also indirectly
         for writer in traced.graph.nodes:
             if memory := info(writer).written_storages & self.state:
                 for node in dependencies_of(writer):
                     self.updates[node] = self.updates.get(node, frozenset()) | memory
-        self.of_buffers = {*self.buffers}  # what is made of buffers, and not of samples
+        self.of_buffers = {*self.buffers}  # values computed from buffers, and not from samples
 
     def run(self, leaves: Sequence[Any], is_reversed: bool) -> None:
         first = max(0, self.traced.batch_of(leaves) - sum(self.parts)) if is_reversed else 0
@@ -307,10 +294,10 @@ class _SideBySide:
             for node in run_nodes([*graph.nodes], self.values, self._input, self._attribute, self._work, keep):
                 self._look_at(node)
         if self.is_noisy and any(bool(t.isnan().any()) for node in keep for t in _tensors(self.values[node][0])):
-            raise ArithmeticError("noise leads out of what a function takes")  # and nan is alike in all samples
+            raise ArithmeticError("noise leads out of what a function takes")  # NaN would be equal in all samples
         self.values.clear()
 
-    # -- the values of nodes -------------------------------------------------------------------------------------------
+    # -- values of nodes -----------------------------------------------------------------------------------------------
 
     def _input(self, node: fx.Node) -> list[Any]:
         place = self.traced.place_of(node)
@@ -334,7 +321,7 @@ class _SideBySide:
         return [one.detach().requires_grad_(self.has_python and tensor.requires_grad) for one in held]
 
     def _work(self, node: fx.Node, values: NodeValues) -> list[Any]:
-        if node.target is expect or node in self.last_maps:  # what is expected are values of the example
+        if node.target is expect or node in self.last_maps:  # expectations are values of the example
             return [None] * len(self.samples)
         if not info(node).is_random or node.target in MADE_DETERMINISTIC:
             return [self._call(node, k) for k in range(len(self.samples))]
@@ -346,16 +333,16 @@ class _SideBySide:
             return [_copied(results[-1]) for _ in results]
         if not self._leaves_alone(node):
             return results[::-1]
-        torch.rand(())  # the next one draws others
+        torch.rand(())  # so that the next node draws other numbers
         return self._with_rows_of_whole(results[::-1])
 
     def _call(self, node: fx.Node, k: int, changed: Callable[[fx.Node], Any] | None = None) -> Any:
-        """Runs a node on the whole (k = 0) or a part."""
+        """Runs a node on the whole (k = 0) or on part k."""
         with set_thread_state(state_of(node)), torch.set_grad_enabled(self.has_python and state_of(node).grad):
             return run_deterministic_node(node, changed or (lambda source: self.values[source][k]))
 
     def _made_of(self, node: fx.Node, changed: dict[fx.Node, Any]) -> list[torch.Tensor]:
-        """Runs a node on the whole again, with other arguments; returns what it gives, or what it writes to."""
+        """Runs a node on the whole again with changed arguments; returns its tensors, or the target that it writes."""
         arguments = {n: _copied(self.values[n][0]) for n in node.all_input_nodes} | changed
         with preserve_rng():
             value = self._call(node, 0, arguments.__getitem__)
@@ -363,7 +350,7 @@ class _SideBySide:
         return [*_tensors(value if target is None else arguments[target])]
 
     def _leaves_alone(self, node: fx.Node) -> bool:
-        """Returns whether a node gives a sample of the whole the same, with the same draws, if other samples change."""
+        """Returns whether a sample of the whole stays the same, for the same draws, if other samples change."""
         sources = _value_sources(node)
         if base_opname(node) == "randperm" or not all(self.joins[n] for n in sources):
             return False
@@ -377,18 +364,17 @@ class _SideBySide:
         return True
 
     def _moved_rows(self, node: fx.Node, part: int) -> Any:
-        """The whole's value with other rows for one part."""
         value, dims = _copied(self.values[node][0]), [d for d in self.joins[node] if isinstance(d, int)]
         if _is_float(value) and dims:
             rows = value.split([v.shape[dims[0]] for v in self.values[node][1:]], dims[0])[part]
             moved = _moved(rows, 1 + part)
-            if value.min() >= 0:  # rates or chances, which a random function may take alone
+            if value.min() >= 0:  # rates or probabilities, which random functions may require
                 moved = moved.abs() if value.max() > 1 else moved.clamp(0, 1)
             rows.copy_(moved)
         return value
 
     def _with_rows_of_whole(self, values: list[Any]) -> list[Any]:
-        """Gives parts the rows of the whole, as far as a value has any; else what the whole has."""
+        """Gives parts the rows of the whole; a value without rows gets the whole's value."""
         whole = [*_tensors(values[0])]
         for place, tensor in enumerate(whole):
             parts = [[*_tensors(value)][place] for value in values[1:]]
@@ -399,7 +385,7 @@ class _SideBySide:
                     part.data.copy_(new)
         return values
 
-    # -- what is seen of them ------------------------------------------------------------------------------------------
+    # -- findings ------------------------------------------------------------------------------------------------------
 
     def _look_at(self, node: fx.Node) -> None:
         sources, values = _value_sources(node), self.values[node]
@@ -440,9 +426,9 @@ class _SideBySide:
         return frozenset(("parts",)) if all_join else _NO_JOIN
 
     def _is_update(self, node: fx.Node, sources: list[fx.Node]) -> bool:
-        """Returns whether a node makes the new state of the old one and of samples; gives parts that of the whole.
+        """Returns whether a node computes new state from old state and samples; gives parts the state of the whole.
 
-        Not if nothing of the old state is left: then it is what samples of this batch have in common.
+        False if the old state is overwritten: then the new state is what samples of this batch have in common.
         """
         memory = self.updates.get(node, frozenset())
         has_batch = any(size.free_symbols for shape in info(node).shapes for size in shape.shape)
@@ -455,16 +441,16 @@ class _SideBySide:
                 return False
         effects, state = self.traced.effects, [n for n in sources if not self.state.isdisjoint(info(n).storages)]
         assert effects is not None
-        # Fused fake quantization raises no version of what it writes to.
+        # Fused fake quantization does not raise the version of the tensors that it writes.
         held = [n for n in state if effects.alias[n] in effects.written_classes[effects.place[node]]]
-        if not any(self._changes_with(node, n) for n in held):  # of several, some may be made again: a scale
+        if not any(self._changes_with(node, n) for n in held):  # some of several may be recomputed: a scale
             return False
         for other in held:
             self._with_rows_of_whole(self.values[other])
         return True
 
     def _look_at_written(self, node: fx.Node) -> None:
-        """Looks once more at values in the memory that a node has written to."""
+        """Updates the findings of values in memory that a node has written to."""
         written = info(node).written_storages
         for other in [n for n in self.values if n is not node and not written.isdisjoint(info(n).storages)]:
             if node in self.depends and other not in self.buffers:
@@ -473,11 +459,11 @@ class _SideBySide:
             self.joins[other] = self._joins_of(other)
 
     def _look_for_block(self, node: fx.Node, sources: list[fx.Node]) -> None:
-        """Notes a value that joins although an argument does not, and whether it was seen to depend on that."""
+        """Records a value that joins although an argument does not, and whether it depends on that argument."""
         target = node.args[0] if self.values[node][0] is None and node.args else node  # `h[places] = rows`
         if not isinstance(target, fx.Node) or not self.joins.get(target):
             return
-        is_of_samples = not self.depends.isdisjoint(sources)  # else of their places, as `arange(b)` is
+        is_of_samples = not self.depends.isdisjoint(sources)  # else of their indices, like `arange(b)`
         met = [n for n in sources if not self.joins[n] and n is not target and _may_move(self.values[n][0])]
         met = [n for n in met if n in self.depends or not is_of_samples]
         if met:
@@ -487,26 +473,26 @@ class _SideBySide:
             is_verdict = [t.dtype == torch.bool for t in tensors] == [True, *[False] * (len(tensors) - 1)]
             is_weak = any(self._differs_weakly(self.values[n]) for n in floats)
             if not (is_verdict or is_weak) and all(self._changes_with(node, n) for n in floats or met):
-                self.opened.add(target)  # but not by `count <= capacity`, nor if `h + 1e-3 * mean` is within tolerance
+                self.opened.add(target)  # not for `count <= capacity`, nor if `h + 1e-3 * mean` is within tolerance
 
     def _differs_weakly(self, values: list[torch.Tensor]) -> bool:
-        """Returns whether rows that do not join nearly do, so that what is made of them may join by tolerance."""
+        """Returns whether rows that do not join almost do, so that derived values may join within tolerance."""
         whole, *parts = values
         dim = _dim_of_rows(whole, parts)
         return dim is not None and is_close(whole, torch.cat(parts, dim), max(WEAK, EVIDENCE * _tolerance(whole)))
 
     def _look_at_counts(self, node: fx.Node, sources: list[fx.Node]) -> None:
-        """Asks a function of floats that get no noise, since they may be a mask, with others of them."""
+        """Checks with changed arguments a function of floats that get no noise, since they may be a mask."""
         counts = [n for n in sources if n in self.depends and n not in self.features and _is_float(self.values[n][0])]
         has_rows = any(isinstance(how, int) or how == "parts" for how in self.joins[node])
-        has_rows = has_rows or not isinstance(self.values[node][0], torch.Tensor)  # parts of it may have
+        has_rows = has_rows or not isinstance(self.values[node][0], torch.Tensor)  # elements of a tuple may have rows
         if self.mode == "loud" and counts and has_rows and not info(node).is_random:
-            with contextlib.suppress(Exception):  # it takes no others
+            with contextlib.suppress(Exception):
                 if not self._leaves_alone(node):
                     self.blocks.add(node)
 
     def _changes_with(self, node: fx.Node, source: fx.Node) -> bool:
-        """Returns whether the value of a node is another one if a source has other values, as unlike as samples are."""
+        """Returns whether a node's value changes when a source changes as much as samples differ."""
         try:
             pairs = self._made_of(node, {}), self._made_of(node, {source: _moved(self.values[source][0], 0)})
         except Exception:
@@ -514,7 +500,7 @@ class _SideBySide:
         return any(not is_close(one, other, EVIDENCE * _tolerance(one)) for one, other in zip(*pairs, strict=False))
 
     def _spread(self, node: fx.Node) -> None:
-        """Gives parts the rows of the whole, with noise in loud runs, or of one sample: so no rounding adds up."""
+        """Gives parts the rows of the whole, so that rounding does not add up; adds noise, or repeats one sample."""
         values, dims = self.values[node], [how for how in self.joins[node] if isinstance(how, int)]
         goes_on = any(user.op != "output" for user in node.users)
         if not (dims and goes_on) or not self.written.isdisjoint(info(node).storages):
@@ -529,11 +515,11 @@ class _SideBySide:
         self.values[node] = [_like(one, old) for one, old in zip(new, values, strict=True)]
 
     def _with_noise(self, value: torch.Tensor, dim: int, first: int) -> torch.Tensor:
-        """Other values, which stay between the extremes."""
+        """Returns the value with noise, clamped to its extremes; rows from index `first` are smaller."""
         noise = torch.randn(10007, generator=torch.Generator().manual_seed(7)).to(value.device)
         noise = noise.repeat(-(-value.numel() // len(noise)))[: value.numel()].view(value.shape).to(value.dtype)
         least, most = torch.aminmax(value.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))
-        # Equal values show nothing of samples: a state of zeros, a mask that hides all.
+        # Equal values show nothing about samples: a state of zeros, a mask that hides everything.
         noisy = value + 0.1 * noise.abs() if bool(least == most) else (value * (1 + 0.05 * noise)).clamp_(least, most)
         noisy.narrow(dim, first, value.shape[dim] - first).mul_(0.7)
         return noisy
@@ -543,7 +529,7 @@ class _SideBySide:
 
 
 def _value_sources(node: fx.Node) -> list[fx.Node]:
-    """The arguments whose values go into that of a node; not those of which it takes sizes or the dtype alone."""
+    """Returns the arguments whose values a node uses; excludes those used only for sizes or dtype."""
     name, sources = base_opname(node), node.all_input_nodes
     if node.op in CALL_OPS and name in _LIKE_FIRST | _LIKE_SECOND and node.args:
         sources = [n for n in sources if (n is node.args[0]) == (name in _LIKE_SECOND)]
@@ -551,7 +537,7 @@ def _value_sources(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_last_map(node: fx.Node, written: frozenset[int]) -> bool:
-    """Returns whether an output is a linear map of rows: to multiply with a vocabulary takes as long as the rest."""
+    """Returns whether an output is a linear map of rows: with a large vocabulary it takes most of the time."""
     weights = [n for n in node.all_input_nodes[1:] if n.op != "get_attr"]
     if node.target is not F.linear or weights or not node.args or [n.op for n in node.users] != ["output"]:
         return False
@@ -574,7 +560,7 @@ def _joins_of_tensors(
 
     if whole.layout != torch.strided or any(part.dim() != whole.dim() for part in parts):
         return _NO_JOIN
-    if whole.numel() == 0 == sum(part.numel() for part in parts):  # the tokens of an expert without any
+    if whole.numel() == 0 == sum(part.numel() for part in parts):
         return frozenset((*range(whole.dim()), "sum", "mean", "same", "parts"))
     if any(part.shape != whole.shape for part in parts):
         dim = _dim_of_rows(whole, parts)
@@ -590,7 +576,7 @@ def _joins_of_tensors(
 
 
 def _dim_of_rows(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> int | None:
-    """The one dimension along which parts may be put together."""
+    """Returns the dimension along which parts can be concatenated; None if there is none."""
     if any(part.dim() != whole.dim() for part in parts):
         return None
     dims = [d for d, size in enumerate(whole.shape) if any(part.shape[d] != size for part in parts)]
@@ -598,7 +584,6 @@ def _dim_of_rows(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> int | No
 
 
 def _same_rows(left: torch.Tensor, right: torch.Tensor, dim: int, parts: Sequence[int], part: int) -> bool:
-    """Returns whether all parts but one have the same rows."""
     rows = left.shape[dim] // sum(parts)
     pairs = zip(*(t.split([rows * size for size in parts], dim) for t in (left, right)), strict=True)
     return all(is_close(one, other) for place, (one, other) in enumerate(pairs) if place != part)
@@ -611,7 +596,7 @@ def _eps(value: Any) -> float:
 
 
 def _tolerance(value: torch.Tensor) -> float:
-    """The rounding of kernels for other sizes, relative to the largest element."""
+    """Returns the tolerance for kernels of other sizes, relative to the largest element."""
     return max(2e-4, 4 * _eps(value))
 
 
@@ -624,7 +609,6 @@ def _is_float(value: Any) -> bool:
 
 
 def _may_move(value: Any) -> bool:
-    """Returns whether `_moved` makes another value of it."""
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.numel() == 0:
         return False
     return value.is_floating_point() or value.dtype == torch.bool or bool((value != value.flatten()[0]).any())
@@ -636,11 +620,11 @@ def _copied(value: Any) -> Any:
 
 def _like(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     new = new if new.is_contiguous() and old.is_contiguous() else torch.empty_like(old.detach()).copy_(new)
-    return new.clone().requires_grad_() if old.requires_grad else new  # Python may ask for gradients
+    return new.clone().requires_grad_() if old.requires_grad else new
 
 
 def _moved(value: Any, seed: int) -> Any:
-    """Another value, as unlike as samples are: places of integers are exchanged, since they may be indices."""
+    """Returns a changed value, as different as samples are. Integers are permuted, since they may be indices."""
     if not isinstance(value, torch.Tensor) or value.numel() == 0:
         return value
     if value.dtype == torch.bool:
@@ -650,15 +634,15 @@ def _moved(value: Any, seed: int) -> Any:
         return value.flatten()[noise.flatten().argsort()].view(value.shape)
     finite = value.double().nan_to_num(0.0, 0.0, 0.0)
     scale = float(finite.std(correction=0)) or float(finite.abs().mean()) or 1.0
-    return value.nan_to_num(0.0, 0.0, 0.0) + (scale * noise).to(value.dtype)  # an observer begins with infinity
+    return value.nan_to_num(0.0, 0.0, 0.0) + (scale * noise).to(value.dtype)  # an observer starts at infinity
 
 
 def _opened(tensor: torch.Tensor) -> torch.Tensor:
-    """A parameter with what is zero, or all that is tiny (a layer scale), made something."""
+    """Returns a parameter with its zeros replaced, or all elements if they are tiny (a layer scale)."""
     if not _is_float(tensor) or tensor.numel() == 0:
         return tensor
     is_tiny = not max(map(abs, torch.aminmax(tensor))) > 1e-2
-    if not is_tiny and tensor.numel() - int(tensor.count_nonzero()) <= 1e-5 * tensor.numel():  # zero by chance
+    if not is_tiny and tensor.numel() - int(tensor.count_nonzero()) <= 1e-5 * tensor.numel():
         return tensor
     closed = torch.ones_like(tensor, dtype=torch.bool) if is_tiny else tensor == 0
     other = 0.3 + torch.arange(int(closed.sum()), device=tensor.device).remainder(7) / 10
@@ -666,7 +650,7 @@ def _opened(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _holds_integers(leaf: torch.Tensor) -> bool:
-    """Returns whether an input holds whole numbers: ids, masks, labels."""
+    """Returns whether an input holds integers: ids, masks, labels."""
     return not leaf.is_complex() and (not leaf.is_floating_point() or bool((leaf == leaf.round()).all()))
 
 

@@ -1,15 +1,14 @@
-"""Graph and model are compared as training calls them: outputs, gradients and what stays behind, over two calls.
+"""Compares graph and model over two training calls: outputs, gradients and state.
 
-An output can be right and the graph still be wrong: symbolic tracing forgets the backward of an `autograd.Function`;
-what forward leaves in buffers is read by the next call, and what it leaves where nobody looks (an object, a global)
-shows in the output of the next call and nowhere else. So on a few samples
+A graph with correct outputs can still be wrong: symbolic tracing loses the backward of an `autograd.Function`, and the
+second call reads state of the first, in buffers or hidden in an object or a global. So, on a few samples,
 
     model   call ──▶ output, gradients, state ──▶ call on other samples ──▶ output, state
     graph   run  ──▶ output, gradients, state ──▶ run  on the same      ──▶ output, state
 
-with the same random numbers, the backward from one random direction of the outputs. A parameter without a gradient is
-not one with a gradient of zero: an optimizer leaves the first alone, and decays the second. Gradients are compared and
-freed one by one, as all of them would take as much memory as the model; of large ones only sums are kept.
+with the same random numbers, and a backward from one random direction of the outputs. A missing gradient differs from
+a gradient of zero: an optimizer skips the first parameter and decays the second. To save memory, gradients are
+compared and freed one at a time; large gradients are reduced to sums.
 """
 
 from __future__ import annotations
@@ -50,19 +49,17 @@ from fxpipe.tracing.verify.equivalence import (
 )
 from fxpipe.utils.batch_split import micro_batch_sizes
 
-FEWEST_SAMPLES = 2  # samples; a single one has shapes of its own
-SMALL_GRADIENT = 1 << 16  # numbers of a gradient that is kept as it is
-PERIOD = 65537  # after so many numbers a direction repeats; a prime, so that rows of no matrix are alike
-GRADIENT_FACTOR = 4 / 3  # by which gradients are scaled to see how they round; a power of two would change no bit
+FEWEST_SAMPLES = 2  # samples; the shapes of a single sample are special
+SMALL_GRADIENT = 1 << 16  # elements up to which a gradient is kept unreduced
+PERIOD = 65537  # elements after which a direction repeats; a prime, so that the rows of a matrix differ
+GRADIENT_FACTOR = 4 / 3  # scales gradients to measure their rounding; a power of two would change no bit
 
 
 @dataclass(frozen=True, slots=True)
 class _GradientSummary:
-    """A summary of a gradient, kept in its place."""
-
-    scale: float  # its largest number
-    sums: tuple[torch.Tensor, ...]  # along its first dimension, and along all others; a small one is kept as it is
-    terms: int  # in the longest sum
+    scale: float
+    sums: tuple[torch.Tensor, ...]  # along the first dimension, and along all others; a small gradient unreduced
+    terms: int
 
     @classmethod
     def of(cls, gradient: torch.Tensor) -> _GradientSummary:
@@ -75,7 +72,7 @@ class _GradientSummary:
         return cls(scale, (rows.sum(0, dtype=dtype), rows.sum(1, dtype=dtype)), max(rows.shape))
 
     def differs(self, other: _GradientSummary, eps: float) -> bool:
-        """Returns whether they differ by many times what another order of sums makes; a wrong backward does by more."""
+        """Returns whether they differ by far more than another summation order explains."""
         tolerance = eps**0.5
         limit = tolerance * self.terms**0.5 * (self.scale if math.isfinite(self.scale) else 0.0)
         return not all(
@@ -89,7 +86,7 @@ class _GradientSummary:
 
 
 def _largest(tensor: torch.Tensor) -> float:
-    """The largest number by magnitude; NaN where there is one."""
+    """Returns the largest magnitude; NaN if the tensor contains NaN."""
     if tensor.is_complex():
         return float(torch.linalg.vector_norm(tensor, torch.inf))
     return max(map(abs, map(float, torch.aminmax(tensor))))  # a norm takes ten times as long
@@ -100,20 +97,18 @@ _GradientSummaries = dict[str, _GradientSummary | None]
 
 @dataclass(frozen=True, slots=True)
 class _CallResult:
-    """The outputs of one call, and the state and gradients that it has left behind."""
-
     outputs: list[Any]
-    state: dict[str, torch.Tensor]  # by name: what the model holds that is no parameter
-    gradients: _GradientSummaries | None = None  # None: nobody has asked, or the model's own backward raises
+    state: dict[str, torch.Tensor]  # by name: tensors of the model except parameters
+    gradients: _GradientSummaries | None = None  # None: not computed, or the model's own backward raises
 
 
 class _TwoCalls:
     """Two calls in a row of the model and then of its graph; `equivalence` runs the first.
 
     Attributes:
-        again: the samples of the second call; None, if the first has left the model as it was.
-        want, have: what the calls of the model and of the graph have made, and left behind.
-        error: what backward through the graph has raised.
+        again: the samples of the second call; None if the first call did not change the model.
+        want, have: the results of the calls of the model and of the graph.
+        error: the error of the backward through the graph.
     """
 
     def __init__(self, traced: Traced, sample: Sequence[Any], other: Sequence[Any], seed: int):
@@ -138,7 +133,7 @@ class _TwoCalls:
             except TraceError:
                 raise
             except Exception:
-                self.again = None  # it will say so itself when it is called so
+                self.again = None  # the model raises again when it is called with them
 
     def go_on_from_graph(self, ended: Ended) -> None:
         traced = self.traced
@@ -164,11 +159,11 @@ class _TwoCalls:
             self.have.append(_CallResult(outputs, _model_state(traced, self.held)))
 
         del ended
-        with _seeded(self.seed), contextlib.suppress(DecisionError):  # and so will such a micro-batch be
+        with _seeded(self.seed), contextlib.suppress(DecisionError):  # a micro-batch raises it, too
             observe_run(traced, self.again, go_on)
 
     def compare(self) -> None:
-        """Raises TraceError where the graph's calls have done something else than the model's."""
+        """Raises TraceError if the calls of graph and model differ."""
         if self.error is not None:
             raise self.error
         _refuse_other_gradients(self.traced, self.want[0], self.have[0], self.sample, self.seed)
@@ -185,10 +180,9 @@ class _TwoCalls:
 
 
 def check_training_equivalence(traced: Traced, leaves: Sequence[Any], chunks: int = 1) -> None:
-    """Compares gradients and state on the fewest samples that the graph holds for and the model runs on.
+    """Compares gradients and state on the fewest samples for which the graph holds and the model runs.
 
-    Raises:
-        TraceError: something differs; names it.
+    Raises `TraceError`, with a name, if something differs.
     """
     batch = traced.batch_of(leaves)
     sizes = {min(FEWEST_SAMPLES, batch), *micro_batch_sizes(batch, chunks)} | (
@@ -208,7 +202,7 @@ def check_training_equivalence(traced: Traced, leaves: Sequence[Any], chunks: in
         except TraceError:
             raise
         except Exception:
-            continue  # the model will say so itself when it meets such a batch
+            continue  # the model raises again for such a batch
         watch_seeded(traced, sample, seed, then=calls.go_on_from_graph)
         calls.compare()
         return
@@ -229,8 +223,8 @@ def _refuse_other_gradients(
         elif not gradient.differs(other, eps[name]):
             continue
         else:
-            # What cancels out is nothing but rounding, and rounds in another way where torch takes another kernel.
-            # It does so too in the model itself, from outputs' gradients that are a third larger.
+            # A gradient that cancels out is only rounding, which differs between kernels of torch. To measure it,
+            # the model runs again with the outputs' gradients a third larger.
             again = again or _scaled_gradients(traced, sample, seed)
             same = again[name]
             if same is not None and gradient.distance(other) <= 100 * gradient.distance(same, GRADIENT_FACTOR):
@@ -281,7 +275,7 @@ def _states_differ(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.T
 
 
 def _graph_holds(traced: Traced, sample: Sequence[Any]) -> bool:
-    """Returns whether forward, with the model as it is, would do on these samples what the graph does."""
+    """Returns whether forward, with the model's current state, matches the graph on these samples."""
     return (
         module_flags(traced.model) == traced.flags
         and tensors_match(traced.attributes)
@@ -322,9 +316,9 @@ def _scaled_gradients(traced: Traced, sample: Sequence[Any], seed: int) -> _Grad
 
 
 def _model_state(traced: Traced, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies the tensors that the model holds by name, parameters aside, and `held`: those in lists, tuples and dicts.
+    """Copies `held` (tensors in containers) and the named tensors of the model except parameters.
 
-    Not what requires grad and no graph reads: it is made anew by each forward, as weight_norm does.
+    Excludes tensors that require grad and that the graph does not read: forward recomputes them, as in weight_norm.
     """
     read = {str(n.target) for n in traced.graph.nodes if n.op == "get_attr"}
     kept = {
@@ -346,7 +340,6 @@ def _gradients_of_graph(traced: Traced, ended: Ended, sample: Sequence[Any]) -> 
 
 
 def _leave(traced: Traced, ended: Ended) -> None:
-    """Writes into the model what a step would."""
     with torch.no_grad():
         for tensor, copy in ended.tensors:
             if not tensor.requires_grad and not equal_tensors(tensor, copy):
@@ -360,7 +353,6 @@ def _leave(traced: Traced, ended: Ended) -> None:
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """A call that draws the numbers that every other one draws."""
     before = python_rng_state()
     torch.manual_seed(seed)
     try:
@@ -370,9 +362,9 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _gradient_leaves(traced: Traced, inputs: Sequence[Any], sample: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """Collects the leaves at which gradients end: tensors of the model and inputs, by name.
+    """Returns the tensors of the model and the inputs at which gradients end, by name.
 
-    `sample`: the inputs before forward. One that it has written a computed value to requires grad, and ends nothing.
+    `sample`: the inputs before forward, which may write a computed value to an input.
     """
     tensors = {slot.name: t for slot, t in slots_of(traced.model).items() if t.requires_grad and t.is_leaf}
     first = dict(reversed([(id(tensor), name) for name, tensor in reversed(tensors.items())]))
@@ -384,7 +376,7 @@ def _gradient_leaves(traced: Traced, inputs: Sequence[Any], sample: Sequence[Any
 
 
 def _direction(output: torch.Tensor, number: int, factor: float) -> torch.Tensor:
-    """Random numbers for an output, the same in each call; those of a large one repeat, which takes far less time."""
+    """Returns random numbers for an output, the same in each call. Large outputs repeat them to save time."""
     generator = torch.Generator().manual_seed(number)
     noise = factor * torch.randn(min(output.numel(), PERIOD), generator=generator, dtype=torch.float64)
     noise = noise.to(output.device, output.dtype)
@@ -396,14 +388,14 @@ def _direction(output: torch.Tensor, number: int, factor: float) -> torch.Tensor
 def _summarize_gradients(
     outputs: Sequence[Any], leaves: Mapping[str, torch.Tensor], factor: float = 1.0
 ) -> _GradientSummaries:
-    """Summarizes gradients by name, for one direction of the outputs, `factor` times as long."""
+    """Summarizes gradients by name, for one direction of the outputs scaled by `factor`."""
     summaries: _GradientSummaries = dict.fromkeys(leaves)
     ends = [o for o in outputs if isinstance(o, torch.Tensor) and o.requires_grad]
     if not ends or not leaves:
         return summaries
     directions = [_direction(end, number, factor) for number, end in enumerate(ends)]
 
-    outer: list[int] = []  # an autograd.Function may run backward in its own: those are no gradients of the outputs
+    outer: list[int] = []  # a backward inside an autograd.Function does not give gradients of the outputs
 
     def begin(_: torch.Tensor) -> None:
         if not outer:

@@ -1,15 +1,14 @@
-"""Inputs that forward writes to: after a step the caller's tensors hold what the model would have left in them.
+"""Inputs that forward writes to: after a step, the caller's tensors hold what the model would have written.
 
-    cache[:, pos] = k        a tensor that is cut into micro-batches: each part is written back to its rows
-    seen += 1                one that is not cut, and is the same after all micro-batches: that is written back
+    cache[:, pos] = k        a tensor that is split into micro-batches: each part is written back to its rows
+    seen += 1                a tensor that is not split, and is the same after all micro-batches: it is written back
 
-A stage writes to a clone, and what is in it after the last write comes out of the pipe as outputs do. It is written
-back when forward (of `forward_backward`: the step) has ended well.
+A stage writes to a clone, and the pipeline returns its final value like an output. It is copied to the caller's tensor
+when forward (in `forward_backward`: the step) has succeeded.
 
-What the caller could not be given back is refused when the model is planned, with the line that writes: an input that
-is not cut and is written something that differs between micro-batches, and one that gets another shape. What depends
-on the tensors that are given is refused at each step: memory that is given twice, and leaves that require grad, which
-torch lets nobody write to.
+Planning refuses, with the line that writes, an input that is not split and would differ between micro-batches, and an
+input whose shape changes. Each step refuses tensors that overlap in memory, and leaves that require grad, which torch
+does not allow to be written.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ NO_OTHERS: Mapping[str, Any] = {}
 
 
 def refuse_differing_writes(traced: Traced) -> None:
-    """Raises `CannotRecord` if micro-batches would leave different values in an input that is not cut."""
+    """Raises `CannotRecord` if micro-batches would write different values to an input that is not split."""
     effects = traced.effects
     assert effects is not None
     if traced.is_whole:
@@ -52,14 +51,11 @@ def refuse_differing_writes(traced: Traced) -> None:
 def refuse_unwritable_inputs(
     traced: Traced, leaves: Sequence[Any], in_one: bool = False, others: Mapping[str, Any] = NO_OTHERS
 ) -> None:
-    """Raises where one of the inputs of a step cannot be written to, and the graph does so.
+    """Raises `ArgumentError` if an input that the graph writes cannot be written: it requires grad, or overlaps.
 
     Args:
-        in_one: forward and backward run in one, so that what is written has no backward of its own afterwards.
-        others: by name, inputs of other micro-batches of the step, which begin with what the caller has given.
-
-    Raises:
-        ArgumentError: it is a leaf that requires grad, or its memory is given twice; names the inputs and the line.
+        in_one: forward and backward run in one call: then inputs that require grad are refused, else only leaves.
+        others: by name, inputs of the step's other micro-batches, before any write.
     """
     effects = traced.effects
     assert effects is not None
@@ -109,7 +105,7 @@ def refuse_unwritable_inputs(
 
 
 def _differing_alias_classes(traced: Traced) -> set[int | None]:
-    """Alias classes that hold, at some time, what differs between micro-batches."""
+    """Returns the alias classes that at some point hold a value that differs between micro-batches."""
     effects = traced.effects
     assert effects is not None
     changed = set[int]().union(*effects.written_classes)
@@ -140,7 +136,6 @@ def _input_path(traced: Traced, node: fx.Node) -> str:
 
 
 def _writing_line(traced: Traced, node: fx.Node) -> str:
-    """Finds the line at which forward first writes to an input."""
     effects = traced.effects
     assert effects is not None
     alias = effects.alias[node]
@@ -149,7 +144,7 @@ def _writing_line(traced: Traced, node: fx.Node) -> str:
 
 
 def _memory_extent(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """The memory of a tensor: which storage, the first byte, and the one after the last."""
+    """Returns the storage of a tensor, its first byte, and the byte after its last."""
     if not tensor.numel():
         return storage_of(tensor), 0, 0
     start = int(tensor.storage_offset())
