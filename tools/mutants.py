@@ -446,9 +446,9 @@ RUNTIME = (
         "attacks/test_tensor_hooks.py",
     ),
     Mutant(
-        "pipe/pipeline_module.py",
-        "count = 1 if bound.moving_buffers else settings.micro_batches(batch)",
-        "count = settings.micro_batches(batch)",
+        "pipe/graph_finder.py",
+        "count = 1 if bound.moving_buffers and not in_one else self.settings.micro_batches(batch)",
+        "count = self.settings.micro_batches(batch)",
         "attacks/test_moving_buffers.py",
     ),
     Mutant(
@@ -531,8 +531,8 @@ RUNTIME = (
     ),
     Mutant(
         "runtime/executors.py",
-        "                if step.failure is not None:\n                    break\n                if before",
-        "                if before",
+        "                if step.failure is not None:\n                    break\n                step.perform(action)",
+        "                step.perform(action)",
         "unit/runtime/test_failures.py::test_others_stop_before_their_next_action",
     ),
     Mutant(

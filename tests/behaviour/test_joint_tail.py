@@ -338,7 +338,7 @@ def test_a_large_part_of_the_model_is_no_tail():
 def test_stages_run_nothing_of_the_tail_and_gather_no_logits():
     model = TwoTowers()
     traced = fxpipe.trace(model, inputs(model, 8, torch.float32), chunks=4)
-    assert {node.name for node in traced.nodes}.isdisjoint({"matmul", "cross_entropy", "arange", "size"})
+    assert {node.name for node in traced.nodes}.isdisjoint({"matmul", "cross_entropy", "arange"})
     model = Experts()
     traced = fxpipe.trace(model, inputs(model, 8, torch.float32), chunks=4)
     rows = [node for node, how in zip(traced.pieces, traced.piece_dims, strict=True) if isinstance(how, int)]

@@ -243,7 +243,8 @@ def test_function_that_goes_over_the_samples_as_a_leaf():
 
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "scaled by the micro-batch": (
-        lambda m, x: m.lin(x) / len(x), ArgumentError, "outputs of micro-batches, put together, are not the output",
+        lambda m, x: m.lin(m.lin(x) / len(x)), ArgumentError,
+        "outputs of micro-batches, put together, are not the output",
     ),
     "rows that depend on values": (
         lambda m, x: m.lin(x[x > 0].new_zeros(count(x[x > -9]) // 24, T, 6)), TraceError,

@@ -173,6 +173,11 @@ OUTPUTS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "means and sums": (lambda lin, x: (lin(x).mean(0), lin(x).sum(), (x > 0).sum(0)), ("mean", "sum", "sum")),
     "batch size": (lambda lin, x: (lin(x), x.shape[0], x.numel()), (0, "sum", "sum")),
     "shape": (lambda lin, x: (lin(x), x.shape), (0, "sum", None)),
+    "contrastive": (lambda lin, x: lin(x) @ x.T, ("combined",)),
+    "whole number": (lambda lin, x: lin(x).argmax(), ("combined",)),
+    "vector": (lambda lin, x: lin(x).amax(0), ("combined",)),
+    "half the batch": (lambda lin, x: (lin(x), x.shape[0] // 2), (0, "combined")),
+    "one more": (lambda lin, x: (lin(x), x.shape[0] + 1), (0, "combined")),
 }
 
 
@@ -184,8 +189,9 @@ def test_where_the_batch_is_in_the_outputs(name):
 
 def test_flattened_rows_in_the_order_of_the_samples_are_checked_by_value():
     assert traced(lambda lin, x: lin(x).flatten(0, 1), torch.randn(4, 3, 6)).out_dims == (0,)
+    assert traced(lambda lin, x: lin(x).transpose(0, 1).flatten(0, 1), torch.randn(4, 3, 6)).out_dims == ("combined",)
     with pytest.raises(ArgumentError, match=r"samples act on each other at .*'stack'.*keep rows in the order"):
-        traced(lambda lin, x: lin(x).transpose(0, 1).flatten(0, 1), torch.randn(4, 3, 6))
+        traced(lambda lin, x: lin(lin(x).transpose(0, 1).flatten(0, 1)), torch.randn(4, 3, 6))
 
 
 @pytest.mark.parametrize("how", ["mean", "sum"])
@@ -195,31 +201,16 @@ def test_one_word_for_all_outputs_is_for_those_without_the_batch(how):
     assert result.out_dims == (how, 0, None, how)
 
 
-UNKNOWN: dict[str, tuple[Any, str]] = {
-    "contrastive": (
-        lambda lin, x: lin(x) @ x.T,
-        r"output 0 \(matmul, float32\[b, b\], made at .*several dimensions.*'stack'",
-    ),
-    "whole number": (lambda lin, x: lin(x).argmax(), r"output 0 \(argmax, int64\[\].*no dimension for it.*out_dims"),
-    "vector": (lambda lin, x: lin(x).amax(0), r"float32\[6\].*no dimension for it.*out_dims"),
-    "half the batch": (lambda lin, x: (lin(x), x.shape[0] // 2), r"output 1 \(floordiv, a number.*out_dims"),
-    "one more": (lambda lin, x: (lin(x), x.shape[0] + 1), r"output 1 \(add, a number.*out_dims"),
-    "selected": (lambda lin, x: lin(x)[x > 0], r"float32\[u0\].*a size that depends on values.*out_dims"),
-}
-
-
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_outputs_that_need_out_dims(name):
-    forward, message = UNKNOWN[name]
-    with pytest.raises(ArgumentError, match=message):
-        traced(forward)
+def test_an_output_of_a_size_that_depends_on_values_needs_out_dims():
+    with pytest.raises(ArgumentError, match=r"float32\[u0\].*a size that depends on values.*out_dims"):
+        traced(lambda lin, x: lin(x)[x > 0])
 
 
 @pytest.mark.parametrize(
     ("forward", "out_dims", "found"),
     [
-        (UNKNOWN["contrastive"][0], "stack", ("stack",)),
-        (UNKNOWN["vector"][0], "mean", ("mean",)),
+        (OUTPUTS["contrastive"][0], "stack", ("stack",)),
+        (OUTPUTS["vector"][0], "mean", ("mean",)),
         (lambda lin, x: lin(x).sum(), "sum", ("sum",)),
         (
             lambda lin, x: (lin(x), {"loss": lin(x).sum(), "size": 3}),

@@ -270,7 +270,7 @@ class Masked(nn.Module):
 
     def forward(self, x):
         scores = (self.q(x) @ self.k(x).transpose(1, 2)).masked_fill(self.mask, -1e9)
-        return scores.flip(0).softmax(-1) @ x
+        return self.q(scores.flip(0).softmax(-1) @ x)
 
 
 class Wide(nn.Module):
