@@ -283,24 +283,30 @@ class RankState(PipelineState):
 
     def _propose(self, call: str, calls: Sequence[ModelCall], is_handed_over: bool, seed: int | None) -> Job:
         self._proposes = call
-        given = self.find(calls, is_handed_over, call in (TRAINING, STREAM), seed)
+        given_inputs = self.find(calls, is_handed_over, call in (TRAINING, STREAM), seed)
         if seed is None:
-            seed = draw_seed() if any(bound.program.is_random for bound in given.bounds) else 0
-        return self._job_of(call, given, seed)
+            seed = draw_seed() if any(bound.program.is_random for bound in given_inputs.bounds) else 0
+        return self._job_of(call, given_inputs, seed)
 
-    def _job_of(self, call: str, given: GivenInputs, seed: int) -> Job:
+    def _job_of(self, call: str, given_inputs: GivenInputs, seed: int) -> Job:
         numbers = {id(graph.bound): number for number, (_, graph) in self._numbered.items()}
-        pieces, bound = None, given.bound
-        if bound.known_pieces is not None and not given.is_handed_over:
-            pieces = map_tensor_leaves(lambda t: t.detach().cpu(), dict(bound.known_pieces(given.leaves, given.batch)))
-        sizes = tuple(map(_sizes_of, given.leaves)) if given.is_handed_over else _sizes_of(given.leaves)
+        pieces, bound = None, given_inputs.bound
+        if bound.known_pieces is not None and not given_inputs.is_handed_over:
+            pieces = map_tensor_leaves(
+                lambda t: t.detach().cpu(), dict(bound.known_pieces(given_inputs.leaves, given_inputs.batch))
+            )
+        sizes = (
+            tuple(map(_sizes_of, given_inputs.leaves))
+            if given_inputs.is_handed_over
+            else _sizes_of(given_inputs.leaves)
+        )
         return Job(
             call,
             self._mode(),
-            given.is_handed_over,
+            given_inputs.is_handed_over,
             seed=seed,
-            numbers=tuple(numbers[id(bound)] for bound in given.bounds),
-            samples=given.samples,
+            numbers=tuple(numbers[id(bound)] for bound in given_inputs.bounds),
+            samples=given_inputs.samples,
             sizes=sizes,
             known=pieces,
         )
@@ -350,8 +356,12 @@ class RankState(PipelineState):
 
     def job_at_hand(self, graph: RankGraph, call: ModelCall, seed: int) -> Job | None:
         """Returns the job of a mini-batch of a stream; None if it needs another graph. The leader calls it."""
-        given = self.find_known(call, seed)
-        return None if given is None or given.bound is not graph.bound else self._job_of(STREAM, given, seed)
+        given_inputs = self.find_known(call, seed)
+        return (
+            None
+            if given_inputs is None or given_inputs.bound is not graph.bound
+            else self._job_of(STREAM, given_inputs, seed)
+        )
 
     def inputs_at_hand(self, job: Job, call: ModelCall | None) -> RankInputs:
         """Returns the inputs for the job of a mini-batch of a stream. `call`: on the leader only."""

@@ -176,11 +176,13 @@ class Pipeline(nn.Module):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         inside = self._fxpipe
         with inside.engine.running():
-            given = inside.find([ModelCall(args, kwargs, ())], in_one=False)
-            grad, count = given.bound.state.grad, len(given.samples)
+            given_inputs = inside.find([ModelCall(args, kwargs, ())], in_one=False)
+            grad, count = given_inputs.bound.state.grad, len(given_inputs.samples)
             if grad:
-                inside.warn_of_drop_in_memory(count, given.batch)
-            return inside.engine.call(given, inside.schedule_for(count, DROP_IN_SCHEDULE if grad else "inference"))
+                inside.warn_of_drop_in_memory(count, given_inputs.batch)
+            return inside.engine.call(
+                given_inputs, inside.schedule_for(count, DROP_IN_SCHEDULE if grad else "inference")
+            )
 
     @overload
     def forward_backward(

@@ -269,11 +269,11 @@ class PipelineState(GraphFinder):
             The loss, the outputs or None, and whether the optimizer has updated the stages within the step.
         """
         assert call.calls is not None
-        given = self.find(call.calls, call.is_handed_over)
-        schedule, updates = self.schedule_for(len(given.samples)), self.overlapped_updates(optimizer)
+        given_inputs = self.find(call.calls, call.is_handed_over)
+        schedule, updates = self.schedule_for(len(given_inputs.samples)), self.overlapped_updates(optimizer)
         with noting_updates(updates):
             loss, outputs = self.engine.forward_backward(
-                given, schedule, call.loss_fn, call.reduction, call.scaler, call.return_outputs, updates
+                given_inputs, schedule, call.loss_fn, call.reduction, call.scaler, call.return_outputs, updates
             )
         return loss, outputs, updates is not None and bool(updates.begun)
 

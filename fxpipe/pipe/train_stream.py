@@ -190,7 +190,7 @@ class StreamLoop:
             return None
         while self.stream is None or self.stream.in_flight < self._most:
             try:
-                given = self._given_inputs(parse_call(next(self._batches), f"mini-batch {self._read}"))
+                given_inputs = self._given_inputs(parse_call(next(self._batches), f"mini-batch {self._read}"))
             except StopIteration:
                 self._drain()
                 return None
@@ -201,7 +201,7 @@ class StreamLoop:
                 return error
             if self.stream is None:
                 self.stream = self._begin(context)
-            self.stream.admit(given)
+            self.stream.admit(given_inputs)
             self._read += 1
         return None
 

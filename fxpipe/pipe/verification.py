@@ -163,8 +163,8 @@ def verify(
     check_reduction(reduction)
     loss_fn = loss_fn if torch.is_grad_enabled() else None
     with inside.engine.running():
-        given = inside.find([ModelCall(args, kwargs, ())], in_one=loss_fn is not None)
-    bound, leaves, batch = given.bound, given.leaves, given.batch
+        given_inputs = inside.find([ModelCall(args, kwargs, ())], in_one=loss_fn is not None)
+    bound, leaves, batch = given_inputs.bound, given_inputs.leaves, given_inputs.batch
     traced = next(prepared.traced for prepared, program in inside.graphs if program is bound)
     calls = [_Call(args, kwargs, () if target is None else (target,), 1.0)]
     count = inside.settings.micro_batches(batch)

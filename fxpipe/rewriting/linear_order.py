@@ -81,25 +81,25 @@ def arrange_items(items: Items) -> tuple[int, ...]:
         order = best
 
 
-def _order_by(rule: _Rule, items: Items, given: Sequence[int]) -> tuple[int, ...]:
+def _order_by(rule: _Rule, items: Items, order: Sequence[int]) -> tuple[int, ...]:
     """Builds an order from the end by one rule."""
-    place = {item: at for at, item in enumerate(given)}
-    before: list[list[int]] = [[] for _ in given]
-    reads: list[list[ItemValue]] = [[] for _ in given]
-    made = [0] * len(given)
+    place = {item: at for at, item in enumerate(order)}
+    before: list[list[int]] = [[] for _ in order]
+    reads: list[list[ItemValue]] = [[] for _ in order]
+    made_bytes = [0] * len(order)
     for item, later in enumerate(items.after):
         for other in later:
             before[other].append(item)
     for value in items.values:
-        made[value.maker] += value.bytes
+        made_bytes[value.maker] += value.bytes
         for user in value.users:
             reads[user].append(value)
     unplaced_users = list(map(len, items.after))
     alive = {value for value in items.values if value.is_output}
-    ready = {item: 0 for item in given if not unplaced_users[item]}  # item -> the step at which it became ready
+    ready = {item: 0 for item in order if not unplaced_users[item]}  # item -> the step at which it became ready
 
     def key(item: int) -> tuple[float, ...]:
-        grown = sum(value.bytes for value in reads[item] if value not in alive) - made[item]
+        grown = sum(value.bytes for value in reads[item] if value not in alive) - made_bytes[item]
         return rule(grown, items.weights[item], -ready[item], place[item])
 
     backwards: list[int] = []

@@ -240,12 +240,12 @@ class Engine:
 
     # -- the drop-in -------------------------------------------------------------------------------------------------
 
-    def call(self, given: GivenInputs, schedule: Schedule) -> Any:
+    def call(self, given_inputs: GivenInputs, schedule: Schedule) -> Any:
         """Runs all forwards of a mini-batch and returns the output, whose backward runs all backwards, once."""
-        bound, leaves, m = given.bound, given.leaves, schedule.micro_batches
+        bound, leaves, m = given_inputs.bound, given_inputs.leaves, schedule.micro_batches
         kind = self.loss_histories.for_drop_in(bound)
-        step = self._step(StepInputs.of(given), schedule, look_at_elements=kind.look_at_elements and m > 1)
-        step.samples = given.batch
+        step = self._step(StepInputs.of(given_inputs), schedule, look_at_elements=kind.look_at_elements and m > 1)
+        step.samples = given_inputs.batch
         self._run_rows(step, schedule, forward_part(schedule))
         outputs, parts = gathered_results(step)
         step.commit_buffers()
@@ -323,7 +323,7 @@ class Engine:
 
     def forward_backward(
         self,
-        given: GivenInputs,
+        given_inputs: GivenInputs,
         schedule: Schedule,
         loss_fn: Callable[..., Any],
         reduction: str = "mean",
@@ -335,22 +335,24 @@ class Engine:
 
         With `updates` the stages update their weights within the step, unless the step verifies the loss.
         """
-        bound, m = given.bound, schedule.micro_batches
+        bound, m = given_inputs.bound, schedule.micro_batches
         _check_scaler_device(scaler, bound)
         history = None  # the caller's micro-batches have no mini-batch to compare with
-        if not given.is_handed_over:
-            history = self.loss_histories.of(loss_fn, reduction, tuple(given.targets), bound, (given.batch, m))
+        if not given_inputs.is_handed_over:
+            history = self.loss_histories.of(
+                loss_fn, reduction, tuple(given_inputs.targets), bound, (given_inputs.batch, m)
+            )
 
         def run(is_verified: bool, seed: int | None = None) -> Step:
             step = self._step(
-                StepInputs.of(given),
+                StepInputs.of(given_inputs),
                 schedule,
                 seed,
-                losses=losses_of(given, loss_fn, reduction, scaler, is_verified),
+                losses=losses_of(given_inputs, loss_fn, reduction, scaler, is_verified),
                 keep_outputs=is_verified or return_outputs,
                 look_at_elements=history is not None and history.look_at_elements and m > 1,
             )
-            step.samples = given.batch
+            step.samples = given_inputs.batch
             self._run_with_updates(step, schedule, None if is_verified else updates)
             return step
 
@@ -371,7 +373,7 @@ class Engine:
                 self._note_step(step, schedule)
         stage, output = step.loss, None
         assert stage is not None
-        if given.is_handed_over:
+        if given_inputs.is_handed_over:
             results = [stage.other_results(i) for i in range(m)]
         else:
             results = [stage.gather_other_results()]
@@ -380,8 +382,8 @@ class Engine:
         self.add_gradients(step, updates)
         step.commit_buffers()
         with torch.no_grad():  # attributes get the values of the last micro-batch, as in a loop
-            leaves = given.leaves if given.is_handed_over else [given.leaves]
-            for own, values, of_one in zip(given.bounds, results, leaves, strict=False):
+            leaves = given_inputs.leaves if given_inputs.is_handed_over else [given_inputs.leaves]
+            for own, values, of_one in zip(given_inputs.bounds, results, leaves, strict=False):
                 write_back_results(ModelTensors(self.model, own.constants), of_one, own.program, values)
         return loss, output
 
@@ -536,21 +538,21 @@ def _check_scaler_device(scaler: torch.amp.GradScaler | None, bound: BoundProgra
 
 
 def losses_of(
-    given: GivenInputs,
+    given_inputs: GivenInputs,
     loss_fn: Callable[..., Any],
     reduction: str,
     scaler: torch.amp.GradScaler | None = None,
     is_verified: bool = False,
 ) -> MicroBatchLosses:
     """Returns the losses of a step, not yet computed."""
-    if given.is_handed_over:
-        targets = targets_of_replicas([*given.targets], given.bound.stage_devices[-1])
-        return MicroBatchLosses(loss_fn, reduction, given.shares, targets, scaler, is_handed_over=True)
-    target = tuple(given.targets)
-    whole = copied_target(target, given.bound.devices[-1]) if is_verified else None
-    count = len(given.samples)
+    if given_inputs.is_handed_over:
+        targets = targets_of_replicas([*given_inputs.targets], given_inputs.bound.stage_devices[-1])
+        return MicroBatchLosses(loss_fn, reduction, given_inputs.shares, targets, scaler, is_handed_over=True)
+    target = tuple(given_inputs.targets)
+    whole = copied_target(target, given_inputs.bound.devices[-1]) if is_verified else None
+    count = len(given_inputs.samples)
     return losses_of_mini_batch(
-        given.bound, given.leaves, given.batch, count, loss_fn, reduction, target, scaler, whole
+        given_inputs.bound, given_inputs.leaves, given_inputs.batch, count, loss_fn, reduction, target, scaler, whole
     )
 
 

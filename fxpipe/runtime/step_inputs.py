@@ -74,10 +74,10 @@ class StepInputs:
     trained: tuple[TrainedInput, ...]
 
     @classmethod
-    def of(cls, given: GivenInputs) -> StepInputs:
-        if given.is_handed_over:
-            return cls.of_micro_batches(given.bounds, given.leaves, given.shares)
-        return cls.of_mini_batch(given.bound, given.leaves, given.shares)
+    def of(cls, given_inputs: GivenInputs) -> StepInputs:
+        if given_inputs.is_handed_over:
+            return cls.of_micro_batches(given_inputs.bounds, given_inputs.leaves, given_inputs.shares)
+        return cls.of_mini_batch(given_inputs.bound, given_inputs.leaves, given_inputs.shares)
 
     @classmethod
     def of_mini_batch(cls, bound: BoundProgram, leaves: Sequence[Any], weights: Sequence[float]) -> StepInputs:

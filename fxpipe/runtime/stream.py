@@ -412,16 +412,16 @@ class Stream:
 
     # -- in, and out ---------------------------------------------------------------------------------------------------
 
-    def admit(self, given: GivenInputs) -> None:
-        t, bound, count = self._order.admitted, given.bound, len(given.samples)
-        sizes = given.batch, count
+    def admit(self, given_inputs: GivenInputs) -> None:
+        t, bound, count = self._order.admitted, given_inputs.bound, len(given_inputs.samples)
+        sizes = given_inputs.batch, count
         history = self.engine.loss_histories.of(
-            self.loss.function, self.loss.reduction, tuple(given.targets), bound, sizes
+            self.loss.function, self.loss.reduction, tuple(given_inputs.targets), bound, sizes
         )
         is_verified = history.is_due and count > 1
         self._run.state = bound.state
         self._run.in_order = self._stages_in_order(bound)
-        own = replace(given, bounds=(bound.with_turns_from(self._order.micro_batches),) * count)
+        own = replace(given_inputs, bounds=(bound.with_turns_from(self._order.micro_batches),) * count)
         with on_all_streams(self._run.transport, self._run.every_device, bound.devices[-1]):
             losses = losses_of(own, self.loss.function, self.loss.reduction, is_verified=is_verified)
             step = StreamStep(

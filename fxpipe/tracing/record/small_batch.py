@@ -67,13 +67,13 @@ def record_small_batch(request: TraceRequest, record_on: RecordFunction) -> Trac
     # The first size again detects a model that remembers its inputs, before tensors without values reach tables of
     # other sizes, which would keep them.
     inputs = [samples_of(size) for size in (samples, batch, batch + 1)]
-    found = 0
+    count = 0
     with contextlib.suppress(Exception), with_fake_tensors(model, inputs, always=True) as fakes:
         for args, kwargs in fakes:
             if not _is_same_recording(traced, record_on(args, kwargs)):
                 break
-            found += 1
-    if not all(_is_same_recording(traced, record_on(args, kwargs)) for args, kwargs in inputs[found:]):
+            count += 1
+    if not all(_is_same_recording(traced, record_on(args, kwargs)) for args, kwargs in inputs[count:]):
         return None
     return replace(traced, leaves=leaves, recorded_samples=samples)
 

@@ -72,16 +72,16 @@ class ObservedTensor:
     dtype: torch.dtype
     device: torch.device
 
-    def of(self, given: Any) -> torch.Tensor:
-        shape, stride = ([size.of(given) for size in sizes] for sizes in (self.shape, self.stride))
+    def of(self, sizes_here: Any) -> torch.Tensor:
+        shape, stride = ([size.of(sizes_here) for size in sizes] for sizes in (self.shape, self.stride))
         if len(stride) < len(shape):
             return torch.empty(shape, dtype=self.dtype, device=self.device)
         return torch.empty_strided(shape, stride, dtype=self.dtype, device=self.device)
 
 
-def fake_value(formulas: Any, given: Any) -> Any:
-    """Builds a node's result under a fake mode. `given`: number of samples, or sizes of its inputs (`fit_lengths`)."""
-    return pytree.tree_map_only((ObservedTensor, AffineSize, GivenSize), lambda seen: seen.of(given), formulas)
+def fake_value(formulas: Any, sizes_here: Any) -> Any:
+    """Builds a node's result under a fake mode, for a number of samples or for sizes of inputs (`fit_lengths`)."""
+    return pytree.tree_map_only((ObservedTensor, AffineSize, GivenSize), lambda seen: seen.of(sizes_here), formulas)
 
 
 @dataclass(frozen=True, slots=True)

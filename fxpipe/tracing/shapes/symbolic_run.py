@@ -442,8 +442,8 @@ class _Attempt:
                     groups.setdefault(size, []).append(key)
             raise _UnknownLengthsError(node, sources, observation, [*groups.values()])
         self.observed_dims |= dims
-        given = [*given_sizes([self.node_values[source] for source in sources])]
-        return fake_value(self.known.lengths[node], given)
+        sizes = [*given_sizes([self.node_values[source] for source in sources])]
+        return fake_value(self.known.lengths[node], sizes)
 
     def _dynamic_dims_given(self, node: fx.Node) -> frozenset[InputDim]:
         """Returns the dynamic dimensions whose sizes the inputs of a node depend on."""

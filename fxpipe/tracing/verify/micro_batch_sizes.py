@@ -131,8 +131,8 @@ def _give_same_outputs(whole: Traced, parts: Traced, leaves: Sequence[Any], size
         return False
     dims = parts.handed_out_dims
     joined = {place: _join_outputs([part[place] for part in part_values], dims[place], weights) for place in asked[1]}
-    made = [(_combined(whole, place, want), _combined(parts, place, joined)) for place in range(count)]
-    return all(_is_close_across_sizes(*pair) for pair in made) and all(
+    pairs = [(_combined(whole, place, want), _combined(parts, place, joined)) for place in range(count)]
+    return all(_is_close_across_sizes(*pair) for pair in pairs) and all(
         _all_close(want[place], [part[place] for part in part_values])
         for place in asked[0]
         if place < count and dims[place] is None
