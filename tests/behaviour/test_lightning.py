@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +27,13 @@ pytestmark = [
 
 CLOSE = {"atol": 5e-6, "rtol": 2e-5}
 Make = Callable[[], Any]
+
+
+@pytest.fixture(autouse=True)
+def _own_environment() -> Iterator[None]:
+    """Lightning sets LOCAL_RANK and others for one process, too; later trainers would take it for one of several."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 def net() -> nn.Module:
