@@ -21,6 +21,7 @@ with required_names():
     # Reshapes a tensor; autograd does not treat the result as a view.
     unsafe_view: Any = torch.ops.aten._unsafe_view
     DETACH: Any = torch.ops.aten.detach.default  # called by `tensor.detach()`
+    DEVICE_OF: Any = torch.ops.prim.device.default  # called by `tensor.device` of a subclass
     # The functions of `nn.LSTM` and other RNNs, whose dropout draws random numbers.
     RNN_FUNCTIONS: tuple[Any, ...] = (torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu)
 
@@ -29,6 +30,7 @@ require_attributes(torch.ops.aten.add.Tensor, "_schema")
 __all__ = [
     "BUILTIN_MODULE",
     "DETACH",
+    "DEVICE_OF",
     "MODULE_ALIASES",
     "RNN_FUNCTIONS",
     "HigherOrderOperator",

@@ -54,8 +54,8 @@ class BoundProgram:
 
     @property
     def is_joint(self) -> bool:
-        """True if an output combines all samples, so that the loss need not be a mean over samples."""
-        return any(one.is_joint for one in self.combinations)
+        """True if an output with a gradient combines all samples, so that the loss need not be a mean over samples."""
+        return any(one.is_joint and one.requires_grad for one in self.combinations)
 
     @property
     def stage_devices(self) -> tuple[tuple[torch.device, ...], ...]:

@@ -32,7 +32,7 @@ from fxpipe._torch.fake_tensor_mode import (
     unset_fake_temporarily,
 )
 from fxpipe._torch.module_internals import MODULE_DICT_KEYS, tensor_stores
-from fxpipe._torch.operators import schema_of
+from fxpipe._torch.operators import DEVICE_OF, schema_of
 from fxpipe.tracing.model_state import container_tensors, slots_of
 from fxpipe.tracing.record.unrecordable import refuse_model
 from fxpipe.tracing.tensors import has_values, tensors_in
@@ -68,6 +68,8 @@ class ModelFakeMode(FakeTensorMode):
         self._results = weakref.WeakValueDictionary[int, torch.Tensor]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE_OF and isinstance(args[0], FakeTensor) and not self.in_kernel_invocation:
+            return args[0].fake_device  # torch's answer, at a tenth of the cost: more than half of all calls
         if torch.Tag.nondeterministic_seeded in func.tags and not draws_nothing(schema_of(func), args, kwargs or {}):
             self.drawn += 1
         result = super().__torch_dispatch__(func, types, args, kwargs)

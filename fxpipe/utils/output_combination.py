@@ -50,6 +50,7 @@ class OutputCombination:
     is_known: tuple[bool, ...]  # for each piece: True if it depends only on inputs
     is_affine: bool  # in the other pieces
     where: str  # description of the output, and the user's line
+    requires_grad: bool = True  # as the model's output does
 
     def __call__(self, pieces: Sequence[Any]) -> Any:
         values = list(pieces)
@@ -85,7 +86,7 @@ class OutputCombination:
             piece = handed_out[place]
             if is_known:
                 piece = known[place].to(piece.device) if isinstance(piece, torch.Tensor) else known[place]
-            elif (how == "sum" or isinstance(how, int)) and weight != 1:
+            elif how == "sum" and weight != 1:
                 piece = piece / weight
             pieces.append(piece)
         return self(pieces)

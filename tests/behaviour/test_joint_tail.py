@@ -317,6 +317,80 @@ def test_state_and_random_numbers_of_the_tail_are_refused_with_the_line(name):
         fxpipe.trace(model, inputs(model, 8, torch.float32), chunks=4)
 
 
+class Centred(Views):
+    """Two equal views, less their means: 0, unless samples of one batch meet different numbers."""
+
+    def __init__(self, change):
+        super().__init__(None)
+        self.change = change
+        self.register_buffer("calls", torch.ones(()))
+
+    def forward(self, x, y):
+        z = self.encoder(x)
+        changed, plain = self.change(self, z), z.detach()
+        return ((changed - changed.mean(0)) - (plain - plain.mean(0))).square().sum()
+
+
+def counted(model, z):
+    model.calls = model.calls + 1
+    return z * model.calls
+
+
+COMMON = {
+    "a vector": lambda model, z: z + torch.randn(8),
+    "a matrix": lambda model, z: z @ torch.randn(8, 8),
+    "dropout of features": lambda model, z: z * F.dropout(torch.ones(8), 0.5),
+    "a factor": lambda model, z: z * torch.rand(()),
+    "an order of features": lambda model, z: z[:, torch.randperm(8)],
+    "a counter that is set": counted,
+}
+
+
+@pytest.mark.parametrize("name", COMMON)
+def test_what_samples_have_in_common_may_not_differ_between_micro_batches(name):
+    model = Centred(COMMON[name])
+    with pytest.raises(ArgumentError, match=r"made at .*test_joint_tail.py:\d+"):
+        fxpipe.trace(model, inputs(model, 8, torch.float32), chunks=4)
+
+
+class Weighted(Views):
+    """Weights of the samples, less their mean: 0 for equal ones."""
+
+    def __init__(self):
+        super().__init__(None)
+        self.other = tower()
+
+    def forward(self, x, y, weights):
+        errors = (self.encoder(x) - self.other(x)).square().mean(1)
+        return ((weights - weights.mean()) * errors).sum()
+
+
+@pytest.mark.parametrize("chunks", [4, 8])
+def test_a_step_refuses_weights_of_all_samples_however_they_are_at_first(chunks):
+    model, x = Weighted(), torch.randn(8, WIDTH)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], chunks, example_args=(x, x, torch.rand(8)), progress=False) as pipe:
+        for weights in (torch.ones(8), torch.rand(8)):
+            with pytest.raises(LossError, match=r"call the pipe|pipe\(x"):
+                pipe.forward_backward(x, x, weights, loss_fn=lambda output: output)
+
+
+def test_a_metric_of_the_whole_batch_does_not_change_how_micro_batches_count():
+    class Metric(Views):
+        def forward(self, x):
+            y = self.encoder(x)
+            return y, y.detach().std()
+
+    model, x = Metric(None), torch.randn(8, WIDTH)
+    plain = copy.deepcopy(model)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,), progress=False) as pipe:
+        loss = pipe.forward_backward(micro_batches=[x[:6], x[6:]], loss_fn=lambda output: output[0].square().mean())
+    want = plain(x)[0].square().mean()
+    want.backward()
+    torch.testing.assert_close(loss, want)
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
+
+
 def test_a_large_part_of_the_model_is_no_tail():
     class Head(Views):
         def __init__(self):

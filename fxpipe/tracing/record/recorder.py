@@ -17,6 +17,7 @@ import contextlib
 import math
 import operator
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -152,6 +153,31 @@ class RecordedCalls:
         self.results.append((path, result))
         if len(self.results) == self.count:
             raise BreakReached
+
+
+class OtherSizeReadError(Exception):
+    """A size was read with another result than expected: forward may do something else from here on."""
+
+
+class _Expected(threading.local):
+    size_reads: Sequence[SizeRead] = ()
+
+
+_expected = _Expected()
+
+
+@contextlib.contextmanager
+def expecting_size_reads(size_reads: Sequence[SizeRead]) -> Iterator[None]:
+    """A block in which a recording raises `OtherSizeReadError` where it reads sizes with other results than these.
+
+    So a recording on tensors without values ends before it takes a branch that only another number of samples takes,
+    and leaves no such tensors in Python state of the branch.
+    """
+    outer, _expected.size_reads = _expected.size_reads, size_reads
+    try:
+        yield
+    finally:
+        _expected.size_reads = outer
 
 
 class Recorder(TorchFunctionMode):
@@ -452,6 +478,9 @@ class Recorder(TorchFunctionMode):
                 self._calls[self.module],
             )
         )
+        expected = _expected.size_reads[len(self.size_reads) - 1 : len(self.size_reads)]
+        if any((one.function, one.result) != (function, result) for one in expected):
+            raise OtherSizeReadError(self.source)
 
     def follows(self, number: RecordedSize | RecordedFloat) -> bool:
         """Returns whether arithmetic on a size adds nodes. In opaque calls a size is read as a plain number."""

@@ -21,11 +21,13 @@ from torch import nn
 
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.module_internals import hook_stores
-from fxpipe.tracing.fake_tensors import is_faked, with_fake_tensors
+from fxpipe.errors import TraceError
+from fxpipe.tracing.fake_tensors import NEEDS_VALUES_ERRORS, is_faked, with_fake_tensors
 from fxpipe.tracing.model_state import container_tensors
 from fxpipe.tracing.record.batch_numbers import RecordFunction, is_same_recording, same_size_reads
 from fxpipe.tracing.record.module_hooks import is_computation_hook
 from fxpipe.tracing.record.record_model import input_leaves
+from fxpipe.tracing.record.recorder import expecting_size_reads
 from fxpipe.tracing.shapes.input_dims import candidate_dims
 from fxpipe.tracing.trace_request import TraceRequest
 from fxpipe.tracing.traced import Traced, runs_python
@@ -64,17 +66,19 @@ def record_small_batch(request: TraceRequest, record_on: RecordFunction) -> Trac
         return None
     if traced.constants.keys() - container_tensors(model).keys():  # tables outside modules, perhaps one for each size
         return None
-    # The first size again detects a model that remembers its inputs, before tensors without values reach tables of
-    # other sizes, which would keep them.
-    inputs = [samples_of(size) for size in (samples, batch, batch + 1)]
-    count = 0
-    with contextlib.suppress(Exception), with_fake_tensors(model, inputs, always=True) as fakes:
-        for args, kwargs in fakes:
-            if not _is_same_recording(traced, record_on(args, kwargs)):
-                break
-            count += 1
-    if not all(_is_same_recording(traced, record_on(args, kwargs)) for args, kwargs in inputs[count:]):
-        return None
+    with expecting_size_reads(traced.size_reads):
+        # The first size again, with values, detects a model that remembers its inputs.
+        if not _is_same_recording(traced, record_on(*samples_of(samples))):
+            return None
+        inputs = [samples_of(size) for size in (batch, batch + 1)]
+        count = 0
+        with contextlib.suppress(*NEEDS_VALUES_ERRORS, TraceError), with_fake_tensors(model, inputs, True) as fakes:
+            for args, kwargs in fakes:
+                if not _is_same_recording(traced, record_on(args, kwargs)):
+                    return None
+                count += 1
+        if not all(_is_same_recording(traced, record_on(args, kwargs)) for args, kwargs in inputs[count:]):
+            return None
     return replace(traced, leaves=leaves, recorded_samples=samples)
 
 

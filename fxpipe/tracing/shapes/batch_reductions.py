@@ -130,7 +130,7 @@ class ReductionWalk:
             tuple(piece.how for piece in reduced.pieces),
             tuple(reduced.numbered_calls()),
             tuple(known),
-            reduced.terms(varying) is not None,
+            reduced.terms(varying) is not None and not any(isinstance(piece.how, int) for piece in reduced.pieces),
             f"output {place} ({output.name}, made at {info(output).source or 'the input'})",
         )
 
@@ -175,7 +175,9 @@ class ReductionWalk:
             raise _unknown_reduction(node, "whose samples are not in one dimension")
         if info(node).is_random:
             raise _unknown_reduction(node, "which draws random numbers")
-        if info(node).is_hook or self._writes_to_state(node):
+        if info(node).is_hook:
+            raise _unknown_reduction(node, "which is a forward hook")
+        if self._writes_to_state(node):
             raise _unknown_reduction(node, "which changes the model's state or an input")
         tail.add(node)
         return [n for n in node.all_input_nodes if not self._is_constant(n)]
@@ -188,6 +190,8 @@ class ReductionWalk:
             attributes = [n for n in dependencies_of(piece.node) if n.op == "get_attr"] if piece.how is None else []
             if is_joint and (reader := self._reader_of_changed_state(piece.node)):
                 raise _unknown_reduction(reader, "which reads state that forward changes")
+            if is_joint and (draw := self._common_draw(piece.node)):
+                raise _unknown_reduction(draw, "which draws random numbers for all samples, again in each micro-batch")
             if any(isinstance(attribute_tensor(self.traced, n), torch.nn.Parameter) for n in attributes):
                 taken += _elements(piece.node)
         share = taken / max(1, sum(p.numel() for p in self.traced.model.parameters()))
@@ -206,10 +210,20 @@ class ReductionWalk:
         return not self.state.isdisjoint(info(node).written_storages)
 
     def _reader_of_changed_state(self, piece: fx.Node) -> fx.Node | None:
-        """Returns a node before a piece, other than a batch norm, that reads a buffer which forward changes."""
-        changed = {n for n in self.order if n.op == "get_attr" and not self.changed.isdisjoint(info(n).storages)}
+        """Returns a node up to a piece, other than a batch norm, that reads state which forward changes or sets."""
+        held = [n for n in self.order if n.op == "get_attr"]
+        changed = {n for n in held if not self.changed.isdisjoint(info(n).storages) or n.target in self.traced.assigned}
         nodes = (n for n in dependencies_of(piece) if n.op in CALL_OPS and "_norm" not in base_opname(n))
-        return next((n for n in nodes if not changed.isdisjoint(n.all_input_nodes)), None)
+        readers = (n for n in nodes if not changed.isdisjoint(n.all_input_nodes))
+        return piece if piece in changed else next(readers, None)
+
+    def _common_draw(self, piece: fx.Node) -> fx.Node | None:
+        """Returns a random node up to a piece whose numbers do not belong to single samples, or may not.
+
+        Micro-batches draw other numbers, so samples of different micro-batches would not fit each other.
+        """
+        draws = (n for n in dependencies_of(piece) if info(n).is_random)
+        return next((n for n in draws if runs_python(n) or not any(map(_is_batched, info(n).shapes))), None)
 
     def _add_calls(self, reduced: ReducedOutput, tail: set[fx.Node]) -> None:
         """Adds the tail as calls, in the order of the graph. The calls write to copies of pieces."""
@@ -487,6 +501,10 @@ def _loss_arguments(node: fx.Node) -> dict[str, Any] | None:
     arguments = named_arguments_and_defaults(node) if isinstance(node.target, FunctionType) else {}
     is_old = arguments.get("size_average") is not None or arguments.get("reduce") is not None
     return None if is_old or "reduction" not in arguments else arguments
+
+
+def _is_batched(shape: TensorShape) -> bool:
+    return any(size.free_symbols for size in shape.shape)
 
 
 def _elements(node: fx.Node) -> float:

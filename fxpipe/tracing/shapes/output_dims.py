@@ -84,13 +84,17 @@ def without_tail(traced: Traced) -> Traced:
     joint = {one.output for one in traced.combinations if one.is_joint}
     output = traced.graph.output_node()
     outputs = tuple(None if place in joint else leaf for place, leaf in enumerate(traced.outputs))
-    output.args = ((outputs, *output.args[0][1:]),)  # type: ignore[index,misc]
     kept = [n for n in traced.graph.nodes if n not in traced.tail]
     memory = frozenset[int]().union(*(info(n).storages for n in kept))
+    requires_grad = {} if traced.effects is None else traced.effects.requires_grad
+    combinations = tuple(
+        replace(one, requires_grad=requires_grad.get(traced.outputs[one.output], True)) for one in traced.combinations
+    )
+    output.args = ((outputs, *output.args[0][1:]),)  # type: ignore[index,misc]
     for node in reversed(traced.nodes):
         if node in traced.tail and not node.users and memory.isdisjoint(info(node).written_storages):
             traced.graph.erase_node(node)
-    return replace(traced, tail=frozenset())
+    return replace(traced, combinations=combinations, tail=frozenset())
 
 
 def left_dims(traced: Traced) -> dict[str, int | str]:
@@ -182,5 +186,6 @@ def _out_dim(traced: Traced, output: fx.Node, place: int, walk: ReductionWalk) -
     raise ArgumentError(
         f"output {place} ({output.name}, {what}, made at {info(output).source or 'the input'}) {why}, so the "
         "outputs of micro-batches cannot be put together; say how with out_dims: a dimension, None (the same for "
-        "all), 'mean', 'sum' or 'stack'"
+        "all), 'mean', 'sum' or 'stack'; or, if samples act on each other, let the model return the values of single "
+        "samples and compute the rest of them outside, or keep the mini-batch whole (chunks=1)"
     )

@@ -39,8 +39,10 @@ def find_faults(traced: Traced) -> Iterator[str]:
         return
     for node in traced.nodes:
         yield from _work_faults(traced, node)
+    yield from _ordinal_faults(traced)
     if traced.in_dims:
         yield from _out_dim_faults(traced)
+        yield from _combination_faults(traced)
     if traced.effects is not None:
         yield from _effect_faults(traced, traced.effects)
 
@@ -100,6 +102,25 @@ def _out_dim_faults(traced: Traced) -> Iterator[str]:
         shapes = info(value).shapes if isinstance(value, fx.Node) else ()
         if isinstance(dim, int) and not (len(shapes) == 1 and 0 <= dim < len(shapes[0].shape)):
             yield f"the output {value} has no dimension {dim}, along which it would be put together"
+
+
+def _ordinal_faults(traced: Traced) -> Iterator[str]:
+    """Checks that random nodes in another order than they were recorded in know their place in it."""
+    draws = [known.rng for node in traced.graph.nodes if (known := info(node)).rng is not None]
+    ordinals = [rng.ordinal for rng in draws if rng is not None and rng.ordinal is not None]
+    if ordinals and sorted(ordinals) != list(range(len(draws))):
+        yield f"{len(draws)} random nodes have the ordinals {ordinals}"
+
+
+def _combination_faults(traced: Traced) -> Iterator[str]:
+    """Checks that each combined output has a combination, of pieces that are joined as it says."""
+    combined, combinations = [p for p, dim in enumerate(traced.out_dims) if dim == "combined"], traced.combinations
+    if combined != [one.output for one in combinations]:
+        yield f"the outputs {combined} are combined, and there are combinations for {[c.output for c in combinations]}"
+    pieces = dict(enumerate(traced.piece_dims, len(traced.outputs)))
+    for one in combinations:
+        if [pieces.get(place, "missing") for place in one.pieces] != [*one.reductions]:
+            yield f"{one.where} is combined of {one.pieces} by {one.reductions}, and the pieces are {pieces}"
 
 
 def _effect_faults(traced: Traced, effects: Effects) -> Iterator[str]:

@@ -324,7 +324,11 @@ class _SideBySide:
         if node.target is expect or node in self.last_maps:  # expectations are values of the example
             return [None] * len(self.samples)
         if not info(node).is_random or node.target in MADE_DETERMINISTIC:
-            return [self._call(node, k) for k in range(len(self.samples))]
+            results = [self._call(node, k) for k in range(len(self.samples))]
+            if info(node).is_random and self.is_noisy:  # else a value less the same value after dropout is always 0
+                for tensor in _tensors(results):
+                    tensor.data.mul_(1 + len(self.joins) % 8 / 16)
+            return results
         results = []
         for k in reversed(range(len(self.samples))):
             with preserve_rng():
@@ -683,10 +687,17 @@ def _mixing_error(traced: Traced, name: str, node: fx.Node, meeting: fx.Node, is
         " A loss must be a sum or a mean over samples, or made of such by functions of torch: let the model return "
         "what it sums and what it divides by."
     )
+    numbers = [info(n).number for n in meeting.all_input_nodes]
+    why = f"{meeting.name} goes over the samples"
+    if any(number is not None and number.has(traced.batch) for number in numbers):
+        why = (
+            f"{meeting.name} uses a number made of the number of samples, which is another one in a micro-batch: keep "
+            "the size a size, x / x.shape[0], or use a function of tensors, x.mean()"
+        )
     in_dims = {leaf.head: dim for leaf, dim in zip(traced.leaves, traced.in_dims, strict=True) if leaf.is_tensor}
     return ArgumentError(
         f"{name} ({node.name}, {shape}, made at {info(node).source or 'the input'}): samples act on each other at "
-        f"{info(meeting).source or 'the input'} ({meeting.name} goes over the samples), so the outputs of "
+        f"{info(meeting).source or 'the input'} ({why}), so the outputs of "
         f"micro-batches, put together, are not the output of the batch.{hidden if is_hidden else ''}"
         f"{'' if shape.shape else loss} {_REMEDIES[0].upper()}{_REMEDIES[1:]} (in_dims={in_dims} was taken); and keep "
         "rows in the order of the samples"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from helpers.unseen_list import UnseenList
@@ -178,7 +180,7 @@ def test_part_that_is_all_there_is_to_compare():
         return nn.functional.batch_norm(x, None, None, training=True)
 
     assert fxpipe.trace(Calling(noting), (EXAMPLE,), chunks=12, out_dims=0).recorded_samples == 2
-    assert [*seen] == [2, 1, 2, 2]  # recorded, refused, outputs, gradients and state
+    assert [*seen] == [2, 2, 1, 2, 2]  # recorded twice, refused, outputs, gradients and state
 
 
 def inverses(x):
@@ -212,6 +214,23 @@ def test_late_samples_that_act_on_all_are_seen(function):
 
     with pytest.raises((ArgumentError, TraceError), match=r"put together|samples"):
         fxpipe.trace(Between(function), (EXAMPLE,), chunks=4)
+
+
+@pytest.mark.parametrize("size", [lambda x: x.shape[0], len])
+def test_tables_that_only_more_samples_fill_hold_no_fake_tensors(size):
+    tables = {}
+
+    def scaled(x):
+        if size(x) > 6:
+            if "scale" not in tables:
+                tables["scale"] = torch.full((6,), 3.0)
+            x = x * tables["scale"]
+        return x
+
+    model = Calling(scaled)
+    with contextlib.suppress(TraceError, ArgumentError):
+        fxpipe.trace(model, (EXAMPLE,), chunks=6)
+    assert type(model(EXAMPLE)) is torch.Tensor
 
 
 def test_mean_that_depends_on_late_samples():
