@@ -2,7 +2,8 @@
 
 State from before the move (from steps without the pipe, `load_state_dict`, or the constructor, as of `Adagrad`) is on
 the old devices. torch does not list the optimizers of a parameter, so a hook for all optimizers moves the state before
-the first step after a move. The hook exists from the first move until the pipe is closed or the model is freed.
+the first step after a move. The hook exists from the first move until the pipe is closed or the model is freed. The
+pipe calls `follow` before overlapped updates and streams, which update stages before `step` is called.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class OptimizerStateMover:
         named = () if model is None else model.named_parameters(remove_duplicate=False)
         return {id(p): (p, self._devices_before[name]) for name, p in named if name in self._devices_before}
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def follow(self, optimizer: Any) -> None:
+        """Moves the state of an optimizer to the current devices of its parameters, before it updates them."""
         if optimizer in self._seen:
             return
         self._seen.add(optimizer)
@@ -60,6 +62,9 @@ class OptimizerStateMover:
                     for key, value in state.items():
                         if key != "step" or is_step_on_device:
                             state[key] = _follow(value, before, parameter.device)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.follow(optimizer)
 
 
 def _follow(value: Any, before: set[torch.device], device: torch.device) -> Any:

@@ -301,6 +301,8 @@ class PipelineState(GraphFinder):
     def parameters_by_stage(self, optimizer: StagewiseOptimizer) -> dict[int, list[torch.Tensor]]:
         """Groups an optimizer's parameters by the stage that updates them, in order of the stages.
 
+        Called before updates begin: the optimizer's state follows parameters that the pipe has moved.
+
         Raises:
             StateError: the optimizer cannot be stepped stage by stage.
         """
@@ -309,6 +311,7 @@ class PipelineState(GraphFinder):
             groups.setdefault(self.stage_of_parameter(parameter), []).append(parameter)
         parameters = dict(sorted(groups.items()))
         optimizer.check_parts([*parameters.values()])
+        self.optimizer_states.follow(optimizer)
         return parameters
 
     def stage_of_parameter(self, parameter: torch.Tensor) -> int:

@@ -50,7 +50,11 @@ def _assert_equal_training(plain, want, pipe, have, steps=3):
         x, t = _batch()
         _plain_step(plain, want, x, t)
         _pipe_step(pipe, have, x, t)
-    for (name, one), other in zip(plain.named_parameters(), pipe.model.parameters(), strict=True):
+    _assert_equal(plain, want, pipe.model, have)
+
+
+def _assert_equal(plain, want, model, have):
+    for (name, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(other.detach().cpu(), one.detach(), msg=name)
         assert other.device.type == "sim" or "cpu" in DEVICES
         for key, value in want.state[one].items():
@@ -70,6 +74,36 @@ def test_an_optimizer_that_has_stepped_before_the_pipe_goes_on(kind, is_planned_
     example = {"example_args": _batch()[:1]} if is_planned_first else {}
     with closing(fxpipe.pipeline(model, DEVICES, 3, **example)) as pipe:
         _assert_equal_training(plain, want, pipe, have)
+
+
+STEPS = {
+    "overlap": ("1f1b", lambda pipe, x, t, **how: pipe.forward_backward(x, target=t, **how)),
+    "micro-batches": (
+        "1f1b",
+        lambda pipe, x, t, **how: pipe.forward_backward(micro_batches=zip(x.chunk(3), t.chunk(3), strict=True), **how),
+    ),
+    "a stream": ("pipedream", lambda pipe, x, t, **how: [*pipe.train_stream([(x, t)], **how)]),
+}
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adagrad"])
+@pytest.mark.parametrize("step", STEPS)
+def test_state_from_before_follows_where_stages_are_updated_before_a_step_ends(step, kind):
+    """The first step plans, moves the parameters, and updates them before `optimizer.step` is called."""
+    plain = _model()
+    want = KINDS[kind](plain.parameters())
+    if kind != "Adagrad":
+        _plain_step(plain, want, *_batch())
+    model, (schedule, run) = copy.deepcopy(plain), STEPS[step]
+    options = {name: want.defaults[name] for name in ("lr", "momentum") if name in want.defaults}
+    with closing(fxpipe.pipeline(model, DEVICES, 1, schedule=schedule)) as pipe:
+        have = fxpipe.optim.StageOptimizer(pipe, type(want), overlap=schedule == "1f1b", **options)
+        have.load_state_dict(copy.deepcopy(want.state_dict()))
+        for _ in range(2):
+            x, t = _batch()
+            _plain_step(plain, want, x, t)
+            run(pipe, x, t, loss_fn=F.mse_loss, optimizer=have)
+    _assert_equal(plain, want, model, have)
 
 
 def test_a_checkpoint_that_is_loaded_into_a_running_pipe_goes_on():
