@@ -85,8 +85,9 @@ class StageOptimizer(torch.optim.Optimizer, StagewiseOptimizer):
 
     optimizer_class: type[torch.optim.Optimizer]
     _written: list[_WrittenOptions]  # by each part of a step
+    _itself: weakref.ref[StageOptimizer]  # shared with the parts that step
     _rival: str | None = None  # the class of another optimizer that steps the same parameters
-    _is_updated = _has_stepped = _has_warned = False
+    _is_updated = _has_stepped = _has_warned = _is_of_stream = False
     _tried: frozenset[Any] = frozenset()  # sizes of stages and types of options for which a trial has passed
 
     def __new__(cls, pipe: Any, optimizer_class: Any, **kwargs: Any) -> StageOptimizer:
@@ -111,7 +112,16 @@ class StageOptimizer(torch.optim.Optimizer, StagewiseOptimizer):
         super().__init__(make_parameter_groups(param_groups, _named_parameters(pipe)), **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group. "params" are parameters of the pipe or, as for `StageOptimizer`, names and patterns."""
+        """Adds a group. "params" are parameters of the pipe or, as for `StageOptimizer`, names and patterns.
+
+        Raises:
+            StateError: a stream is open, whose stages train the parameters of its start.
+        """
+        if self._is_of_stream and self.pipe._fxpipe.engine.is_streaming:
+            raise StateError(
+                "add_param_group in the middle of a stream (train_stream), which trains the parameters that the "
+                "optimizer had at its start: let the stream end, or close it (stream.close()), and then add the group"
+            )
         taken, held = {id(p) for p in self.parameters()}, {id(p) for p in self.pipe.parameters()}
         super().add_param_group(resolve_group(param_group, _named_parameters(self.pipe), taken, held))
 
@@ -153,6 +163,7 @@ class StageOptimizer(torch.optim.Optimizer, StagewiseOptimizer):
                     f"step; {where} stages are updated at different times: remove the hooks, or train with "
                     "forward_backward without overlap=True"
                 )
+        self._is_of_stream = in_stream
         self._begin()
 
     def _begin(self) -> None:
@@ -219,9 +230,15 @@ class StageOptimizer(torch.optim.Optimizer, StagewiseOptimizer):
             options[name] = values[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns torch's `state_dict`, with the state in the order of parameters, not of the stages' updates."""
+        """Returns torch's `state_dict`, with the state in the order of parameters, not of the stages' updates.
+
+        The class, and hooks of `state_dict`, may return another form, which stays as it is.
+        """
         result: dict[str, Any] = super().state_dict()
-        entries = sorted(result["state"].items(), key=lambda entry: entry[0] if isinstance(entry[0], int) else math.inf)
+        state = result.get("state") if isinstance(result, dict) else None
+        if not isinstance(state, dict):
+            return result
+        entries = sorted(state.items(), key=lambda entry: entry[0] if isinstance(entry[0], int) else math.inf)
         return {**result, "state": dict(entries)}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -242,13 +259,13 @@ def _stage_class(optimizer_class: Any) -> type[StageOptimizer]:
 def _blank_optimizer(optimizer_class: Any) -> StageOptimizer:
     """Creates an uninitialized optimizer, which notices when another optimizer steps parameters that it has stepped."""
     optimizer = object.__new__(_stage_class(optimizer_class))
-    known = weakref.ref(optimizer)
+    optimizer._itself = known = weakref.ref(optimizer)
 
     def before_step(other: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         ours = known()
         if ours is None or ours is other or ours._rival is not None or not ours._has_stepped:
             return
-        if other.__dict__.get("_written") is not ours._written:  # equal for a part of ours, whose class calls super()
+        if other.__dict__.get("_itself") is not known:  # equal for a part of ours, whose class calls super().step
             own = {id(parameter) for parameter in ours.parameters()}
             if any(id(parameter) in own for group in other.param_groups for parameter in group["params"]):
                 ours._rival = type(other).__name__

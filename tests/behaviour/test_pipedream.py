@@ -6,6 +6,8 @@ import contextlib
 import copy
 import subprocess
 import sys
+import threading
+import warnings
 
 import pytest
 import torch
@@ -401,6 +403,26 @@ def test_what_looks_for_gradients_in_the_middle_of_a_stream_is_told_that_there_a
         READERS[reader](pipe)
 
 
+def test_the_error_says_what_there_is_in_place_of_clipping(shared):
+    with shared(2) as pipe:
+        stream = pipe.train_stream(batches(60), loss_fn=F.mse_loss, optimizer=sgd(pipe))
+        with pytest.raises(StateError, match=r"no time at which .* all stages .* needs forward_backward"):  # noqa: PT012
+            for _ in stream:
+                nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)
+        stream.close()
+        assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
+def test_what_the_optimizer_does_not_hold_keeps_its_gradients(shared):
+    with shared(2) as pipe:
+        before = pipe.get_parameter("0.linear.bias").clone()
+        optimizer = sgd(pipe, param_groups=lambda name, p: None if name == "0.linear.bias" else {})
+        train(pipe, batches(4), optimizer)
+        assert torch.equal(pipe.get_parameter("0.linear.bias"), before)
+        assert pipe.get_parameter("0.linear.bias").grad is not None
+        assert pipe.get_parameter("0.linear.weight").grad is None
+
+
 def test_weights_and_state_can_be_looked_at_in_the_middle_of_a_stream(shared):
     with shared(2) as pipe:
         optimizer = sgd(pipe)
@@ -449,7 +471,62 @@ def test_gradients_of_a_mini_batch_that_was_dropped_do_not_count_in_the_next_str
         assert_same(pipe, plain)
 
 
+class Waiting(torch.optim.SGD):
+    """Begins its second step of the last block when the first loss has been collected."""
+
+    def __init__(self, params, last=None, collected=None, **options):
+        super().__init__(params, **options)
+        self.last, self.collected, self.steps = last, collected, []
+
+    def step(self, closure=None):
+        if any(parameter is self.last for group in self.param_groups for parameter in group["params"]):
+            self.steps.append(1)
+            assert len(self.steps) != 2 or self.collected.wait(20)
+        super().step()
+
+
+def test_a_stage_that_steps_while_a_loss_is_collected_is_no_other_optimizer(shared):
+    """The step of torch's class runs the hooks for all optimizers, which look for others on the same parameters."""
+    torch.optim.SGD([torch.ones(1)])  # from the first instance on, the class has hooks
+    with shared(2) as pipe, warnings.catch_warnings(action="error"):
+        collected = threading.Event()
+        optimizer = StageOptimizer(pipe, Waiting, last=pipe.get_parameter("1.linear.bias"), collected=collected, lr=0.1)
+        for _ in pipe.train_stream(batches(4), loss_fn=F.mse_loss, optimizer=optimizer):
+            collected.set()
+        assert len(optimizer.steps) == 4
+        train(pipe, batches(2), optimizer)
+
+
 # -- Refused -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_is_added_between_streams_and_not_in_one(shared):
+    plain, data = blocks(2), batches(9)
+
+    def delayed_sgd(rate):
+        of_first = plain[0].linear.weight
+        train_delayed(
+            [*plain],
+            data,
+            F.mse_loss,
+            lambda p: torch.optim.SGD(p, lr=0.1 if p[0] is of_first else rate),
+            RULES["stashing"],
+        )
+
+    with shared(2) as pipe:
+        optimizer = StageOptimizer(
+            pipe, torch.optim.SGD, lr=0.1, param_groups=[{"params": [*pipe.model[0].parameters()]}]
+        )
+        for _ in pipe.train_stream(data, loss_fn=F.mse_loss, optimizer=optimizer):
+            with pytest.raises(StateError, match=r"add_param_group in the middle of a stream.*stream\.close"):
+                optimizer.add_param_group({"params": "1.*"})
+            StageOptimizer(pipe, torch.optim.SGD, lr=0.1)
+        delayed_sgd(rate=0.0)
+        pipe.zero_grad()
+        optimizer.add_param_group({"params": "1.*", "lr": 0.2})
+        train(pipe, data, optimizer)
+        delayed_sgd(rate=0.2)
+        assert_same(pipe, plain)
 
 
 def test_the_pipe_cannot_be_called_in_the_middle_of_a_stream(shared):

@@ -372,6 +372,34 @@ def test_a_grad_scaler_unscales_it_and_skips_steps_with_infinite_gradients(kind)
         assert_same_training(plain, want, model, have, loose=True)
 
 
+def test_a_closure_returns_the_loss():
+    plain, want, model = both()
+    with piped(model) as pipe:
+        have = stage_optimizer(pipe)
+        x, t = batches(1)[0]
+        losses = [
+            optimizer.step(lambda model=model, backward=backward: backward(model, x, t))
+            for optimizer, model, backward in ((want, plain, plain_backward), (have, pipe, pipe_backward))
+        ]
+        assert losses[0] == losses[1]
+        assert_same_training(plain, want, model, have)
+
+
+class Packed(torch.optim.SGD):
+    def state_dict(self):
+        return [super().state_dict(), "more"]
+
+
+@pytest.mark.parametrize("form", ["of the class", "of a hook"])
+def test_a_state_dict_may_have_a_form_of_its_own(shared_pipe, form):
+    have = StageOptimizer(shared_pipe, Packed if form == "of the class" else torch.optim.SGD, lr=0.1)
+    if form == "of the class":
+        assert have.state_dict()[1] == "more"
+    else:
+        have.register_state_dict_post_hook(lambda optimizer, state: {"lr": state["param_groups"][0]["lr"]})
+        assert have.state_dict() == {"lr": 0.1}
+
+
 def test_it_is_copied_and_pickled_together_with_its_pipe():
     plain, want, model = both()
     with piped(model) as pipe:
