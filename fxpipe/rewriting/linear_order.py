@@ -21,9 +21,10 @@ it. So everything runs as late as possible, next to its use, unless its inputs a
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from heapq import heappop, heappush
 from itertools import accumulate
 
 
@@ -85,31 +86,48 @@ def _order_by(rule: _Rule, items: Items, order: Sequence[int]) -> tuple[int, ...
     """Builds an order from the end by one rule."""
     place = {item: at for at, item in enumerate(order)}
     before: list[list[int]] = [[] for _ in order]
-    reads: list[list[ItemValue]] = [[] for _ in order]
-    made_bytes = [0] * len(order)
     for item, later in enumerate(items.after):
         for other in later:
             before[other].append(item)
-    for value in items.values:
-        made_bytes[value.maker] += value.bytes
+    reads: list[list[int]] = [[] for _ in order]  # by item: indices of values
+    grown = [0] * len(order)  # by item: the bytes that become alive before it, minus the bytes that it makes
+    for index, value in enumerate(items.values):
+        grown[value.maker] -= value.bytes
         for user in value.users:
-            reads[user].append(value)
+            reads[user].append(index)
+            grown[user] += 0 if value.is_output else value.bytes
+    is_alive = [value.is_output for value in items.values]
     unplaced_users = list(map(len, items.after))
-    alive = {value for value in items.values if value.is_output}
-    ready = {item: 0 for item in order if not unplaced_users[item]}  # item -> the step at which it became ready
+    since: dict[int, int] = {}  # ready item -> the step at which it became ready
+    # The key of a ready item only falls, as its inputs become alive. So its first entry in the heap is the valid one.
+    heap: list[tuple[tuple[float, ...], int]] = []
 
-    def key(item: int) -> tuple[float, ...]:
-        grown = sum(value.bytes for value in reads[item] if value not in alive) - made_bytes[item]
-        return rule(grown, items.weights[item], -ready[item], place[item])
+    def push(item: int) -> None:
+        heappush(heap, (rule(grown[item], items.weights[item], -since[item], place[item]), item))
 
     backwards: list[int] = []
-    while ready:
-        item = min(ready, key=key)
-        del ready[item]
+
+    def make_ready(candidates: Iterable[int]) -> None:
+        for item in candidates:
+            if not unplaced_users[item]:
+                since[item] = len(backwards)
+                push(item)
+
+    make_ready(order)
+    while heap:
+        _, item = heappop(heap)
+        if since.pop(item, None) is None:
+            continue  # an older entry of a placed item
         backwards.append(item)
-        alive.update(reads[item])
+        for index in reads[item]:
+            if not is_alive[index]:
+                is_alive[index] = True
+                value = items.values[index]
+                for user in value.users:
+                    grown[user] -= value.bytes
+                    if user in since:
+                        push(user)
         for other in before[item]:
             unplaced_users[other] -= 1
-            if not unplaced_users[other]:
-                ready[other] = len(backwards)
+        make_ready(before[item])
     return tuple(reversed(backwards))

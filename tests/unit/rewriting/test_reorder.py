@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -59,6 +60,31 @@ def test_branches_in_turns_run_one_after_another():
 def test_what_several_use_goes_to_the_first_of_them():
     row = "mask x1 x2:x1 x3:x2 x4:x3,mask x5:x4 x6:x5,mask x7:x6"
     assert names_in_order(row) == "x1 x2 x3 mask x4 x5 x6 x7"
+
+
+def parallel_branches(count: int) -> Items:
+    """One root, branches of three items, and one item that joins them."""
+    branches = [f"{k}a:root {k}b:{k}a {k}c:{k}b" for k in range(count)]
+    return items(" ".join(["root", *branches, "join:" + ",".join(f"{k}c" for k in range(count))]))
+
+
+def test_calls_grow_with_the_number_of_branches_and_not_with_its_square():
+    def calls(count: int) -> int:
+        given, seen = parallel_branches(count), 0
+
+        def record(_frame: object, event: str, _argument: object) -> None:
+            nonlocal seen
+            seen += event in ("call", "c_call")
+
+        before = sys.getprofile()
+        sys.setprofile(record)
+        try:
+            arrange_items(given)
+        finally:
+            sys.setprofile(before)
+        return seen
+
+    assert calls(32) < 2.2 * calls(16)
 
 
 @st.composite
