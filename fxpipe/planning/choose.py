@@ -242,6 +242,8 @@ def _with_settings(problem: CutProblem, settings: Settings, words: str) -> Remed
 
 # -- Memory shared by several stages: on one worker, or on workers that share a device -------------------------------
 
+SHARING_ROUNDS = 6  # in the first, each stage may use all of the memory
+
 CutSolver = Callable[[Sequence[StageSite]], OptimalCut]
 
 
@@ -250,8 +252,8 @@ def share_memory(
 ) -> tuple[OptimalCut, tuple[StageSite, ...]]:
     """Finds a cut that fits into memory, and the share of memory of each stage.
 
-    Even shares suffice for most cuts. Otherwise each stage may use all of the memory, and the cut is accepted if its
-    stages fit together.
+    Even shares suffice for most cuts. Otherwise each stage may first use all of the memory, and then, in each round,
+    its share of it by what the stages of the last cut need. The first cut whose stages fit together is accepted.
 
     Args:
         sites: for each stage, with an even share of the memory.
@@ -268,18 +270,18 @@ def share_memory(
     with contextlib.suppress(MemoryLimitError):
         return solve(sites), tuple(sites)
     wholes = _pool_sums([site.memory for site in sites], pools)
+    shares = wholes
     with contextlib.suppress(MemoryLimitError):
-        cut = solve([replace(site, memory=whole) for site, whole in zip(sites, wholes, strict=True)])
-        needs = [load.memory for load in cut.loads]
-        rows = [
-            (site, whole, need, together or 0.0)
-            for site, whole, need, together in zip(sites, wholes, needs, _pool_sums(needs, pools), strict=True)
-        ]
-        if all(whole is None or together <= whole for _, whole, _, together in rows):
-            return cut, tuple(
-                replace(site, memory=None if whole is None or not together else whole * need / together)
-                for site, whole, need, together in rows
-            )
+        for _ in range(SHARING_ROUNDS):
+            cut = solve([replace(site, memory=share) for site, share in zip(sites, shares, strict=True)])
+            needs = [load.memory for load in cut.loads]
+            sums = [together or 0.0 for together in _pool_sums(needs, pools)]
+            shares = [
+                None if whole is None or not together else whole * need / together
+                for whole, need, together in zip(wholes, needs, sums, strict=True)
+            ]
+            if all(whole is None or together <= whole for whole, together in zip(wholes, sums, strict=True)):
+                return cut, tuple(replace(site, memory=share) for site, share in zip(sites, shares, strict=True))
     try:
         return explain(sites), tuple(sites)
     except MemoryLimitError as error:
