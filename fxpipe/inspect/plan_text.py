@@ -131,11 +131,11 @@ def plan_text(plan: PlanData) -> str:
     return "\n\n".join([*blocks, *lists, _totals(plan, figures)])
 
 
-def plan_headline(plan: PlanData) -> str:
+def plan_headline(plan: PlanData, *, always_counts_devices: bool = False) -> str:
     """Formats `3 stages on 2 devices, 4 micro-batches of at most 16 samples, s=128`."""
     most = "" if plan.micro_batches == 1 else "at most "
     rows = len(plan.row_devices)
-    devices = f" on {count_text(rows, 'device')}" if rows != len(plan.stages) else ""
+    devices = f" on {count_text(rows, 'device')}" if always_counts_devices or rows != len(plan.stages) else ""
     sizes = "".join(f", {one.name}={one.size}" for one in plan.sizes)
     micro_batches = f"{count_text(plan.micro_batches, 'micro-batch', 'es')} of {most}"
     return (
@@ -309,4 +309,4 @@ def plan_html(plan: PlanData) -> str:
         table, left_out = portals_table(plan.portals, MAX_TEXT_PORTALS)
         body = table.for_notebook() + (notebook_note(left_out) if left_out else "")
         parts.append(f"<details><summary>{summary}</summary>{body}</details>")
-    return notebook_view(plan_headline(plan), facts, *parts)
+    return notebook_view(plan_headline(plan, always_counts_devices=True), facts, *parts)

@@ -60,6 +60,7 @@ def test_a_plan_is_its_tables():
     plan = replace(plan, portals=(replace(plan.portals[0], name=EVIL, bytes=2**40), *plan.portals[1:]))
     page = checked(plan._repr_html_())
     assert page.tags.count("tr") == 1 + 3 + 1 + 20
+    assert page.text.startswith("3 stages on 3 devices, ")
     assert EVIL in page.text
     assert "and 5 smaller portals" in page.text
     for stage in plan.stages:
