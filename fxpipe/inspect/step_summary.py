@@ -147,8 +147,13 @@ class Outcome:
     run: StepSummary | None = None  # None: no such step
     plan: Plan | None = None
     speedup: float | None = None  # over one device; None: not known
-    over_bytes: float = 0.0  # for the device or stage furthest over its limit
+    lacks: float = 0.0  # if no plan fits: bytes that the nearest one is over the limit
     problem: str = ""  # why there is no step, if memory is not the reason
+
+    @property
+    def over_bytes(self) -> float:
+        """The bytes over the limit, of the device or stage furthest over it; 0 if it fits."""
+        return self.lacks if self.run is None else self.run.over_bytes
 
     @property
     def fits(self) -> bool:
@@ -164,7 +169,7 @@ def schedule_outcomes(plan: Plan) -> tuple[Outcome, ...]:
         short_name = name.partition(":")[0]  # without a user's table
         try:
             run = summarize_schedule(plan, name)
-            outcomes.append(Outcome(short_name, len(plan.row_devices), run, plan, over_bytes=run.over_bytes))
+            outcomes.append(Outcome(short_name, len(plan.row_devices), run, plan))
         except FxpipeError as error:
             problem = _short_problem(name, str(error))
             outcomes.append(Outcome(short_name, len(plan.row_devices), problem=problem))
@@ -250,7 +255,7 @@ def summaries_text(runs: Sequence[StepSummary]) -> str:
     head = f"these stages in other schedules, {count_text(runs[0].micro_batches, 'micro-batch', 'es')}"
     if counts := {run.micro_batches for run in runs[1:]} - {runs[0].micro_batches}:
         head += f"; beside the stream steps with their updates, {count_text(max(counts), 'micro-batch', 'es')}"
-    return f"{head}\n\n{schedules_table([Outcome(run.schedule, 0, run, over_bytes=run.over_bytes) for run in runs])}"
+    return f"{head}\n\n{schedules_table([Outcome(run.schedule, 0, run) for run in runs])}"
 
 
 MAX_DEVICE_ROWS = 16  # shows the devices closest to their limits

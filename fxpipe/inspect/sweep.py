@@ -76,7 +76,7 @@ def _rows_of_count(
                 plans.setdefault(placement, plan)
                 row = outcome_of(count, schedule, plan)
             except MemoryLimitError as error:
-                row = row or Outcome(schedule, count, over_bytes=error.over, problem="" if error.over else error.brief)
+                row = row or Outcome(schedule, count, lacks=error.over, problem="" if error.over else error.brief)
             except FxpipeError as error:
                 row = Outcome(schedule, count, problem=" ".join(str(error).split()))
         rows.append(row)
@@ -90,7 +90,7 @@ def outcome_of(count: int, schedule: str, plan: Plan) -> Outcome:
         run = summarize_step(fxpipe.simulate(plan, schedule=schedule), plan)
     except FxpipeError as error:  # the schedule does not allow the plan's placement
         return Outcome(schedule, count, problem=" ".join(str(error).split()))
-    return Outcome(schedule, count, run, plan, over_bytes=run.over_bytes)
+    return Outcome(schedule, count, run, plan)
 
 
 def sweep_table(rows: Sequence[Outcome]) -> Table[Outcome]:

@@ -18,7 +18,14 @@ from fxpipe.hardware import HARDWARE
 from fxpipe.inspect import json_document as documents
 from fxpipe.inspect.cli import main
 from fxpipe.inspect.cli_options import first_devices, most_devices
-from fxpipe.inspect.step_summary import compare_schedules, device_text, step_text, summaries_text, summarize_step
+from fxpipe.inspect.step_summary import (
+    Outcome,
+    compare_schedules,
+    device_text,
+    step_text,
+    summaries_text,
+    summarize_step,
+)
 from fxpipe.inspect.sweep import sweep_devices, sweep_text
 from fxpipe.planning.options.stage_placement import TRAINING_SCHEDULES
 from fxpipe.planning.plans import Plan
@@ -67,6 +74,8 @@ def test_the_device_that_is_closest_to_its_limit_is_told() -> None:
     run = summarize_step(simulation, plan)
     peak = simulation.memory[2].peak
     assert (run.device, run.limit_bytes, run.over_bytes) == (2, 20 * MIB, round(peak) - 20 * MIB)
+    outcome = Outcome("1f1b", 3, run)
+    assert (outcome.over_bytes, outcome.fits) == (run.over_bytes, False)
     text = step_text(simulation, plan)
     assert "- takes most memory on device 2: " in text
     assert "of 20.0 MiB, over by" in text
