@@ -213,6 +213,12 @@ def test_nothing_that_was_tried_would_fit() -> None:
     assert message.endswith("Nothing that was tried would fit: the model needs devices with more memory.")
 
 
+def test_what_is_refused_can_be_caught_as_what_it_is() -> None:
+    for error in (fxpipe.errors.PartitionError, fxpipe.errors.FxpipeError, ValueError):
+        with pytest.raises(error, match="fits into memory"):
+            planned(memory_limit="1KiB")
+
+
 # -- limits beside what is said by hand --------------------------------------------------------------------------------
 
 
@@ -265,6 +271,24 @@ def test_pins_and_a_limit() -> None:
     assert_within(plan)
     assert (plan.balance, plan.placement) == ("optimal", (1, 0, 1))
     assert [stage.memory_limit for stage in plan.stages] == [limit // 2, limit, limit // 2]  # two of them share one
+
+
+def test_marks_and_a_limit() -> None:
+    class Marked(Deep):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for k, layer in enumerate(self.layers):
+                if k == 2:
+                    fxpipe.cut()
+                x = torch.tanh(layer(x)).sin() * 2
+            return x
+
+    options: dict[str, Any] = {"example_args": (rows(),), "chunks": CHUNKS}
+    profile = fxpipe.profile(fxpipe.trace(Marked(), (rows(),), chunks=CHUNKS), (rows(),), micro_batch=2, hardware="cpu")
+    free = fxpipe.plan(Marked(), 3, profile=profile, **options)
+    plan = fxpipe.plan(Marked(), 3, profile=profile, memory_limit=int(0.8 * max(needs(free))), **options)
+    assert_within(plan)
+    assert "layers_2" in {stage.nodes[0] for stage in plan.stages}
+    assert "always" in plan.modes
 
 
 @pytest.mark.parametrize(
@@ -349,7 +373,7 @@ def test_stages_get_shares_of_memory_by_their_needs() -> None:
     assert sites[1].memory + sites[3].memory == pytest.approx(memory)
 
 
-@pytest.mark.parametrize("stages", [4])
+@pytest.mark.parametrize("stages", [4, 6])
 def test_a_device_is_never_promised_twice(stages: int) -> None:
     """From where all fits easily down to where nothing does: stages of a worker fit into its memory together."""
     free = planned(stages, stages_per_device=2)
@@ -361,6 +385,20 @@ def test_a_device_is_never_promised_twice(stages: int) -> None:
             assert max(of_each_worker(plan, needs(plan))) <= share * largest
             fitted += 1
     assert 0 < fitted < 6
+
+
+def test_chunks_are_halved_down_to_one_sample_and_no_further() -> None:
+    """7 samples: micro-batches of 4, 2, 1."""
+    x = torch.randn(7, 4, 8)
+    options: dict[str, Any] = {"example_args": (x,), "profile": deep_profile(), "checkpoint": "always"}
+    whole = fxpipe.plan(Deep(), 1, chunks=2, **options)
+    assert whole.micro_batch == 4
+    limit = int(whole.memory(0, b=1))
+    with pytest.raises(MemoryLimitError, match=r"use chunks=8 \(micro-batches of 1\)"):
+        fxpipe.plan(Deep(), 1, chunks=2, memory_limit=limit, **options)
+    plan = fxpipe.plan(Deep(), 1, chunks=8, memory_limit=limit, **options)
+    assert plan.micro_batch == 1
+    assert_within(plan)
 
 
 def test_no_more_devices_are_tried_than_a_node_without_a_network_has() -> None:
