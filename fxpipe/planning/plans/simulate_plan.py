@@ -52,8 +52,7 @@ def simulate(
         fxpipe.simulate(plan, data_parallel=4, batch=512)   # four replicas, each with a quarter of the mini-batch
 
     The plan keeps its stages and their devices. For other micro-batches, checkpoint modes or hardware another cut may
-    be
-    better: `fxpipe.plan` finds it.
+    be better: `fxpipe.plan` finds it.
 
     Args:
         plan: made for a model, or loaded from a file. It provides the defaults of the arguments below.
