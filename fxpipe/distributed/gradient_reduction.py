@@ -19,6 +19,7 @@ import torch
 from fxpipe._torch.process_groups import ProcessGroupGloo
 from fxpipe.distributed.connection import lost_connection
 from fxpipe.distributed.device_sums import WAITED_FOR, DeviceSums
+from fxpipe.errors import InternalError
 
 StageParameter = tuple[str, int]  # parameter name, stage that uses it
 BUCKET_BYTES = 25 * 2**20  # as in DistributedDataParallel
@@ -86,22 +87,30 @@ class GradientReduction:
         self._begun.clear()
 
     def give(self, key: StageParameter, gradient: torch.Tensor) -> None:
-        """Adds the gradient of one parameter in one stage; sends its bucket when it is full."""
+        """Adds the gradient of one parameter in one stage; sends its bucket when it is full.
+
+        It is summed in the dtype of the parameter, as on replicas where the parameter has no gradient.
+        """
         self.completed.add(key)
         earlier = self._unsynced.get(key)
-        gradient = (gradient if earlier is None else gradient + earlier).to(self._device)
+        shape, dtype, _ = self._like[key]
+        if gradient.shape != shape:
+            raise InternalError(f"the gradient of {key} has shape {(*gradient.shape,)} and not shape {(*shape,)}")
+        gradient = (gradient if earlier is None else gradient + earlier).to(self._device, dtype)
         if self._sums is not None:
             self._sums.take(gradient)
         self._gradients[key] = gradient
         self._missing[self._bucket_of[key]] -= 1
         while len(self._begun) < len(self._buckets) and not self._missing[len(self._begun)]:
-            _or_lost(self._send_next)
+            self._send_next()
 
     def _send_next(self) -> None:
         with self._on_stream():
             memory = torch.cat([self._gradients.pop(key).reshape(-1) for key in self._buckets[len(self._begun)]])
-            work = self._group.allreduce([memory]) if self._sums is None else self._sums.sum(memory)
-            self._begun.append((work, memory))
+            self._begun.append((_or_lost(lambda: self._all_reduce(memory)), memory))
+
+    def _all_reduce(self, memory: torch.Tensor) -> Any:
+        return self._group.allreduce([memory]) if self._sums is None else self._sums.sum(memory)
 
     def give_rest(self, gradients: Mapping[StageParameter, torch.Tensor]) -> None:
         """Adds the remaining gradients, and zeros for the missing ones."""
@@ -115,8 +124,8 @@ class GradientReduction:
         gradients: dict[StageParameter, torch.Tensor] = {}
         with self._on_stream():
             for bucket in self._buckets:
-                _or_lost(self._wait_for_first)
-                _, memory = self._begun.pop(0)
+                work, memory = self._begun.pop(0)
+                _or_lost(work.wait)
                 parts = memory.split([self._like[key][0].numel() for key in bucket])
                 for key, part in zip(bucket, parts, strict=True):
                     shape, _, device = self._like[key]
@@ -125,17 +134,12 @@ class GradientReduction:
             self._sums.settle(gradients.values())
         return {key: gradients[key] for key in self._like}
 
-    def _wait_for_first(self) -> None:
-        self._begun[0][0].wait()
 
-
-def _or_lost(function: Callable[[], object]) -> None:
-    failure = None
+def _or_lost(function: Callable[[], Any]) -> Any:
     try:
-        function()
+        return function()
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
         failure = lost_connection(WAITED_FOR, error)
-    if failure is not None:  # raised out here: with torch's error as its context it would keep the connections open
-        raise failure
+    raise failure  # out here: with torch's error as its context it would keep the connections open

@@ -14,6 +14,7 @@ import fxpipe
 from fxpipe._torch.process_groups import ProcessGroupGloo
 from fxpipe.distributed import gradient_reduction
 from fxpipe.distributed.gradient_reduction import GradientReduction, buckets_of
+from fxpipe.errors import InternalError
 from fxpipe.runtime.step import Step
 
 
@@ -98,3 +99,22 @@ def test_sums_are_those_of_all_replicas_in_the_shapes_of_the_parameters(monkeypa
         assert torch.equal(sums["b", 1], torch.full((4,), 5.0))
         assert torch.equal(sums["a", 0], torch.zeros(2, 3))
         assert torch.equal(sums["a", 1], 2 * torch.arange(6.0).reshape(3, 2).t())
+
+
+def test_gradients_are_summed_in_the_dtype_of_their_parameter():
+    group = ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=30))
+    reduction = GradientReduction(group, {("a", 0): torch.ones(2), ("b", 0): torch.ones(2)})
+    reduction.begin()
+    reduction.give(("a", 0), torch.full((2,), 0.1, dtype=torch.float64))
+    reduction.give(("b", 0), torch.ones(2, dtype=torch.bfloat16))
+    sums = reduction.finish()
+    assert {gradient.dtype for gradient in sums.values()} == {torch.float32}
+    assert torch.equal(sums["a", 0], torch.full((2,), 0.1))
+
+
+def test_a_gradient_of_another_shape_is_not_a_lost_connection():
+    group = ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=30))
+    reduction = GradientReduction(group, {("a", 0): torch.ones(2, 3)})
+    reduction.begin()
+    with pytest.raises(InternalError, match=r"shape \(3, 2\) .* shape \(2, 3\)"):
+        reduction.give(("a", 0), torch.ones(3, 2))
