@@ -200,6 +200,11 @@ class Replicas:
         return self.group.replica_count
 
     def close(self) -> None:
+        """Resets what is equal on all replicas: when a step fails, some may have changed it and others not."""
+        self._unit = None
+        self._close_reduction()
+
+    def _close_reduction(self) -> None:
         if self._reduction is not None:
             self._reduction.close()
         self._reduction, self._reduced = None, ()
@@ -260,7 +265,7 @@ class Replicas:
         """Creates the reduction of these `reducible` parameters if it does not exist. All replicas call it."""
         reduced = (self.group.generation, their_digest)
         if self._reduced != reduced:
-            self.close()
+            self._close_reduction()
             self._reduction = GradientReduction(self.group.data_parallel_group(), parameters, self.group.device_sums)
             self._reduced = reduced
 

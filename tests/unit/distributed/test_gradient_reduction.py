@@ -1,5 +1,6 @@
 """Gradients go to the other replicas as soon as they are complete, and their sums are those of all replicas."""
 
+import copy
 import threading
 from datetime import timedelta
 
@@ -9,12 +10,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from helpers.rank_models import DENSE_CUTS, Dense
 from helpers.ranks import square_mesh
+from torch import nn
 
 import fxpipe
 from fxpipe._torch.process_groups import ProcessGroupGloo
-from fxpipe.distributed import gradient_reduction
+from fxpipe.distributed import gradient_reduction, rank_stream
 from fxpipe.distributed.gradient_reduction import GradientReduction, buckets_of
-from fxpipe.errors import InternalError
+from fxpipe.errors import DistributedError, InternalError
 from fxpipe.runtime.step import Step
 
 
@@ -118,3 +120,39 @@ def test_a_gradient_of_another_shape_is_not_a_lost_connection():
     reduction.begin()
     with pytest.raises(InternalError, match=r"shape \(3, 2\) .* shape \(2, 3\)"):
         reduction.give(("a", 0), torch.ones(3, 2))
+
+
+def failed_while_units_were_exchanged(mesh):
+    """Gradients after a stream in which replica 1 fails with the weights of a mini-batch that replica 0 has noted."""
+    torch.manual_seed(0)
+    mesh, model = square_mesh(), nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    replica, x = mesh["data"].get_local_rank(), torch.randn(12, 4)
+    own, plain = x.chunk(2)[replica], copy.deepcopy(model)
+
+    def loss_fn(y, t):
+        return ((y - t) ** 2).sum(), torch.tensor(1000.0 * y.numel())
+
+    total, weight = loss_fn(plain(x), x)
+    (total / weight).backward()
+    pipe = fxpipe.pipeline(
+        model, mesh["pipe"], 1, data_parallel=mesh["data"], schedule="pipedream", balance=["1"], example_args=(own,),
+        hardware="cpu", progress=False, check=False,
+    )  # fmt: skip
+    optimizer = fxpipe.optim.StageOptimizer(pipe, torch.optim.SGD, lr=0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        if replica == 1:
+            patch.setattr(rank_stream, "loss_of_union", interrupt)
+        with pytest.raises((KeyboardInterrupt, DistributedError)):
+            [*pipe.train_stream([(own, own)] * 3, loss_fn=loss_fn, optimizer=optimizer)]
+    pipe.forward_backward(own, target=own, loss_fn=loss_fn)
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+    return True
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_replicas_divide_by_the_same_weight_after_a_failure(four_ranks):
+    assert all(four_ranks.run(failed_while_units_were_exchanged))
