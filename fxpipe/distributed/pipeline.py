@@ -115,10 +115,8 @@ class DistributedPipeline(Pipeline):
                     "different processes; remove it (hook.remove()), or put it on a module inside"
                 )
             graph, inputs = state.agree("the pipe", [ModelCall(args, kwargs, ())])
-            settings = state.settings
-            count = settings.micro_batches(inputs.batch)
-            n, placement = len(settings.placement), settings.placement
-            schedule = make_schedule("inference", n, count, "never", placement)
+            placement = state.settings.placement
+            schedule = make_schedule("inference", len(placement), len(inputs.samples), "never", placement)
             return state.engine.call_ranks(graph, inputs, schedule, to_all=self._to_all)
 
     def _open_stream(self, *arguments: Any) -> TrainStream:

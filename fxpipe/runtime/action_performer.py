@@ -125,7 +125,8 @@ class ActionPerformer(ABC):
                 ):
                     self._timed(action, stream)
         except BaseException as error:
-            error.add_note(self.note_of_failure(action, error))
+            with contextlib.suppress(Exception):  # a failing note must not hide the failure
+                error.add_note(self.note_of_failure(action, error))
             self.fail(error)
             return
         self.pass_on(action)

@@ -1,6 +1,7 @@
 """A pipe over processes trains to the bits of a pipe in one process, whatever its stages hand each other."""
 
 import copy
+import warnings
 from functools import partial
 
 import pytest
@@ -416,3 +417,35 @@ def test_what_is_left_to_planning_is_decided_by_one_rank_for_all(two_ranks):
     again = two_ranks.run(planned, ours)
     assert [plan.placement for plan, _ in again] == [ours.placement] * 2
     assert [one for _, one in again] == pytest.approx([loss] * 2)
+
+
+class Calibrated(nn.Module):
+    """Changes a buffer in evaluation as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("center", torch.zeros(4))
+
+    def forward(self, x):
+        x = torch.tanh(self.a(x))
+        self.center.lerp_(x.detach().mean(0), 0.1)
+        return self.b(x - self.center)
+
+
+@torch.no_grad()
+def evaluate_calibrated(mesh):
+    model, x = Calibrated().eval(), torch.linspace(-1, 1, 24).reshape(6, 4)
+    plain = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Calibrated changes the buffer 'center' in evaluation")
+        pipe = fxpipe.pipeline(model, mesh, 3, example_args=(x,), balance=["a"], outputs="all", **QUICK)
+    for one in (x, x + 1):
+        torch.testing.assert_close(pipe(one), plain(one))
+    for name, buffer in pipe.named_buffers():
+        torch.testing.assert_close(buffer, plain.get_buffer(name))
+    return len([*pipe.buffers()])
+
+
+def test_an_evaluation_that_changes_a_buffer_runs_the_mini_batch_whole(two_ranks):
+    assert two_ranks.run(evaluate_calibrated) in ([1, 0], [0, 1])

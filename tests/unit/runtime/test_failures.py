@@ -19,6 +19,7 @@ from helpers import devices
 from torch import nn
 
 import fxpipe
+from fxpipe.runtime.step import Step
 from fxpipe.scheduling import make_schedule
 from fxpipe.scheduling.actions import ActionKind
 
@@ -449,6 +450,14 @@ def test_a_failure_that_only_a_recompute_has_says_so():
             _step(pipe)
         assert "recompute" in caught.value.__notes__[0]
         assert "went well before" in caught.value.__notes__[0]
+
+
+def test_a_note_that_fails_hides_no_failure(monkeypatch):
+    monkeypatch.setattr(Step, "note_of_failure", lambda *_: 1 / 0)
+    with _make(Model()) as pipe:
+        Bomb.arm(((ActionKind.FORWARD, 1, 1), Boom()))
+        with pytest.raises(Boom):
+            _step(pipe)
 
 
 @pytest.mark.parametrize("kind", [ActionKind.FORWARD, ActionKind.RECOMPUTE, ActionKind.BACKWARD])
