@@ -275,8 +275,17 @@ class Traced:
         return (*(None if how == "combined" else how for how in self.out_dims), *self.piece_dims)
 
     def fingerprint(self) -> str:
-        """Returns a hash of names, functions and arguments of all nodes, which is equal for two traces of one model."""
-        text = "\n".join(f"{n.op} {n.name} {_target_name(n.target)} {n.args} {n.kwargs}" for n in self.graph.nodes)
+        """Returns a hash of names, functions and arguments of all nodes, which is equal for two traces of one model.
+
+        Each `get_attr` node counts just before its first user: its place in the graph differs between passes.
+        """
+        nodes: dict[fx.Node, None] = {}
+        for node in self.graph.nodes:
+            if node.op != "get_attr":
+                nodes |= dict.fromkeys(source for source in node.all_input_nodes if source.op == "get_attr")
+                nodes[node] = None
+        nodes |= dict.fromkeys(self.graph.nodes)  # attributes without users
+        text = "\n".join(f"{n.op} {n.name} {_target_name(n.target)} {n.args} {n.kwargs}" for n in nodes)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def holds_at(self, size: int, lengths: Lengths | None = None) -> bool:

@@ -449,3 +449,42 @@ def evaluate_calibrated(mesh):
 
 def test_an_evaluation_that_changes_a_buffer_runs_the_mini_batch_whole(two_ranks):
     assert two_ranks.run(evaluate_calibrated) in ([1, 0], [0, 1])
+
+
+class Contrasted(nn.Module):
+    """Compares each sample with each other one; its output runs once for the mini-batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(2))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x, y):
+        u, v = F.normalize(self.a(x), dim=-1), F.normalize(self.b(y), dim=-1)
+        scores = u @ v.t() * self.scale.exp()
+        places = torch.arange(len(scores), device=scores.device)
+        return (F.cross_entropy(scores, places) + F.cross_entropy(scores.t(), places)) / 2
+
+
+def contrasted():
+    torch.manual_seed(0)
+    return Contrasted(), (torch.randn(8, 4), torch.randn(8, 4))
+
+
+def contrast(mesh):
+    model, given = contrasted()
+    pipe = fxpipe.pipeline(model, mesh, 1, example_args=given, **QUICK)
+    loss = pipe.forward_backward(*given)
+    return loss, {name: p.grad for name, p in pipe.named_parameters()}
+
+
+def test_a_loss_of_all_samples_trains_on_one_micro_batch(two_ranks):
+    model, given = contrasted()
+    loss = model(*given)
+    loss.backward()
+    (own, gradients), (other, more) = two_ranks.run(contrast)
+    torch.testing.assert_close(own, loss.detach())
+    assert other == own
+    assert {*gradients, *more} == {name for name, _ in model.named_parameters()}
+    for name, gradient in (gradients | more).items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad)
