@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -28,6 +28,7 @@ from fxpipe.planning.options.pipeline_options import Settings, check_replicas, m
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.tuning.auto_options import with_best_schedule
 from fxpipe.runtime import StepRecord
+from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.scheduling import Action, make_schedule
 from fxpipe.scheduling.streams import WeightPolicy
 from fxpipe.tracing.record.module_hooks import user_hooks_of
@@ -119,12 +120,21 @@ class DistributedPipeline(Pipeline):
             schedule = make_schedule("inference", len(placement), len(inputs.samples), "never", placement)
             return state.engine.call_ranks(graph, inputs, schedule, to_all=self._to_all)
 
-    def _open_stream(self, *arguments: Any) -> TrainStream:
+    def _open_stream(
+        self,
+        batches: Iterable[Any],
+        loss_fn: Callable[..., Any],
+        optimizer: StagewiseOptimizer,
+        reduction: str,
+        policy: WeightPolicy,
+        is_loss_given: bool,
+    ) -> TrainStream:
         self._check_replicas_are_equal()
-        *_, reduction, policy, _ = arguments
         fields = {"vertical_sync": str(policy is WeightPolicy.VERTICAL_SYNC), "reduction": reduction}
         check_agreement(self._state.group, fields, is_long=False)
-        return RankTrainStream(RankStreamLoop(self._state, *arguments))
+        return RankTrainStream(
+            RankStreamLoop(self._state, batches, loss_fn, optimizer, reduction, policy, is_loss_given)
+        )
 
     def _check_replicas_are_equal(self) -> None:
         """Raises `StateError` if a stream would update replicas with different gradients."""

@@ -252,20 +252,21 @@ class RankState(PipelineState):
         return RankInputs(graphs, job.samples, own, job.sizes, job.seed, known, job.is_handed_over)
 
     def _required(self, calls: Sequence[ModelCall] | None) -> Sequence[ModelCall]:
+        """Returns the calls that this rank needs. Raises `ArgumentError` if the caller has passed none."""
+        is_leader = self.group.rank == self.leader
         if calls is None:
-            stage, what = ("first", "inputs") if self.group.rank == self.leader else ("last", "target")
-            raise ArgumentError(
-                f"rank {self.group.rank} has the {stage} stage and needs the micro_batches, of which pipe.needs_{what} "
-                "tells, but was given none"
-            )
-        if self.group.rank == self.leader and not any(
+            missing = "micro_batches, but was given none"
+        elif is_leader and not any(
             isinstance(leaf, torch.Tensor) for one in calls for leaf in flatten((one.args, one.kwargs))[0]
         ):
-            raise ArgumentError(
-                f"rank {self.group.rank} has the first stage and needs the inputs of the mini-batch, but was given none"
-                "; others may leave them out: pipe.needs_inputs tells"
-            )
-        return calls
+            missing = "inputs, but was given no tensor"
+        else:
+            return calls
+        stage, flag = ("first", "needs_inputs") if is_leader else ("last", "needs_target")
+        raise ArgumentError(
+            f"rank {self.group.rank} has the {stage} stage and needs the {missing}; pass them on each rank where "
+            f"pipe.{flag} is True"
+        )
 
     def _first_job(self, call: str, calls: Sequence[ModelCall], is_handed_over: bool, seed: int | None) -> Job:
         """Returns the job to plan with: the mini-batch, or the largest micro-batch."""

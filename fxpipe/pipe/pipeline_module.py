@@ -26,6 +26,7 @@ from fxpipe.planning.plans.node_groups import node_groups_of
 from fxpipe.runtime import Executor, StepRecord, executor_for
 from fxpipe.runtime.losses import check_loss_function, check_reduction, check_scaler, refuse_inputs_by_name
 from fxpipe.runtime.stage_updates import StagewiseOptimizer
+from fxpipe.scheduling.streams import WeightPolicy
 from fxpipe.tracing.record.module_hooks import run_with_user_hooks, user_hooks_of
 from fxpipe.tracing.source_lines import code_of_function, line_of_function, warn_user
 from fxpipe.tracing.tensors import has_values
@@ -398,8 +399,16 @@ class Pipeline(nn.Module):
             function, is_given = loss_fn or model_loss, loss_fn is not None
             return self._open_stream(parse_batches(batches), function, optimizer, reduction, policy, is_given)
 
-    def _open_stream(self, *arguments: Any) -> TrainStream:
-        return TrainStream(StreamLoop(self._fxpipe, *arguments))
+    def _open_stream(
+        self,
+        batches: Iterable[Any],
+        loss_fn: Callable[..., Any],
+        optimizer: StagewiseOptimizer,
+        reduction: str,
+        policy: WeightPolicy,
+        is_loss_given: bool,
+    ) -> TrainStream:
+        return TrainStream(StreamLoop(self._fxpipe, batches, loss_fn, optimizer, reduction, policy, is_loss_given))
 
     def _check_stream_arguments(self, optimizer: Any, loss_fn: Any, grad_scaler: Any) -> None:
         check_scaler(grad_scaler)

@@ -175,7 +175,7 @@ def test_misuse_is_an_error_on_all_ranks(two_ranks):
             [
                 "rank 0 calls forward_backward, and rank 1 calls the pipe",
                 "train() and eval()",
-                "rank 0 has the first stage and needs the inputs",
+                "rank 0 has the first stage and needs the inputs, but was given no tensor",
                 "no samples",
                 "target holds a tensor of shape (3, 4)",
             ],
