@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import os
 import time
 import warnings
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from helpers.rank_models import DENSE_CUTS, MIXED_CUTS, Dense, Mixed, padded_loss, token_loss, tokens
-from helpers.ranks import square_mesh
+from helpers.ranks import Ranks, square_mesh
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -595,3 +596,30 @@ def test_misuse_of_replicas_is_an_error_on_all_ranks(four_ranks):
         for (is_ours, text), word in zip(errors, words, strict=True):
             assert is_ours
             assert word in text
+
+
+def die_in_one_replica(mesh):
+    replica = square_mesh()["data"].get_local_rank()
+    model, batches, cuts = model_of(Mixed, UNEVEN)
+    pipe = pipe_of(model, batches[0][0][0][0], balance=cuts[2], timeout=30.0)
+    x, t = batches[0][replica][0]
+    pipe.forward_backward(x, target=t, loss_fn=token_loss)
+    calls = []
+
+    def loss_fn(out, target):
+        calls.append(1)
+        if replica == 1 and len(calls) == 2:
+            os.kill(os.getpid(), 9)
+        return token_loss(out, target)
+
+    return caught(pipe.forward_backward, x, target=t, loss_fn=loss_fn)
+
+
+def test_a_rank_that_is_gone_is_named_in_all_replicas():
+    with Ranks(4) as ranks:
+        for rank, (_, answer) in enumerate(ranks.try_run(die_in_one_replica, but=(3,))):
+            if rank != 3:
+                kind, text, seconds = answer
+                assert kind is DistributedError
+                assert "rank 1 of replica 1 is gone: its process has ended" in text
+                assert seconds < 15

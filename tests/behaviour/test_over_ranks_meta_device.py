@@ -542,6 +542,49 @@ def test_a_model_that_is_whole_stays_whole_on_each_rank(two_ranks):
     assert two_ranks.run(keep_whole) == [True, True]
 
 
+class Winding(nn.Module):
+    """Takes another way than it was planned for: it uses a weight in another stage as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x, again=False):
+        x = torch.tanh(self.third(torch.tanh(self.second(torch.tanh(self.first(x))))))
+        return torch.tanh(self.first(x)) if again else x
+
+
+def wind(mesh):
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    pipe = fxpipe.pipeline(on_meta(Winding), mesh, 3, example_args=(x,), balance=["first"], **QUICK)
+    optimizer = torch.optim.SGD(pipe.parameters(), 0.5)
+    torch.manual_seed(3)
+    fxpipe.distributed.initialize(pipe)
+    losses = []
+    for again in (False, True, False, True):
+        losses.append(pipe.forward_backward(x, again, target=x, loss_fn=F.mse_loss).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, [name for name, _ in pipe.named_parameters()]
+
+
+def test_a_weight_that_lives_on_another_rank_is_borrowed(two_ranks):
+    results = two_ranks.run(wind)
+    torch.manual_seed(3)
+    model, losses = Winding(), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    for again in (False, True, False, True):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x, again), x)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    for own, names in results:
+        assert own == pytest.approx(losses)
+        assert len(names) in (2, 4)
+
+
 # -- Memory ----------------------------------------------------------------------------------------------------------
 
 MIB = 2**20

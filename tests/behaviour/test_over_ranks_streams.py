@@ -744,3 +744,18 @@ def test_a_rank_that_is_silent_in_one_replica_is_an_error_on_all(four_ranks):
     for rank, text in enumerate(four_ranks.run(silent_replica)):
         if rank != 3:
             assert "rank 1 of replica 1 does not answer" in text
+
+
+def unequal_means(mesh):
+    pipe, replica = in_square(blocks(2))
+    optimizer = StageOptimizer(pipe, torch.optim.SGD, lr=0.1)
+    ((x, t),) = of_replicas([(4, 4)])[replica]
+    t = t if replica else torch.where(torch.arange(4)[:, None] < 1, t, 0.0)
+    few = pipe.train_stream([(x, t)] * 3, loss_fn=lambda y, t: ((y - t) ** 2)[t != 0].mean(), optimizer=optimizer)
+    return failed(lambda: list(few))
+
+
+def test_a_mean_over_other_numbers_of_elements_on_each_replica_is_refused(four_ranks):
+    for kind, text in four_ranks.run(unequal_means):
+        assert kind in (LossError, DistributedError)
+        assert "LossError" in text or kind is LossError

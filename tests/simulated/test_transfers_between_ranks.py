@@ -14,7 +14,7 @@ from helpers import devices
 from helpers.planted import with_fault
 from helpers.rank_models import DENSE_CUTS, MIXED_CUTS, Dense, Mixed, token_loss, tokens
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 import fxpipe
@@ -121,6 +121,31 @@ def test_four_ranks_on_devices_have_the_bits_of_one_process(four_devices, schedu
     else:
         cuts = [f"{number}" for number in range(7)]
         same_as_in_one_process(four_devices, Chain, cuts, schedule=schedule)
+
+
+def train_replica(mesh):
+    mesh = init_device_mesh("sim", (2, 2), mesh_dim_names=("data", "pipe"))
+    x = torch.linspace(-1, 1, 64).reshape(16, 4)
+    own = x.chunk(2)[mesh["data"].get_local_rank()]
+    options = QUICK | {"data_parallel": mesh["data"], "balance": ["a"]}
+    machine = devices.simulated_machine()
+    machine.begin(host_ahead=True)
+    with fxpipe.pipeline(Tied(), mesh["pipe"], 4, example_args=(own,), **options) as pipe:
+        for _ in range(3):
+            pipe.zero_grad()
+            pipe.forward_backward(own, target=own, loss_fn=F.mse_loss)
+        gradients = {name: p.grad.cpu() for name, p in pipe.named_parameters()}
+        return gradients, pipe.last_step.transport, machine.races()
+
+
+def test_two_replicas_on_devices_have_the_gradients_of_both_mini_batches(four_devices):
+    model, x = Tied(), torch.linspace(-1, 1, 64).reshape(16, 4)
+    F.mse_loss(model(x), x).backward()
+    for gradients, transport, races in four_devices.run(train_replica):
+        assert races == []
+        assert transport == "simccl"
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, model.get_parameter(name).grad)
 
 
 def stream_on_rank(mesh):
