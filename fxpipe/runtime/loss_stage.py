@@ -191,7 +191,7 @@ class LossStage:
         return self._gathered(rows, ways)
 
     def _gathered(self, rows: Sequence[Sequence[Any]], ways: Sequence[tuple[int | str | None, str]]) -> list[Any]:
-        columns = zip(zip(*rows, strict=True), ways, strict=False)
+        columns = zip(zip(*rows, strict=True), ways, strict=True)
         return [gather(parts, how, self.losses.shares, what) for parts, (how, what) in columns]
 
     def verify(self, outputs: Sequence[Any]) -> bool | None:

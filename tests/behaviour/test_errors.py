@@ -356,6 +356,17 @@ def test_a_loss_that_is_no_scalar_with_gradient(loss_fn, words):
     assert all(p.grad is None for p in pipe.parameters())
 
 
+def test_a_loss_and_a_pair_by_turns():
+    calls = []
+
+    def loss_fn(y, t):
+        calls.append(1)
+        return (F.mse_loss(y, t), 1) if len(calls) % 2 else F.mse_loss(y, t)
+
+    with _pipe() as pipe, pytest.raises(LossError, match=r"\(total, weight\) for some micro-batches.*one kind"):
+        pipe.forward_backward(_x(), target=_x(), loss_fn=loss_fn)
+
+
 def test_unknown_reduction():
     with pytest.raises(ArgumentError, match=r"reduction='average' is unknown.*'mean' and 'sum'.*\(total, weight\)"):
         _pipe().forward_backward(_x(), target=_x(), loss_fn=F.mse_loss, reduction="average")

@@ -248,6 +248,29 @@ def test_close_inside_a_step_is_refused():
         _step(pipe)
 
 
+def test_close_while_another_thread_steps():
+    pipe, errors, is_running = _pipe(), [], threading.Event()
+
+    def loss_fn(y, t):
+        is_running.set()
+        return F.mse_loss(y, t)
+
+    def run():
+        try:
+            while True:
+                pipe.forward_backward(_x(), target=_x(), loss_fn=loss_fn)
+        except StateError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert is_running.wait(30)
+    pipe.close()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert "closed" in str(errors[0])
+
+
 # -- copies ----------------------------------------------------------------------------------------------------------
 
 
@@ -386,6 +409,25 @@ def test_a_call_inside_a_step():
         _step(pipe)
 
 
+def test_the_number_of_threads_of_the_caller_stays():
+    before, found = torch.get_num_threads(), []
+
+    def loss_fn(y, t):
+        found.append((threading.current_thread().name, torch.get_num_threads()))
+        return F.mse_loss(y, t)
+
+    torch.set_num_threads(4)
+    try:
+        with _pipe() as pipe:
+            for _ in range(3):
+                pipe(_x()).sum().backward()
+                pipe.forward_backward(_x(), target=_x(), loss_fn=loss_fn)
+                assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+    assert {threads for name, threads in found if name.startswith("fxpipe")} == {2}
+
+
 # -- several forwards in flight --------------------------------------------------------------------------------------
 
 
@@ -518,6 +560,57 @@ def test_the_interpreter_ends_with_a_live_pipe(run_script, name):
     assert ran.returncode == code, ran.stderr
     assert "terminate" not in ran.stderr
     assert "Fatal" not in ran.stderr
+
+
+class _Asked:
+    """A lock that notes when a thread begins to wait for it."""
+
+    def __init__(self, lock):
+        self.lock, self.begun = lock, threading.Event()
+
+    def acquire(self, **how):
+        if "timeout" in how:
+            self.begun.set()
+        return self.lock.acquire(**how)
+
+    def release(self):
+        self.lock.release()
+
+
+def test_the_end_waits_for_a_step_of_another_thread(monkeypatch):
+    monkeypatch.setattr(engine_module, "LAST_STEP_SECONDS", 30)
+    engine = engine_module.Engine(Model(), None)
+    engine._busy = asked = _Asked(engine._busy)
+    order, is_running = [], threading.Event()
+
+    def step():
+        with engine.running():
+            is_running.set()
+            assert asked.begun.wait(20)
+            order.append("step")
+
+    def end():
+        engine._end()
+        order.append("end")
+
+    threads = [threading.Thread(target=step), threading.Thread(target=end)]
+    threads[0].start()
+    assert is_running.wait(20)
+    threads[1].start()
+    for thread in threads:
+        thread.join(20)
+    assert order == ["step", "end"]
+    with pytest.raises(StateError, match="already running a step"), engine.running():  # none begins any more
+        pass
+
+
+def test_the_end_inside_a_step_waits_for_nobody(monkeypatch):
+    monkeypatch.setattr(engine_module, "LAST_STEP_SECONDS", 30)
+    engine = engine_module.Engine(Model(), None)
+    engine._busy = asked = _Asked(engine._busy)
+    with engine.running():
+        engine._end()
+    assert not asked.begun.is_set()
 
 
 def test_the_end_waits_for_all_engines_and_not_for_ever(monkeypatch):

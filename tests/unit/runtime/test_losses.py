@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+import types
 import weakref
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import LossError
+from fxpipe.runtime.loss_stage import LossStage
 from fxpipe.runtime.loss_verification import LossHistory
 from fxpipe.runtime.loss_weighting_check import reductions_under
 from fxpipe.utils.random_generators import generator_lock
@@ -632,6 +634,17 @@ class Several(nn.Module):
     def forward(self, x):
         h = self.a(x).tanh()
         return {"b": self.b(h), "rest": (self.c(h), h, h.detach(), None, 3)}
+
+
+def test_a_value_that_nothing_says_how_to_put_together_is_not_lost():
+    stage = object.__new__(LossStage)
+    stage.losses = types.SimpleNamespace(shares=(0.5, 0.5))
+    values = [[torch.zeros(1), torch.ones(1)], [torch.zeros(1), torch.ones(1)]]
+    first, second = stage._gathered(values, [(0, "an output"), ("sum", "an input")])
+    assert (first.tolist(), second.tolist()) == ([0.0, 0.0], [2.0])
+    for ways in ([(0, "an output")], [(0, "an output")] * 3):
+        with pytest.raises(ValueError, match="zip"):
+            stage._gathered(values, ways)
 
 
 def test_several_outputs_and_targets():
