@@ -34,7 +34,7 @@ class GraphInputs:
     leaves: Sequence[Any]
     key: GraphKey
     seed: int
-    checked: dict[int, bool]  # by id of a graph, for all micro-batches of a step: it holds for the model now
+    checked: dict[int, tuple[Traced, bool]]  # by id, for all micro-batches of a step: a graph, if it is the model's now
 
     def match(self, traced: Traced, sizes_of: Callable[[int], Collection[int]] | None = None) -> bool:
         """Returns whether a graph fits these inputs.
@@ -45,8 +45,8 @@ class GraphInputs:
         if traced.key != self.key:
             return False
         if id(traced) not in self.checked:
-            self.checked[id(traced)] = traced.holds_for_model()
-        return self.checked[id(traced)] and traced.holds_for_values(self.leaves, self.seed, sizes_of)
+            self.checked[id(traced)] = traced, traced.holds_for_model()
+        return self.checked[id(traced)][1] and traced.holds_for_values(self.leaves, self.seed, sizes_of)
 
 
 class GraphCache:

@@ -175,7 +175,7 @@ class GraphFinder(ABC):
             ArgumentError: inputs have no values.
         """
         self.check_open()
-        flags, checked, inputs = module_flags(self.model), dict[int, bool](), []
+        flags, checked, inputs = module_flags(self.model), dict[int, tuple[Traced, bool]](), []
         for call in calls:
             leaves, spec = flatten((call.args, call.kwargs))
             if any(map(has_own_attributes, leaves)):

@@ -168,9 +168,10 @@ def _same_for_all_names(choose: Callable[[str, nn.Parameter], Any], key: int, na
     for name in others:
         other = choose(name, named.tensors[key])
         if not equal_values(chosen, other):
+            texts = ["no group" if choice is None else str(choice) for choice in (chosen, other)]
             raise ArgumentError(
-                f"{first!r} and {name!r} are one tied weight, which param_groups split: {chosen} by the one name, "
-                f"{other} by the other; give both the same"
+                f"{first!r} and {name!r} are one tied weight, which param_groups split: {texts[0]} by the one name, "
+                f"{texts[1]} by the other; give both the same"
             )
     return chosen
 

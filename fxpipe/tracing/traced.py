@@ -322,22 +322,6 @@ class Traced:
         same_as = tuple(leaf.same_as for leaf in self.leaves)
         return GraphKey(InputsKey(self.in_spec, tuple(kinds), same_as), self.flags, self.state)
 
-    def matches(self, leaves: Sequence[Any], in_spec: pytree.TreeSpec, flags: tuple[Any, ...], seed: int = 0) -> bool:
-        """Returns whether this is the graph of these inputs. The batch size and dynamic sizes may differ."""
-        key = GraphKey(InputsKey.of(in_spec, leaves), flags, ThreadState.now())
-        return key == self.key and self.holds_for_inputs(leaves, seed)
-
-    def holds_for_inputs(
-        self, leaves: Sequence[Any], seed: int = 0, sizes_of: Callable[[int], Collection[int]] | None = None
-    ) -> bool:
-        """Returns whether this is the graph of these inputs, whose key equals `key`.
-
-        Args:
-            seed: of the random numbers that forward draws and reads.
-            sizes_of: the micro-batch sizes of a mini-batch; the graph must be valid for them as well.
-        """
-        return self.holds_for_model() and self.holds_for_values(leaves, seed, sizes_of)
-
     def is_within_bounds(self, batch: int) -> bool:
         """Returns whether the user allows mini-batches of `batch` samples."""
         least, largest = self.batch_bounds

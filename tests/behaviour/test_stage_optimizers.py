@@ -526,6 +526,12 @@ WRONG: Wrong = [
         ArgumentError,
         "one tied weight, which param_groups split",
     ),
+    (
+        torch.optim.SGD,
+        {"param_groups": lambda name, p: None if "head" in name else {}},
+        ArgumentError,
+        "'a.weight' and 'head.weight' are one tied weight, which param_groups split: {} by the one name, no group by",
+    ),
 ]
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from fxpipe._torch.thread_state import set_thread_state
+from fxpipe._torch.thread_state import ThreadState, set_thread_state
+from fxpipe.pipe.graph_cache import GraphInputs
+from fxpipe.pipe.model_calls import ModelCall
 from fxpipe.tracing import Traced
+from fxpipe.tracing.cache_key import GraphKey, InputsKey
 from fxpipe.tracing.node_info import state_of
 from fxpipe.tracing.traced import CALL_OPS, attribute_tensor, call_node
 
@@ -87,3 +91,9 @@ def assert_same_as_model(traced: Traced, *args: Any, **kwargs: Any) -> None:
             if theirs.grad is not None:
                 torch.testing.assert_close(ours.grad, theirs.grad, msg=lambda text, name=name: f"{name}: {text}")
         model.zero_grad()
+
+
+def is_graph_of(traced: Traced, leaves: Sequence[Any], flags: tuple[Any, ...] | None = None) -> bool:
+    """Does a pipe run this graph for these inputs? `flags`: of the model's modules now; by default the graph's."""
+    key = GraphKey(InputsKey.of(traced.in_spec, leaves), traced.flags if flags is None else flags, ThreadState.now())
+    return GraphInputs(ModelCall((), {}, ()), leaves, key, 0, {}).match(traced)

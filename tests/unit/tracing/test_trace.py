@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from helpers.cases import each_once
 from helpers.models import CASES
-from helpers.traced_models import Forward, assert_same_as_model, run, x
+from helpers.traced_models import Forward, assert_same_as_model, is_graph_of, run, x
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
@@ -208,8 +208,8 @@ def test_one_tensor_in_two_places_is_not_two_equal_ones():
     traced = trace(Forward(lambda m, a, b: m.lin(a + 1) + b), (same, same))
     assert len(traced.placeholders) == 2
     assert_same_as_model(traced, other, other)
-    assert traced.matches([other, other], traced.in_spec, traced.flags)
-    assert not traced.matches([other, x(3)], traced.in_spec, traced.flags)
+    assert is_graph_of(traced, [other, other])
+    assert not is_graph_of(traced, [other, x(3)])
 
 
 # -- functions of one's own ------------------------------------------------------------------------------------------
@@ -318,9 +318,9 @@ def test_caller_without_grad(mode):
     model = Forward(lambda m, x: m.lin(x) * m.n.add_(1), n=torch.zeros(6))
     with mode():
         traced = trace(model, (x(),))
-        assert traced.matches([x()], traced.in_spec, traced.flags)
+        assert is_graph_of(traced, [x()])
     assert not any(state_of(node).grad for node in traced.nodes)
-    assert not traced.matches([x()], traced.in_spec, traced.flags)
+    assert not is_graph_of(traced, [x()])
     assert not model.n.any()
 
 
@@ -412,7 +412,7 @@ def test_training_flags_are_the_key_of_a_graph():
     model[2].eval()  # a frozen batch norm in a training model
     frozen = trace(model, (x(),))
     assert _training(frozen) == [True, True, True, False]
-    assert not frozen.matches([x()], frozen.in_spec, training.flags)
+    assert not is_graph_of(frozen, [x()], training.flags)
     assert_same_as_model(frozen, x(3))
     model.eval()
     assert not any(info(node).is_random for node in trace(model, (x(),)).nodes)
@@ -458,13 +458,13 @@ def test_flags_tell_whatever_decides_which_python_runs(change):
     assert module_flags(model) != before
 
 
-def test_matches_asks_for_everything_that_a_graph_depends_on():
+def test_a_lookup_asks_for_everything_that_a_graph_depends_on():
     traced = trace(Forward(lambda m, x, k: m.lin(x) * k), (x(), 2))
-    assert traced.matches([x(9), 2], traced.in_spec, traced.flags)
+    assert is_graph_of(traced, [x(9), 2])
     for other in ([x(), 3], [x(), 2.0], [x().double(), 2], [x()[:, :5], 2], [x().requires_grad_(), 2], [2, 2]):
-        assert not traced.matches(other, traced.in_spec, traced.flags)
+        assert not is_graph_of(traced, other)
     with torch.autocast("cpu", torch.bfloat16):
-        assert not traced.matches([x(), 2], traced.in_spec, traced.flags)
+        assert not is_graph_of(traced, [x(), 2])
 
 
 # -- tracing leaves no trace -----------------------------------------------------------------------------------------
