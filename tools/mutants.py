@@ -164,8 +164,8 @@ RUNTIME = (
     ),
     Mutant(
         "optim.py",
-        'sorted(state.items(), key=lambda entry: entry[0] if isinstance(entry[0], int) else math.inf)',
-        'state.items()',
+        "sorted(state.items(), key=lambda entry: entry[0] if isinstance(entry[0], int) else math.inf)",
+        "state.items()",
         "behaviour/test_stage_optimizers.py::test_it_steps_whatever_the_schedule_and_tied_weights_once",
         "depends on which worker is first",
     ),
