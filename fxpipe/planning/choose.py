@@ -23,12 +23,14 @@ from fxpipe.planning.cost_model import chain_of, largest_lengths, memory_pools, 
 from fxpipe.planning.cut_problem import CutProblem, cut_problems, node_costs_of
 from fxpipe.planning.options.pipeline_options import Settings
 from fxpipe.planning.options.stage_placement import place_stages
-from fxpipe.planning.plans import Bottleneck
+from fxpipe.planning.plans import Bottleneck, StageWork
+from fxpipe.planning.plans.host_time import interpreter_has_lock, reckon_host
+from fxpipe.planning.plans.retarget import action_seconds
 from fxpipe.planning.replication import pipedream_starts
-from fxpipe.profiling import Profile
+from fxpipe.profiling import NodeCost, Profile
 from fxpipe.scheduling import SCHEDULES, is_stream, make_schedule
 from fxpipe.scheduling.row_transforms import neighbour_groups
-from fxpipe.simulation import Simulation, Transfer, simulate_schedule, simulate_stream, transfers_of
+from fxpipe.simulation import Simulation, StageCost, Transfer, simulate_schedule, simulate_stream, transfers_of
 from fxpipe.tracing import Traced
 
 # -- A cut, its costs, and the simulated step --------------------------------------------------------------------------
@@ -112,8 +114,14 @@ def _cut_transfers(chain: Chain, sites: Sequence[StageSite], starts: Sequence[in
 
 
 def _simulate_cut(
-    problem: CutProblem, starts: Sequence[int], loads: Sequence[StageLoad], transfers: Sequence[Transfer]
+    problem: CutProblem,
+    starts: Sequence[int],
+    loads: Sequence[StageLoad],
+    transfers: Sequence[Transfer],
+    *,
+    has_host: bool = False,
 ) -> Simulation:
+    """Simulates a step of a cut; with `has_host`, also the host that queues the actions, as for a plan."""
     checkpoint = tuple("always" if load.recompute else "never" for load in loads)
     settings = problem.settings
     m = settings.micro_batches(problem.batch)
@@ -121,6 +129,15 @@ def _simulate_cut(
     costs = [
         replace(load.cost, weight=min(weight, load.cost.backward)) for load, weight in zip(loads, weights, strict=True)
     ]
+    overlaps, shares = False, True
+    if has_host:
+        devices = [settings.figure_devices[k] for k in settings.placement]
+        overlaps = problem.chain.is_relayed  # devices have their own processes
+        costs = [
+            _with_host(cost, nodes, device, runs_ahead=not overlaps)
+            for cost, nodes, device in zip(costs, _stage_nodes(problem, starts), devices, strict=True)
+        ]
+        shares = interpreter_has_lock() and not overlaps
     if is_stream(settings.schedule):
         return simulate_stream(
             str(settings.schedule),
@@ -128,19 +145,43 @@ def _simulate_cut(
             transfers,
             micro_batches=m,
             modes=checkpoint,
-            overlaps=False,
+            overlaps=overlaps,
+            one_interpreter=shares,
             replicas=settings.stage_replicas,
         )
     schedule = make_schedule(settings.schedule, len(loads), m, checkpoint, settings.placement, settings.replicas)
-    return simulate_schedule(schedule, costs, transfers, overlaps=False)
+    return simulate_schedule(schedule, costs, transfers, overlaps=overlaps, one_interpreter=shares)
 
 
 def _weight_seconds(problem: CutProblem, starts: Sequence[int]) -> list[float]:
-    seconds, samples = [], problem.settings.largest_micro_batch(problem.batch)
+    samples = problem.settings.largest_micro_batch(problem.batch)
+    return [math.fsum(one.weight.at(samples) for one in own) for own in _stage_nodes(problem, starts)]
+
+
+def _stage_nodes(problem: CutProblem, starts: Sequence[int]) -> Iterator[list[NodeCost]]:
+    """Yields the costs of the nodes of each stage."""
     for site, start, end in zip(problem.sites, starts, [*starts[1:], len(problem.chain)], strict=True):
         cost_of = {cost.name: cost for cost in problem.profiles[site.kind].nodes}
-        seconds.append(math.fsum(cost_of[name].weight.at(samples) for name in problem.nodes.names[start:end]))
-    return seconds
+        yield [cost_of[name] for name in problem.nodes.names[start:end]]
+
+
+def _with_host(cost: StageCost, nodes: Sequence[NodeCost], device: str, *, runs_ahead: bool) -> StageCost:
+    """Adds the host time of the actions of a stage, as for a plan."""
+    works = [one.work for one in nodes if one.work is not None]
+    work = StageWork(
+        ((0, sum(len(one.forward) for one in works)),),
+        ((0, sum(len(one.backward) for one in works)),),
+        ((0, sum(len(one.to_inputs) for one in works)),),
+    )
+    host = reckon_host(device, len(nodes), work, cost.forward)
+    host = replace(host, runs_ahead=host.runs_ahead and runs_ahead)
+    return replace(cost, action=action_seconds(device), host=host)
+
+
+def _seconds_with_host(problem: CutProblem, cut: Cut) -> float:
+    """Computes the step of a cut with its host: each further stage has further actions, which Python queues."""
+    problem = replace(problem, settings=cut.settings)
+    return _simulate_cut(problem, cut.starts, cut.loads, cut.transfers, has_host=True).step_seconds
 
 
 # -- Memory advice if nothing fits: other cuts, more recomputation, more devices, smaller micro-batches ----------------
@@ -362,15 +403,18 @@ def _candidate_cuts(problem: CutProblem, explains: bool) -> Iterator[Cut]:
     explain = (
         partial(optimal_partition, names=problem.nodes.names, remedies=memory_advice(problem)) if explains else solve
     )
+    most = 1 - MIN_GAIN_OF_STAGE  # of the time of unsplit stages
     for starts, recompute, shared in _solutions(chain, sites, problem.settings, solve, explain):
         cut = cut_of(problem, starts, recompute, shared, balance, compared)
         yield cut
         if _may_split_stages(problem) and any(site.may_recompute for site in shared):
             is_free = balance == "optimal" and not (chain.required_cuts or chain.first_stages)
-            below = (1 - MIN_GAIN_OF_STAGE) * max(load.seconds for load in cut.loads)
+            below = most * max(load.seconds for load in cut.loads)
             for parts in partial_recompute_cuts(chain, shared, starts, recompute, below if is_free else None):
                 other = _cut_with_split_stages(problem, parts, shared, balance, compared)
-                if other.simulation.step_seconds <= (1 - MIN_GAIN_OF_STAGE) * cut.simulation.step_seconds:
+                if other.simulation.step_seconds > most * cut.simulation.step_seconds:
+                    continue
+                if _seconds_with_host(problem, other) <= most * _seconds_with_host(problem, cut):
                     yield other
 
 
