@@ -4,14 +4,16 @@
     print(report)
     assert report
 
-The plain model runs twice, the second time with each parameter and each floating point input moved by one unit of
-rounding. The change of its results shows the effect of rounding for this model and these values. A pipe sums in another
-order: it may differ by that much, but not by more.
+The plain model runs twice, the second time with each parameter, also of the loss, each floating point input and the
+gradients of module outputs moved by one unit of rounding. The change of its results shows the effect of rounding for
+this model and these values. A pipe sums in another order: it may differ by that much, but not by more.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
 from fxpipe._torch import torch_pytree as pytree
@@ -300,8 +303,9 @@ class _Step:
             seed, outputs, losses, divisor = draw_seed(), [], [], None
             with ExitStack() as stack:
                 if unit:
-                    stack.enter_context(_moved_by_rounding([*model.parameters(), *inputs.values()], unit))
-                    stack.enter_context(_gradients_moved_by_rounding(model, unit))
+                    of_loss = [leaf for leaf, _ in self.loss_leaves.values()]
+                    stack.enter_context(_moved_by_rounding([*model.parameters(), *inputs.values(), *of_loss], unit))
+                    stack.enter_context(_gradients_moved_by_rounding(unit))
                 for i, call in enumerate(calls):
                     with _SeededDraws(mix_seed(seed, i), device) as draws, draws.as_one_node(model, self.opaque):
                         output = model(*call.args, **call.kwargs)
@@ -457,30 +461,33 @@ def _moved_by_rounding(tensors: Sequence[torch.Tensor], unit: float) -> Iterator
 
 
 @contextmanager
-def _gradients_moved_by_rounding(model: nn.Module, unit: float) -> Iterator[None]:
+def _gradients_moved_by_rounding(unit: float) -> Iterator[None]:
     """A block in which each number of the gradients of module outputs is moved by at most one unit of rounding.
 
-    The gradient of a bias is a sum, which may cancel: its rounding errors are the errors of its terms.
+    The gradient of a bias is a sum, which may cancel: its rounding errors are the errors of its terms. The modules are
+    those that this thread calls, of the model and of the loss; each call has its own errors.
     """
+    thread, calls = threading.get_ident(), itertools.count(1)
 
-    def move(gradient: torch.Tensor) -> torch.Tensor:
+    def move(call: int, gradient: torch.Tensor) -> torch.Tensor:
         if gradient.layout != torch.strided:
             return gradient
-        numbers = torch.arange(1, gradient.numel() + 1, device=gradient.device, dtype=torch.float32)
+        numbers = torch.arange(call, call + gradient.numel(), device=gradient.device, dtype=torch.float32)
         noise = torch.cos(numbers * numbers).view(gradient.shape)  # no random numbers, which vmap forbids
         return (gradient * (1 + unit * noise)).to(gradient.dtype)
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() != thread:
+            return
         for _, leaf in named_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(move)
+                leaf.register_hook(partial(move, next(calls)))
 
-    handles = [module.register_forward_hook(hook) for module in model.modules()]
+    handle = register_module_forward_hook(hook)
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        handle.remove()
 
 
 # -- comparing -------------------------------------------------------------------------------------------------------

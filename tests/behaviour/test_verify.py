@@ -231,6 +231,40 @@ def test_rounding_of_a_sum_that_cancels_is_allowed():
     assert 0 < bias.allowed < 1e-4
 
 
+def test_rounding_in_the_modules_of_the_loss_is_allowed():
+    """The same of the bias of a module that only the loss uses."""
+    signs, criterion = torch.tensor([1.0, -1.0]).repeat(8)[:, None], nn.Linear(3, 1)
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)), torch.randn(16, 3)
+    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,), progress=False)) as pipe:
+        report = fxpipe.verify(pipe, x, target=signs, loss_fn=lambda y, sign: (criterion(y) * sign).mean())
+    assert report
+    own = [one for one in report.differences if one.name.endswith("of loss_fn")]
+    assert len(own) == 2
+    assert all(0 < one.allowed < 1e-4 for one in own)
+
+
+class Shifted(nn.Module):
+    """The bias gets a gradient of either sign, of two modules whose outputs have one shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3), nn.Dropout(0.0), nn.Dropout(0.0)
+        self.bias = nn.Parameter(torch.randn(3))
+
+    def forward(self, x):
+        x = self.a(x)
+        return self.b(x) + self.first(x + self.bias) - self.second(x + self.bias)
+
+
+def test_rounding_of_two_modules_does_not_cancel():
+    x = torch.randn(8, 3)
+    with closing(fxpipe.pipeline(Shifted().eval(), ["cpu", "cpu"], 2, example_args=(x,), progress=False)) as pipe:
+        report = fxpipe.verify(pipe.eval(), x, target=torch.randn(8, 3), loss_fn=F.mse_loss)
+    (bias,) = (one for one in report.differences if one.name == "bias")
+    assert report
+    assert 0 < bias.allowed < 1e-4
+
+
 class PerSample(nn.Module):
     """Kept whole, since it uses `vmap`, which lets nobody draw random numbers."""
 
