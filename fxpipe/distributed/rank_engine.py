@@ -31,6 +31,7 @@ from fxpipe.runtime.engine import (
     Engine,
     copied_target,
     gathered_results,
+    loss_of_all,
     losses_of_mini_batch,
     targets_on_device,
     write_back_results,
@@ -38,7 +39,7 @@ from fxpipe.runtime.engine import (
 from fxpipe.runtime.executors import InlineExecutor
 from fxpipe.runtime.loss_stage import LossStage
 from fxpipe.runtime.losses import MicroBatchLosses
-from fxpipe.runtime.step_inputs import StepInputs, shares_of
+from fxpipe.runtime.step_inputs import StepInputs, shares_of, takes_all
 from fxpipe.runtime.step_record import StepRecord
 from fxpipe.scheduling import Schedule
 from fxpipe.utils.pytree import map_tensor_leaves
@@ -76,6 +77,10 @@ class RankInputs:
     seed: int
     known: Mapping[int, Any] = field(default_factory=dict)  # pieces of the mini-batch, by index
     is_handed_over: bool = False  # True if the caller passes micro-batches
+
+    def takes_all(self, reduction: str) -> bool:
+        """Returns whether the backward of a step needs the outputs of all micro-batches."""
+        return takes_all(self.bounds[0], len(self.samples), reduction) and not self.is_handed_over
 
     @property
     def batch(self) -> int:
@@ -235,14 +240,20 @@ class RankEngine(Engine):
         is_last = self.group.rank == last
         tensors = ModelTensors(self.model, inputs.constants)
         kind = None  # micro-batches from the caller are not compared with a mini-batch
-        if is_last and not inputs.is_handed_over:
+        is_whole = inputs.takes_all(call.reduction)
+        if is_whole and self.replicas.count > 1:
+            raise LossError(
+                "the loss needs all samples at once, and replicas of the pipe do not gather them: use one replica, or "
+                "chunks=1 and a loss for each replica's samples"
+            )
+        if is_last and not inputs.is_handed_over and not is_whole:
             kind = self.loss_histories.of(call.loss_fn, call.reduction, call.target, bound, (inputs.batch, m))
         mailbox = self._mailbox(graph)
         exchange = self._tensor_exchange(graph, mailbox, tensors)
         exchange.borrow(graph.transfers)
         gradients = RankGradients(graph.held, graph.transfers, tensors, inputs.programs, self.group, self.replicas)
         part = self._begin(graph, inputs, call, gradients, is_last)
-        looks_at_elements = not inputs.is_handed_over and part.micro_batches > 1
+        looks_at_elements = not inputs.is_handed_over and not is_whole and part.micro_batches > 1
         is_verified, is_again = kind is not None and kind.is_due and m > 1, False
 
         while True:
@@ -261,6 +272,8 @@ class RankEngine(Engine):
             if step.loss is not None and kind is not None:
                 outputs = self._close_loss(step, step.loss, kind, report, is_verified, call.with_outputs)
                 self._note_step(step, schedule)
+            elif step.loss is not None and is_whole and call.with_outputs:
+                outputs = step.loss.gather_outputs()
             if step.loss is None or self.replicas.count > 1:
                 report.weights_of_elements = dict(step.loss_weighting.gradients)
             gradients.give_rest(step, report)
@@ -353,6 +366,8 @@ class RankEngine(Engine):
     ) -> MicroBatchLosses:
         """Returns the losses of this replica's micro-batches, on the rank of the last stage."""
         device, target, samples = self.group.device, call.target, inputs.samples
+        if inputs.takes_all(call.reduction):
+            return loss_of_all(call.loss_fn, target, device, call.scaler)
         whole = copied_target(target, device) if is_verified else None
         rest = call.loss_fn, call.reduction
         if inputs.is_handed_over:

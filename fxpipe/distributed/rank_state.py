@@ -26,7 +26,7 @@ from fxpipe.errors import ArgumentError, StateError
 from fxpipe.pipe.graph_cache import MAX_GRAPHS, CachedGraph
 from fxpipe.pipe.graph_finder import count_elements, peek_seed
 from fxpipe.pipe.model_calls import ModelCall
-from fxpipe.pipe.pipeline_state import PipelineState, StepCall
+from fxpipe.pipe.pipeline_state import DROP_IN_SCHEDULE, PipelineState, StepCall
 from fxpipe.planning.options.pipeline_options import Settings
 from fxpipe.planning.passes import PreparedGraph
 from fxpipe.planning.plans import Plan
@@ -46,6 +46,7 @@ from fxpipe.utils.units import names_text
 T = TypeVar("T")
 
 TRAINING, STREAM = "forward_backward", "train_stream"
+BATCH_TRAINING = "forward_backward with reduction='batch'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +193,11 @@ class RankState(PipelineState):
                 "optimizer= within no_sync(): replicas would each be updated with gradients of their own; give it "
                 "to the last call, outside"
             )
-        graph, inputs = self.agree(TRAINING, call.calls, call.is_handed_over)
+        name = BATCH_TRAINING if call.reduction == "batch" else TRAINING
+        graph, inputs = self.agree(name, call.calls, call.is_handed_over)
         targets = self.targets_of(call.calls, inputs) if call.is_handed_over else (call.calls or [])[0].target
-        schedule, to_all = self.schedule_for(len(inputs.samples)), self.outputs == "all"
+        order, to_all = DROP_IN_SCHEDULE if inputs.takes_all(call.reduction) else None, self.outputs == "all"
+        schedule = self.schedule_for(len(inputs.samples), order)
         arguments = TrainingCall(call.loss_fn, targets, call.reduction, call.scaler, call.return_outputs, to_all)
         return (*self.engine.train_ranks(graph, inputs, schedule, arguments), False)
 
@@ -284,7 +287,7 @@ class RankState(PipelineState):
 
     def _propose(self, call: str, calls: Sequence[ModelCall], is_handed_over: bool, seed: int | None) -> Job:
         self._proposes = call
-        given_inputs = self.find(calls, is_handed_over, call in (TRAINING, STREAM), seed)
+        given_inputs = self.find(calls, is_handed_over, call in (TRAINING, BATCH_TRAINING, STREAM), seed)
         if seed is None:
             seed = draw_seed() if any(bound.program.is_random for bound in given_inputs.bounds) else 0
         return self._job_of(call, given_inputs, seed)

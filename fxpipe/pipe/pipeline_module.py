@@ -244,6 +244,11 @@ class Pipeline(nn.Module):
         micro-batches, and that no micro-batch alone has a loss of 0 or NaN: this detects padding. A loss may draw
         random numbers from torch's generators; if they change its value, it is not compared.
 
+        A loss that needs all samples at once is called once, with the output of the mini-batch, between the last
+        forward and the first backward: if you say so (`reduction="batch"`: contrastive losses, Dice), or if the model
+        computes more than sums from all samples (similarities, the loss of a router). Such a step runs in the order of
+        GPipe, and holds all outputs of the mini-batch.
+
         Instead of a mini-batch you can pass micro-batches, any number of any sizes:
 
             loss = pipe.forward_backward(micro_batches=itertools.islice(data, 8), loss_fn=loss_fn)
@@ -261,7 +266,8 @@ class Pipeline(nn.Module):
                 a number or 0-dim tensor without gradient: the loss is the sum of totals over the sum of weights. It
                 may be a module; leaves that it uses get gradients. None: the model's output is the loss. If the loss is
                 inside the output: `lambda out: out.loss`; each micro-batch then returns its share of the loss.
-            reduction: "mean": the loss is a mean over samples. "sum": it is a sum. Not used for pairs.
+            reduction: "mean": the loss is a mean over samples. "sum": it is a sum. Not used for pairs. "batch": loss_fn
+                needs all samples at once, and is called once, with the output of the mini-batch (contrastive, Dice).
             grad_scaler: scales the loss for backward, as `grad_scaler.scale(loss).backward()` does; then call
                 `grad_scaler.step(optimizer)` and `grad_scaler.update()` as usual.
             micro_batches: an iterable of micro-batches instead of inputs and target. Each is (args, kwargs, target),
@@ -299,6 +305,11 @@ class Pipeline(nn.Module):
                 if args or kwargs or target is not None:
                     raise ArgumentError(
                         "micro_batches and inputs or a target beside them: these are in the micro-batches"
+                    )
+                if reduction == "batch":
+                    raise ArgumentError(
+                        "reduction='batch' with micro_batches: each is a mini-batch of its own, with an output of its "
+                        "own; give one mini-batch: forward_backward(x, target=t, ...)"
                     )
                 calls = inside.read_micro_batches(micro_batches)
             check_loss_function(loss_fn, (calls[0].target or None) if calls else None)
@@ -391,7 +402,7 @@ class Pipeline(nn.Module):
         """
         inside = self._fxpipe
         with inside.checking():
-            check_reduction(reduction)
+            check_reduction(reduction, in_stream=True)
             parse_switch("vertical_sync", vertical_sync)
             policy = stream_policy(inside.settings.schedule, vertical_sync)
             self._check_stream_arguments(optimizer, loss_fn, grad_scaler)

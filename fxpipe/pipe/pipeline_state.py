@@ -164,8 +164,11 @@ class PipelineState(GraphFinder):
         self.first, self.plan = replace(prepared, settings=settings), prepared.plan
         self.settings, self.asked = settings, replace(self.asked, loss=None)
 
-    def warn_of_drop_in_memory(self, micro_batches: int, batch: int) -> None:
-        """Warns once if a call and its backward exceed the memory limit that the plan meets for another schedule."""
+    def warn_of_drop_in_memory(self, micro_batches: int, batch: int, is_call: bool = True) -> None:
+        """Warns once if all F before all B exceed the memory limit that the plan meets for another schedule.
+
+        `is_call`: a call and its backward run so; else a step whose loss needs all samples.
+        """
         plan = self.plan
         if self._has_drop_in or plan is None or self.settings.schedule == DROP_IN_SCHEDULE:
             return
@@ -175,11 +178,14 @@ class PipelineState(GraphFinder):
         simulation = simulate(plan, schedule=DROP_IN_SCHEDULE, chunks=micro_batches, batch=batch)
         for device, memory, limit in zip(simulation.devices, simulation.memory, simulation.limits, strict=True):
             if limit is not None and memory.peak > limit:
+                what, other = "A loss that needs all samples at once runs", ""
+                if is_call:
+                    what, other = "pipe(x) and its backward, as trainers call it, run", "train by that, or "
                 warn_user(
-                    f"pipe(x) and its backward, as trainers call it, run as {DROP_IN_SCHEDULE}, which keeps all "
-                    f"micro-batches: {human_bytes(memory.peak)} on {device}, where the limit is {human_bytes(limit)}. "
-                    f"The plan is for the schedule {plan.schedule!r} of pipe.forward_backward: train by that, or plan "
-                    f"for the call: fxpipe.pipeline(..., schedule={DROP_IN_SCHEDULE!r})"
+                    f"{what} as {DROP_IN_SCHEDULE}, which keeps all micro-batches: {human_bytes(memory.peak)} on "
+                    f"{device}, where the limit is {human_bytes(limit)}. The plan is for the schedule "
+                    f"{plan.schedule!r} of pipe.forward_backward: {other}plan for it: "
+                    f"fxpipe.pipeline(..., schedule={DROP_IN_SCHEDULE!r})"
                 )
                 return
 
@@ -270,7 +276,11 @@ class PipelineState(GraphFinder):
         """
         assert call.calls is not None
         given_inputs = self.find(call.calls, call.is_handed_over)
-        schedule, updates = self.schedule_for(len(given_inputs.samples)), self.overlapped_updates(optimizer)
+        takes_all, count = given_inputs.takes_all(call.reduction), len(given_inputs.samples)
+        if takes_all:
+            self.warn_of_drop_in_memory(count, given_inputs.batch, is_call=False)
+        schedule = self.schedule_for(count, DROP_IN_SCHEDULE if takes_all else None)
+        updates = self.overlapped_updates(optimizer)
         with noting_updates(updates):
             loss, outputs = self.engine.forward_backward(
                 given_inputs, schedule, call.loss_fn, call.reduction, call.scaler, call.return_outputs, updates

@@ -176,6 +176,11 @@ def verify(
         reference = f"the plain model over the same {count} micro-batches, since {reason}"
         if not torch.is_grad_enabled():
             raise StateError(f"{reason}: under no_grad nothing is compared over micro-batches; verify with gradients")
+        if reduction == "batch":
+            raise StateError(
+                f"{reason}: micro-batches have no loss of all samples (reduction='batch') to compare; verify in "
+                "evaluation: pipe.eval()"
+            )
         calls = _micro_batches(traced, leaves, batch, count, calls[0])
     dtypes = {shape.dtype for node in traced.graph.nodes for shape in info(node).shapes}
     step = _Step(

@@ -336,9 +336,11 @@ class Engine:
         With `updates` the stages update their weights within the step, unless the step verifies the loss.
         """
         bound, m = given_inputs.bound, schedule.micro_batches
-        _check_scaler_device(scaler, bound)
-        history = None  # the caller's micro-batches have no mini-batch to compare with
-        if not given_inputs.is_handed_over:
+        takes_all = given_inputs.takes_all(reduction)
+        if not takes_all:
+            _check_scaler_device(scaler, bound)
+        history = None  # there is one loss, or the caller's micro-batches have no mini-batch to compare with
+        if not given_inputs.is_handed_over and not takes_all:
             history = self.loss_histories.of(
                 loss_fn, reduction, tuple(given_inputs.targets), bound, (given_inputs.batch, m)
             )
@@ -360,7 +362,8 @@ class Engine:
         step = run(is_verified)
         assert step.loss is not None
         if history is None:
-            loss, outputs = step.loss.losses.total(), None
+            loss = step.loss.losses.total()
+            outputs = step.loss.gather_outputs() if takes_all and return_outputs else None
         else:
             wrong = step.loss_weighting.difference(step.loss.losses.share)
             if wrong and updates is not None and updates.begun:
@@ -549,11 +552,23 @@ def losses_of(
         targets = targets_of_replicas([*given_inputs.targets], given_inputs.bound.stage_devices[-1])
         return MicroBatchLosses(loss_fn, reduction, given_inputs.shares, targets, scaler, is_handed_over=True)
     target = tuple(given_inputs.targets)
+    if given_inputs.takes_all(reduction):
+        return loss_of_all(loss_fn, target, given_inputs.bound.devices[-1], scaler)
     whole = copied_target(target, given_inputs.bound.devices[-1]) if is_verified else None
     count = len(given_inputs.samples)
     return losses_of_mini_batch(
         given_inputs.bound, given_inputs.leaves, given_inputs.batch, count, loss_fn, reduction, target, scaler, whole
     )
+
+
+def loss_of_all(
+    loss_fn: Callable[..., Any],
+    target: tuple[Any, ...],
+    device: torch.device,
+    scaler: torch.amp.GradScaler | None = None,
+) -> MicroBatchLosses:
+    """Returns the loss of the outputs of all micro-batches together, not yet computed, for a target on `device`."""
+    return MicroBatchLosses(loss_fn, "sum", (1.0,), targets_on_device([target], device), scaler, takes_all=True)
 
 
 def losses_of_mini_batch(

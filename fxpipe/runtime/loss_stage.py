@@ -20,7 +20,7 @@ from fxpipe.runtime.exchange import Exchange
 from fxpipe.runtime.loss_verification import GatheredOutput, verify_loss
 from fxpipe.runtime.loss_weighting_check import LossWeightingCheck
 from fxpipe.runtime.losses import MicroBatchLosses, hold_generators, restore_generators
-from fxpipe.runtime.microbatches import gather
+from fxpipe.runtime.microbatches import combine, gather
 from fxpipe.scheduling.replicas import replica_of
 from fxpipe.utils.output_combination import OutputCombination
 from fxpipe.utils.pytree import map_tensor_leaves
@@ -30,8 +30,8 @@ _own_lock = threading.RLock()  # held during the backward into leaves of loss fu
 NOT_AFFINE = (
     "is no sum of what samples give, nor one over a count that inputs tell: what a micro-batch adds to it depends on "
     "all the others (a product of means, as in the loss of a router; a count of hidden values; similarities of all "
-    "samples), and forward_backward "
-    "goes back before these have come; use the drop-in, which has them all: loss_fn(pipe(x), target).backward()"
+    "samples), and the backward of a micro-batch in a stream, or over replicas of the pipe, does not wait for these; "
+    "train with forward_backward, without replicas"
 )
 
 
@@ -44,6 +44,7 @@ class LossStage:
     losses: MicroBatchLosses
     loss_weighting: LossWeightingCheck
     keep_outputs: bool
+    shares: Sequence[float]  # by micro-batch: share of the samples
     outputs: dict[int, list[Any]] = field(default_factory=dict)  # by micro-batch, if they are kept
     gradients: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)  # for outputs, if they are verified
     others: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # by micro-batch: results that are not outputs
@@ -92,14 +93,18 @@ class LossStage:
     def tree(self) -> OutputTree:
         return self.trees[0]
 
-    def run(self, i: int) -> None:
+    def _received(self, i: int) -> tuple[list[Any], list[int]]:
+        """Takes the outputs of a micro-batch as leaves of the loss's graph; returns these and where they require grad.
+
+        They are kept as far as they are needed at the end of the step.
+        """
         bound = self.bounds[i]
         links, user = bound.wiring.links[-1], len(bound.devices)
         outputs: list[Any] = []
-        trained: list[int] = []  # places of outputs that require grad
+        trained: list[int] = []
         for link in links:
             received = self.exchange.take(user, link, i)
-            output = received.value
+            output = self._brought(received.value) if self.losses.takes_all and self.is_spread else received.value
             if received.requires_grad:
                 output = output.detach().requires_grad_()
                 trained.append(len(outputs))
@@ -110,6 +115,11 @@ class LossStage:
         if program.written_inputs or program.left:
             values = {link.value: output for link, output in zip(links, outputs, strict=True)}
             self.others[i] = [values[v].detach() for v in (*program.written_inputs.values(), *program.left.values())]
+        return outputs, trained
+
+    def run(self, i: int) -> None:
+        links = self.bounds[i].wiring.links[-1]
+        outputs, trained = self._received(i)
         device = self.devices[replica_of(i, len(self.devices))] if self.own_of_others else self.devices[0]
         with hold_generators(device):  # one loss at a time
             loss, begin = self.run_as_caller(self._loss, outputs, i)
@@ -192,7 +202,7 @@ class LossStage:
 
     def _gathered(self, rows: Sequence[Sequence[Any]], ways: Sequence[tuple[int | str | None, str]]) -> list[Any]:
         columns = zip(zip(*rows, strict=True), ways, strict=True)
-        return [gather(parts, how, self.losses.shares, what) for parts, (how, what) in columns]
+        return [gather(parts, how, self.shares, what) for parts, (how, what) in columns]
 
     def verify(self, outputs: Sequence[Any]) -> bool | None:
         """Verifies that the losses of micro-batches add up to the loss of all gathered `outputs`.
@@ -219,6 +229,31 @@ class LossStage:
         # Use the first of duplicates: an output may also be an input that forward writes to.
         ways = {value: (how, what) for (value, how), what in reversed([*results])}
         return [ways[link.value] for link in self.bound.wiring.links[-1]]
+
+
+@dataclass(slots=True)
+class MiniBatchLossStage(LossStage):
+    """Computes one loss of all outputs, on the worker that runs the last F: a joint tail, or `reduction="batch"`."""
+
+    received: dict[int, tuple[list[Any], list[int]]] = field(default_factory=dict)  # by micro-batch, until the last
+
+    def run(self, i: int) -> None:
+        self.received[i] = self._received(i)
+        if len(self.received) < len(self.bounds):
+            return
+        rows = [self.received.pop(k) for k in range(len(self.bounds))]
+        with hold_generators(self.bound.devices[-1]):
+            loss, begin = self.run_as_caller(self._loss_of_all, [outputs for outputs, _ in rows])
+        if not loss.requires_grad:
+            return
+        places = [(k, place) for k, (_, trained) in enumerate(rows) for place in trained]
+        gradients = self._go_back(loss, begin, [rows[k][0][place] for k, place in places], i)
+        for (k, place), gradient in zip(places, gradients, strict=True):
+            self.exchange.send_gradient(self.bounds[k].wiring.links[-1][place], k, gradient)
+
+    def _loss_of_all(self, rows: Sequence[Sequence[Any]]) -> tuple[torch.Tensor, torch.Tensor]:
+        columns = zip(zip(*rows, strict=True), self._ways(), strict=True)
+        return self.losses(self.tree([combine(parts, how, self.shares, what) for parts, (how, what) in columns]), 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,11 +27,11 @@ from fxpipe.utils.pytree import map_tensor_leaves
 from fxpipe.utils.random_generators import generator_lock
 from fxpipe.utils.units import with_article
 
-LOSS_REDUCTIONS = ("mean", "sum")
+LOSS_REDUCTIONS = ("mean", "sum", "batch")
 LOSS_REMEDIES = (
     "If it is a mean over something else than samples (tokens, pixels that count), let loss_fn return (total, weight): "
-    "the sum over what counts, and how many that are. If it needs all samples at once (contrastive, Dice), use the "
-    "drop-in: loss_fn(pipe(x), target).backward()"
+    "the sum over what counts, and how many that are. If it needs all samples at once (contrastive, Dice), pass "
+    "reduction='batch', or use the drop-in: loss_fn(pipe(x), target).backward()"
 )
 MODEL_LOSS_REMEDIES = (
     "Where the model takes the loss itself, in a way that its graph does not tell (a module kept whole, a function of "
@@ -61,6 +61,8 @@ class MicroBatchLosses:
     known: Mapping[int, Any] = field(default_factory=dict)  # pieces of the mini-batch, by place
     # Micro-batches of the caller: the loss is a weighted mean, or the sum, of their separate losses.
     is_handed_over: bool = False
+    # There is one loss, of the outputs of all micro-batches together: shares and targets have one element.
+    takes_all: bool = False
     portion: float = 1.0  # share of this mini-batch in a larger one, for its gradients
     # Copies tensors from the device of one replica of the last stage to another; sums are on the device of the first.
     bring: Callable[[Any, torch.device | None], Any] = lambda value, device: value
@@ -120,7 +122,7 @@ class MicroBatchLosses:
         return scaled if self.scaler is None else self.scaler.scale(scaled)
 
     def remedies(self) -> str:
-        other = {"mean": "sum", "sum": "mean"}[self.reduction]
+        other = "mean" if self.reduction == "sum" else "sum"
         return f"If it is a {other} over samples, pass reduction={other!r}. {LOSS_REMEDIES}"
 
     @property
@@ -219,10 +221,16 @@ def _unit_near(weight: Any, count: int) -> Any:
     return (torch.frexp(sizes).mantissa / sizes).to(torch.promote_types(weight.dtype, torch.float32))
 
 
-def check_reduction(reduction: str) -> None:
+def check_reduction(reduction: str, in_stream: bool = False) -> None:
+    if in_stream and reduction == "batch":
+        raise ArgumentError(
+            "reduction='batch' in a stream, where the backward of a micro-batch does not wait for the others; train "
+            "with forward_backward, and a pipe of another schedule"
+        )
     if reduction not in LOSS_REDUCTIONS:
         raise ArgumentError(
-            f"reduction={reduction!r} is unknown; accepted are 'mean' and 'sum'; or let loss_fn return (total, weight)"
+            f"reduction={reduction!r} is unknown; accepted are 'mean', 'sum' and 'batch' (loss_fn needs all samples); "
+            "or let loss_fn return (total, weight)"
         )
 
 

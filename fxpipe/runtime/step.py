@@ -27,7 +27,7 @@ from fxpipe.runtime.action_performer import ActionPerformer, action_note
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
 from fxpipe.runtime.caller_context import CallerContext, thread_defaults
 from fxpipe.runtime.exchange import BoundaryValue, Exchange
-from fxpipe.runtime.loss_stage import LossStage
+from fxpipe.runtime.loss_stage import LossStage, MiniBatchLossStage
 from fxpipe.runtime.loss_weighting_check import LossWeightingCheck
 from fxpipe.runtime.losses import MicroBatchLosses
 from fxpipe.runtime.recomputing import RecomputeBlock
@@ -109,11 +109,12 @@ class Step(ActionPerformer):
         self.has_loss = losses is not None
         self.exchange = self._open_exchange(inputs)
         self.loss_weighting = LossWeightingCheck.of(inputs.bounds[0], look_at_elements)
-        self.loss = (
-            None
-            if losses is None
-            else LossStage(inputs.bounds, self.exchange, losses, self.loss_weighting, keep_outputs)
-        )
+        self.loss: LossStage | None = None
+        if losses is not None:
+            stage_of_loss = MiniBatchLossStage if losses.takes_all else LossStage
+            self.loss = stage_of_loss(
+                inputs.bounds, self.exchange, losses, self.loss_weighting, keep_outputs, inputs.weights
+            )
         self.replica_totals = [tuple(StageTotals() for _ in own) for own in self.stage_devices]
         self.totals = [own[0] for own in self.replica_totals]
         split_stages = {j for j, _ in split}
@@ -139,7 +140,14 @@ class Step(ActionPerformer):
         fences = fences_of([bound.wiring for bound in inputs.programs], losses is not None)
         # Replicas of the last stage compute losses in order, too: loss_fn may draw random numbers, or count.
         self.has_losses_in_order = losses is not None and len(self.stage_devices[-1]) > 1
-        self._fences = Fences(fences, self.in_order, len(self.devices) - 1 if self.has_losses_in_order else None)
+        last = len(self.devices) - 1
+        takes_all = losses is not None and losses.takes_all
+        self._fences = Fences(
+            fences,
+            self.in_order,
+            last if self.has_losses_in_order else None,
+            Action(ActionKind.FORWARD, last, self.micro_batches - 1) if takes_all else None,
+        )
 
     def _open_exchange(self, inputs: StepInputs) -> Exchange:
         return Exchange(inputs, self.transport, self.grad, self.has_loss)

@@ -39,6 +39,10 @@ class GivenInputs:
         """The program of the mini-batch, or of the first micro-batch."""
         return self.bounds[0]
 
+    def takes_all(self, reduction: str) -> bool:
+        """Returns whether the backward of a step needs the outputs of all micro-batches."""
+        return takes_all(self.bound, len(self.samples), reduction) and not self.is_handed_over
+
     @property
     def batch(self) -> int:
         return sum(self.samples)
@@ -46,6 +50,11 @@ class GivenInputs:
     @property
     def shares(self) -> list[float]:
         return shares_of(self.samples)
+
+
+def takes_all(bound: BoundProgram, micro_batches: int, reduction: str) -> bool:
+    """Returns whether the backward of the micro-batches of a mini-batch needs the outputs of all of them."""
+    return micro_batches > 1 and (reduction == "batch" or bound.takes_all)
 
 
 def shares_of(samples: Sequence[int]) -> list[float]:

@@ -99,15 +99,21 @@ class Fences:
     """The fences of one step, one for each action that others wait for. An open fence stays open."""
 
     def __init__(
-        self, before: Mapping[Fence, tuple[Fence, ...]], in_order: Collection[int] = (), loss_stage: int | None = None
+        self,
+        before: Mapping[Fence, tuple[Fence, ...]],
+        in_order: Collection[int] = (),
+        loss_stage: int | None = None,
+        last_forward: Action | None = None,
     ):
         """Creates closed fences.
 
         Args:
             in_order: stages whose F waits for F of the previous micro-batch, on another device.
             loss_stage: the stage, on several devices, whose losses are computed in the order of micro-batches.
+            last_forward: the F after which the only loss of all micro-batches is computed; all B wait for it.
         """
         self._before, self._in_order, self._loss_stage = before, in_order, loss_stage
+        self._before_backward = () if last_forward is None else (last_forward,)
         self._before_updates: Mapping[int, Sequence[Action]] = {}
         self._passed: set[_ActionKey] = set()
         self._events: dict[_ActionKey, threading.Event] = {}
@@ -124,6 +130,8 @@ class Fences:
         keys = [(*fence, i) for fence in self._before.get((kind, stage), ())]
         if i and kind is ActionKind.FORWARD and stage in self._in_order:
             keys.append((kind, stage, i - 1))
+        if kind is ActionKind.BACKWARD:
+            keys += self._before_backward
         return keys
 
     def _keys_before_loss(self, action: Action) -> Sequence[_ActionKey]:

@@ -157,13 +157,21 @@ def tensors(out):
 def assert_steps(pipe, plain, batches, exact):
     """Outputs, losses and all gradients are those of the plain model on the whole batch, over steps that train."""
     optimizers = [torch.optim.SGD(one.parameters(), 0.05) for one in (pipe, plain)]
-    for given in batches:
+
+    def total(out):
+        return tensors(out)[0] + sum(0.01 * o.square().sum() for o in tensors(out)[1:])
+
+    for step, given in enumerate(batches):
         results = []
         for one, optimizer in zip((pipe, plain), optimizers, strict=True):
             optimizer.zero_grad()
-            out = tensors(one(*given))
-            (out[0] + sum(0.01 * o.square().sum() for o in out[1:])).backward()
-            results.append(out)
+            if step % 2 and one is pipe:
+                loss, out = pipe.forward_backward(*given, loss_fn=total, reduction="sum", return_outputs=True)
+            else:
+                out = one(*given)
+                loss = total(out)
+                loss.backward()
+            results.append((*tensors(out), loss))
         for have, want in zip(*results, strict=True):
             torch.testing.assert_close(have.detach().cpu(), want.detach(), rtol=exact, atol=exact)
         for (name, p), q in zip(pipe.named_parameters(), plain.parameters(), strict=True):
@@ -191,6 +199,101 @@ def test_steps_are_those_of_the_plain_model_on_the_whole_batch(name, dtype, chun
         with torch.no_grad():
             for have, want in zip(tensors(pipe(*batches[0])), tensors(plain(*batches[0])), strict=True):
                 torch.testing.assert_close(have, want)
+
+
+def assert_gradients(model, plain, rtol=1e-4, atol=1e-6):
+    for (name, p), q in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert (p.grad is None) == (q[1].grad is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad.cpu(), q[1].grad, rtol=rtol, atol=atol, msg=name)
+
+
+# -- losses that need all samples --------------------------------------------------------------------------------------
+
+
+class Features(nn.Module):
+    """Two towers whose loss is taken outside of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = tower(), tower()
+
+    def forward(self, x, y):
+        return {"a": self.one(x), "b": self.other(y), "number": 3}
+
+
+def supervised(out, target):
+    z = F.normalize(torch.cat([out["a"], out["b"]]), dim=-1)
+    same = target.repeat(2)[:, None] == target.repeat(2)
+    scores = (z @ z.T).masked_fill(torch.eye(len(z), dtype=torch.bool), -torch.inf)
+    return -scores.log_softmax(-1).where(same, 0).nan_to_num(neginf=0).mean() * out["number"]
+
+
+def dice(out, target):
+    chances, wanted = out["a"].sigmoid(), F.one_hot(target, 8)
+    return 1 - 2 * (chances * wanted).sum() / (chances.sum() + wanted.sum()) + out["b"].square().mean()
+
+
+def a_pair(out, target):
+    return (out["a"] @ out["b"].T).square().sum(), (target > 0).sum()
+
+
+@pytest.mark.parametrize(("loss_fn", "schedule"), [(supervised, "1f1b"), (dice, "gpipe"), (a_pair, "zero_bubble")])
+def test_a_loss_of_all_samples(loss_fn, schedule):
+    torch.manual_seed(0)
+    model = Features().double()
+    plain, example = copy.deepcopy(model), inputs(model, 8, torch.float64)
+    with fxpipe.pipeline(
+        model, ["cpu", "cpu"], 4, schedule=schedule, example_args=example, progress=False, profile_budget=0.0
+    ) as pipe:
+        for seed, batch in enumerate((8, 11, 8, 3)):
+            given, target = inputs(model, batch, torch.float64, seed), torch.arange(batch) % 5
+            options = {"target": target, "loss_fn": loss_fn, "reduction": "batch"}
+            loss, out = pipe.forward_backward(*given, **options, return_outputs=True)
+            output = plain(*given)
+            want = loss_fn(output, target)
+            want = want[0] / want[1] if isinstance(want, tuple) else want
+            want.backward()
+            torch.testing.assert_close(loss, want.detach())
+            torch.testing.assert_close(out["a"], output["a"].detach())
+            assert_gradients(model, plain, 1e-10, 1e-12)
+        assert fxpipe.verify(pipe, *given, **options)
+        assert pipe.last_step.schedule == "gpipe"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_stages_are_updated_after_a_loss_of_all_samples(overlap):
+    torch.manual_seed(0)
+    model = TwoTowers()
+    plain, given = copy.deepcopy(model), inputs(model, 8, torch.float32)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 4, example_args=given, progress=False, profile_budget=0.0) as pipe:
+        own = fxpipe.optim.StageOptimizer(pipe, torch.optim.AdamW, lr=1e-2, overlap=overlap)
+        other = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+        for seed in range(3):
+            given = inputs(model, 8, torch.float32, seed)
+            loss = pipe.forward_backward(*given, loss_fn=lambda out: out[0], optimizer=own)
+            want = plain(*given)[0]
+            want.backward()
+            other.step()
+            other.zero_grad()
+            torch.testing.assert_close(loss, want.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_loss_of_all_samples_that_fails_changes_nothing():
+    model = Features()
+    given = inputs(model, 8, torch.float32)
+
+    def failing(out):
+        raise ZeroDivisionError(len(out["a"]))
+
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 4, example_args=given, progress=False, profile_budget=0.0) as pipe:
+        with pytest.raises(ZeroDivisionError, match="8"):
+            pipe.forward_backward(*given, loss_fn=failing, reduction="batch")
+        with pytest.raises(LossError, match="does not require grad"):
+            pipe.forward_backward(*given, loss_fn=lambda out: out["a"].detach().mean(), reduction="batch")
+        with pytest.raises(ArgumentError, match="reduction='batch' with micro_batches"):
+            pipe.forward_backward(micro_batches=[given], loss_fn=failing, reduction="batch")
+        assert all(p.grad is None for p in model.parameters())
 
 
 # -- models of libraries -----------------------------------------------------------------------------------------------
@@ -251,16 +354,6 @@ def test_mixtral_of_transformers_takes_the_loss_of_its_router():
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def test_forward_backward_names_the_drop_in():
-    model = TwoTowers()
-    given = inputs(model, 8, torch.float32)
-    with fxpipe.pipeline(model, ["cpu", "cpu"], 4, example_args=given, progress=False, profile_budget=0.0) as pipe:
-        with pytest.raises(LossError, match=r"output 0 .*depends on all the others.*use the drop-in"):
-            pipe.forward_backward(*given, loss_fn=lambda out: out[0])
-        assert all(p.grad is None for p in model.parameters())
-        pipe.forward_backward(*given, loss_fn=lambda out: out[2].square().mean())  # of what does not need the others
-
-
 def test_a_mini_batch_in_one_micro_batch_is_no_problem_for_forward_backward():
     model = TwoTowers()
     plain, given = copy.deepcopy(model), inputs(model, 8, torch.float32)
@@ -269,8 +362,7 @@ def test_a_mini_batch_in_one_micro_batch_is_no_problem_for_forward_backward():
     want = plain(*given)[0]
     want.backward()
     torch.testing.assert_close(loss, want.detach())
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
+    assert_gradients(model, plain)
 
 
 class Tail(Views):
@@ -353,7 +445,7 @@ def test_what_samples_have_in_common_may_not_differ_between_micro_batches(name):
         fxpipe.trace(model, inputs(model, 8, torch.float32), chunks=4)
 
 
-class Weighted(Views):
+class CentredWeights(Views):
     """Weights of the samples, less their mean: 0 for equal ones."""
 
     def __init__(self):
@@ -366,12 +458,15 @@ class Weighted(Views):
 
 
 @pytest.mark.parametrize("chunks", [4, 8])
-def test_a_step_refuses_weights_of_all_samples_however_they_are_at_first(chunks):
-    model, x = Weighted(), torch.randn(8, WIDTH)
+def test_a_step_takes_weights_of_all_samples_however_they_are_at_first(chunks):
+    model, x = CentredWeights(), torch.randn(8, WIDTH)
+    plain = copy.deepcopy(model)
     with fxpipe.pipeline(model, ["cpu", "cpu"], chunks, example_args=(x, x, torch.rand(8)), progress=False) as pipe:
         for weights in (torch.ones(8), torch.rand(8)):
-            with pytest.raises(LossError, match=r"call the pipe|pipe\(x"):
-                pipe.forward_backward(x, x, weights, loss_fn=lambda output: output)
+            loss, want = pipe.forward_backward(x, x, weights), plain(x, x, weights)
+            want.backward()
+            torch.testing.assert_close(loss, want.detach())
+            assert_gradients(model, plain)
 
 
 def test_a_metric_of_the_whole_batch_does_not_change_how_micro_batches_count():
@@ -387,8 +482,7 @@ def test_a_metric_of_the_whole_batch_does_not_change_how_micro_batches_count():
     want = plain(x)[0].square().mean()
     want.backward()
     torch.testing.assert_close(loss, want)
-    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(own.grad, other.grad)
+    assert_gradients(model, plain)
 
 
 def test_a_large_part_of_the_model_is_no_tail():
