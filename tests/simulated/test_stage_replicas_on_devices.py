@@ -67,6 +67,27 @@ def assert_same(model, plain):
         torch.testing.assert_close(one.cpu(), other, msg=name, rtol=1e-4, atol=1e-5)
 
 
+def contrast(outputs, t):
+    return F.cross_entropy(outputs @ t.T, torch.arange(len(t), device=t.device))
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_a_loss_of_all_samples_waits_for_all_replicas(places):
+    torch.manual_seed(7)
+    plain = Net()
+    model = copy.deepcopy(plain)
+    with closing(replicated(model, PLACES[places])) as pipe:
+        for k in range(3):
+            x, t = torch.randn(12 - k, 6), torch.randn(12 - k, 6)
+            loss, outputs = pipe.forward_backward(x, target=t, loss_fn=contrast, reduction="batch", return_outputs=True)
+            want = torch.cat([plain(part) for part in x.tensor_split(4)])
+            wanted = contrast(want, t)
+            wanted.backward()
+            torch.testing.assert_close(outputs.cpu(), want.detach())
+            torch.testing.assert_close(loss.cpu(), wanted.detach())
+            assert_same(model, plain)
+
+
 @pytest.mark.parametrize(("places", "schedule"), each_once(PLACES, ("gpipe", "1f1b", "zero_bubble")))
 def test_steps_come_to_the_weights_of_the_plain_model(places, schedule):
     torch.manual_seed(7)
