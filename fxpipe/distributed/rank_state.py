@@ -26,8 +26,9 @@ from fxpipe.errors import ArgumentError, StateError
 from fxpipe.pipe.graph_cache import MAX_GRAPHS, CachedGraph
 from fxpipe.pipe.graph_finder import count_elements, peek_seed
 from fxpipe.pipe.model_calls import ModelCall
-from fxpipe.pipe.pipeline_state import DROP_IN_SCHEDULE, PipelineState, StepCall
+from fxpipe.pipe.pipeline_state import PipelineState, StepCall
 from fxpipe.planning.options.pipeline_options import Settings
+from fxpipe.planning.options.stage_placement import DROP_IN_SCHEDULE
 from fxpipe.planning.passes import PreparedGraph
 from fxpipe.planning.plans import Plan
 from fxpipe.rewriting.relay_routes import relay_routes

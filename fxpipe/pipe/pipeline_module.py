@@ -17,10 +17,11 @@ from fxpipe._torch.module_internals import STORE_NAMES
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
 from fxpipe.pipe.model_calls import ModelCall
 from fxpipe.pipe.pipeline_class import NOT_COMPILED, SLOTS, class_of_model, pipeline_class, replaced_forward, set_up
-from fxpipe.pipe.pipeline_state import DROP_IN_SCHEDULE, PipelineState, StepCall
+from fxpipe.pipe.pipeline_state import PipelineState, StepCall
 from fxpipe.pipe.train_stream import StreamLoop, TrainStream, parse_batches, stream_policy
 from fxpipe.planning.options.parse import parse_compile, parse_switch
 from fxpipe.planning.options.pipeline_options import OPTION_DEFAULTS, Settings
+from fxpipe.planning.options.stage_placement import DROP_IN_SCHEDULE
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.node_groups import node_groups_of
 from fxpipe.runtime import Executor, StepRecord, executor_for

@@ -29,6 +29,7 @@ from fxpipe.planning.dynamic_plan import plan_with_dynamic_sizes
 from fxpipe.planning.entry import prepare
 from fxpipe.planning.evaluation_check import refusal_of_evaluation
 from fxpipe.planning.options.pipeline_options import Settings
+from fxpipe.planning.options.stage_placement import DROP_IN_SCHEDULE
 from fxpipe.planning.passes import PreparedGraph, prepare_additional_graph
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.simulate_plan import simulate
@@ -50,8 +51,6 @@ from fxpipe.utils.pytree import flatten
 from fxpipe.utils.units import human_bytes
 
 T = TypeVar("T")
-
-DROP_IN_SCHEDULE = "gpipe"  # the only order that a call and its backward allow
 
 
 @dataclass(frozen=True, slots=True)

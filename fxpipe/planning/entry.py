@@ -20,7 +20,7 @@ from fxpipe.planning.options.pipeline_options import (
     make_settings,
     shows_options,
 )
-from fxpipe.planning.options.stage_placement import parse_training_schedule, worker_count_for
+from fxpipe.planning.options.stage_placement import DROP_IN_SCHEDULE, parse_training_schedule, worker_count_for
 from fxpipe.planning.passes import (
     PreparedGraph,
     ProfiledModel,
@@ -32,6 +32,7 @@ from fxpipe.planning.passes import (
 )
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.tuning.auto_options import prepare_best
+from fxpipe.scheduling.streams import is_stream
 from fxpipe.tracing import Traced
 from fxpipe.tracing.cache_key import in_mode
 from fxpipe.tracing.model_state import look_on_recording_device
@@ -40,6 +41,7 @@ from fxpipe.tracing.strategies import imbalance_warnings
 from fxpipe.tracing.verify.effects import least_samples
 from fxpipe.utils import accelerator
 from fxpipe.utils.locks import planning_block
+from fxpipe.utils.output_combination import needing_all
 from fxpipe.utils.progress import phase, show_phases, show_progress
 from fxpipe.utils.units import parse_count
 
@@ -194,6 +196,11 @@ def prepare_with_choices(
     phase("cutting")
     settings = replace(settings, least_samples=least_samples(profiled.traced))
     profiled, settings = with_replicas(profiled, settings)
-    if settings.left:
-        return prepare_best(profiled, args, kwargs, settings)
-    return prepare_profiled(profiled, settings)
+    joint = needing_all(profiled.traced.combinations)
+    if joint is not None and settings.chunks > 1 and not is_stream(settings.schedule):
+        settings = replace(settings, schedule=DROP_IN_SCHEDULE, left=settings.left - {"schedule"})
+    prepared = prepare_best(profiled, args, kwargs, settings) if settings.left else prepare_profiled(profiled, settings)
+    if joint is not None and prepared.plan.schedule == DROP_IN_SCHEDULE:
+        why = f"{joint.where} needs all samples at once: every F runs before the first B, in the order of GPipe"
+        prepared = replace(prepared, plan=replace(prepared.plan, why=(*prepared.plan.why, why)))
+    return prepared

@@ -58,11 +58,6 @@ class BoundProgram:
         return any(one.is_joint and one.requires_grad for one in self.combinations)
 
     @property
-    def takes_all(self) -> bool:
-        """True if an output with a gradient is more than a sum over micro-batches: its backward waits for all F."""
-        return any(one.requires_grad and not one.is_affine for one in self.combinations)
-
-    @property
     def stage_devices(self) -> tuple[tuple[torch.device, ...], ...]:
         """By stage, the devices of all replicas."""
         return tuple(tuple(one.device for one in self.replicas_of(j)) for j in range(len(self.devices)))

@@ -16,6 +16,7 @@ from fxpipe.errors import StateError
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors, different_programs
 from fxpipe.runtime.microbatches import scatter
 from fxpipe.utils.clone import clone
+from fxpipe.utils.output_combination import needing_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class GivenInputs:
 
 def takes_all(bound: BoundProgram, micro_batches: int, reduction: str) -> bool:
     """Returns whether the backward of the micro-batches of a mini-batch needs the outputs of all of them."""
-    return micro_batches > 1 and (reduction == "batch" or bound.takes_all)
+    return micro_batches > 1 and (reduction == "batch" or needing_all(bound.combinations) is not None)
 
 
 def shares_of(samples: Sequence[int]) -> list[float]:

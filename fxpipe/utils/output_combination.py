@@ -92,6 +92,11 @@ class OutputCombination:
         return self(pieces)
 
 
+def needing_all(combinations: Sequence[OutputCombination]) -> OutputCombination | None:
+    """Returns the first output with a gradient that is more than a sum over micro-batches: its backward needs all F."""
+    return next((one for one in combinations if one.requires_grad and not one.is_affine), None)
+
+
 def map_nested(value: Any, change: Callable[[Any], Any]) -> Any:
     """Applies a function to the items of nested lists, tuples, dicts and slices, except named tuples."""
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):

@@ -29,6 +29,10 @@ TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != "inference")
 COMPARED_SCHEDULES = tuple(name for name in TRAINING_SCHEDULES if name not in STREAM_POLICIES)
 
 
+# The order of a call and its backward, and of a step whose loss needs all samples: every F before the first B.
+DROP_IN_SCHEDULE = "gpipe"
+
+
 def parse_training_schedule(value: Any) -> ScheduleLike:
     """Checks a name, a table or a function that `forward_backward` can run."""
     if value == "inference":

@@ -21,7 +21,7 @@ from fxpipe.planning.options.pipeline_options import (
     is_default,
     shows_options,
 )
-from fxpipe.planning.options.stage_placement import COMPARED_SCHEDULES, TRAINING_SCHEDULES
+from fxpipe.planning.options.stage_placement import COMPARED_SCHEDULES, DROP_IN_SCHEDULE, TRAINING_SCHEDULES
 from fxpipe.planning.passes import ProfiledModel, holds_for_chunks, trace_and_profile
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.tuning.candidate_plans import PlanSource, PlanVariants, memory_limits_of, with_memory_limits
@@ -46,6 +46,7 @@ from fxpipe.planning.tuning.replicated_plans import (
 from fxpipe.planning.tuning.tuning_result import Tuning
 from fxpipe.scheduling import CHECKPOINTS
 from fxpipe.utils.locks import planning_block
+from fxpipe.utils.output_combination import needing_all
 from fxpipe.utils.progress import progress as bar
 from fxpipe.utils.progress import show_phases, show_progress
 from fxpipe.utils.units import parse_count, with_article
@@ -171,6 +172,8 @@ def tune(
             for name in TRACING_OPTIONS
             if name in options and not is_default(arguments[name], OPTION_DEFAULTS[name])
         }
+        if needing_all(profiled.traced.combinations) is not None:
+            names = (DROP_IN_SCHEDULE,)
         plans = ways.plans_of(profiled, settings.memory_at_hand)
         longest = max(plans.values(), key=lambda one: one.devices)
         limits: MemoryLimits = [worker.memory for worker in planned_workers(longest.settings)]
