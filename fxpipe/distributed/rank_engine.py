@@ -243,8 +243,8 @@ class RankEngine(Engine):
         is_whole = inputs.takes_all(call.reduction)
         if is_whole and self.replicas.count > 1:
             raise LossError(
-                "the loss needs all samples at once, and replicas of the pipe do not gather them: use one replica, or "
-                "chunks=1 and a loss for each replica's samples"
+                "the loss needs all samples at once, and replicas of the pipe do not gather them: train with one "
+                "replica"
             )
         if is_last and not inputs.is_handed_over and not is_whole:
             kind = self.loss_histories.of(call.loss_fn, call.reduction, call.target, bound, (inputs.batch, m))

@@ -31,7 +31,7 @@ MIXED_BATCHES = [(7, 5, 1), (7, 5, 2), (2, 5, 3)]
 MORE_LENGTHS = [(7, 9, 4), (7, 5, 5)]
 
 
-def trained(devices, model, batches, loss_fn, is_over_ranks, optimizer=True, **options):
+def trained(devices, model, batches, loss_fn, is_over_ranks, optimizer=True, reduction="mean", **options):
     """Losses, gradients and state after some steps, of which the last ones are accumulated."""
     x, _ = batches[0]
     with fxpipe.pipeline(model, devices, example_args=(x,), **QUICK | options) as pipe:
@@ -41,7 +41,7 @@ def trained(devices, model, batches, loss_fn, is_over_ranks, optimizer=True, **o
         for place, (x, t) in enumerate(batches):
             if is_over_ranks:  # nobody is given what it does not need
                 x, t = x if pipe.needs_inputs else None, t if pipe.needs_target else None
-            losses.append(pipe.forward_backward(x, target=t, loss_fn=loss_fn))
+            losses.append(pipe.forward_backward(x, target=t, loss_fn=loss_fn, reduction=reduction))
             if optimizer and place < len(batches) - 2:
                 step.step()
                 step.zero_grad()
@@ -95,7 +95,7 @@ def model_of(kind, batches):
     torch.manual_seed(0)
     if kind is Mixed:
         return Mixed(), [tokens(*batch) for batch in batches], MIXED_CUTS
-    return Dense(), [(torch.randn(b, 4), torch.randn(b, 4)) for b, *_ in batches], DENSE_CUTS
+    return kind(), [(torch.randn(b, 4), torch.randn(b, 4)) for b, *_ in batches], DENSE_CUTS
 
 
 def train_on_rank(mesh, kind, batches, loss_fn, stages, options):
@@ -163,6 +163,30 @@ def test_losses_and_options_mean_what_they_mean_in_one_process(two_ranks, loss_f
         same_as_in_one_process(two_ranks, Dense, [(5, 0, 0)] * 2, loss_fn, 2, chunks=1, **options)
     else:
         same_as_in_one_process(two_ranks, Mixed, MIXED_BATCHES, loss_fn, 2, chunks=3, **options)
+
+
+class Contrast(Dense):
+    """Its output is a loss of all samples: each against each."""
+
+    def forward(self, x):
+        rows = F.normalize(super().forward(x), dim=-1)
+        return F.cross_entropy(rows @ rows.T * 5, torch.arange(len(rows)))
+
+
+def taken_loss(out, target):
+    return out
+
+
+def matching_loss(out, target):
+    return F.cross_entropy(out @ target.T, torch.arange(len(target)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss_fn", "reduction"), [(Contrast, taken_loss, "mean"), (Dense, matching_loss, "batch")]
+)
+def test_a_loss_of_all_samples_on_two_ranks_has_the_bits_of_one_process(two_ranks, kind, loss_fn, reduction):
+    batches = [(7, 0, 0), (8, 0, 0), (7, 0, 0)]
+    same_as_in_one_process(two_ranks, kind, batches, loss_fn, 2, chunks=3, reduction=reduction)
 
 
 # -- Evaluation, outputs, state --------------------------------------------------------------------------------------
