@@ -332,6 +332,24 @@ RUNTIME = (
     ),
     Mutant(
         "runtime/wiring.py",
+        "            keys += self._before_backward\n",
+        "            pass\n",
+        "unit/runtime/test_wiring.py::test_backward_of_a_stage_waits_for_the_loss_that_alone_uses_what_it_made",
+    ),
+    Mutant(
+        "runtime/loss_stage.py",
+        "_go_back(loss, begin, [rows[k][0][place] for k, place in places], i)",
+        "_go_back(loss, begin, [rows[0][0][place] for k, place in places], i)",
+        "behaviour/test_joint_tail.py::test_a_loss_of_all_samples",
+    ),
+    Mutant(
+        "utils/output_combination.py",
+        "if one.requires_grad and not one.is_affine)",
+        "if one.requires_grad and one.is_joint)",
+        "behaviour/test_joint_tail.py::test_a_product_of_means_is_one_of_all_samples",
+    ),
+    Mutant(
+        "runtime/wiring.py",
         "min((k for k in others if k > user), default=None)",
         "max((k for k in others if k > user), default=None)",
         "unit/runtime/test_wiring.py::test_a_gradient_comes_from_the_next_later_user_and_is_waited_for",

@@ -261,6 +261,18 @@ def test_a_loss_of_all_samples(loss_fn, schedule):
         assert pipe.last_step.schedule == "gpipe"
 
 
+def test_a_product_of_means_is_one_of_all_samples():
+    model = Views(lambda a, b: a.mean() * b.square().mean())
+    plain, given = copy.deepcopy(model), inputs(model, 8, torch.float32)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 4, example_args=given, progress=False, profile_budget=0.0) as pipe:
+        loss, want = pipe.forward_backward(*given), plain(*given)
+        want.backward()
+        torch.testing.assert_close(loss, want.detach())
+        assert_gradients(model, plain)
+        assert pipe.plan.schedule == "gpipe"
+        assert "needs all samples at once" in str(pipe.plan)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_stages_are_updated_after_a_loss_of_all_samples(overlap):
     torch.manual_seed(0)

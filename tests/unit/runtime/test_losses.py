@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-import types
 import weakref
 from typing import Any
 
@@ -638,7 +637,7 @@ class Several(nn.Module):
 
 def test_a_value_that_nothing_says_how_to_put_together_is_not_lost():
     stage = object.__new__(LossStage)
-    stage.losses = types.SimpleNamespace(shares=(0.5, 0.5))
+    stage.shares = (0.5, 0.5)
     values = [[torch.zeros(1), torch.ones(1)], [torch.zeros(1), torch.ones(1)]]
     first, second = stage._gathered(values, [(0, "an output"), ("sum", "an input")])
     assert (first.tolist(), second.tolist()) == ([0.0, 0.0], [2.0])

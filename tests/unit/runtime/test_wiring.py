@@ -33,24 +33,24 @@ def _loss(outputs, target):
     return F.mse_loss(near, target) + F.mse_loss(far, target)
 
 
-def _gradients(executor, schedule="gpipe"):
+def _gradients(executor, schedule="gpipe", reduction="mean"):
     torch.manual_seed(1)
     model = TwoHeads()
     x, y, t = (torch.randn(8, 4) for _ in range(3))
     pipe = fxpipe.pipeline(model, ["cpu", "cpu"], 4, schedule=schedule, balance=["tanh"], example_args=(x, y))
     pipe._fxpipe.engine.executor = executor
     with closing(executor):
-        pipe.forward_backward(x, y, target=t, loss_fn=_loss)
+        pipe.forward_backward(x, y, target=t, loss_fn=_loss, reduction=reduction)
         found = {name: p.grad for name, p in model.named_parameters()}
         pipe.zero_grad()
     _loss(model(x, y), t).backward()
     return found, {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_backward_of_a_stage_waits_for_the_loss_that_alone_uses_what_it_made(schedule):
+@pytest.mark.parametrize(("schedule", "reduction"), [("gpipe", "mean"), ("1f1b", "mean"), ("1f1b", "batch")])
+def test_backward_of_a_stage_waits_for_the_loss_that_alone_uses_what_it_made(schedule, reduction):
     for seed in range(6):
-        found, want = _gradients(InterleavedExecutor(seed), schedule)
+        found, want = _gradients(InterleavedExecutor(seed), schedule, reduction)
         for name, gradient in want.items():
             assert found[name] is not None, f"{name} with Interleaved({seed})"
             torch.testing.assert_close(found[name], gradient)
