@@ -243,7 +243,7 @@ class RankEngine(Engine):
         is_whole = inputs.takes_all(call.reduction)
         if is_whole and self.replicas.count > 1:
             raise LossError(
-                "the loss needs all samples at once, and replicas of the pipe do not gather them: train with one "
+                "the loss needs all samples together, and replicas of the pipe do not gather them: train with one "
                 "replica"
             )
         if is_last and not inputs.is_handed_over and not is_whole:

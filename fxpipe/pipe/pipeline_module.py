@@ -245,7 +245,7 @@ class Pipeline(nn.Module):
         micro-batches, and that no micro-batch alone has a loss of 0 or NaN: this detects padding. A loss may draw
         random numbers from torch's generators; if they change its value, it is not compared.
 
-        A loss that needs all samples at once is called once, with the output of the mini-batch, between the last
+        A loss that needs all samples together is called once, with the output of the mini-batch, between the last
         forward and the first backward: if you say so (`reduction="batch"`: contrastive losses, Dice), or if the model
         computes more than sums from all samples (similarities, the loss of a router). Such a step runs in the order of
         GPipe, and holds all outputs of the mini-batch.
@@ -268,7 +268,7 @@ class Pipeline(nn.Module):
                 may be a module; leaves that it uses get gradients. None: the model's output is the loss. If the loss is
                 inside the output: `lambda out: out.loss`; each micro-batch then returns its share of the loss.
             reduction: "mean": the loss is a mean over samples. "sum": it is a sum. Not used for pairs. "batch": loss_fn
-                needs all samples at once, and is called once, with the output of the mini-batch (contrastive, Dice).
+                needs all samples together, and is called once, with the output of the mini-batch (contrastive, Dice).
             grad_scaler: scales the loss for backward, as `grad_scaler.scale(loss).backward()` does; then call
                 `grad_scaler.step(optimizer)` and `grad_scaler.update()` as usual.
             micro_batches: an iterable of micro-batches instead of inputs and target. Each is (args, kwargs, target),

@@ -177,7 +177,7 @@ class PipelineState(GraphFinder):
         simulation = simulate(plan, schedule=DROP_IN_SCHEDULE, chunks=micro_batches, batch=batch)
         for device, memory, limit in zip(simulation.devices, simulation.memory, simulation.limits, strict=True):
             if limit is not None and memory.peak > limit:
-                what, other = "A loss that needs all samples at once runs", ""
+                what, other = "A loss that needs all samples together runs", ""
                 if is_call:
                     what, other = "pipe(x) and its backward, as trainers call it, run", "train by that, or "
                 warn_user(

@@ -201,6 +201,6 @@ def prepare_with_choices(
         settings = replace(settings, schedule=DROP_IN_SCHEDULE, left=settings.left - {"schedule"})
     prepared = prepare_best(profiled, args, kwargs, settings) if settings.left else prepare_profiled(profiled, settings)
     if joint is not None and prepared.plan.schedule == DROP_IN_SCHEDULE:
-        why = f"{joint.where} needs all samples at once: every F runs before the first B, in the order of GPipe"
+        why = f"{joint.where} needs all samples together: every F runs before the first B, in the order of GPipe"
         prepared = replace(prepared, plan=replace(prepared.plan, why=(*prepared.plan.why, why)))
     return prepared

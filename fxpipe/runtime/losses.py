@@ -30,7 +30,7 @@ from fxpipe.utils.units import with_article
 LOSS_REDUCTIONS = ("mean", "sum", "batch")
 LOSS_REMEDIES = (
     "If it is a mean over something else than samples (tokens, pixels that count), let loss_fn return (total, weight): "
-    "the sum over what counts, and how many that are. If it needs all samples at once (contrastive, Dice), pass "
+    "the sum over what counts, and how many that are. If it needs all samples together (contrastive, Dice), pass "
     "reduction='batch', or use the drop-in: loss_fn(pipe(x), target).backward()"
 )
 MODEL_LOSS_REMEDIES = (

@@ -35,7 +35,7 @@ def labels(lengths=(1,) * 8):
 
 
 def rooted(y, t):
-    """A loss of all samples at once."""
+    """A loss of all samples together."""
     return F.mse_loss(y, t).sqrt()
 
 
