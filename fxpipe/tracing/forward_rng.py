@@ -48,19 +48,20 @@ class DrawStream:
             generator.set_state(before)
 
 
+def is_draw_of_numbers(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
+    is_on_cpu = isinstance(result, torch.Tensor) and result.device.type == "cpu"
+    return is_on_cpu and not any(True for _ in tensors_in((args, kwargs)))
+
+
 def is_scalar_draw(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
-    return (
-        isinstance(result, torch.Tensor)
-        and result.numel() == 1
-        and result.device.type == "cpu"
-        and not any(True for _ in tensors_in((args, kwargs)))
-    )
+    return is_draw_of_numbers(args, kwargs, result) and result.numel() == 1
 
 
 class DrawFromStream(TorchFunctionMode):
     """A mode in which a model takes its draws from the stream, as during recording.
 
-    `draws_from_stream`: for each draw in order, does it use the stream? Draws inside opaque nodes do not.
+    `draws_from_stream`: for each draw of numbers in order, does it use the stream? Draws inside opaque nodes do not,
+    nor a number for each sample, of which a micro-batch of one sample draws one.
     """
 
     def __init__(self, draws: DrawStream, draws_from_stream: Sequence[bool]):
@@ -75,9 +76,11 @@ class DrawFromStream(TorchFunctionMode):
             return func(*args, **kwargs)
         before = torch.default_generator.get_state()
         result = func(*args, **kwargs)
-        is_one = is_scalar_draw(args, kwargs, result) and not torch.equal(before, torch.default_generator.get_state())
-        if is_one and next(self.draws_from_stream, True):
-            return self.draws.take(lambda: func(*args, **kwargs))
+        has_drawn = not torch.equal(before, torch.default_generator.get_state())
+        if has_drawn and is_draw_of_numbers(args, kwargs, result):
+            is_one = is_scalar_draw(args, kwargs, result)
+            if next(self.draws_from_stream, is_one) and is_one:
+                return self.draws.take(lambda: func(*args, **kwargs))
         return result
 
 

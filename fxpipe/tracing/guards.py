@@ -38,7 +38,6 @@ _RANDOM_NUMBERS = "random numbers"
 # check fails for a micro-batch, the step raises, as the model does.
 
 
-# No model of the zoo: the checks of `torch.distributions` need it (unit/tracing/test_guards.py).
 def expect(value: Any, expected: Any, what: str) -> None:
     """Compares a value that forward has checked; a node of the graph. Raises `DecisionError` if it differs."""
     if not equal_values(value, expected):
@@ -141,11 +140,8 @@ def refuse_unguardable(traced: Traced) -> None:
     reads = _reads(traced)
     known = set[fx.Node]().union(*map(_dependencies_of_read, reads))
     sources = {read: source for read in reads if (source := _unknown_source(traced, read, known)) is not None}
-    # A value that is only checked may be compared in its stage, since no other node uses it. Random numbers may not,
-    # because each stage would draw different numbers.
-    stopping = [
-        read for read, source in sources.items() if source == _RANDOM_NUMBERS or not value_read_of(read).is_validation
-    ]
+    # A value that is only checked may be compared in its stage, since no other node uses it.
+    stopping = [read for read in sources if not value_read_of(read).is_check]
     if not stopping:
         add_expectations(list(sources))
         return

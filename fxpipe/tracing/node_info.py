@@ -52,7 +52,7 @@ class ValueRead:
     value: Any  # the value in the recording
     text: str  # the function that read it, as in messages: `item`, `bool`
     is_size: bool = False
-    is_validation: bool = False  # a check of arguments: another value raises, and has no other effect
+    is_check: bool = False  # another value raises, and has no other effect
     is_compared_in_stage: bool = False  # no guard can read it: the node stays in the graph, followed by a comparison
 
 

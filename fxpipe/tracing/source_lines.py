@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import functools
 import inspect
+import linecache
 import os
 import re
 import sys
@@ -43,12 +46,42 @@ def user_line() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else UNKNOWN_LINE
 
 
-def is_argument_validation() -> bool:
-    """Returns whether a distribution of torch is reading a value to validate its arguments."""
+def is_check() -> bool:
+    """Returns whether a value is read only to raise if it is another one.
+
+    So read the distributions of torch, `assert` and an `if` with a branch that raises.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_DISPATCH_FILES):
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith(_DISTRIBUTIONS)
+    if frame is None:
+        return False
+    file = frame.f_code.co_filename
+    return file.startswith(_DISTRIBUTIONS) or frame.f_lineno in _lines_of_checks(
+        file, "".join(linecache.getlines(file))
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _lines_of_checks(file: str, text: str) -> frozenset[int]:
+    """Returns the lines of conditions of which one answer raises."""
+    lines = set[int]()
+    try:
+        nodes = [*ast.walk(ast.parse(text))]
+    except (SyntaxError, ValueError):
+        return frozenset()
+    for node in nodes:
+        is_raising = isinstance(node, ast.If) and any(map(_ends_in_raise, (node.body, node.orelse)))
+        if isinstance(node, ast.Assert) or is_raising:
+            test: ast.expr = node.test  # type: ignore[attr-defined]
+            if not any(isinstance(part, (ast.BoolOp, ast.IfExp, ast.NamedExpr)) for part in ast.walk(test)):
+                lines.update(range(test.lineno, (test.end_lineno or test.lineno) + 1))
+    return frozenset(lines)
+
+
+def _ends_in_raise(statements: list[ast.stmt]) -> bool:
+    *before, last = statements or [ast.Pass()]
+    return isinstance(last, ast.Raise) and all(isinstance(one, (ast.Assign, ast.Expr)) for one in before)
 
 
 def line_of_function(function: Callable[..., Any]) -> str:

@@ -52,7 +52,14 @@ from fxpipe._torch.saved_tensor_hooks import NoSavedTensors, saving_block_for
 from fxpipe._torch.storages import storage_address
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.tracing.fake_tensors import NEEDS_VALUES_ERRORS, is_faked
-from fxpipe.tracing.forward_rng import DrawStream, generator_states, is_scalar_draw, might_draw, same_generator_states
+from fxpipe.tracing.forward_rng import (
+    DrawStream,
+    generator_states,
+    is_draw_of_numbers,
+    is_scalar_draw,
+    might_draw,
+    same_generator_states,
+)
 from fxpipe.tracing.model_state import python_rng_state, same_python_rng_state
 from fxpipe.tracing.node_info import NodeInfo, RandomDraws, RecordingPlace, ValueRead, info, set_info, update_info
 from fxpipe.tracing.record.grad_fn import NODE_HOOK_PROBLEM, NODE_HOOK_REMEDY, GradFnProxy, is_grad_fn_access
@@ -90,7 +97,7 @@ from fxpipe.tracing.record.unrecordable import (
     refusal_of_call,
     refusal_of_parameter_write,
 )
-from fxpipe.tracing.source_lines import is_argument_validation, user_line
+from fxpipe.tracing.source_lines import is_check, user_line
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import PLAIN_RECORDING, RecordingOptions, TracedGraph
 from fxpipe.utils.progress import ProgressStep, ignore_progress
@@ -579,8 +586,9 @@ class Recorder(TorchFunctionMode):
         else:
             node = self._call(func, name, node_args, node_kwargs)
             is_draw = random and is_scalar_draw(args, kwargs, result)
+            if random and is_draw_of_numbers(args, kwargs, result):
+                self.draws_from_stream.append(is_draw)
             if is_draw:
-                self.draws_from_stream.append(True)
                 result = self.draws.take(lambda: func(*args, **kwargs))
             self.keep(result, node)
         if random or might_draw(func, args, kwargs, result):
@@ -658,7 +666,7 @@ class Recorder(TorchFunctionMode):
         result = self._plainly(func, args, kwargs)
         if not same_generator_states(before, generator_states()):
             self.has_drawn_inside = True
-            if is_scalar_draw(args, kwargs, result):
+            if is_draw_of_numbers(args, kwargs, result):
                 self.draws_from_stream.append(False)
         return result
 
@@ -701,7 +709,7 @@ class Recorder(TorchFunctionMode):
             value = value.tolist()
         else:
             node = self._call(func, name, args, kwargs)
-        update_info(node, read=ValueRead(value, name.strip("_"), is_validation=is_argument_validation()))
+        update_info(node, read=ValueRead(value, name.strip("_"), is_check=isinstance(value, bool) and is_check()))
 
     # No model of the zoo: a branch on the text of a tensor needs it (behaviour/test_reads.py).
     def _text(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

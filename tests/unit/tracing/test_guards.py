@@ -277,8 +277,34 @@ class Checks(Bare):
         return torch.distributions.Normal(h, 1.0, validate_args=True).log_prob(h + 1)
 
 
-def test_what_a_distribution_checks_is_compared_in_the_stages():
-    model = Checks()
+class Asserts(Bare):
+    def looked_at(self, h):
+        assert torch.isfinite(h).all(), "infinite"
+        return h.relu()
+
+
+class Raises(Bare):
+    def looked_at(self, h):
+        if h.sum() > 0:
+            pass
+        elif torch.isfinite(h).all() == False:  # noqa: E712
+            message = f"{h} is infinite"
+            raise ValueError(message)
+        return h.relu()
+
+
+class RaisesLast(Bare):
+    def looked_at(self, h):
+        if torch.isfinite(h).all():
+            h = h.relu()
+        else:
+            raise ValueError("infinite")
+        return h
+
+
+@pytest.mark.parametrize("kind", [Checks, Asserts, RaisesLast])
+def test_what_only_raises_is_compared_in_the_stages(kind):
+    model = kind()
     plain = copy.deepcopy(model)
     with pipe_of(model, example_args=(positive(),)) as pipe:
         assert re.search(r"compared in the stages: .*test_guards.py:\d+ is True", pipe.plan.why[-1])
@@ -292,6 +318,42 @@ def test_what_a_distribution_checks_is_compared_in_the_stages():
         assert "micro-batch" in caught.value.__notes__[0]
         assert all(torch.equal(p.grad, before[name]) for name, p in model.named_parameters())
         assert_step(pipe, plain, mixed_signs())
+
+
+class Drawn(Checks):
+    def looked_at(self, h):
+        z = torch.distributions.Normal(h, 1.0, validate_args=True).rsample()
+        if torch.isnan(z).any():
+            raise ValueError("no number")
+        return z + torch.randn(len(h), 1)
+
+
+def test_drawn_values_that_are_checked_are_drawn_as_the_model_draws_them():
+    with pipe_of(Drawn(), chunks=8, example_args=(positive(),)) as pipe:  # micro-batches of one sample
+        for x in (positive(), mixed_signs()):
+            assert fxpipe.verify(pipe, x)
+
+
+class ChecksTwo(Bare):
+    """One of two may be wrong."""
+
+    def looked_at(self, h):
+        if torch.isnan(h).any() and (h < 0).any():
+            raise ValueError
+        return h
+
+
+class Mends(Bare):
+    def looked_at(self, h):
+        if torch.isnan(h).any():
+            h = h.nan_to_num()
+        return h
+
+
+@pytest.mark.parametrize("kind", [ChecksTwo, Mends, Raises])
+def test_an_answer_after_which_forward_may_go_on_is_not_only_checked(kind):
+    with pytest.raises(TraceError, match=r"\(bool\) that depends on the inputs and 'first' at"):
+        fxpipe.trace(kind(), (positive(),))
 
 
 # -- general paths of libraries --------------------------------------------------------------------------------------
