@@ -337,6 +337,18 @@ RUNTIME = (
         "unit/runtime/test_wiring.py::test_backward_of_a_stage_waits_for_the_loss_that_alone_uses_what_it_made",
     ),
     Mutant(
+        "tracing/source_lines.py",
+        "isinstance(part, (ast.BoolOp, ast.IfExp, ast.NamedExpr))",
+        "isinstance(part, ast.IfExp)",
+        "unit/tracing/test_guards.py::test_an_answer_after_which_forward_may_go_on_is_not_only_checked",
+    ),
+    Mutant(
+        "tracing/forward_rng.py",
+        "if next(self.draws_from_stream, is_one) and is_one:",
+        "if is_one:",
+        "unit/tracing/test_guards.py::test_drawn_values_that_are_checked_are_drawn_as_the_model_draws_them",
+    ),
+    Mutant(
         "runtime/loss_stage.py",
         "_go_back(loss, begin, [rows[k][0][place] for k, place in places], i)",
         "_go_back(loss, begin, [rows[0][0][place] for k, place in places], i)",

@@ -201,12 +201,6 @@ class RankEngine(Engine):
     def call_ranks(self, graph: RankGraph, inputs: RankInputs, schedule: Schedule, *, to_all: bool) -> Any:
         """Runs all forwards; returns the output on the rank of the last stage or on all ranks, else None."""
         bound, connection = graph.bound, self.group.connection
-        joint = next((one for one in bound.combinations if one.is_joint), None)
-        if joint is not None and schedule.micro_batches > 1:
-            raise LossError(
-                f"{joint.where} is made of all samples of the mini-batch, which processes do not gather; call a pipe "
-                "in one process, or use chunks=1"
-            )
         mailbox, tensors = self._mailbox(graph), ModelTensors(self.model, bound.constants)
         exchange = self._tensor_exchange(graph, mailbox, tensors)
         exchange.borrow(graph.transfers)

@@ -189,6 +189,18 @@ def test_a_loss_of_all_samples_on_two_ranks_has_the_bits_of_one_process(two_rank
     same_as_in_one_process(two_ranks, kind, batches, loss_fn, 2, chunks=3, reduction=reduction)
 
 
+def evaluate_contrast(mesh, model, x):
+    with fxpipe.pipeline(model, mesh, 3, example_args=(x,), outputs="all", **QUICK) as pipe, torch.no_grad():
+        return pipe.eval()(x) if pipe.needs_inputs else pipe.eval()()
+
+
+def test_what_is_made_of_all_samples_is_evaluated_on_two_ranks(two_ranks):
+    torch.manual_seed(0)
+    model, x = Contrast(), torch.randn(7, 4)
+    for output in two_ranks.run(evaluate_contrast, copy.deepcopy(model), x):
+        torch.testing.assert_close(output, model(x).detach())
+
+
 # -- Evaluation, outputs, state --------------------------------------------------------------------------------------
 
 
