@@ -19,19 +19,10 @@ from fxpipe.tracing.source_lines import UNKNOWN_LINE
 from fxpipe.tracing.traced import CALL_OPS, Traced
 from fxpipe.utils.text_table import text_table
 
-_OPERATORS = {
-    "getitem": "{}[{}]",
-    "add": "{} + {}",
-    "sub": "{} - {}",
-    "mul": "{} * {}",
-    "floordiv": "{} // {}",
-    "mod": "{} % {}",
-}
 _SYMBOLS = {
-    "__add__": "+", "__sub__": "-", "__mul__": "*", "__truediv__": "/", "__floordiv__": "//", "__pow__": "**",
-    "__matmul__": "@", "__mod__": "%", "__and__": "&", "__or__": "|", "__xor__": "^", "__eq__": "==", "__ne__": "!=",
-    "__lt__": "<", "__le__": "<=", "__gt__": ">", "__ge__": ">=", "__iadd__": "+=", "__isub__": "-=", "__imul__": "*=",
-    "add": "+", "sub": "-", "mul": "*", "div": "/", "matmul": "@", "pow": "**",
+    "add": "+", "sub": "-", "mul": "*", "truediv": "/", "div": "/", "floordiv": "//", "pow": "**", "matmul": "@",
+    "mod": "%", "and": "&", "or": "|", "xor": "^", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
+    "iadd": "+=", "isub": "-=", "imul": "*=",
 }  # fmt: skip
 
 
@@ -107,17 +98,16 @@ def node_expression(node: fx.Node) -> str:
     args = [_text(a) for a in positional]
     keywords = [f"{key}={_text(value)}" for key, value in named.items()]
     name = node.target if isinstance(node.target, str) else opname(node.target)
-    if node.op == "call_method":
-        if name in _SYMBOLS and len(args) == 2 and not keywords:
-            return f"{args[0]} {_SYMBOLS[name]} {args[1]}"
-        if name == "__getitem__":
-            return f"{args[0]}[{_index(node.args[1])}]"
-        return f"{args[0]}.{name}({', '.join([*args[1:], *keywords])})"
     home = getattr(node.target, "__module__", None) or ""
-    if home == "_operator" and name == "setitem":
-        return f"{args[0]}[{_index(node.args[1])}] = {args[2]}"
-    if home == "_operator" and name in _OPERATORS:
-        return _OPERATORS[name].format(args[0], _index(node.args[1]))
+    if node.op == "call_method" or home == "_operator":
+        if name.strip("_") in _SYMBOLS and len(args) == 2 and not keywords:
+            return f"{args[0]} {_SYMBOLS[name.strip('_')]} {args[1]}"
+        if name.strip("_") == "getitem":
+            return f"{args[0]}[{_index(node.args[1])}]"
+        if name == "setitem":
+            return f"{args[0]}[{_index(node.args[1])}] = {args[2]}"
+    if node.op == "call_method":
+        return f"{args[0]}.{name}({', '.join([*args[1:], *keywords])})"
     if node.target is getattr:
         return f"{args[0]}.{node.args[1]}"
     prefix = (

@@ -195,10 +195,9 @@ class Snapshot:
     tied: list[str] = field(default_factory=list)  # tensors that received values that require grad
     reshaped: list[str] = field(default_factory=list)  # tensors whose shape has changed
     refilled_containers: list[str] = field(default_factory=list)  # lists and dicts that hold other tensors
-    _kept: dict[Slot, _TensorCopy] = field(default_factory=dict)
-    _held: dict[str, _TensorCopy] = field(default_factory=dict)  # for tensors in lists, tuples and dicts
-    # Path of a module, one of its dicts, a copy of the dict.
-    _dicts: list[tuple[str, dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    # Path of a module, one of its dicts (attributes, parameters, ...), a copy of the dict.
+    dicts: list[tuple[str, dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    _copies: list[tuple[str, _TensorCopy]] = field(default_factory=list)
     _containers: list[tuple[str, Any, Any]] = field(default_factory=list)  # name, container, copy
     _dtype: torch.dtype = torch.float32
     _dtype_changed: bool = False
@@ -208,34 +207,30 @@ class Snapshot:
         slots = slots_of(model)
         snapshot = cls(model, slots, _dtype=torch.get_default_dtype())
         for slot, tensor in slots.items():
-            if tensor.is_inference():  # cannot be written outside inference mode, and has no version
-                continue
-            if slot.kind != "parameter" and not has_values(tensor):
-                continue
-            value = None if slot.kind == "parameter" else tensor.detach().clone()
-            snapshot._kept[slot] = _TensorCopy(tensor, version_of(tensor), tensor.detach(), value, tensor.requires_grad)
+            if slot.kind == "parameter" or has_values(tensor):
+                snapshot._copy(slot.name, tensor, slot.kind == "parameter")
         for name, tensor in container_tensors(model).items():
-            if has_values(tensor) and not (tensor.requires_grad or tensor.is_inference()):
-                snapshot._held[name] = _TensorCopy(
-                    tensor, version_of(tensor), tensor.detach(), tensor.detach().clone(), requires_grad=False
-                )
+            if has_values(tensor) and not tensor.requires_grad:
+                snapshot._copy(name, tensor)
         for path, module in model.named_modules():
             for store in (*tensor_stores(module), own_children(module)):
-                snapshot._dicts.append((path, store, dict(store)))
+                snapshot.dicts.append((path, store, dict(store)))
             for key, value in module.__dict__.items():
                 if key not in MODULE_DICT_KEYS or "hooks" in key:  # forward may register hooks
                     snapshot._containers.extend(_containers_in(f"{path}.{key}" if path else key, value))
         return snapshot
 
-    def dicts(self) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-        """Yields each module's path with each of its dicts (attributes, parameters, ...) and a copy of the old dict."""
-        yield from self._dicts
+    def _copy(self, name: str, tensor: torch.Tensor, is_parameter: bool = False) -> None:
+        if not tensor.is_inference():  # cannot be written outside inference mode, and has no version
+            value = None if is_parameter else tensor.detach().clone()
+            copy = _TensorCopy(tensor, version_of(tensor), tensor.detach(), value, tensor.requires_grad)
+            self._copies.append((name, copy))
 
     def tensors_reshaped(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the tensors whose shape has changed. Call it before `restore`."""
-        for slot, kept in self._kept.items():
+        for name, kept in self._copies:
             if kept.value is not None and kept.tensor.shape != kept.value.shape:
-                yield slot.name, kept.tensor
+                yield name, kept.tensor
 
     def containers_changed(self) -> Iterator[tuple[str, Any]]:
         """Yields the lists, dicts and sets in attributes whose items have changed."""
@@ -270,7 +265,8 @@ class Snapshot:
         return assigned
 
     def restore(self) -> None:
-        for path, store, before in self._dicts:
+        self.reshaped += [name for name, _ in self.tensors_reshaped()]
+        for path, store, before in self.dicts:
             for key in [*before, *(key for key in store if key not in before)]:
                 if key not in COMPUTATION_ATTRIBUTES and not _is_unchanged(before.get(key, self), store.get(key, self)):
                     self.written_attributes.append(f"{path}.{key}" if path else key)
@@ -284,9 +280,7 @@ class Snapshot:
                     self.written_attributes.append(name)
                 container.clear()
                 (container.extend if isinstance(container, (list, deque)) else container.update)(before)
-        for slot, kept in self._kept.items():
-            self._put_back(slot.name, kept)
-        for name, kept in self._held.items():
+        for name, kept in self._copies:
             self._put_back(name, kept)
         self._dtype_changed = torch.get_default_dtype() != self._dtype
         torch.set_default_dtype(self._dtype)
@@ -300,8 +294,6 @@ class Snapshot:
                 self.tied.append(name)
                 if base_of(kept.tensor) is None:  # a view cannot be detached in place
                     kept.tensor.detach_()
-        if kept.value is not None and kept.tensor.shape != kept.value.shape:
-            self.reshaped.append(name)
         changed = version_of(kept.tensor) != kept.version
         if kept.value is None:
             if changed:

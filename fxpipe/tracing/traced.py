@@ -200,11 +200,6 @@ class Traced:
         return {opaque_name(n): opaque_call_of(n).why for n in reversed(first.values())}
 
     @property
-    def largest_opaque_share(self) -> float:
-        """The largest share of the model's parameters in one opaque module."""
-        return max(self.opaque_shares.values(), default=0.0)
-
-    @property
     def opaque_shares(self) -> dict[str, float]:
         """The share of the model's parameters in each module that is one node, by path."""
         numbers = {name: p.numel() for name, p in self.model.named_parameters()}
@@ -322,11 +317,6 @@ class Traced:
         same_as = tuple(leaf.same_as for leaf in self.leaves)
         return GraphKey(InputsKey(self.in_spec, tuple(kinds), same_as), self.flags, self.state)
 
-    def is_within_bounds(self, batch: int) -> bool:
-        """Returns whether the user allows mini-batches of `batch` samples."""
-        least, largest = self.batch_bounds
-        return least <= batch and (largest is None or batch <= largest)
-
     def refuse_inference_mode(self) -> None:
         """Raises `TraceError` in inference mode if forward asks for it: stages never run in that mode."""
         names = ("is_inference_mode_enabled", "is_inference") if torch.is_inference_mode_enabled() else ()
@@ -349,7 +339,12 @@ class Traced:
     def holds_for_values(
         self, leaves: Sequence[Any], seed: int = 0, sizes_of: Callable[[int], Collection[int]] | None = None
     ) -> bool:
-        """Returns whether this is the graph of these inputs, if `holds_for_model` is true."""
+        """Returns whether this is the graph of these inputs, if their key equals `key` and `holds_for_model` is true.
+
+        Args:
+            seed: of the random numbers that forward draws and reads.
+            sizes_of: the micro-batch sizes of a mini-batch; the graph must be valid for them as well.
+        """
         batches = set()
         for place, (leaf, dim, value) in enumerate(zip(self.leaves, self.in_dims, leaves, strict=True)):
             if not leaf.is_tensor:
@@ -368,8 +363,9 @@ class Traced:
         if len(batches) > 1:
             return False
         batch = next(iter(batches), 1)
-        if not self.is_within_bounds(batch):  # no other graph is valid either: the caller refuses it
-            return False
+        least, largest = self.batch_bounds
+        if batch < least or (largest is not None and batch > largest):
+            return False  # no other graph is valid either: the caller refuses it
         if not all(read.holds(leaves) for read in self.input_reads):
             return False
         lengths = self.dynamic.lengths_of(leaves)

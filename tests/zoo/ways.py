@@ -137,7 +137,7 @@ def _about(pipe: fxpipe.Pipeline) -> dict[str, Any]:
 def largest_leaf(pipe: fxpipe.Pipeline) -> float:
     """The share of the model's parameters that the largest module kept whole has."""
     first = pipe._fxpipe.first
-    return first.traced.largest_opaque_share if first is not None else 0.0
+    return max(first.traced.opaque_shares.values(), default=0.0) if first is not None else 0.0
 
 
 def _remarks(pipe: fxpipe.Pipeline) -> str:

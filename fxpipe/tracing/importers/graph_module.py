@@ -22,23 +22,20 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.functions import opname
 from fxpipe._torch.functorch import PREDISPATCH_MODULE
 from fxpipe._torch.module_internals import GUARDS_MODULE
 from fxpipe._torch.operators import HigherOrderOperator
 from fxpipe.errors import TraceError
 from fxpipe.tracing.fake_tensors import is_faked
-from fxpipe.tracing.interpreter import NodeValues, copy_of_input
-from fxpipe.tracing.model_state import container_tensors, equal_tensors, preserve_state, slots_of, without_gradients
-from fxpipe.tracing.record.input_containers import changed_container_error, changed_input_item
+from fxpipe.tracing.interpreter import NodeValues
+from fxpipe.tracing.model_state import container_tensors, equal_tensors, slots_of
 from fxpipe.tracing.record.module_hooks import user_hooks_of
 from fxpipe.tracing.record.record_model import input_leaves, record
 from fxpipe.tracing.record.recorder import Recorder
 from fxpipe.tracing.source_lines import UNKNOWN_LINE, line_in_stack
 from fxpipe.tracing.traced import Traced
-from fxpipe.tracing.verify.imported_graph_check import check_imported_graph
-from fxpipe.utils.pytree import preserve_objects
+from fxpipe.tracing.verify.imported_graph_check import check_imported_graph, observe_model
 
 # Pure checks: the pipeline has its own checks of sizes.
 _ASSERTIONS = frozenset(
@@ -84,7 +81,7 @@ def record_imported(
     except TraceError:
         raise
     except Exception as error:
-        raise_model_errors(model, args, kwargs)
+        observe_model(model, *input_leaves(model, args, kwargs))  # raises the model's own error
         raise TraceError(
             f"the graph that {tracer!r} made raises, and the model does not: {type(error).__name__}: {error}; forward "
             "may decide by what was another thing while it was traced; leave it to recording (tracer='record')"
@@ -101,18 +98,6 @@ def record_imported(
         )
     traced = replace(traced, tracer=tracer, is_recorded=False, recording_options=None)
     return check_imported_graph(traced, input_leaves(model, args, kwargs)[2])
-
-
-def raise_model_errors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises the model's own error on these inputs, or an error if the model changes a container among them."""
-    leaves, spec, values = input_leaves(model, args, kwargs)
-    copies = list(map(copy_of_input, values))
-    run_args, run_kwargs = pytree.tree_unflatten(copies, spec)
-    with preserve_state(model), without_gradients(model), preserve_objects(spec):
-        model(*run_args, **run_kwargs)
-        changed = changed_input_item(model, (run_args, run_kwargs), leaves, copies, spec)
-    if changed is not None:
-        raise changed_container_error(changed)
 
 
 def refuse_module_hooks(model: nn.Module) -> None:
@@ -242,53 +227,18 @@ def node_origin(node: fx.Node, paths: set[str]) -> tuple[str, str] | None:
 # -- functions that later passes recognize ---------------------------------------------------------------------------
 
 
-def _sym_size(tensor: torch.Tensor, dim: int) -> int:
-    return tensor.size(dim)
-
-
-def _sym_stride(tensor: torch.Tensor, dim: int) -> int:
-    return tensor.stride(dim)
-
-
-def _batch_norm(
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    var: torch.Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn: bool,
-) -> torch.Tensor:
-    return F.batch_norm(input, mean, var, weight, bias, training, momentum, eps)
-
-
-def _instance_norm(
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    var: torch.Tensor | None,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-    cudnn: bool,
-) -> torch.Tensor:
-    return F.instance_norm(input, mean, var, weight, bias, use_input_stats, momentum, eps)
-
-
-def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    return F.dropout(input, p, train)
-
-
 _aten = torch.ops.aten
 _PUBLIC: dict[Any, Callable[..., Any]] = {
-    _aten.sym_size.int: _sym_size,
-    _aten.sym_stride.int: _sym_stride,
+    _aten.sym_size.int: torch.Tensor.size,
+    _aten.sym_stride.int: torch.Tensor.stride,
     _aten.sym_numel.default: torch.numel,
-    _aten.batch_norm.default: _batch_norm,
-    _aten.instance_norm.default: _instance_norm,
-    _aten.dropout.default: _dropout,
+    # The last argument switches cuDNN on.
+    _aten.batch_norm.default: lambda x, weight, bias, mean, var, *rest: F.batch_norm(
+        x, mean, var, weight, bias, *rest[:-1]
+    ),
+    _aten.instance_norm.default: lambda x, weight, bias, mean, var, *rest: F.instance_norm(
+        x, mean, var, weight, bias, *rest[:-1]
+    ),
+    _aten.dropout.default: F.dropout,
     _aten.scaled_dot_product_attention.default: F.scaled_dot_product_attention,
 }

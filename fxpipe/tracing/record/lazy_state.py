@@ -155,7 +155,7 @@ def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _new_items(snapshot: Snapshot) -> list[_LazyItem] | None:
     new = []
-    for path, owner, before in snapshot.dicts():
+    for path, owner, before in snapshot.dicts:
         if before.keys() - owner.keys():
             return None
         for key, value in owner.items():

@@ -21,7 +21,6 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     GuardOnDataDependentSymNode,
-    ShapeEnv,
     StatelessSymbolicContext,
 )
 
@@ -63,26 +62,6 @@ class SizeGuard(NamedTuple):
     is_asked: bool
 
 
-@dataclass(frozen=True, slots=True)
-class SymbolicRun:
-    """The result of a symbolic run."""
-
-    env: ShapeEnv
-    symbols: dict[int, sympy.Symbol]  # index of an input leaf -> the symbol of its batch dimension
-    node_values: dict[fx.Node, Any]  # the value of every node; equal values are one object
-    fixed_by: dict[sympy.Symbol, fx.Node]  # the node that gave a symbol a fixed size
-    # Nodes that read a number from a value, so that sizes of their results may depend on values.
-    value_dependent_nodes: frozenset[fx.Node]
-    dynamic: dict[InputDim, sympy.Symbol]  # the symbol for the size of each dynamic dimension
-    guards: tuple[SizeGuard, ...]
-    layouts: tuple[tuple[LayoutRead, Any], ...]  # questions of forward about tensors, with the answers of fake tensors
-    observed_dims: frozenset[InputDim]  # dynamic dimensions that affect nodes whose shapes were only observed
-
-    @property
-    def is_free(self) -> bool:
-        return any(self.env.replace(symbol).free_symbols for symbol in self.symbols.values())
-
-
 def run_on_symbols(
     traced: Traced,
     values: Sequence[Any],
@@ -111,22 +90,15 @@ def run_on_symbols(
     is_shared, known = True, _Knowledge(traced)
     while True:
         try:
-            return _Attempt(traced, values, dims, dynamic, known, NodeCache() if is_shared else None).run()
+            run = SymbolicRun(traced, values, dims, dynamic, known, NodeCache() if is_shared else None)
+            run.run()
+            return run
         except ChangedInPlaceError:
             is_shared = False
         except _RetryError:
             continue
         except _UnknownShapeError as unknown:
-            try:
-                _observe_node(traced, values, dims, known, unknown.node, unknown.groups)
-            except TraceError as error:
-                if info(unknown.node).is_graph_break:  # it may succeed in one piece
-                    raise CannotRecord(str(error), frozenset({opaque_call_of(unknown.node).path} - {""})) from error
-                if not unknown.is_of_values:
-                    raise
-                path = info(unknown.node).module
-                calls = {path: calls_before_effects(traced.graph, path, info(unknown.node).recorded_at.calls)}
-                raise CannotRecord(str(error), frozenset({path}) if path else frozenset(), calls=calls) from error
+            _observe_node(traced, values, dims, known, unknown)
         except _UnknownLengthsError as unknown:
             _observe_lengths(traced, values, dims, known, unknown)
 
@@ -136,12 +108,11 @@ def _observe_lengths(
 ) -> None:
     """Runs the graph on real tensors at other dynamic sizes, to observe a node. Raises `FixedSizeError`."""
     node, observation = unknown.node, unknown.observation
-    why = known.unknown_nodes.get(node)
     try:
         runs = observe_lengths(traced, values, dims, observation, unknown.groups, node)
         known.lengths[node] = fit_lengths(node, unknown.sources, [*observation.runs, *runs])
     except TraceError as error:
-        if isinstance(why, _BakesSizeError):
+        if isinstance(known.unknown_nodes.get(node), _BakesSizeError) and not _is_user_function(node):
             del known.unknown_nodes[node]
             known.baked.add(node)
             return
@@ -153,26 +124,31 @@ def _observe_lengths(
 
 
 def _observe_node(
-    traced: Traced,
-    values: Sequence[Any],
-    dims: dict[int, int],
-    known: _Knowledge,
-    node: fx.Node,
-    groups: list[list[int]],
+    traced: Traced, values: Sequence[Any], dims: dict[int, int], known: _Knowledge, unknown: _UnknownShapeError
 ) -> None:
+    """Runs the graph on real tensors with other numbers of samples, to observe a node."""
+    node = unknown.node
     try:
-        known.observed.append(observe_shapes(traced, values, dims, groups, node))
+        known.observed.append(observe_shapes(traced, values, dims, unknown.groups, node))
     except TraceError as error:
         why = known.unknown_nodes.pop(node, None)
-        if isinstance(why, _BakesBatchError):
+        if isinstance(why, _BakesSizeError):
             known.baked.add(node)
             return
         told = f"with fake tensors: {_first_line(why)}; " if why else ""
-        raise TraceError(
+        text = (
             f"the shape of {node.name} ({info(node).module or 'the model'}, made at {info(node).source}) cannot be "
             f"told for other batch sizes: {told}{error}. Let it take sizes from its inputs (x.shape[0]) and make the "
             "same for each sample, or take it out of forward"
-        ) from (allocator_error(error) or why)  # with more memory it may succeed
+        )
+        cause = allocator_error(error) or why  # with more memory it may succeed
+        if info(node).is_graph_break:  # it may succeed in one piece
+            raise CannotRecord(text, frozenset({opaque_call_of(node).path} - {""})) from cause
+        if not unknown.is_of_values:
+            raise TraceError(text) from cause
+        path = info(node).module
+        calls = {path: calls_before_effects(traced.graph, path, info(node).recorded_at.calls)}
+        raise CannotRecord(text, frozenset({path} - {""}), calls=calls) from cause
 
 
 def _first_line(error: Exception) -> str:
@@ -236,15 +212,25 @@ class _RetryError(Exception):
     """A failed call left guards, which must not stay: attempt again without that call."""
 
 
-class _BakesBatchError(Exception):
-    """A user function took the batch size as a number. This may be valid, since its Python runs again for each size."""
-
-
 class _BakesSizeError(Exception):
-    """A function took a dynamic size as a number, as `max_pool1d` and a GRU do. A real run may show more."""
+    """A function took a size as a number, as `max_pool1d` and a GRU do. A real run may show more.
+
+    For a user function and the batch size it may be valid, since its Python runs again for each size.
+    """
 
 
-class _Attempt:
+class SymbolicRun:
+    """A run of the graph on symbols, and its results.
+
+    Attributes:
+        symbols: index of an input leaf -> the symbol of its batch dimension.
+        dynamic: the symbol for the size of each dynamic dimension.
+        node_values: the value of every node; equal values are one object.
+        fixed_by: the node that gave a symbol a fixed size.
+        layouts: questions of forward about tensors, with the answers of fake tensors.
+        observed_dims: dynamic dimensions that affect nodes whose shapes were only observed.
+    """
+
     def __init__(
         self,
         traced: Traced,
@@ -267,8 +253,18 @@ class _Attempt:
         self.inputs: dict[int, Any] = {}  # index -> the symbolic size of its batch dimension
         self.symbols: dict[int, sympy.Symbol] = {}
         self.fixed_by: dict[sympy.Symbol, fx.Node] = {}
+        self.layouts: list[tuple[LayoutRead, Any]] = []
 
-    def run(self) -> SymbolicRun:
+    @property
+    def value_dependent_nodes(self) -> set[fx.Node]:
+        """Nodes that read a number from a value, so that sizes of their results may depend on values."""
+        return self.known.value_dependent_nodes
+
+    @property
+    def is_free(self) -> bool:
+        return any(self.env.replace(symbol).free_symbols for symbol in self.symbols.values())
+
+    def run(self) -> None:
         self._make_inputs()
         nodes = self.traced.graph.nodes
         with (
@@ -287,18 +283,7 @@ class _Attempt:
                 elif node.op in CALL_OPS and not info(node).is_guarded_read:
                     self.node_values[node] = self._call(node)
                 step()
-            layouts = tuple((read, self._layout_answer(read)) for read in self.traced.layout_reads)
-        return SymbolicRun(
-            self.env,
-            self.symbols,
-            self.node_values,
-            self.fixed_by,
-            frozenset(self.known.value_dependent_nodes),
-            self.dynamic,
-            tuple(self.guards),
-            layouts,
-            frozenset(self.observed_dims),
-        )
+            self.layouts += [(read, self._layout_answer(read)) for read in self.traced.layout_reads]
 
     def _refuse_long_work(self, node: fx.Node) -> None:
         """Raises if torch takes too long over formulas of dynamic sizes (windows of patches of patches)."""
@@ -369,7 +354,7 @@ class _Attempt:
         fixed = self._note_fixed(node) if len(self.env.replacements) != before[0] else []
         if fixed and node not in self.known.baked:
             if _is_user_function(node):
-                self.known.distrust(node, _BakesBatchError())
+                self.known.distrust(node, _BakesSizeError())
                 raise _RetryError
             if not {*self.dynamic.values()}.isdisjoint(fixed):
                 self.known.unknown_nodes[node] = _BakesSizeError()

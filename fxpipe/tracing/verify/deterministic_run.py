@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,6 @@ from fxpipe.tracing.node_arguments import named_arguments, parameter_names
 from fxpipe.tracing.node_info import info, state_of
 from fxpipe.tracing.traced import Traced, attribute_tensor, call_node
 from fxpipe.tracing.verify.effects import Effects, running_statistics
-
-ComparedOutputs: TypeAlias = Mapping[int, fx.Node]  # by index of an output: the node whose value is compared
 
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
 _WITH_DROPOUT: Mapping[Any, str] = {
@@ -48,7 +46,8 @@ def can_run_deterministically(traced: Traced) -> bool:
     return not traced.carried_state
 
 
-def run_deterministically(traced: Traced, asked: ComparedOutputs, sample: Sequence[Any]) -> dict[int, torch.Tensor]:
+def run_deterministically(traced: Traced, sample: Sequence[Any]) -> list[Any]:
+    """Returns the values that a micro-batch with these samples returns."""
     # Only opaque Python may compute gradients inside.
     grad = any(info(node).opaque is not None for node in traced.nodes)
 
@@ -65,9 +64,10 @@ def run_deterministically(traced: Traced, asked: ComparedOutputs, sample: Sequen
             return run_deterministic_node(node, values.__getitem__)
 
     values: NodeValues = {}
-    for _ in run_nodes([*traced.graph.nodes], values, placeholder, attribute, work, keep=asked.values()):
+    keep = [node for node in traced.handed_out if isinstance(node, fx.Node)]
+    for _ in run_nodes([*traced.graph.nodes], values, placeholder, attribute, work, keep):
         pass
-    return {place: values[node] for place, node in asked.items()}
+    return [values[one] if isinstance(one, fx.Node) else one for one in traced.handed_out]
 
 
 def run_deterministic_node(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:

@@ -5,7 +5,6 @@ The recording's inputs are cut or repeated from their beginning, so that the mod
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.shapes.observed_shapes import observe_graph, observed_tensors, repeat_to_size
 from fxpipe.tracing.traced import Traced
-from fxpipe.tracing.verify.equivalence import agrees_at_size, run_model, take_samples
+from fxpipe.tracing.verify.equivalence import compare_runs, take_samples
 from fxpipe.tracing.verify.micro_batch_sizes import checking_mode
 from fxpipe.tracing.verify.training_equivalence import FEWEST_SAMPLES, check_training_equivalence
 
@@ -110,23 +109,17 @@ def _compare(traced: Traced, leaves: Sequence[Any], lengths: Lengths) -> bool:
         return False
     batch = traced.batch_of(sample)
     seed = torch.default_generator.initial_seed() % 2**31
-    with contextlib.suppress(TraceError):  # the model differs at this size, which the comparison below reports
-        try:
-            run_model(traced, sample, batch, batch, seed)
-        except TraceError:
-            raise
-        except Exception:
-            return False  # the model raises again for such inputs
     failing = traced.failing_conditions(batch, lengths)
     try:
-        if not agrees_at_size(traced, sample, batch):
-            raise TraceError("the graph does something else than forward")
+        compare_runs(traced, sample, batch, batch, seed)
         check_training_equivalence(traced, sample)
     except TraceError as error:
         if failing:
             return False
         shown = ", ".join(str(size) for _, size in lengths)
         raise FixedSizeError(f"at another size ({shown}): {error}") from error
+    except Exception:
+        return False  # the model raises again for such inputs
     if (failing or traced.dynamic.is_observed) and not _have_expected_shapes(traced, sample, batch, lengths):
         if not failing:
             raise FixedSizeError("functions that can only be seen make other sizes than those seen before")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,23 +83,18 @@ class ObservedEffects:
     requires_grad: dict[fx.Node, bool] = field(default_factory=dict)  # True if any tensor of the value requires grad
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A completed run of the graph, with everything that autograd saved."""
+@dataclass(slots=True)
+class GraphRun(RunResult):
+    """A run of the graph. If autograd saved tensors, `outputs` still have their autograd graph."""
 
-    outputs: list[Any]
-    inputs: dict[int, Any]  # by index: the input leaves
+    effects: ObservedEffects
+    leaves: dict[int, Any]  # by index: the input leaves
     tensors: list[tuple[torch.Tensor, torch.Tensor]]  # tensors of the model, with their copies in the run
     assigned: dict[str, torch.Tensor]  # by name: the values that forward assigns to attributes
 
 
-def observe_run(
-    traced: Traced, sample: Sequence[Any], then: Callable[[Ended], None] | None = None
-) -> tuple[RunResult, ObservedEffects]:
-    """Runs the graph on flattened inputs without changing the model.
-
-    `then` is called with the completed run. Without it, autograd saves nothing.
-    """
+def observe_run(traced: Traced, sample: Sequence[Any], saves: bool = False) -> GraphRun:
+    """Runs the graph on flattened inputs without changing the model. `saves`: autograd saves tensors for a backward."""
     values: NodeValues = {}
     leaves: dict[int, Any] = {}
     stand_ins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -127,7 +122,7 @@ def observe_run(
         return copy
 
     def work(node: fx.Node, values: NodeValues) -> Any:
-        value, seen.changed[node] = _run_observed(node, values, buffers, storages, draws, saves=then is not None)
+        value, seen.changed[node] = _run_observed(node, values, buffers, storages, draws, saves)
         is_one = isinstance(value, torch.Tensor)
         seen.returned[node] = next((s for s in node.all_input_nodes if is_one and values[s] is value), None)
         return value
@@ -145,14 +140,15 @@ def observe_run(
     after = {str(n.target): t for n, t in buffers.values()}
     after |= {name: values[n] for name, n in traced.assigned.items()}
     outputs = output_values(traced, values)
-    result = RunResult(
-        list(map(detached, outputs)), after, {place: detached(tensor) for place, tensor in inputs.items()}
+    return GraphRun(
+        outputs if saves else list(map(detached, outputs)),
+        after,
+        {place: detached(tensor) for place, tensor in inputs.items()},
+        seen,
+        leaves,
+        [*stand_ins.values()],
+        {name: values[node].detach() for name, node in traced.assigned.items()},
     )
-    if then is not None:
-        assigned = {name: values[node].detach() for name, node in traced.assigned.items()}
-        del values, inputs
-        then(Ended(outputs, leaves, [*stand_ins.values()], assigned))
-    return result, seen
 
 
 def effects_of(traced: Traced, seen: Sequence[ObservedEffects]) -> Effects:

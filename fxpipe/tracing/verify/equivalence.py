@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,20 +24,18 @@ from fxpipe.tracing.dynamic_sizes import SizeCondition
 from fxpipe.tracing.forward_rng import DrawFromStream, DrawStream
 from fxpipe.tracing.guards import expectations_of
 from fxpipe.tracing.interpreter import copy_as_leaf, writable_copy
-from fxpipe.tracing.model_state import container_tensors, preserve_state, slots_of, without_gradients
+from fxpipe.tracing.model_state import Snapshot, container_tensors, preserve_state, slots_of, without_gradients
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.record import module_hooks as hooks
 from fxpipe.tracing.record.input_containers import changed_container_error, changed_input_item
 from fxpipe.tracing.tensors import detached, storage_of
 from fxpipe.tracing.traced import Traced, as_given, runs_python
-from fxpipe.tracing.verify.effects import Effects, Ended, ObservedEffects, RunResult, effects_of, observe_run
+from fxpipe.tracing.verify.effects import Effects, GraphRun, ObservedEffects, RunResult, effects_of, observe_run
 from fxpipe.utils.batch_split import micro_batch_sizes, rows_per_sample
 from fxpipe.utils.pytree import StructureError, leaves_by_structure, preserve_objects
 
 # elements compared at the same time: allocating larger temporaries takes longer than filling them
 COMPARED_AT_ONCE = 1 << 18
-
-AfterModel = Callable[[list[Any], list[Any]], None]  # called with outputs and inputs before the model is restored
 
 
 def take_samples(traced: Traced, leaves: Sequence[Any], start: int, stop: int) -> list[Any]:
@@ -112,12 +110,12 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
     # After all runs of the model: it may replace tensors without the graph.
     seen: list[ObservedEffects] = []
     for size, sample, want in wanted:
-        have, effects = watched.get(size) or watch_seeded(traced, sample, seed)
-        seen.append(effects)
+        have = watched.get(size) or watch_seeded(traced, sample, seed)
+        seen.append(have.effects)
         if size < batch or not traced.mini_batch_conditions:
             _refuse_other_dimensions(traced, have, size, batch)
         if want is not None:
-            _compare_runs(traced, want, have, size, batch)
+            _refuse_other_results(traced, want, have, size, batch)
     compared = {size for size, _, want in wanted if want is not None or watched.get(size)}
     sizes = {batch, *compared, *refused, *((example, batch + 1) if example != batch else ())}
     conditions = (*traced.batch_conditions, *_compared_sizes_condition(traced, sizes))
@@ -156,9 +154,7 @@ def _bounds(part: slice[Any, Any, Any]) -> tuple[Any, Any]:
     return part.start, part.stop
 
 
-def excuse_reads(
-    traced: Traced, leaves: Sequence[Any], size: int, batch: int, seed: int
-) -> tuple[RunResult, ObservedEffects] | None:
+def excuse_reads(traced: Traced, leaves: Sequence[Any], size: int, batch: int, seed: int) -> GraphRun | None:
     """Excuses a micro-batch size at which graph and model agree although reads of the batch size do not hold.
 
     For example, `if batch_size != positions.shape[0]: positions = positions.expand(batch_size, -1)` with one sample.
@@ -168,23 +164,26 @@ def excuse_reads(
     if sample is None:
         return None
     try:
-        result = _run_both(traced, sample, size, batch, seed)
+        result = compare_runs(traced, sample, size, batch, seed)
     except Exception:
         return None
     traced.comparisons.excused.add(size)
     return result
 
 
-def _run_both(
+def compare_runs(
     traced: Traced, sample: Sequence[Any], size: int, batch: int, seed: int, with_model: bool = True
-) -> tuple[RunResult, ObservedEffects]:
-    """Runs model and graph, and compares them. Raises `TraceError` if they differ."""
+) -> GraphRun:
+    """Runs model and graph, and compares them; returns the graph's run.
+
+    Raises `TraceError` if they differ, and any error of the model.
+    """
     want = run_model(traced, sample, size, batch, seed) if with_model else None
-    have, seen = watch_seeded(traced, sample, seed)
+    have = watch_seeded(traced, sample, seed)
     _refuse_other_dimensions(traced, have, size, batch)
     if want is not None:
-        _compare_runs(traced, want, have, size, batch)
-    return have, seen
+        _refuse_other_results(traced, want, have, size, batch)
+    return have
 
 
 def agrees_at_size(traced: Traced, leaves: Sequence[Any], size: int) -> bool:
@@ -196,14 +195,14 @@ def agrees_at_size(traced: Traced, leaves: Sequence[Any], size: int) -> bool:
         return True  # forward branches on the mini-batch, and fewer samples would change the branch
     try:
         is_model = all(read.holds(size) for read in traced.mini_batch_conditions)
-        _run_both(traced, sample, size, batch, seed, is_model)
+        compare_runs(traced, sample, size, batch, seed, is_model)
     except Exception:
         return False
     return True
 
 
 def effects_unverified(traced: Traced, leaves: Sequence[Any]) -> Effects:
-    return effects_of(traced, [watch_seeded(traced, leaves, 0)[1]])
+    return effects_of(traced, [watch_seeded(traced, leaves, 0).effects])
 
 
 def sample_within_guards(traced: Traced, leaves: Sequence[Any], size: int, batch: int, seed: int) -> list[Any] | None:
@@ -218,15 +217,20 @@ def sample_within_guards(traced: Traced, leaves: Sequence[Any], size: int, batch
     return None
 
 
-def watch_seeded(
-    traced: Traced, sample: Sequence[Any], seed: int, then: Callable[[Ended], None] | None = None
-) -> tuple[RunResult, ObservedEffects]:
-    """Runs the graph with the seed of the model's run. `then` is called before the model is restored."""
+@contextlib.contextmanager
+def restoring(traced: Traced, seed: int) -> Iterator[Snapshot]:
+    """A block that runs the model or its graph with a seed; the model and all random states are restored after it."""
+    with preserve_state(traced.model) as snapshot, without_gradients(traced.model), preserve_objects(traced.in_spec):
+        torch.manual_seed(seed)
+        yield snapshot
+
+
+@contextlib.contextmanager
+def restoring_after_graph(traced: Traced, seed: int) -> Iterator[None]:
+    """A block that runs the graph, as `restoring`. Its errors become `TraceError`, since the model has run."""
     try:
-        # A hook, or an opaque module, may write to tensors of other modules.
-        with preserve_state(traced.model), without_gradients(traced.model):
-            torch.manual_seed(seed)
-            return observe_run(traced, sample, then)
+        with restoring(traced, seed):  # a hook, or an opaque module, may write to tensors of other modules
+            yield
     except (DecisionError, TraceError):
         raise
     except Exception as error:
@@ -236,10 +240,14 @@ def watch_seeded(
         ) from error
 
 
-def run_model(
-    traced: Traced, sample: Sequence[Any], size: int, batch: int, seed: int, then: AfterModel | None = None
-) -> RunResult:
-    if then is None and not any(map(runs_python, traced.nodes)):  # Python may run backward inside
+def watch_seeded(traced: Traced, sample: Sequence[Any], seed: int) -> GraphRun:
+    """Runs the graph with the seed of the model's run."""
+    with restoring_after_graph(traced, seed):
+        return observe_run(traced, sample)
+
+
+def run_model(traced: Traced, sample: Sequence[Any], size: int, batch: int, seed: int) -> RunResult:
+    if not any(map(runs_python, traced.nodes)):  # Python may run backward inside
         block = NoSavedTensors()
         try:
             with block:
@@ -249,28 +257,19 @@ def run_model(
         except Exception as error:
             if not (block.was_read or is_hooks_error(error)):
                 raise
-    return _run_now(traced, sample, size, batch, seed, then)
+    return _run_now(traced, sample, size, batch, seed)
 
 
-def _run_now(
-    traced: Traced, sample: Sequence[Any], size: int, batch: int, seed: int, then: AfterModel | None = None
-) -> RunResult:
-    inputs_as_leaves = list(map(copy_as_leaf, sample))
+def _run_now(traced: Traced, sample: Sequence[Any], size: int, batch: int, seed: int) -> RunResult:
     names = {n.target for n in traced.graph.nodes if n.op == "get_attr"} | set(traced.assigned)
-    with preserve_state(traced.model) as snapshot, without_gradients(traced.model), preserve_objects(traced.in_spec):
-        torch.manual_seed(seed)
-        leaves, copies = call_model(traced, inputs_as_leaves, _size_note(size, batch))
+    with restoring(traced, seed):
+        leaves, copies = call_model(traced, list(map(copy_as_leaf, sample)), _size_note(size, batch))
         slots = slots_of(traced.model)
         own = {storage_of(t) for t in (*slots.values(), *container_tensors(traced.model).values())}
         outputs = [detached(x, own) for x in leaves]
         slots = {s: t for s, t in slots.items() if s.kind != "parameter" and s.name in names}
         buffers = {s.name: t.detach().clone() for s, t in slots.items()}
         inputs = {p: detached(copies[p], own) for p in traced.placeholders}
-        if then is not None:
-            del copies
-            then(leaves, inputs_as_leaves)
-    if then is not None:
-        snapshot.refuse_changes()
     return RunResult(outputs, buffers, inputs)
 
 
@@ -298,7 +297,7 @@ def _size_note(size: int, batch: int) -> str:
     return "" if size == batch else f" with {size} samples instead of the example's {batch}"
 
 
-def _compare_runs(traced: Traced, want: RunResult, have: RunResult, size: int, batch: int) -> None:
+def _refuse_other_results(traced: Traced, want: RunResult, have: RunResult, size: int, batch: int) -> None:
     what = _size_note(size, batch)
     remedy = (
         "; forward may depend on the batch size or on values in plain Python (range(len(x)), a branch), seed random "

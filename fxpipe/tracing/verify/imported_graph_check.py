@@ -8,8 +8,8 @@ grad. `training_equivalence` compares gradients and state.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from fxpipe.tracing.record.module_hooks import run_model
 from fxpipe.tracing.record.unrecordable import OPAQUE_REMEDY, CannotRecord, lost_by_import, python_rng_error
 from fxpipe.tracing.source_lines import user_line
 from fxpipe.tracing.tensors import tensors_in
-from fxpipe.tracing.traced import Traced
+from fxpipe.tracing.traced import InputLeaf, Traced
 from fxpipe.tracing.verify.effects import observe_run
 from fxpipe.utils.pytree import flatten_output, preserve_objects
 from fxpipe.utils.random_generators import comparison_seed
@@ -95,59 +95,56 @@ def detect_losses(model: nn.Module, inputs: Sequence[Any]) -> Iterator[None]:
     own_generators.refuse_drawn()
 
 
-@dataclass(frozen=True, slots=True)
-class _ModelRun:
-    spec: pytree.TreeSpec
-    generators: list[Any]  # states of torch's random generators after the run
+def observe_model(
+    model: nn.Module,
+    leaves: Sequence[InputLeaf],
+    spec: pytree.TreeSpec,
+    values: Sequence[Any],
+    read: Collection[str] = (),
+    seed: int = 0,
+) -> tuple[Any, list[Any]]:
+    """Runs the model on flattened inputs; returns its output, and the states of torch's random generators after it.
+
+    Raises `CannotRecord` if the model does what only a recording, or no graph, can represent. `read`: names of the
+    tensors that the graph reads.
+    """
+    inputs = list(map(copy_as_leaf, values))
+    copies = list(map(writable_copy, inputs))
+    args, kwargs = pytree.tree_unflatten(copies, spec)
+    with preserve_state(model) as snapshot, preserve_objects(spec):
+        torch.manual_seed(seed)
+        with detect_losses(model, inputs):
+            result = run_model(model, args, kwargs)
+        if changed := changed_input_item(model, (args, kwargs), leaves, copies, spec):
+            raise changed_container_error(changed)
+        generators = generator_states()
+        snapshot.assigned(read)
+    snapshot.refuse_changes()
+    return result, generators
 
 
-def check_imported_graph(traced: Traced, leaves: Sequence[Any]) -> Traced:
+def check_imported_graph(traced: Traced, values: Sequence[Any]) -> Traced:
     """Observes the model on the example inputs. Returns the graph with the structure of the model's output.
 
     Raises `TraceError` if the model does something that the graph has lost, or that no graph represents.
     """
-    seed = comparison_seed()
-    with preserve_state(traced.model) as snapshot, preserve_objects(traced.in_spec):
-        torch.manual_seed(seed)
-        want = _run_model(traced, leaves)
-        snapshot.assigned(_read_names(traced))
-    snapshot.refuse_changes()
-    if want.spec != traced.out_spec:
-        if want.spec.num_leaves != traced.out_spec.num_leaves:
-            raise TraceError(
-                f"the graph that {traced.tracer!r} made returns {traced.out_spec.num_leaves} values and the model "
-                f"{want.spec.num_leaves}; leave it to recording (tracer='record')"
-            )
-        traced = replace(traced, out_spec=want.spec)  # fx returns plain dicts for all kinds of dicts
+    seed, read = comparison_seed(), {str(n.target) for n in traced.graph.nodes if n.op == "get_attr"}
+    result, generators = observe_model(traced.model, traced.leaves, traced.in_spec, values, read, seed)
+    spec = pytree.tree_structure(result)
+    if spec != traced.out_spec:
+        spec = flatten_output(result, lambda value: isinstance(value, torch.Tensor))[1]
+    if spec.num_leaves != traced.out_spec.num_leaves:
+        raise TraceError(
+            f"the graph that {traced.tracer!r} made returns {traced.out_spec.num_leaves} values and the model "
+            f"{spec.num_leaves}; leave it to recording (tracer='record')"
+        )
     with preserve_rng():
         torch.manual_seed(seed)
-        observe_run(traced, leaves)
-        generators = generator_states()
-    if not same_generator_states(want.generators, generators):
+        observe_run(traced, values)
+        of_graph = generator_states()
+    if not same_generator_states(generators, of_graph):
         raise TraceError(
             f"forward draws random numbers that the graph which {traced.tracer!r} made does not draw: what was made of "
             "them, or decided by them, would be the same in every step; leave it to recording (tracer='record')"
         )
-    return traced
-
-
-def _read_names(traced: Traced) -> set[str]:
-    return {str(n.target) for n in traced.graph.nodes if n.op == "get_attr"}
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _run_model(traced: Traced, leaves: Sequence[Any]) -> _ModelRun:
-    inputs = list(map(copy_as_leaf, leaves))
-    values = list(map(writable_copy, inputs))
-    args, kwargs = pytree.tree_unflatten(values, traced.in_spec)
-    with detect_losses(traced.model, inputs):
-        result = run_model(traced.model, args, kwargs)
-    if changed := changed_input_item(traced.model, (args, kwargs), traced.leaves, values, traced.in_spec):
-        raise changed_container_error(changed)
-    spec = pytree.tree_structure(result)
-    if spec != traced.out_spec:
-        spec = flatten_output(result, _is_tensor)[1]
-    return _ModelRun(spec, generator_states())
+    return replace(traced, out_spec=spec)  # fx returns plain dicts for all kinds of dicts

@@ -16,14 +16,13 @@ are impossible, the conditions decide.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import sympy
 import torch
 from sympy.core.relational import Relational
-from torch import fx
 
 from fxpipe.tracing.fake_tensors import is_faked, with_fake_tensors
 from fxpipe.tracing.forward_rng import preserve_own_generators
@@ -38,6 +37,7 @@ from fxpipe.utils.locks import DISPATCH_MODE_LOCK
 from fxpipe.utils.pytree import flatten
 
 FEW_SIZES = (1, 2, 3)
+_DIFFERENT = "values of micro-batches that differ"  # equal to no output
 
 
 class OtherMicroBatchesError(CannotRecord):
@@ -109,42 +109,23 @@ def _give_same_outputs(whole: Traced, parts: Traced, leaves: Sequence[Any], size
         return False
     if "stack" in whole.out_dims or not (can_run_deterministically(whole) and can_run_deterministically(parts)):
         return None
-    asked = [{k: node for k, node in enumerate(t.handed_out) if isinstance(node, fx.Node)} for t in (whole, parts)]
-    count = len(whole.outputs)
-    if {k for k in asked[0] if k < count} != {k for k in asked[1] if k < count}:
-        return False
     cuts = _micro_batch_bounds(batch, sizes)
     try:
         with preserve_state(whole.model):
-            want = run_deterministically(whole, asked[0], take_samples(whole, leaves, 0, batch))
-            part_values = [
-                run_deterministically(parts, asked[1], take_samples(parts, leaves, start, stop)) for start, stop in cuts
-            ]
+            want = run_deterministically(whole, take_samples(whole, leaves, 0, batch))
+            of_parts = [run_deterministically(parts, take_samples(parts, leaves, *cut)) for cut in cuts]
     except Exception:
         return None
     weights = [(stop - start) / batch for start, stop in cuts]
-    if any(
-        a != b
-        for a, b in zip(whole.handed_out[:count], parts.handed_out[:count], strict=True)
-        if not isinstance(a, fx.Node)
-    ):
-        return False
-    dims = parts.handed_out_dims
-    joined = {place: _join_outputs([part[place] for part in part_values], dims[place], weights) for place in asked[1]}
-    pairs = [(_combined(whole, place, want), _combined(parts, place, joined)) for place in range(count)]
-    return all(_is_close_across_sizes(*pair) for pair in pairs) and all(
-        _all_close(want[place], [part[place] for part in part_values])
-        for place in asked[0]
-        if place < count and dims[place] is None
-    )
+    values = zip(parts.handed_out_dims, *of_parts, strict=True)
+    joined = [_join_outputs(values_of_parts, dim, weights) for dim, *values_of_parts in values]
+    return all(map(_is_close_across_sizes, _outputs(whole, want), _outputs(parts, joined)))
 
 
-def _combined(traced: Traced, place: int, handed_out: Mapping[int, Any]) -> Any:
-    """Returns an output, combined from pieces if needed; None for a constant."""
-    for one in traced.combinations:
-        if one.output == place:
-            return one([handed_out[piece] for piece in one.pieces])
-    return handed_out.get(place)
+def _outputs(traced: Traced, handed_out: Sequence[Any]) -> list[Any]:
+    """Returns the outputs, combined from pieces if needed."""
+    combined = {one.output: one.of(handed_out) for one in traced.combinations}
+    return [combined.get(place, handed_out[place]) for place in range(len(traced.outputs))]
 
 
 def _micro_batch_bounds(batch: int, sizes: Collection[int]) -> list[tuple[int, int]]:
@@ -158,16 +139,14 @@ def _micro_batch_bounds(batch: int, sizes: Collection[int]) -> list[tuple[int, i
     return [*pairwise(bounds)]
 
 
-def _all_close(whole: Any, parts: Sequence[Any]) -> bool:
-    return all(_is_close_across_sizes(whole, part) for part in parts)
-
-
 def _join_outputs(parts: Sequence[Any], dim: int | str | None, weights: Sequence[float]) -> Any:
     if isinstance(dim, int):
         return torch.cat([*parts], dim)
     if dim == "mean":
         return sum(part * weight for part, weight in zip(parts, weights, strict=True))
-    return parts[0] if dim is None else sum(parts[1:], parts[0])
+    if dim is None:
+        return parts[0] if all(_is_close_across_sizes(parts[0], part) for part in parts) else _DIFFERENT
+    return sum(parts[1:], parts[0])
 
 
 def _is_close_across_sizes(left: Any, right: Any) -> bool:

@@ -29,23 +29,21 @@ from fxpipe.tracing.interpreter import copy_as_leaf
 from fxpipe.tracing.model_state import (
     container_tensors,
     equal_tensors,
-    preserve_state,
     python_rng_state,
     set_python_rng_state,
     set_tensor,
     slots_of,
-    without_gradients,
 )
 from fxpipe.tracing.tensors import detached, storage_of
 from fxpipe.tracing.traced import Traced
-from fxpipe.tracing.verify.effects import Ended, observe_run
+from fxpipe.tracing.verify.effects import GraphRun, observe_run
 from fxpipe.tracing.verify.equivalence import (
     call_model,
     is_close,
-    run_model,
+    restoring,
+    restoring_after_graph,
     sample_within_guards,
     take_samples,
-    watch_seeded,
 )
 from fxpipe.utils.batch_split import micro_batch_sizes
 
@@ -102,83 +100,6 @@ class _CallResult:
     gradients: _GradientSummaries | None = None  # None: not computed, or the model's own backward raises
 
 
-class _TwoCalls:
-    """Two calls in a row of the model and then of its graph; `equivalence` runs the first.
-
-    Attributes:
-        again: the samples of the second call; None if the first call did not change the model.
-        want, have: the results of the calls of the model and of the graph.
-        error: the error of the backward through the graph.
-    """
-
-    def __init__(self, traced: Traced, sample: Sequence[Any], other: Sequence[Any], seed: int):
-        self.traced, self.sample, self.other, self.seed = traced, sample, other, seed
-        self.held = container_tensors(traced.model)
-        self.before = _model_state(traced, self.held)
-        self.again: Sequence[Any] | None = None
-        self.want: list[_CallResult] = []
-        self.have: list[_CallResult] = []
-        self.error: TraceError | None = None
-
-    def go_on_from_model(self, outputs: list[Any], inputs: list[Any]) -> None:
-        traced = self.traced
-        gradients = _gradients_of_model(traced, outputs, inputs, self.sample) if traced.state.grad else None
-        state = _model_state(traced, self.held)
-        self.want.append(_CallResult([], state, gradients))
-        if _states_differ(self.before, state):
-            self.again = next((s for s in (self.other, self.sample) if _graph_holds(traced, s)), None)
-        if self.again is not None:
-            try:
-                self.want.append(_call_again(traced, self.again, self.seed, self.held))
-            except TraceError:
-                raise
-            except Exception:
-                self.again = None  # the model raises again when it is called with them
-
-    def go_on_from_graph(self, ended: Ended) -> None:
-        traced = self.traced
-        gradients = None
-        if self.want[0].gradients is not None:
-            try:
-                gradients = _gradients_of_graph(traced, ended, self.sample)
-            except Exception as error:
-                self.error = TraceError(
-                    f"backward through {_graph_text(traced)} raises, and through the model it does not: "
-                    f"{type(error).__name__}: {error}{_gradient_remedy(traced)}"
-                )
-                self.error.__cause__ = error
-                return
-        _leave(traced, ended)
-        self.have.append(_CallResult([], _model_state(traced, self.held), gradients))
-        if self.again is None:
-            return
-
-        def go_on(ended: Ended) -> None:
-            _leave(traced, ended)
-            outputs = [x.detach() if isinstance(x, torch.Tensor) else x for x in ended.outputs]
-            self.have.append(_CallResult(outputs, _model_state(traced, self.held)))
-
-        del ended
-        with _seeded(self.seed), contextlib.suppress(DecisionError):  # a micro-batch raises it, too
-            observe_run(traced, self.again, go_on)
-
-    def compare(self) -> None:
-        """Raises TraceError if the calls of graph and model differ."""
-        if self.error is not None:
-            raise self.error
-        _refuse_other_gradients(self.traced, self.want[0], self.have[0], self.sample, self.seed)
-        _refuse_other_state(self.traced, self.want[0].state, self.have[0].state, "")
-        for want, have in zip(self.want[1:], self.have[1:], strict=False):
-            remedy = "keep what forward remembers from call to call in buffers (register_buffer)"
-            for place, (w, h) in enumerate(zip(want.outputs, have.outputs, strict=True)):
-                if not is_close(w, h, _tolerance(w)):
-                    raise TraceError(
-                        f"output {place} of the second of two calls in a row is not the model's in the traced graph; "
-                        f"{remedy}"
-                    )
-            _refuse_other_state(self.traced, want.state, have.state, " in the second of two calls in a row")
-
-
 def check_training_equivalence(traced: Traced, leaves: Sequence[Any], chunks: int = 1) -> None:
     """Compares gradients and state on the fewest samples for which the graph holds and the model runs.
 
@@ -196,16 +117,32 @@ def check_training_equivalence(traced: Traced, leaves: Sequence[Any], chunks: in
         if sample is None:
             continue
         start = size if size < batch else min(1, batch - 1)
-        calls = _TwoCalls(traced, sample, take_samples(traced, leaves, start, start + size), seed)
+        others = take_samples(traced, leaves, start, start + size), sample
         try:
-            run_model(traced, sample, size, batch, seed, calls.go_on_from_model)
+            want, again = _calls_of_model(traced, sample, others, seed)
         except TraceError:
             raise
         except Exception:
             continue  # the model raises again for such a batch
-        watch_seeded(traced, sample, seed, then=calls.go_on_from_graph)
-        calls.compare()
+        have = _calls_of_graph(traced, sample, again, seed, want[0].gradients is not None)
+        _refuse_other_calls(traced, want, have, sample, seed)
         return
+
+
+def _refuse_other_calls(
+    traced: Traced, want: Sequence[_CallResult], have: Sequence[_CallResult], sample: Sequence[Any], seed: int
+) -> None:
+    """Raises TraceError if the calls of graph and model differ."""
+    _refuse_other_gradients(traced, want[0], have[0], sample, seed)
+    _refuse_other_state(traced, want[0].state, have[0].state, "")
+    for second, of_graph in zip(want[1:], have[1:], strict=False):
+        for place, (w, h) in enumerate(zip(second.outputs, of_graph.outputs, strict=True)):
+            if not is_close(w, h, _tolerance(w)):
+                raise TraceError(
+                    f"output {place} of the second of two calls in a row is not the model's in the traced graph; "
+                    "keep what forward remembers from call to call in buffers (register_buffer)"
+                )
+        _refuse_other_state(traced, second.state, of_graph.state, " in the second of two calls in a row")
 
 
 def _refuse_other_gradients(
@@ -299,6 +236,31 @@ def _gradients_of_model(
         ) from error
 
 
+def _calls_of_model(
+    traced: Traced, sample: Sequence[Any], others: Sequence[Sequence[Any]], seed: int
+) -> tuple[list[_CallResult], Sequence[Any] | None]:
+    """Calls the model, and again on other samples if the first call changes it. Also returns these samples."""
+    held = container_tensors(traced.model)
+    before = _model_state(traced, held)
+    inputs, again = list(map(copy_as_leaf, sample)), None
+    with restoring(traced, seed) as snapshot:
+        outputs, _ = call_model(traced, inputs)
+        gradients = _gradients_of_model(traced, outputs, inputs, sample) if traced.state.grad else None
+        calls = [_CallResult([], _model_state(traced, held), gradients)]
+        del outputs
+        if _states_differ(before, calls[0].state):
+            again = next((s for s in others if _graph_holds(traced, s)), None)
+        if again is not None:
+            try:
+                calls.append(_call_again(traced, again, seed, held))
+            except TraceError:
+                raise
+            except Exception:
+                again = None  # the model raises again when it is called with them
+    snapshot.refuse_changes()
+    return calls, again
+
+
 def _call_again(traced: Traced, sample: Sequence[Any], seed: int, held: Mapping[str, torch.Tensor]) -> _CallResult:
     with _seeded(seed):
         outputs, _ = call_model(traced, list(map(copy_as_leaf, sample)))
@@ -308,7 +270,7 @@ def _call_again(traced: Traced, sample: Sequence[Any], seed: int, held: Mapping[
 
 def _scaled_gradients(traced: Traced, sample: Sequence[Any], seed: int) -> _GradientSummaries:
     inputs = list(map(copy_as_leaf, sample))
-    with preserve_state(traced.model), without_gradients(traced.model), _seeded(seed):
+    with restoring(traced, seed):
         outputs, _ = call_model(traced, inputs)
         gradients = _gradients_of_model(traced, outputs, inputs, sample, GRADIENT_FACTOR)
     assert gradients is not None
@@ -332,19 +294,43 @@ def _model_state(traced: Traced, held: Mapping[str, torch.Tensor]) -> dict[str, 
 # -- the graph -------------------------------------------------------------------------------------------------------
 
 
-def _gradients_of_graph(traced: Traced, ended: Ended, sample: Sequence[Any]) -> _GradientSummaries:
-    inputs = [ended.inputs.get(place) for place in range(len(sample))]
-    stand_ins = {id(tensor): copy for tensor, copy in ended.tensors}
+def _calls_of_graph(
+    traced: Traced, sample: Sequence[Any], again: Sequence[Any] | None, seed: int, has_gradients: bool
+) -> list[_CallResult]:
+    held = container_tensors(traced.model)
+    with restoring_after_graph(traced, seed):
+        run = observe_run(traced, sample, saves=True)
+        gradients = _gradients_of_graph(traced, run, sample) if has_gradients else None
+        _leave(traced, run)
+        del run
+        calls = [_CallResult([], _model_state(traced, held), gradients)]
+        if again is not None:
+            with _seeded(seed), contextlib.suppress(DecisionError):  # a micro-batch raises it, too
+                run = observe_run(traced, again)
+                _leave(traced, run)
+                calls.append(_CallResult(list(map(detached, run.outputs)), _model_state(traced, held)))
+    return calls
+
+
+def _gradients_of_graph(traced: Traced, run: GraphRun, sample: Sequence[Any]) -> _GradientSummaries:
+    inputs = [run.leaves.get(place) for place in range(len(sample))]
+    stand_ins = {id(tensor): copy for tensor, copy in run.tensors}
     leaves = {name: stand_ins.get(id(leaf), leaf) for name, leaf in _gradient_leaves(traced, inputs, sample).items()}
-    return _summarize_gradients(ended.outputs, leaves)
+    try:
+        return _summarize_gradients(run.outputs, leaves)
+    except Exception as error:
+        raise TraceError(
+            f"backward through {_graph_text(traced)} raises, and through the model it does not: "
+            f"{type(error).__name__}: {error}{_gradient_remedy(traced)}"
+        ) from error
 
 
-def _leave(traced: Traced, ended: Ended) -> None:
+def _leave(traced: Traced, run: GraphRun) -> None:
     with torch.no_grad():
-        for tensor, copy in ended.tensors:
+        for tensor, copy in run.tensors:
             if not tensor.requires_grad and not equal_tensors(tensor, copy):
                 tensor.copy_(copy)
-        for name, tensor in ended.assigned.items():
+        for name, tensor in run.assigned.items():
             set_tensor(traced.model, name, tensor)
 
 

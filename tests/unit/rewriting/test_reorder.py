@@ -322,7 +322,7 @@ def test_effects_are_those_of_the_new_order():
         sample = [torch.randint(0, 11, x.shape) if not x.dtype.is_floating_point else torch.randn(x.shape)
                   for x in traced.leaves if x.is_tensor]  # fmt: skip
         with torch.enable_grad():
-            seen = effects_of(other, [observe_run(other, sample)[1]])
+            seen = effects_of(other, [observe_run(other, sample).effects])
         have = other.effects
         assert have is not None
         assert [n.name for n in seen.nodes] == [n.name for n in have.nodes]

@@ -47,7 +47,7 @@ class Around(nn.Module):
 @pytest.mark.parametrize("others", [0, 1, 2])
 def test_a_module_whose_constants_are_of_unknown_origin_is_kept_whole(others: int) -> None:
     traced = trace(Around(others), (x(),))
-    assert traced.largest_opaque_share == 1 / (1 + others)
+    assert max(traced.opaque_shares.values()) == 1 / (1 + others)
     assert (traced.tracer, list(traced.whole)) == ("record", ["inner"])
     warned = [why for why in traced.why if why.startswith("module 'inner' is one node with 100% of the parameters")]
     assert len(warned) == (others == 0)

@@ -88,7 +88,7 @@ def test_invariants_hold_after_every_pass(case):
             lambda traced: add_shapes(traced, leaves),
             read_untracked_values,
             lambda traced: replace(traced, guards=extract_guards(traced)),
-            lambda traced: replace(traced, effects=effects_of(traced, [observe_run(traced, leaves)[1]])),
+            lambda traced: replace(traced, effects=effects_of(traced, [observe_run(traced, leaves).effects])),
         ):
             refuse_unguardable(traced)
             traced = find(traced)
