@@ -24,7 +24,7 @@ from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.dynamic_sizes import FixedSizeError
 from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.guards import expectations_of, refuse_unguardable
-from fxpipe.tracing.importers.graph_function import trace_by_function
+from fxpipe.tracing.imported_graph import trace_by_function
 from fxpipe.tracing.record.batch_numbers import record_with_batch_numbers
 from fxpipe.tracing.record.cut_marker import refuse_missed_marks
 from fxpipe.tracing.record.leaf_module import LEAF_MODULE_REASON
@@ -101,7 +101,7 @@ def _import(request: TraceRequest) -> Traced:
     model = request.model
     assert not isinstance(request.tracer, str)
     with refuse_missed_marks():
-        traced = trace_by_function(model, request.tracer, request.args, request.kwargs, request.in_dims)
+        traced = trace_by_function(model, request.tracer, request.args, request.kwargs)
     # The attributes that forward reads are unknown: the graph depends on all of them.
     places = [(m.__dict__, name) for m in all_modules(model) for name in m.__dict__.keys() - MODULE_DICT_KEYS]
     state = PythonState(values=all_modules(model), places=places)

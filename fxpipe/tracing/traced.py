@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from fxpipe.tracing.record.recorder import GraphBreak
     from fxpipe.tracing.verify.effects import Effects
 
-# a condition; symbol -> index of the input of that size
-SizeAssumption = tuple[sympy.Basic, Mapping[sympy.Symbol, int]]
 CALL_OPS = ("call_function", "call_method")
 
 
@@ -137,7 +135,7 @@ class Traced:
     piece_dims: tuple[int | str | None, ...] = ()  # for `pieces`: dimension of rows, "sum", "mean"; None: equal
     told: frozenset[int] = frozenset()  # outputs for which the user gives the combination
     tail: frozenset[fx.Node] = frozenset()  # nodes of combinations with rows, until they are removed
-    size_assumptions: tuple[SizeAssumption, ...] = ()  # on input sizes, from `torch.export`
+    is_for_one_size: bool = False  # other numbers of samples need a comparison: a graph of `torch.export`
     batch_conditions: tuple[SizeCondition, ...] = ()  # on mini-batch and micro-batches
     mini_batch_conditions: tuple[SizeCondition, ...] = ()  # on the mini-batch only
     dynamic: DynamicSizes = FIXED_SIZES  # dynamic dimensions of inputs

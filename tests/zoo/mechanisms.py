@@ -39,7 +39,7 @@ MECHANISMS = (
         ("recorded at several sizes, with formulas", "tracing.record.batch_numbers.record_with_batch_numbers?"),
         ("recorded again, with values disguised", "tracing.record.untracked_values._is_same_recording"),
         ("lazy state made before it is traced", "tracing.record.lazy_state.make_lazy_state?"),
-        ("a function of the user's", "tracing.importers.graph_function.trace_by_function", "tracer="),
+        ("a function of the user's", "tracing.imported_graph.trace_by_function", "tracer="),
         ("checks of arguments in the stages", "tracing.guards.expect"),
         ("the graph of a micro-batch for the mini-batch", "tracing.strategies._graph_of_micro_batch?"),
         ("not verified", "tracing.verify.equivalence.effects_unverified", "check=False"),

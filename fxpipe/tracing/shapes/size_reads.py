@@ -7,7 +7,7 @@ size that depends on the values of tensors is a value, which each step reads.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +18,7 @@ from fxpipe.errors import TraceError
 from fxpipe.tracing.dynamic_sizes import SizeCondition
 from fxpipe.tracing.node_info import ValueRead, info, number_of, set_info
 from fxpipe.tracing.record.recorded_sizes import NOT_FOLLOWED, PIECES, SizeRead, length
-from fxpipe.tracing.shapes.input_dims import candidate_dims
 from fxpipe.tracing.traced import CALL_OPS, Traced
-from fxpipe.utils.batch_split import rows_per_sample
 
 SIZE_RELATIONS = {
     operator.eq: sympy.Eq,
@@ -94,26 +92,6 @@ def batch_condition(traced: Traced, read: SizeRead) -> SizeCondition | None:
         "micro-batch the result would be another one: keep the size a size (x / x.shape[0]), or use a tensor function "
         "(x.mean())"
     )
-
-
-def assumed_conditions(traced: Traced, batch: int) -> Iterator[SizeCondition]:
-    """Yields the assumed conditions on sizes that involve the batch size."""
-
-    def size(place: int) -> Any:
-        leaf, dim = traced.leaves[place], traced.in_dims[place]
-        return traced.batch * rows_per_sample(dim) if dim is not None else leaf.shape[asked[place] or 0]
-
-    asked = candidate_dims(traced.leaves, None)
-    for condition, places in traced.size_assumptions:
-        if all(traced.in_dims[place] is None for place in places.values()):
-            continue
-        assumed = condition.subs({symbol: size(place) for symbol, place in places.items()})
-        if assumed != sympy.true:
-            read = SizeCondition(
-                assumed, f"somewhere in {type(traced.model).__name__}.forward, as {traced.tracer!r} saw it"
-            )
-            # The graph is compared with the model at this size, which differs from the size of its creation.
-            yield read if read.holds(batch) else replace(read, condition=sympy.Eq(traced.batch, batch))
 
 
 def recorded_sizes_condition(traced: Traced) -> SizeCondition:

@@ -31,7 +31,6 @@ from fxpipe.tracing.shapes.output_dims import left_dims, uneven_outputs, with_ou
 from fxpipe.tracing.shapes.size_reads import (
     SIZE_RELATIONS,
     add_size_read,
-    assumed_conditions,
     batch_condition,
     constant_formula,
     depends_on_values,
@@ -113,7 +112,9 @@ def add_shapes(
     # A condition on dynamic sizes as well as on the batch size belongs to `traced.dynamic`.
     of_batch = [read for read in of_batch if not _is_dynamic(run, full_formula, read, example.keys())]
     conditions = [read for r in of_batch if (read := batch_condition(traced, r)) is not None]
-    conditions += assumed_conditions(traced, traced.batch_of(values))
+    if traced.is_for_one_size:
+        where = f"somewhere in {type(traced.model).__name__}.forward, as {traced.tracer!r} saw it"
+        conditions.append(SizeCondition(sympy.Eq(traced.batch, traced.batch_of(values)), where))
     layouts = _layout_conditions(run, full_formula)
     conditions += [c for c in layouts if c.condition.free_symbols == {traced.batch}]
     for size_read in of_values:

@@ -18,7 +18,7 @@ import fxpipe
 from fxpipe import trace
 from fxpipe.errors import ArgumentError, ArgumentTypeError, TraceError
 from fxpipe.tracing import Traced
-from fxpipe.tracing.importers.graph_function import trace_by_function
+from fxpipe.tracing.imported_graph import trace_by_function
 from fxpipe.tracing.record.record_model import input_leaves
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
 from fxpipe.tracing.verify.equivalence import check_against_model

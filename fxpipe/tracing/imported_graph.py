@@ -1,0 +1,442 @@
+"""Graphs that a function of the user creates from the model: by symbolic tracing, `torch.export`, ...
+
+These are different kinds of graphs: with modules, with `aten` operators, with sizes as symbols. Instead of translating
+each, fxpipe runs the graph once on the example inputs and records it: functions only, the model's tensors by identity,
+sizes followed, random nodes detected. The nodes keep source lines and module paths.
+
+A graph does not show what it has lost. It may return correct outputs without the hooks and the `backward` of the model,
+or with constants of Python's random numbers and of tensors outside the model that require grad. So hooks on modules are
+refused, the model is observed while it runs, and gradients and state are compared (`verify.training_equivalence`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.overrides import TorchFunctionMode
+
+from fxpipe._torch import torch_pytree as pytree
+from fxpipe._torch.functions import opname
+from fxpipe._torch.functorch import PREDISPATCH_MODULE
+from fxpipe._torch.fx_graphs import takes_input_leaves
+from fxpipe._torch.module_internals import GUARDS_MODULE, original_module
+from fxpipe._torch.operators import HigherOrderOperator
+from fxpipe.errors import ArgumentError, ArgumentTypeError, TraceError
+from fxpipe.tracing.fake_tensors import is_faked
+from fxpipe.tracing.forward_rng import OwnGenerators, generator_states, same_generator_states
+from fxpipe.tracing.interpreter import NodeValues, copy_as_leaf, writable_copy
+from fxpipe.tracing.model_state import (
+    container_tensors,
+    equal_tensors,
+    preserve_rng,
+    preserve_state,
+    python_rng_state,
+    same_python_rng_state,
+    slots_of,
+    without_gradients,
+)
+from fxpipe.tracing.record.grad_fn import NODE_HOOK_PROBLEM, NODE_HOOK_REMEDY, GradFnProxy, is_grad_fn_access
+from fxpipe.tracing.record.input_containers import changed_container_error, changed_input_item
+from fxpipe.tracing.record.module_hooks import run_model, user_hooks_of
+from fxpipe.tracing.record.patches import PATCH_TURN
+from fxpipe.tracing.record.record_model import input_leaves, record
+from fxpipe.tracing.record.recorder import Recorder
+from fxpipe.tracing.record.unrecordable import OPAQUE_REMEDY, CannotRecord, lost_by_import, python_rng_error
+from fxpipe.tracing.source_lines import UNKNOWN_LINE, line_in_stack, user_line
+from fxpipe.tracing.tensors import tensors_in
+from fxpipe.tracing.traced import InputLeaf, Traced
+from fxpipe.tracing.verify.effects import observe_run
+from fxpipe.utils.pytree import flatten_output, preserve_objects
+from fxpipe.utils.random_generators import comparison_seed
+from fxpipe.utils.units import with_article
+
+# Pure checks: the pipeline has its own checks of sizes.
+_ASSERTIONS = frozenset(
+    "_assert _assert_is_none _assert_async _assert_scalar _assert_tensor_metadata _functional_assert_async "
+    "sym_constrain_range sym_constrain_range_for_size _functional_sym_constrain_range "
+    "_functional_sym_constrain_range_for_size".split()
+)
+# Computations of plain numbers, skipped if only checks use them, since comparing a size counts as reading it.
+_SCALAR_FUNCTIONS = frozenset(
+    "sym_size sym_stride sym_numel sym_storage_offset sym_max sym_min sym_not sym_float sym_int sym_ite eq ne lt le gt "
+    "ge and_ or_ add sub mul floordiv mod truediv neg pow".split()
+)
+
+
+def trace_by_function(
+    model: nn.Module, function: Callable[[nn.Module], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Traced:
+    """Imports the graph that `function(model)` returns, a `torch.fx.GraphModule` with the model's own parameters.
+
+    Raises:
+        ArgumentTypeError: the function returns something else.
+        ArgumentError: the graph has parameters or buffers that are not the model's.
+        TraceError: the graph has lost something that the model does, or a graph cannot represent it.
+    """
+    name = getattr(function, "__qualname__", type(function).__name__)
+    with PATCH_TURN, preserve_state(model), without_gradients(model):
+        module = function(model)
+    if isinstance(module, ExportedProgram):
+        module = module.module()
+    if not isinstance(module, fx.GraphModule):
+        raise ArgumentTypeError(
+            f"tracer={name} gives {with_article(module)}; expected a torch.fx.GraphModule of the model"
+        )
+    held = _extra_tensors(model, module, name)
+    _refuse_module_hooks(model)
+    before = {key: tensor.detach().clone() for key, tensor in held.items()}
+    try:
+        traced = record(model, args, kwargs, run=_GraphRunner(model, module, name), held=held)
+        for key, tensor in held.items():
+            if not equal_tensors(tensor, before[key]):
+                raise TraceError(
+                    f"the graph that {name!r} made changes the tensor {key!r}, which is no buffer of the model; "
+                    "register it (register_buffer)"
+                )
+    except TraceError:
+        raise
+    except Exception as error:
+        _observe_model(model, *input_leaves(model, args, kwargs))  # raises the model's own error
+        raise TraceError(
+            f"the graph that {name!r} made raises, and the model does not: {type(error).__name__}: {error}; forward "
+            "may decide by what was another thing while it was traced; leave it to recording (tracer='record')"
+        ) from error
+    finally:
+        with torch.no_grad():
+            for key, tensor in held.items():
+                if not equal_tensors(tensor, before[key]):
+                    tensor.copy_(before[key])
+    if is_faked():
+        raise TraceError(
+            f"the graph that {name!r} made cannot be compared with the model: it or its inputs have no values (meta "
+            "or fake); leave it to recording (tracer='record'), or trace it with values"
+        )
+    # Export may have decided by the batch size, which its graph does not show.
+    traced = replace(
+        traced,
+        tracer=name,
+        is_recorded=False,
+        recording_options=None,
+        is_for_one_size=takes_input_leaves(module.graph),
+    )
+    return _check_imported(traced, input_leaves(model, args, kwargs)[2])
+
+
+def _extra_tensors(model: nn.Module, module: fx.GraphModule, tracer: str) -> dict[str, torch.Tensor]:
+    """Returns the tensors of the user's graph that are not the model's, each once, under names that the model lacks."""
+    own = {slot.name: tensor for slot, tensor in slots_of(model).items()}
+    names = own | container_tensors(model)
+    known = set(map(id, names.values()))
+    held: dict[str, torch.Tensor] = {}
+    for slot, tensor in slots_of(module).items():
+        if id(tensor) in known:
+            continue
+        if isinstance(tensor, nn.Parameter) or slot.name in own:
+            raise ArgumentError(
+                f"the graph that tracer={tracer} gives has a {slot.name!r} of its own; trace the model itself, not a "
+                "copy, so that the graph holds the model's parameters and buffers"
+            )
+        known.add(id(tensor))
+        free = itertools.chain([slot.name], (f"{slot.name}_{number}" for number in itertools.count(1)))
+        held[next(name for name in free if name not in names and name not in held)] = tensor
+    return held
+
+
+def _refuse_module_hooks(model: nn.Module) -> None:
+    """Raises `TraceError` if a module has hooks, which would run only once, while the graph is created."""
+    for path, module in model.named_modules():
+        hooks = user_hooks_of(module) if path else []  # hooks of the model itself run in the pipe
+        if hooks:
+            raise TraceError(
+                f"module {path!r} ({type(module).__name__}) has the hook {hooks[0]!r}, which would not run in the "
+                "pipeline; remove it before fxpipe.pipeline (hook.remove()), or move what it does into forward"
+            )
+
+
+# -- the run of a graph under the recorder -----------------------------------------------------------------------------
+
+
+class _GraphRunner:
+    """A graph that runs instead of the model."""
+
+    def __init__(self, model: nn.Module, module: fx.GraphModule, tracer: str):
+        self.model, self.graph, self.named, self.tracer = model, module.graph, _attribute_getter(module), tracer
+
+    def __call__(self, recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
+        placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
+        values: NodeValues = {}
+        leaves = pytree.tree_leaves((args, kwargs))
+        if takes_input_leaves(self.graph) and len(leaves) == len(placeholders):
+            values.update(zip(placeholders, leaves, strict=True))  # a graph of export, whose inputs are leaves
+            return self.graph.process_outputs(_run_graph(recorder, self.graph, values, self.named))
+        for node, value in zip(placeholders, self._bound(placeholders, args, kwargs), strict=True):
+            values[node] = value
+        return _run_graph(recorder, self.graph, values, self.named)
+
+    def _bound(self, placeholders: list[fx.Node], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+        """Yields a value for each placeholder, by the names of forward's arguments."""
+        bound = _bind_to_forward(self.model, args, kwargs)
+        kinds = bound.signature.parameters
+        for node in placeholders:
+            name = str(node.target)
+            if name.startswith("*") and name.lstrip("*") in bound.arguments:
+                yield bound.arguments[name.lstrip("*")]
+            elif name in bound.arguments:
+                yield bound.arguments[name]
+            elif node.args:
+                yield node.args[0]
+            else:
+                raise TraceError(
+                    f"the graph that {self.tracer} gives has an input {name!r}; forward takes {', '.join(kinds)}"
+                )
+
+
+def _bind_to_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+    try:
+        bound = inspect.signature(original_module(model).forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{type(model).__name__}.forward: {error}") from None
+    bound.apply_defaults()
+    return bound
+
+
+def _run_graph(recorder: Recorder, graph: fx.Graph, values: NodeValues, named: Callable[[str], Any]) -> Any:
+    """Runs `graph` node by node under `recorder`; `named` returns the targets of `get_attr` and `call_module`."""
+    paths = {path for path, _ in recorder.model.named_modules()}
+    for node in graph.nodes:
+        if getattr(node.target, "__module__", None) == PREDISPATCH_MODULE:
+            line = (_node_origin(node, paths) or ("", UNKNOWN_LINE))[1]
+            raise TraceError(f"forward uses a transform of torch.func (vmap, grad) at {line}; write the function out")
+    needed = _needed_nodes(graph)
+    before = recorder.origin
+    try:
+        for node in graph.nodes:
+            if node.op == "output":
+                return _with_values(node.args[0], values)
+            if node.op == "placeholder" or node not in needed:
+                continue
+            # A called module of the user records its own origin.
+            recorder.origin = None if node.op == "call_module" else _node_origin(node, paths) or before
+            values[node] = _run_node(recorder, node, values, named)
+    finally:
+        recorder.origin = before
+    raise TraceError("the graph has no output")
+
+
+def _attribute_getter(module: nn.Module) -> Callable[[str], Any]:
+    return lambda name: operator.attrgetter(name)(module)
+
+
+def _run_node(recorder: Recorder, node: fx.Node, values: NodeValues, named: Callable[[str], Any]) -> Any:
+    if node.op == "get_attr":
+        return named(str(node.target))
+    args, kwargs = _with_values(node.args, values), _with_values(node.kwargs, values)
+    if node.op == "call_module":
+        return named(str(node.target))(*args, **kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    if isinstance(node.target, HigherOrderOperator):
+        return _run_block(recorder, node.target, args, kwargs)
+    function: Any = _PUBLIC.get(node.target, node.target)
+    return function(*args, **kwargs)
+
+
+def _run_block(recorder: Recorder, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Runs a part of the graph in another thread state."""
+    block: contextlib.AbstractContextManager[object]
+    if target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+        block, inner, operands = torch.set_grad_enabled(args[0]), args[1], args[2:]
+    elif target is torch.ops.higher_order.wrap_with_autocast:
+        device, dtype, enabled, cache = args[:4]
+        block, inner, operands = torch.autocast(device, dtype, enabled, cache), args[4], args[5:]
+    else:
+        raise TraceError(
+            f"the graph has a block of the kind {target.__name__!r} (at {(recorder.origin or ('', 'unknown'))[1]}), "
+            "which cannot be cut; keep decisions in tensors (torch.where, masks), and loops in Python"
+        )
+    placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
+    with block:
+        return _run_graph(
+            recorder, inner.graph, dict(zip(placeholders, operands, strict=True)), _attribute_getter(inner)
+        )
+
+
+def _with_values(value: Any, values: NodeValues) -> Any:
+    """Replaces nodes in arguments; fx's immutable containers become plain ones."""
+    if isinstance(value, fx.Node):
+        return values[value]
+    if isinstance(value, tuple):
+        items = [_with_values(item, values) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        return [_with_values(item, values) for item in value]
+    if isinstance(value, dict):
+        return {key: _with_values(item, values) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(*(_with_values(item, values) for item in (value.start, value.stop, value.step)))
+    return value
+
+
+def _needed_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Returns the nodes, except checks and numbers that only checks use."""
+    needed: set[fx.Node] = set()
+    for node in reversed(list(graph.nodes)):
+        name = opname(node.target)
+        is_check = name in _ASSERTIONS or (node.op == "call_module" and str(node.target).endswith(GUARDS_MODULE))
+        is_number = (
+            name in _SCALAR_FUNCTIONS
+            and node.op == "call_function"
+            and not isinstance(node.meta.get("val"), torch.Tensor)
+        )
+        if not is_check and not (is_number and node.users and not needed.intersection(node.users)):
+            needed.add(node)
+    return needed
+
+
+def _node_origin(node: fx.Node, paths: set[str]) -> tuple[str, str] | None:
+    """Returns the module path and source line stored in a node."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = next((entry[0] for entry in reversed(stack) if entry[0] in paths), "")
+    line = line_in_stack(node.meta.get("stack_trace") or "")
+    return (path, line or UNKNOWN_LINE) if stack or line else None
+
+
+# -- functions that later passes recognize ---------------------------------------------------------------------------
+
+
+_aten = torch.ops.aten
+_PUBLIC: dict[Any, Callable[..., Any]] = {
+    _aten.sym_size.int: torch.Tensor.size,
+    _aten.sym_stride.int: torch.Tensor.stride,
+    _aten.sym_numel.default: torch.numel,
+    # The last argument switches cuDNN on.
+    _aten.batch_norm.default: lambda x, weight, bias, mean, var, *rest: F.batch_norm(
+        x, mean, var, weight, bias, *rest[:-1]
+    ),
+    _aten.instance_norm.default: lambda x, weight, bias, mean, var, *rest: F.instance_norm(
+        x, mean, var, weight, bias, *rest[:-1]
+    ),
+    _aten.dropout.default: F.dropout,
+    _aten.scaled_dot_product_attention.default: F.scaled_dot_product_attention,
+}
+
+
+# -- what the model does, and a graph may have lost -------------------------------------------------------------------
+
+
+class _LossDetector(TorchFunctionMode):
+    """Records the first call of a function that imported graphs lose. `known`: tensors of the model and its inputs."""
+
+    def __init__(self, known: Iterable[Any]) -> None:
+        super().__init__()
+        self.error: CannotRecord | None = None
+        self._known = {id(tensor): tensor for tensor in known}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        keywords = dict(kwargs or {})
+        loss = lost_by_import(func, opname(func), args, keywords)
+        if loss is not None:
+            self._note(*loss)
+        if any(t.requires_grad and t.is_leaf and id(t) not in self._known for t in tensors_in((args, keywords))):
+            self._note(
+                "uses a tensor that requires grad and is not the model's", "make it an nn.Parameter of the model"
+            )
+        result = func(*args, **keywords)
+        if result is not None and is_grad_fn_access(func, opname(func)):
+            return GradFnProxy(result, lambda: self._note(NODE_HOOK_PROBLEM, NODE_HOOK_REMEDY + OPAQUE_REMEDY))
+        return result
+
+    def _note(self, what: str, remedy: str) -> None:
+        self.error = self.error or CannotRecord(f"the model {what} at {user_line()}; {remedy}", is_final=True)
+
+
+@contextlib.contextmanager
+def _detect_losses(model: nn.Module, inputs: Sequence[Any]) -> Iterator[None]:
+    """A block in which the model runs on `inputs`, leaves whose `grad` shows whether backward reached them.
+
+    Raises `CannotRecord` if the model does what only a recording can represent.
+    """
+    before, own_generators = python_rng_state(), OwnGenerators(model)
+    witness = _LossDetector([*slots_of(model).values(), *container_tensors(model).values(), *inputs])
+    with without_gradients(model):
+        with witness:
+            yield
+        leaves = [*model.parameters(), *(x for x in inputs if isinstance(x, torch.Tensor))]
+        has_run_backward = any(leaf.grad is not None for leaf in leaves)
+    if witness.error is not None:
+        raise witness.error
+    if has_run_backward:
+        raise CannotRecord(
+            "forward runs backward, which puts gradients into the model's parameters or inputs; do so outside forward",
+            is_final=True,
+        )
+    if not same_python_rng_state(before, python_rng_state()):
+        raise python_rng_error()
+    own_generators.refuse_drawn()
+
+
+def _observe_model(
+    model: nn.Module,
+    leaves: Sequence[InputLeaf],
+    spec: pytree.TreeSpec,
+    values: Sequence[Any],
+    read: Collection[str] = (),
+    seed: int = 0,
+) -> tuple[Any, list[Any]]:
+    """Runs the model on flattened inputs; returns its output, and the states of torch's random generators after it.
+
+    Raises `CannotRecord` if the model does what only a recording, or no graph, can represent. `read`: names of the
+    tensors that the graph reads.
+    """
+    inputs = list(map(copy_as_leaf, values))
+    copies = list(map(writable_copy, inputs))
+    args, kwargs = pytree.tree_unflatten(copies, spec)
+    with preserve_state(model) as snapshot, preserve_objects(spec):
+        torch.manual_seed(seed)
+        with _detect_losses(model, inputs):
+            result = run_model(model, args, kwargs)
+        if changed := changed_input_item(model, (args, kwargs), leaves, copies, spec):
+            raise changed_container_error(changed)
+        generators = generator_states()
+        snapshot.assigned(read)
+    snapshot.refuse_changes()
+    return result, generators
+
+
+def _check_imported(traced: Traced, values: Sequence[Any]) -> Traced:
+    """Observes the model on the example inputs. Returns the graph with the structure of the model's output.
+
+    Raises `TraceError` if the model does something that the graph has lost, or that no graph represents.
+    """
+    seed, read = comparison_seed(), {str(n.target) for n in traced.graph.nodes if n.op == "get_attr"}
+    result, generators = _observe_model(traced.model, traced.leaves, traced.in_spec, values, read, seed)
+    spec = pytree.tree_structure(result)
+    if spec != traced.out_spec:
+        spec = flatten_output(result, lambda value: isinstance(value, torch.Tensor))[1]
+    if spec.num_leaves != traced.out_spec.num_leaves:
+        raise TraceError(
+            f"the graph that {traced.tracer!r} made returns {traced.out_spec.num_leaves} values and the model "
+            f"{spec.num_leaves}; leave it to recording (tracer='record')"
+        )
+    with preserve_rng():
+        torch.manual_seed(seed)
+        observe_run(traced, values)
+        of_graph = generator_states()
+    if not same_generator_states(generators, of_graph):
+        raise TraceError(
+            f"forward draws random numbers that the graph which {traced.tracer!r} made does not draw: what was made of "
+            "them, or decided by them, would be the same in every step; leave it to recording (tracer='record')"
+        )
+    return replace(traced, out_spec=spec)  # fx returns plain dicts for all kinds of dicts

@@ -1,1 +1,0 @@
-"""Graphs that a function of the user creates."""
