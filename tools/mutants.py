@@ -1503,7 +1503,7 @@ TRACING = (
     ),
     Mutant(
         "tracing/verify/training_equivalence.py",
-        "        if not is_close(w, h, _tolerance(w)):",
+        "        if not is_roughly_close(w, h):",
         "        if False:",
         "unit/tracing/verify/test_training_equivalence.py::test_what_the_second_call_makes_of_the_state_is_compared",
     ),

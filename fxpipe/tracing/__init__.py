@@ -25,7 +25,7 @@ from fxpipe._torch.compiler import is_compiler_loaded
 from fxpipe._torch.module_internals import original_module
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.tracing.dynamic_sizes import NO_DYNAMIC_DIMS, DynamicDims, FixedSizeError, InputDim
+from fxpipe.tracing.dynamic_sizes import NO_DYNAMIC_DIMS, DynamicDims, FixedSizeError, InputDim, parse_dynamic_shapes
 from fxpipe.tracing.fake_tensors import is_faked, mute_fake_tensor_logs, original_of, with_fake_tensors
 from fxpipe.tracing.forward_rng import preserve_own_generators
 from fxpipe.tracing.guards import refuse_unguardable
@@ -34,9 +34,10 @@ from fxpipe.tracing.record import record_model
 from fxpipe.tracing.record.lazy_state import make_lazy_state, new_attributes
 from fxpipe.tracing.record.record_model import input_leaves, refuse_side_effects
 from fxpipe.tracing.record.unrecordable import CannotRecord, MakesState
+from fxpipe.tracing.shapes.input_dims import candidate_dims
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
 from fxpipe.tracing.strategies import find_graph
-from fxpipe.tracing.trace_request import TraceRequest, TracerOption
+from fxpipe.tracing.trace_request import RECORD, TraceRequest, TracerOption, check_tracer, requested_leaf_modules
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.invariants import check_invariants
 from fxpipe.utils.locks import DISPATCH_MODE_LOCK
@@ -111,26 +112,24 @@ def trace(
         _ready_to_record(model),
         with_fake_tensors(model, (args, kwargs or {})) as (args, kwargs),
     ):
-        request = TraceRequest.of(
-            model,
-            args,
-            kwargs,
-            tracer=tracer,
-            leaf_modules=leaf_modules,
-            in_dims=in_dims,
-            out_dims=out_dims,
-            chunks=chunks,
-            is_compared=check,
-            seed=seed,
-            dynamic_shapes=dynamic_shapes,
-            dynamic=dynamic,
-            is_whole=is_whole,
+        tracer, whole = check_tracer(tracer), requested_leaf_modules(model, leaf_modules)
+        if whole and tracer != RECORD:
+            raise ArgumentError(
+                f"leaf_modules={[*whole]} and tracer={tracer!r}: only recording keeps modules whole, a graph has "
+                "nothing of their Python; leave out tracer or leaf_modules"
+            )
+        inputs, _, leaves = input_leaves(model, args, kwargs)
+        candidate_dims(inputs, in_dims)  # before the model fails with an error about sizes
+        dynamic = dynamic.with_asked(parse_dynamic_shapes(dynamic_shapes, inputs, _parameters_of_forward(model)))
+        compares = check and not is_faked()  # there are values
+        request = TraceRequest(
+            model, args, kwargs, leaves, tracer, whole, in_dims, out_dims, chunks, compares, seed, dynamic, is_whole
         )
         traced = replace(_find_graph_with_dynamic_sizes(request), print_lines=lost_prints())
         if was_faked := is_faked():
             traced.constants.update({name: original_of(tensor) for name, tensor in traced.constants.items()})
         check_invariants(traced)
-        has_run = check and not was_faked and traced.is_recorded
+        has_run = compares and traced.is_recorded
         refuse_side_effects(traced, args, kwargs or {}, has_run)
     if was_faked:
         traced.python_state.take()  # with the model's own tensors in lists and dicts
@@ -246,8 +245,12 @@ def _find_graph_with_lazy_state(request: TraceRequest) -> Traced:
 
 
 def _needs_inputs(model: nn.Module) -> bool:
-    parameters = inspect.signature(original_module(model).forward).parameters.values()
+    parameters = _parameters_of_forward(model).values()
     return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+def _parameters_of_forward(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(original_module(model).forward).parameters
 
 
 def _force_eager() -> contextlib.AbstractContextManager[object]:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx, nn
 
-from fxpipe._torch.module_internals import original_module
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.tracing.dynamic_sizes import NO_DYNAMIC_DIMS, DynamicDims, parse_dynamic_shapes
-from fxpipe.tracing.fake_tensors import is_faked
+from fxpipe.tracing.dynamic_sizes import DynamicDims
 from fxpipe.tracing.record.leaf_module import LEAF_MODULE_REASON
 from fxpipe.tracing.record.record_model import input_leaves
-from fxpipe.tracing.shapes.input_dims import candidate_dims
 from fxpipe.utils.units import with_article
 
 RECORD = "record"
@@ -39,41 +35,6 @@ class TraceRequest:
     seed: int  # seed of the random numbers that forward draws and reads
     dynamic: DynamicDims  # dimensions besides the batch whose size may vary
     is_whole: bool = False  # is the mini-batch the only micro-batch? Then nothing is split or combined.
-
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        tracer: TracerOption,
-        leaf_modules: Sequence[str | type[nn.Module]],
-        in_dims: Any,
-        out_dims: Any,
-        chunks: int,
-        is_compared: bool,
-        seed: int,
-        dynamic_shapes: Any = None,
-        dynamic: DynamicDims = NO_DYNAMIC_DIMS,
-        is_whole: bool = False,
-    ) -> TraceRequest:
-        """Creates the request from the user's arguments. Raises `ArgumentError` or `ArgumentTypeError`."""
-        inputs, _, leaves = input_leaves(model, args, kwargs)
-        candidate_dims(inputs, in_dims)  # before the model fails with an error about sizes
-        parameters = inspect.signature(original_module(model).forward).parameters
-        dynamic = dynamic.with_asked(parse_dynamic_shapes(dynamic_shapes, inputs, parameters))
-        if is_faked():
-            is_compared = False  # there are no values
-        tracer, whole = check_tracer(tracer), requested_leaf_modules(model, leaf_modules)
-        if whole and tracer != RECORD:
-            raise ArgumentError(
-                f"leaf_modules={[*whole]} and tracer={tracer!r}: only recording keeps modules whole, a graph has "
-                "nothing of their Python; leave out tracer or leaf_modules"
-            )
-        return cls(
-            model, args, kwargs, leaves, tracer, whole, in_dims, out_dims, chunks, is_compared, seed, dynamic, is_whole
-        )
 
     def on_micro_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TraceRequest:
         return replace(self, args=args, kwargs=kwargs, leaves=input_leaves(self.model, args, kwargs)[2], chunks=1)

@@ -42,25 +42,10 @@ ObservedValues = dict[fx.Node, Any]  # trees of ObservedTensor, numbers and cons
 
 
 @dataclass(frozen=True, slots=True)
-class AffineSize:
-    """The size `slope * n + offset` for n samples."""
+class FittedSize:
+    """A size as a function of the number of samples (`observe_shapes`), or of a node's input sizes (`fit_lengths`)."""
 
-    slope: int
-    offset: int
-
-    def of(self, n: Any) -> Any:
-        return n * self.slope + self.offset if self.slope else self.offset
-
-
-@dataclass(frozen=True, slots=True)
-class GivenSize:
-    """A size as a formula in the product of some sizes of the node's inputs."""
-
-    places: tuple[int, ...]  # indices among the sizes of the inputs
-    formula: SizeFormula
-
-    def of(self, sizes: Sequence[Any]) -> Any:
-        return formula_value(self.formula, functools.reduce(operator.mul, (sizes[place] for place in self.places), 1))
+    of: Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +66,7 @@ class ObservedTensor:
 
 def fake_value(formulas: Any, sizes_here: Any) -> Any:
     """Builds a node's result under a fake mode, for a number of samples or for sizes of inputs (`fit_lengths`)."""
-    return pytree.tree_map_only((ObservedTensor, AffineSize, GivenSize), lambda seen: seen.of(sizes_here), formulas)
+    return pytree.tree_map_only((ObservedTensor, FittedSize), lambda seen: seen.of(sizes_here), formulas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +309,7 @@ def given_sizes(values: Sequence[Any]) -> Iterator[Any]:
             yield leaf
 
 
-_Fit = Callable[[Sequence[int]], AffineSize | GivenSize]  # the size in each run -> its formula
+_Fit = Callable[[Sequence[int]], FittedSize]  # the size in each run -> its formula
 
 
 def _fit_value(observed: Sequence[Any], fit: _Fit) -> Any:
@@ -359,18 +344,18 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(itertools.accumulate((max(size, 1) for size in shape[:0:-1]), operator.mul, initial=1))[::-1]
 
 
-def _fit_affine(numbers: Sequence[int], sizes: Sequence[int]) -> AffineSize:
+def _fit_affine(numbers: Sequence[int], sizes: Sequence[int]) -> FittedSize:
     slope, rest = divmod(sizes[1] - sizes[0], numbers[1] - numbers[0])
     offset = sizes[0] - slope * numbers[0]
     if rest or any(size != slope * number + offset for number, size in zip(numbers, sizes, strict=True)):
         raise _NoFormula(f"it makes {' and '.join(f'[{size}]' for size in sizes)}")
-    return AffineSize(slope, offset)
+    return FittedSize(lambda n: n * slope + offset if slope else offset)
 
 
-def _fit_to(columns: Mapping[tuple[int, ...], int], sizes: Sequence[int]) -> GivenSize:
+def _fit_to(columns: Mapping[tuple[int, ...], int], sizes: Sequence[int]) -> FittedSize:
     """Returns the simplest formula for a size with the values `sizes`, by run, in `columns` of input sizes."""
     if len({*sizes}) == 1:
-        return GivenSize((), sizes[0])
+        return FittedSize(lambda _: sizes[0])
     products: dict[tuple[int, ...], tuple[int, ...]] = {}
     products |= {(place,): column for column, place in columns.items() if len({*column}) > 1}
     products |= {
@@ -379,11 +364,16 @@ def _fit_to(columns: Mapping[tuple[int, ...], int], sizes: Sequence[int]) -> Giv
     }
     for places, column in products.items():
         if column == tuple(sizes):
-            return GivenSize(places, "b")
+            return FittedSize(functools.partial(_value_of_product, places, "b"))
     for places, column in products.items():
         points = dict(zip(column, sizes, strict=True))
         is_function = all(points[x] == size for x, size in zip(column, sizes, strict=True))
         formula = simplest_formula([*points.items()]) if is_function and len(points) > 2 else None
         if formula is not None:
-            return GivenSize(places, formula)
+            return FittedSize(functools.partial(_value_of_product, places, formula))
     raise _NoFormula(f"it makes sizes of {_listed(list(sizes))}")
+
+
+def _value_of_product(places: tuple[int, ...], formula: SizeFormula, sizes: Sequence[Any]) -> Any:
+    """Returns the formula of the product of some sizes of a node's inputs; `places`: their indices."""
+    return formula_value(formula, functools.reduce(operator.mul, (sizes[place] for place in places)))

@@ -16,28 +16,43 @@ are impossible, the conditions decide.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import sympy
 import torch
+import torch.nn.functional as F
 from sympy.core.relational import Relational
+from torch import fx
+from torch.overrides import TorchFunctionMode
 
+from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.tracing.fake_tensors import is_faked, with_fake_tensors
 from fxpipe.tracing.forward_rng import preserve_own_generators
+from fxpipe.tracing.interpreter import NodeValues, run_nodes
 from fxpipe.tracing.model_state import preserve_state
+from fxpipe.tracing.node_arguments import named_arguments, parameter_names
+from fxpipe.tracing.node_info import info, state_of
 from fxpipe.tracing.print_calls import mute_repeated_prints
 from fxpipe.tracing.record.unrecordable import CannotRecord
-from fxpipe.tracing.traced import Traced
-from fxpipe.tracing.verify.deterministic_run import can_run_deterministically, run_deterministically
-from fxpipe.tracing.verify.equivalence import agrees_at_size, excuse_reads, is_close, take_samples
+from fxpipe.tracing.traced import Traced, attribute_tensor, call_node
+from fxpipe.tracing.verify.effects import Effects, running_statistics
+from fxpipe.tracing.verify.equivalence import agrees_at_size, excuse_reads, is_roughly_close, take_samples
 from fxpipe.utils.batch_split import micro_batch_sizes
 from fxpipe.utils.locks import DISPATCH_MODE_LOCK
 from fxpipe.utils.pytree import flatten
 
 FEW_SIZES = (1, 2, 3)
 _DIFFERENT = "values of micro-batches that differ"  # equal to no output
+
+_DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
+_WITH_DROPOUT: Mapping[Any, str] = {
+    F.scaled_dot_product_attention: "dropout_p",
+    F.multi_head_attention_forward: "dropout_p",
+}
+_BATCH_NORMS = (F.batch_norm, torch.batch_norm)
+MADE_DETERMINISTIC = frozenset((*_DROPOUTS, *_WITH_DROPOUT, *_BATCH_NORMS))
 
 
 class OtherMicroBatchesError(CannotRecord):
@@ -82,10 +97,9 @@ def must_compare_micro_batches(traced: Traced) -> bool:
 
 def excuse_sizes(traced: Traced, leaves: Sequence[Any], sizes: Collection[int] = FEW_SIZES) -> None:
     """Compares graph and model at sizes at which reads do not hold: most branches for one sample make no difference."""
-    batch, seed = traced.batch_of(leaves), torch.default_generator.initial_seed() % 2**31
     for size in sizes:
-        if size <= batch and not traced.holds_at(size):
-            excuse_reads(traced, leaves, size, batch, seed)
+        if size <= traced.batch_of(leaves) and not traced.holds_at(size):
+            excuse_reads(traced, leaves, size)
 
 
 def may_replace(whole: Traced, parts: Traced, leaves: Sequence[Any], sizes: Collection[int]) -> bool:
@@ -119,7 +133,7 @@ def _give_same_outputs(whole: Traced, parts: Traced, leaves: Sequence[Any], size
     weights = [(stop - start) / batch for start, stop in cuts]
     values = zip(parts.handed_out_dims, *of_parts, strict=True)
     joined = [_join_outputs(values_of_parts, dim, weights) for dim, *values_of_parts in values]
-    return all(map(_is_close_across_sizes, _outputs(whole, want), _outputs(parts, joined)))
+    return all(map(is_roughly_close, _outputs(whole, want), _outputs(parts, joined)))
 
 
 def _outputs(traced: Traced, handed_out: Sequence[Any]) -> list[Any]:
@@ -145,14 +159,8 @@ def _join_outputs(parts: Sequence[Any], dim: int | str | None, weights: Sequence
     if dim == "mean":
         return sum(part * weight for part, weight in zip(parts, weights, strict=True))
     if dim is None:
-        return parts[0] if all(_is_close_across_sizes(parts[0], part) for part in parts) else _DIFFERENT
+        return parts[0] if all(is_roughly_close(parts[0], part) for part in parts) else _DIFFERENT
     return sum(parts[1:], parts[0])
-
-
-def _is_close_across_sizes(left: Any, right: Any) -> bool:
-    """Returns whether values are equal to half of their digits, since kernels differ between sizes."""
-    is_real = isinstance(left, torch.Tensor) and (left.is_floating_point() or left.is_complex())
-    return is_close(left, right, torch.finfo(left.dtype).eps ** 0.5 if is_real else None)
 
 
 def _failure_message(traced: Traced, batch: int, sizes: Collection[int]) -> str:
@@ -186,6 +194,81 @@ def _failure_message(traced: Traced, batch: int, sizes: Collection[int]) -> str:
 def _first_size_line(traced: Traced) -> str:
     places = [read.where for reads in (traced.size_reads, traced.batch_conditions) for read in reads]
     return next(iter(places), "len(x), range(len(x))")
+
+
+# -- runs without dropout, and with the running statistics of batch norm -----------------------------------------------
+
+
+def can_run_deterministically(traced: Traced) -> bool:
+    """Returns whether all functions that would make parts of a batch differ can run deterministically."""
+    effects: Effects | None = traced.effects
+    assert effects is not None
+    states = {effects.alias[n] for n in traced.graph.nodes if n.op == "get_attr"}
+    for node, classes in zip(effects.nodes, effects.written_classes, strict=True):
+        is_norm = node.target in _BATCH_NORMS and bool(running_statistics(node))
+        is_counter = str(getattr(node.args[0], "target", "")).endswith("num_batches_tracked") if node.args else False
+        if classes & states and not (is_norm or is_counter):
+            return False
+        if node.target in _BATCH_NORMS and not is_norm and named_arguments(node).get("training"):
+            return False
+        if info(node).is_scalar_draw and not node.users:
+            continue
+        if info(node).is_random and node.target not in (*_DROPOUTS, *_WITH_DROPOUT):
+            return False
+    return not traced.carried_state
+
+
+def run_deterministically(traced: Traced, sample: Sequence[Any]) -> list[Any]:
+    """Returns the values that a micro-batch with these samples returns."""
+    # Only opaque Python may compute gradients inside.
+    grad = any(info(node).opaque is not None for node in traced.nodes)
+
+    def placeholder(node: fx.Node) -> Any:
+        return sample[traced.place_of(node)].detach().clone()
+
+    def attribute(node: fx.Node) -> torch.Tensor:
+        tensor = attribute_tensor(traced, node)
+        held = tensor.detach() if isinstance(tensor, torch.nn.Parameter) else tensor.detach().clone()
+        return held.requires_grad_(grad and tensor.requires_grad)
+
+    def work(node: fx.Node, values: NodeValues) -> Any:
+        with set_thread_state(state_of(node)), torch.set_grad_enabled(grad and state_of(node).grad):
+            return run_deterministic_node(node, values.__getitem__)
+
+    values: NodeValues = {}
+    keep = [node for node in traced.handed_out if isinstance(node, fx.Node)]
+    for _ in run_nodes([*traced.graph.nodes], values, placeholder, attribute, work, keep):
+        pass
+    return [values[one] if isinstance(one, fx.Node) else one for one in traced.handed_out]
+
+
+def run_deterministic_node(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
+    """Runs a node with dropout disabled and without batch statistics, also inside opaque modules."""
+    with _Deterministic() if info(node).opaque is not None else contextlib.nullcontext():
+        if node.op == "call_function" and node.target in MADE_DETERMINISTIC:
+            return _call_deterministically(node.target, *fx.map_arg((node.args, node.kwargs), value_of))
+        return call_node(node, value_of)
+
+
+class _Deterministic(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _call_deterministically(func, args, kwargs or {})
+
+
+def _call_deterministically(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    if function not in MADE_DETERMINISTIC:
+        return function(*args, **kwargs)
+    bound = dict(zip(parameter_names(function), args, strict=False)) | dict(kwargs)
+    if function in _DROPOUTS:
+        return bound["input"].clone()
+    if function in _WITH_DROPOUT:
+        return function(**bound | {_WITH_DROPOUT[function]: 0.0})
+    if bound.get("training") and bound.get("running_mean") is not None:
+        bound["training"] = False
+    elif bound.get("training") and bound.get("weight") is not None:  # without a weight it may be a loss over samples
+        zeros = torch.zeros_like(bound["weight"])
+        bound |= {"training": False, "running_mean": zeros, "running_var": zeros + 1}
+    return function(**bound) if function is F.batch_norm else function(*map(bound.get, parameter_names(function)))
 
 
 # -- later comparisons of graph and model, for micro-batches unknown when it was traced ------------------------------

@@ -40,13 +40,13 @@ from fxpipe.tracing.node_info import info, state_of
 from fxpipe.tracing.shapes.batch_reductions import UnknownReductionError, base_opname, dependencies_of
 from fxpipe.tracing.shapes.output_dims import with_out_dims
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
-from fxpipe.tracing.verify.deterministic_run import (
+from fxpipe.tracing.verify.equivalence import is_close, take_samples
+from fxpipe.tracing.verify.micro_batch_sizes import (
     MADE_DETERMINISTIC,
     can_run_deterministically,
+    excuse_sizes,
     run_deterministic_node,
 )
-from fxpipe.tracing.verify.equivalence import is_close, take_samples
-from fxpipe.tracing.verify.micro_batch_sizes import excuse_sizes
 from fxpipe.utils.batch_split import rows_per_sample, samples_per_micro_batch
 
 SAMPLES = 4  # samples of the runs; the example repeats if it has fewer

@@ -39,7 +39,7 @@ from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.effects import GraphRun, observe_run
 from fxpipe.tracing.verify.equivalence import (
     call_model,
-    is_close,
+    is_roughly_close,
     restoring,
     restoring_after_graph,
     sample_within_guards,
@@ -109,35 +109,34 @@ def check_training_equivalence(traced: Traced, leaves: Sequence[Any], chunks: in
     sizes = {min(FEWEST_SAMPLES, batch), *micro_batch_sizes(batch, chunks)} | (
         {batch} if traced.recorded_samples is None else set()
     )
-    seed = torch.default_generator.initial_seed() % 2**31
     for size in sorted(sizes, key=lambda size: (size < FEWEST_SAMPLES, size)):
         if not traced.holds_at(size) or not all(r.holds(size) for r in traced.mini_batch_conditions):
             continue
-        sample = sample_within_guards(traced, leaves, size, batch, seed)
+        sample = sample_within_guards(traced, leaves, size)
         if sample is None:
             continue
         start = size if size < batch else min(1, batch - 1)
         others = take_samples(traced, leaves, start, start + size), sample
         try:
-            want, again = _calls_of_model(traced, sample, others, seed)
+            want, again = _calls_of_model(traced, sample, others)
         except TraceError:
             raise
         except Exception:
             continue  # the model raises again for such a batch
-        have = _calls_of_graph(traced, sample, again, seed, want[0].gradients is not None)
-        _refuse_other_calls(traced, want, have, sample, seed)
+        have = _calls_of_graph(traced, sample, again, want[0].gradients is not None)
+        _refuse_other_calls(traced, want, have, sample)
         return
 
 
 def _refuse_other_calls(
-    traced: Traced, want: Sequence[_CallResult], have: Sequence[_CallResult], sample: Sequence[Any], seed: int
+    traced: Traced, want: Sequence[_CallResult], have: Sequence[_CallResult], sample: Sequence[Any]
 ) -> None:
     """Raises TraceError if the calls of graph and model differ."""
-    _refuse_other_gradients(traced, want[0], have[0], sample, seed)
+    _refuse_other_gradients(traced, want[0], have[0], sample)
     _refuse_other_state(traced, want[0].state, have[0].state, "")
     for second, of_graph in zip(want[1:], have[1:], strict=False):
         for place, (w, h) in enumerate(zip(second.outputs, of_graph.outputs, strict=True)):
-            if not is_close(w, h, _tolerance(w)):
+            if not is_roughly_close(w, h):
                 raise TraceError(
                     f"output {place} of the second of two calls in a row is not the model's in the traced graph; "
                     "keep what forward remembers from call to call in buffers (register_buffer)"
@@ -145,9 +144,7 @@ def _refuse_other_calls(
         _refuse_other_state(traced, second.state, of_graph.state, " in the second of two calls in a row")
 
 
-def _refuse_other_gradients(
-    traced: Traced, want: _CallResult, have: _CallResult, sample: Sequence[Any], seed: int
-) -> None:
+def _refuse_other_gradients(traced: Traced, want: _CallResult, have: _CallResult, sample: Sequence[Any]) -> None:
     if want.gradients is None or have.gradients is None:
         return
     eps = {name: torch.finfo(leaf.dtype).eps for name, leaf in _gradient_leaves(traced, sample, sample).items()}
@@ -162,7 +159,7 @@ def _refuse_other_gradients(
         else:
             # A gradient that cancels out is only rounding, which differs between kernels of torch. To measure it,
             # the model runs again with the outputs' gradients a third larger.
-            again = again or _scaled_gradients(traced, sample, seed)
+            again = again or _scaled_gradients(traced, sample)
             same = again[name]
             if same is not None and gradient.distance(other) <= 100 * gradient.distance(same, GRADIENT_FACTOR):
                 continue
@@ -191,17 +188,12 @@ def _refuse_other_state(
     traced: Traced, want: Mapping[str, torch.Tensor], have: Mapping[str, torch.Tensor], when: str
 ) -> None:
     for name, tensor in want.items():
-        if name not in have or not is_close(tensor, have[name], _tolerance(tensor)):
+        if name not in have or not is_roughly_close(tensor, have[name]):
             leave = "" if traced.is_recorded else ", or leave it to recording (tracer='record')"
             raise TraceError(
                 f"forward changes {name!r}, and {_graph_text(traced)} does not do the same{when}; keep what forward "
                 f"changes in a buffer (register_buffer){leave}"
             )
-
-
-def _tolerance(value: Any) -> float | None:
-    is_rounded = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
-    return torch.finfo(value.dtype).eps ** 0.5 if is_rounded else None
 
 
 # -- the model -------------------------------------------------------------------------------------------------------
@@ -237,13 +229,13 @@ def _gradients_of_model(
 
 
 def _calls_of_model(
-    traced: Traced, sample: Sequence[Any], others: Sequence[Sequence[Any]], seed: int
+    traced: Traced, sample: Sequence[Any], others: Sequence[Sequence[Any]]
 ) -> tuple[list[_CallResult], Sequence[Any] | None]:
     """Calls the model, and again on other samples if the first call changes it. Also returns these samples."""
     held = container_tensors(traced.model)
     before = _model_state(traced, held)
     inputs, again = list(map(copy_as_leaf, sample)), None
-    with restoring(traced, seed) as snapshot:
+    with restoring(traced) as snapshot:
         outputs, _ = call_model(traced, inputs)
         gradients = _gradients_of_model(traced, outputs, inputs, sample) if traced.state.grad else None
         calls = [_CallResult([], _model_state(traced, held), gradients)]
@@ -252,7 +244,7 @@ def _calls_of_model(
             again = next((s for s in others if _graph_holds(traced, s)), None)
         if again is not None:
             try:
-                calls.append(_call_again(traced, again, seed, held))
+                calls.append(_call_again(traced, again, held))
             except TraceError:
                 raise
             except Exception:
@@ -261,16 +253,16 @@ def _calls_of_model(
     return calls, again
 
 
-def _call_again(traced: Traced, sample: Sequence[Any], seed: int, held: Mapping[str, torch.Tensor]) -> _CallResult:
-    with _seeded(seed):
+def _call_again(traced: Traced, sample: Sequence[Any], held: Mapping[str, torch.Tensor]) -> _CallResult:
+    with _seeded():
         outputs, _ = call_model(traced, list(map(copy_as_leaf, sample)))
     own = {storage_of(t) for t in (*slots_of(traced.model).values(), *held.values())}
     return _CallResult([detached(x, own) for x in outputs], _model_state(traced, held))
 
 
-def _scaled_gradients(traced: Traced, sample: Sequence[Any], seed: int) -> _GradientSummaries:
+def _scaled_gradients(traced: Traced, sample: Sequence[Any]) -> _GradientSummaries:
     inputs = list(map(copy_as_leaf, sample))
-    with restoring(traced, seed):
+    with restoring(traced):
         outputs, _ = call_model(traced, inputs)
         gradients = _gradients_of_model(traced, outputs, inputs, sample, GRADIENT_FACTOR)
     assert gradients is not None
@@ -295,17 +287,17 @@ def _model_state(traced: Traced, held: Mapping[str, torch.Tensor]) -> dict[str, 
 
 
 def _calls_of_graph(
-    traced: Traced, sample: Sequence[Any], again: Sequence[Any] | None, seed: int, has_gradients: bool
+    traced: Traced, sample: Sequence[Any], again: Sequence[Any] | None, has_gradients: bool
 ) -> list[_CallResult]:
     held = container_tensors(traced.model)
-    with restoring_after_graph(traced, seed):
+    with restoring_after_graph(traced):
         run = observe_run(traced, sample, saves=True)
         gradients = _gradients_of_graph(traced, run, sample) if has_gradients else None
         _leave(traced, run)
         del run
         calls = [_CallResult([], _model_state(traced, held), gradients)]
         if again is not None:
-            with _seeded(seed), contextlib.suppress(DecisionError):  # a micro-batch raises it, too
+            with _seeded(), contextlib.suppress(DecisionError):  # a micro-batch raises it, too
                 run = observe_run(traced, again)
                 _leave(traced, run)
                 calls.append(_CallResult(list(map(detached, run.outputs)), _model_state(traced, held)))
@@ -338,9 +330,9 @@ def _leave(traced: Traced, run: GraphRun) -> None:
 
 
 @contextlib.contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def _seeded() -> Iterator[None]:
     before = python_rng_state()
-    torch.manual_seed(seed)
+    torch.manual_seed(torch.initial_seed())
     try:
         yield
     finally:

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import fx
 
 from fxpipe.tracing.node_arguments import container_of, named_arguments, named_arguments_and_defaults
-from fxpipe.tracing.verify.deterministic_run import run_deterministic_node
 from fxpipe.tracing.verify.effects import running_statistics
+from fxpipe.tracing.verify.micro_batch_sizes import run_deterministic_node
 
 
 @pytest.mark.parametrize(

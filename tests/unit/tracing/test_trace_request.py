@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from helpers.traced_models import x
 from torch import fx, nn
 
+from fxpipe import trace
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.tracing.trace_request import TraceRequest
-
-DEFAULTS: dict[str, Any] = {
-    "tracer": "record",
-    "leaf_modules": (),
-    "in_dims": None,
-    "out_dims": None,
-    "chunks": 2,
-    "is_compared": True,
-    "seed": 0,
-}
-
-
-def model() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 6), nn.ReLU())
-
-
-def request(module: nn.Module, **options: Any) -> TraceRequest:
-    return TraceRequest.of(module, (x(),), {}, **{**DEFAULTS, **options})
 
 
 @pytest.mark.parametrize(
@@ -43,7 +23,7 @@ def request(module: nn.Module, **options: Any) -> TraceRequest:
 )
 def test_another_tracer_is_refused_with_what_there_is(tracer, error, said):
     with pytest.raises(error) as caught:
-        request(model(), tracer=tracer)
+        trace(nn.Linear(6, 6), (x(),), tracer=tracer)
     accepted = "accepted are 'record' and a function from the model to a torch.fx.GraphModule (torch.fx.symbolic_trace"
     assert str(caught.value).startswith(f"{said}; {accepted}")
     remedy = "make a function of it: lambda m" if "Tracer" in said else "leave it out to "
