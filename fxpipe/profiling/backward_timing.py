@@ -23,7 +23,7 @@ from torch import fx
 from fxpipe.profiling.clock import Clock
 from fxpipe.profiling.node_kinds import NodeValue, TensorSignature
 from fxpipe.tracing.interpreter import naming_node
-from fxpipe.tracing.node_devices import set_node_device
+from fxpipe.tracing.node_arguments import set_node_device
 from fxpipe.tracing.tensors import bytes_in, storage_of
 from fxpipe.tracing.traced import CALL_OPS, Traced
 from fxpipe.utils import accelerator

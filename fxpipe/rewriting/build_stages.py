@@ -35,8 +35,7 @@ from fxpipe.rewriting.rng import forbid_random_numbers, seeded_function
 from fxpipe.rewriting.stage_callables import make_stage_callable
 from fxpipe.rewriting.stage_functions import set_autocast, set_grad, with_backward_check, with_write_check
 from fxpipe.tracing.graph_text import node_expression, short_source_line
-from fxpipe.tracing.node_arguments import container_of
-from fxpipe.tracing.node_devices import is_for_host, set_node_device
+from fxpipe.tracing.node_arguments import container_of, is_for_host, set_node_device
 from fxpipe.tracing.node_info import WriteOrder, info, opaque_call_of, random_draws_of, state_of, update_info
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import Effects, running_statistics

@@ -22,7 +22,7 @@ from torch import fx
 from fxpipe.errors import DecisionError
 from fxpipe.tracing.forward_rng import DrawStream
 from fxpipe.tracing.interpreter import NodeValues, run_node_without_grad, run_nodes
-from fxpipe.tracing.node_devices import set_node_device
+from fxpipe.tracing.node_arguments import set_node_device
 from fxpipe.tracing.node_info import info, opaque_call_of, set_info, size_formula, state_of, update_info, value_read_of
 from fxpipe.tracing.record.unrecordable import CannotRecord, calls_before_effects
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -34,7 +33,7 @@ from fxpipe._torch.operators import HigherOrderOperator
 from fxpipe.errors import ArgumentError, ArgumentTypeError, TraceError
 from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.forward_rng import OwnGenerators, generator_states, same_generator_states
-from fxpipe.tracing.interpreter import NodeValues, copy_as_leaf, writable_copy
+from fxpipe.tracing.interpreter import copy_as_leaf, writable_copy
 from fxpipe.tracing.model_state import (
     container_tensors,
     equal_tensors,
@@ -96,7 +95,7 @@ def trace_by_function(
     _refuse_module_hooks(model)
     before = {key: tensor.detach().clone() for key, tensor in held.items()}
     try:
-        traced = record(model, args, kwargs, run=_GraphRunner(model, module, name), held=held)
+        traced = record(model, args, kwargs, run=_runner_of(model, module, name), held=held)
         for key, tensor in held.items():
             if not equal_tensors(tensor, before[key]):
                 raise TraceError(
@@ -166,39 +165,86 @@ def _refuse_module_hooks(model: nn.Module) -> None:
 # -- the run of a graph under the recorder -----------------------------------------------------------------------------
 
 
-class _GraphRunner:
-    """A graph that runs instead of the model."""
+class _GraphRun(fx.Interpreter):
+    """Runs a graph of the user's under the recorder, node by node, except checks."""
 
-    def __init__(self, model: nn.Module, module: fx.GraphModule, tracer: str):
-        self.model, self.graph, self.named, self.tracer = model, module.graph, _attribute_getter(module), tracer
-
-    def __call__(self, recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
-        placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
-        values: NodeValues = {}
-        leaves = pytree.tree_leaves((args, kwargs))
-        if takes_input_leaves(self.graph) and len(leaves) == len(placeholders):
-            values.update(zip(placeholders, leaves, strict=True))  # a graph of export, whose inputs are leaves
-            return self.graph.process_outputs(_run_graph(recorder, self.graph, values, self.named))
-        for node, value in zip(placeholders, self._bound(placeholders, args, kwargs), strict=True):
-            values[node] = value
-        return _run_graph(recorder, self.graph, values, self.named)
-
-    def _bound(self, placeholders: list[fx.Node], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-        """Yields a value for each placeholder, by the names of forward's arguments."""
-        bound = _bind_to_forward(self.model, args, kwargs)
-        kinds = bound.signature.parameters
-        for node in placeholders:
-            name = str(node.target)
-            if name.startswith("*") and name.lstrip("*") in bound.arguments:
-                yield bound.arguments[name.lstrip("*")]
-            elif name in bound.arguments:
-                yield bound.arguments[name]
-            elif node.args:
-                yield node.args[0]
-            else:
+    def __init__(self, recorder: Recorder, module: nn.Module):
+        super().__init__(module)
+        self.extra_traceback = False
+        self.recorder, self.outer_origin = recorder, recorder.origin
+        self.paths = {path for path, _ in recorder.model.named_modules()}
+        self.needed = _needed_nodes(self.graph)
+        for node in self.graph.nodes:
+            if getattr(node.target, "__module__", None) == PREDISPATCH_MODULE:
+                line = (_node_origin(node, self.paths) or ("", UNKNOWN_LINE))[1]
                 raise TraceError(
-                    f"the graph that {self.tracer} gives has an input {name!r}; forward takes {', '.join(kinds)}"
+                    f"forward uses a transform of torch.func (vmap, grad) at {line}; write the function out"
                 )
+
+    def run_on(self, values: Sequence[Any]) -> Any:
+        """Runs the graph with these values for its placeholders."""
+        try:
+            placeholders = self.graph.find_nodes(op="placeholder")
+            return self.run(initial_env=dict(zip(placeholders, values, strict=True)), enable_io_processing=False)
+        finally:
+            self.recorder.origin = self.outer_origin
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "output" and n not in self.needed:
+            return None
+        # A called module of the user records its own origin.
+        origin = None if n.op == "call_module" else _node_origin(n, self.paths) or self.outer_origin
+        self.recorder.origin = origin
+        return super().run_node(n)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(target, HigherOrderOperator):
+            return self._run_block(target, args)
+        return super().call_function(_PUBLIC.get(target, target), args, kwargs)
+
+    def _run_block(self, target: Any, args: Sequence[Any]) -> Any:
+        """Runs a part of the graph in another thread state."""
+        block: contextlib.AbstractContextManager[object]
+        if target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+            block, inner, operands = torch.set_grad_enabled(args[0]), args[1], args[2:]
+        elif target is torch.ops.higher_order.wrap_with_autocast:
+            device, dtype, enabled, cache = args[:4]
+            block, inner, operands = torch.autocast(device, dtype, enabled, cache), args[4], args[5:]
+        else:
+            raise TraceError(
+                f"the graph has a block of the kind {target.__name__!r} (at "
+                f"{(self.recorder.origin or ('', 'unknown'))[1]}), which cannot be cut; keep decisions in tensors "
+                "(torch.where, masks), and loops in Python"
+            )
+        with block:
+            return _GraphRun(self.recorder, inner).run_on(operands)
+
+
+def _runner_of(model: nn.Module, module: fx.GraphModule, tracer: str) -> Callable[..., Any]:
+    """Returns the function (recorder, *args, **kwargs) -> output that runs a graph instead of the model."""
+    placeholders = module.graph.find_nodes(op="placeholder")
+
+    def run(recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        if takes_input_leaves(module.graph) and len(leaves) == len(placeholders):
+            return module.graph.process_outputs(_GraphRun(recorder, module).run_on(leaves))
+        bound = _bind_to_forward(model, args, kwargs)
+        return _GraphRun(recorder, module).run_on([_argument(node, bound, tracer) for node in placeholders])
+
+    return run
+
+
+def _argument(placeholder: fx.Node, bound: inspect.BoundArguments, tracer: str) -> Any:
+    """Returns the value for a placeholder, by the name of an argument of forward."""
+    name = str(placeholder.target)
+    if name.startswith("*") and name.lstrip("*") in bound.arguments:
+        return bound.arguments[name.lstrip("*")]
+    if name in bound.arguments:
+        return bound.arguments[name]
+    if placeholder.args:
+        return placeholder.args[0]
+    names = ", ".join(bound.signature.parameters)
+    raise TraceError(f"the graph that {tracer} gives has an input {name!r}; forward takes {names}")
 
 
 def _bind_to_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
@@ -208,83 +254,6 @@ def _bind_to_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         raise TypeError(f"{type(model).__name__}.forward: {error}") from None
     bound.apply_defaults()
     return bound
-
-
-def _run_graph(recorder: Recorder, graph: fx.Graph, values: NodeValues, named: Callable[[str], Any]) -> Any:
-    """Runs `graph` node by node under `recorder`; `named` returns the targets of `get_attr` and `call_module`."""
-    paths = {path for path, _ in recorder.model.named_modules()}
-    for node in graph.nodes:
-        if getattr(node.target, "__module__", None) == PREDISPATCH_MODULE:
-            line = (_node_origin(node, paths) or ("", UNKNOWN_LINE))[1]
-            raise TraceError(f"forward uses a transform of torch.func (vmap, grad) at {line}; write the function out")
-    needed = _needed_nodes(graph)
-    before = recorder.origin
-    try:
-        for node in graph.nodes:
-            if node.op == "output":
-                return _with_values(node.args[0], values)
-            if node.op == "placeholder" or node not in needed:
-                continue
-            # A called module of the user records its own origin.
-            recorder.origin = None if node.op == "call_module" else _node_origin(node, paths) or before
-            values[node] = _run_node(recorder, node, values, named)
-    finally:
-        recorder.origin = before
-    raise TraceError("the graph has no output")
-
-
-def _attribute_getter(module: nn.Module) -> Callable[[str], Any]:
-    return lambda name: operator.attrgetter(name)(module)
-
-
-def _run_node(recorder: Recorder, node: fx.Node, values: NodeValues, named: Callable[[str], Any]) -> Any:
-    if node.op == "get_attr":
-        return named(str(node.target))
-    args, kwargs = _with_values(node.args, values), _with_values(node.kwargs, values)
-    if node.op == "call_module":
-        return named(str(node.target))(*args, **kwargs)
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    if isinstance(node.target, HigherOrderOperator):
-        return _run_block(recorder, node.target, args, kwargs)
-    function: Any = _PUBLIC.get(node.target, node.target)
-    return function(*args, **kwargs)
-
-
-def _run_block(recorder: Recorder, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Runs a part of the graph in another thread state."""
-    block: contextlib.AbstractContextManager[object]
-    if target is torch.ops.higher_order.wrap_with_set_grad_enabled:
-        block, inner, operands = torch.set_grad_enabled(args[0]), args[1], args[2:]
-    elif target is torch.ops.higher_order.wrap_with_autocast:
-        device, dtype, enabled, cache = args[:4]
-        block, inner, operands = torch.autocast(device, dtype, enabled, cache), args[4], args[5:]
-    else:
-        raise TraceError(
-            f"the graph has a block of the kind {target.__name__!r} (at {(recorder.origin or ('', 'unknown'))[1]}), "
-            "which cannot be cut; keep decisions in tensors (torch.where, masks), and loops in Python"
-        )
-    placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
-    with block:
-        return _run_graph(
-            recorder, inner.graph, dict(zip(placeholders, operands, strict=True)), _attribute_getter(inner)
-        )
-
-
-def _with_values(value: Any, values: NodeValues) -> Any:
-    """Replaces nodes in arguments; fx's immutable containers become plain ones."""
-    if isinstance(value, fx.Node):
-        return values[value]
-    if isinstance(value, tuple):
-        items = [_with_values(item, values) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list):
-        return [_with_values(item, values) for item in value]
-    if isinstance(value, dict):
-        return {key: _with_values(item, values) for key, item in value.items()}
-    if isinstance(value, slice):
-        return slice(*(_with_values(item, values) for item in (value.start, value.stop, value.step)))
-    return value
 
 
 def _needed_nodes(graph: fx.Graph) -> set[fx.Node]:

@@ -16,7 +16,7 @@ from torch import fx
 
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.tracing.node_info import info, state_of
-from fxpipe.tracing.traced import CALL_OPS, Traced, call_node
+from fxpipe.tracing.traced import CALL_OPS, call_node
 from fxpipe.utils.locks import cancellation_point
 
 NodeValues = dict[fx.Node, Any]
@@ -66,18 +66,6 @@ def _last_uses(nodes: Reversible[fx.Node], keep: Iterable[fx.Node]) -> dict[fx.N
     return uses
 
 
-def run_all_nodes(
-    nodes: Reversible[fx.Node],
-    placeholder: Callable[[fx.Node], Any],
-    attribute: Callable[[fx.Node], Any],
-    work: Callable[[fx.Node, NodeValues], Any],
-) -> NodeValues:
-    values: NodeValues = {}
-    for _ in run_nodes(nodes, values, placeholder, attribute, work):
-        pass
-    return values
-
-
 def run_node(node: fx.Node, values: NodeValues) -> Any:
     """Runs an operation in its recorded thread state."""
     with set_thread_state(state_of(node)):
@@ -99,10 +87,6 @@ def naming_node(node: fx.Node, doing: str) -> Iterator[None]:
         if not any(note.startswith(f"fxpipe: while {doing} ") for note in getattr(error, "__notes__", ())):
             error.add_note(f"fxpipe: while {doing} {node.name} ({info(node).source})")
         raise
-
-
-def output_values(traced: Traced, values: NodeValues) -> list[Any]:
-    return [values[o] if isinstance(o, fx.Node) else o for o in traced.outputs]
 
 
 # -- inputs of a run -------------------------------------------------------------------------------------------------

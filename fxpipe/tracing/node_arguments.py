@@ -1,4 +1,4 @@
-"""The arguments of a node by name, and the container of its value."""
+"""The arguments of a node: by name, on another device than in the recording; and the container of its value."""
 
 from __future__ import annotations
 
@@ -11,12 +11,22 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from fxpipe._torch.functions import opname
+from fxpipe.tracing.node_info import info
+from fxpipe.utils.accelerator import accelerator_type
+
 _RUNNING = ("input", "weight", "bias", "running_mean", "running_var")
 _MADE_IN_C: dict[Any, tuple[str, ...]] = {  # without a signature
     F.scaled_dot_product_attention: ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
     torch.batch_norm: (*_RUNNING, "training", "momentum", "eps", "cudnn_enabled"),
     torch.instance_norm: (*_RUNNING, "use_input_stats", "momentum", "eps", "cudnn_enabled"),
 }
+# Functions that create a tensor, on the default device if no device is given.
+_FACTORIES = frozenset(
+    "arange as_tensor asarray bartlett_window blackman_window empty empty_strided eye fft_fftfreq fft_rfftfreq full "
+    "hamming_window hann_window kaiser_window linspace logspace ones rand randint randn randperm range scalar_tensor "
+    "tensor tril_indices triu_indices zeros".split()
+)
 
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
@@ -40,3 +50,49 @@ def container_of(node: fx.Node) -> fx.Node | None:
     """Returns the node from whose value this node takes an item (`values[1]`); None for other nodes."""
     source = node.args[0] if node.target is operator.getitem else None
     return source if isinstance(source, fx.Node) else None
+
+
+# -- devices: the recording's and a stage's ----------------------------------------------------------------------------
+
+
+def set_node_device(node: fx.Node, device: torch.device) -> None:
+    """Replaces every device among a node's arguments, and adds it to a factory without one."""
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return device
+        if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+            return type(value)(map(replaced, value))
+        return value
+
+    node.args = tuple(map(replaced, node.args))
+    node.kwargs = {key: replaced(value) for key, value in node.kwargs.items()}
+    if node.kwargs.get("device") is not None:  # a name ("cuda:0") or the number of a GPU
+        node.kwargs = {**node.kwargs, "device": device}
+    if node.op == "call_method":
+        if node.target in ("cpu", accelerator_type()):
+            node.target, node.args, node.kwargs = "to", (node.args[0], device), {}
+        elif node.target == "to" and len(node.args) > 1 and isinstance(node.args[1], (str, int)):
+            node.args = (node.args[0], device, *node.args[2:])
+    elif _is_factory(node) and node.kwargs.get("device") is None and device.type != "cpu":
+        node.kwargs = {**node.kwargs, "device": device}
+
+
+def is_for_host(node: fx.Node) -> bool:
+    """Returns whether only opaque calls use a value, and want it on the CPU."""
+    return bool(node.users) and all(_takes_on_host(user, node) for user in node.users)
+
+
+def _takes_on_host(user: fx.Node, node: fx.Node) -> bool:
+    call = info(user).opaque
+    if call is None or container_of(user) is not None:
+        return False
+    tensors, values = user.args
+    places = {place for place, value in enumerate(values) if value is node}  # type: ignore[arg-type]
+    return node not in tensors and places <= call.host_places  # type: ignore[operator]
+
+
+def _is_factory(node: fx.Node) -> bool:
+    function = node.target
+    is_torchs = str(getattr(function, "__module__", None) or "torch").startswith("torch")
+    return is_torchs and opname(function) in _FACTORIES

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.tracing.interpreter import run_all_nodes, run_node_without_grad
-from fxpipe.tracing.node_devices import set_node_device
+from fxpipe.tracing.interpreter import NodeValues, run_node_without_grad, run_nodes
+from fxpipe.tracing.node_arguments import set_node_device
 from fxpipe.tracing.node_info import info, size_formula, update_info
 from fxpipe.tracing.shapes.batch_reductions import dependencies_of
 from fxpipe.tracing.traced import Traced, attribute_tensor
@@ -49,7 +49,6 @@ class InputPieces:
         return cls(traced, device, tuple(program.nodes), {place: copies[handed_out[place]] for place in places})
 
     def __call__(self, leaves: Sequence[Any], batch: int) -> dict[int, Any]:
-
         sizes = {**dict(self.traced.dynamic.lengths_of(leaves) or ()), self.traced.batch: batch}
 
         def placeholder(node: fx.Node) -> Any:
@@ -63,5 +62,7 @@ class InputPieces:
 
         if not self.pieces:
             return {}
-        values = run_all_nodes(self.program, placeholder, attribute, run_node_without_grad)
+        values: NodeValues = {}
+        for _ in run_nodes(self.program, values, placeholder, attribute, run_node_without_grad):
+            pass
         return {place: values[node] for place, node in self.pieces.items()}

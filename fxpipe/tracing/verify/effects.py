@@ -26,7 +26,6 @@ from fxpipe.tracing.forward_rng import DrawStream
 from fxpipe.tracing.interpreter import (
     NodeValues,
     copy_as_leaf,
-    output_values,
     run_node,
     run_nodes,
     writable_copy,
@@ -139,7 +138,7 @@ def observe_run(traced: Traced, sample: Sequence[Any], saves: bool = False) -> G
             step()
     after = {str(n.target): t for n, t in buffers.values()}
     after |= {name: values[n] for name, n in traced.assigned.items()}
-    outputs = output_values(traced, values)
+    outputs = [values[o] if isinstance(o, fx.Node) else o for o in traced.outputs]
     return GraphRun(
         outputs if saves else list(map(detached, outputs)),
         after,
@@ -221,18 +220,14 @@ def _run_observed(
     versions = [version_of(t) for t in read]
     before = {key: buffers[key][1].clone() for key in map(storages.name, read) if key in buffers}
     with in_fake_mode(), contextlib.nullcontext() if saves else saving_block_for(node.target, NoSavedTensors()):
-        value = run_with_draws(node, values, draws)
+        value = run_node(node, values)
+        if info(node).is_scalar_draw:
+            value = draws.take(lambda: run_node(node, values))
     changed = {storages.name(t) for t, v in zip(read, versions, strict=True) if version_of(t) != v}
     changed |= {key for key, old in before.items() if not equal_tensors(buffers[key][1], old)}
     if node.target in NORM_FUNCTIONS:  # update their buffers without raising the version
         changed |= {storages.name(values[b]) for b in running_statistics(node)}
     return value, changed
-
-
-def run_with_draws(node: fx.Node, values: NodeValues, draws: DrawStream) -> Any:
-    """Runs a working node; scalar draws come from the stream."""
-    value = run_node(node, values)
-    return draws.take(lambda: run_node(node, values)) if info(node).is_scalar_draw else value
 
 
 def least_samples(traced: Traced) -> int:

@@ -62,20 +62,12 @@ def refuse_unwritable_inputs(
     written = effects.written_inputs
     if not written:
         return
+    values = {leaf.path: value for leaf, value in zip(traced.leaves, leaves, strict=True)}
+    values |= {f"the model's {slot.name!r}": tensor for slot, tensor in slots_of(traced.model).items()}
     extents = {
-        traced.leaves[place].path: _memory_extent(leaf)
-        for place, leaf in enumerate(leaves)
-        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
-    }
-    extents |= {
-        f"the model's {slot.name!r}": _memory_extent(tensor)
-        for slot, tensor in slots_of(traced.model).items()
-        if tensor.layout == torch.strided
-    }
-    extents |= {
-        path: _memory_extent(leaf)
-        for path, leaf in others.items()
-        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
+        name: _memory_extent(value)
+        for name, value in {**values, **others}.items()
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided
     }
     for node in written:
         path, leaf = _input_path(traced, node), leaves[traced.place_of(node)]
