@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
@@ -23,11 +22,10 @@ from fxpipe.errors import DecisionError
 from fxpipe.tracing.forward_rng import DrawStream
 from fxpipe.tracing.interpreter import NodeValues, run_node_without_grad, run_nodes
 from fxpipe.tracing.node_arguments import set_node_device
-from fxpipe.tracing.node_info import info, opaque_call_of, set_info, size_formula, state_of, update_info, value_read_of
+from fxpipe.tracing.node_info import info, opaque_call_of, set_info, size_formula, update_info, value_read_of
 from fxpipe.tracing.record.unrecordable import CannotRecord, calls_before_effects
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import NORM_FUNCTIONS, running_statistics
-from fxpipe.utils.batch_split import rows_per_sample
 from fxpipe.utils.equality import equal_values
 
 _RANDOM_NUMBERS = "random numbers"
@@ -104,10 +102,10 @@ class Guards:
         writes = any(_written_storages(node) for node in self.program)
 
         def placeholder(node: fx.Node) -> Any:
-            leaf = leaves[traced.place_of(node)].detach()
-            # Copy only if a value is read: the host waits for a copy from a device in every step.
-            is_read = not all(map(_is_size, node.users))
-            return leaf.to("cpu", copy=writes) if is_read else leaf
+            if (number := info(node).number) is not None:
+                lengths = dict(traced.dynamic.lengths_of(leaves) or ())
+                return int(number.subs({traced.batch: traced.batch_of(leaves), **lengths}))
+            return leaves[traced.place_of(node)].detach().to("cpu", copy=writes)
 
         def attribute(node: fx.Node) -> torch.Tensor:
             return attribute_tensor(traced, node).detach().to("cpu", copy=writes)
@@ -178,47 +176,37 @@ def extract_guards(traced: Traced) -> Guards:
     needs = {read: _dependencies_of_read(read) for read in reads}
     asked = [read for read in reads if set(_source_names(traced, needs[read]))]
     wanted = {n for read in asked for n in needs[read]}
-    symbols = {**_batch_symbol(traced), **traced.dynamic.symbols}
-    sized = {traced.placeholders[place] for place, _ in symbols.values()}
-    program = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in traced.graph.nodes:
-        if node.op == "placeholder" and (node in wanted or node in sized):
-            copies[node] = program.node_copy(node)
-        elif node in wanted and _is_size(node):
-            sources = [(copies[traced.placeholders[place]], dim) for place, dim in symbols.values()]
-            sizes = [program.call_method("size", source) for source in sources]
-            copies[node] = program.call_function(_size_function(size_formula(node), tuple(symbols)), tuple(sizes))
-            for copy in (*sizes, copies[node]):
-                update_info(copy, state=state_of(node))
-        elif node in wanted:
-            copies[node] = program.node_copy(node, copies.__getitem__)
-            set_node_device(copies[node], torch.device("cpu"))
+    program, copies = input_program(traced, wanted, _is_size, torch.device("cpu"))
     guards = tuple(Guard(copies[read], value_read_of(read).value, info(read).source) for read in asked)
     dead = set[fx.Node]().union(*needs.values())
     for node in reversed(list(traced.graph.nodes)):
         is_dead = node in dead and not node.users and node.op in CALL_OPS
         if is_dead and (info(node).is_guarded_read or not (info(node).is_random or _written_storages(node))):
             traced.graph.erase_node(node)
-    return Guards(tuple(program.nodes), guards)
+    return Guards(program, guards)
+
+
+def input_program(
+    traced: Traced, wanted: Collection[fx.Node], is_size: Callable[[fx.Node], bool], device: torch.device
+) -> tuple[tuple[fx.Node, ...], dict[fx.Node, fx.Node]]:
+    """Returns the program that computes `wanted` from the inputs, before a step, and its node for each of these nodes.
+
+    Sizes are placeholders of it, with their formulas (`NodeInfo.number`).
+    """
+    program = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in traced.graph.nodes:
+        if node in wanted and is_size(node):
+            copies[node] = program.placeholder(node.name)
+            update_info(copies[node], number=size_formula(node))
+        elif node in wanted:
+            copies[node] = program.node_copy(node, copies.__getitem__)
+            set_node_device(copies[node], device)
+    return tuple(program.nodes), copies
 
 
 def _reads(traced: Traced) -> list[fx.Node]:
     return [n for n in traced.graph.nodes if info(n).is_guarded_read]
-
-
-def _batch_symbol(traced: Traced) -> dict[sympy.Symbol, tuple[int, int]]:
-    """Returns the batch symbol with an input and its dimension of that size, if any."""
-    places = ((place, traced.in_dims[place]) for place in traced.placeholders)
-    dims = [(place, dim) for place, dim in places if dim is not None and rows_per_sample(dim) == 1]
-    return {traced.batch: dims[0]} if dims else {}
-
-
-def _size_function(size: sympy.Expr, symbols: tuple[sympy.Symbol, ...]) -> Callable[..., int]:
-    def size_of_value(*values: int) -> int:
-        return int(size.subs(dict(zip(symbols, values, strict=True))))
-
-    return size_of_value
 
 
 def _written_storages(node: fx.Node) -> frozenset[int]:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe.tracing.guards import input_program
 from fxpipe.tracing.interpreter import NodeValues, run_node_without_grad, run_nodes
-from fxpipe.tracing.node_arguments import set_node_device
-from fxpipe.tracing.node_info import info, size_formula, update_info
+from fxpipe.tracing.node_info import info
 from fxpipe.tracing.shapes.batch_reductions import dependencies_of
 from fxpipe.tracing.traced import Traced, attribute_tensor
 
@@ -35,18 +35,8 @@ class InputPieces:
             if is_known
         }
         used = {node for place in places for node in dependencies_of(handed_out[place])}
-        program = fx.Graph()
-        copies: dict[fx.Node, fx.Node] = {}
-        for node in traced.graph.nodes:
-            if node not in used:
-                continue
-            if info(node).number is not None and not info(node).is_float_number:
-                copies[node] = program.placeholder(node.name)
-                update_info(copies[node], number=size_formula(node))
-                continue
-            copies[node] = program.node_copy(node, copies.__getitem__)
-            set_node_device(copies[node], device)
-        return cls(traced, device, tuple(program.nodes), {place: copies[handed_out[place]] for place in places})
+        program, copies = input_program(traced, used, _is_size, device)
+        return cls(traced, device, program, {place: copies[handed_out[place]] for place in places})
 
     def __call__(self, leaves: Sequence[Any], batch: int) -> dict[int, Any]:
         sizes = {**dict(self.traced.dynamic.lengths_of(leaves) or ()), self.traced.batch: batch}
@@ -66,3 +56,7 @@ class InputPieces:
         for _ in run_nodes(self.program, values, placeholder, attribute, run_node_without_grad):
             pass
         return {place: values[node] for place, node in self.pieces.items()}
+
+
+def _is_size(node: fx.Node) -> bool:
+    return info(node).number is not None and not info(node).is_float_number
