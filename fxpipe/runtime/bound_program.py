@@ -108,9 +108,9 @@ class BoundProgram:
 
     def output(self, handed_out: Sequence[Any], combined: Mapping[int, Any] | None = None) -> Any:
         """Returns the model's output from gathered values. `combined`: by place, outputs that are not among these."""
-        leaves = list(handed_out[: self.out_spec.num_leaves])
+        leaves, computed = list(handed_out[: self.out_spec.num_leaves]), dict[str, Any]()
         for one in self.combinations:
-            leaves[one.output] = one.of(handed_out) if combined is None else combined[one.output]
+            leaves[one.output] = one.of(handed_out, computed) if combined is None else combined[one.output]
         return pytree.tree_unflatten(leaves, self.out_spec)
 
 

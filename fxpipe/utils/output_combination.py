@@ -37,6 +37,7 @@ class CombinationCall:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     state: ThreadState  # when it was recorded
+    node: str = ""  # whose value it computes, equal for all outputs; empty if values are changed in place
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +53,20 @@ class OutputCombination:
     where: str  # description of the output, and the user's line
     requires_grad: bool = True  # as the model's output does
 
-    def __call__(self, pieces: Sequence[Any]) -> Any:
-        values = list(pieces)
+    def __call__(self, pieces: Sequence[Any], computed: dict[str, Any] | None = None) -> Any:
+        """Computes the output. `computed`: by node, the values of outputs before, to which it adds its own."""
+        values, computed = list(pieces), {} if computed is None else computed
         for call in self.calls:
-            args, kwargs = map_nested(
-                (call.args, call.kwargs), lambda v: values[v.number] if isinstance(v, CombinationRef) else v
-            )
-            with set_thread_state(call.state):
-                values.append(call.function(*args, **kwargs))
+            if call.node not in computed:
+                args, kwargs = map_nested(
+                    (call.args, call.kwargs), lambda v: values[v.number] if isinstance(v, CombinationRef) else v
+                )
+                with set_thread_state(call.state):
+                    values.append(call.function(*args, **kwargs))
+                if call.node:
+                    computed[call.node] = values[-1]
+            else:
+                values.append(computed[call.node])
         return values[-1]
 
     @property
@@ -75,9 +82,9 @@ class OutputCombination:
             calls.append(replace(call, args=args, kwargs=kwargs))
         return replace(self, calls=tuple(calls))
 
-    def of(self, handed_out: Sequence[Any]) -> Any:
+    def of(self, handed_out: Sequence[Any], computed: dict[str, Any] | None = None) -> Any:
         """Computes the output from the gathered values of all micro-batches."""
-        return self([handed_out[place] for place in self.pieces])
+        return self([handed_out[place] for place in self.pieces], computed)
 
     def share(self, handed_out: Sequence[Any], known: Mapping[int, Any], weight: float) -> Any:
         """Computes a micro-batch's share of the output, by its weight: the mean over micro-batches is the output."""

@@ -261,6 +261,24 @@ def test_a_loss_of_all_samples(loss_fn, schedule):
         assert pipe.last_step.schedule == "gpipe"
 
 
+def products_below(output):
+    todo, nodes = [output.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            todo += [following for following, _ in node.next_functions]
+    return {node for node in nodes if node.name() == "MmBackward0"}
+
+
+def test_outputs_that_share_a_tail_compute_it_once():
+    model = TwoTowers()
+    given = inputs(model, 8, torch.float32)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 4, example_args=given, progress=False, profile_budget=0.0) as pipe:
+        loss, scores, _ = pipe(*given)
+        assert len(products_below(loss) | products_below(scores)) == 1  # stages have graphs of their own
+
+
 def test_a_product_of_means_is_one_of_all_samples():
     model = Views(lambda a, b: a.mean() * b.square().mean())
     plain, given = copy.deepcopy(model), inputs(model, 8, torch.float32)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any
 
@@ -106,10 +106,7 @@ class ReducedOutput:
                 return CombinationRef(_number(value.number, len(self.pieces)))
             return value
 
-        return [
-            CombinationCall(c.function, map_nested(c.args, put), map_nested(c.kwargs, put), c.state)
-            for c, _ in self.calls
-        ]
+        return [replace(c, args=map_nested(c.args, put), kwargs=map_nested(c.kwargs, put)) for c, _ in self.calls]
 
     def terms(self, of_pieces: Sequence[Terms]) -> Terms | None:
         """Returns the terms of the output; None if it is not a polynomial."""
@@ -305,7 +302,7 @@ class ReductionWalk:
                 reduced.is_opaque |= name not in _IN_PLACE.values() or not is_last
             function = getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
             args, kwargs = map_nested((tuple(node.args), dict(node.kwargs)), put)
-            self._call(name, function, args, kwargs, node, reduced)
+            self._call(name, function, args, kwargs, node, reduced, is_shared=not written)
 
     def _writers(self, held: list[fx.Node], output: fx.Node, tail: set[fx.Node]) -> list[fx.Node]:
         """Returns the nodes that change memory of the tail or of pieces after these were computed."""
@@ -361,9 +358,11 @@ class ReductionWalk:
         kwargs: dict[str, Any],
         node: fx.Node,
         reduced: ReducedOutput,
+        is_shared: bool = False,
     ) -> None:
         state = state_of(node) if info(node).state is not None else self.traced.state
-        reduced.calls.append((CombinationCall(function, args, kwargs, state), name))
+        call = CombinationCall(function, args, kwargs, state, node.name if is_shared else "")
+        reduced.calls.append((call, name))
         reduced.values[node] = -len(reduced.calls)
 
     def _is_constant(self, node: fx.Node) -> bool:
