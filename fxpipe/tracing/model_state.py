@@ -169,9 +169,16 @@ def _holds_only_computation(name: str, container: Any) -> bool:
 
 def _is_unchanged(before: Any, now: Any) -> bool:
     """Returns whether an attribute is unchanged. New tensors do not count: they are outputs of the graph."""
-    if before is now or isinstance(now, torch.Tensor):
-        return True
-    return type(before) in _PLAIN and isinstance(now, type(before)) and bool(before == now)
+    return before is now or isinstance(now, torch.Tensor) or are_equal_plainly(before, now)
+
+
+def are_equal_plainly(left: Any, right: Any) -> bool:
+    """Returns whether values are equal numbers, texts, None, or lists, tuples and dicts of such."""
+    if isinstance(left, dict) and type(left) is type(right):
+        return list(left) == list(right) and all(are_equal_plainly(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)) and type(left) is type(right):
+        return len(left) == len(right) and all(map(are_equal_plainly, left, right))
+    return type(left) in _PLAIN and type(left) is type(right) and bool(left == right)
 
 
 @dataclass(slots=True)

@@ -69,12 +69,31 @@ def _empty_buffer(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.second(m.first(x) + m.positions)
 
 
+def _lists_that_are_new_in_each_call(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """As the caches of causal convolutions in diffusers' VAEs."""
+
+    def layer(number: int, x: torch.Tensor) -> torch.Tensor:
+        place = m.next_place[0]
+        m.next_place[0] += 1
+        m.features[place] = m.get_submodule(("first", "second")[number])(x)
+        return m.features[place]
+
+    def clear() -> None:
+        m.next_place, m.features, m.sizes = [0], [None] * 2, {"all": (2, 1.5)}
+
+    clear()
+    x = layer(1, layer(0, x))
+    clear()
+    return x
+
+
 MAKES: dict[str, tuple[Any, dict[str, Any]]] = {
     "attribute": (_attribute, {"padding": None}),
     "missing attribute": (_missing_attribute, {}),
     "missing tensor": (_missing_tensor, {}),
     "missing buffer": (_missing_buffer, {}),
     "empty buffer": (_empty_buffer, {"positions": torch.empty(0)}),
+    "lists": (_lists_that_are_new_in_each_call, {}),
     "dict by device": (_by_device, {"cache": {}}),
     "dict by length": (_by_length, {"cache": {}}),
 }

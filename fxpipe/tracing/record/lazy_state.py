@@ -24,7 +24,7 @@ from fxpipe._torch.autograd import version_of
 from fxpipe._torch.module_internals import MODULE_DICT_KEYS, own_buffers
 from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.interpreter import copy_of_input
-from fxpipe.tracing.model_state import Snapshot, preserve_state, slots_of, without_gradients
+from fxpipe.tracing.model_state import Snapshot, are_equal_plainly, preserve_state, slots_of, without_gradients
 from fxpipe.tracing.record.module_hooks import run_model
 from fxpipe.tracing.record.record_model import input_leaves
 from fxpipe.tracing.record.unrecordable import CannotRecord
@@ -161,7 +161,7 @@ def _new_items(snapshot: Snapshot) -> list[_LazyItem] | None:
         for key, value in owner.items():
             if key in before and (value is before[key] or _is_set_to(value, before[key])):
                 continue
-            if key in before and type(value) is type(before[key]) and _is_equal(value, before[key]):
+            if key in before and are_equal_plainly(value, before[key]):
                 continue
             if isinstance(value, (nn.Module, nn.Parameter)) or (key in MODULE_DICT_KEYS):
                 return None
@@ -184,10 +184,6 @@ def _new_items(snapshot: Snapshot) -> list[_LazyItem] | None:
 def _is_set_to(value: Any, before: Any) -> bool:
     """Returns whether a tensor replaces another one, which is state, unless the old one was empty."""
     return _is_tensor(value) and _is_tensor(before) and bool(before.numel())
-
-
-def _is_equal(left: Any, right: Any) -> bool:
-    return isinstance(left, (bool, int, float, complex, str, tuple)) and bool(left == right)
 
 
 def _copy(container: Any) -> Any:
