@@ -480,21 +480,6 @@ def test_an_exception_keeps_no_activation_alive(run, kind):
             gc.enable()
 
 
-def test_evaluation_that_fails():
-    model = Model()
-    with _make(model) as pipe:
-        pipe.eval()
-        x, samples, _ = _data()
-        with torch.no_grad():
-            want = pipe(x, samples)
-            for j, i in ((0, 0), (1, 2), (2, 3)):
-                Bomb.arm(((ActionKind.FORWARD, j, i), Boom()))
-                with pytest.raises(Boom):
-                    pipe(x, samples)
-                Bomb.arm()
-                assert torch.equal(pipe(x, samples), want)
-
-
 # -- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
 INTERRUPTS = """

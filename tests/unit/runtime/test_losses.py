@@ -463,17 +463,6 @@ def test_a_models_own_loss_of_which_the_user_has_said_how_it_goes_together(out_d
         assert_equal_step(pipe, plain, (ids, labels), labels, _weighed, lambda out, t: out["loss"])
 
 
-def test_a_model_without_loss_fn():
-    class Scalar(nn.Linear):
-        def forward(self, x):
-            return super().forward(x).square().mean()
-
-    model = Scalar(4, 4).double()
-    plain = copy.deepcopy(model)
-    with pipe_of(model) as pipe:
-        assert_equal_step(pipe, plain, (torch.randn(7, 4).double(),), None, None, lambda y: y)
-
-
 @pytest.mark.parametrize("out_dims", [None, "mean", {"loss": "mean"}], ids=["found", "one", "field"])
 def test_a_masked_language_model_whose_first_labels_count_unequally(out_dims):
     """Its loss was refused when it was recorded, and what the error said to do could not be said of its output."""

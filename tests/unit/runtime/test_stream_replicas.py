@@ -18,7 +18,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.cluster import Link
-from fxpipe.errors import PartitionError, StateError
+from fxpipe.errors import PartitionError
 from fxpipe.optim import StageOptimizer
 
 QUICK = {"progress": False}
@@ -167,17 +167,6 @@ def test_deferred_batch_norm_counts_mini_batches_and_has_their_statistics():
         assert "tracked" not in name or value == 6
 
 
-def test_dropout_is_that_of_the_mini_batch_on_whatever_replica():
-    states = []
-    for replicas, checkpoint in (((1, 3), "never"), ((1, 3), "always")):
-        with piped(blocks(2, lambda: nn.Dropout(0.4)), replicas, checkpoint=checkpoint) as pipe:
-            torch.manual_seed(5)
-            _, losses = train(pipe, batches(1) * 6, StageOptimizer(pipe, torch.optim.SGD, lr=0.0))
-            assert len({float(loss) for loss in losses}) == 6
-            states.append(losses)
-    assert states[0] == states[1]
-
-
 def test_weighted_losses_are_divided_mini_batch_by_mini_batch():
     def weighted(y, t):
         weights = (t > 0).float()
@@ -283,21 +272,6 @@ def test_a_stream_that_ends_within_a_round_is_updated_by_the_mean_of_what_came(c
         assert_same(pipe, plain)
 
 
-def test_streams_follow_each_other_with_evaluation_in_between():
-    """The second one begins with the newest weights, and rounds of its own; turns of replicas make no difference."""
-    plain, replicas = blocks(2), (2, 3)
-    with piped(copy.deepcopy(plain), replicas) as pipe:
-        optimizer = StageOptimizer(pipe, torch.optim.SGD, lr=0.1)
-        for count in (7, 8):
-            data = batches(count, seed=count)
-            _, losses = train(pipe, data, optimizer)
-            want, _ = delayed(plain, data, replicas, lambda p: torch.optim.SGD(p, lr=0.1))
-            assert torch.equal(torch.stack(losses), torch.stack(want))
-            assert_same(pipe, plain)
-            with torch.no_grad():
-                torch.testing.assert_close(pipe(data[0][0]), plain(data[0][0]))
-
-
 def test_another_shape_ends_the_rounds_before_it():
     """In the middle of a round: then turns of replicas and rounds do not begin together any more."""
 
@@ -319,37 +293,6 @@ def test_another_shape_ends_the_rounds_before_it():
             want += delayed(plain, part, replicas, lambda p: torch.optim.SGD(p, lr=0.1))[0]
         assert torch.equal(torch.stack(losses), torch.stack(want))
         assert_same(pipe, plain)
-
-
-def test_a_stream_that_is_left_early_applies_what_it_has_read():
-    plain, data, read, replicas = blocks(2), batches(40), [], (3, 1)
-    with piped(copy.deepcopy(plain), replicas) as pipe:
-        source = (read.append(one) or one for one in data)
-        with pipe.train_stream(source, loss_fn=F.mse_loss, optimizer=sgd(pipe)) as stream:
-            for _ in range(5):
-                next(stream)
-        assert 5 < len(read) < 20
-        assert stream.applied == (len(read),) * 2
-        delayed(plain, read, replicas)
-        assert_same(pipe, plain)
-
-
-def test_state_of_a_stream_that_has_ended_is_resumed_from():
-    replicas, data = (2, 1), batches(12)
-    whole, plain = blocks(2), blocks(2)
-    with piped(whole, replicas) as pipe:
-        optimizer = StageOptimizer(pipe, torch.optim.AdamW, lr=1e-2)
-        train(pipe, data[:5], optimizer)
-        saved = copy.deepcopy((pipe.state_dict(), optimizer.state_dict()))
-        train(pipe, data[5:], optimizer)
-    with piped(plain, replicas) as pipe:
-        pipe.load_state_dict(saved[0])
-        optimizer = StageOptimizer(pipe, torch.optim.AdamW, lr=1e-2)
-        optimizer.load_state_dict(saved[1])
-        train(pipe, data[5:], optimizer)
-        assert_same(pipe, whole)
-        steps = [int(state["step"]) for state in optimizer.state_dict()["state"].values()]
-        assert set(steps) == {3 + 4, 12}  # updates of the stage with two replicas, and of that with one
 
 
 class Faulty(nn.Module):
@@ -379,26 +322,6 @@ def test_an_exception_in_a_replica_drops_the_stream_and_leaves_a_pipe_that_train
         train(pipe, batches(7), optimizer)
         delayed(plain, batches(7), (3, 1), lambda p: torch.optim.SGD(p, lr=0.1))
         assert_same(pipe, plain)
-
-
-def test_weights_that_somebody_writes_to_in_the_middle_are_noticed():
-    with piped(blocks(2), (2, 1)) as pipe:
-        stream = pipe.train_stream(batches(40), loss_fn=F.mse_loss, optimizer=sgd(pipe))
-        with pytest.raises(StateError, match=r"'0\.linear\.weight' was written to in the middle of a stream"):  # noqa: PT012
-            for _ in stream:
-                with torch.no_grad():
-                    pipe.get_parameter("0.linear.weight").add_(1.0)
-        train(pipe, batches(3))
-
-
-def test_a_weight_of_two_stages_is_refused_by_name():
-    model = blocks(2)
-    model[1].linear.weight = model[0].linear.weight
-    with (
-        piped(model, (2, 1)) as pipe,
-        pytest.raises(StateError, match=r"linear\.weight' is used by stages 0 and 1, .*forward_backward"),
-    ):
-        train(pipe, batches(3))
 
 
 # -- Plans -------------------------------------------------------------------------------------------------------------
