@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from fxpipe.scheduling import (
     CHECKPOINTS,
     SCHEDULES,
+    Action,
     ActionKind,
+    Rows,
     Schedule,
     make_schedule,
     parse_schedule,
@@ -23,6 +25,10 @@ ZERO_BUBBLE = """
     0F0 0F1 0B0 0W0 0F2 0B1 0W1 0B2 0W2 0U2
     1F0 1B0 1F1 1B1 1W0 1F2 1B2 1W1 1W2 1U2
 """
+
+
+def rows(text: str) -> Rows:
+    return tuple(tuple(map(Action.parse, line.split())) for line in text.strip().splitlines())
 
 
 NUMBER = st.integers(0, 6)

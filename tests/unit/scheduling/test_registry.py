@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+from helpers.schedule_cases import rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +15,6 @@ from fxpipe.scheduling import (
     SCHEDULES,
     Action,
     ActionKind,
-    Rows,
     Schedule,
     activations_in_flight,
     make_schedule,
@@ -27,10 +27,6 @@ SIZES = list(product(range(1, 7), range(1, 14)))  # devices, micro-batches
 UNIT = StageCost(forward=1, backward=2, weight=1, saved_bytes=1)  # F, B and W as long as each other
 SPLIT = ["zero_bubble", "zero_bubble_2p", "interleaved_zero_bubble", "zbv", "v_half", "v_min"]
 PARTLY_SPLIT = ["dualpipev"]
-
-
-def rows(text: str) -> Rows:
-    return tuple(tuple(map(Action.parse, line.split())) for line in text.strip().splitlines())
 
 
 def on(name: str, p: int, m: int, v: int | None = None, checkpoint: object = "never") -> Schedule:

@@ -18,11 +18,9 @@ from fxpipe.scheduling import (
     ActionKind,
     Schedule,
     make_schedule,
-    micro_batches_in_flight,
     parse_schedule,
 )
 from fxpipe.simulation import MemoryTimeline, Simulation, Span, StageCost, Transfer, simulate_schedule, transfers_of
-from fxpipe.simulation.timeline import memory_timeline_of
 
 SIZES = list(product(range(1, 7), range(1, 9)))
 TRAINING = ["gpipe", "1f1b"]
@@ -109,14 +107,6 @@ def test_bytes_of_each_link():
 
 
 # Memory: closed forms
-
-
-def stage_memory(simulation: Simulation) -> list[MemoryTimeline]:
-    """For each stage the bytes in use over time, as if it had a device of its own."""
-    return [
-        memory_timeline_of([span for span in simulation.spans if span.action.stage == j], simulation.stages)
-        for j in range(len(simulation.stages))
-    ]
 
 
 # Against a world of its own, in which time passes
@@ -277,37 +267,6 @@ def test_memory_is_what_is_held_in_a_slow_world(case):
         sizes = {k: world.bytes_at(k + 0.5, d) for k in range(int(world.now) + 2)}
         assert {k: at(found, k + 0.5) for k in sizes} == sizes
         assert found.peak >= max(sizes.values())
-
-
-@settings(max_examples=150, deadline=None)
-@given(any_case())
-def test_peaks_of_stages_are_those_of_counting_live_micro_batches(case):
-    """In the order of the row, whatever the time: so also where actions take none."""
-    schedule, stages, transfers, overlaps = case
-    simulation = simulate_schedule(schedule, stages, transfers, overlaps=overlaps)
-    flights, by_stage = micro_batches_in_flight(schedule), stage_memory(simulation)
-    for j, cost in enumerate(stages):
-        actions = [a for row in schedule.rows for a in row if a.stage == j]
-        trains = any(a.kind is ActionKind.BACKWARD for a in actions)
-        recomputed = {a.micro_batch for a in actions if a.kind is ActionKind.RECOMPUTE}
-        last = {a.micro_batch: a for a in actions if a.kind is not ActionKind.UPDATE}
-        held: dict[int, float] = {}
-        peak, flight = 0.0, 0
-        for a in actions:
-            if a.kind is ActionKind.FORWARD:
-                held[a.micro_batch] = cost.input_bytes + cost.portal_bytes
-            if a.kind is ActionKind.RECOMPUTE or (
-                a.kind is ActionKind.FORWARD and a.micro_batch not in recomputed and trains
-            ):
-                held[a.micro_batch] += cost.saved_bytes
-            if a.kind is not ActionKind.UPDATE:
-                peak = max(peak, sum(held.values()) + cost.working_bytes)
-            flight = max(flight, len(held))
-            if a == last[a.micro_batch]:
-                del held[a.micro_batch]
-        assert not held
-        assert by_stage[j].peak == cost.static_bytes + peak
-        assert flights[j] == flight
 
 
 # Transfers of a value

@@ -6,7 +6,7 @@ import copy
 import functools
 import pickle
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -102,24 +102,6 @@ def even_plan(placement: tuple[int, ...], m: int = 8, **fields: Any) -> Plan:
         stages, (), ("cpu",) * len(placement), "gpipe", m, 1, "never", "by hand", "record", "", placement=placement,
         **fields,
     )  # fmt: skip
-
-
-SIZES = list(product((2, 3, 4, 8), (1, 4, 8, 17)))
-
-
-def test_bubbles_are_those_of_the_closed_forms() -> None:
-    for n, m in SIZES:
-        plan = even_plan(tuple(range(n)), m)
-        plain = (n - 1) / (m + n - 1)
-        for name in ("gpipe", "1f1b"):
-            assert fxpipe.simulate(plan, schedule=name).mean_bubble == pytest.approx(plain), (name, n, m)
-        if m >= n:  # a third of the time of 1F1B's bubble
-            idle = fxpipe.simulate(plan, schedule="zero_bubble").step_seconds - 3 * m
-            assert idle == pytest.approx((fxpipe.simulate(plan, schedule="1f1b").step_seconds - 3 * m) / 3), (n, m)
-        if m >= 2 * n - 1:  # none on a device from its first action to its last
-            for d, busy in enumerate((found := fxpipe.simulate(plan, schedule="zero_bubble_2p")).busy):
-                spans = [span for span in found.spans if span.device == d]
-                assert spans[-1].end - spans[0].start == pytest.approx(busy), (n, m)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
