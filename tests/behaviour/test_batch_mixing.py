@@ -132,25 +132,6 @@ def test_a_write_to_a_part_hides_nothing_of_the_rest(name):
         fxpipe.trace(model, (X,))
 
 
-def test_a_single_sample_tells_as_much():
-    with pytest.raises(ArgumentError, match="samples act on each other"):
-        fxpipe.trace(Between(MIXING["softmax"], 1.0), (X[:1],))
-
-
-def test_random_numbers_hide_nothing():
-    with pytest.raises(ArgumentError, match="samples act on each other"):
-        fxpipe.trace(Between(lambda h: h - h.mean(0) + torch.rand_like(h), 1.0), (X,))
-
-
-def test_a_model_without_values_is_not_yet_checked():
-    traced = fxpipe.trace(Between(MIXING["mean"]).to("meta"), (X.to("meta"),))
-    assert any("not yet checked" in why for why in traced.why)
-
-
-def test_it_is_allowed_where_the_user_says_so():
-    assert fxpipe.trace(Between(MIXING["mean"]), (X,), out_dims=0).out_dims == (0,)
-
-
 def stable(h):
     shifted = torch.exp(h - h.amax((0, 2), keepdim=True))
     return shifted / shifted.sum(-1, keepdim=True)

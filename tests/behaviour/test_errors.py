@@ -210,8 +210,9 @@ def test_what_a_schedule_function_raises_says_where():
 
 @pytest.mark.parametrize("given", ["no", 1, None])
 def test_switches_are_true_or_false(given):
-    with pytest.raises(ArgumentTypeError, match=r"check=.*expected True or False"):
-        _pipe(check=given)
+    for name in ("check", "deferred_batch_norm"):
+        with pytest.raises(ArgumentTypeError, match=rf"{name}=.*expected True or False"):
+            _pipe(**{name: given})
     with _pipe() as pipe, pytest.raises(ArgumentTypeError, match=r"return_outputs=.*expected True or False"):
         pipe.forward_backward(_x(), target=_x(), loss_fn=F.mse_loss, return_outputs=given)
 

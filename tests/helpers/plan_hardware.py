@@ -52,3 +52,8 @@ class Causal(nn.Module):
 
 def ids() -> torch.Tensor:
     return torch.randint(11, (BATCH, 48))
+
+
+def narrow_then_wide(width: int = 512) -> nn.Module:
+    """All but the last two layers take time; these have nearly all of the weights."""
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(15)), nn.Linear(4, width), nn.Linear(width, 4))

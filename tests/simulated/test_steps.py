@@ -38,68 +38,6 @@ def test_deferred_batch_norm_tracks_the_mini_batch_over_devices(checkpoint):
         assert pipe.get_buffer("4.num_batches_tracked").item() == len(batches)
 
 
-def test_a_loss_with_weights_is_divided_by_all_of_them():
-    """The weights are on the last device, gradients on both."""
-
-    def loss_fn(y, target):
-        kept = target != 2
-        return F.cross_entropy(y, target, ignore_index=2, reduction="sum"), kept.sum()
-
-    plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
-    x, target = torch.randn(9, 4), torch.tensor([0, 1, 2, 2, 2, 1, 0, 0, 2])
-    with fxpipe.pipeline(copy.deepcopy(plain), TWO, 3, example_args=(x,)) as pipe:
-        loss = pipe.forward_backward(x, target=target, loss_fn=loss_fn)
-        want = F.cross_entropy(plain(x), target, ignore_index=2)
-        want.backward()
-        torch.testing.assert_close(loss.cpu(), want.detach())
-        for have, parameter in zip(pipe.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(have.grad.cpu(), parameter.grad)
-
-
-class Fails(nn.Module):
-    """Raises in forward or in backward, when told."""
-
-    where = ""
-
-    def forward(self, x):
-        return _Failing.apply(x)
-
-
-class _Failing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        if Fails.where == "forward":
-            raise RuntimeError("told to fail")
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if Fails.where == "backward":
-            raise RuntimeError("told to fail")
-        return gradient
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_step_that_fails_leaves_nothing_behind_on_any_device(where, monkeypatch, simulated):
-    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Fails(), nn.Linear(4, 2))
-    x = torch.randn(8, 4)
-    with fxpipe.pipeline(copy.deepcopy(plain), TWO, 4, example_args=(x,), balance=["2"]) as pipe:
-        before = copy.deepcopy(pipe.state_dict())
-        monkeypatch.setattr(Fails, "where", where)
-        with pytest.raises(RuntimeError, match="told to fail"):
-            pipe.forward_backward(x, loss_fn=lambda y: y.square().mean())
-        assert not simulated.races()
-        assert all(p.grad is None for p in pipe.parameters())
-        for name, value in pipe.state_dict().items():
-            assert torch.equal(value, before[name]), name
-        monkeypatch.setattr(Fails, "where", "")
-        pipe.forward_backward(x, loss_fn=lambda y: y.square().mean())
-        for part in x.chunk(4):
-            (plain(part).square().mean() / 4).backward()
-        for have, want in zip(pipe.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(have.grad.cpu(), want.grad)
-
-
 def test_candidates_are_measured_on_the_devices():
     model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(8, 4)
     before = copy.deepcopy(model.state_dict())

@@ -51,26 +51,6 @@ def test_a_stream_comes_to_the_weights_of_delayed_updates(schedule, chunks, opti
         pipe.last_step.save_trace("/dev/null")
 
 
-def test_a_stream_that_fails_or_is_left_settles_what_it_has_sent():
-    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
-    with closing(fxpipe.pipeline(model, ["sim:0", "sim:1"], schedule="pipedream", balance=["0"])) as pipe:
-        optimizer = StageOptimizer(pipe, torch.optim.SGD, lr=0.1)
-        data = [(torch.randn(6, 6), torch.randn(6, 6)) for _ in range(9)]
-
-        def loss_fn(y, t):
-            if bool((t > 100).any()):
-                raise ArithmeticError("too large")
-            return F.mse_loss(y, t)
-
-        bad = [*data[:5], (data[5][0], data[5][1] + 1e3), *data[6:]]
-        with pytest.raises(ArithmeticError, match="too large"):
-            list(pipe.train_stream(bad, loss_fn=loss_fn, optimizer=optimizer))
-        with pipe.train_stream(data, loss_fn=loss_fn, optimizer=optimizer) as stream:
-            next(stream)
-        assert len(set(stream.applied)) == 1
-        pipe.forward_backward(data[0][0], target=data[0][1], loss_fn=loss_fn, optimizer=optimizer)
-
-
 # -- Replicas ----------------------------------------------------------------------------------------------------------
 
 PLACES = {

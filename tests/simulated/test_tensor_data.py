@@ -42,20 +42,6 @@ def test_a_graph_from_before_a_parameter_has_moved_does_not_lose_its_gradient():
     assert layer.weight.grad is None
 
 
-def test_a_model_on_the_cpu_becomes_a_pipeline_of_devices():
-    plain, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(6, 4)
-    model = copy.deepcopy(plain)
-    optimizer, before = torch.optim.SGD(model.parameters(), 0.1), [*model.parameters()]
-    with fxpipe.pipeline(model, ["sim:0", "sim:1"], 2, example_args=(x,)) as pipe:
-        pipe(x).sum().backward()
-        plain(x).sum().backward()
-        optimizer.step()
-        torch.optim.SGD(plain.parameters(), 0.1).step()
-        for parameter, moved, want in zip(before, pipe.parameters(), plain.parameters(), strict=True):
-            assert parameter is moved
-            torch.testing.assert_close(moved.cpu(), want)
-
-
 class MakesTensors(nn.Module):
     """Runs on the CPU only, as it stands."""
 

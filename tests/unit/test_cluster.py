@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -101,32 +100,6 @@ def test_gradients_are_reduced_in_buckets_as_large_as_those_of_ddp():
 # -- plans -----------------------------------------------------------------------------------------------------------
 
 
-class Bottle(nn.Module):
-    """Six layers of equal cost; only between the fourth and the fifth little goes on."""
-
-    def __init__(self):
-        super().__init__()
-        widths = [256, 256, 256, 256, 8, 256, 256]
-        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(widths))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def test_a_slow_link_between_nodes_moves_the_cut_to_the_cheap_boundary():
-    x = torch.zeros(64, 256)
-    fast = hardware(Link(1e12), devices_per_node=1)
-    slow = replace(fast, between=Link(1e9))
-    cut = {}
-    for name, own in (("fast", fast), ("slow", slow)):
-        plan = fxpipe.plan(Bottle(), 2, hardware=own, example_args=(x,), chunks=4)
-        cut[name] = plan.stages[0].sent_bytes
-    assert cut["fast"] == 16 * 256 * 4  # three layers and three
-    assert cut["slow"] == 16 * 8 * 4  # as many as it takes to get where little goes on
-
-
 def deep(layers: int = 8, width: int = 64) -> nn.Module:
     return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
 
@@ -144,16 +117,6 @@ def test_a_plan_for_a_cluster_has_the_stages_of_one_replica_and_its_part_of_the_
     alone = fxpipe.plan(deep(), 2, example_args=(torch.zeros(16, 64),), chunks=4, hardware=hardware())
     assert [stage.nodes for stage in plan.stages] == [stage.nodes for stage in alone.stages]
     assert [stage.forward_seconds for stage in plan.stages] == [stage.forward_seconds for stage in alone.stages]
-
-
-def test_a_plan_for_a_cluster_is_kept_in_a_file(tmp_path):
-    plan = planned(mesh=PIPE_OUTSIDE)
-    plan.save(tmp_path / "plan.json")
-    assert fxpipe.Plan.load(tmp_path / "plan.json") == plan
-    damaged = (tmp_path / "plan.json").read_text().replace('"pipe": 2', '"pipe": 3')
-    (tmp_path / "other.json").write_text(damaged)
-    with pytest.raises(ArgumentError, match="the plan's cluster cannot be"):
-        fxpipe.Plan.load(tmp_path / "other.json")
 
 
 def test_a_plan_of_no_replicas_is_simulated_with_some():
@@ -197,14 +160,6 @@ def test_a_plan_for_several_nodes_does_not_run_on_the_devices_of_one():
     with pytest.raises(ArgumentError, match=r"plan is for devices in 2 nodes.*DeviceMesh"):
         fxpipe.pipeline(deep(), plan=planned(data_parallel=2, mesh=PIPE_OUTSIDE, hardware=replace(
             HARDWARE["cpu"], nodes=2, devices_per_node=2)))  # fmt: skip
-
-
-def test_in_one_process_replicas_of_a_plan_take_turns():
-    plan = planned(data_parallel=2, hardware=replace(HARDWARE["cpu"], devices_per_node=4), stages=2)
-    with fxpipe.pipeline(deep(), plan=plan, example_args=(torch.zeros(64, 64),)) as pipe:
-        assert (pipe.plan.data_parallel, pipe.plan.batch, pipe.plan.replicas) == (1, 64, (2, 2))
-        assert pipe.plan.micro_batches == 2 * plan.micro_batches
-        assert [one.stage for one in fxpipe.simulate(pipe.plan).reductions] == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import pickle
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -101,24 +99,6 @@ def test_what_is_planned_fits_by_the_plans_own_word(schedule: str, checkpoint: s
             fitted += 1
     assert fitted
     assert refused
-
-
-def test_no_cut_by_hand_is_better() -> None:
-    """Every cut into two stages: the best one that fits is the one that is found."""
-    nodes = [name for stage in planned(2).stages for name in stage.nodes]
-    limit = int(0.95 * max(needs(planned(2))))
-    options = {"memory_limit": limit, "checkpoint": "never"}
-    found: list[float] = []
-    for count in range(1, len(nodes)):
-        try:
-            plan = planned(2, balance=[count, len(nodes) - count], **options)
-        except MemoryLimitError:
-            continue
-        assert_within(plan)
-        found.append(bottleneck(plan)["block"])
-    assert 0 < len(found) < len(nodes) - 1
-    assert bottleneck(planned(2, **options))["optimal"] == pytest.approx(min(found))
-    assert bottleneck(planned(2, **options))["block"] < min(found)  # it would not fit
 
 
 # -- where nothing fits ------------------------------------------------------------------------------------------------
@@ -264,15 +244,6 @@ def test_a_cut_that_is_given_stays_and_its_stages_recompute(options: dict[str, A
     assert plan.modes[2] == "never"
 
 
-def test_pins_and_a_limit() -> None:
-    pins = {"layers.0": 1, "layers.5": 1}
-    limit = max(needs(planned(2, pin=pins)))
-    plan = planned(2, pin=pins, memory_limit=limit)
-    assert_within(plan)
-    assert (plan.balance, plan.placement) == ("optimal", (1, 0, 1))
-    assert [stage.memory_limit for stage in plan.stages] == [limit // 2, limit, limit // 2]  # two of them share one
-
-
 def test_marks_and_a_limit() -> None:
     class Marked(Deep):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -289,23 +260,6 @@ def test_marks_and_a_limit() -> None:
     assert_within(plan)
     assert "layers_2" in {stage.nodes[0] for stage in plan.stages}
     assert "always" in plan.modes
-
-
-@pytest.mark.parametrize(
-    ("how", "options"),
-    each_once(
-        [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))], [{}, {"pin": {"layers.0": 0, "layers.5": 0}}]
-    ),
-)
-def test_copies_and_pickles_recompute_as_their_pipe(how: Callable[[Any], Any], options: dict[str, Any]) -> None:
-    plain, limit = Deep(), int(0.85 * max(needs(planned())))
-    options = {"profile": deep_profile(), "memory_limit": limit, "optimizer_state": 1.0} | options
-    with fxpipe.pipeline(copy.deepcopy(plain), ["cpu"] * 3, CHUNKS, example_args=(rows(),), **options) as pipe:
-        assert "always" in pipe.plan.modes
-        with how(pipe) as other:
-            assert_trains_like(plain, other, lambda: (rows(),), steps=2)
-            assert other.plan == pipe.plan
-            assert recomputed(other) == {j for j, mode in enumerate(pipe.plan.modes) if mode == "always"}
 
 
 def test_several_stages_on_a_device_share_its_memory_and_what_is_pinned_stays() -> None:

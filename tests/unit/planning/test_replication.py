@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.plan_hardware import hardware
+from helpers.plan_hardware import hardware, narrow_then_wide
 from torch import nn
 
 import fxpipe
@@ -22,11 +22,6 @@ X = torch.zeros(24, 4)
 CUDA = [f"cuda:{k}" for k in range(16)]
 
 
-def narrow_then_wide() -> nn.Module:
-    """All but the last two layers take time; these have nearly all of the weights."""
-    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(15)), nn.Linear(4, 8192), nn.Linear(8192, 4))
-
-
 def planned(model: nn.Module, devices: int = 4, x: torch.Tensor = X, **options: Any) -> fxpipe.Plan:
     usual = {"hardware": hardware(Link(1e9)), "chunks": 6, "optimizer_state": 0, "balance": "pipedream"}
     return fxpipe.plan(model, devices=CUDA[:devices], example_args=(x,), **usual | options)
@@ -34,7 +29,7 @@ def planned(model: nn.Module, devices: int = 4, x: torch.Tensor = X, **options: 
 
 @pytest.fixture(scope="module")
 def unequal() -> fxpipe.Plan:
-    plan = planned(narrow_then_wide())
+    plan = planned(narrow_then_wide(8192))
     assert plan.replicas == (3, 1)
     return plan
 
@@ -73,7 +68,7 @@ def test_replicas_take_micro_batches_in_turn_and_reduce_gradients(unequal):
 
 def test_a_step_is_shorter_than_that_of_the_same_stages_with_one_device_each(unequal):
     counts = [len(stage.nodes) for stage in unequal.stages]
-    once = planned(narrow_then_wide(), devices=2, data_parallel=1, balance=counts, processes=True)
+    once = planned(narrow_then_wide(8192), devices=2, data_parallel=1, balance=counts, processes=True)
     alone, replicated = (
         fxpipe.simulate(
             replace(
@@ -181,14 +176,14 @@ def test_a_cut_in_forward_is_heeded():
 
 def test_the_number_of_stages_can_be_said():
     plan = fxpipe.plan(
-        narrow_then_wide(), 3, example_args=(X,), chunks=6, hardware=hardware(Link(1e9)), balance="pipedream"
+        narrow_then_wide(8192), 3, example_args=(X,), chunks=6, hardware=hardware(Link(1e9)), balance="pipedream"
     )
     assert plan.replicas == (1, 1, 1)
 
 
 def test_the_tuner_has_the_balance_for_each_number_of_replicas():
     tuning = fxpipe.tune(
-        narrow_then_wide(),
+        narrow_then_wide(8192),
         CUDA[:4],
         example_args=(X,),
         balance="pipedream",
@@ -203,7 +198,7 @@ def test_the_tuner_has_the_balance_for_each_number_of_replicas():
 
 
 def test_chunks_and_schedule_are_chosen_for_the_stages_there_are():
-    plan = planned(narrow_then_wide(), chunks="auto", schedule="auto")
+    plan = planned(narrow_then_wide(8192), chunks="auto", schedule="auto")
     assert plan.replicas == (3, 1)
     assert len(plan.stages) == 2
 
@@ -229,14 +224,14 @@ def test_replicas_that_do_not_share_the_mini_batch_evenly_take_micro_batches_in_
 )
 def test_options_for_stages_that_are_not_known_are_refused(options, message):
     with pytest.raises(fxpipe.errors.FxpipeError, match=message):
-        planned(narrow_then_wide(), **options)
+        planned(narrow_then_wide(8192), **options)
 
 
 def test_without_a_choice_other_options_are_refused_as_they_are_by_the_cut():
     with pytest.raises(PartitionError, match="cannot heed pins"):
-        planned(narrow_then_wide(), data_parallel=1, pin={"0": 0})
+        planned(narrow_then_wide(8192), data_parallel=1, pin={"0": 0})
     with pytest.raises(PartitionError, match="puts one stage on a device"):
-        planned(narrow_then_wide(), data_parallel=1, schedule="interleaved_1f1b")
+        planned(narrow_then_wide(8192), data_parallel=1, schedule="interleaved_1f1b")
 
 
 def test_replicas_are_not_chosen_without_hardware_or_where_they_are_said():
@@ -253,7 +248,7 @@ def test_replicas_are_not_chosen_without_hardware_or_where_they_are_said():
 
 
 def test_a_plan_with_replicas_does_not_run_as_something_else(unequal):
-    model = narrow_then_wide()
+    model = narrow_then_wide(8192)
     with pytest.raises(ArgumentError, match=r"devices with 3-1 replicas.* but devices has 2 entries: give 4"):
         fxpipe.pipeline(model, ["cpu", "cpu"], plan=unequal)
     with pytest.raises(ArgumentError, match="3-1 replicas that take micro-batches in turn, and over processes only"):
@@ -286,7 +281,7 @@ def test_replicas_over_processes_count_where_stages_begin():
         devices=CUDA[:2], hardware=hardware(Link(5e8)), chunks=6, balance="pipedream", data_parallel=1
     )
     settings = make_settings(options, anywhere=True)
-    profiled = trace_and_profile(narrow_then_wide(), (X,), {}, settings)
+    profiled = trace_and_profile(narrow_then_wide(8192), (X,), {}, settings)
     count = len(profiled.traced.nodes)
     (_, alone), (_, replicated) = (
         prepare_profiled(profiled, replace(settings, ranks_per_stage=ranks)).starts for ranks in (1, 4)

@@ -12,7 +12,6 @@ from helpers.plan_models import CHUNKS, Deep, deep_profile, planned, rows
 from torch import nn
 
 import fxpipe
-from fxpipe.errors import ArgumentError
 from fxpipe.hardware import HARDWARE
 from fxpipe.profiling import Profile, Seconds
 
@@ -68,19 +67,6 @@ def test_one_profile_serves_every_number_of_chunks(nothing_is_measured: None) ->
         assert total == pytest.approx(half * (3e-3 + micro_batch * 1e-3))
         # With more samples the part that grows is the larger one, and the cut moves into it.
         assert (len(plan.stages[0].nodes) > half) == (micro_batch > 3)
-
-
-def test_a_profile_of_another_graph_is_refused(tmp_path: Any) -> None:
-    other = profile_of(Deep(layers=5), rows(), hardware="cpu")
-    other.save(tmp_path / "profile.json")
-    for given in (other, tmp_path / "profile.json"):
-        with pytest.raises(ArgumentError, match=r"made for another graph.*fxpipe\.profile\(traced, args\)\.save"):
-            planned(profile=given)
-    with pytest.raises(FileNotFoundError):
-        planned(profile=tmp_path / "none.json")
-    (tmp_path / "profile.json").write_text("{}")
-    with pytest.raises(ArgumentError, match="is no profile of fxpipe, or is damaged"):
-        planned(profile=tmp_path / "profile.json")
 
 
 def test_a_profile_of_hardware_says_so_in_the_plan() -> None:

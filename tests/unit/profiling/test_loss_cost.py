@@ -228,21 +228,6 @@ def test_a_profile_that_knows_no_loss_is_refused_beside_one():
         fxpipe.plan(model, 2, example_args=(x,), profile=costs, loss_fn=F.cross_entropy, target=t)
 
 
-@pytest.mark.parametrize("stages_per_device", [2])
-def test_stages_on_one_device_and_unequal_ones_have_their_loss(stages_per_device):
-    x, t = batch()
-    plan = fxpipe.plan(
-        layers(),
-        example_args=(x,),
-        devices=["cpu", "cpu"],
-        chunks=2,
-        stages_per_device=stages_per_device,
-        loss_fn=F.cross_entropy,
-        target=t,
-    )
-    assert [stage.loss_seconds > 0 for stage in plan.stages] == [False] * (2 * stages_per_device - 1) + [True]
-
-
 def test_tuning_takes_the_loss_into_its_plans():
     x, t = batch()
     tuning = fxpipe.tune(layers(), ["cpu", "cpu"], example_args=(x,), loss_fn=F.cross_entropy, target=t, progress=False)

@@ -15,6 +15,7 @@ import sympy
 import torch
 import torch.nn.functional as F
 from helpers.cases import each_once
+from helpers.models import GPT, Block
 from torch import fx, nn
 
 import fxpipe
@@ -25,38 +26,6 @@ from fxpipe.profiling.clock import Clock
 from fxpipe.profiling.memory import GraphCounts, NodeCounts
 from fxpipe.profiling.node_timing import TimingRounds
 from fxpipe.tracing import trace
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = 16, heads: int = 2):
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # x: [b, length, width]
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + self.dropout(self.out(y))
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
-
-
-class Gpt(nn.Module):
-    """A small language model whose head is tied to its embedding."""
-
-    def __init__(self, blocks: int = 3):
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(50, 16), nn.Embedding(8, 16)
-        self.blocks = nn.Sequential(*(Block() for _ in range(blocks)))
-        self.head = nn.Linear(16, 50, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        places = torch.arange(ids.shape[1], device=ids.device)
-        out: torch.Tensor = self.head(self.blocks(self.tokens(ids) + self.places(places)))
-        return out
 
 
 class Function(nn.Module):
@@ -104,7 +73,7 @@ def test_buffers_count_and_half_precision_counts_half() -> None:
 
 
 def test_tied_weight_counts_once_at_its_first_user() -> None:
-    model = Gpt()
+    model = GPT(50, 16)
     costs = profiled(model, torch.randint(50, (2, 8)))
     nodes = by_name(costs)
     assert nodes["tokens"].parameter_bytes == 4 * 50 * 16
@@ -152,7 +121,7 @@ def test_size_that_depends_on_values_is_taken_in_proportion() -> None:
 
 
 def test_equal_blocks_have_equal_seconds() -> None:
-    model = nn.Sequential(*(Block() for _ in range(4)))
+    model = nn.Sequential(*(Block(16, 2, 0.1) for _ in range(4)))
     costs = profiled(model, torch.randn(2, 8, 16).requires_grad_())
     each = len(costs.nodes) // 4
     blocks = [costs.seconds[i : i + each] for i in range(0, len(costs.nodes), each)]
@@ -400,7 +369,7 @@ def no_way_back(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 MODELS = {
     "norm": (nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True)), torch.randn(3, 2, 5, 5)),
-    "gpt": (Gpt(), torch.randint(50, (2, 8))),
+    "gpt": (GPT(50, 16), torch.randint(50, (2, 8))),
     "lstm": (nn.LSTM(4, 8, batch_first=True), torch.randn(3, 5, 4)),
     "encoder": (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(2, 3, 8)),
     "in place": (Function(in_place), torch.randn(3, 4)),

@@ -20,7 +20,7 @@ from helpers.oracle import assert_same_gradients, closing, parts_of, train_step
 from torch import nn
 
 import fxpipe
-from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
+from fxpipe.errors import ArgumentError, StateError
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -413,12 +413,6 @@ def test_what_is_read_before_is_that_of_the_step_before():
     with closing(fxpipe.pipeline(model, ["cpu"] * 2, 4, deferred_batch_norm=True)) as pipe:
         pipe(x)
     torch.testing.assert_close(model.mean, 0.1 * x.mean(0))
-
-
-@pytest.mark.parametrize("given", [1, None, "yes"])
-def test_anything_but_a_bool_is_refused(given):
-    with pytest.raises(ArgumentTypeError, match=r"deferred_batch_norm=.*expected True or False"):
-        fxpipe.pipeline(convolutions(), ["cpu"] * 2, 4, deferred_batch_norm=given)
 
 
 # -- steps that fail, and whoever drives them --------------------------------------------------------------------------

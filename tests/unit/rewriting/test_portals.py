@@ -96,19 +96,6 @@ def cut_in_four(model, x, **options):
     return fxpipe.pipeline(model, ["cpu"] * 4, 3, example_args=(x,), balance=balance, **options)
 
 
-def test_the_plan_lists_the_portals():
-    x = torch.randn(6, 4)
-    with cut_in_four(Net(), x) as pipe:
-        program = pipe._fxpipe.first.program
-        assert pipe.plan.portals
-        assert [(p.name, p.source, p.target) for p in pipe.plan.portals] == [
-            (s.name, s.source, s.target) for s in program.skips
-        ]
-        for portal in pipe.plan.portals:
-            size = 1 if "gt" in portal.name else 4
-            assert portal.bytes == 2 * 4 * size, f"{portal.name}: 2 samples of 4"
-
-
 @pytest.mark.parametrize(("schedule", "checkpoint"), [("1f1b", "never"), ("gpipe", "always")])
 def test_each_value_crosses_once_for_a_micro_batch_and_user(monkeypatch, schedule, checkpoint):
     x, taken = torch.randn(6, 4), Counter()
@@ -185,13 +172,3 @@ def test_in_training_it_is_freed_with_the_backward_of_its_user(monkeypatch, chec
         for i in range(3):
             assert (2, "one", i) in gone[Action(ActionKind.BACKWARD, 2, i)]
         assert all(storage.expired() for storage in crossed.values()), "the step has left values behind"
-
-
-def test_a_drop_in_that_nobody_differentiates_frees_its_values(monkeypatch):
-    x, pipe = cut_once()
-    with pipe:
-        crossed, _ = watch(monkeypatch)
-        output = pipe(x)
-        assert any(not storage.expired() for storage in crossed.values())
-        del output
-        assert all(storage.expired() for storage in crossed.values())

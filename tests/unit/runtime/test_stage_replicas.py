@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.oracle import closing
-from helpers.plan_hardware import hardware
+from helpers.plan_hardware import hardware, narrow_then_wide
 from helpers.tried_orders import InterleavedExecutor, JitteredExecutor
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpipe
 from fxpipe.cluster import Link
-from fxpipe.errors import ArgumentError, StateError
+from fxpipe.errors import StateError
 from fxpipe.optim import StageOptimizer
 from fxpipe.runtime.bound_program import StageReplica
 
@@ -144,25 +144,6 @@ def test_buffers_change_in_the_order_of_micro_batches(replicas, schedule):
             pipe.forward_backward(x, target=t, loss_fn=F.mse_loss)
             plain_step(plain, x, t, 4)
         assert_same(model, plain)
-
-
-def test_deferred_batch_norm_has_the_statistics_of_the_mini_batch():
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3), nn.BatchNorm1d(3))
-    alone = copy.deepcopy(model)
-    with (
-        closing(replicated(model, (3, 2), balance=["2"], deferred_batch_norm=True)) as pipe,
-        closing(fxpipe.pipeline(alone, ["cpu"] * 2, 4, balance=["2"], deferred_batch_norm=True, **QUICK)) as other,
-    ):
-        for _ in range(2):
-            x, t = torch.randn(12, 6), torch.randn(12, 3)
-            for one in (pipe, other):
-                one.forward_backward(x, target=t, loss_fn=F.mse_loss)
-        assert_same(model, alone)
-        assert {name: int(b) for name, b in model.named_buffers() if "num" in name} == {
-            "1.num_batches_tracked": 2,
-            "4.num_batches_tracked": 2,
-        }
 
 
 class Head(nn.Module):
@@ -348,11 +329,6 @@ def test_micro_batches_that_are_handed_over_go_round():
 # -- Plans -------------------------------------------------------------------------------------------------------------
 
 
-def narrow_then_wide():
-    """All but the last two layers take time; these have nearly all of the weights."""
-    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(15)), nn.Linear(4, 512), nn.Linear(512, 4))
-
-
 def test_what_pipedreams_planner_chooses_for_devices_of_one_process_runs():
     torch.manual_seed(3)
     plain = narrow_then_wide()
@@ -396,13 +372,6 @@ def test_a_plan_of_data_parallelism_runs_as_replicas_that_take_turns():
             assert pipe.plan.replicas == ((4,) if data is None else (2, 2))
             assert pipe.plan.batch == 24
             assert len({one.device for one in pipe.last_step.actions}) == devices
-
-
-def test_a_replicated_plan_needs_a_device_for_each_replica():
-    model = Net()
-    plan = plan_with(model, (2, 1))
-    with pytest.raises(ArgumentError, match=r"2-1 replicas.* devices has 2 entries: give 3"):
-        fxpipe.pipeline(model, ["cpu", "cpu"], plan=plan)
 
 
 def test_a_mini_batch_of_a_stream_sees_the_replicas_in_the_order_of_its_turns():

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from helpers.delayed_updates import RULES, rule_of_replicas, train_delayed
 from helpers.oracle import closing
-from helpers.plan_hardware import hardware
+from helpers.plan_hardware import hardware, narrow_then_wide
 from helpers.residual_blocks import WIDTH, Block, Stumbling, batches, blocks
 from helpers.tried_orders import InterleavedExecutor, JitteredExecutor
 from torch import nn
@@ -325,11 +325,6 @@ def test_an_exception_in_a_replica_drops_the_stream_and_leaves_a_pipe_that_train
 
 
 # -- Plans -------------------------------------------------------------------------------------------------------------
-
-
-def narrow_then_wide():
-    """All but the last two layers take time; these have nearly all of the weights."""
-    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(15)), nn.Linear(4, 512), nn.Linear(512, 4))
 
 
 def test_what_pipedreams_planner_chooses_for_a_stream_runs():

@@ -271,14 +271,6 @@ def test_the_balance_at_other_sizes_is_told() -> None:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_saved_plan_keeps_its_sizes(tmp_path: Path) -> None:
-    for name, plan in (("gpt", gpt()), ("unet", unet())):
-        path = tmp_path / f"{name}.json"
-        plan.save(path)
-        assert Plan.load(path) == plan
-    assert Plan.load(tmp_path / "gpt.json").memory(0, b=2, s=31) == gpt().memory(0, b=2, s=31)
-
-
 @functools.cache
 def unbounded() -> Plan:
     return fxpipe.plan(model(), 2, example_args=(IDS,), dynamic_shapes={"ids": {1: "s"}}, chunks=4, **OPTIONS)
@@ -310,20 +302,6 @@ def test_a_model_without_values_has_the_costs_of_one_with_values_at_all_sizes() 
     longer, other = plan.at(s=31), without_values.at(s=31)
     assert [stage.activation_bytes for stage in other.stages] == [stage.activation_bytes for stage in longer.stages]
     assert [stage.seconds for stage in other.stages] == pytest.approx([stage.seconds for stage in longer.stages])
-
-
-def test_a_loop_over_a_size_of_a_model_without_values_is_refused() -> None:
-    class Looping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell = nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.stack([self.cell(x[:, t]) for t in range(x.shape[1])], 1)
-
-    x = torch.zeros(2, 5, 4, device="meta")
-    with pytest.raises(ArgumentError, match=r"dimension 1 of x, which cannot vary: .*plain number"):
-        fxpipe.plan(Looping().to("meta"), 1, example_args=(x,), dynamic_shapes={"x": {1: "s"}}, **OPTIONS)
 
 
 @pytest.mark.parametrize("change", [{"name": "b"}, {"name": "no name"}, {"name": "t"}, {"size": 1}, {"largest": 4}])

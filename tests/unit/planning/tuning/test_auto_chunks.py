@@ -106,20 +106,6 @@ def test_micro_batches_that_the_model_refuses_are_not_chosen() -> None:
         assert 6 // pipe.plan.micro_batches > 1
 
 
-def test_a_schedule_of_ones_own_has_its_say() -> None:
-    def order(m: int, n: int) -> str:
-        if m == 4:
-            raise ValueError("not four")
-        rows = [[*(f"{j}F{i}" for i in range(m)), *(f"{j}B{i}" for i in range(m))] for j in range(n)]
-        return "\n".join(map(" ".join, rows))
-
-    assert _chosen_first(32) == 4
-    with _pipe(_model(), schedule=order) as pipe:
-        pipe(_data(2))
-        pipe.forward_backward(_data(32), loss_fn=lambda y: y.square().mean())
-        assert pipe.plan.chunks in (2, 8)
-
-
 def test_where_nothing_fits_the_number_stays() -> None:
     model = _model()
     least = fxpipe.plan(model, 2, example_args=(_data(2),), profile=_profile(model), chunks=1)

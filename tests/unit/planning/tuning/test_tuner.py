@@ -108,24 +108,6 @@ def test_every_row_says_what_its_plan_comes_to(model: Net, x: torch.Tensor, prof
     assert tried == {(one.schedule, one.chunks, one.stages_per_device) for one in everything}
 
 
-def test_the_plan_of_a_row_is_that_of_fxpipe_plan(model: Net, x: torch.Tensor, profile: Profile) -> None:
-    best = fxpipe.tune(model, ["cpu", "cpu"], example_args=(x,), profile=profile).best
-    plan = fxpipe.plan(
-        model,
-        devices=["cpu", "cpu"],
-        example_args=(x,),
-        schedule=best.schedule,
-        chunks=best.chunks,
-        stages_per_device=best.stages_per_device,
-        profile=profile,
-    )
-    assert best.plan is not None
-    assert [stage.nodes for stage in best.plan.stages] == [stage.nodes for stage in plan.stages]
-    for one, other in zip(best.plan.stages, plan.stages, strict=True):
-        assert one.forward_seconds == pytest.approx(other.forward_seconds)
-        assert one.activation_bytes == other.activation_bytes
-
-
 def test_a_limit_changes_the_choice(model: Net, x: torch.Tensor, profile: Profile) -> None:
     tried: dict[str, Any] = {"example_args": (x,), "profile": profile, "stages_per_device": [1, 2]}
     free = fxpipe.tune(model, ["cpu", "cpu"], **tried)
