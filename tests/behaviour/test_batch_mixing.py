@@ -27,10 +27,6 @@ class Between(nn.Module):
         return self.after(self.norm(h + self.gate * self.function(h)))
 
 
-def whitened(h):
-    return (h - h.mean(0)) / (h.var(0) + 1e-5).sqrt()
-
-
 def gram(h):
     flat = h.flatten(1)
     return ((flat @ flat.T / 30).softmax(-1) @ flat).view_as(h)
@@ -38,12 +34,6 @@ def gram(h):
 
 def attention(h):
     return F.scaled_dot_product_attention(*[h.transpose(0, 1)] * 3).transpose(0, 1)
-
-
-def in_place(h):
-    centred = h.clone()
-    centred -= centred.mean(0)
-    return centred
 
 
 def written_to(*writes, reads=lambda h: h - h.mean(0)):
@@ -94,7 +84,6 @@ def filled_bit_by_bit(h):
 MIXING = {
     "mean": lambda h: h - h.mean(0),
     "rows": lambda h: h.view(-1, 8).mean(0).expand_as(h),
-    "whitened": whitened,
     "largest": lambda h: h / h.abs().amax((0, 1)),
     "squeeze and excite": lambda h: h * h.mean((0, 1)).sigmoid(),
     "softmax": lambda h: h.softmax(0),
@@ -102,7 +91,6 @@ MIXING = {
     "sorted": lambda h: h.sort(0).values,
     "attention": attention,
     "all against all": gram,
-    "in place": in_place,
 }
 
 
@@ -141,18 +129,6 @@ def rescaled(h):
     return F.linear(h / h.abs().amax((0, 1)), torch.eye(8)) * h.abs().amax((0, 1))
 
 
-def of_the_same_sample(h):
-    flat = h.reshape(-1, 8)
-    sample = torch.arange(flat.shape[0]) // 5
-    scores = (flat @ flat.T).masked_fill(sample[:, None] != sample, float("-inf"))
-    return (scores.softmax(-1) @ flat).view_as(h)
-
-
-def ordered_and_back(h):
-    order = h[:, 0, 0].argsort()
-    return torch.empty_like(h).index_copy(0, order, h[order].relu())
-
-
 def written_in_part(h):
     h = h * 1
     h[..., 1] = 0
@@ -165,8 +141,6 @@ RIGHT = {
     "a shift that a softmax takes out": lambda h: (h - h.amax((0, 2), keepdim=True)).softmax(-1),
     "a softmax written out": stable,
     "scaled and back": rescaled,
-    "attention within each sample": of_the_same_sample,
-    "ordered and back": ordered_and_back,
 }
 
 
@@ -185,31 +159,6 @@ HIDDEN = {  # right for all values, which nothing tells
 def test_what_cannot_be_told_is_refused(name):
     with pytest.raises(ArgumentError, match="samples act on each other at"):
         fxpipe.trace(Between(HIDDEN[name], 1.0), (X,), chunks=2)
-
-
-class Running(nn.Module):
-    """The mean of the batch, taken out and kept; or a running mean."""
-
-    def __init__(self, is_running):
-        super().__init__()
-        self.lin, self.last, self.is_running = nn.Linear(8, 8), nn.Linear(8, 8), is_running
-        self.register_buffer("mean", torch.zeros(8))
-
-    def forward(self, x):
-        h = self.lin(x)
-        mean = h.mean((0, 1))
-        self.mean.mul_(0.9).add_(mean.detach(), alpha=0.1)
-        return self.last(torch.relu(h - (self.mean if self.is_running else mean)))
-
-
-@pytest.mark.parametrize("model", [Running(True), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(5), nn.ReLU())])
-def test_running_statistics_see_micro_batches(model):
-    assert fxpipe.trace(model.train(), (X,)).out_dims == (0,)
-
-
-def test_a_mean_that_is_kept_is_still_one_of_the_batch():
-    with pytest.raises(ArgumentError, match=r"\(mean goes over the samples\)"):
-        fxpipe.trace(Running(False), (X,))
 
 
 class Own(torch.autograd.Function):

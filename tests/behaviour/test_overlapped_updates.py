@@ -9,45 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import oracle
-from torch import nn
+from helpers.optimized_model import CHUNKS, batches, model_of, piped
 from torch.optim import lr_scheduler
 
-import fxpipe
 from fxpipe.errors import ArgumentError, ArgumentTypeError, LossError, StateError
 from fxpipe.optim import StageOptimizer
-
-QUICK = {"progress": False, "check": False, "hardware": "cpu"}
-CHUNKS = 3
-
-
-class Net(nn.Module):
-    def __init__(self, is_tied=False):
-        super().__init__()
-        self.a, self.b, self.norm, self.c = nn.Linear(4, 6), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 4)
-        self.head = nn.Linear(4, 6, bias=False)
-        self.unused = nn.Parameter(torch.ones(3))
-        if is_tied:
-            self.head.weight = self.a.weight
-
-    def forward(self, x):
-        return self.head(self.c(self.norm(F.gelu(self.b(F.gelu(self.a(x)))))))
-
-
-def model_of(is_tied=False):
-    torch.manual_seed(0)
-    return Net(is_tied)
-
-
-def piped(model, devices=2, **options):
-    options = {"balance": ["a", "norm"][: devices - 1], "example_args": (torch.ones(6, 4),)} | options
-    return oracle.closing(fxpipe.pipeline(model, ["cpu"] * devices, CHUNKS, **QUICK | options))
-
-
-def batches(steps, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        (torch.randn(8 - k, 4, generator=generator), torch.randn(8 - k, 6, generator=generator)) for k in range(steps)
-    ]
 
 
 def adam(pipe, **options):

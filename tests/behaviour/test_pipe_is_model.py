@@ -424,15 +424,6 @@ def test_a_forward_in_the_place_of_the_pipes_that_runs_no_pipeline_is_warned_of_
         pipe(x())
 
 
-def test_what_stands_in_the_place_of_the_models_forward_is_what_runs_as_a_pipeline():
-    model = Model()
-    model.forward = types.MethodType(lambda self, h: self.layers[1](torch.relu(self.layers[0](h))), model)
-    want = model(x())
-    with pipe_of(model) as pipe:
-        torch.testing.assert_close(runs_as_pipe(pipe)(x()), want)
-        assert CALLS == ["pipe"]
-
-
 def test_forward_backward_inside_forward_of_distributed_data_parallel_is_refused(tmp_path):
     """Its gradients would not be summed: the reducer waits for a backward behind forward."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)

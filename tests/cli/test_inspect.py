@@ -146,9 +146,6 @@ def fake_plan(monkeypatch: pytest.MonkeyPatch) -> FakePlanning:
     return fake
 
 
-# Figures
-
-
 # Tables
 
 

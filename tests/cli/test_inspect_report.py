@@ -106,11 +106,6 @@ def test_a_path_that_cannot_be_written_is_refused(save, form, name, words, tmp_p
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_graph_is_an_svg(tmp_path):
-    save_graph(drawn_plan(3), str(tmp_path / "graph.svg"), title="mine")
-    assert (tmp_path / "graph.svg").read_text().startswith("<svg")
-
-
 def test_bars_are_as_long_as_parts_and_the_limit_stands_where_it_is():
     parts = [MemoryParts(parameters=GIB, activations=2 * GIB), MemoryParts(parameters=2 * GIB, activations=4 * GIB)]
     scene = memory_bars(["0: cpu", "1: cpu"], parts, [8 * GIB, 5 * GIB])

@@ -73,11 +73,6 @@ def test_what_cannot_be_is_one_line(
     assert message in capsys.readouterr().err
 
 
-def test_a_saved_plan_announces_no_sizes(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan.json", "--dynamic", "ids:1=s"]) == 2
-    assert "--dynamic needs the model" in capsys.readouterr().err
-
-
 def test_options_are_read() -> None:
     assert parse_dynamic_option("ids:1=s") == DynamicOption("ids", 1, "s")
     assert parse_dynamic_option("batch['ids']:1=s:2-512") == DynamicOption("batch['ids']", 1, "s", 2, 512)

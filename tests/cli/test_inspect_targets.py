@@ -281,17 +281,10 @@ def test_a_saved_plan_needs_no_model(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_what_a_saved_plan_cannot_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
     make_plan(2).save(path)
-    for option in (
-        ["--devices", "4"],
-        ["--input", "8x8"],
-        ["--meta"],
-        ["--balance", "block"],
-        ["--sweep"],
-        ["--leaf", "a"],
-    ):
-        line = refusal([str(path), *option], capsys)
+    for option in ("--devices 4", "--input 8x8", "--meta", "--balance block", "--sweep", "--leaf a", "--dynamic x:1=s"):
+        name, line = option.split()[0], refusal([str(path), *option.split()], capsys)
         assert line == (
-            f"fxpipe.inspect: {option[0]} needs the model, and {path} is a plan that is made already; give the factory"
+            f"fxpipe.inspect: {name} needs the model, and {path} is a plan that is made already; give the factory"
         )
     assert "--code 2: no such stage; stages are 0 to 1" in refusal([str(path), "--code", "2"], capsys)
     assert f"{tmp_path}/no.json: cannot be read: No such file" in refusal([f"{tmp_path}/no.json"], capsys)

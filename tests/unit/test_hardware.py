@@ -155,13 +155,6 @@ def test_a_way_is_measured_once_by_copies_of_two_sizes(monkeypatch):
     assert len(pinned) == number  # the copy itself goes into pinned memory
 
 
-def test_memory_is_what_others_leave(monkeypatch):
-    """Neither other programs nor the tensors of this one; what torch keeps for further ones counts."""
-    figures = accelerator.MemoryFigures(free=60, total=80, allocated=10, reserved=15)
-    monkeypatch.setattr(accelerator, "memory_figures", lambda device: figures)
-    assert local_memory(torch.device("cuda", 0)) == 65
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_at_hand():

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zoo.entry import BATCH, Entry, call, linears, own, tokens, vectors
+from zoo.entry import BATCH, Entry, Layered, call, linears, own, tokens, vectors
 
 CONTROL: list[Entry] = []
 
@@ -23,12 +23,8 @@ def _ragged(*lengths: int) -> Tensor:
 # -- values read in forward ------------------------------------------------------------------------------------------
 
 
-class _Masked(nn.Module):
+class _Masked(Layered):
     """A mask that hides nothing is left out, as libraries do to get a faster kernel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = linears()
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         for layer in self.layers:
@@ -55,12 +51,8 @@ class MaskOfOneHalf(_Masked):
 
 
 @own(CONTROL, lambda: call(vectors(6, 8), _ragged(5, 3, 5, 2)))
-class LongestLength(nn.Module):
+class LongestLength(Layered):
     """Cut to the longest sample of the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = linears()
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         longest = int(mask.sum(1).max())
@@ -71,12 +63,8 @@ class LongestLength(nn.Module):
 
 
 @own(CONTROL, lambda: call(vectors(), torch.tensor(0.5)))
-class ItemOfScalar(nn.Module):
+class ItemOfScalar(Layered):
     """A strength given as a 0-dim tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = linears()
 
     def forward(self, x: Tensor, strength: Tensor) -> Tensor:
         scale = strength.item()
@@ -86,12 +74,8 @@ class ItemOfScalar(nn.Module):
 
 
 @own(CONTROL, lambda: call(vectors()))
-class OverflowGuard(nn.Module):
+class OverflowGuard(Layered):
     """Clamps hidden values that are not finite, as T5 and BART do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = linears()
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -102,12 +86,8 @@ class OverflowGuard(nn.Module):
 
 
 @own(CONTROL, lambda: call(vectors() * torch.tensor([1.0, 9.0, 9.0, 1.0])[:, None]))
-class RescaledWhenLarge(nn.Module):
+class RescaledWhenLarge(Layered):
     """A branch on a hidden value that takes the same way in each half of the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = linears()
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -172,12 +152,10 @@ class StepsByValue(nn.Module):
 
 
 @own(CONTROL, lambda: call(vectors(6, 8)))
-class FunctionalDropout(nn.Module):
+class FunctionalDropout(Layered):
     """Dropout as a function, of attention too."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = linears(3)
+    depth = 3
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -189,12 +167,10 @@ class FunctionalDropout(nn.Module):
 
 
 @own(CONTROL, lambda: call(vectors()))
-class DropPath(nn.Module):
+class DropPath(Layered):
     """Stochastic depth, a draw for each sample."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = linears(5)
+    depth = 5
 
     def forward(self, x: Tensor) -> Tensor:
         for number, layer in enumerate(self.layers):
@@ -208,12 +184,10 @@ class DropPath(nn.Module):
 
 
 @own(CONTROL, lambda: call(vectors()))
-class LayerDrop(nn.Module):
+class LayerDrop(Layered):
     """Whole layers left out by a draw. Probabilities of 0 and 1, so that each draw has one outcome."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = linears(5)
+    depth = 5
 
     def forward(self, x: Tensor) -> Tensor:
         for number, layer in enumerate(self.layers):
@@ -286,12 +260,8 @@ class MovingAverage(nn.Module):
 
 
 @own(CONTROL, lambda: call(vectors(8)))
-class ByRankAndDtype(nn.Module):
+class ByRankAndDtype(Layered):
     """Asks for ndim, shape, dtype, and whether gradients are on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = linears()
 
     def forward(self, x: Tensor) -> Tensor:
         is_flat = x.ndim == 2
@@ -317,12 +287,10 @@ def _checked(function: Any) -> Any:
 
 
 @own(CONTROL, lambda: call(vectors(5, 8), mask=None, scale=2.0))
-class DecoratedForward(nn.Module):
+class DecoratedForward(Layered):
     """Arguments through a decorator, some left out; a tensor walked through row by row."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = linears(3)
+    depth = 3
 
     @_checked
     def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 1.0, return_steps: bool = False) -> Any:
@@ -335,12 +303,8 @@ class DecoratedForward(nn.Module):
 
 
 @own(CONTROL, lambda: call(vectors(5, 8)))
-class LengthAndInt(nn.Module):
+class LengthAndInt(Layered):
     """`len`, `int` and shapes of the batch dimension."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = linears()
 
     def forward(self, x: Tensor) -> Tensor:
         batch, steps = int(x.shape[0]), len(x[0])
@@ -357,12 +321,8 @@ def _positions(length: int, width: int) -> Tensor:
 
 
 @own(CONTROL, lambda: call(vectors(5, 8)))
-class CachedPositions(nn.Module):
+class CachedPositions(Layered):
     """Positions are made once for each length, by a cached function."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = linears()
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + _positions(x.shape[1], x.shape[2])
@@ -375,12 +335,8 @@ class CachedPositions(nn.Module):
 
 
 @own(CONTROL, lambda: call(vectors(6, 8)))
-class Blocks(nn.Module):
+class Blocks(Layered):
     """autocast, no_grad, enable_grad and a default device inside of forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = linears()
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -410,12 +366,8 @@ class _Reversed(torch.autograd.Function):
 
 
 @own(CONTROL, lambda: call(vectors()))
-class CustomFunction(nn.Module):
+class CustomFunction(Layered):
     """An autograd.Function with a backward of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = linears()
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

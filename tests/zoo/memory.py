@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.entry import Entry, call, images, linears, own, tokens, vectors
+from zoo.entry import Entry, Layered, call, images, linears, own, tokens, vectors
 
 MEMORY: list[Entry] = []
 
@@ -97,12 +97,10 @@ class InplaceResidual(nn.Module):
 
 
 @own(MEMORY, lambda: call(vectors(6, 8)))
-class WritesThroughViews(nn.Module):
+class WritesThroughViews(Layered):
     """Slices, chunks and transposed views of a value are written to, and the value is used later."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = linears(6)
+    depth = 6
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layers[0](x)
@@ -139,12 +137,8 @@ class ConvolutionalLstm(nn.Module):
 
 
 @own(MEMORY, lambda: call(vectors()))
-class ChangedSkip(nn.Module):
+class ChangedSkip(Layered):
     """A skip is changed in place after it was kept for later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = linears()
 
     def forward(self, x: Tensor) -> Tensor:
         skip = x = x * 3

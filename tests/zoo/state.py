@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.entry import BATCH, Entry, call, linears, own, padding, tokens, vectors
+from zoo.entry import BATCH, Entry, Layered, call, linears, own, padding, tokens, vectors
 
 STATE: list[Entry] = []
 
@@ -233,12 +233,8 @@ class RoutedExperts(nn.Module):
 
 
 @own(STATE, lambda: call(vectors(), torch.zeros(BATCH, 6, 8), torch.zeros(BATCH, 8)))
-class WrittenInputs(nn.Module):
+class WrittenInputs(Layered):
     """A cache and a state that the caller keeps are written to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = linears()
 
     def forward(self, x: Tensor, cache: Tensor, state: Tensor) -> Tensor:
         for place, layer in enumerate(self.layers):
@@ -319,12 +315,8 @@ class MaskedLoss(_Language):
 
 
 @own(STATE, lambda: call(vectors(5, 8)))
-class KeptAttention(nn.Module):
+class KeptAttention(Layered):
     """Attributes that forward makes: attention weights to look at later, statistics to undo a normalisation with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = linears()
 
     def forward(self, x: Tensor) -> Tensor:
         self.mean = x.mean(1, keepdim=True).detach()
@@ -357,12 +349,8 @@ class LazyState(nn.Module):
 
 
 @own(STATE, lambda: call(vectors()))
-class LeafInForward(nn.Module):
+class LeafInForward(Layered):
     """A tensor made in forward requires gradients, and nobody asks for them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = linears()
 
     def forward(self, x: Tensor) -> Tensor:
         offset = torch.ones(8).requires_grad_()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from zoo.entry import BATCH, Entry, call, linears, own, tokens, vectors
+from zoo.entry import BATCH, Entry, Layered, call, linears, own, tokens, vectors
 
 STRUCTURE: list[Entry] = []
 
@@ -23,11 +23,7 @@ class Detection(NamedTuple):
 
 
 @own(STRUCTURE, lambda: call(vectors()))
-class NamedTupleOut(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = linears()
-
+class NamedTupleOut(Layered):
     def forward(self, x: Tensor) -> Detection:
         for layer in self.layers:
             x = torch.tanh(layer(x))
@@ -42,12 +38,8 @@ class Prediction:
 
 
 @own(STRUCTURE, lambda: call(vectors()))
-class DataclassOut(nn.Module):
+class DataclassOut(Layered):
     """A dataclass that torch has not been told of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = linears()
 
     def forward(self, x: Tensor) -> Prediction:
         hidden = []

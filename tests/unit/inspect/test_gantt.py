@@ -8,10 +8,9 @@ from itertools import pairwise
 import pytest
 from helpers.drawn_steps import GIB, KNOWN, bounds, check_scene, flatten_items, simulated
 
-from fxpipe.errors import ArgumentError
 from fxpipe.inspect.gantt import GANTT_MARGIN, MAX_BOXES, draw_gantt, gantt_layout
 from fxpipe.inspect.perfetto import perfetto_trace
-from fxpipe.inspect.save_timeline import TIMELINE_FORMATS, check_timeline_path, save_timeline
+from fxpipe.inspect.save_timeline import TIMELINE_FORMATS
 from fxpipe.inspect.scene import Area, Bars, Group, Line, Rect, Scene, Text
 from fxpipe.inspect.style import KIND_COLOURS, RECEIVING_COLOUR
 from fxpipe.inspect.svg import svg_of
@@ -183,9 +182,6 @@ def test_a_limit_is_a_line_unless_it_would_flatten_the_curves(limit, is_drawn, d
     assert f"limit {'' if is_drawn else 'of '}{limit / GIB:.1f} GiB" in texts
 
 
-# -- numbers on an axis ----------------------------------------------------------------------------------------------
-
-
 # -- files -----------------------------------------------------------------------------------------------------------
 
 
@@ -214,39 +210,6 @@ def test_every_format_is_written_whole(tmp_path):
     )
     KNOWN.save_timeline(tmp_path / "record.svg")
     assert "measured step" in (tmp_path / "record.svg").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [
-        ("step.gif", "'.gif' names no format; give one of .svg, .json"),
-        ("step", "a suffix must name the format"),
-        ("missing/step.svg", "there is no directory .*missing.*; make it first"),
-        ("file/step.svg", "is no directory"),
-        ("folder.svg", "it is a directory"),
-    ],
-)
-def test_a_path_that_cannot_be_is_refused_before_the_work(tmp_path, name, what):
-    (tmp_path / "file").write_text("")
-    (tmp_path / "folder.svg").mkdir()
-    with pytest.raises(ArgumentError, match=what):
-        check_timeline_path(tmp_path / name)
-    with pytest.raises(ArgumentError, match=what):
-        save_timeline(KNOWN, tmp_path / name)
-
-
-def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
-    path = tmp_path / "step.svg"
-    path.write_text("before")
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("fxpipe.utils.files.os.replace", full)
-    with pytest.raises(ArgumentError, match=r"step\.svg.*No space left on device"):
-        save_timeline(KNOWN, path)
-    assert path.read_text() == "before"
-    assert [one.name for one in tmp_path.iterdir()] == ["step.svg"]
 
 
 # -- a trace ---------------------------------------------------------------------------------------------
