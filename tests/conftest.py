@@ -1,7 +1,5 @@
 """What holds for every test: seeded, one thread per operation, and no worker of a pipe left behind."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil

@@ -4,8 +4,6 @@ Plain torch raises where backward needs what was changed. With `checkpoint="alwa
 and needs all of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 A way is a generator of (loss_fn, target) for each step; pipe and plain model each run one of their own.
 """
 
-from __future__ import annotations
-
 import copy
 import types
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Optimizers whose update of one parameter depends on others: stages cannot step them by themselves."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import contextmanager
 

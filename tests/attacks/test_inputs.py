@@ -1,7 +1,5 @@
 """What forward may ask of its inputs besides sizes and values: identity, memory, layout, signs of zero, functions."""
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -1,7 +1,5 @@
 """Failures that nobody could be told when they came, and backwards that were refused: raised later, or run later."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Buffers that forward moves in evaluation: outputs are the mini-batch's, and not those of micro-batches in a row."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from typing import Any

@@ -3,8 +3,6 @@
 Each way changes what the plain model computes. A pipe follows, or refuses with an error of fxpipe's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import os

@@ -1,7 +1,5 @@
 """Loaders that fill the same tensors again, where fxpipe reads ahead or holds what it was given."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Samples that act on each other, however values hide it at planning; and models that only look as if they did."""
 
-from __future__ import annotations
-
 import copy
 import re
 
@@ -143,11 +141,7 @@ MIXING = {
     "a branch of a buffer": (lambda m, h: torch.where(m.steps > 100, h.flip(0), h), STEPS, ()),
     "a branch of a sum": (lambda m, h: torch.where(h.sum() > 1e6, h.flip(0), h), {}, ()),
     "a scale by a branch of a sum": (lambda m, h: torch.where(h.sum() > 1e6, 2 * h, h), {}, ()),
-    "behind a map of zeros": (
-        lambda m, h: h + m.zero(h.flip(0)),
-        {"zero": nn.Linear(8, 8)},
-        (),
-    ),
+    "behind a map of zeros": (lambda m, h: h + m.zero(h.flip(0)), {"zero": nn.Linear(8, 8)}, ()),
     "a ReLU far below zero": (lambda m, h: h + (h.flip(0) - 100).relu(), {}, ()),
     "the mean kept in a buffer": (kept_mean, LAST, ()),
     "the mean assigned to a buffer": (assigned_mean, LAST, ()),
@@ -305,10 +299,7 @@ RIGHT = {
     "drop path": (drop_path, {}),
     "noise": (lambda m, h: h + torch.randn_like(h), {}),
     "batch norm": (lambda m, h: m.norm(h), {"norm": nn.BatchNorm1d(8)}),
-    "batch norm without statistics": (
-        lambda m, h: m.norm(h),
-        {"norm": nn.BatchNorm1d(8, track_running_stats=False)},
-    ),
+    "batch norm without statistics": (lambda m, h: m.norm(h), {"norm": nn.BatchNorm1d(8, track_running_stats=False)}),
     "a counter": (lambda m, h: (m.steps.add_(1), h)[1], STEPS),
     "a running mean": (running_mean, LAST),
     "a running mean that is assigned": (assigned_running_mean, LAST),
@@ -319,10 +310,7 @@ RIGHT = {
     "a maximum that softmax takes out": (lambda m, h: (h - h.max()).softmax(-1), {}),
     "inverses": (lambda m, h: torch.linalg.solve(h[:, :, None] @ h[:, None] + torch.eye(8), h), {}),
     "logarithms": (lambda m, h: -(h.softmax(-1) * h.log_softmax(-1)) + (0.9 * F.normalize(h)).acos(), {}),
-    "integers of floats": (
-        lambda m, h: m.codes((h.sigmoid() * 9).long()).mean(1),
-        {"codes": nn.Embedding(10, 8)},
-    ),
+    "integers of floats": (lambda m, h: m.codes((h.sigmoid() * 9).long()).mean(1), {"codes": nn.Embedding(10, 8)}),
     "batch norm as torch.batch_norm": (
         lambda m, h: torch.batch_norm(h, None, None, m.last, m.last + 1, True, 0.1, 1e-5, False),
         LAST,

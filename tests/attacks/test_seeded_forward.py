@@ -1,7 +1,5 @@
 """Forwards that seed their own draws: the same numbers in each step, where a step would draw others."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

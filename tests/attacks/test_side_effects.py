@@ -1,7 +1,5 @@
 """What forward changes besides tensors of the model: a graph cannot, and so the step is refused with the line."""
 
-from __future__ import annotations
-
 import collections
 import gc
 import types

@@ -4,8 +4,6 @@ The number of micro-batches decides how many mini-batches make an update, and wh
 another schedule may have chosen that number by measured times, which differ from run to run.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

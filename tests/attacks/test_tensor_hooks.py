@@ -3,8 +3,6 @@
 The hooks clamp, so that one that sees a part of a gradient, or sees it in parts, gives another result.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tensors of a class of their own: inputs, values between stages and parameters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

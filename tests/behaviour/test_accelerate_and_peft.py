@@ -1,7 +1,5 @@
 """Accelerate's loop around a pipe, a pipe of a model of peft, and adapters of peft put into the model of a pipe."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Hooks that forward puts on nodes of autograd: kept with their module, or refused; a recording would lose them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ Each model is traced on an example whose batch size equals another of its sizes 
 or is a single sample. The oracle is the plain model on the whole batch.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass

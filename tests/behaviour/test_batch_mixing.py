@@ -1,7 +1,5 @@
 """Samples that act on each other where the graph says so, whatever the values say; and models that merely look so."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Numbers that forward makes of the batch size: right at every size, or refused, whatever size it was planned on."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """What the user changes in a model after planning is followed at the next step."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import functools

@@ -1,7 +1,5 @@
 """Compiled stages: the same steps as without, whatever the schedule, and few compilations."""
 
-from __future__ import annotations
-
 import copy
 import threading
 

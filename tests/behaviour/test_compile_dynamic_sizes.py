@@ -1,7 +1,5 @@
 """Compiled stages with sizes that change: the steps of plain ones, and no compilation for each new size."""
 
-from __future__ import annotations
-
 import copy
 import math
 import shutil
@@ -74,14 +72,7 @@ def train(pipe: Any, plain: nn.Module, lengths: Sequence[int], compilations: Com
     return counts
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"schedule": "gpipe", "checkpoint": "always"},
-        {"schedule": "zbv"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{"schedule": "gpipe", "checkpoint": "always"}, {"schedule": "zbv"}], ids=str)
 def test_nothing_is_compiled_from_the_third_size_on(options: dict[str, Any]) -> None:
     model, compilations = Attention(), Compilations()
     plain = copy.deepcopy(model)

@@ -1,7 +1,5 @@
 """Modules that torch.compile has made, in a model or as one, are taken as the modules that they were made from."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

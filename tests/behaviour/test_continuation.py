@@ -1,7 +1,5 @@
 """A forward that can be recorded up to some line only goes on as Python, and is the plain model."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any

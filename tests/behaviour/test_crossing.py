@@ -1,7 +1,5 @@
 """What crosses a cut beside activations: flags, sizes, dtypes, masks, tensors made in forward, shared modules."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Sizes that change from batch to batch: one graph for all, as far as forward lets it be, and never a wrong one."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

@@ -1,7 +1,5 @@
 """Every mechanism of a step with sizes that change: schedules, recompute, batch norm, random numbers and portals."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gradients at the edges: kinds of numbers, layouts of memory, sizes of nothing, and ways to ask for gradients."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Bad input is refused before anything runs, by an error that names the argument, what was given, and the remedy."""
 
-from __future__ import annotations
-
 import copy
 import traceback
 

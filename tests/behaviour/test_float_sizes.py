@@ -1,7 +1,5 @@
 """Floats that forward computes of sizes stay sizes: one graph for all that they come to, and the model's results."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

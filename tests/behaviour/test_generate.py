@@ -1,7 +1,5 @@
 """`generate()` of transformers calls the pipe: token by token, one graph for all lengths."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

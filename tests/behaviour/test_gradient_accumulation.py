@@ -1,7 +1,5 @@
 """`forward_backward(micro_batches=...)`: a step is a loop of the plain model over the same micro-batches."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Iterator, Sequence

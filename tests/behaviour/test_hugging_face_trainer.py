@@ -1,7 +1,5 @@
 """`transformers.Trainer` trains a pipe as it trains the model: what it logs, saves and loads is the model's."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -63,12 +61,7 @@ def sentences(count: int = 16) -> Rows:
 
 
 def trainer_of(
-    model: Any,
-    rows: Rows,
-    folder: Path,
-    callbacks: list[Any] | None = None,
-    data_collator: Any = None,
-    **options: Any,
+    model: Any, rows: Rows, folder: Path, callbacks: list[Any] | None = None, data_collator: Any = None, **options: Any
 ) -> Any:
     options = {"num_train_epochs": 1, "per_device_train_batch_size": 4, "save_strategy": "no"} | options
     arguments = transformers.TrainingArguments(

@@ -3,8 +3,6 @@
 torchgpipe pins some of this as known to be wrong (its tests/test_inplace.py, strict xfails).
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """A feature that a forward hook has kept is of one micro-batch, and no loss of it goes back through the pipe."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

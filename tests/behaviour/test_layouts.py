@@ -1,7 +1,5 @@
 """Nested and sparse tensors, and tensors that have lost their values: kept where they can be, else refused by name."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the first forward makes and no later one changes is made once, before the model is traced, or it is refused."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

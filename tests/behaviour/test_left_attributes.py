@@ -1,7 +1,5 @@
 """Attributes that forward sets to tensors are after a step what the model leaves in them for the mini-batch."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

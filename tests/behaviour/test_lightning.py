@@ -1,7 +1,5 @@
 """Lightning's Trainer and Fabric train a pipe, or a LightningModule that has one, as they train the model."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path

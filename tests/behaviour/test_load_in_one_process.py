@@ -1,7 +1,5 @@
 """`fxpipe.distributed.load` of a pipe in one process: a model on the meta device gets its values stage by stage."""
 
-from __future__ import annotations
-
 import json
 from contextlib import closing
 from pathlib import Path

@@ -3,8 +3,6 @@
 The oracle is the plain model on the whole mini-batch: decisions are those of the mini-batch.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

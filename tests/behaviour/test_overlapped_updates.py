@@ -1,7 +1,5 @@
 """A `StageOptimizer` that overlaps updates each stage within the step, to the bits of the plain optimizer behind it."""
 
-from __future__ import annotations
-
 import copy
 import time
 

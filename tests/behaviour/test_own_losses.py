@@ -1,7 +1,5 @@
 """Losses that a model takes itself: how those of micro-batches go together is found from the graph."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """`train_stream` comes, bit for bit, to the weights of a plain loop with delayed updates, and ends well in any case."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import subprocess

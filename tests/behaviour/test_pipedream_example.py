@@ -1,7 +1,5 @@
 """The example of PipeDream, in a small size: it learns, and prints its loss beside that of synchronous training."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import sys

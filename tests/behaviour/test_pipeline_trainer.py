@@ -1,7 +1,5 @@
 """`PipelineTrainer` trains as transformers' Trainer does, with accumulation steps as micro-batches."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

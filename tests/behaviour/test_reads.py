@@ -1,7 +1,5 @@
 """Every value that leaves torch is accounted for: what forward reads is the plain model's, or an error of ours."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -184,10 +182,7 @@ def chosen(*counts: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("of_input", [False, True])
 @pytest.mark.parametrize(
     ("read", "size"),
-    [
-        *((r, "where") for r in READS_OF_A_SIZE),
-        *(pytest.param("len", s, marks=pytest.mark.anywhere) for s in SIZES),
-    ],
+    [*((r, "where") for r in READS_OF_A_SIZE), *(pytest.param("len", s, marks=pytest.mark.anywhere) for s in SIZES)],
 )
 def test_a_size_that_depends_on_values_is_read_by_a_module_or_a_model(read, size, of_input):
     number = [*READS_OF_A_SIZE].index(read) + [*SIZES].index(size)

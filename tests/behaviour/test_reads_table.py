@@ -4,8 +4,6 @@ What is read is used as a branch, an index, a size, a factor and the bound of a 
 trains on others, as the plain model over the micro-batches does. Nothing in the table is refused.
 """
 
-from __future__ import annotations
-
 import copy
 import operator
 from typing import Any

@@ -1,7 +1,5 @@
 """Inputs with several rows for each sample: tiles of images, boxes. `in_dims` says that they hold the batch."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`forward_backward` in a training loop: with a scaler, with outputs, over several steps, in half precision."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from typing import Any

@@ -1,7 +1,5 @@
 """sentence-transformers trains a model whose transformer is a pipe as it trains the model: trainer, `fit`, `encode`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The sweep of split sizes in `examples/`: its own parts, and all of it on a model with few channels."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

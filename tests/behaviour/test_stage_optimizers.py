@@ -1,7 +1,5 @@
 """A `StageOptimizer` steps the weights of a pipe to the bits of the plain optimizer on the plain model."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """The loop of timm's train script, with torch alone: a pipe in the place of what `create_model` returns."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A pipeline equals the plain model: outputs, loss, every gradient, every buffer, over several optimizer steps."""
 
-from __future__ import annotations
-
 import copy
 from itertools import product
 

@@ -1,7 +1,5 @@
 """SFTTrainer of trl trains a pipe as it trains the model, where the pipe is made of the model that it has prepared."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

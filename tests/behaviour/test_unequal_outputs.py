@@ -1,7 +1,5 @@
 """Outputs of micro-batches with sizes of their own: put together as the model gives them, or refused by name."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`fxpipe.verify`: what it compares with, what it finds, and that it leaves no trace."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

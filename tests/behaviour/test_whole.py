@@ -1,7 +1,5 @@
 """Modules and functions that are kept whole: one node each, whose Python runs for every micro-batch."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc
@@ -746,10 +744,7 @@ def test_a_write_to_a_buffer_outside_is_refused_and_undone():
     assert model.steps == 0
 
 
-OUTPUTS: dict[str, Any] = {
-    "number": lambda m: 1 if m.training else 2,
-    "none": lambda m: None if m.training else 2,
-}
+OUTPUTS: dict[str, Any] = {"number": lambda m: 1 if m.training else 2, "none": lambda m: None if m.training else 2}
 
 
 @pytest.mark.parametrize("name", OUTPUTS)

@@ -1,7 +1,5 @@
 """What forward writes to its inputs: the caller's tensors hold afterwards what the plain model leaves in them."""
 
-from __future__ import annotations
-
 import copy
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The command `python -m fxpipe.inspect`, and what it makes of a plan."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The command for clusters: nodes, devices in each, pipeline x data, and what crosses nodes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Files that the command writes, and what it does not import, finish or hide."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Reports and graphs as files: what they hold, and what is refused."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Reports in a real browser: what a person sees, and that nothing is fetched, broken or cut off."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """`python -m fxpipe.inspect` with sizes that differ from batch to batch: `--dynamic` announces, `--sizes` asks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Schedules and numbers of devices compared, and what does not fit."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import asdict, replace

@@ -1,8 +1,6 @@
 """What the command can be pointed at: factories with arguments, models that transformers ships, models without memory,
 saved plans."""
 
-from __future__ import annotations
-
 import builtins
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Weights of a model that is only looked at: of the distribution that was asked for, few of them drawn."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Figures that reports, tables and documents show are those of the plan: computed in one place, and read from there."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """On GPUs a pipeline equals the plain model as well: two stages on one, on two, and one beside the CPU."""
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import copy
@@ -181,12 +179,7 @@ def test_forced_copies_on_one_gpu_are_alike(number, case, devices):
         with (
             forced_copies() if forced else contextlib.nullcontext(),
             fxpipe.pipeline(
-                copy.deepcopy(plain),
-                devices,
-                CHUNKS,
-                example_args=args,
-                example_kwargs=kwargs,
-                schedule=schedule,
+                copy.deepcopy(plain), devices, CHUNKS, example_args=args, example_kwargs=kwargs, schedule=schedule
             ) as pipe,
         ):
             loss = pipe.forward_backward(*args, target=target, loss_fn=case.loss, **kwargs)

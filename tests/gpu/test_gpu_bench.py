@@ -1,7 +1,5 @@
 """The benchmark for a GPU runs, here on the CPU: a table of toys."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

@@ -1,7 +1,5 @@
 """Models whose branches may run in several orders."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

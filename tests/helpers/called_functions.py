@@ -8,8 +8,6 @@ with a `?` behind it once the function has returned something: neither None nor 
 The code is changed, and no wrapper put around it: another frame on the stack would be another line of the user's.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import importlib.abc

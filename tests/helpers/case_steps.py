@@ -1,7 +1,5 @@
 """Steps of a case of `models`, on a pipe and on the plain model, compared."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from typing import Any

@@ -1,7 +1,5 @@
 """Cases of a test with several arguments: each value of each once, in place of all their products."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import cycle, islice
 from typing import Any

@@ -1,7 +1,5 @@
 """A pipe next to its plain model over several steps: each is the plain model's, or a clear error of fxpipe."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -5,8 +5,6 @@ result of the first v(j, t) updates; its gradients update the newest ones. Where
 by the mean of the gradients of a round of mini-batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The accelerators on which tests run that need some: those of CUDA, or in a session of its own the simulated ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

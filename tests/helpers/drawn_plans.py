@@ -1,7 +1,5 @@
 """Plans for pictures and pages, made by hand: as many stages, nodes and portals as a test wants, without a model."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

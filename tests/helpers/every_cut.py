@@ -1,7 +1,5 @@
 """A model cut at chosen places, without planning, and compared with the plain model: for tests that try every cut."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from itertools import combinations

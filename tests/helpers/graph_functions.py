@@ -1,7 +1,5 @@
 """Functions from a model to a graph of it, as users give them to `tracer=`."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What tests of the command share: plans made by hand, and the one line that a mistake ends in."""
 
-from __future__ import annotations
-
 import pytest
 
 from fxpipe.inspect.cli import main

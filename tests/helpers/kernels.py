@@ -1,7 +1,5 @@
 """Which kernels run, where it matters who computes the gradients of weights."""
 
-from __future__ import annotations
-
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 

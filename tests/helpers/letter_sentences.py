@@ -1,7 +1,5 @@
 """Sentences of letters, for tokenizers that know nothing else; and libraries of Hugging Face that keep quiet."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

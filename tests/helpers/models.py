@@ -1,7 +1,5 @@
 """Models of the kinds that people have, small: U-Net, tied GPT, ResNet, two branches, several outputs in a dict."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The oracle: the plain model in plain torch, over the same micro-batches, backward in the order of the schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Random problems of partitioning."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,15 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from fxpipe.partitioning import (
-    Chain,
-    Flow,
-    HeldStorage,
-    Link,
-    ParameterUse,
-    StageSite,
-    cut_by_block,
-)
+from fxpipe.partitioning import Chain, Flow, HeldStorage, Link, ParameterUse, StageSite, cut_by_block
 from fxpipe.partitioning.manual_cuts import NodeSequence, cuts_by_names, is_by_names, starts_by_counts
 
 

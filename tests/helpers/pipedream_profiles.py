@@ -5,8 +5,6 @@ images. Nodes of that graph are summed where more than one value goes on, as in 
 left out, as their optimizer does. Profiles of S2VT and of AWD LM were not published.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -1,7 +1,5 @@
 """Hardware with slow links, and models planned for it on estimates."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A deep model on estimated hardware, and what its plans are held to."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A fault planted in a function: its source with lines that are others."""
 
-from __future__ import annotations
-
 import inspect
 import textwrap
 from collections.abc import Callable

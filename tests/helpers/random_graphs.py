@@ -1,7 +1,5 @@
 """Random models as a hypothesis strategy."""
 
-from __future__ import annotations
-
 import copy
 
 import hypothesis

@@ -1,7 +1,5 @@
 """Models whose stages hand each other whatever there is: for pipes over processes."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,7 +1,5 @@
 """A model cut at chosen places with its nodes in another order, and with copies: for tests of both."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A model of small residual blocks, its mini-batches, and an optimizer that fails once, for tests of streams."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

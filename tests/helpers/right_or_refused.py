@@ -1,7 +1,5 @@
 """A model run by a pipe in each of its ways, compared with the plain model in each: right, or refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

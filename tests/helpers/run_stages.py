@@ -1,7 +1,5 @@
 """The stages of a cut run for real, one after the other, and hooks see what autograd keeps: for tests of bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

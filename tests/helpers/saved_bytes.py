@@ -1,7 +1,5 @@
 """What autograd saves, counted by its hooks."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,21 +1,10 @@
 """Random schedules and costs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from fxpipe.scheduling import (
-    CHECKPOINTS,
-    SCHEDULES,
-    Action,
-    ActionKind,
-    Rows,
-    Schedule,
-    make_schedule,
-    parse_schedule,
-)
+from fxpipe.scheduling import CHECKPOINTS, SCHEDULES, Action, ActionKind, Rows, Schedule, make_schedule, parse_schedule
 from fxpipe.simulation import StageCost, Transfer
 
 ANYWHERE = [name for name, recipe in SCHEDULES.items() if not recipe.has_fixed_placement]

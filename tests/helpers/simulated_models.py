@@ -1,7 +1,5 @@
 """A model with skips, and published bubble rates."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

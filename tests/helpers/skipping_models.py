@@ -1,7 +1,5 @@
 """A model of which values skip stages, over processes relayed by the stages between."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

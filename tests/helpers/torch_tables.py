@@ -1,7 +1,5 @@
 """The tables that `torch.distributed.pipelining` makes, as schedules of fxpipe."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from itertools import product

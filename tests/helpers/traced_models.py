@@ -1,7 +1,5 @@
 """A module made of a function, and the comparison of a graph with its model."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any

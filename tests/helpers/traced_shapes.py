@@ -1,7 +1,5 @@
 """Shapes of traced values as text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

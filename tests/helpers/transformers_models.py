@@ -1,7 +1,5 @@
 """Models of transformers, small and without dropout, made anew with the same weights each time."""
 
-from __future__ import annotations
-
 import torch
 import transformers
 from torch import nn

@@ -1,7 +1,5 @@
 """Executors that try other orders of actions: a step has the same bits in whatever order the fences allow."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

@@ -1,7 +1,5 @@
 """Settings for tuning."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A list to which forward may append unseen: its class is made in C, which fxpipe does not look into."""
 
-from __future__ import annotations
-
 import queue
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The list of faults in `tools/mutants.py` is kept up to date with the code, and who survives is told."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import sys

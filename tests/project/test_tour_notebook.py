@@ -1,7 +1,5 @@
 """`examples/tour.ipynb`: its code runs, what it shows is stored, and a kernel shows the same again."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -12,8 +12,6 @@ Outputs, gradients, buffers, parameters, inputs and attributes are compared afte
 have changed nothing; its graph may have been planned, which leaves what only a first call makes.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import itertools

@@ -5,8 +5,6 @@ that change between steps, put hooks on tensors or seed their own draws; and twi
 them besides the others and counts how often it has drawn each.
 """
 
-from __future__ import annotations
-
 from random_models.operations import LAYER, Operation, table
 
 

@@ -9,8 +9,6 @@ mini-batch or of each micro-batch. A loss goes into `losses`; the line `#: w` be
 micro-batches; or `#: f, value`: it is `f` of that value of the mini-batch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 
@@ -291,12 +289,7 @@ STATE = table(
         _CODES,
         per_part=True,
     ),
-    Operation(
-        "seen",
-        "self.seen_$k = $v.detach()\n$o = $v * 1",
-        "self.seen_$k = None",
-        per_part=True,
-    ),
+    Operation("seen", "self.seen_$k = $v.detach()\n$o = $v * 1", "self.seen_$k = None", per_part=True),
     Operation("seen_new", "self.seen_$k = $v.detach()\n$o = $v * 1", per_part=True),
     Operation("seen_attached", "self.seen_$k = $v * 2\n$o = $v * 1", "self.seen_$k = None", per_part=True, weight=1),
     Operation(
@@ -422,10 +415,7 @@ ROUTING = table(
         weight=4,
     ),
     Operation(
-        "until_small",
-        "$o = self.layer_$k($v)\nwhile $o.abs().max() > 1:\n    $o = $o / 2",
-        LAYER,
-        per_part=True,
+        "until_small", "$o = self.layer_$k($v)\nwhile $o.abs().max() > 1:\n    $o = $o / 2", LAYER, per_part=True
     ),
 )
 

@@ -3,8 +3,6 @@
 A name is `read_SOURCE_READER_USE`, say `read_hidden_item_branch`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from random_models.operations import Operation

@@ -1,7 +1,5 @@
 """Smaller cases that go wrong in the same way."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Models made at random, cut at random, run at random: always the plain model. And the judge of `tools/stress.py`."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import hypothesis
@@ -19,10 +17,7 @@ from random_models.shrinking import shrunk
 from random_models.worker import Worker
 
 
-@hypothesis.given(
-    **ANY_MODEL_AND_STEP,
-    data=st.data(),
-)
+@hypothesis.given(**ANY_MODEL_AND_STEP, data=st.data())
 @hypothesis.settings(max_examples=30, suppress_health_check=list(hypothesis.HealthCheck))
 def test_any_model_in_any_stages_is_the_plain_model(program, data, chunks, schedule, checkpoint):
     model, args = random_model(program)

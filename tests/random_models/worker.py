@@ -3,8 +3,6 @@
 `python -m random_models.worker` reads a case, as a line of JSON, and answers with a line of JSON behind a mark.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import faulthandler

@@ -1,7 +1,5 @@
 """Compiles the backend when it is first needed. The library is kept, by its sources and torch's version."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

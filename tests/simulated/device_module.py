@@ -1,7 +1,5 @@
 """`torch.sim`: the simulated devices as torch's modules of devices (`torch.cuda`, `torch.xpu`) present theirs."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import sys

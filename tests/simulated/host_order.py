@@ -5,8 +5,6 @@ queue, an event. What the other queues then comes behind all that the first has 
 two, it does not, though it may have come later this time.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable

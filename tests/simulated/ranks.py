@@ -4,8 +4,6 @@ They are forks of a process without devices that has run nothing: autograd makes
 backward, which the process of the tests may have had.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is asked of a device, of a backend that torch knows."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -97,8 +95,7 @@ def test_generators_of_all_devices_are_restored(two):
 
 
 @pytest.mark.parametrize(
-    ("devices", "drop_in"),
-    each_once([["sim:0", "sim:1"], ["cpu", "sim:2"], ["sim:1", "sim:1"], None], [False, True]),
+    ("devices", "drop_in"), each_once([["sim:0", "sim:1"], ["cpu", "sim:2"], ["sim:1", "sim:1"], None], [False, True])
 )
 def test_a_pipeline_trains_as_the_plain_model_does(devices, drop_in):
     torch.manual_seed(3)

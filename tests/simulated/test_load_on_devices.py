@@ -1,7 +1,5 @@
 """A checkpoint is read onto the devices of the stages: the host holds no whole model."""
 
-from __future__ import annotations
-
 from contextlib import closing
 
 import pytest

@@ -1,7 +1,5 @@
 """The simulated machine reports what is not ordered, of each kind, and nothing that is."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

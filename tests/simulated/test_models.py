@@ -1,7 +1,5 @@
 """Models of every kind are themselves on simulated devices: random ones, and some of the zoo."""
 
-from __future__ import annotations
-
 import pytest
 from random_models.case import draw
 from random_models.judge import judge

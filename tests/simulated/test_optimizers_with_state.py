@@ -1,7 +1,5 @@
 """Optimizers with state of before the pipe step as those of the plain model, whatever the pipe has moved."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

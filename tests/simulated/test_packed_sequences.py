@@ -1,7 +1,5 @@
 """Lengths of packed sequences, and what else torch takes from the CPU only, while stages run on devices."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """A model for which one device has no room is recorded there all the same, parameter by parameter."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

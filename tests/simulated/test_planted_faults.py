@@ -1,7 +1,5 @@
 """What the simulated devices would tell of a runtime that forgets to wait: a fault at a time, each of which is seen."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from dataclasses import replace

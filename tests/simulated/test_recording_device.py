@@ -1,7 +1,5 @@
 """A model that is on the CPU while it is planned is recorded where its stages will run."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """A `StageOptimizer` on simulated devices: each stage on its device's stream, and nothing that is not ordered."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

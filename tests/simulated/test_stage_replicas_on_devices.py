@@ -1,7 +1,5 @@
 """Replicas of stages on simulated devices: copies of weights, sums of gradients, and nothing that is not ordered."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Steps on simulated devices beside the ordinary: statistics of mini-batches, weighted losses, failures, measuring."""
 
-from __future__ import annotations
-
 import copy
 import gc
 

@@ -1,7 +1,5 @@
 """Streams on simulated devices: versions and updates on each device's stream, and nothing that is not ordered."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

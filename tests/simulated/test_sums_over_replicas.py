@@ -4,8 +4,6 @@ Four ranks, each on its simulated device, are a mesh of two replicas of two stag
 between them as NCCL is between GPUs.
 """
 
-from __future__ import annotations
-
 import inspect
 from datetime import timedelta
 
@@ -145,10 +143,7 @@ FAULTS = {
         (DeviceSums, "settle", "if not accelerator.wait_on_host(event, seconds):", "if False:"),
         "read too early",
     ),
-    "a gradient is read before it is there": (
-        (DeviceSums, "take", "self._stream.wait_event(", "("),
-        "read too early",
-    ),
+    "a gradient is read before it is there": ((DeviceSums, "take", "self._stream.wait_event(", "("), "read too early"),
     "no stream is recorded for a gradient": (
         (DeviceSums, "take", "accelerator.keep_for_stream(tensor, self._stream)", "pass"),
         "given back too early",

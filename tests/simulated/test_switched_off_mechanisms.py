@@ -1,7 +1,5 @@
 """The switches of the ablation on simulated devices: with any of them off a step is right, and nothing is unordered."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import sys

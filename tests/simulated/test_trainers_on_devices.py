@@ -1,7 +1,5 @@
 """Trainers that place a model on their device leave a pipe on its own: Trainer, Accelerate, Lightning, Fabric."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import warnings

@@ -1,7 +1,5 @@
 """Training on simulated devices is training: a language model, its optimizer, mixed precision and dropout."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -3,8 +3,6 @@
 Rank r is on sim:r, and simccl (`simulated.communicator`) is between them as NCCL is between GPUs.
 """
 
-from __future__ import annotations
-
 import inspect
 from datetime import timedelta
 
@@ -193,17 +191,10 @@ FAULTS = {
         "given back too early",
     ),
     "a send does not come behind its value": (
-        (
-            "send",
-            "self._sends.setdefault",
-            "with accelerator.current_streams(self._arrivals): self._sends.setdefault",
-        ),
+        ("send", "self._sends.setdefault", "with accelerator.current_streams(self._arrivals): self._sends.setdefault"),
         "read too early",
     ),
-    "what is sent is given back at once": (
-        ("finish_sends", "_wait(work, what)", "pass"),
-        "given back too early",
-    ),
+    "what is sent is given back at once": (("finish_sends", "_wait(work, what)", "pass"), "given back too early"),
     "one communicator for both directions": (
         (
             "connect",

@@ -1,7 +1,5 @@
 """Clusters: which link is between two devices, what a reduction of gradients takes, and plans that heed both."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -170,11 +168,7 @@ def test_a_plan_for_several_nodes_does_not_run_on_the_devices_of_one():
         ({"data_parallel": "auto"}, ArgumentTypeError, "data_parallel='auto'"),
         ({"stages": 2, "data_parallel": 2}, ArgumentError, r"2 x 2 = 4, but .* 4 nodes with 2 devices each: give 8"),
         ({"stages": 4, "data_parallel": 1}, ArgumentError, r"devices: 4, but .* give 8"),
-        (
-            {"example_args": (torch.zeros(6, 64),)},
-            ArgumentError,
-            "6 samples does not divide .*; give 4 or 8",
-        ),
+        ({"example_args": (torch.zeros(6, 64),)}, ArgumentError, "6 samples does not divide .*; give 4 or 8"),
         ({"mesh": ("data", "data")}, ArgumentError, r"mesh=\('data', 'data'\): expected"),
         ({"mesh": "data"}, ArgumentTypeError, "mesh='data'"),
         ({"hardware": None, "stages": 2}, ArgumentError, "data_parallel=4 without hardware"),

@@ -1,7 +1,5 @@
 """Hardware known by its figures, links between devices, and what nodes would take on it."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The zoo: public models in tiny configurations with random weights, and own models, one for each difficulty."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """What an entry of the zoo is: a model and its inputs, made from a seed; and the inputs that many of them take."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 One line each: name, configuration, model, inputs, settings. The package is imported when a model is made.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +13,7 @@ from zoo.entry import TOKENS, Call, Entry, call, images, padding, tokens, vector
 
 HUGGING_FACE: list[Entry] = []
 
-_BODY: dict[str, Any] = {
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-}
+_BODY: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
 _TEXT: dict[str, Any] = _BODY | {"vocab_size": TOKENS, "max_position_embeddings": 64}
 _CAUSAL: dict[str, Any] = _TEXT | {"use_cache": False, "pad_token_id": 0}
 _VISION: dict[str, Any] = _BODY | {"image_size": 32, "patch_size": 8}
@@ -208,12 +201,7 @@ _DPT = _VISION | {
 _LEVELS: dict[str, Any] = {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 8, 16, 16]}
 _SEGFORMER = _LEVELS | {"num_attention_heads": [1, 1, 2, 2], "decoder_hidden_size": 16}
 _PVT = _LEVELS | {"image_size": 64, "num_attention_heads": [1, 1, 2, 2], "mlp_ratios": [2, 2, 2, 2]}
-_MOBILEVIT = {
-    "image_size": 64,
-    "hidden_sizes": [8, 8, 8],
-    "neck_hidden_sizes": [8] * 7,
-    "num_attention_heads": 2,
-}
+_MOBILEVIT = {"image_size": 64, "hidden_sizes": [8, 8, 8], "neck_hidden_sizes": [8] * 7, "num_attention_heads": 2}
 _MASK_FORMER = {
     "hidden_dim": 32,
     "feature_size": 32,

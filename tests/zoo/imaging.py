@@ -1,7 +1,5 @@
 """Models of diffusers and monai: images made, images understood."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

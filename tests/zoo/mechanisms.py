@@ -4,8 +4,6 @@ A place is the dotted name of a function below `fxpipe`, which ran; with a `?` b
 What a user asks for, by an argument or a call, is no matter of the model: `asked_by` says by what.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import inspect

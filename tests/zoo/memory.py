@@ -1,7 +1,5 @@
 """Own models whose difficulty is memory: made in forward, changed in place, seen through views, shared, tied."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

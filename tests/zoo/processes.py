@@ -1,7 +1,5 @@
 """Rows of a model from processes of their own: where one crashes or hangs, that is a row, and the next go on."""
 
-from __future__ import annotations
-
 import json
 import os
 import queue

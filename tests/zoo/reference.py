@@ -7,8 +7,6 @@ model has none) and buffers are. A number may differ by 1e-4 of the largest in i
 beside the others of its kind (a gradient that is zero but for rounding), by 1e-6 of the largest of all.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence

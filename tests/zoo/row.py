@@ -1,7 +1,5 @@
 """A row of the table: what one way made of one model, as plain data."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ What varies is found by trying: dimensions of one size together (ids and their m
 picture in patches of eight). Inputs are cut to their last positions, where padding is, or go on from their beginning.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Own models whose difficulty is what a call leaves behind and reads again, what it decides by, and what it loses."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

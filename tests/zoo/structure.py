@@ -1,7 +1,5 @@
 """Own models whose difficulty is what goes in, what comes out, and where the batch is."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

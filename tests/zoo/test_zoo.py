@@ -3,8 +3,6 @@
 `make coverage` runs the whole zoo; here are all own models, and some of transformers.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -3,8 +3,6 @@
 Each row is printed as a line of JSON behind a mark, since libraries print what they like.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

@@ -1,7 +1,5 @@
 """The ways to take a model apart, each run on one entry and judged against the plain model."""
 
-from __future__ import annotations
-
 import operator
 import time
 from collections.abc import Callable, Sequence
@@ -15,18 +13,7 @@ from torch.utils import _pytree as pytree
 import fxpipe
 from fxpipe.errors import FxpipeError, InternalError, StateError
 from zoo.entry import Call, Entry
-from zoo.reference import (
-    CHUNKS,
-    STEP_SEED,
-    Comparison,
-    Leaves,
-    Step,
-    back,
-    compare,
-    direct_step,
-    flat,
-    micro_batches,
-)
+from zoo.reference import CHUNKS, STEP_SEED, Comparison, Leaves, Step, back, compare, direct_step, flat, micro_batches
 from zoo.row import AT_SIZES, Row
 from zoo.sizes import MANY_GRAPHS, with_sizes
 

@@ -1,7 +1,5 @@
 """A function with a backward of its own keeps it, through whatever it is called; else it is refused."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -1,7 +1,5 @@
 """Errors of torch that have no type are told by their text, in one file; errors of fxpipe by types and fields."""
 
-from __future__ import annotations
-
 import ast
 import pathlib
 from collections.abc import Callable
@@ -12,12 +10,7 @@ from helpers.partition_problems import partition
 from torch.autograd.graph import saved_tensors_hooks
 
 import fxpipe
-from fxpipe._torch.error_messages import (
-    forbids_saved_tensor_hooks,
-    has_no_way_back,
-    is_out_of_memory,
-    requested_bytes,
-)
+from fxpipe._torch.error_messages import forbids_saved_tensor_hooks, has_no_way_back, is_out_of_memory, requested_bytes
 from fxpipe.errors import PartitionError, TooManyStagesError
 
 

@@ -1,7 +1,5 @@
 """What the caller has around its code holds in the workers, where plain torch has it, and nowhere else."""
 
-from __future__ import annotations
-
 import contextvars
 import copy
 import importlib.util

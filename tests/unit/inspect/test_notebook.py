@@ -1,7 +1,5 @@
 """What notebooks show of plans, pipes, simulations and records; and what `print(pipe)` says before the model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from html.parser import HTMLParser
 

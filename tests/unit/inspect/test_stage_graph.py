@@ -1,7 +1,5 @@
 """Plans as lanes: what stands where in the picture, asked of the data."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import combinations, pairwise
 

@@ -1,7 +1,5 @@
 """What planning decides, through the public API: cuts within memory, recomputation, balance, order, and by what."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import re

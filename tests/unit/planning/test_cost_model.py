@@ -1,7 +1,5 @@
 """Graphs in plain numbers: what a cut is said to send, to hold and to keep is what its stages do when they run."""
 
-from __future__ import annotations
-
 import functools
 import operator
 import random

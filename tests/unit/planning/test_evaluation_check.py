@@ -1,7 +1,5 @@
 """A pipe that trains and will be refused when it is evaluated says so when it is planned, and no other pipe does."""
 
-from __future__ import annotations
-
 import copy
 import random
 import warnings

@@ -1,7 +1,5 @@
 """Plans that are used again: in another mode than they were made in, and with other numbers of samples and chunks."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Cuts by hand through the whole pipe: names, maps of modules, pins and marks; what is left free is balanced."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

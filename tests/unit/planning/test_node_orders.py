@@ -1,7 +1,5 @@
 """The order of nodes that planning chooses: never a slower one, and whatever it is, the plain model bit for bit."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

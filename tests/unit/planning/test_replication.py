@@ -1,7 +1,5 @@
 """PipeDream's planner over graphs: which stages have how many replicas, what is shown of them, what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import combinations
 from typing import Any

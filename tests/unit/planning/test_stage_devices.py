@@ -1,7 +1,5 @@
 """Where stages run: hardware that is not here, links, devices that are not equal, and the memory that they have."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The memory of a stage is one number: for the cut, the plan, the simulated step, and what is shown of them."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What workers cost each other is measured on the nodes that take longest, alone and at once."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Costs in the batch and in dynamic sizes: the formulas are what a run at other sizes really saves, makes and sends."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

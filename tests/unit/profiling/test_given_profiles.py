@@ -1,7 +1,5 @@
 """Profiles that were made before, given to planning."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -36,11 +34,7 @@ def test_a_profile_made_before_is_used_and_nothing_is_run(request: pytest.Fixtur
     profile = profile_of(model, x, budget=0.05)
     profile.save(tmp_path / "profile.json")
     request.getfixturevalue("nothing_is_measured")
-    of_file = [
-        tmp_path / "profile.json",
-        str(tmp_path / "profile.json"),
-        Profile.load(tmp_path / "profile.json"),
-    ]
+    of_file = [tmp_path / "profile.json", str(tmp_path / "profile.json"), Profile.load(tmp_path / "profile.json")]
     for given in (profile, *of_file):
         plan = fxpipe.plan(model, 3, example_args=(x,), chunks=CHUNKS, profile=given)
         costs = {cost.name: cost for cost in profile.nodes}

@@ -1,7 +1,5 @@
 """The loss is costed like a node: on the last stage, in F, in its memory, and for any size and hardware."""
 
-from __future__ import annotations
-
 import gc
 import time
 import weakref

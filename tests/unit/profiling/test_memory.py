@@ -1,7 +1,5 @@
 """FLOPs, bytes taken for a moment, and formulas of all that is counted; the model stays as it was."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the nodes of a graph cost: bytes exactly, seconds as far as they can be told; the model stays as it was."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

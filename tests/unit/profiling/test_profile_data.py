@@ -1,7 +1,5 @@
 """Profiles as files: what is saved is what is loaded; what is damaged or of another graph is refused."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

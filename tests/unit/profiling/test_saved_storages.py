@@ -1,7 +1,5 @@
 """What autograd keeps, to the byte: each stage of a cut runs for real, and hooks show which storages it saves."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Zeros in place of products: where, in what memory, and that nothing which is counted changes by them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any

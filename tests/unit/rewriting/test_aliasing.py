@@ -1,7 +1,5 @@
 """From which node a stage makes again what shares its memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Rewriting: stage code, devices, the state of the thread, random nodes, where no cut may stand."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

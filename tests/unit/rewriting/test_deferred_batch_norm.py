@@ -5,8 +5,6 @@ then sees those of a mini-batch put together, in the order of its calls. The gra
 micro-batches.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import defaultdict
 from collections.abc import Callable

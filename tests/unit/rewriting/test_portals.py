@@ -1,7 +1,5 @@
 """Skips: found for the values that skip a stage and for no others, sent once, straight, and freed after use."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

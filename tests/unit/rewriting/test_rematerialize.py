@@ -1,7 +1,5 @@
 """Values that stages compute for themselves: which may be, which had better be, and that nothing else changes."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
@@ -244,10 +242,7 @@ def test_copies_run_under_the_state_of_their_own_place():
         cuts.check(starts, 2, ("1f1b", "drop-in")[k % 2])
 
 
-@hypothesis.given(
-    **ANY_MODEL_AND_STEP,
-    seed=st.integers(0, 2**20),
-)
+@hypothesis.given(**ANY_MODEL_AND_STEP, seed=st.integers(0, 2**20))
 @hypothesis.settings(max_examples=25, suppress_health_check=list(hypothesis.HealthCheck))
 def test_any_model_with_any_copies_is_the_plain_model(program, seed, chunks, schedule, checkpoint):
     model, args = random_model(program)

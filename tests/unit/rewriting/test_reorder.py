@@ -1,7 +1,5 @@
 """Another order of the nodes: fewer bytes across the cuts, and the plain model bit for bit."""
 
-from __future__ import annotations
-
 import functools
 import random
 import sys
@@ -257,11 +255,7 @@ def test_the_plain_model_bit_for_bit(number, model):
             )
 
 
-@hypothesis.given(
-    **ANY_MODEL_AND_STEP,
-    seed=st.integers(0, 2**20),
-    how=st.sampled_from(["ordered", "shuffled"]),
-)
+@hypothesis.given(**ANY_MODEL_AND_STEP, seed=st.integers(0, 2**20), how=st.sampled_from(["ordered", "shuffled"]))
 @hypothesis.settings(max_examples=30, suppress_health_check=list(hypothesis.HealthCheck))
 def test_any_model_in_any_order_in_any_stages_is_the_plain_model(program, seed, chunks, schedule, checkpoint, how):
     model, args = random_model(program)

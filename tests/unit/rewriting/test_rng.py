@@ -1,7 +1,5 @@
 """Random nodes: every random function of torch draws what torch draws, by seed, alone, whatever runs meanwhile."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import random

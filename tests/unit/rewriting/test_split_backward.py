@@ -1,7 +1,5 @@
 """Backward in two, B of inputs and W of weights: the same bits as in one."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 from collections import Counter
@@ -23,15 +21,7 @@ import fxpipe
 from fxpipe.rewriting import forbidden_cuts
 from fxpipe.rewriting.program import WeightGradientTape
 from fxpipe.rewriting.split_backward import split_stage_backward
-from fxpipe.rewriting.weight_gradients import (
-    ADDMM,
-    BMM,
-    LINEAR,
-    MATMUL,
-    convolution_kind,
-    split_embedding,
-    split_node,
-)
+from fxpipe.rewriting.weight_gradients import ADDMM, BMM, LINEAR, MATMUL, convolution_kind, split_embedding, split_node
 from fxpipe.runtime import BoundProgram, Engine, ThreadedExecutor, wire_program
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.step_inputs import GivenInputs

@@ -1,7 +1,5 @@
 """Nothing lives longer than it must: what crosses between stages, graphs, outputs, and the step itself."""
 
-from __future__ import annotations
-
 import weakref
 from collections import defaultdict
 

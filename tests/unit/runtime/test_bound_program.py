@@ -1,7 +1,5 @@
 """The tensors of the model in a step: found by name, anew in each step, each module once."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from typing import Any

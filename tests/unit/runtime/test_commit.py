@@ -1,7 +1,5 @@
 """How gradients leave a step. Tensors of the meta device stand for those of a GPU, of which autograd asks no stream."""
 
-from __future__ import annotations
-
 import contextvars
 import copy
 import threading

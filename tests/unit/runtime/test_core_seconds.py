@@ -1,7 +1,5 @@
 """How long actions had a core: beside a simulation it says whether a slow step is the plan's fault or the machine's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

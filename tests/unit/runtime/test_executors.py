@@ -1,7 +1,5 @@
 """Executors drive the rows of a step, end with it, and hand its failure on."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading

@@ -1,7 +1,5 @@
 """A failure anywhere reaches the caller as itself, changes nothing, hangs nothing, and the next call works."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

@@ -1,7 +1,5 @@
 """A pipe with one worker, on the CPU, runs in the thread that calls."""
 
-from __future__ import annotations
-
 import contextvars
 import copy
 import threading

@@ -1,7 +1,5 @@
 """From the first step to the last reference: nothing is left behind, in threads, tensors or processes."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io
@@ -502,10 +500,7 @@ def run_script():
 
 EXITS = {
     "idle, with a forward in flight": ("loss = pipe(x).sum()", 0),
-    "by sys.exit inside loss_fn": (
-        "pipe.forward_backward(x, target=x, loss_fn=lambda y, t: sys.exit(3))",
-        3,
-    ),
+    "by sys.exit inside loss_fn": ("pipe.forward_backward(x, target=x, loss_fn=lambda y, t: sys.exit(3))", 3),
     "while another thread steps": (
         """
         def run():

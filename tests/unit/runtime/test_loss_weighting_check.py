@@ -1,7 +1,5 @@
 """When elements of a loss count the same in all micro-batches, and when they do not."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """`forward_backward` and losses of every kind: the oracle is `loss_fn(model(x), target).backward()` in plain torch."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import threading

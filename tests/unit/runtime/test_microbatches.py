@@ -1,7 +1,5 @@
 """A mini-batch cut into parts, and put together again."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

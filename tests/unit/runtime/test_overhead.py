@@ -1,7 +1,5 @@
 """What an action costs, in counts: seconds differ from run to run, calls do not."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """The benchmark's undisturbed step: what actions take of a core, put together in the order of the schedule."""
 
-from __future__ import annotations
-
 import importlib.util
 from types import ModuleType
 

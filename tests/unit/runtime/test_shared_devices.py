@@ -1,7 +1,5 @@
 """Several stages on a device: the same bits as the plain model, by as many workers as there are devices."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import re
@@ -10,12 +8,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.case_steps import (
-    BATCH,
-    assert_training_steps,
-    case_and_pipe,
-    set_options,
-)
+from helpers.case_steps import BATCH, assert_training_steps, case_and_pipe, set_options
 from helpers.models import TiedAtBothEnds, token_loss, tokens
 from helpers.oracle import closing
 from helpers.tried_orders import InterleavedExecutor, JitteredExecutor

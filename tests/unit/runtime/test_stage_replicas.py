@@ -1,7 +1,5 @@
 """Stages whose replicas take micro-batches in turn, in one process, train as the plain model does."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Updates within a step, in whatever order the fences allow: weights change when all that reads them has ended."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

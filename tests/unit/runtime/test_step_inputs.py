@@ -1,7 +1,5 @@
 """Micro-batches of one step: cut, or handed over, of one program or of several that fit together."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`pipe.last_step`: what each action did, what went between them, and the trace that viewers open."""
 
-from __future__ import annotations
-
 import json
 import time
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Streams come to the same bits in whatever order workers come to their actions, and hold no more than they need."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,5 @@
 """Streams over stages with replicas come, bit for bit, to the weights of delayed updates by rounds of mini-batches."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from dataclasses import replace

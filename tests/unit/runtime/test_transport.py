@@ -1,7 +1,5 @@
 """Tensors between devices are alike to the last stride; that copies are ordered is seen on simulated devices."""
 
-from __future__ import annotations
-
 import copy
 import random
 

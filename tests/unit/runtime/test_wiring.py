@@ -1,7 +1,5 @@
 """What an action waits for: makers of what it receives, users who send gradients back, and the loss."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

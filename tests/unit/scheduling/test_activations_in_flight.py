@@ -1,7 +1,5 @@
 """Micro-batches in flight, and those with all their activations: against the sets of them that are there."""
 
-from __future__ import annotations
-
 from helpers.schedule_cases import some_backwards_whole
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """A schedule of one's own: a table or a function, checked against what it is to run on, and run."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import re

@@ -1,7 +1,5 @@
 """All schedules that are known by name: what they look like, and in closed forms what they keep and how they idle."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows of replicas: which run, how much they keep, and how long a step with them takes."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """Schedules as data: what they look like, that they can run, and that what cannot run is refused with a reason."""
 
-from __future__ import annotations
-
 import ast
 import doctest
 import importlib
@@ -279,61 +277,29 @@ def test_bad_text_is_refused(text, words):
 @pytest.mark.parametrize(
     ("text", "words", "grid"),
     [
-        (
-            "0F0 0F0 0F1 0B0 0B1",
-            "0F0 stands there 2 times: keep one",
-            "device 0: >0F0< >0F0< 0F1 0B0 0B1",
-        ),
+        ("0F0 0F0 0F1 0B0 0B1", "0F0 stands there 2 times: keep one", "device 0: >0F0< >0F0< 0F1 0B0 0B1"),
         (
             "0F0 0F1 0B0",
             "0B1 is missing (1 of 2): every stage has B for every micro-batch, or the schedule has no B at all",
             "device 0: 0F0 0F1 0B0",
         ),
-        (
-            "0B0 0F0 0F1 0B1",
-            "0B0 stands before 0F0, which it needs",
-            "device 0: >0B0< 0F0 0F1 0B1",
-        ),
-        (
-            "0F0 0F1 0B0 0R0 0B1",
-            "0B0 stands before 0R0, which it needs",
-            "device 0: 0F0 0F1 >0B0< 0R0 0B1",
-        ),
-        (
-            "0R0 0F0 0F1 0B0 0B1",
-            "0R0 stands before 0F0, which it needs",
-            "device 0: >0R0< 0F0 0F1 0B0 0B1",
-        ),
+        ("0B0 0F0 0F1 0B1", "0B0 stands before 0F0, which it needs", "device 0: >0B0< 0F0 0F1 0B1"),
+        ("0F0 0F1 0B0 0R0 0B1", "0B0 stands before 0R0, which it needs", "device 0: 0F0 0F1 >0B0< 0R0 0B1"),
+        ("0R0 0F0 0F1 0B0 0B1", "0R0 stands before 0F0, which it needs", "device 0: >0R0< 0F0 0F1 0B0 0B1"),
         (
             "0F0 0F1 0R0",
             "0R0 is of no use in a schedule without B: add every B, or take it out",
             "device 0: 0F0 0F1 >0R0<",
         ),
-        (
-            "0F0 0F1 0W0 0B0 0B1 0W1",
-            "0W0 stands before 0B0, which it needs",
-            "device 0: 0F0 0F1 >0W0< 0B0 0B1 0W1",
-        ),
-        (
-            "0F0 0F1 0B0 0U1 0B1",
-            "0U1 stands before 0B1, which it needs",
-            "device 0: 0F0 0F1 0B0 >0U1< 0B1",
-        ),
+        ("0F0 0F1 0W0 0B0 0B1 0W1", "0W0 stands before 0B0, which it needs", "device 0: 0F0 0F1 >0W0< 0B0 0B1 0W1"),
+        ("0F0 0F1 0B0 0U1 0B1", "0U1 stands before 0B1, which it needs", "device 0: 0F0 0F1 0B0 >0U1< 0B1"),
         (
             "0F0 0F1 0B0 0U0 0B1",
             "stage 0 is updated, but not with its last micro-batches: 0U1 is missing",
             "device 0: 0F0 0F1 0B0 0U0 0B1",
         ),
-        (
-            "0F0 0F1 1F0",
-            "1F0 is for stage 1; stages are 0 to 0",
-            "device 0: 0F0 0F1 >1F0<",
-        ),
-        (
-            "0F0 0F1 0F2",
-            "0F2 is for micro-batch 2; micro-batches are 0 to 1",
-            "device 0: 0F0 0F1 >0F2<",
-        ),
+        ("0F0 0F1 1F0", "1F0 is for stage 1; stages are 0 to 0", "device 0: 0F0 0F1 >1F0<"),
+        ("0F0 0F1 0F2", "0F2 is for micro-batch 2; micro-batches are 0 to 1", "device 0: 0F0 0F1 >0F2<"),
     ],
 )
 def test_illegal_row_is_shown_with_its_fault(text, words, grid):

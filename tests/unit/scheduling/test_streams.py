@@ -1,7 +1,5 @@
 """Rows of streams: in the order of the papers, with no more versions of weights than they have."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import product

@@ -1,7 +1,5 @@
 """The tables of `torch.distributed.pipelining`: each is accepted as it is, and runs to the bits of the plain model."""
 
-from __future__ import annotations
-
 import copy
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Devices that share memory and caches are slower while others are at work, and only then."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The host queues what devices compute: how long a step takes where it is too slow, and that it else costs nothing."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """When reductions of gradients start and end, and what of them a step is longer by: closed forms."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

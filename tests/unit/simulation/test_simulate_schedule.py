@@ -1,7 +1,5 @@
 """Simulated times and bytes against closed forms and a slow world, and a drawing that a person would make."""
 
-from __future__ import annotations
-
 import doctest
 from collections import deque
 from itertools import product
@@ -13,13 +11,7 @@ from hypothesis import given, settings
 import fxpipe.simulation
 import fxpipe.simulation.costs
 from fxpipe.errors import ArgumentError, ScheduleError
-from fxpipe.scheduling import (
-    Action,
-    ActionKind,
-    Schedule,
-    make_schedule,
-    parse_schedule,
-)
+from fxpipe.scheduling import Action, ActionKind, Schedule, make_schedule, parse_schedule
 from fxpipe.simulation import MemoryTimeline, Simulation, Span, StageCost, Transfer, simulate_schedule, transfers_of
 
 SIZES = list(product(range(1, 7), range(1, 9)))

@@ -1,7 +1,5 @@
 """`fxpipe.simulate`: plans as they are and otherwise; and the simulator against published figures."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle

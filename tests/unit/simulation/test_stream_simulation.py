@@ -1,7 +1,5 @@
 """A simulated stream: each mini-batch takes F + B + U of the slowest stage, and schedules are compared per sample."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What is asked of a device, of whatever make; devices that are none stand for it."""
 
-from __future__ import annotations
-
 import types
 
 import pytest

@@ -1,7 +1,5 @@
 """Samples of micro-batches, and the dimension of an input that holds them."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

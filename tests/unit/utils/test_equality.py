@@ -1,7 +1,5 @@
 """Equality of values, by its examples and of what `==` does not say in one word."""
 
-from __future__ import annotations
-
 import doctest
 import math
 

@@ -1,7 +1,5 @@
 """Threads that plan end where the interpreter does: at a cancellation point, and never inside torch."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Polynomials in sizes: values, sums and products, what they print, files, and those through what was counted."""
 
-from __future__ import annotations
-
 import doctest
 import json
 import math

@@ -1,7 +1,5 @@
 """Expressions of sympy as polynomials, or as polynomials that are nowhere less."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from itertools import product
 

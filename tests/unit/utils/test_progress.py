@@ -1,7 +1,5 @@
 """Long steps show a bar on a terminal and in a notebook, and a line in a log."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import re

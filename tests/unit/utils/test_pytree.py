@@ -1,7 +1,5 @@
 """Inputs, outputs and targets of any structure: what a user has goes in as it is, and what forward makes comes out."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections import OrderedDict, UserDict, defaultdict, namedtuple

@@ -1,7 +1,5 @@
 """Bytes and seconds as people read them."""
 
-from __future__ import annotations
-
 import pytest
 
 from fxpipe.utils.units import human_bytes, human_seconds

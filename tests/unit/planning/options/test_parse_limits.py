@@ -1,7 +1,5 @@
 """Limits of memory: what is accepted, and what is refused how."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A pipe for each schedule by name: where it puts stages, that planning counts what they hold, and what it refuses."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What stages hand each other over processes: relays by cut, the seconds of a message, and steps that know both."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Plans of graphs with dynamic sizes: figures at any size, limits at the largest, files, and what balance becomes."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a plan notes about its cut beside the figures of stages: portals, tied parameters, modules kept whole."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What an action costs beside the operations of its stage: each has it, on the CPU only, however short it is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

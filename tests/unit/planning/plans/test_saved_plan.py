@@ -1,7 +1,5 @@
 """Plans as data: their formulas and values, and their files, whole or damaged."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

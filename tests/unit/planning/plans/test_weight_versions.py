@@ -1,7 +1,5 @@
 """Plans for streams count the versions of the weights: in memory, in limits, in simulations, and in what is printed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """chunks="auto": the number of micro-batches is for the largest mini-batch that trains, not for the first one met."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Pipeline x data on the devices of a cluster, as the tuner chooses it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

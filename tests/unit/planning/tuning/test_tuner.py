@@ -1,7 +1,5 @@
 """`fxpipe.tune`, and what is left to it by chunks="auto" and schedule="auto"."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from typing import Any

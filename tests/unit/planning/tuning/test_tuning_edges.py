@@ -1,7 +1,5 @@
 """Where tuning could go wrong without a word: modes and schedules of one's own, what measuring leaves behind."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from types import SimpleNamespace
