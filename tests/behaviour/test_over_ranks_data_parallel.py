@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import os
-import time
 import warnings
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from helpers.rank_models import DENSE_CUTS, MIXED_CUTS, Dense, Mixed, padded_loss, token_loss, tokens
-from helpers.ranks import Ranks, square_mesh
+from helpers.ranks import Ranks, raised, square_mesh
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -160,20 +159,12 @@ def test_replicas_may_have_inputs_of_different_lengths(four_ranks):
     same_as_the_plain_model(four_ranks, Mixed, OTHER_LENGTHS, padded_loss, 2)
 
 
-def caught(function, *arguments, **named):
-    start = time.monotonic()
-    with pytest.raises(BaseException) as info:  # noqa: PT011
-        function(*arguments, **named)
-    notes = "\n".join(getattr(info.value, "__notes__", []))
-    return type(info.value), f"{info.value}\n{notes}", time.monotonic() - start
-
-
 def unequal_lengths(mesh, chunks):
     torch.manual_seed(0)
     model, replica = Mixed(0.0), square_mesh()["data"].get_local_rank()
     pipe = pipe_of(model, tokens(6, 5, 1)[0], chunks=chunks, balance=MIXED_CUTS[2])
     x, t = tokens(6, (5, 9)[replica], 2)
-    error = caught(pipe.forward_backward, x, target=t, loss_fn=token_loss)
+    error = raised(pipe.forward_backward, x, target=t, loss_fn=token_loss)
     assert all(p.grad is None for p in pipe.parameters())
     x, t = tokens(6, 5, 2)
     return error, pipe.forward_backward(x, target=t, loss_fn=token_loss).item()
@@ -393,10 +384,10 @@ def clip(mesh, max_norm, norm_type):
     gradients = {name: p.grad.clone() for name, p in pipe.named_parameters()}
     first = next(pipe.parameters())
     first.grad = torch.full_like(first, float("inf")) if mesh.get_rank() % 2 else first.grad
-    error = caught(fxpipe.distributed.clip_grad_norm_, pipe, 1.0, error_if_nonfinite=True)
+    error = raised(fxpipe.distributed.clip_grad_norm_, pipe, 1.0, error_if_nonfinite=True)
     with pipe.no_sync():
         pipe.forward_backward(x, target=t, loss_fn=token_loss)
-    return norm, gradients, error, caught(fxpipe.distributed.clip_grad_norm_, pipe, 1.0)
+    return norm, gradients, error, raised(fxpipe.distributed.clip_grad_norm_, pipe, 1.0)
 
 
 @pytest.mark.parametrize(("max_norm", "norm_type"), [(0.1, 2.0), (0.05, float("inf"))])
@@ -524,10 +515,10 @@ def fail_in_one_replica(mesh, where):
 
     handle = None
     if where == "loss":
-        error = caught(pipe.forward_backward, x, target=t, loss_fn=loss_fn)
+        error = raised(pipe.forward_backward, x, target=t, loss_fn=loss_fn)
     else:
         handle = next(iter(pipe.parameters())).register_hook(hook) if mesh.get_rank() == 2 else None
-        error = caught(pipe.forward_backward, x, target=t, loss_fn=token_loss)
+        error = raised(pipe.forward_backward, x, target=t, loss_fn=token_loss)
     assert all(map(torch.equal, gradients, [p.grad for p in pipe.parameters()]))
     if handle is not None:
         handle.remove()
@@ -555,24 +546,24 @@ def misuse(mesh):
     replica = mesh["data"].get_local_rank()
     x = torch.randn(4, 4)
     errors = [
-        caught(fxpipe.pipeline, Dense(), mesh, 2),
-        caught(fxpipe.pipeline, Dense(), mesh["pipe"], 2, data_parallel=mesh),
-        caught(fxpipe.pipeline, Dense(), mesh["pipe"], 2, data_parallel=mesh["pipe"]),
-        caught(fxpipe.pipeline, Dense(), mesh["pipe"], 2, data_parallel=4),
-        caught(fxpipe.pipeline, Dense(), ["cpu"] * 2, 2, data_parallel=mesh["data"]),
-        caught(pipe_of, Dense(), x, schedule=("1f1b", "gpipe")[replica]),
-        caught(pipe_of, nn.parallel.DistributedDataParallel(Dense(), process_group=mesh["data"].get_group()), x),
+        raised(fxpipe.pipeline, Dense(), mesh, 2),
+        raised(fxpipe.pipeline, Dense(), mesh["pipe"], 2, data_parallel=mesh),
+        raised(fxpipe.pipeline, Dense(), mesh["pipe"], 2, data_parallel=mesh["pipe"]),
+        raised(fxpipe.pipeline, Dense(), mesh["pipe"], 2, data_parallel=4),
+        raised(fxpipe.pipeline, Dense(), ["cpu"] * 2, 2, data_parallel=mesh["data"]),
+        raised(pipe_of, Dense(), x, schedule=("1f1b", "gpipe")[replica]),
+        raised(pipe_of, nn.parallel.DistributedDataParallel(Dense(), process_group=mesh["data"].get_group()), x),
     ]
     sharded = Dense()
     fully_shard(sharded, mesh=mesh["data"])
-    errors.append(caught(pipe_of, sharded, x))
+    errors.append(raised(pipe_of, sharded, x))
     pipe = pipe_of(Dense(), x)
     with pipe.no_sync() if replica else contextlib.nullcontext():
-        errors.append(caught(pipe.forward_backward, x, target=x, loss_fn=F.mse_loss))
+        errors.append(raised(pipe.forward_backward, x, target=x, loss_fn=F.mse_loss))
     reduction = ("mean", "sum")[replica]
-    errors.append(caught(pipe.forward_backward, x, target=x, loss_fn=F.mse_loss, reduction=reduction))
+    errors.append(raised(pipe.forward_backward, x, target=x, loss_fn=F.mse_loss, reduction=reduction))
     next(pipe.parameters()).requires_grad_(replica == 0)
-    errors.append(caught(pipe.forward_backward, x, target=x, loss_fn=F.mse_loss))
+    errors.append(raised(pipe.forward_backward, x, target=x, loss_fn=F.mse_loss))
     next(pipe.parameters()).requires_grad_(True)
     assert pipe.forward_backward(x, target=x, loss_fn=F.mse_loss) > 0
     return [(issubclass(kind, FxpipeError), text) for kind, text, _ in errors]
@@ -612,7 +603,7 @@ def die_in_one_replica(mesh):
             os.kill(os.getpid(), 9)
         return token_loss(out, target)
 
-    return caught(pipe.forward_backward, x, target=t, loss_fn=loss_fn)
+    return raised(pipe.forward_backward, x, target=t, loss_fn=loss_fn)
 
 
 def test_a_rank_that_is_gone_is_named_in_all_replicas():

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers.ranks import Ranks
+from helpers.ranks import Ranks, raised
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD
@@ -39,15 +39,6 @@ def pipe_on(mesh, timeout=30.0, model=None, **options):
     return fxpipe.pipeline(
         model, mesh, 4, example_args=(torch.ones(8, 4),), balance=["first"], timeout=timeout, **QUICK | options
     )
-
-
-def raised(function, *arguments, **named):
-    """The exception of a call, its notes and the seconds that it took."""
-    start = time.monotonic()
-    with pytest.raises(BaseException) as caught:  # noqa: PT011
-        function(*arguments, **named)
-    notes = "\n".join(getattr(caught.value, "__notes__", []))
-    return type(caught.value), f"{caught.value}\n{notes}", time.monotonic() - start
 
 
 def fail_in_loss(mesh, rounds):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from helpers import oracle
 from helpers.delayed_updates import RULES, train_delayed
-from helpers.residual_blocks import WIDTH, Stumbling, batches, blocks
+from helpers.residual_blocks import WIDTH, Rows, Stumbling, assert_same, batches, blocks, momentum, sgd, train
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -57,27 +57,8 @@ def shared():
         yield pipe_of
 
 
-def sgd(pipe, **options):
-    return StageOptimizer(pipe, torch.optim.SGD, lr=0.1, momentum=0.9, **options)
-
-
-def momentum(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
 def delayed(plain, data):
     return train_delayed([*plain], data, F.mse_loss, momentum, RULES["stashing"])[0]
-
-
-def train(pipe, data, optimizer=None, **options):
-    stream = pipe.train_stream(data, loss_fn=F.mse_loss, optimizer=optimizer or sgd(pipe), **options)
-    return stream, list(stream)
-
-
-def assert_same(model, plain):
-    for (name, have), want in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
-        assert torch.equal(have, want), name
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 OPTIMIZERS = {
@@ -253,14 +234,6 @@ def test_losses_before_a_mini_batch_that_cannot_be_read_come_first(shared):
 
 def test_another_shape_waits_for_those_before_it_to_end():
     """It needs another graph: versions begin anew, as in a stream of its own."""
-
-    class Rows(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x):
-            return torch.tanh(self.linear(x)) * x.shape[1] if x.dim() == 3 else torch.tanh(self.linear(x))
 
     torch.manual_seed(0)
     plain = nn.Sequential(Rows(), Rows())

@@ -17,6 +17,7 @@ import pickle
 import shutil
 import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -47,6 +48,15 @@ def _warm_up() -> None:
 def square_mesh() -> DeviceMesh:
     """Two replicas of two stages; called on each of four ranks."""
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
+
+
+def raised(function: Callable[..., Any], *arguments: Any, **named: Any) -> tuple[type[BaseException], str, float]:
+    """The exception of a call, its text with its notes, and the seconds that it took."""
+    start = time.monotonic()
+    with pytest.raises(BaseException) as caught:  # noqa: PT011
+        function(*arguments, **named)
+    notes = "\n".join(getattr(caught.value, "__notes__", []))
+    return type(caught.value), f"{caught.value}\n{notes}", time.monotonic() - start
 
 
 class RankFailedError(Exception):

@@ -1,9 +1,12 @@
-"""A model of small residual blocks, its mini-batches, and an optimizer that fails once, for tests of streams."""
+"""A model of small residual blocks, its mini-batches and how streams train it, and an optimizer that fails once."""
 
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from fxpipe.optim import StageOptimizer
 
 WIDTH = 5
 
@@ -42,3 +45,34 @@ class Stumbling(torch.optim.SGD):
         if Stumbling.steps == 5:
             raise OSError("stumbled")
         super().step()
+
+
+class Rows(nn.Module):
+    """Another graph for inputs of three dimensions."""
+
+    def __init__(self, width: int = WIDTH):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) * x.shape[1] if x.dim() == 3 else torch.tanh(self.linear(x))
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def sgd(pipe, **options):
+    return StageOptimizer(pipe, torch.optim.SGD, lr=0.1, momentum=0.9, **options)
+
+
+def train(pipe, data, optimizer=None, loss_fn=F.mse_loss, **options):
+    """A stream that has ended, and its losses."""
+    stream = pipe.train_stream(data, loss_fn=loss_fn, optimizer=optimizer or sgd(pipe), **options)
+    return stream, list(stream)
+
+
+def assert_same(model, plain):
+    for (name, have), want in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+        assert torch.equal(have, want), name
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from helpers.delayed_updates import RULES, rule_of_replicas, train_delayed
 from helpers.oracle import closing
 from helpers.plan_hardware import hardware, narrow_then_wide
-from helpers.residual_blocks import WIDTH, Block, Stumbling, batches, blocks
+from helpers.residual_blocks import WIDTH, Block, Rows, Stumbling, assert_same, batches, blocks, momentum, sgd, train
 from helpers.tried_orders import InterleavedExecutor, JitteredExecutor
 from torch import nn
 
@@ -37,30 +37,11 @@ def piped(model, replicas, schedule="pipedream", chunks="auto", executor=None, *
     return closing(pipe)
 
 
-def momentum(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def sgd(pipe, **options):
-    return StageOptimizer(pipe, torch.optim.SGD, lr=0.1, momentum=0.9, **options)
-
-
-def train(pipe, data, optimizer=None, loss_fn=F.mse_loss, **options):
-    stream = pipe.train_stream(data, loss_fn=loss_fn, optimizer=optimizer or sgd(pipe), **options)
-    return stream, list(stream)
-
-
 def delayed(plain, data, replicas, optimizer=momentum):
     """Weight stashing, each mini-batch as a whole."""
     return train_delayed(
         [*plain], data, F.mse_loss, optimizer, rule_of_replicas(replicas), replicas=replicas, rounds=replicas
     )
-
-
-def assert_same(model, plain):
-    for (name, have), want in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
-        assert torch.equal(have, want), name
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("replicas", REPLICAS)
@@ -272,14 +253,6 @@ def test_a_stream_that_ends_within_a_round_is_updated_by_the_mean_of_what_came(c
 
 def test_another_shape_ends_the_rounds_before_it():
     """In the middle of a round: then turns of replicas and rounds do not begin together any more."""
-
-    class Rows(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x):
-            return torch.tanh(self.linear(x)) * x.shape[1] if x.dim() == 3 else torch.tanh(self.linear(x))
 
     torch.manual_seed(0)
     plain, replicas = nn.Sequential(Rows(), Rows()), (2, 3)
