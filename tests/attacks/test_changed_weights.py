@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.case_steps import set_options
-from helpers.oracle import closing
 from torch import nn
 
 import fxpipe
@@ -172,7 +171,7 @@ def both(one: dict[str, Any], other: dict[str, Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def pipe():
-    with closing(fxpipe.pipeline(Model(), ["cpu", "cpu"], 2, example_args=inputs(), progress=False)) as pipe:
+    with fxpipe.pipeline(Model(), ["cpu", "cpu"], 2, example_args=inputs(), progress=False) as pipe:
         pipe(*inputs())  # its workers start
         yield pipe
 

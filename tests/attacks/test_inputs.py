@@ -126,7 +126,7 @@ def test_the_gradient_of_a_tensor_that_is_given_twice():
     model = Asking(skips_what_it_knows)
     x, own = values(0).requires_grad_(), values(0).requires_grad_()
     model(own, own).sum().backward()
-    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2)) as pipe:
+    with fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2) as pipe:
         pipe(x, x).sum().backward()
     torch.testing.assert_close(x.grad, own.grad)
 
@@ -441,7 +441,7 @@ class Through(nn.Module):
 @pytest.mark.parametrize("grad", [False, True])
 def test_an_output_that_is_an_input_is_the_same_object(grad):
     x, mask = values(0).requires_grad_(grad), torch.ones(4)
-    with closing(fxpipe.pipeline(Through(), ["cpu", "cpu"], chunks=2)) as pipe:
+    with fxpipe.pipeline(Through(), ["cpu", "cpu"], chunks=2) as pipe:
         out = pipe(x, mask)
         assert out["x"] is x
         assert out["mask"][0] is mask

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.oracle import assert_same_gradients, assert_same_state, closing
+from helpers.oracle import assert_same_gradients, assert_same_state
 from torch import nn
 
 import fxpipe
@@ -134,7 +134,7 @@ def test_evaluation_is_of_the_mini_batch(name, whole):
     x = torch.randn(6, 8)
     with (
         warnings.catch_warnings(),
-        closing(fxpipe.pipeline(model, ["cpu", "cpu"], 3, example_args=(x,), progress=False, **options)) as pipe,
+        fxpipe.pipeline(model, ["cpu", "cpu"], 3, example_args=(x,), progress=False, **options) as pipe,
     ):
         warnings.simplefilter("ignore")
         to_evaluation(pipe)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.oracle import assert_step, closing
+from helpers.oracle import assert_step
 from torch import nn
 
 import fxpipe
@@ -245,7 +245,7 @@ def test_changes_are_followed(way: str, one_pass: bool) -> None:
     model, block = _models(act)
     x = torch.randn(4, 4)
     before = model(x).detach()
-    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,), progress=False)) as pipe:
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,), progress=False) as pipe:
         change(block)  # before the first step
         assert _changes_result(model, x, before), "the change has no effect"
         assert_step(pipe, model, x, one_pass=one_pass)
@@ -257,7 +257,7 @@ def test_changes_between_steps_are_followed(way: str) -> None:
     act, change = WAYS[way]
     model, block = _models(act)
     x = torch.randn(4, 4)
-    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, progress=False)) as pipe:
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, progress=False) as pipe:
         assert_step(pipe, model, x)
         assert_step(pipe, model, x, one_pass=True)
         change(block)
@@ -293,7 +293,7 @@ SESSION: list[int] = []
 def test_what_forward_does_not_read_is_not_recorded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model, block = _models(lambda b, h: h * b.config.scale * sum(b.options.more) * with_default(h))
     x = torch.randn(4, 4)
-    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, progress=False)) as pipe:
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, progress=False) as pipe:
         _count(block, 0)
         assert_step(pipe, model, x)
         recorded = _count_graphs(pipe, monkeypatch)
@@ -306,7 +306,7 @@ def test_what_forward_does_not_read_is_not_recorded_again(monkeypatch: pytest.Mo
 def test_graphs_of_earlier_values_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model, block = _models(lambda b, h: h * b.config.scale)
     x = torch.randn(4, 4)
-    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, progress=False)) as pipe:
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, progress=False) as pipe:
         for scale in (1.0, 2.0):
             block.config.scale = scale
             assert_step(pipe, model, x)
@@ -330,7 +330,7 @@ def _ask_tensor(block: Block, h: torch.Tensor) -> torch.Tensor:
 def test_inference_mode_is_refused_where_forward_asks_for_it(ask: Any, is_first: bool) -> None:
     model, _ = _models(ask)
     x = torch.randn(4, 4)
-    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, progress=False)) as pipe:
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, progress=False) as pipe:
         if not is_first:
             assert_step(pipe, model, x)
         with torch.inference_mode(), pytest.raises(TraceError, match="call the pipe under torch"):
@@ -348,7 +348,7 @@ def test_global_hooks_put_on_after_planning_are_refused() -> None:
         lambda: nn.modules.module.register_module_full_backward_hook(lambda module, g, o: None),
         lambda: nn.modules.module.register_module_full_backward_pre_hook(lambda module, o: None),
     ]
-    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, progress=False)) as pipe:
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, progress=False) as pipe:
         for put_on in register:
             assert_step(pipe, model, x)
             handle = put_on()
@@ -367,7 +367,7 @@ def test_a_switch_while_a_forward_of_another_kind_has_run_is_followed() -> None:
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
     model = transformers.GPT2LMHeadModel(config)
     ids = torch.randint(0, 16, (4, 5))
-    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, progress=False)) as pipe:
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, progress=False) as pipe:
         for hidden in (False, True, False):
             model.config.output_hidden_states = hidden
             have, want = pipe(ids, use_cache=False), model(ids, use_cache=False)
@@ -386,7 +386,7 @@ def test_a_value_that_changes_in_each_step_is_reported_once(one_pass: bool) -> N
             block.config.scale = 1.0 + step
             assert_step(pipe, model, x, one_pass=one_pass)
 
-    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, progress=False)) as pipe:
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, progress=False) as pipe:
         with pytest.warns(UserWarning, match=f"reads 'config.scale' at {__file__}:{line}, which had 5 values") as seen:
             train(pipe)
         assert len(seen) == 1

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.oracle import accumulate_gradients, assert_same_gradients, assert_same_state, closing
+from helpers.oracle import accumulate_gradients, assert_same_gradients, assert_same_state
 from torch import nn
 
 import fxpipe
@@ -115,7 +115,7 @@ def loss_fn(output, target):
 @pytest.mark.parametrize("batches", REFILLING)
 def test_micro_batches_that_are_filled_again_are_refused(batches):
     ours = model()
-    with closing(fxpipe.pipeline(ours, ["cpu", "cpu"], chunks=2)) as pipe:
+    with fxpipe.pipeline(ours, ["cpu", "cpu"], chunks=2) as pipe:
         with pytest.raises(fxpipe.errors.ArgumentError, match=f"micro-batch 0 {WRITTEN}.*clone"):
             pipe.forward_backward(micro_batches=batches(), loss_fn=loss_fn)
         assert all(parameter.grad is None for parameter in ours.parameters())
@@ -124,7 +124,7 @@ def test_micro_batches_that_are_filled_again_are_refused(batches):
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
 @pytest.mark.parametrize("batches", REFILLING)
 def test_streams_that_are_filled_again_are_refused(batches, schedule):
-    with closing(fxpipe.pipeline(model(), ["cpu", "cpu"], schedule=schedule)) as pipe:
+    with fxpipe.pipeline(model(), ["cpu", "cpu"], schedule=schedule) as pipe:
         optimizer = fxpipe.optim.StageOptimizer(pipe, torch.optim.SGD, lr=0.1)
         with pytest.raises(fxpipe.errors.ArgumentError, match=rf"mini-batch \d {WRITTEN}.*clone"):
             list(pipe.train_stream(batches(), optimizer=optimizer, loss_fn=loss_fn))
@@ -159,7 +159,7 @@ RIGHT = [fresh, views_of_a_dataset, one_target, one_batch]
 def test_micro_batches_that_stay_are_right(batches):
     ours, plain = model(), model()
     want, _ = accumulate_gradients(plain, list(batches()), loss_fn)
-    with closing(fxpipe.pipeline(ours, ["cpu", "cpu"], chunks=2)) as pipe:
+    with fxpipe.pipeline(ours, ["cpu", "cpu"], chunks=2) as pipe:
         have = pipe.forward_backward(micro_batches=batches(), loss_fn=loss_fn)
     torch.testing.assert_close(have, want)
     assert_same_gradients(ours, plain, loose=[name for name, _ in plain.named_parameters()])
@@ -174,7 +174,7 @@ def test_streams_of_batches_that_stay_are_right(batches):
         losses.append(loss_fn(plain(x), target))
         losses[-1].backward()
         own.step()
-    with closing(fxpipe.pipeline(ours, ["cpu"], schedule="pipedream")) as pipe:
+    with fxpipe.pipeline(ours, ["cpu"], schedule="pipedream") as pipe:
         optimizer = fxpipe.optim.StageOptimizer(pipe, torch.optim.SGD, lr=0.1)
         have = list(pipe.train_stream(batches(), optimizer=optimizer, loss_fn=loss_fn))
     torch.testing.assert_close(torch.stack(have), torch.stack(losses).detach())
@@ -185,7 +185,7 @@ def test_streams_of_batches_that_stay_are_right(batches):
 @pytest.mark.parametrize("batches", REFILLING)
 def test_a_step_at_a_time_may_fill_them_again(batches, way):
     ours, plain = model(), model()
-    with closing(fxpipe.pipeline(ours, ["cpu", "cpu"], chunks=2)) as pipe:
+    with fxpipe.pipeline(ours, ["cpu", "cpu"], chunks=2) as pipe:
         for (x, *_, target), (own_x, *_, own_target) in zip(batches(), batches(), strict=True):
             x, own_x = ((*one.values(),)[0] if isinstance(one, dict) else one for one in (x, own_x))
             x, own_x = (one[0] if isinstance(one, tuple) else one for one in (x, own_x))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.oracle import assert_step, closing
+from helpers.oracle import assert_step
 from torch import nn
 
 import fxpipe
@@ -176,7 +176,7 @@ def test_what_is_changed_later_is_refused_then(is_one_pass: bool) -> None:
             LOG.append(h.detach())
 
     x, model = torch.randn(4, 4), _model(act)
-    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, progress=False)) as pipe:
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, progress=False) as pipe:
         assert_step(pipe, model, x, one_pass=is_one_pass)
         statistics.is_on = True
         with pytest.raises(TraceError, match="forward changes 'LOG'"):
@@ -218,7 +218,7 @@ def _change_and_put_back(block: Block, h: torch.Tensor) -> None:
 @pytest.mark.parametrize("effect", [_fill, _make_ready, _set_the_same, _keep_own, _change_and_put_back])
 def test_what_later_forwards_do_not_change_is_accepted(effect: Any) -> None:
     x, model = torch.randn(4, 4), _model(effect)
-    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,), progress=False)) as pipe:
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,), progress=False) as pipe:
         for _ in range(2):
             assert_step(pipe, model, x)
             assert_step(pipe, model, x, one_pass=True)
@@ -227,7 +227,7 @@ def test_what_later_forwards_do_not_change_is_accepted(effect: Any) -> None:
 def test_a_hook_and_a_module_kept_whole_may_change_what_they_like() -> None:
     x, model = torch.randn(4, 4), _model(lambda block, h: None)
     model[0].register_forward_hook(lambda module, args, output: LOG.append(1))
-    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,), progress=False)) as pipe:
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,), progress=False) as pipe:
         LOG.clear()
         pipe(x)
     assert LOG == [1, 1]
@@ -244,7 +244,7 @@ def test_what_the_garbage_collector_calls_is_not_of_forward() -> None:
     gc.set_threshold(1)
     try:
         model = nn.Sequential(*(Block(lambda block, h: [{}, {}, {}]) for _ in range(2)))
-        with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, progress=False)) as pipe:
+        with fxpipe.pipeline(model, ["cpu", "cpu"], 2, progress=False) as pipe:
             for _ in range(3):
                 pipe.forward_backward(x, target=x, loss_fn=nn.functional.mse_loss)
             assert len(pipe._fxpipe.graphs) == 1

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.oracle import closing
 from helpers.right_or_refused import outcome
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
@@ -229,7 +228,7 @@ class Features(nn.Module):
 def test_hooks_on_outputs_see_the_whole_gradient_or_are_refused(devices: list[str], put: Any) -> None:
     model = Features()
     plain = copy.deepcopy(model)
-    with closing(fxpipe.pipeline(model, devices, 2, example_args=(inputs(0),), progress=False)) as pipe:
+    with fxpipe.pipeline(model, devices, 2, example_args=(inputs(0),), progress=False) as pipe:
         outputs, expected = pipe(inputs(1)), plain(inputs(1))
         with pytest.raises(StateError, match=r"uses the output 0 \(body\) further, and a hook on it"):
             put(outputs[0])

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.oracle import closing
 from helpers.right_or_refused import outcome
 from torch import nn
 
@@ -143,7 +142,7 @@ def test_an_input_that_wants_a_gradient():
     x = inputs(0).as_subclass(Plain).requires_grad_()
     model(x).square().sum().backward()
     want, x.grad = x.grad, None
-    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,), progress=False)) as pipe:
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,), progress=False) as pipe:
         pipe(x).square().sum().backward()
     torch.testing.assert_close(x.grad, want)
 
@@ -169,7 +168,7 @@ def test_state_of_the_class_of_the_inputs():
     model, plain = Remembering(), Remembering()
     plain.load_state_dict(model.state_dict())
     first = inputs(0).as_subclass(Plain)
-    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(first,), progress=False)) as pipe:
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(first,), progress=False) as pipe:
         for seed in range(3):
             x = inputs(seed).as_subclass(Plain)
             torch.testing.assert_close(pipe(x), torch.cat([plain(x[:2]), plain(x[2:])]))

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.graph_functions import exporting
-from helpers.oracle import assert_same_gradients, closing
+from helpers.oracle import assert_same_gradients
 from helpers.unseen_list import UnseenList
 from torch import nn
 
@@ -49,7 +49,7 @@ def test_a_module_that_hooks_nodes_is_kept_whole_and_its_hooks_are_called(hook: 
     """Gradients came out without what the hook does to them."""
     plain = nn.Sequential(nn.Linear(4, 4), Hooking(hook), nn.Linear(4, 4))
     x, t = torch.randn(6, 4), torch.randn(6, 4)
-    with closing(fxpipe.pipeline(copy.deepcopy(plain), ["cpu", "cpu"], 2, example_args=(x,))) as pipe:
+    with fxpipe.pipeline(copy.deepcopy(plain), ["cpu", "cpu"], 2, example_args=(x,)) as pipe:
         pipe.forward_backward(x, target=t, loss_fn=F.mse_loss)
         F.mse_loss(plain(x), t).backward()
         assert_same_gradients(pipe, plain, loose=[name for name, _ in plain.named_parameters()])

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.oracle import closing
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -142,9 +141,7 @@ def test_pipeline_of_one_example_is_the_model_at_every_size(name, example):
     case = CASES[name]
     model = case.make()
     plain = copy.deepcopy(model)
-    with closing(
-        fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=case.inputs(example), in_dims=case.in_dims)
-    ) as pipe:
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=case.inputs(example), in_dims=case.in_dims) as pipe:
         for samples in SIZES:
             inputs = case.inputs(samples)
             ours, want = pipe(*inputs), plain(*inputs)
@@ -164,9 +161,7 @@ def test_single_row_beside_a_single_sample_is_another_graph_for_more_samples():
     """positions: [1, T] may be the batch of the example with one sample; of that with four it is not."""
     model = Attention().eval()
     mask, positions = torch.tril(torch.ones(4, 4)).bool(), torch.arange(4)[None]
-    with closing(
-        fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(torch.randn(1, 4, 4), mask, positions))
-    ) as pipe:
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(torch.randn(1, 4, 4), mask, positions)) as pipe:
         for samples in SIZES:
             x = torch.randn(samples, 4, 4)
             torch.testing.assert_close(pipe(x, mask, positions), model(x, mask, positions))
@@ -195,9 +190,7 @@ class Squeezes(nn.Module):
 def test_squeeze_leaves_micro_batches_of_one_sample_their_batch(shape, out, squeeze, example, tracer):
     model = Squeezes(squeeze, out)
     plain = copy.deepcopy(model)
-    with closing(
-        fxpipe.pipeline(model, ["cpu", "cpu"], 4, example_args=(torch.randn(example, *shape),), tracer=tracer)
-    ) as pipe:
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 4, example_args=(torch.randn(example, *shape),), tracer=tracer) as pipe:
         for samples in SIZES:
             x = torch.randn(samples, *shape)
             ours, want = pipe(x), plain(x)
@@ -241,7 +234,7 @@ def test_outputs_whose_rows_do_not_add_up_are_refused():
             return self.second(y[0::2])
 
     model = EveryOther()
-    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(torch.randn(4, 6),))) as pipe:
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(torch.randn(4, 6),)) as pipe:
         x = torch.randn(8, 6)
         torch.testing.assert_close(pipe(x), model(x))
         for batch in (6, 2):

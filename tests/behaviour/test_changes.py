@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.graph_functions import exporting
-from helpers.oracle import assert_same_state, assert_step, closing
+from helpers.oracle import assert_same_state, assert_step
 from torch import nn
 
 import fxpipe
@@ -121,7 +121,7 @@ CHANGES = [
 def test_a_change_is_followed(change):
     plain = Changing()
     model = copy.deepcopy(plain)
-    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 1)) as pipe:
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 1) as pipe:
         assert_step(pipe, plain, torch.randn(8, 6))
         for m in (model, plain):
             change(m)
@@ -133,7 +133,7 @@ def test_a_change_is_followed(change):
 
 def test_what_forward_does_not_ask_needs_no_other_graph():
     model: Any = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2)) as pipe:
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2) as pipe:
         assert_step(pipe, copy.deepcopy(model), torch.randn(8, 6))
         model[0].requires_grad_(False)
         assert_step(pipe, copy.deepcopy(model), torch.randn(8, 6))
@@ -153,7 +153,7 @@ class Told(nn.Module):
 def test_inputs_that_are_no_tensors_may_change_inside():
     model = Told()
     x, names, factors = torch.randn(8, 6), {"a"}, np.ones(1)
-    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2)) as pipe:
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2) as pipe:
         for step in range(4):
             if step == 1:
                 names.add("b")
@@ -181,7 +181,7 @@ class Scaled(nn.Module):
 def test_graphs_made_in_other_ways_hold_for_the_attributes_they_were_made_with(tracer):
     plain = Scaled()
     model = copy.deepcopy(plain)
-    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, tracer=tracer)) as pipe:
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, tracer=tracer) as pipe:
         assert_step(pipe, plain, torch.randn(8, 6))
         for m in (model, plain):
             m.scales[0] = 5.0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.oracle import accumulate_gradients, assert_same_gradients, closing
+from helpers.oracle import accumulate_gradients, assert_same_gradients
 from torch import nn
 
 import fxpipe
@@ -77,10 +77,8 @@ def test_nothing_is_compiled_from_the_third_size_on(options: dict[str, Any]) -> 
     model, compilations = Attention(), Compilations()
     plain = copy.deepcopy(model)
     x = torch.randn(4, LENGTHS[0], D)
-    with closing(
-        fxpipe.pipeline(
-            model, ["cpu", "cpu"], chunks=2, example_args=(x,), compile={"backend": compilations}, **options
-        )
+    with fxpipe.pipeline(
+        model, ["cpu", "cpu"], chunks=2, example_args=(x,), compile={"backend": compilations}, **options
     ) as pipe:
         _, second, third, *others = train(pipe, plain, LENGTHS, compilations)
         assert {*others} == {third}
@@ -95,16 +93,14 @@ def test_dynamic_shapes_compile_once_for_all_sizes() -> None:
 
     model, compilations = Rows(), Compilations()
     plain = copy.deepcopy(model)
-    with closing(
-        fxpipe.pipeline(
-            model,
-            ["cpu", "cpu"],
-            chunks=2,
-            example_args=(torch.randn(4, 7, D),),
-            dynamic_shapes={"x": {1: "length"}},
-            compile={"backend": compilations},
-            schedule="zero_bubble",
-        )
+    with fxpipe.pipeline(
+        model,
+        ["cpu", "cpu"],
+        chunks=2,
+        example_args=(torch.randn(4, 7, D),),
+        dynamic_shapes={"x": {1: "length"}},
+        compile={"backend": compilations},
+        schedule="zero_bubble",
     ) as pipe:
         assert {*train(pipe, plain, LENGTHS, compilations)} == {2}  # one for each stage
 
@@ -113,15 +109,13 @@ def test_dynamic_shapes_compile_once_for_all_sizes() -> None:
 def test_backward_is_compiled_for_any_size(schedule: str) -> None:
     model = Attention()
     plain = copy.deepcopy(model)
-    with closing(
-        fxpipe.pipeline(
-            model,
-            ["cpu", "cpu"],
-            chunks=2,
-            example_args=(torch.randn(4, 7, D),),
-            compile={"backend": "aot_eager"},
-            schedule=schedule,
-        )
+    with fxpipe.pipeline(
+        model,
+        ["cpu", "cpu"],
+        chunks=2,
+        example_args=(torch.randn(4, 7, D),),
+        compile={"backend": "aot_eager"},
+        schedule=schedule,
     ) as pipe:
         train(pipe, plain, LENGTHS[:4])
 
@@ -130,8 +124,8 @@ def test_random_numbers_are_those_of_stages_that_are_not_compiled() -> None:
     plain, ours = Attention(0.5), Attention(0.5)
     options: dict[str, Any] = {"chunks": 2, "example_args": (torch.randn(4, 7, D),), "checkpoint": "always"}
     with (
-        closing(fxpipe.pipeline(plain, ["cpu", "cpu"], **options)) as eager,
-        closing(fxpipe.pipeline(ours, ["cpu", "cpu"], compile={"backend": "aot_eager"}, **options)) as compiled,
+        fxpipe.pipeline(plain, ["cpu", "cpu"], **options) as eager,
+        fxpipe.pipeline(ours, ["cpu", "cpu"], compile={"backend": "aot_eager"}, **options) as compiled,
     ):
         for length in LENGTHS[:4]:
             x = torch.randn(4, length, D)
@@ -145,9 +139,7 @@ def test_micro_batches_of_their_own_lengths_run_compiled() -> None:
     model, compilations = Attention(), Compilations()
     plain = copy.deepcopy(model)
     counts = []
-    with closing(
-        fxpipe.pipeline(model, ["cpu", "cpu"], schedule="zero_bubble", compile={"backend": compilations})
-    ) as pipe:
+    with fxpipe.pipeline(model, ["cpu", "cpu"], schedule="zero_bubble", compile={"backend": compilations}) as pipe:
         for lengths in ((7, 12, 5), (16, 9), (33, 8, 7, 12, 4), (5,)):
             micro_batches = [(torch.randn(2, length, D), torch.randn(2, length, D)) for length in lengths]
             for one in (pipe, plain):
@@ -164,9 +156,7 @@ def test_micro_batches_of_their_own_lengths_run_compiled() -> None:
 def test_the_compiler_of_torch_itself_takes_any_size() -> None:
     model = nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, D))
     plain = copy.deepcopy(model)
-    with closing(
-        fxpipe.pipeline(
-            model, ["cpu", "cpu"], chunks=2, example_args=(torch.randn(4, 7, D),), schedule="zero_bubble", compile=True
-        )
+    with fxpipe.pipeline(
+        model, ["cpu", "cpu"], chunks=2, example_args=(torch.randn(4, 7, D),), schedule="zero_bubble", compile=True
     ) as pipe:
         train(pipe, plain, (9, 12, 5))

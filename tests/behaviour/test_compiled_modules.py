@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.cases import each_once
-from helpers.oracle import closing
 from torch import nn
 
 import fxpipe
@@ -56,7 +55,7 @@ def test_a_compiled_module_is_what_it_was_made_from(kind: str, wrap: Any) -> Non
     torch.manual_seed(1)
     model = MODELS[kind](wrap)
     names = list(model.state_dict())
-    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(torch.randn(6, 4),))) as pipe:
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(torch.randn(6, 4),)) as pipe:
         assert list(pipe.state_dict()) == names
         for step in range(2):
             x, target = torch.randn(6, 4), torch.randn(6, 4)

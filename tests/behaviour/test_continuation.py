@@ -30,9 +30,7 @@ def assert_trains(
 ) -> None:
     """Steps of the pipe are those of the plain model over the same micro-batches."""
     plain, optimizers = copy.deepcopy(model), []
-    with closing(
-        fxpipe.pipeline(model, ["cpu", "cpu"], chunks=CHUNKS, example_args=(batches[0].clone(),), **options)
-    ) as pipe:
+    with fxpipe.pipeline(model, ["cpu", "cpu"], chunks=CHUNKS, example_args=(batches[0].clone(),), **options) as pipe:
         check(pipe.plan)
         for one in (plain, pipe):
             optimizers.append(torch.optim.SGD(one.parameters(), lr=1e-5))
@@ -171,9 +169,7 @@ def test_random_numbers_are_drawn_once() -> None:
     found = []
     for checkpoint in ("never", "always"):
         one = copy.deepcopy(model)
-        with closing(
-            fxpipe.pipeline(one, ["cpu", "cpu"], chunks=2, example_args=(batch,), checkpoint=checkpoint)
-        ) as pipe:
+        with fxpipe.pipeline(one, ["cpu", "cpu"], chunks=2, example_args=(batch,), checkpoint=checkpoint) as pipe:
             assert [w.name for w in pipe.plan.whole] == ["forward of the model behind its call of 'blocks.0'"]
             torch.manual_seed(1)
             pipe(batch).square().mean().backward()
@@ -192,7 +188,7 @@ def test_calls_that_depend_on_values_are_an_error_of_the_step() -> None:
             return self.blocks[3](h)
 
     model = Routed()
-    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2, example_args=(samples(0.1),))) as pipe:
+    with fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2, example_args=(samples(0.1),)) as pipe:
         pipe(samples(0.1)).sum().backward()
         before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         with pytest.raises(StateError, match=r"calls 'blocks.1' after 'blocks.0', where it calls 'blocks.2'.*module"):
@@ -288,7 +284,7 @@ def test_a_buffer_that_some_step_writes_to_between_the_blocks_is_an_error_of_tha
             return h
 
     model = Raising()
-    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2, example_args=(samples(0.1),))) as pipe:
+    with fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2, example_args=(samples(0.1),)) as pipe:
         assert untils(pipe.plan)
         pipe(samples(0.1)).sum().backward()
         with pytest.raises(FxpipeError, match="writes to 'limit', which it reads before it calls other modules"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.devices import on_cpu, workers
-from helpers.oracle import assert_same_gradients, assert_same_state, closing
+from helpers.oracle import assert_same_gradients, assert_same_state
 from torch import nn
 from torch.export import Dim
 
@@ -296,9 +296,7 @@ def model_of(forward: Callable[..., Any]) -> nn.Module:
 def assert_steps(model: nn.Module, batches: Sequence[torch.Tensor], chunks: int = 2, **options: Any) -> int:
     """Steps in training and outputs in evaluation are the plain model's. Returns how many graphs training took."""
     plain = copy.deepcopy(model)
-    with closing(
-        fxpipe.pipeline(model, workers(2), chunks=chunks, example_args=(batches[0].clone(),), **options)
-    ) as pipe:
+    with fxpipe.pipeline(model, workers(2), chunks=chunks, example_args=(batches[0].clone(),), **options) as pipe:
         for step, batch in enumerate(batches):
             for one in (plain, pipe):
                 one.zero_grad()
@@ -418,7 +416,7 @@ def test_a_condition_on_samples_and_size_is_that_of_the_mini_batch() -> None:
     """As in the plain model, also where the micro-batches alone would go another way."""
     model = model_of(condition_on_both)
     plain = copy.deepcopy(model)
-    with closing(fxpipe.pipeline(model, workers(2), chunks=2, example_args=(torch.randn(4, 40, D),))) as pipe:
+    with fxpipe.pipeline(model, workers(2), chunks=2, example_args=(torch.randn(4, 40, D),)) as pipe:
         for length in (50, 45, 33, 20, 10, 6, 9):
             batch = torch.randn(4, length, D)
             torch.testing.assert_close(on_cpu(pipe(batch)), plain(batch))
@@ -432,9 +430,7 @@ def test_a_mask_of_another_length_is_the_models_own_error() -> None:
 
     model = Masked()
     plain = copy.deepcopy(model)
-    with closing(
-        fxpipe.pipeline(model, workers(2), chunks=2, example_args=(torch.randn(4, 7, D), torch.ones(4, 7)))
-    ) as pipe:
+    with fxpipe.pipeline(model, workers(2), chunks=2, example_args=(torch.randn(4, 7, D), torch.ones(4, 7))) as pipe:
         for length in (9, 12, 5):
             x, mask = torch.randn(4, length, D), torch.ones(4, length)
             torch.testing.assert_close(on_cpu(pipe(x, mask)), plain(x, mask))
@@ -451,9 +447,7 @@ def test_a_mask_without_samples_may_be_of_each_length() -> None:
 
     model = Biased()
     plain = copy.deepcopy(model)
-    with closing(
-        fxpipe.pipeline(model, workers(2), chunks=2, example_args=(torch.randn(4, 7, D), torch.randn(7, 7)))
-    ) as pipe:
+    with fxpipe.pipeline(model, workers(2), chunks=2, example_args=(torch.randn(4, 7, D), torch.randn(7, 7))) as pipe:
         for length in (9, 4, 12, 5):  # four of them are as many as the samples
             x, bias = torch.randn(4, length, D), torch.randn(length, length)
             torch.testing.assert_close(on_cpu(pipe(x, bias)), plain(x, bias))
@@ -462,9 +456,7 @@ def test_a_mask_without_samples_may_be_of_each_length() -> None:
 
 def test_formulas_that_take_torch_too_long_leave_a_graph_for_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fxpipe.tracing.shapes.symbolic_run.PATIENCE", 0.0)
-    with closing(
-        fxpipe.pipeline(model_of(plainly), workers(2), chunks=2, example_args=(torch.randn(4, 5, D),))
-    ) as pipe:
+    with fxpipe.pipeline(model_of(plainly), workers(2), chunks=2, example_args=(torch.randn(4, 5, D),)) as pipe:
         for length in (6, 7, 6):
             pipe(torch.randn(4, length, D))
         assert len(pipe._fxpipe.graphs) == 3
@@ -472,8 +464,8 @@ def test_formulas_that_take_torch_too_long_leave_a_graph_for_each_size(monkeypat
 
 
 def test_the_plan_says_why_a_size_is_not_dynamic() -> None:
-    with closing(
-        fxpipe.pipeline(model_of(loop_over_positions), workers(2), chunks=2, example_args=(torch.randn(4, 5, D),))
+    with fxpipe.pipeline(
+        model_of(loop_over_positions), workers(2), chunks=2, example_args=(torch.randn(4, 5, D),)
     ) as pipe:
         for length in (6, 7):
             pipe(torch.randn(4, length, D))
@@ -483,7 +475,7 @@ def test_the_plan_says_why_a_size_is_not_dynamic() -> None:
 
 def test_many_graphs_of_a_size_that_is_not_dynamic_are_warned_of_once() -> None:
     model = model_of(loop_over_positions)
-    with closing(fxpipe.pipeline(model, workers(2), chunks=2, example_args=(torch.randn(4, 2, D),))) as pipe:
+    with fxpipe.pipeline(model, workers(2), chunks=2, example_args=(torch.randn(4, 2, D),)) as pipe:
         for length in range(3, 11):
             pipe(torch.randn(4, length, D))
         with pytest.warns(UserWarning, match="differ only in sizes of inputs, .* dimension 1 of x"):
@@ -497,7 +489,7 @@ def test_many_graphs_of_other_conclusions_from_sizes_are_warned_of_once_with_the
         return m.last(m.first(x) / (bucket + 1))
 
     model = model_of(forward)
-    with closing(fxpipe.pipeline(model, workers(2), chunks=2, example_args=(torch.randn(4, 12, D),))) as pipe:
+    with fxpipe.pipeline(model, workers(2), chunks=2, example_args=(torch.randn(4, 12, D),)) as pipe:
         for length in range(14, 28, 2):
             pipe(torch.randn(4, length, D))
         with pytest.warns(UserWarning, match=r"differ only in sizes .* concludes something else .*test_dynamic_sizes"):
@@ -528,7 +520,7 @@ def test_a_loss_in_the_model_is_that_of_the_mini_batch_at_every_size() -> None:
         ids = torch.randint(0, 20, (4, length))
         return {"ids": ids, "labels": ids.masked_fill(torch.rand(4, length) < 0.3, -100)}
 
-    with closing(fxpipe.pipeline(model, workers(2), chunks=2, example_kwargs=inputs(7))) as pipe:
+    with fxpipe.pipeline(model, workers(2), chunks=2, example_kwargs=inputs(7)) as pipe:
         for length in (7, 12, 5, 16, 9):
             batch = inputs(length)
             for one in (plain, pipe):
@@ -562,8 +554,8 @@ def test_a_size_that_is_said_to_be_dynamic_takes_one_graph(dynamic_shapes: Any) 
 
 def test_a_size_beyond_that_allowed_is_refused() -> None:
     options: dict[str, Any] = {"dynamic_shapes": {"x": {1: Dim("length", min=4, max=20)}}}
-    with closing(
-        fxpipe.pipeline(model_of(plainly), workers(2), chunks=2, example_args=(torch.randn(4, 7, D),), **options)
+    with fxpipe.pipeline(
+        model_of(plainly), workers(2), chunks=2, example_args=(torch.randn(4, 7, D),), **options
     ) as pipe:
         pipe(torch.randn(4, 20, D))
         with pytest.raises(ArgumentError, match="x has size 21 in dimension 1; dynamic_shapes allows 4 to 20"):
@@ -574,7 +566,7 @@ def test_a_size_beyond_that_allowed_is_refused() -> None:
 def test_a_batch_that_is_named_may_be_of_any_size_within_its_bounds() -> None:
     options: dict[str, Any] = {"dynamic_shapes": {"x": {0: Dim("batch", min=2, max=8), 1: "length"}}}
     model = model_of(plainly)
-    with closing(fxpipe.pipeline(model, workers(2), chunks=2, example_args=(torch.randn(4, 7, D),), **options)) as pipe:
+    with fxpipe.pipeline(model, workers(2), chunks=2, example_args=(torch.randn(4, 7, D),), **options) as pipe:
         for samples, length in ((8, 7), (3, 5), (2, 9)):
             x = torch.randn(samples, length, D)
             torch.testing.assert_close(pipe(x), model(x))
@@ -593,9 +585,7 @@ def test_an_input_without_samples_may_have_a_dynamic_first_dimension() -> None:
         return torch.randn(samples, length, D), torch.zeros(length, length).tril()
 
     model, shapes = Masked(), {"x": {0: "batch", 1: "length"}, "mask": {0: "length", 1: "length"}}
-    with closing(
-        fxpipe.pipeline(model, workers(2), chunks=2, example_args=inputs(4, 7), dynamic_shapes=shapes)
-    ) as pipe:
+    with fxpipe.pipeline(model, workers(2), chunks=2, example_args=inputs(4, 7), dynamic_shapes=shapes) as pipe:
         for samples, length in ((4, 7), (5, 9), (2, 4)):
             x, mask = inputs(samples, length)
             torch.testing.assert_close(pipe(x, mask), model(x, mask))
@@ -605,7 +595,7 @@ def test_an_input_without_samples_may_have_a_dynamic_first_dimension() -> None:
 def test_a_static_dimension_has_a_graph_for_each_size() -> None:
     options: dict[str, Any] = {"dynamic_shapes": {"x": {1: Dim.STATIC}}}
     model = model_of(plainly)
-    with closing(fxpipe.pipeline(model, workers(2), chunks=2, example_args=(torch.randn(4, 7, D),), **options)) as pipe:
+    with fxpipe.pipeline(model, workers(2), chunks=2, example_args=(torch.randn(4, 7, D),), **options) as pipe:
         for length in (7, 9, 12, 9):
             x = torch.randn(4, length, D)
             torch.testing.assert_close(pipe(x), model(x))

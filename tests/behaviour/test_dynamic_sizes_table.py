@@ -7,14 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.devices import on_cpu, workers
-from helpers.oracle import (
-    accumulate_gradients,
-    assert_same_gradients,
-    assert_same_state,
-    closing,
-    draw_seed,
-    train_step,
-)
+from helpers.oracle import accumulate_gradients, assert_same_gradients, assert_same_state, draw_seed, train_step
 from torch import nn
 
 import fxpipe
@@ -69,8 +62,8 @@ def test_steps_of_any_size_are_the_plain_models(schedule: str, checkpoint: str, 
     statistics = Statistics(plain)
     options: dict[str, Any] = {"schedule": schedule, "checkpoint": checkpoint, "deferred_batch_norm": deferred}
     example = (torch.randn(4, LENGTHS[0], D),)
-    with closing(
-        fxpipe.pipeline(model, workers(2), 2, stages_per_device=2, example_args=example, hardware="cpu", **options)
+    with fxpipe.pipeline(
+        model, workers(2), 2, stages_per_device=2, example_args=example, hardware="cpu", **options
     ) as pipe:
         assert pipe.plan.portals
         for step, length in enumerate(LENGTHS):

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.oracle import closing
 from torch import nn
 
 import fxpipe
@@ -68,9 +67,7 @@ def graphs_for(function: Callable[[torch.Tensor], torch.Tensor], lengths: tuple[
     model = Between(function)
     plain = copy.deepcopy(model)
     example = torch.randn(4, lengths[0], D, dtype=torch.float64)
-    with closing(
-        fxpipe.pipeline(model, ["cpu"] * 2, 2, example_args=(example,), profile_budget=0.0, progress=False)
-    ) as pipe:
+    with fxpipe.pipeline(model, ["cpu"] * 2, 2, example_args=(example,), profile_budget=0.0, progress=False) as pipe:
         for length in lengths:
             pipe.zero_grad()
             plain.zero_grad()
@@ -115,7 +112,7 @@ def test_a_mean_by_the_number_of_samples_as_a_float_is_that_of_the_mini_batch() 
     model.last = nn.Identity()
     plain = copy.deepcopy(model)
     example = torch.randn(4, 5, D, dtype=torch.float64)
-    with closing(fxpipe.pipeline(model, ["cpu"], 2, example_args=(example,), progress=False)) as pipe:
+    with fxpipe.pipeline(model, ["cpu"], 2, example_args=(example,), progress=False) as pipe:
         for samples in (4, 7, 2, 12):
             x = torch.randn(samples, 5, D, dtype=torch.float64)
             torch.testing.assert_close(pipe(x), plain(x))

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.devices import on_cpu, workers
-from helpers.oracle import accumulate_gradients, assert_same_gradients, assert_same_state, closing, draw_seed
+from helpers.oracle import accumulate_gradients, assert_same_gradients, assert_same_state, draw_seed
 from torch import nn
 
 import fxpipe
@@ -88,7 +88,7 @@ def assert_steps(
     """Losses, outputs, gradients and buffers of each step are those of the loop. Returns how many graphs they took."""
     plain = copy.deepcopy(model)
     torch.manual_seed(1)
-    with closing(fxpipe.pipeline(model, workers(2), **options)) as pipe:
+    with fxpipe.pipeline(model, workers(2), **options) as pipe:
         for sizes in steps:
             micro_batches = batches_of(sizes)
             for one in (plain, pipe):
@@ -149,7 +149,7 @@ def test_schedules_run_any_number_of_micro_batches(kind: type[Any], options: dic
 
 def test_a_table_of_ones_own_runs_no_more_micro_batches_than_it_has() -> None:
     table = "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"
-    with closing(fxpipe.pipeline(Plain(), workers(2), schedule=table)) as pipe:
+    with fxpipe.pipeline(Plain(), workers(2), schedule=table) as pipe:
         for count in (2, 1):
             pipe.forward_backward(micro_batches=batches_of([(2, 7)] * count), loss_fn=F.mse_loss)
             assert len(pipe.last_step.actions) == 4 * count
@@ -158,10 +158,10 @@ def test_a_table_of_ones_own_runs_no_more_micro_batches_than_it_has() -> None:
 
 
 def test_the_plan_is_one_of_such_micro_batches() -> None:
-    with closing(fxpipe.pipeline(Plain(), workers(2))) as pipe:
+    with fxpipe.pipeline(Plain(), workers(2)) as pipe:
         pipe.forward_backward(micro_batches=batches_of([(2, 5), (4, 7), (3, 6)]), loss_fn=F.mse_loss)
         assert (pipe.plan.chunks, pipe.plan.micro_batch, pipe.plan.batch) == (3, 4, 12)
-    with closing(fxpipe.pipeline(Plain(), workers(2), chunks=8)) as pipe:
+    with fxpipe.pipeline(Plain(), workers(2), chunks=8) as pipe:
         pipe.forward_backward(micro_batches=batches_of([(2, 5), (4, 7), (3, 6)]), loss_fn=F.mse_loss)
         assert (pipe.plan.chunks, pipe.plan.micro_batch, pipe.plan.batch) == (8, 4, 32)
         pipe.forward_backward(torch.randn(16, 7, D), target=torch.randn(16, 7, D), loss_fn=F.mse_loss)
@@ -172,7 +172,7 @@ def test_the_plan_is_one_of_such_micro_batches() -> None:
 def test_micro_batches_and_mini_batches_take_turns() -> None:
     model = Normed()
     plain = copy.deepcopy(model)
-    with closing(fxpipe.pipeline(model, workers(2), chunks=2)) as pipe:
+    with fxpipe.pipeline(model, workers(2), chunks=2) as pipe:
         for _ in range(2):
             for one in (plain, pipe):
                 one.zero_grad()
@@ -203,7 +203,7 @@ def token_loss(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor
 def test_losses_are_weighted_by_what_loss_fn_returns() -> None:
     model = Plain()
     plain = copy.deepcopy(model)
-    with closing(fxpipe.pipeline(model, workers(2))) as pipe:
+    with fxpipe.pipeline(model, workers(2)) as pipe:
         for sizes in STEPS:
             micro_batches = tokens_of(sizes)
             for one in (plain, pipe):
@@ -221,7 +221,7 @@ def test_losses_are_means_over_samples_or_sums(reduction: str, scale: float) -> 
     """A power of two scales without rounding."""
     model = Plain()
     plain, scaler = copy.deepcopy(model), torch.amp.GradScaler("cpu", init_scale=scale)
-    with closing(fxpipe.pipeline(model, workers(2))) as pipe:
+    with fxpipe.pipeline(model, workers(2)) as pipe:
         micro_batches = batches_of(STEPS[0])
         have = pipe.forward_backward(
             micro_batches=micro_batches, loss_fn=F.mse_loss, reduction=reduction, grad_scaler=scaler
@@ -249,7 +249,7 @@ def test_a_loss_of_the_model_is_what_each_micro_batch_gives() -> None:
     torch.manual_seed(0)
     model = WithLoss()
     plain = copy.deepcopy(model)
-    with closing(fxpipe.pipeline(model, workers(2))) as pipe:
+    with fxpipe.pipeline(model, workers(2)) as pipe:
         for sizes in STEPS:
             micro_batches = []
             for samples, length in sizes:
@@ -286,7 +286,7 @@ def test_deferred_batch_norm_is_that_of_all_micro_batches() -> None:
 
     model = NormedFirst()
     norm = copy.deepcopy(model.norm)
-    with closing(fxpipe.pipeline(model, workers(2), deferred_batch_norm=True)) as pipe:
+    with fxpipe.pipeline(model, workers(2), deferred_batch_norm=True) as pipe:
         for sizes in STEPS:
             micro_batches = batches_of(sizes)
             pipe.forward_backward(micro_batches=micro_batches, loss_fn=F.mse_loss)
@@ -301,7 +301,7 @@ def test_deferred_batch_norm_that_some_micro_batches_leave_out_is_refused() -> N
             return self.last(self.norm(h.transpose(1, 2)).transpose(1, 2) if x.shape[1] > 8 else h)
 
     model = Skipping()
-    with closing(fxpipe.pipeline(model, workers(2), deferred_batch_norm=True)) as pipe:
+    with fxpipe.pipeline(model, workers(2), deferred_batch_norm=True) as pipe:
         before = copy.deepcopy(model)
         with pytest.raises(StateError, match=r"runs otherwise for some micro-batches .* forward takes another way"):
             pipe.forward_backward(micro_batches=batches_of([(2, 12), (2, 5)]), loss_fn=F.mse_loss)
@@ -321,7 +321,7 @@ def test_inputs_that_require_grad_get_theirs() -> None:
     for ours, theirs in zip(*leaves.values(), strict=True):
         ours.data.copy_(theirs.data)
     options: dict[str, Any] = {"in_dims": {"x": 0, "prompt": None}}
-    with closing(fxpipe.pipeline(model, workers(2), **options)) as pipe:
+    with fxpipe.pipeline(model, workers(2), **options) as pipe:
         *xs, prompt = leaves["a"]
         calls = [((x * 2, prompt), None) for x in xs]
         pipe.forward_backward(micro_batches=calls, loss_fn=lambda y: y.square().mean())
@@ -345,7 +345,7 @@ class Writing(Plain):
 def test_what_forward_writes_to_inputs_and_leaves_in_attributes_is_the_loops() -> None:
     model = Writing()
     plain = copy.deepcopy(model)
-    with closing(fxpipe.pipeline(model, workers(2))) as pipe:
+    with fxpipe.pipeline(model, workers(2)) as pipe:
         for sizes in STEPS:
             xs = [x for x, _ in batches_of(sizes)]
             states = [torch.randn(len(x), D) for x in xs]
@@ -365,7 +365,7 @@ def test_memory_that_forward_writes_to_and_another_micro_batch_reads_is_refused(
     state = torch.zeros(2, D)
     calls = [((torch.randn(2, length, D), state), None) for length in (3, 4)]
     with (
-        closing(fxpipe.pipeline(Writing(), workers(2))) as pipe,
+        fxpipe.pipeline(Writing(), workers(2)) as pipe,
         pytest.raises(ArgumentError, match=r"the input state .* overlaps with that of state of micro-batch 1"),
     ):
         pipe.forward_backward(micro_batches=calls, loss_fn=lambda y: y.square().mean())
@@ -393,7 +393,7 @@ def test_structure_and_dtype_may_differ() -> None:
         {"ids": ids[3], "mask": torch.rand(2, 3)},
     ]
     calls = [(x, torch.randn(2, ids[i].shape[1], D)) for i, x in enumerate(inputs)]
-    with closing(fxpipe.pipeline(model, workers(2))) as pipe:
+    with fxpipe.pipeline(model, workers(2)) as pipe:
         have = pipe.forward_backward(micro_batches=calls, loss_fn=F.mse_loss)
     want = 0
     for x, target in calls:
@@ -410,7 +410,7 @@ def test_structure_and_dtype_may_differ() -> None:
 
 def assert_nothing_changes(micro_batches: Any, error: type[Exception], message: str, **options: Any) -> None:
     model = Normed()
-    with closing(fxpipe.pipeline(model, workers(2), example_args=(torch.randn(4, 7, D),), chunks=2)) as pipe:
+    with fxpipe.pipeline(model, workers(2), example_args=(torch.randn(4, 7, D),), chunks=2) as pipe:
         pipe.forward_backward(micro_batches=batches_of(STEPS[1]), loss_fn=F.mse_loss)
         before = copy.deepcopy(model)
         for copied, parameter in zip(before.parameters(), model.parameters(), strict=True):
@@ -481,7 +481,7 @@ def test_bad_micro_batches_change_nothing(
 
 def test_the_iterator_may_use_the_pipe() -> None:
     """Labels of its own making, say: it is read before the step begins."""
-    with closing(fxpipe.pipeline(Plain(), workers(2), example_args=(torch.randn(4, 7, D),), chunks=2)) as pipe:
+    with fxpipe.pipeline(Plain(), workers(2), example_args=(torch.randn(4, 7, D),), chunks=2) as pipe:
 
         def labelled() -> Iterator[Any]:
             for x, _ in batches_of(STEPS[1] * 2):
@@ -494,7 +494,7 @@ def test_the_iterator_may_use_the_pipe() -> None:
 
 def test_steps_take_their_share_of_an_endless_iterator() -> None:
     data = itertools.cycle(batches_of(STEPS[0]))
-    with closing(fxpipe.pipeline(Plain(), workers(2))) as pipe:
+    with fxpipe.pipeline(Plain(), workers(2)) as pipe:
         for count in (2, 4):
             pipe.forward_backward(micro_batches=itertools.islice(data, count), loss_fn=F.mse_loss)
             assert len(pipe.last_step.actions) == 4 * count

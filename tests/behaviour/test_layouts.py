@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.oracle import assert_step, closing
+from helpers.oracle import assert_step
 from torch import nn
 
 import fxpipe
@@ -41,7 +41,7 @@ def test_a_module_that_makes_nested_tensors_is_kept_whole(kind: str) -> None:
     """Torch's own errors came out: 'All fake tensor modes must be the same', 'NestedTensorImpl doesn't support ...'."""
     plain = nn.Sequential(nn.Linear(4, 4), Nesting(NESTED[kind]), nn.Linear(4, 4))
     x = torch.randn(6, 3, 4)
-    with closing(fxpipe.pipeline(copy.deepcopy(plain), ["cpu"] * 2, 2, example_args=(x,))) as pipe:
+    with fxpipe.pipeline(copy.deepcopy(plain), ["cpu"] * 2, 2, example_args=(x,)) as pipe:
         assert_step(pipe, plain, torch.randn(5, 3, 4))
         assert pipe._fxpipe.first.traced.whole.keys() == {"1"}
 
@@ -49,7 +49,7 @@ def test_a_module_that_makes_nested_tensors_is_kept_whole(kind: str) -> None:
 @pytest.mark.parametrize("kind", NESTED)
 def test_a_model_that_makes_nested_tensors_itself_runs(kind: str) -> None:
     plain, x = Nesting(NESTED[kind]), torch.randn(6, 3, 4)
-    with closing(fxpipe.pipeline(copy.deepcopy(plain), ["cpu"] * 2, 2, example_args=(x,))) as pipe:
+    with fxpipe.pipeline(copy.deepcopy(plain), ["cpu"] * 2, 2, example_args=(x,)) as pipe:
         assert_step(pipe, plain, torch.randn(5, 3, 4))
 
 
@@ -67,7 +67,7 @@ def test_inputs_and_targets_that_cannot_be_cut_are_refused_by_name(kind: str) ->
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     with pytest.raises(ArgumentError, match=f"input input .*{message}"):
         fxpipe.pipeline(model, ["cpu"] * 2, 2, example_args=(make(),))
-    with closing(fxpipe.pipeline(model, ["cpu"] * 2, 2, example_args=(torch.randn(6, 4),))) as pipe:
+    with fxpipe.pipeline(model, ["cpu"] * 2, 2, example_args=(torch.randn(6, 4),)) as pipe:
         with pytest.raises(ArgumentError, match=f"input input .*{message}"):
             pipe(make())
         with pytest.raises(ArgumentError, match=f"target .*{message}"):
@@ -104,7 +104,7 @@ class Scaled(nn.Module):
 
 def test_attributes_of_an_input_are_refused_at_planning_and_in_each_step() -> None:
     x = torch.randn(6, 4)
-    with closing(fxpipe.pipeline(Scaled(), ["cpu"] * 2, 2, example_args=(x,))) as pipe:
+    with fxpipe.pipeline(Scaled(), ["cpu"] * 2, 2, example_args=(x,)) as pipe:
         x.scale = 3.0  # type: ignore[attr-defined]
         for step in (pipe, lambda x: pipe.forward_backward(x, loss_fn=torch.sum)):
             with pytest.raises(ArgumentError, match=r"input x .*\['scale'\].*pass them as arguments"):
@@ -118,7 +118,7 @@ def test_a_model_that_was_moved_to_meta_behind_the_pipes_back_is_named() -> None
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     values = copy.deepcopy(model.state_dict())
     x = torch.randn(6, 4)
-    with closing(fxpipe.pipeline(model, ["cpu"] * 2, 2, example_args=(x,))) as pipe:
+    with fxpipe.pipeline(model, ["cpu"] * 2, 2, example_args=(x,)) as pipe:
         model.to("meta")
         for step in (pipe, lambda x: pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)):
             with pytest.raises(StateError, match=r"'0.weight' is on the meta device.*to_empty, load_state_dict"):

@@ -123,7 +123,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_model_without_values(ids: tor
 def test_a_model_with_values_takes_those_of_the_checkpoint(plain: Tied, ids: torch.Tensor, tmp_path: Path) -> None:
     path = saved(plain, "safetensors", tmp_path)
     other = Tied()
-    with closing(fxpipe.pipeline(other, ["cpu", "cpu"], 4, example_args=(ids,), progress=False)) as pipe:
+    with fxpipe.pipeline(other, ["cpu", "cpu"], 4, example_args=(ids,), progress=False) as pipe:
         fxpipe.distributed.load(pipe, path)
         torch.testing.assert_close(pipe(ids), plain(ids))
 
@@ -133,7 +133,7 @@ def test_before_there_is_a_plan_nobody_knows_the_devices(plain: Tied, tmp_path: 
     with torch.device("meta"):
         model = Tied()
     with (
-        closing(fxpipe.pipeline(model, ["cpu", "cpu"], 4, progress=False)) as pipe,
+        fxpipe.pipeline(model, ["cpu", "cpu"], 4, progress=False) as pipe,
         pytest.raises(StateError, match=r"the pipe has no plan yet.*give example_args"),
     ):
         fxpipe.distributed.load(pipe, path, init_fn=fill_table)

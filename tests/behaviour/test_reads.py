@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.devices import workers
-from helpers.oracle import assert_same_gradients, assert_same_state, closing, parts_of
+from helpers.oracle import assert_same_gradients, assert_same_state, parts_of
 from torch import nn
 
 import fxpipe
@@ -72,7 +72,7 @@ def assert_same_steps(model: nn.Module, batches: list[torch.Tensor], **more: Any
     """
     plain = copy.deepcopy(model)
     options: Any = dict(devices=workers(2), chunks=CHUNKS, example_args=(batches[0],), **more)
-    with closing(fxpipe.pipeline(model, **options)) as pipe:
+    with fxpipe.pipeline(model, **options) as pipe:
         for x in batches:
             pipe.zero_grad()
             plain.zero_grad()
@@ -199,7 +199,7 @@ def test_texts_for_people_and_sizes_for_functions_keep_nothing_whole():
         return h + some.new_ones(rows, columns).sum() + some.reshape(some.shape).view(rows, columns).sum()
 
     model = ChoosingInside(SIZES["mask"], read, False)
-    with closing(fxpipe.pipeline(model, devices=["cpu"], chunks=CHUNKS, example_args=(chosen(0)[0],), out_dims=0)) as p:
+    with fxpipe.pipeline(model, devices=["cpu"], chunks=CHUNKS, example_args=(chosen(0)[0],), out_dims=0) as p:
         assert p.plan.why == ()
     assert_same_steps(model, chosen(0, 2, 3), out_dims=0)
 
@@ -249,7 +249,7 @@ def test_a_branch_on_the_text_of_a_number_goes_either_way(name):
     model, x = GoesByText(TEXTS[name]), torch.randn(4, 4)
     numbers = [torch.tensor(n) for n in ((True, False) if name == "truth" else (2, 1, 5, -3))]
     plain = copy.deepcopy(model)
-    with closing(fxpipe.pipeline(model, ["cpu"], chunks=CHUNKS, example_args=(x, numbers[0]))) as pipe:
+    with fxpipe.pipeline(model, ["cpu"], chunks=CHUNKS, example_args=(x, numbers[0])) as pipe:
         for number in numbers:
             torch.testing.assert_close(pipe(x, number), plain(x, number))
 

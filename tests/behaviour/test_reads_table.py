@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.devices import workers
-from helpers.oracle import assert_same_gradients, assert_same_state, closing, parts_of
+from helpers.oracle import assert_same_gradients, assert_same_state, parts_of
 from torch import nn
 
 import fxpipe
@@ -146,7 +146,7 @@ def test_what_is_read_is_what_the_plain_model_reads(way, source):
 
 def _train(model: nn.Module, plain: nn.Module, source: str) -> None:
     options: Any = {"devices": workers(2), "chunks": CHUNKS, "out_dims": 0}
-    with closing(fxpipe.pipeline(model, example_args=(samples(source, VALUES[0]),), **options)) as pipe:
+    with fxpipe.pipeline(model, example_args=(samples(source, VALUES[0]),), **options) as pipe:
         for number in VALUES:
             for each in (model, plain):
                 each.zero_grad()

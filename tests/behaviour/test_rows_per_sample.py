@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.devices import on_cpu, workers
-from helpers.oracle import assert_same_gradients, closing
+from helpers.oracle import assert_same_gradients
 from torch import nn
 
 import fxpipe
@@ -74,9 +74,7 @@ def assert_steps(model: nn.Module, batches: list[tuple[int, int]], **options: An
     plain = copy.deepcopy(model)
     names = [name for name, _ in plain.named_parameters()]
     x, tiles = inputs_of(*batches[0])
-    with closing(
-        fxpipe.pipeline(model, workers(2), 2, in_dims=0, example_kwargs={"tiles": tiles, "x": x}, **options)
-    ) as pipe:
+    with fxpipe.pipeline(model, workers(2), 2, in_dims=0, example_kwargs={"tiles": tiles, "x": x}, **options) as pipe:
         for samples, rows in batches:
             x, tiles = inputs_of(samples, rows)
             target = torch.randn(samples * rows, D)
@@ -138,7 +136,7 @@ def test_gradients_of_rows_go_to_their_input() -> None:
     plain = copy.deepcopy(model)
     x, tiles = inputs_of(5, 3)
     ours, theirs = (tiles.clone().requires_grad_() for _ in range(2))
-    with closing(fxpipe.pipeline(model, workers(2), 2, in_dims=0)) as pipe:
+    with fxpipe.pipeline(model, workers(2), 2, in_dims=0) as pipe:
         pipe(x, ours)[1].square().mean().backward()
         plain(x, theirs)[1].square().mean().backward()
         torch.testing.assert_close(ours.grad, theirs.grad)
@@ -152,7 +150,7 @@ def test_rows_along_another_dimension_and_a_length_that_changes() -> None:
 
     model = Along()
     plain = copy.deepcopy(model)
-    with closing(fxpipe.pipeline(model, workers(2), 2, in_dims={"x": 0, "tiles": 1})) as pipe:
+    with fxpipe.pipeline(model, workers(2), 2, in_dims={"x": 0, "tiles": 1}) as pipe:
         for length in (5, 7, 4, 9):
             x, tiles = inputs_of(4, 2)
             tiles = tiles.expand(length, -1, -1) * torch.randn(length, 1, 1)
@@ -169,7 +167,7 @@ def test_micro_batches_that_are_handed_over_may_have_other_numbers_of_rows() -> 
     def loss_fn(outputs: Any, target: torch.Tensor) -> torch.Tensor:
         return F.mse_loss(outputs[1], target)
 
-    with closing(fxpipe.pipeline(model, workers(2), in_dims=0)) as pipe:
+    with fxpipe.pipeline(model, workers(2), in_dims=0) as pipe:
         have = pipe.forward_backward(micro_batches=calls, loss_fn=loss_fn)
     want = sum(loss_fn(plain(*inputs), target) * (len(inputs[0]) / 9) for inputs, target in calls)
     want.backward()
@@ -215,7 +213,7 @@ def test_what_cannot_be_cut_is_refused(kind: type[nn.Module], options: Any, rows
 
 
 def test_rows_that_are_no_whole_number_are_refused_by_a_pipe_that_has_run() -> None:
-    with closing(fxpipe.pipeline(Tiles(), workers(2), 2, in_dims=0, example_args=inputs_of(4, 3))) as pipe:
+    with fxpipe.pipeline(Tiles(), workers(2), 2, in_dims=0, example_args=inputs_of(4, 3)) as pipe:
         with pytest.raises(ArgumentError, match="its 11 rows are no whole number"):
             pipe(torch.randn(4, D), torch.randn(11, D))
         with pytest.raises(ArgumentError, match="its dimension 0 must be 4 or 12"):

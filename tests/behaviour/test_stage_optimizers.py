@@ -236,7 +236,7 @@ def test_sparse_gradients_have_an_optimizer_of_their_own():
     model, ids = copy.deepcopy(plain), torch.tensor([[1, 2], [3, 1], [5, 5], [2, 7]])
     want = [torch.optim.SparseAdam(plain.words.parameters()), torch.optim.Adam([*plain.a.parameters()])]
     options = {"balance": ["a"], "example_args": (ids,), **QUICK}
-    with oracle.closing(fxpipe.pipeline(model, ["cpu"] * 2, 1, **options)) as pipe:
+    with fxpipe.pipeline(model, ["cpu"] * 2, 1, **options) as pipe:
         have = [
             StageOptimizer(pipe, torch.optim.SparseAdam, param_groups=model.words.parameters()),
             StageOptimizer(pipe, torch.optim.Adam, param_groups=[{"params": model.a.parameters()}]),

@@ -222,7 +222,7 @@ def test_rounding_of_a_sum_that_cancels_is_allowed():
     """The gradient of the bias is a sum of signs, so that neither it nor a change of weights or inputs tells."""
     signs = torch.tensor([1.0, -1.0]).repeat(4)[:, None]
     model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)), torch.randn(8, 3)
-    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,), progress=False)) as pipe:
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,), progress=False) as pipe:
         report = fxpipe.verify(pipe, x, target=signs, loss_fn=lambda y, sign: (y * sign).mean())
     (bias,) = (one for one in report.differences if one.name == "2.bias")
     assert report
@@ -233,7 +233,7 @@ def test_rounding_in_the_modules_of_the_loss_is_allowed():
     """The same of the bias of a module that only the loss uses."""
     signs, criterion = torch.tensor([1.0, -1.0]).repeat(8)[:, None], nn.Linear(3, 1)
     model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)), torch.randn(16, 3)
-    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,), progress=False)) as pipe:
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,), progress=False) as pipe:
         report = fxpipe.verify(pipe, x, target=signs, loss_fn=lambda y, sign: (criterion(y) * sign).mean())
     assert report
     own = [one for one in report.differences if one.name.endswith("of loss_fn")]
@@ -256,7 +256,7 @@ class Shifted(nn.Module):
 
 def test_rounding_of_two_modules_does_not_cancel():
     x = torch.randn(8, 3)
-    with closing(fxpipe.pipeline(Shifted().eval(), ["cpu", "cpu"], 2, example_args=(x,), progress=False)) as pipe:
+    with fxpipe.pipeline(Shifted().eval(), ["cpu", "cpu"], 2, example_args=(x,), progress=False) as pipe:
         report = fxpipe.verify(pipe.eval(), x, target=torch.randn(8, 3), loss_fn=F.mse_loss)
     (bias,) = (one for one in report.differences if one.name == "bias")
     assert report
@@ -276,5 +276,5 @@ class PerSample(nn.Module):
 
 def test_transforms_of_functions_are_compared():
     model, x = nn.Sequential(nn.Linear(4, 4), PerSample(), nn.Linear(4, 4)), torch.randn(8, 4)
-    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,), progress=False)) as pipe:
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,), progress=False) as pipe:
         assert fxpipe.verify(pipe, x, target=torch.randn(8, 4), loss_fn=F.mse_loss)

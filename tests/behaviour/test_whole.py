@@ -833,7 +833,7 @@ def test_leaf_functions():
     plain = copy.deepcopy(model)
     traced = fxpipe.trace(model, (x(),))
     assert [n.name for n in traced.nodes if n.target.__name__ == "route"] == ["route"]
-    with closing(fxpipe.pipeline(model, workers(2), 3)) as pipe:
+    with fxpipe.pipeline(model, workers(2), 3) as pipe:
         assert_step(pipe, plain, x())
         assert_step(pipe, plain, x(5), one_pass=True)
 
@@ -926,7 +926,7 @@ def test_kept_whole_by_itself(name):
     make, why = BY_ITSELF[name]
     model = Model(make())
     plain = copy.deepcopy(model)
-    with closing(fxpipe.pipeline(model, workers(2), 3, tracer="record")) as pipe:
+    with fxpipe.pipeline(model, workers(2), 3, tracer="record") as pipe:
         for batch in (6, 5):
             given = x(batch)
             assert_step(pipe, plain, given)

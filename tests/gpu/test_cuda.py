@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from helpers.devices import accelerator, forced_copies, is_simulated, on_accelerators
 from helpers.models import BY_NAME, CASES
-from helpers.oracle import closing, parts_of
+from helpers.oracle import parts_of
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -326,7 +326,7 @@ class Watching(nn.Module):
 def test_backward_runs_in_the_workers_and_in_the_context_of_the_caller(devices, drop_in):
     """Autograd has a thread for each GPU; it runs no node of a stage, and waits for none."""
     x = torch.randn(6, 4)
-    with closing(fxpipe.pipeline(Watching(), devices, CHUNKS, example_args=(x,), checkpoint="never")) as pipe:
+    with fxpipe.pipeline(Watching(), devices, CHUNKS, example_args=(x,), checkpoint="never") as pipe:
         Watched.seen.clear()
         token = CALLER.set("me")
         try:
@@ -365,7 +365,7 @@ def _taking(x):
 @pytest.mark.parametrize("devices", [ONE, TWO])
 def test_a_stage_that_runs_out_of_memory_says_so_and_leaves_none_behind(devices, monkeypatch):
     x = torch.randn(6, 4)
-    with closing(fxpipe.pipeline(Greedy(), devices, CHUNKS, example_args=(x,), checkpoint="never")) as pipe:
+    with fxpipe.pipeline(Greedy(), devices, CHUNKS, example_args=(x,), checkpoint="never") as pipe:
         for _ in range(2):
             pipe.forward_backward(x, loss_fn=torch.sum, reduction="sum")
         pipe.zero_grad()
@@ -397,7 +397,7 @@ class Recurrent(nn.Module):
 def test_the_weights_of_an_rnn_lie_side_by_side(devices):
     """Or cuDNN warns, here an error, in planning, in training and in evaluation, and gathers them at each call."""
     plain, x = Recurrent(), torch.randn(6, 5, 6)
-    with closing(fxpipe.pipeline(copy.deepcopy(plain), devices, CHUNKS, example_args=(x,))) as pipe:
+    with fxpipe.pipeline(copy.deepcopy(plain), devices, CHUNKS, example_args=(x,)) as pipe:
         pipe.forward_backward(x, loss_fn=lambda y: y.square().mean())
         plain(x).square().mean().backward()
         _assert_close([p.grad for p in pipe.parameters()], [p.grad for p in plain.parameters()])
@@ -417,7 +417,7 @@ def test_compiled_stages_on_gpus_equal_the_plain_model(devices, schedule):
     target = case.target(BATCH)
     case.loss(plain(*args), target).backward()
     options = {"example_args": args, "schedule": schedule, "compile": True}
-    with closing(fxpipe.pipeline(copy.deepcopy(plain), devices, CHUNKS, **options)) as pipe:
+    with fxpipe.pipeline(copy.deepcopy(plain), devices, CHUNKS, **options) as pipe:
         for _ in range(2):
             pipe.zero_grad()
             pipe.forward_backward(*args, target=target, loss_fn=case.loss)

@@ -9,7 +9,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import FxpipeError
-from helpers.oracle import assert_same_gradients, assert_same_state, closing
+from helpers.oracle import assert_same_gradients, assert_same_state
 
 WAYS = ("drop-in", "forward_backward", "micro_batches", "train_stream")
 RATE = 0.1  # learning rate of a stream
@@ -48,7 +48,7 @@ def _compare_steps(
     ours: nn.Module, plain: nn.Module, inputs: Callable[[int], tuple[Any, ...]], way: str, steps: int, options: Any
 ) -> None:
     names = [name for name, _ in plain.named_parameters()]
-    with closing(fxpipe.pipeline(ours, ["cpu", "cpu"], **{"chunks": 2, **options})) as pipe:
+    with fxpipe.pipeline(ours, ["cpu", "cpu"], **{"chunks": 2, **options}) as pipe:
         for step in range(steps):
             for model in (ours, plain):
                 model.zero_grad()
@@ -83,7 +83,7 @@ def _compare_stream(
 ) -> None:
     with torch.no_grad():
         target = torch.ones_like(plain(*inputs(0)))
-    with closing(fxpipe.pipeline(ours, ["cpu"], schedule="pipedream", **options)) as pipe:
+    with fxpipe.pipeline(ours, ["cpu"], schedule="pipedream", **options) as pipe:
         optimizer = fxpipe.optim.StageOptimizer(pipe, torch.optim.SGD, lr=RATE)
         own = torch.optim.SGD(plain.parameters(), lr=RATE)
         batches = ((inputs(step), target) for step in range(steps))

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.cases import each_once
-from helpers.oracle import closing
 from torch import nn
 
 import fxpipe
@@ -104,7 +103,7 @@ def test_a_pipeline_trains_as_the_plain_model_does(devices, drop_in):
     )
     model = copy.deepcopy(plain)
     optimizers = [torch.optim.AdamW(module.parameters(), 1e-2) for module in (plain, model)]
-    with closing(fxpipe.pipeline(model, devices, 3, example_args=(torch.randn(6, 6),))) as pipe:
+    with fxpipe.pipeline(model, devices, 3, example_args=(torch.randn(6, 6),)) as pipe:
         for _ in range(3):
             x, t = torch.randn(6, 6), torch.randn(6, 2)
             for optimizer in optimizers:

@@ -1,7 +1,5 @@
 """A checkpoint is read onto the devices of the stages: the host holds no whole model."""
 
-from contextlib import closing
-
 import pytest
 import torch
 from torch import nn
@@ -25,7 +23,7 @@ def test_each_stage_reads_its_weights_onto_its_device(simulated, tmp_path):
     with torch.device("meta"):
         model = layers()
     devices = ["sim:0", "sim:1"]
-    with closing(fxpipe.pipeline(model, devices, 4, example_args=(x,), balance=["1"], progress=False)) as pipe:
+    with fxpipe.pipeline(model, devices, 4, example_args=(x,), balance=["1"], progress=False) as pipe:
         fxpipe.distributed.load(pipe, tmp_path)
         assert [str(block[0].weight.device) for block in model] == ["sim:0", "sim:0", "sim:1", "sim:1"]
         loss = pipe.forward_backward(x, loss_fn=lambda y: y.square().mean())

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.oracle import closing
 from torch import nn
 
 import fxpipe
@@ -70,7 +69,7 @@ def test_an_optimizer_that_has_stepped_before_the_pipe_goes_on(kind, is_planned_
     have = KINDS[kind](model.parameters())
     have.load_state_dict(copy.deepcopy(want.state_dict()))  # to where the parameters are: the CPU
     example = {"example_args": _batch()[:1]} if is_planned_first else {}
-    with closing(fxpipe.pipeline(model, DEVICES, 3, **example)) as pipe:
+    with fxpipe.pipeline(model, DEVICES, 3, **example) as pipe:
         _assert_equal_training(plain, want, pipe, have)
 
 
@@ -94,7 +93,7 @@ def test_state_from_before_follows_where_stages_are_updated_before_a_step_ends(s
         _plain_step(plain, want, *_batch())
     model, (schedule, run) = copy.deepcopy(plain), STEPS[step]
     options = {name: want.defaults[name] for name in ("lr", "momentum") if name in want.defaults}
-    with closing(fxpipe.pipeline(model, DEVICES, 1, schedule=schedule)) as pipe:
+    with fxpipe.pipeline(model, DEVICES, 1, schedule=schedule) as pipe:
         have = fxpipe.optim.StageOptimizer(pipe, type(want), overlap=schedule == "1f1b", **options)
         have.load_state_dict(copy.deepcopy(want.state_dict()))
         for _ in range(2):
@@ -107,7 +106,7 @@ def test_state_from_before_follows_where_stages_are_updated_before_a_step_ends(s
 def test_a_checkpoint_that_is_loaded_into_a_running_pipe_goes_on():
     plain, model = _model(), _model()
     want, have = (KINDS["AdamW"](module.parameters()) for module in (plain, model))
-    with closing(fxpipe.pipeline(model, DEVICES, 3)) as pipe:
+    with fxpipe.pipeline(model, DEVICES, 3) as pipe:
         _assert_equal_training(plain, want, pipe, have)
         saved = copy.deepcopy((plain.state_dict(), want.state_dict()))
         _assert_equal_training(plain, want, pipe, have)

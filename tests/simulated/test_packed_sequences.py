@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.cases import each_once
-from helpers.oracle import closing
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -77,7 +76,7 @@ def _batch():
 
 def _assert_trains_like_plain(plain, devices, on="cpu", **options):
     model = copy.deepcopy(plain).to(on)
-    with closing(fxpipe.pipeline(model, devices, 3, example_args=_batch(), checkpoint="never", **options)) as pipe:
+    with fxpipe.pipeline(model, devices, 3, example_args=_batch(), checkpoint="never", **options) as pipe:
         if isinstance(model, Tagger):
             model.reader.seen.clear()
         for _ in range(2):

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.oracle import closing
 from torch import nn
 
 import fxpipe
@@ -118,7 +117,7 @@ def _train_and_evaluate(simulated: Any, **options: Any) -> None:
     limit = int(1.25 * size)
     simulated.set_device_bytes(_there() + limit)
     torch.sim.reset_peak_memory_stats(0)
-    with closing(fxpipe.pipeline(model, DEVICES, 2, example_args=(x,), optimizer_state=0, **options)) as pipe:
+    with fxpipe.pipeline(model, DEVICES, 2, example_args=(x,), optimizer_state=0, **options) as pipe:
         assert len({stage.device for stage in pipe.plan.stages}) == 4
         assert simulated.count("bytes to the host") < size / 50  # values that forward reads
         simulated.set_device_bytes(1 << 30)
@@ -155,7 +154,7 @@ def test_a_model_larger_than_a_device_evaluates_over_several(simulated):
     model, x = Model(8).requires_grad_(False).eval(), torch.randn(4, 2, WIDTH)
     plain, limit = copy.deepcopy(model), int(0.8 * _bytes(model))
     simulated.set_device_bytes(_there() + limit)
-    with torch.no_grad(), closing(fxpipe.pipeline(model, DEVICES, 2, example_args=(x,))) as pipe:
+    with torch.no_grad(), fxpipe.pipeline(model, DEVICES, 2, example_args=(x,)) as pipe:
         assert simulated.count("bytes to the host") < limit / 25
         out, other = pipe(x), pipe(2 * x)
         simulated.set_device_bytes(1 << 30)
@@ -186,7 +185,7 @@ def test_autocast_keeps_no_casts_of_parameters_that_have_left(simulated):
     torch.sim.reset_peak_memory_stats(0)
     with (
         torch.autocast("sim", dtype=torch.bfloat16),
-        closing(fxpipe.pipeline(model, DEVICES, 2, example_args=(x,), optimizer_state=0)) as pipe,
+        fxpipe.pipeline(model, DEVICES, 2, example_args=(x,), optimizer_state=0) as pipe,
     ):
         simulated.set_device_bytes(1 << 30)
         torch.testing.assert_close(pipe(x).cpu(), plain.to("sim:0")(x.to("sim:0")).cpu(), atol=2e-2, rtol=2e-2)
@@ -211,7 +210,7 @@ def test_nothing_keeps_the_memory_of_a_pipe_that_is_gone(simulated):
     model, x = Model(2), torch.randn(4, 2, WIDTH)
     before = [torch.sim.memory_allocated(index) for index in range(4)]
     simulated.set_device_bytes(max(before) + int(1.9 * _bytes(model)))
-    with closing(fxpipe.pipeline(model, DEVICES[:2], 2, example_args=(x,), optimizer_state=0)) as pipe:
+    with fxpipe.pipeline(model, DEVICES[:2], 2, example_args=(x,), optimizer_state=0) as pipe:
         assert torch.sim.memory_allocated(0) > before[0]
     del model, pipe
     gc.collect()
@@ -240,6 +239,6 @@ def test_what_the_first_call_makes_takes_no_copy_of_all_parameters(simulated):
     model, x = MakesTable(), torch.randn(4, 2 * WIDTH)
     plain, size = copy.deepcopy(model), _bytes(model)
     simulated.set_device_bytes(_there() + int(1.25 * size))
-    with closing(fxpipe.pipeline(model, DEVICES, 2, example_args=(x,), optimizer_state=0)) as pipe:
+    with fxpipe.pipeline(model, DEVICES, 2, example_args=(x,), optimizer_state=0) as pipe:
         simulated.set_device_bytes(1 << 30)
         torch.testing.assert_close(pipe(x).cpu(), plain.to("sim:3")(x.to("sim:3")).cpu())

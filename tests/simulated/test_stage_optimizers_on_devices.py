@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.oracle import closing
 from torch import nn
 
 import fxpipe
@@ -53,7 +52,7 @@ def test_steps_come_to_the_weights_of_the_plain_optimizer(kind, overlap, schedul
     plain = Net()
     model = copy.deepcopy(plain)
     want = torch.optim.AdamW(plain.parameters(), **copy.deepcopy(KINDS[kind]))
-    with closing(fxpipe.pipeline(model, DEVICES, 3, schedule=schedule, balance=["a", "b"])) as pipe:
+    with fxpipe.pipeline(model, DEVICES, 3, schedule=schedule, balance=["a", "b"]) as pipe:
         have = StageOptimizer(pipe, torch.optim.AdamW, overlap=overlap, **copy.deepcopy(KINDS[kind]))
         for k in range(4):  # the first one plans, and moves the parameters
             x, t = torch.randn(6, 6), torch.randn(6, 6)
@@ -76,7 +75,7 @@ def test_clipping_by_the_norm_of_all_devices_stands_between_backward_and_step():
     plain = Net()
     model, x, t = copy.deepcopy(plain), torch.randn(6, 6), torch.randn(6, 6)
     want = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    with closing(fxpipe.pipeline(model, DEVICES, 3, example_args=(x,), balance=["a", "b"])) as pipe:
+    with fxpipe.pipeline(model, DEVICES, 3, example_args=(x,), balance=["a", "b"]) as pipe:
         have = StageOptimizer(pipe, torch.optim.SGD, lr=0.1, momentum=0.9)
         for _ in range(2):
             pipe.forward_backward(x, target=t, loss_fn=F.mse_loss)

@@ -131,7 +131,7 @@ def test_deferred_statistics_of_replicas_are_merged_where_the_buffers_are():
     places = (("sim:0", "sim:1", "sim:2"), ("sim:3",))
     with (
         closing(replicated(model, places, balance=["2"], deferred_batch_norm=True)) as pipe,
-        closing(fxpipe.pipeline(alone, ["cpu"], 4, deferred_batch_norm=True, progress=False)) as other,
+        fxpipe.pipeline(alone, ["cpu"], 4, deferred_batch_norm=True, progress=False) as other,
     ):
         for _ in range(2):
             x, t = torch.randn(12, 6), torch.randn(12, 6)

@@ -34,7 +34,7 @@ def test_a_stream_comes_to_the_weights_of_delayed_updates(schedule, chunks, opti
     torch.manual_seed(7)
     plain = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.BatchNorm1d(6)) for _ in DEVICES))
     model, batches = copy.deepcopy(plain), [(torch.randn(6, 6), torch.randn(6, 6)) for _ in range(7)]
-    with closing(fxpipe.pipeline(model, DEVICES, chunks, schedule=schedule, balance=["0", "1"])) as pipe:
+    with fxpipe.pipeline(model, DEVICES, chunks, schedule=schedule, balance=["0", "1"]) as pipe:
         optimizer = StageOptimizer(pipe, torch.optim.AdamW, lr=1e-2)
         stream = pipe.train_stream(batches, loss_fn=F.mse_loss, optimizer=optimizer, **options)
         losses = [loss.cpu() for loss in stream]

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.cases import each_once
-from helpers.oracle import assert_same_gradients, assert_same_state, closing, train_step
+from helpers.oracle import assert_same_gradients, assert_same_state, train_step
 from torch import nn
 
 import fxpipe
@@ -168,7 +168,7 @@ def _train(model: Watched, pipe: Any, checkpoint: str, one_pass: bool) -> list[C
 def _compare_modes(start: Watched, one_pass: bool) -> None:
     """Every mode of recomputation against none: calls, values, gradients and buffers."""
     state, kept, model = copy.deepcopy(start.state_dict()), copy.deepcopy(start), copy.deepcopy(start)
-    with closing(fxpipe.pipeline(model, ["cpu"] * 2, CHUNKS, example_args=_inputs())) as pipe:
+    with fxpipe.pipeline(model, ["cpu"] * 2, CHUNKS, example_args=_inputs()) as pipe:
         for checkpoint in CHECKPOINTS:
             model.load_state_dict(state)
             model.zero_grad()
@@ -210,7 +210,7 @@ def test_torch_func_in_a_stage_that_recomputes(checkpoint, whole):
     plain = nn.Sequential(nn.Linear(5, 5), Slopes(), nn.Tanh(), Slopes())
     model, (x, _) = copy.deepcopy(plain), _inputs()
     options = {"leaf_modules": [Slopes]} if whole else {}
-    with closing(fxpipe.pipeline(model, ["cpu"] * 2, CHUNKS, checkpoint=checkpoint, **options)) as pipe:
+    with fxpipe.pipeline(model, ["cpu"] * 2, CHUNKS, checkpoint=checkpoint, **options) as pipe:
         target = torch.ones_like(x)
         pipe.forward_backward(x, target=target, loss_fn=F.mse_loss)
         train_step(plain, (x,), {}, target, F.mse_loss, chunks=CHUNKS, order="1f1b", seed=0, batch=len(x))
@@ -264,7 +264,7 @@ def test_hooks_and_functions_are_told(checkpoint):
     model[2].register_forward_pre_hook(lambda *_: told.append(("hook before", fxpipe.is_recomputing())))
     model.register_forward_hook(lambda *_: told.append(("hook on the model", fxpipe.is_recomputing())))
     x, _ = _inputs()
-    with closing(fxpipe.pipeline(model, ["cpu"] * 2, CHUNKS, checkpoint=checkpoint, example_args=(x,))) as pipe:
+    with fxpipe.pipeline(model, ["cpu"] * 2, CHUNKS, checkpoint=checkpoint, example_args=(x,)) as pipe:
         told.clear()
         Telling.told.clear()
         pipe(x).sum().backward()
@@ -295,7 +295,7 @@ def test_only_the_thread_that_recomputes_is_told():
             return ask(self.linear(x))
 
     x, _ = _inputs()
-    with closing(fxpipe.pipeline(Model(), ["cpu"], CHUNKS, checkpoint="always")) as pipe:
+    with fxpipe.pipeline(Model(), ["cpu"], CHUNKS, checkpoint="always") as pipe:
         pipe(x).sum().backward()
     assert told == [False] * CHUNKS
     assert not fxpipe.is_recomputing()
@@ -321,7 +321,7 @@ def test_after_a_recompute_that_failed_nothing_recomputes():
 
     failing = True
     x, _ = _inputs()
-    with closing(fxpipe.pipeline(Model(), ["cpu"], CHUNKS, checkpoint="always", example_args=(x,))) as pipe:
+    with fxpipe.pipeline(Model(), ["cpu"], CHUNKS, checkpoint="always", example_args=(x,)) as pipe:
         with pytest.raises(RuntimeError, match="at will"):
             pipe(x).sum().backward()
         told.clear()

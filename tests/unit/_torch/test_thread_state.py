@@ -407,9 +407,7 @@ class MakesLeaves(nn.Module):
 def test_a_leaf_that_forward_makes_is_sent_on_in_every_mode(cut):
     """In inference mode torch had no node for it, for those cuts that send it."""
     plain, x = MakesLeaves(), torch.randn(6, 4)
-    with oracle.closing(
-        fxpipe.pipeline(copy.deepcopy(plain), ["cpu"] * 2, 2, example_args=(x,), balance=[cut, 11 - cut])
-    ) as pipe:
+    with fxpipe.pipeline(copy.deepcopy(plain), ["cpu"] * 2, 2, example_args=(x,), balance=[cut, 11 - cut]) as pipe:
         for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
             with mode():
                 torch.testing.assert_close(pipe(x), plain(x))
@@ -424,8 +422,8 @@ def test_a_leaf_that_forward_makes_is_sent_on_in_every_mode(cut):
 def test_the_default_device_in_a_worker_is_the_stages(look):
     model = _net().cuda()
     x = _x().cuda()
-    with oracle.closing(
-        fxpipe.pipeline(model, ["cuda:0", "cuda:0"], 2, leaf_modules=[Looks], example_args=(x,), checkpoint="never")
+    with fxpipe.pipeline(
+        model, ["cuda:0", "cuda:0"], 2, leaf_modules=[Looks], example_args=(x,), checkpoint="never"
     ) as pipe:
         found = look(lambda: torch.zeros(1).device.type)
         with torch.device("cuda"):

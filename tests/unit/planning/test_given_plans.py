@@ -83,7 +83,7 @@ def test_a_plan_of_evaluation_serves_a_pipe_that_first_trains() -> None:
     plain = Moody().eval()
     plan = plan_of(plain)
     plain.train()
-    with closing(fxpipe.pipeline(copy.deepcopy(plain), plan=plan)) as pipe:
+    with fxpipe.pipeline(copy.deepcopy(plain), plan=plan) as pipe:
         assert_evaluates_and_trains(pipe, plain)
         assert not any("extra" in name for stage in pipe.plan.stages for name in stage.nodes)
 
@@ -94,7 +94,7 @@ def test_a_plan_with_a_frozen_norm_keeps_it_frozen_in_its_graph() -> None:
     plain.norm.eval()
     plan = plan_of(plain)
     assert plan.evaluating == ("norm",)
-    with closing(fxpipe.pipeline(copy.deepcopy(plain).eval(), plan=plan)) as pipe:
+    with fxpipe.pipeline(copy.deepcopy(plain).eval(), plan=plan) as pipe:
         assert_evaluates_and_trains(pipe, plain.eval())
         for model in (pipe, plain):
             model.train()
@@ -109,7 +109,7 @@ def test_inputs_that_only_evaluation_takes_say_what_to_do() -> None:
     """Batch norm trains on two samples at least."""
     model = Moody()
     plan = plan_of(model)
-    with closing(fxpipe.pipeline(model.eval(), plan=plan)) as pipe:
+    with fxpipe.pipeline(model.eval(), plan=plan) as pipe:
         with pytest.raises(ValueError, match="more than 1 value") as caught:
             pipe(samples(1))
         assert any("mode (train or eval) that the plan was made in" in note for note in caught.value.__notes__)
@@ -163,7 +163,7 @@ def test_figures_follow_the_micro_batches_that_a_plan_is_used_with(chunks: int, 
     other = fxpipe.plan(Masked(), 3, example_args=(x,), chunks=chunks, **how)
     assert made.portals
     options: dict[str, Any] = {"devices": ["cpu"] * 3, "chunks": chunks, "example_args": (x,)}
-    with closing(fxpipe.pipeline(Masked(), plan=made, **options)) as pipe:
+    with fxpipe.pipeline(Masked(), plan=made, **options) as pipe:
         same = tuple(replace(s, device="cpu", code=t.code) for s, t in zip(other.stages, pipe.plan.stages, strict=True))
         other, found = replace(other, stages=same, devices=("cpu",) * 3), pipe.plan
         assert found.micro_batch == other.micro_batch != made.micro_batch
@@ -175,7 +175,7 @@ def test_figures_follow_the_micro_batches_that_a_plan_is_used_with(chunks: int, 
 
 def test_figures_stay_where_the_micro_batches_do() -> None:
     made = plan_of(Row(), chunks=4)
-    with closing(fxpipe.pipeline(Row(), plan=made, example_args=(samples(),))) as pipe:
+    with fxpipe.pipeline(Row(), plan=made, example_args=(samples(),)) as pipe:
         codes = tuple(replace(s, code=t.code) for s, t in zip(made.stages, pipe.plan.stages, strict=True))
         assert pipe.plan == replace(made, stages=codes)
         assert pipe.plan.bottlenecks
@@ -213,6 +213,6 @@ def test_what_fits_into_memory_is_not_refused_for_chunks_that_there_are_not() ->
 
 def test_a_plan_for_few_samples_cuts_more_of_them_as_was_asked() -> None:
     plan = fxpipe.plan(Row(), 2, example_args=(samples(2),), chunks=8, hardware="cpu")
-    with closing(fxpipe.pipeline(Row(), plan=plan)) as pipe:
+    with fxpipe.pipeline(Row(), plan=plan) as pipe:
         pipe(samples(16))
         assert len({record.action.micro_batch for record in pipe.last_step.actions}) == 8

@@ -139,7 +139,7 @@ def test_a_plan_of_pins_can_be_used_again(tmp_path: Any) -> None:
     plan.save(tmp_path / "plan.json")
     loaded = fxpipe.Plan.load(tmp_path / "plan.json")
     assert loaded == plan
-    with closing(fxpipe.pipeline(copy.deepcopy(plain), plan=loaded, example_args=(ids,))) as pipe:
+    with fxpipe.pipeline(copy.deepcopy(plain), plan=loaded, example_args=(ids,)) as pipe:
         assert [stage.nodes for stage in pipe.plan.stages] == [stage.nodes for stage in plan.stages]
         assert pipe.plan.placement == plan.placement == (0, 1, 0)
         assert_trains_like(plain, pipe)

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.oracle import closing
 from helpers.plan_models import CHUNKS, Deep, deep_profile, planned, rows
 from torch import nn
 
@@ -42,7 +41,7 @@ def test_a_profile_made_before_is_used_and_nothing_is_run(request: pytest.Fixtur
             assert stage.forward_seconds == pytest.approx(sum(costs[name].forward.at(2) for name in stage.nodes))
             assert stage.backward_seconds == pytest.approx(sum(costs[name].backward.at(2) for name in stage.nodes))
         assert plan.estimated_for == ""
-    with closing(fxpipe.pipeline(model, ["cpu"] * 3, CHUNKS, example_args=(x,), profile=profile)) as pipe:
+    with fxpipe.pipeline(model, ["cpu"] * 3, CHUNKS, example_args=(x,), profile=profile) as pipe:
         assert [stage.nodes for stage in pipe.plan.stages] == [stage.nodes for stage in plan.stages]
 
 

@@ -154,7 +154,7 @@ def test_digits_are_lost_as_by_the_rounding_of_the_input_only():
     """Each mean is rounded by 6e-8 of 1000, to which the spread is 1/1e4: sums of squares would leave nothing."""
     x = torch.randn(64, 4) * 0.1 + 1000
     model = nn.Sequential(nn.BatchNorm1d(4, momentum=1.0), nn.Linear(4, 2))
-    with closing(fxpipe.pipeline(model, ["cpu"] * 2, 5, deferred_batch_norm=True, check=False)) as pipe:
+    with fxpipe.pipeline(model, ["cpu"] * 2, 5, deferred_batch_norm=True, check=False) as pipe:
         pipe(x)
     torch.testing.assert_close(model[0].running_var.double(), x.double().var(0), rtol=1e-3, atol=0)
     torch.testing.assert_close(model[0].running_mean.double(), x.double().mean(0), rtol=1e-7, atol=0)
@@ -300,7 +300,7 @@ class Counting(nn.Module):
 def test_a_counter_that_is_set_anew():
     plain = Counting()
     model, x = copy.deepcopy(plain), torch.randn(9, 5)
-    with closing(fxpipe.pipeline(model, ["cpu"] * 2, 4, deferred_batch_norm=True, checkpoint="always")) as pipe:
+    with fxpipe.pipeline(model, ["cpu"] * 2, 4, deferred_batch_norm=True, checkpoint="always") as pipe:
         for _ in range(2):
             pipe(x).sum().backward()
             plain(x)
@@ -373,7 +373,7 @@ def test_what_cannot_be_deferred_is_refused(forward, what):
 def test_a_part_of_a_buffer_in_a_module_kept_whole_is_refused():
     model, x = nn.Sequential(Odd(_in_part), nn.Linear(2, 2)), torch.randn(8, 5)
     with (
-        closing(fxpipe.pipeline(model, ["cpu"] * 2, 4, deferred_batch_norm=True, leaf_modules=[Odd])) as pipe,
+        fxpipe.pipeline(model, ["cpu"] * 2, 4, deferred_batch_norm=True, leaf_modules=[Odd]) as pipe,
         pytest.raises(StateError, match=r"in a part of the buffer '0\.both'"),
     ):
         pipe(x)
@@ -408,7 +408,7 @@ def test_calls_that_differ_between_micro_batches_are_refused_and_leave_nothing()
 def test_what_is_read_before_is_that_of_the_step_before():
     model = Odd(lambda m, x: F.batch_norm(x - m.mean, m.mean, m.var, training=True))
     x = torch.randn(8, 5)
-    with closing(fxpipe.pipeline(model, ["cpu"] * 2, 4, deferred_batch_norm=True)) as pipe:
+    with fxpipe.pipeline(model, ["cpu"] * 2, 4, deferred_batch_norm=True) as pipe:
         pipe(x)
     torch.testing.assert_close(model.mean, 0.1 * x.mean(0))
 
@@ -435,7 +435,7 @@ def test_a_step_that_fails_leaves_nothing_and_the_next_one_counts_alone():
 
     plain = Model()
     model, x = copy.deepcopy(plain), torch.randn(12, 5)
-    with closing(fxpipe.pipeline(model, ["cpu"] * 2, 4, deferred_batch_norm=True, example_args=(x,))) as pipe:
+    with fxpipe.pipeline(model, ["cpu"] * 2, 4, deferred_batch_norm=True, example_args=(x,)) as pipe:
         before = copy.deepcopy(model.state_dict())
         failing[:] = [False, False, True]
         with pytest.raises(RuntimeError, match="at will"):
@@ -450,7 +450,7 @@ def test_a_step_that_fails_leaves_nothing_and_the_next_one_counts_alone():
 def test_two_forwards_in_flight_do_not_mix():
     plain = convolutions()
     model, (x, y) = copy.deepcopy(plain), torch.randn(2, 8, 3, 8, 8)
-    with closing(fxpipe.pipeline(model, ["cpu"] * 2, 4, deferred_batch_norm=True, checkpoint="always")) as pipe:
+    with fxpipe.pipeline(model, ["cpu"] * 2, 4, deferred_batch_norm=True, checkpoint="always") as pipe:
         first, second = pipe(x), pipe(y * 5)
         (first.sum() + second.sum()).backward()
         track(plain, x, 4)

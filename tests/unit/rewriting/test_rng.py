@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.every_cut import EveryCut
-from helpers.oracle import assert_same_gradients, closing, draw_seed, train_step
+from helpers.oracle import assert_same_gradients, draw_seed, train_step
 from torch import _VF, nn
 from torch.utils import _python_dispatch
 from torch.utils.checkpoint import checkpoint
@@ -460,7 +460,7 @@ def test_an_expert_without_tokens_when_traced_draws_by_seed_when_it_has_some():
     found = []
     model = Model(NOW_AND_THEN["dropout"])
     for stages, mode in itertools.product((1, 2), ("never", "always")):
-        with closing(fxpipe.pipeline(copy.deepcopy(model), ["cpu"] * stages, 2, checkpoint=mode)) as pipe:
+        with fxpipe.pipeline(copy.deepcopy(model), ["cpu"] * stages, 2, checkpoint=mode) as pipe:
             pipe(torch.zeros(4, 6))
             pipe.zero_grad()
             torch.manual_seed(3)
@@ -531,7 +531,7 @@ def test_workers_draw_what_the_plain_model_draws_in_every_step(name):
     plain = MODELS[name]()
     given, target = torch.randn(6, 6), torch.randn(6, 6)
     for mode in ("never", "always"):
-        with closing(fxpipe.pipeline(copy.deepcopy(plain), ["cpu"] * 2, 3, checkpoint=mode)) as pipe:
+        with fxpipe.pipeline(copy.deepcopy(plain), ["cpu"] * 2, 3, checkpoint=mode) as pipe:
             losses = []
             torch.manual_seed(4)
             for _ in range(2):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.oracle import assert_same_gradients, closing
+from helpers.oracle import assert_same_gradients
 from torch import nn
 
 import fxpipe
@@ -36,7 +36,7 @@ def loss(pipe: Any, x: torch.Tensor) -> torch.Tensor:
 def test_a_step_finds_each_module_once() -> None:
     """The way to a module takes 0.1 ms, and there are hundreds of tensors, looked up for every micro-batch."""
     model, x = Counting(), torch.randn(8, 4)
-    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 4, example_args=(x,))) as pipe:
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 4, example_args=(x,)) as pipe:
         loss(pipe, x)  # verifies the loss beside
         for run in (loss, lambda pipe, x: pipe(x).sum().backward()):
             model.asked.clear()
@@ -48,7 +48,7 @@ def test_a_step_finds_each_module_once() -> None:
 def test_what_was_replaced_between_steps_is_followed(replaced: str) -> None:
     """Under the same name another object, as `load_state_dict(assign=True)` leaves it, or a module like the old one."""
     model, x = Counting().eval(), torch.randn(8, 4)
-    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 4, example_args=(x,))) as pipe:
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 4, example_args=(x,)) as pipe:
         loss(pipe, x)
         old = model.body[2]
         if replaced == "parameter":

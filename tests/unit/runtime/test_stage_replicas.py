@@ -118,7 +118,7 @@ def test_the_drop_in_runs_on_replicas(replicas, checkpoint):
     alone = copy.deepcopy(plain)
     with (
         closing(replicated(model, replicas, balance=["1"], checkpoint=checkpoint)) as pipe,
-        closing(fxpipe.pipeline(alone, ["cpu", "cpu"], 4, balance=["1"], **QUICK)) as other,
+        fxpipe.pipeline(alone, ["cpu", "cpu"], 4, balance=["1"], **QUICK) as other,
     ):
         x, t = torch.randn(6, 6, requires_grad=True), torch.randn(6, 3)
         again = x.detach().clone().requires_grad_()
@@ -333,7 +333,7 @@ def test_what_pipedreams_planner_chooses_for_devices_of_one_process_runs():
     model = copy.deepcopy(plain)
     x, t = torch.randn(24, 4), torch.randn(24, 4)
     options = {"balance": "pipedream", "hardware": hardware(Link(1e8)), "example_args": (x,), **QUICK}
-    with closing(fxpipe.pipeline(model, ["cpu"] * 4, 6, **options)) as pipe:
+    with fxpipe.pipeline(model, ["cpu"] * 4, 6, **options) as pipe:
         assert pipe.plan.replicas == (3, 1)
         assert pipe.plan.row_devices == ("cpu",) * 4
         for _ in range(2):
@@ -348,7 +348,7 @@ def test_what_pipedreams_planner_chooses_for_devices_of_one_process_runs():
         print(simulated.compared(pipe.last_step))
         saved = pipe.plan
     again = copy.deepcopy(model)
-    with closing(fxpipe.pipeline(again, plan=saved, **QUICK)) as pipe:  # the plan has all of the devices
+    with fxpipe.pipeline(again, plan=saved, **QUICK) as pipe:  # the plan has all of the devices
         pipe.forward_backward(x, target=t, loss_fn=F.mse_loss)
         assert len(pipe.last_step.devices) == 4
 
@@ -363,7 +363,7 @@ def test_a_plan_of_data_parallelism_runs_as_replicas_that_take_turns():
         plan = fxpipe.plan(model, devices=["cuda:0"] * devices, data_parallel=data, **fast)
         assert plan.data_parallel == (data or 4)
         wanted = copy.deepcopy(plain)
-        with closing(fxpipe.pipeline(model, ["cpu"] * devices, plan=plan, **QUICK)) as pipe:
+        with fxpipe.pipeline(model, ["cpu"] * devices, plan=plan, **QUICK) as pipe:
             pipe.forward_backward(x, target=t, loss_fn=F.mse_loss)
             plain_step(wanted, x, t, 2 * (data or 4))
             assert_same(model, wanted)

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import oracle
 from helpers.tried_orders import InterleavedExecutor
 from torch import nn
 
@@ -28,7 +27,7 @@ def _trained(schedule, seed=None):
     torch.manual_seed(0)
     model, x = Tied(), torch.randn(6, 4)
     options = {"balance": ["a", "b"], "example_args": (x,), "hardware": "cpu", "progress": False, "check": False}
-    with oracle.closing(fxpipe.pipeline(model, ["cpu"] * 3, 3, schedule=schedule, **options)) as pipe:
+    with fxpipe.pipeline(model, ["cpu"] * 3, 3, schedule=schedule, **options) as pipe:
         optimizer = fxpipe.optim.StageOptimizer(pipe, torch.optim.SGD, lr=0.5, momentum=0.9, overlap=seed is not None)
         usual = pipe._fxpipe.engine.executor
         if seed is not None:

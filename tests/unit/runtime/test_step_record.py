@@ -277,7 +277,7 @@ def test_a_path_that_cannot_be_written_says_so(tmp_path):
 def test_times_on_a_gpu_are_its_streams_and_a_step_waits_for_none():
     model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))).cuda()
     x = torch.ones(64, 2048, device="cuda")
-    with oracle.closing(fxpipe.pipeline(model, ["cuda:0", "cuda:0"], 4, example_args=(x,), checkpoint="never")) as pipe:
+    with fxpipe.pipeline(model, ["cuda:0", "cuda:0"], 4, example_args=(x,), checkpoint="never") as pipe:
         for _ in range(3):
             pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
         torch.cuda.synchronize()

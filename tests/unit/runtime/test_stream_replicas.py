@@ -303,7 +303,7 @@ def test_what_pipedreams_planner_chooses_for_a_stream_runs():
     plain = narrow_then_wide()
     model, x = copy.deepcopy(plain), torch.randn(24, 4)
     options = {"balance": "pipedream", "hardware": hardware(Link(1e8)), "example_args": (x,), **QUICK}
-    with closing(fxpipe.pipeline(model, ["cpu"] * 4, schedule="pipedream", **options)) as pipe:
+    with fxpipe.pipeline(model, ["cpu"] * 4, schedule="pipedream", **options) as pipe:
         assert pipe.plan.replicas == (3, 1)
         assert pipe.plan.chunks == 1
         text = " ".join(str(pipe.plan).split())
@@ -325,7 +325,7 @@ def test_replicas_that_the_first_mini_batch_is_planned_for_have_enough_in_flight
     """Nothing is known of them before it is read."""
     model, x = narrow_then_wide(), torch.randn(24, 4)
     options = {"balance": "pipedream", "hardware": hardware(Link(1e8)), **QUICK}
-    with closing(fxpipe.pipeline(model, ["cpu"] * 4, schedule="pipedream", **options)) as pipe:
+    with fxpipe.pipeline(model, ["cpu"] * 4, schedule="pipedream", **options) as pipe:
         stream, losses = train(pipe, [(x, x)] * 12, StageOptimizer(pipe, torch.optim.SGD, lr=0.01))
         assert pipe.plan.replicas == (3, 1)
         assert (len(losses), stream.applied) == (12, (12, 12))
@@ -337,7 +337,7 @@ def test_a_plan_of_data_parallelism_runs_a_stream_whose_mini_batches_are_those_o
     plan = fxpipe.plan(plain, devices=["cuda:0"] * 4, data_parallel=2, schedule="pipedream", **fast)
     assert (plan.data_parallel, plan.batch) == (2, 12)
     model = copy.deepcopy(plain)
-    with closing(fxpipe.pipeline(model, ["cpu"] * 4, plan=plan, schedule="pipedream", **QUICK)) as pipe:
+    with fxpipe.pipeline(model, ["cpu"] * 4, plan=plan, schedule="pipedream", **QUICK) as pipe:
         data = [(torch.randn(12, 4), torch.randn(12, 4)) for _ in range(7)]
         train(pipe, data, StageOptimizer(pipe, torch.optim.SGD, lr=0.01))
         delayed([plain[:4], plain[4:]], data, (2, 2), lambda p: torch.optim.SGD(p, lr=0.01))
@@ -362,7 +362,7 @@ def test_saved_plans_of_streams_run_as_they_were_made(tmp_path):
     read = fxpipe.Plan.load(tmp_path / "plan.json")
     assert [read.weight_versions(j) for j in (0, 1)] == [plan.weight_versions(j) for j in (0, 1)] == [3, 1]
     assert fxpipe.simulate(read).step_seconds == fxpipe.simulate(plan).step_seconds
-    with closing(fxpipe.pipeline(model, ["cpu"] * 4, plan=read, schedule="pipedream", **QUICK)) as pipe:
+    with fxpipe.pipeline(model, ["cpu"] * 4, plan=read, schedule="pipedream", **QUICK) as pipe:
         stream, _ = train(pipe, [(x, x)] * 5, StageOptimizer(pipe, torch.optim.SGD, lr=0.01))
         assert stream.applied == (5, 5)
 
