@@ -1,7 +1,5 @@
 """Losses and outputs in which samples meet at the end: they run once, on what all micro-batches give."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

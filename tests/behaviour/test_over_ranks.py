@@ -7,15 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.rank_models import (
-    DENSE_CUTS,
-    MIXED_CUTS,
-    Dense,
-    Mixed,
-    padded_loss,
-    token_loss,
-    tokens,
-)
+from helpers.rank_models import DENSE_CUTS, MIXED_CUTS, Dense, Mixed, padded_loss, token_loss, tokens
 from torch import nn
 
 import fxpipe
@@ -120,10 +112,7 @@ def same_as_in_one_process(ranks, kind, batches, loss_fn, stages, **options):
     return results
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    ["gpipe", "1f1b", "zero_bubble", *LOOPED, "zbv"],
-)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble", *LOOPED, "zbv"])
 def test_schedules_on_two_ranks_have_the_bits_of_one_process(two_ranks, schedule):
     stages = FOUR_STAGES.get(schedule, 2)
     batches = MIXED_BATCHES + (MORE_LENGTHS if schedule in ("1f1b", "zbv") else [])

@@ -7,11 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from helpers.rank_models import MIXED_CUTS, Mixed, token_loss, tokens
 from helpers.ranks import Ranks
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import fxpipe
 

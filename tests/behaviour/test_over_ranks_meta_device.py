@@ -471,10 +471,7 @@ def test_a_model_of_hugging_face_is_loaded_from_the_shards_it_is_shipped_in(two_
 def use_without_values(mesh):
     pipe, (x, t) = meta_pipe(mesh), tokens(7, 5, 1)
     texts = []
-    for call in [
-        lambda: pipe.forward_backward(x, target=t, loss_fn=token_loss),
-        lambda: pipe.to_empty(device="cpu"),
-    ]:
+    for call in [lambda: pipe.forward_backward(x, target=t, loss_fn=token_loss), lambda: pipe.to_empty(device="cpu")]:
         with pytest.raises(StateError) as caught:
             call()
         texts.append(str(caught.value))

@@ -1,7 +1,5 @@
 """`train_stream` over processes: bit for bit that of one process, on all ranks, and an end for all in any case."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

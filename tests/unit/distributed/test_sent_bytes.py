@@ -1,7 +1,5 @@
 """The bytes that ranks send are those that the plan says, relays among them."""
 
-from __future__ import annotations
-
 import torch
 from helpers.skipping_models import SKIPPING_CUTS, Skipping
 

@@ -1,7 +1,5 @@
 """Partitioning: the least bottleneck and the bound of the theorem against brute force; cuts by hand; every refusal."""
 
-from __future__ import annotations
-
 import ast
 import doctest
 import math
@@ -134,10 +132,7 @@ def test_numpy_numbers_are_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("costs", "blocks", "error", "says"),
-    [
-        ([1.0], 2, PartitionError, "blocks=2, but there are only 1 costs to cut"),
-    ],
+    ("costs", "blocks", "error", "says"), [([1.0], 2, PartitionError, "blocks=2, but there are only 1 costs to cut")]
 )
 def test_block_partition_refuses(costs: Any, blocks: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error) as caught:
@@ -221,9 +216,7 @@ def test_one_stage_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("stages", "error", "says"),
-    [
-        (7, PartitionError, "stages=7, but the 6 nodes can be cut into 6 at most. Use stages=6 or fewer"),
-    ],
+    [(7, PartitionError, "stages=7, but the 6 nodes can be cut into 6 at most. Use stages=6 or fewer")],
 )
 def test_stages_refused(stages: Any, error: type[Exception], says: str) -> None:
     assert says in refusal(error, stages=stages)

@@ -1,7 +1,5 @@
 """A later graph of a model is cut so that its nodes go to their parameters: exactly, against all cuts there are."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import hypothesis

@@ -1,7 +1,5 @@
 """The exact cut against every cut of small chains, loads against their definition, and what is said where none fits."""
 
-from __future__ import annotations
-
 import doctest
 import re
 from collections.abc import Sequence

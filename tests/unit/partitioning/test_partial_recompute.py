@@ -1,7 +1,5 @@
 """A stage of which only a part recomputes: it fits, it recomputes less, a step is shorter, and it trains the same."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

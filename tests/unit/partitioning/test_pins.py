@@ -1,7 +1,5 @@
 """Pins and marks: what they say of stages, by themselves. How they go through planning: test_by_hand.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """PipeDream's partition: the least bottleneck against brute force, the paper's configurations, every refusal."""
 
-from __future__ import annotations
-
 import doctest
 import math
 from collections.abc import Iterator, Sequence

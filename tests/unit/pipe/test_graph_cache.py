@@ -1,7 +1,5 @@
 """Graphs are looked up by the inputs of a step, and asked once for a step whether they are the model's now."""
 
-from __future__ import annotations
-
 from fxpipe.pipe.graph_cache import GraphInputs
 from fxpipe.pipe.model_calls import ModelCall
 

@@ -1,7 +1,5 @@
 """The forms of a micro-batch that `forward_backward(micro_batches=...)` takes, and what it says of others."""
 
-from __future__ import annotations
-
 import itertools
 from collections import UserDict, namedtuple
 from typing import Any

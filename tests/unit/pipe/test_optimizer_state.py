@@ -1,7 +1,5 @@
 """The state of optimizers that was there before a pipe moved the parameters follows them. A device is "meta"."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest
