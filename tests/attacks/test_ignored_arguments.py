@@ -174,10 +174,6 @@ RUNS = {"call": call, "forward_backward": forward_backward, "evaluation": evalua
 BATCH = torch.randn(64, 32), torch.randn(64, 32)
 
 
-def micro_batches(record):
-    return 1 + max(span.action.micro_batch for span in record.spans)
-
-
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
 def test_the_schedule_runs_or_the_pipe_says_which_one_does(run, schedule):

@@ -116,11 +116,6 @@ def test_the_same_tensor_twice_in_other_ways(ask, way):
     assert refusal_of(lambda: Asking(ask), steps(twice, two), way) == ""
 
 
-def requiring_grad(step):
-    x = values(step).requires_grad_()
-    return x, x
-
-
 def test_the_gradient_of_a_tensor_that_is_given_twice():
     torch.manual_seed(0)
     model = Asking(skips_what_it_knows)

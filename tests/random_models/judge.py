@@ -45,10 +45,6 @@ class Verdict:
     detail: str = ""
     refused_steps: tuple[str, ...] = ()  # why, each
 
-    @property
-    def is_fault(self) -> bool:
-        return self.kind in ("wrong", "crashes", "hangs")
-
 
 @dataclass(slots=True)
 class Left:
