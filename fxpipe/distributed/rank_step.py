@@ -60,7 +60,7 @@ class RankExchange(Exchange):
         """Enters a value for the stages of this rank that use it, and for the cuts that it crosses."""
         for user in self.bounds[i].wiring.users[key]:
             if self._is_here(user):
-                target = self._device(i, key[1], user)  # the CPU for some values
+                target = self._devices[i][user]
                 own = self.transport.start_copy(value, target) if self._may_move else value
                 self._values[user, *key, i] = BoundaryValue(own, requires_grad)
         for cut in self._cuts_of[i].get(key, ()):

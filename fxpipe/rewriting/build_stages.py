@@ -35,7 +35,7 @@ from fxpipe.rewriting.rng import forbid_random_numbers, seeded_function
 from fxpipe.rewriting.stage_callables import make_stage_callable
 from fxpipe.rewriting.stage_functions import set_autocast, set_grad, with_backward_check, with_write_check
 from fxpipe.tracing.graph_text import node_expression, short_source_line
-from fxpipe.tracing.node_arguments import container_of, is_for_host, set_node_device
+from fxpipe.tracing.node_arguments import container_of, set_node_device
 from fxpipe.tracing.node_info import WriteOrder, info, opaque_call_of, random_draws_of, state_of, update_info
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import Effects, running_statistics
@@ -112,7 +112,6 @@ def split_into_stages(
                 {n.name: SourceLocation(info(n).module, info(n).source) for n in (*draft.again, *draft.nodes)},
                 format_stage_code(builder.graph, stage),
                 functools.partial(make_stage_callable, options=compile_options),
-                frozenset(n.name for n in table[stage] if is_for_host(builder.copies[n])),
             )
         )
     names = {place: node.name for place, node in traced.placeholders.items()}

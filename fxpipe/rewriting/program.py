@@ -69,7 +69,6 @@ class Stage:
     locations: dict[str, SourceLocation]  # by node name
     code: str
     make_callable: Callable[[Stage, bool], StageCallable]  # (stage, whether backward is split) -> callable
-    host_values: frozenset[str] = frozenset()  # received values that are needed on the CPU
     _callables: dict[bool, StageCallable] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property

@@ -16,13 +16,10 @@ import torch
 from fxpipe._torch.autograd import takes_gradient
 from fxpipe.errors import InternalError
 from fxpipe.rewriting.program import PIPE_INPUT, ReceivedValue
-from fxpipe.runtime.bound_program import BoundProgram
 from fxpipe.runtime.step_inputs import StepInputs, TrainedInput
 from fxpipe.runtime.transport import PendingCopy, Transport
 from fxpipe.runtime.wiring import ValueLink
 from fxpipe.scheduling.replicas import replica_of
-
-_CPU = torch.device("cpu")
 
 
 @dataclass(slots=True)
@@ -59,8 +56,7 @@ class Exchange:
         for bound, devices in zip(inputs.bounds, self._devices, strict=True):
             if (id(bound), devices) not in readers:
                 readers[id(bound), devices] = {
-                    value: self._by_device(bound, devices, value[1], users)
-                    for value, users in bound.wiring.users.items()
+                    value: _by_device(devices, users) for value, users in bound.wiring.users.items()
                 }
             self._readers.append(readers[id(bound), devices])
         self._may_move = transport.may_copy
@@ -74,19 +70,6 @@ class Exchange:
             for place, name in enumerate(bound.program.inputs):
                 if name is not None:
                     self._enter(name, i, leaves[place], (place, i) in trained)
-
-    def _device(self, i: int, name: str, user: int) -> torch.device:
-        """Returns the device on which a user needs a value: the user's, or the host for values that it reads there."""
-        return _device_of_user(self.bounds[i], self._devices[i], name, user)
-
-    def _by_device(
-        self, bound: BoundProgram, devices: Sequence[torch.device], name: str, users: Sequence[int]
-    ) -> tuple[tuple[torch.device, tuple[int, ...]], ...]:
-        """Groups users by device, since a value is sent once to each device."""
-        groups: dict[torch.device, list[int]] = {}
-        for user in users:
-            groups.setdefault(_device_of_user(bound, devices, name, user), []).append(user)
-        return tuple((device, tuple(those)) for device, those in groups.items())
 
     def _enter(self, name: str, i: int, part: Any, wants: bool) -> None:
         """Enters an input, which is sent when it is requested."""
@@ -112,7 +95,7 @@ class Exchange:
         source, name = link.value.source, link.value.name
         value = self._values.pop((user, source, name, i))
         if self._may_move and (source == PIPE_INPUT or isinstance(value.value, PendingCopy)):
-            value.value = self.transport.open(value.value, self._device(i, name, user))
+            value.value = self.transport.open(value.value, self._devices[i][user])
         if source != PIPE_INPUT:
             self.moved.append((name, source, user, i, boundary_value_bytes(value.value)))
         return value
@@ -166,9 +149,14 @@ class Exchange:
         return torch.cat([torch.zeros_like(p) if g is None else g for g, p in zip(gradients, parts, strict=True)], dim)
 
 
-def _device_of_user(bound: BoundProgram, devices: Sequence[torch.device], name: str, user: int) -> torch.device:
-    stages = bound.program.stages
-    return _CPU if user < len(stages) and name in stages[user].host_values else devices[user]
+def _by_device(
+    devices: Sequence[torch.device], users: Sequence[int]
+) -> tuple[tuple[torch.device, tuple[int, ...]], ...]:
+    """Groups users by device, since a value is sent once to each device."""
+    groups: dict[torch.device, list[int]] = {}
+    for user in users:
+        groups.setdefault(devices[user], []).append(user)
+    return tuple((device, tuple(those)) for device, those in groups.items())
 
 
 _WITH_VALUES = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc, torch.jagged)

@@ -78,20 +78,6 @@ def set_node_device(node: fx.Node, device: torch.device) -> None:
         node.kwargs = {**node.kwargs, "device": device}
 
 
-def is_for_host(node: fx.Node) -> bool:
-    """Returns whether only opaque calls use a value, and want it on the CPU."""
-    return bool(node.users) and all(_takes_on_host(user, node) for user in node.users)
-
-
-def _takes_on_host(user: fx.Node, node: fx.Node) -> bool:
-    call = info(user).opaque
-    if call is None or container_of(user) is not None:
-        return False
-    tensors, values = user.args
-    places = {place for place, value in enumerate(values) if value is node}  # type: ignore[arg-type]
-    return node not in tensors and places <= call.host_places  # type: ignore[operator]
-
-
 def _is_factory(node: fx.Node) -> bool:
     function = node.target
     is_torchs = str(getattr(function, "__module__", None) or "torch").startswith("torch")

@@ -67,7 +67,6 @@ class OpaqueCall:
     calls_before: tuple[str, ...] | None = None  # calls before a graph break; None: all of forward runs here
     recorded_calls: int = 0  # the number of these calls before any opaque part of this forward
     is_hook: bool = False  # a hook of a module
-    host_places: frozenset[int] = frozenset()  # indices of leaves that stay on the CPU
     seeds_generator: bool = False  # draws random numbers, but restores torch's generator (`fork_rng`)
 
     @property

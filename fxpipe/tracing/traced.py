@@ -39,7 +39,7 @@ from fxpipe.tracing.cache_key import (
 )
 from fxpipe.tracing.dynamic_sizes import FIXED_SIZES, DynamicSizes, Lengths, SizeComparisons, SizeCondition
 from fxpipe.tracing.node_info import info, opaque_call_of
-from fxpipe.tracing.record.recorded_sizes import LayoutRead, SizeRead, SourcePlace
+from fxpipe.tracing.record.recorded_sizes import LayoutRead, SizeRead
 from fxpipe.utils.batch_split import rows_per_sample, samples_along
 from fxpipe.utils.equality import equal_values
 from fxpipe.utils.locks import cancellation_point
@@ -146,7 +146,6 @@ class Traced:
     is_whole: bool = False  # holds only for the mini-batch as one micro-batch: its results cannot be combined
     effects: Effects | None = None  # memory that nodes share and change
     guards: Guards | None = None  # values that forward read; other values need another graph
-    texts: tuple[SourcePlace, ...] = ()  # source places that format tensors as text
     batch_bounds: tuple[int, int | None] = (0, None)  # the user's bounds for the samples of a mini-batch
     has_keys_of_sizes: bool = False  # was a value looked up in a cache by a size?
     again: Callable[[Mapping[Any, int]], Traced] | None = None

@@ -7,7 +7,7 @@ from dataclasses import replace
 from fxpipe.errors import ArgumentError
 from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.guards import extract_guards, refuse_unguardable
-from fxpipe.tracing.record.untracked_values import read_untracked_values
+from fxpipe.tracing.record.untracked_sizes import read_untracked_sizes
 from fxpipe.tracing.shapes.output_dims import without_tail
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
 from fxpipe.tracing.trace_request import TraceRequest
@@ -45,7 +45,7 @@ def run_passes(traced: Traced, request: TraceRequest) -> Traced:
     fixed = {**traced.dynamic.fixed, **reasons}
     traced = replace(traced, dynamic=replace(traced.dynamic.with_asked(request.dynamic), fixed=fixed))
     traced = replace(traced, batch_bounds=_batch_bounds(traced, request))
-    traced = read_untracked_values(traced)
+    traced = read_untracked_sizes(traced)
     refuse_unguardable(traced)
     traced = replace(traced, guards=extract_guards(traced))
     if request.is_compared:

@@ -29,7 +29,7 @@ from fxpipe.tracing.model_state import (
     without_gradients,
 )
 from fxpipe.tracing.node_info import OpaqueCall, RandomDraws, info, opaque_call_of, update_info
-from fxpipe.tracing.record.host_arguments import HostArguments
+from fxpipe.tracing.record.host_arguments import HostArgumentConversion
 from fxpipe.tracing.record.recorded_sizes import RECORDED
 from fxpipe.tracing.record.recorder import Recorder
 from fxpipe.tracing.record.unrecordable import CannotRecord
@@ -155,13 +155,13 @@ def call_opaque(
         fixed[place] = leaf
     node_args = (tuple(map(recorder.node_of, tensors)), tuple(nodes))
     first: list[Any] = []
-    host = HostArguments()
+    host = HostArgumentConversion()
 
     def whole(module_tensors: Sequence[torch.Tensor], values: Sequence[Any]) -> tuple[Any, ...]:
-        filled = host.on_host([fixed.get(place, value) for place, value in enumerate(values)])
+        filled = [fixed.get(place, value) for place, value in enumerate(values)]
         a, k = pytree.tree_unflatten(filled, spec)
         try:
-            with host.converting(filled) if first else host.finding(filled):
+            with host if not first else HostArgumentConversion() if host.has_found else contextlib.nullcontext():
                 results, results_spec = flatten_dataclasses(run(module_tensors, a, k), _is_tensor)
         except OpaqueStateError as error:
             if not first:
@@ -223,14 +223,9 @@ def call_opaque(
         written = [key for key, tensor, version in others if version_of(tensor) != version]
         has_run_backward = any(t.grad is not None for t in (*own, *ends))
         moved = list(map(storage_of, own)) != storages
-    if outside:
+    if outside or external:
         raise refuse(
-            f"uses {_tensor_names(recorder, outside)} from outside (a closure, a patched method)",
-            "use tensors of the module itself (self.weight), or give them as arguments",
-        )
-    if external:
-        raise refuse(
-            f"uses {_tensor_names(recorder, external)} from outside (a closure, a patched method)",
+            f"uses {_tensor_names(recorder, outside or external)} from outside (a closure, a patched method)",
             "use tensors of the module itself (self.weight), or give them as arguments",
         )
     if changed:
@@ -259,7 +254,7 @@ def call_opaque(
     node = recorder.add("call_function", whole, node_args)
     update_info(
         node,
-        opaque=OpaqueCall(fixed, spec, host_places=host.places, seeds_generator=seeds),
+        opaque=OpaqueCall(fixed, spec, seeds_generator=seeds),
         rng=RandomDraws(from_python=rolled) if random or rolled else None,
         written_storages=info(node).written_storages.union(map(recorder.registry.storages.name, changed_buffers)),
     )

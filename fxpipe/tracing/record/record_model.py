@@ -97,7 +97,7 @@ def record(
     Args:
         options: options for known obstacles; `Traced.recording_options` has those that were needed.
         seed: seed of the random numbers that forward draws and reads.
-        disguised: sizes and texts that Python sees changed (`record.untracked_values`).
+        disguised: sizes that Python sees changed (`record.untracked_sizes`).
         run: (recorder, *args, **kwargs) -> output: runs instead of the model (a graph of it, created by other means).
         held: tensors that `run` holds and the model does not, by name.
 
@@ -244,7 +244,6 @@ def _record_once(
         draws_from_stream=tuple(recorder.draws_from_stream),
         marks=tuple(recorder.marks),
         tied=frozenset(tied & assigned.keys()),
-        texts=tuple(recorder.texts),
         has_keys_of_sizes=recorder.has_keys_of_sizes,
         ended_modules=tuple(recorder.ended_modules),
     )

@@ -19,13 +19,12 @@ import operator
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from fxpipe._torch import torch_pytree as pytree
-from fxpipe.tracing.node_info import info
 
 if TYPE_CHECKING:
     from fxpipe.tracing.record.recorder import Recorder
@@ -51,16 +50,6 @@ class LayoutRead:
     question: Callable[[torch.Tensor], Any]
     answer: Any  # a truth value, or numbers
     where: str  # the user's source line
-
-
-class SourcePlace(NamedTuple):
-    module: str
-    source: str  # the user's line
-    calls: int  # number of other modules that it had called
-
-    @classmethod
-    def of(cls, node: fx.Node) -> SourcePlace:
-        return cls(info(node).module, info(node).source, info(node).recorded_at.calls)
 
 
 def length(tensor: torch.Tensor, dim: int) -> int:
@@ -101,7 +90,7 @@ NOT_FOLLOWED = (length, plain_number, *PIECES)
 
 class RecordedSize(int):
     """A size of a recorded tensor. Code that calls no method sees `shown`, which differs from `value` only in
-    `untracked_values`."""
+    `untracked_sizes`."""
 
     node: fx.Node
     recorder: Recorder

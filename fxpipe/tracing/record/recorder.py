@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -79,7 +78,6 @@ from fxpipe.tracing.record.recorded_sizes import (
     RecordedShape,
     RecordedSize,
     SizeRead,
-    SourcePlace,
     captured_sizes,
     chunk_pieces,
     length,
@@ -107,20 +105,6 @@ PARTIAL_HOOK = (
     "gradient",
     "put it on a tensor of its own (x = x.view_as(x); x.register_hook(...)), or do so in the module that makes x",
 )
-
-GUISES = range(11)
-
-
-def disguised_text(text: str, guise: int) -> str:
-    """Returns a text with other values: guise 0 inverts signs and truth values, the others change each digit.
-
-    The guises of a one-digit number include all other digits, and the guises of any number larger and smaller ones.
-    """
-    if guise == 0:
-        opposite = {"True": "False", "False": "True", "-": ""}
-        return re.sub(r"True|False|-(?=\d)|(?<![\d.e-])(?=\d)", lambda match: opposite.get(match[0], "-"), text)
-    digits = "0123456789"
-    return text.translate(str.maketrans(digits, digits[guise:] + digits[:guise] if guise < 10 else "9" * 10))
 
 
 def _storage_bytes(tensor: torch.Tensor) -> int:
@@ -205,8 +189,8 @@ class Recorder(TorchFunctionMode):
             held: tensors, by name, that a replacement of the model holds: constants of the graph.
             seed: seed of the random numbers that forward draws and reads.
             step: called for each node.
-            disguised: sizes, by name of node and dimension, and texts, by index, that code outside the recording sees
-                changed (`untracked_values`): sizes increased by this value, texts in this guise.
+            disguised: sizes, by name of node and dimension, that code outside the recording sees increased by this
+                value (`untracked_sizes`).
         """
         super().__init__()
         self.model = model
@@ -222,7 +206,6 @@ class Recorder(TorchFunctionMode):
         self.input_reads = InputReads()
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}  # by id: storages that forward holds
         self.disguised = disguised or {}
-        self.texts: list[SourcePlace] = []
         self.sized_names = set[str]()  # tensors of the model whose sizes forward has read
         self.python_reads = PythonReads(model)
         self.asks_for_gradients = False  # True if forward has read which tensors require grad
@@ -527,8 +510,6 @@ class Recorder(TorchFunctionMode):
         name = opname(func)
         if self.paused:
             return self._unrecorded(func, args, kwargs)
-        if name in TEXT_METHODS:
-            return self._text(func, args, kwargs)
         if name in MEMORY_QUESTIONS:
             with self.pause():
                 self.input_reads.ask_all(memory_of, "the memory of its inputs", self.source)
@@ -546,7 +527,7 @@ class Recorder(TorchFunctionMode):
             )
         if name == "is_same_size" and len(args) == 2:
             return self._sizes(args[0], "size") == self._sizes(args[1], "size")
-        if leaves_no_node(name):
+        if name in TEXT_METHODS or leaves_no_node(name):
             return self._plainly(func, args, kwargs)
         if name in ("__get__", "__set__"):
             return self._attribute(func, name, args)
@@ -710,14 +691,6 @@ class Recorder(TorchFunctionMode):
         else:
             node = self._call(func, name, args, kwargs)
         update_info(node, read=ValueRead(value, name.strip("_"), is_check=isinstance(value, bool) and is_check()))
-
-    # No model of the zoo: a branch on the text of a tensor needs it (behaviour/test_reads.py).
-    def _text(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the text of a tensor, changed if disguised, in order to detect whether forward depends on it."""
-        text = self._plainly(func, args, kwargs)
-        self.texts.append(SourcePlace(self.module, self.source, self._calls[self.module]))
-        guise = self.disguised.get(len(self.texts) - 1)
-        return text if guise is None else disguised_text(text, guise)
 
     def _attribute(self, func: Any, name: str, args: tuple[Any, ...]) -> Any:
         attribute = func.__self__.__name__

@@ -21,7 +21,7 @@ from fxpipe.tracing import Traced
 from fxpipe.tracing.guards import extract_guards, refuse_unguardable
 from fxpipe.tracing.node_info import update_info, value_read_of
 from fxpipe.tracing.record.record_model import input_leaves, record
-from fxpipe.tracing.record.untracked_values import read_untracked_values
+from fxpipe.tracing.record.untracked_sizes import read_untracked_sizes
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
 from fxpipe.tracing.verify.effects import effects_of, observe_run
 from fxpipe.tracing.verify.invariants import check_invariants, find_faults
@@ -86,7 +86,7 @@ def test_invariants_hold_after_every_pass(case):
         leaves = input_leaves(model, args, {})[2]
         for find in (
             lambda traced: add_shapes(traced, leaves),
-            read_untracked_values,
+            read_untracked_sizes,
             lambda traced: replace(traced, guards=extract_guards(traced)),
             lambda traced: replace(traced, effects=effects_of(traced, [observe_run(traced, leaves).effects])),
         ):
