@@ -44,7 +44,7 @@ from fxpipe.tracing.model_state import (
     slots_of,
     without_gradients,
 )
-from fxpipe.tracing.record.grad_fn import NODE_HOOK_PROBLEM, NODE_HOOK_REMEDY, GradFnProxy, is_grad_fn_access
+from fxpipe.tracing.record.grad_fn import NODE_PROBLEM, NODE_REMEDY, is_grad_fn_access
 from fxpipe.tracing.record.input_containers import changed_container_error, changed_input_item
 from fxpipe.tracing.record.module_hooks import run_model, user_hooks_of
 from fxpipe.tracing.record.patches import PATCH_TURN
@@ -324,7 +324,7 @@ class _LossDetector(TorchFunctionMode):
             )
         result = func(*args, **keywords)
         if result is not None and is_grad_fn_access(func, opname(func)):
-            return GradFnProxy(result, lambda: self._note(NODE_HOOK_PROBLEM, NODE_HOOK_REMEDY + OPAQUE_REMEDY))
+            self._note(NODE_PROBLEM, NODE_REMEDY + OPAQUE_REMEDY)
         return result
 
     def _note(self, what: str, remedy: str) -> None:

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import fx
 
 from fxpipe._torch.functions import opname
-from fxpipe.tracing.node_info import info
 from fxpipe.utils.accelerator import accelerator_type
 
 _RUNNING = ("input", "weight", "bias", "running_mean", "running_var")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import io
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -28,14 +29,6 @@ class _PrintState:
     lost: dict[str, None] = field(default_factory=dict)  # source lines of prints that steps will not run
 
 
-class _NullStream:
-    def write(self, text: str) -> int:
-        return len(text)
-
-    def flush(self) -> None:
-        pass
-
-
 _lock = threading.Lock()
 _by_thread: dict[int, _PrintState] = {}
 _print = builtins.print
@@ -49,7 +42,7 @@ def _print_once(*values: Any, file: Any = None, **settings: Any) -> None:
     recorder = active.recorder
     if recorder is not None and not recorder.paused and prints.is_first_run:
         prints.lost[recorder.source] = None
-    _print(*values, file=file if prints.is_first_run else _NullStream(), **settings)
+    _print(*values, file=file if prints.is_first_run else io.StringIO(), **settings)
 
 
 @contextlib.contextmanager

@@ -29,11 +29,11 @@ from fxpipe.tracing.record.batch_numbers import record_with_batch_numbers
 from fxpipe.tracing.record.cut_marker import refuse_missed_marks
 from fxpipe.tracing.record.leaf_module import LEAF_MODULE_REASON
 from fxpipe.tracing.record.record_model import record
-from fxpipe.tracing.record.recorder import GraphBreak
+from fxpipe.tracing.record.size_recorder import Disguise
 from fxpipe.tracing.record.small_batch import record_small_batch
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.trace_request import TraceRequest
-from fxpipe.tracing.traced import RecordingOptions, Traced
+from fxpipe.tracing.traced import GraphBreak, RecordingOptions, Traced
 from fxpipe.tracing.tracing_passes import run_passes
 from fxpipe.tracing.verify.equivalence import take_samples
 from fxpipe.tracing.verify.micro_batch_sizes import OtherMicroBatchesError, may_replace, refuse_uneven
@@ -150,7 +150,7 @@ def _record_by_size(request: TraceRequest, options: RecordingOptions, recordings
     def record_on(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         nonlocal options
 
-        def again(disguised: Mapping[Any, int]) -> Traced:
+        def again(disguised: Disguise) -> Traced:
             return record(request.model, args, kwargs, options, request.seed, disguised)
 
         traced = replace(again({}), again=again)

@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import sympy
 import torch
@@ -50,7 +50,6 @@ from fxpipe.utils.pytree import is_plain_layout
 if TYPE_CHECKING:
     from fxpipe.tracing.guards import Guards
     from fxpipe.tracing.record.input_reads import InputRead
-    from fxpipe.tracing.record.recorder import GraphBreak
     from fxpipe.tracing.verify.effects import Effects
 
 CALL_OPS = ("call_function", "call_method")
@@ -83,6 +82,14 @@ def as_given(leaves: Sequence[InputLeaf], values: Iterable[Any]) -> list[Any]:
     return [value if leaf.same_as is None else values[leaf.same_as] for leaf, value in zip(leaves, values, strict=True)]
 
 
+class GraphBreak(NamedTuple):
+    """A position in forward after which a module is one node: after the given number of calls of other modules."""
+
+    calls: int
+    why: str
+    may_split: bool = False  # the remaining forward may become several nodes, between calls of other modules
+
+
 @dataclass(frozen=True, slots=True)
 class RecordingOptions:
     """Options for models that cannot be recorded as they are. Later recordings of the model reuse them."""
@@ -92,7 +99,6 @@ class RecordingOptions:
     graph_breaks: Mapping[str, GraphBreak] = field(default_factory=dict)
     in_compile_mode: bool = False  # libraries take their general code paths
     hashes_sizes: bool = False  # sizes can be keys of a dict
-    saves: bool = False  # functions of torch save tensors for backward, because forward requests it
 
 
 PLAIN_RECORDING = RecordingOptions()

@@ -145,6 +145,11 @@ def held_objects(value: Any) -> Iterator[Any]:
     return _walk(value, lambda item: iter(vars(item).values()) if isinstance(item, nn.Module) else _data_contents(item))
 
 
+def captured_values(function: Any) -> Iterator[Any]:
+    """Yields what the closure of a function holds, and closures and containers in it; no attributes of objects."""
+    return _walk(function, _captured)
+
+
 def _walk(value: Any, inside: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
     """Yields a value and its nested contents, each once."""
     seen: dict[int, Any] = {}
@@ -159,19 +164,27 @@ def _walk(value: Any, inside: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
 
 def _contents(value: Any) -> Iterator[Any]:
     """Yields the contents of a value, including closures of functions and bound objects."""
+    if isinstance(value, (MethodType, BuiltinMethodType)):
+        yield value.__self__
+    yield from _captured(value)
+    yield from _data_contents(value)
+
+
+def _captured(value: Any) -> Iterator[Any]:
     if isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, MethodType):
-        yield from (value.__self__, value.__func__)
-    elif isinstance(value, BuiltinMethodType):
-        yield value.__self__
+        yield value.__func__
+    elif isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, (tuple, list)):
+        yield from value
     elif isinstance(value, FunctionType):
         for cell in value.__closure__ or ():
             try:
                 yield cell.cell_contents
             except ValueError:  # empty
                 continue
-    yield from _data_contents(value)
 
 
 def _data_contents(value: Any) -> Iterator[Any]:

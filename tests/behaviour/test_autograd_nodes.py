@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from helpers.graph_functions import exporting
 from helpers.oracle import assert_same_gradients
-from helpers.unseen_list import UnseenList
 from torch import nn
 
 import fxpipe
@@ -59,18 +58,7 @@ def test_a_module_that_hooks_nodes_is_kept_whole_and_its_hooks_are_called(hook: 
 @pytest.mark.parametrize("tracer", ["record", exporting(torch.randn(4, 4))])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_model_that_hooks_nodes_itself_is_refused(hook: Callable[..., None], tracer: Any) -> None:
-    with pytest.raises(TraceError, match=r"puts a hook on a node of autograd at .*test_autograd_nodes.py:\d+; do so"):
+    with pytest.raises(
+        TraceError, match=r"looks at a node of autograd \(grad_fn\) at .*test_autograd_nodes.py:\d+; do so"
+    ):
         fxpipe.trace(Hooking(hook), (torch.randn(4, 4),), tracer=tracer)
-
-
-def test_nodes_may_be_looked_at() -> None:
-    seen = UnseenList()
-
-    def look(y: torch.Tensor) -> None:
-        node = y.grad_fn
-        seen.append((node.name(), type(node.next_functions).__name__, node == y.grad_fn, hash(node) == hash(y.grad_fn)))
-
-    traced = fxpipe.trace(Hooking(look), (torch.randn(4, 4),))
-    assert next(iter(seen)) == ("AddmmBackward0", "tuple", True, True)
-    assert not traced.whole
-    assert traced.tracer == "record"

@@ -1,31 +1,32 @@
 """Finds plain numbers that depend on the batch size by comparing recordings at several sizes.
 
-A recording cannot follow `len(x)`, `int(x.shape[0])` or `1 / len(x)` (`recorded_sizes`): its graph has a plain number.
-If a graph is wrong at another size, the model is recorded again with other numbers of samples:
+A recording cannot follow `int(x.shape[0])` or `[0] * x.shape[0]` (`recorded_sizes`): its graph has a plain number. If a
+graph is wrong at another size, the model is recorded again with other numbers of samples:
 
     4 samples   view(lin, 4, 2, 3)   div(view, 4.0)
     5 samples   view(lin, 5, 2, 3)   div(view, 5.0)
 
 If the recordings differ only in numbers, nodes that compute them replace these numbers: the simplest formula that fits
-all recordings, or a polynomial. The graph holds only for the recorded sizes (see `min(len(x), 512)`).
+all recordings. The graph holds only for the recorded sizes (see `min(int(x.shape[0]), 512)`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe.tracing.model_state import equal_tensors
 from fxpipe.tracing.node_info import info, set_info, value_read_of
-from fxpipe.tracing.record.fit_formula import Number, SizeFormula, formula_fits, polynomial_through, simplest_formula
+from fxpipe.tracing.record.fit_formula import Number, SizePoint, simplest_formula
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.shapes.input_dims import candidate_dims
 from fxpipe.tracing.shapes.size_reads import SIZE_RELATIONS
@@ -37,7 +38,6 @@ from fxpipe.utils.equality import equal_values
 from fxpipe.utils.pytree import flatten, redefined_class
 
 MAX_SIZES = 3  # number of recorded sizes, not counting micro-batch sizes
-_SIZE_TARGETS = ("size", operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod)
 MAX_FAILURES = 3  # sizes at which the model fails or runs other functions, after which recording stops
 
 RecordFunction = Callable[..., Traced]  # (args, kwargs) -> a recording; see `record`
@@ -46,21 +46,30 @@ RecordFunction = Callable[..., Traced]  # (args, kwargs) -> a recording; see `re
 def record_with_batch_numbers(request: TraceRequest, record_on: RecordFunction) -> Traced | None:
     """Records with formulas for plain numbers that depend on the batch size; None if there are no such numbers.
 
-    Raises `CannotRecord` if the model runs other functions at other batch sizes.
+    Raises `CannotRecord` if the model runs other functions at other batch sizes, or a number has no formula.
     """
-    args, kwargs, in_dims, chunks = request.args, request.kwargs, request.in_dims, request.chunks
-    base = record_on(args, kwargs)
-    leaves = flatten((args, kwargs))[0]
+    base = record_on(request.args, request.kwargs)
+    leaves = flatten((request.args, request.kwargs))[0]
     error: CannotRecord | None = None
-    for dims in _batch_candidates(base, in_dims):
-        compared = _compare_recordings(base, dims, leaves, record_on, chunks)
-        if isinstance(compared, CannotRecord):
-            error = error or compared
-        elif compared is not None and compared.differs:
-            place = next(p for p, dim in enumerate(dims) if dim is not None and rows_per_sample(dim) == 1)
-            return _insert_formulas(base, compared, place, dims[place])
-        elif compared is not None:
+    for dims in _batch_candidates(base, request.in_dims):
+        place = next(p for p, dim in enumerate(dims) if dim is not None and rows_per_sample(dim) == 1)
+        batch = base.leaves[place].shape[dims[place]]  # type: ignore[index]
+        needed = {batch, *micro_batch_sizes(batch, request.chunks)}
+        batched = dataclasses.replace(base, in_dims=tuple(dims))
+        try:
+            recordings, problem = _record_at_sizes(batched, leaves, batch, needed, record_on)
+        except CannotRecord as failure:
+            error = error or failure
+            continue
+        numbers = [tuple(numbers_in(traced)) for traced in recordings.values()]
+        if not all(map(same_numbers, numbers, numbers[1:])):
+            halves = {(batch + 1) // 2, batch // 2}  # to compare outputs
+            columns = zip(*numbers, strict=True)
+            points = [list(zip(recordings, column, strict=True)) for column in columns]
+            return _insert_formulas(base, points, needed | halves, place, dims[place])
+        if problem is None and len(recordings) > 1:
             break
+        error = error or problem
     if error is not None:
         raise error
     return None
@@ -84,54 +93,32 @@ def _batch_candidates(traced: Traced, in_dims: Any) -> Iterator[list[int | None]
 # -- recordings at several sizes -------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _ComparedRecordings:
-    sizes: tuple[int, ...]
-    numbers: tuple[tuple[Number, ...], ...]  # by size: all numbers among the arguments, in order
-    needed: frozenset[int]  # sizes of the batch, of micro-batches and of half batches
-    differs: bool  # whether a number depends on the batch size
+def _record_at_sizes(
+    base: Traced, leaves: Sequence[Any], batch: int, needed: set[int], record_on: RecordFunction
+) -> tuple[dict[int, Traced], CannotRecord | None]:
+    """Returns recordings of the same functions, by size, and an error if the model runs others at some size.
 
-
-def _compare_recordings(
-    base: Traced, dims: Sequence[int | None], leaves: Sequence[Any], record_on: RecordFunction, chunks: int
-) -> _ComparedRecordings | CannotRecord | None:
-    place = next(p for p, dim in enumerate(dims) if dim is not None and rows_per_sample(dim) == 1)
-    batch = base.leaves[place].shape[dims[place]]  # type: ignore[index]
-    needed = _needed_sizes(batch, chunks)
-    has_size = _rewrite_factories(base)
-    batched = dataclasses.replace(base, in_dims=tuple(dims))
+    Raises the error if the size is needed.
+    """
     recordings = {batch: base}
-    different: CannotRecord | None = None
+    problem: CannotRecord | None = None
     failures = 0  # sizes at which the model fails or needs another graph
     for size in _sizes_to_record(batch, needed):
         if failures == MAX_FAILURES or len(recordings) >= len(needed) + MAX_SIZES:
             break
-        other = _record_samples(batched, leaves, batch, size, record_on)
+        other = _record_samples(base, leaves, batch, size, record_on)
         if other is None:
             failures += 1
-            continue
-        _rewrite_factories(other)
-        _align_factories(base, other)
-        if not same_size_reads(base, other):
-            continue
-        difference = first_difference(base, other)
-        if difference is None:
-            recordings[size] = other
-        else:
+        elif same_size_reads(base, other):
+            difference = first_difference(base, other)
+            if difference is None:
+                recordings[size] = other
+                continue
             failures += 1
-            different = different or _other_functions_error(base, other, (batch, size), difference)
+            problem = problem or _other_functions_error(base, other, (batch, size), difference)
             if size in needed:
-                return different
-    if len(recordings) == 1:
-        return different
-    numbers = [tuple(numbers_in(traced)) for traced in recordings.values()]
-    differs = has_size or not all(map(same_numbers, numbers, numbers[1:]))
-    if different is not None and not differs:
-        return different
-    halves = {(batch + 1) // 2, batch // 2}
-    return _ComparedRecordings(
-        tuple(recordings), tuple(numbers), frozenset((needed | halves) & recordings.keys()), differs
-    )
+                raise problem
+    return recordings, problem
 
 
 def is_same_recording(left: Traced, right: Traced) -> bool:
@@ -143,10 +130,6 @@ def is_same_recording(left: Traced, right: Traced) -> bool:
 
 def same_numbers(left: Sequence[Number], right: Sequence[Number]) -> bool:
     return all(map(equal_values, left, right))
-
-
-def _needed_sizes(batch: int, chunks: int) -> set[int]:
-    return {batch, *micro_batch_sizes(batch, chunks)}
 
 
 def _sizes_to_record(batch: int, needed: set[int]) -> list[int]:
@@ -257,19 +240,8 @@ def numbers_in(traced: Traced) -> Iterator[Number]:
 def _map_arguments(node: fx.Node, change: Callable[[Any], Any]) -> tuple[Any, dict[str, Any]]:
     """Returns the arguments of a node with `change` applied, in order, to everything that is not a container."""
 
-    def mapped(value: Any) -> Any:
-        if isinstance(value, list):
-            return list(map(mapped, value))
-        if isinstance(value, tuple):
-            items = map(mapped, value)
-            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-        if isinstance(value, dict):
-            return {key: mapped(item) for key, item in value.items()}
-        if isinstance(value, slice):
-            return slice(mapped(value.start), mapped(value.stop), mapped(value.step))
-        return change(value)
-
-    return tuple(map(mapped, node.args)), {key: mapped(value) for key, value in node.kwargs.items()}
+    arguments: Any = map_aggregate((node.args, node.kwargs), change)
+    return arguments[0], arguments[1]
 
 
 def _node_without_numbers(node: fx.Node, order: dict[fx.Node, int]) -> Any:
@@ -295,80 +267,64 @@ def _node_without_numbers(node: fx.Node, order: dict[fx.Node, int]) -> Any:
 # -- numbers replaced by formulas ------------------------------------------------------------------------------------
 
 
-def _rewrite_factories(traced: Traced) -> bool:
-    """Replaces `torch.tensor(n)`, which takes no symbolic number, by `torch.full((), n)`; likewise `[value] * n` and
-    `range(n)`. Returns whether there is a symbolic number."""
-    has_size = False
-    for node in traced.graph.nodes:
-        if node.target not in (torch.tensor, torch.as_tensor) or len(node.args) != 1:
-            continue
-        data = node.args[0]
-        if isinstance(data, fx.Node) and data.target in _SIZE_TARGETS:
-            has_size = True
-            node.target, node.args = torch.full, ((), data)
-        elif _is_number(data):
-            node.target, node.args = torch.full, ((), data)
-        elif isinstance(data, (list, tuple)) and data and all(map(_is_number, data)) and data != [0]:
-            if all(type(x) is type(data[0]) and equal_values(x, data[0]) for x in data):
-                node.target, node.args = torch.full, ((len(data),), data[0])
-            elif list(data) == list(range(len(data))) and type(data[1]) is int:
-                node.target, node.args = torch.arange, (len(data),)
-    return has_size
+def _insert_formulas(
+    base: Traced, numbers: Sequence[Sequence[SizePoint]], needed: set[int], place: int, dim: int | None
+) -> Traced:
+    """Returns `base` with nodes for the numbers that differ; it holds for the sizes at which all formulas fit.
 
+    Args:
+        numbers: for each number among the arguments, in order, its values at the recorded sizes.
+        needed: sizes at which formulas have to fit, if they were recorded.
 
-def _align_factories(left: Traced, right: Traced) -> None:
-    """Rewrites `[0]` as `[0] * 1` or `range(1)`, whichever the recording at the other size has."""
-    for node, other in zip(left.graph.nodes, right.graph.nodes, strict=False):
-        for single, like in ((node, other), (other, node)):
-            if single.target is torch.tensor and single.args == ([0],) and like.target in (torch.full, torch.arange):
-                single.target, single.args = like.target, ((1,), 0) if like.target is torch.full else (1,)
-
-
-def _insert_formulas(base: Traced, compared: _ComparedRecordings, place: int, dim: int | None) -> Traced:
-    """Returns `base` with nodes for the numbers that differ; it holds for the compared sizes."""
-    sizes, formulas = _fit_formulas(compared)
+    Raises `CannotRecord` if a number has no formula.
+    """
+    remaining = iter(numbers)
+    holding = {size for size, _ in numbers[0]}
     graph = base.graph
     first = next(node for node in graph.nodes if node.op in CALL_OPS)
-    formula_nodes: dict[Any, fx.Node] = {}
-    remaining = iter(formulas)
+    nodes: dict[Any, fx.Node] = {}  # by formula, and by a part of one
+
+    def node_for(key: Any, op: str, target: Any, *args: Any) -> fx.Node:
+        if key not in nodes:
+            name = "batch" if op == "call_method" else f"batch_{target.__name__}"
+            with graph.inserting_before(first):
+                nodes[key] = graph.create_node(op, target, args, name=name)
+            set_info(nodes[key], info(first).beside(recorded_at=info(first).recorded_at))
+        return nodes[key]
+
+    def put(at: fx.Node, value: Any) -> Any:
+        if not _is_number(value):
+            return value
+        points = next(remaining)
+        if all(equal_values(number, value) for _, number in points):
+            return value
+        formula = simplest_formula(points) or simplest_formula([point for point in points if point[0] in needed])
+        if formula is None:
+            raise _other_numbers_error(at, points)
+        holding.intersection_update(size for size, number in points if formula.fits([(size, number)]))
+        if not formula.slope:
+            return value
+        node = node_for("b", "call_method", "size", base.placeholders[place], dim)
+        if formula.slope != 1:
+            node = node_for(formula.slope, "call_function", operator.mul, node, formula.slope)
+        if formula.start:
+            node = node_for(formula[:2], "call_function", operator.add, node, formula.start)
+        if formula.divisor != 1 or formula.is_float:
+            function = operator.truediv if formula.is_float else operator.floordiv
+            node = node_for(formula, "call_function", function, node, formula.divisor)
+        return node
+
     for node in list(graph.nodes):
-        at = node if node.op in CALL_OPS else first
-
-        def put(value: Any, at: fx.Node = at) -> Any:
-            if not _is_number(value):
-                return value
-            formula = next(remaining)
-            return value if isinstance(formula, (int, float)) else emit(formula, at)
-
-        def emit(formula: SizeFormula, at: fx.Node) -> Any:
-            if isinstance(formula, (int, float)):
-                return formula
-            key = repr(formula)
-            if key not in formula_nodes:
-                if isinstance(formula, str):
-                    call: Any = ("call_method", "size", (base.placeholders[place], dim), {}, "batch")
-                else:
-                    operands = tuple(emit(part, at) for part in formula[1:])
-                    call = ("call_function", formula[0], operands, {}, f"batch_{formula[0].__name__}")
-                with graph.inserting_before(first):
-                    formula_nodes[key] = graph.create_node(*call)
-                set_info(formula_nodes[key], info(at).beside(recorded_at=info(first).recorded_at))
-            return formula_nodes[key]
-
-        node.args, node.kwargs = _map_arguments(node, put)
-    return dataclasses.replace(base, recorded_sizes=sizes)
+        node.args, node.kwargs = _map_arguments(node, functools.partial(put, node))
+    return dataclasses.replace(base, recorded_sizes=tuple(sorted(holding)))
 
 
-def _fit_formulas(compared: _ComparedRecordings) -> tuple[tuple[int, ...], list[SizeFormula]]:
-    """Returns the sizes at which all formulas hold (the needed sizes at least), and a formula for each number."""
-    columns = [list(zip(compared.sizes, column, strict=True)) for column in zip(*compared.numbers, strict=True)]
-    formulas: list[SizeFormula] = []
-    holding = set(compared.sizes)
-    for points in columns:
-        needed = [point for point in points if point[0] in compared.needed]
-        formula = next(
-            f for f in (simplest_formula(points), simplest_formula(needed), polynomial_through(needed)) if f is not None
-        )
-        formulas.append(formula)
-        holding = {size for size, number in points if size in holding and formula_fits(formula, [(size, number)])}
-    return tuple(sorted(holding)), formulas
+def _other_numbers_error(node: fx.Node, points: Sequence[SizePoint]) -> CannotRecord:
+    known = info(node)
+    shown = ", ".join(f"{number} with {size} samples" for size, number in points[:3])
+    return CannotRecord(
+        f"the model{f' in module {known.module!r}' if known.module else ''} makes a plain number of the number of "
+        f"samples at {known.source} ({shown}), by no formula of a line; keep the size a size (x.shape[0], len(x)), or "
+        "use a tensor function (x.mean(), torch.log)",
+        frozenset({known.module}) if known.module else frozenset(),
+    )

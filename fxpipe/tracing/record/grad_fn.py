@@ -1,6 +1,7 @@
 """Autograd nodes: as forward sees them (`tensor.grad_fn`), and custom ones.
 
-A stage has other nodes than the recording, and a hook on a recorded node would never run. A proxy detects such hooks.
+A stage has other nodes than the recording, and a hook on a recorded node would never run. So forward may look at nodes
+only in a module that is kept whole.
 
 A custom node, from an `autograd.Function` in Python or C++, is in the graph only if a recorded function created it. A
 custom node that appears on a tensor later comes from an unrecorded function, whose inside was recorded instead.
@@ -8,7 +9,6 @@ custom node that appears on a tensor later comes from an unrecorded function, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,39 +17,7 @@ from torch.autograd.function import BackwardCFunction
 from fxpipe._torch.autograd import forward_class_of
 from fxpipe._torch.function_modes import without_torch_function
 
-HOOK_METHODS = frozenset({"register_hook", "register_prehook"})
-NODE_HOOK_PROBLEM, NODE_HOOK_REMEDY = "puts a hook on a node of autograd", "do so outside forward"
-
-
-class GradFnProxy:
-    """A proxy of an autograd node; calls `noticed` before a hook is put on it or on a node that it leads to."""
-
-    __slots__ = ("_node", "_noticed")
-
-    def __init__(self, node: Any, noticed: Callable[[], object]):
-        self._node, self._noticed = node, noticed
-
-    # No model of the zoo: a forward that looks at `grad_fn` needs it (behaviour/test_autograd_nodes.py).
-    def __getattr__(self, name: str) -> Any:
-        if name in HOOK_METHODS:
-            self._noticed()
-        value = getattr(self._node, name)
-        if name == "next_functions":
-            return tuple((None if node is None else GradFnProxy(node, self._noticed), place) for node, place in value)
-        return value
-
-    @property  # type: ignore[misc]  # for isinstance checks
-    def __class__(self) -> Any:
-        return type(self._node)
-
-    def __repr__(self) -> str:
-        return repr(self._node)
-
-    def __eq__(self, other: object) -> bool:
-        return bool(self._node == (other._node if isinstance(other, GradFnProxy) else other))
-
-    def __hash__(self) -> int:
-        return hash(self._node)
+NODE_PROBLEM, NODE_REMEDY = "looks at a node of autograd (grad_fn)", "do so outside forward"
 
 
 def is_grad_fn_access(func: Any, name: str) -> bool:

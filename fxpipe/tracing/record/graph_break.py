@@ -45,7 +45,7 @@ from fxpipe.tracing.node_info import info, opaque_call_of, update_info
 from fxpipe.tracing.record.leaf_module import replica_of
 from fxpipe.tracing.record.module_hooks import forward_of
 from fxpipe.tracing.record.opaque_call import OpaqueStateError, call_opaque
-from fxpipe.tracing.record.recorder import BreakReached, RecordedCalls, Recorder
+from fxpipe.tracing.record.recorder import Recorder
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.source_lines import line_of_function
 from fxpipe.tracing.tensors import tensors_in
@@ -68,6 +68,10 @@ class _SegmentEnd:
         if other is None or self.name != other.name:
             return False
         return self.outside != other.outside or self.state == other.state
+
+
+class _BreakReached(BaseException):
+    """Raised after the last recorded call returns. A BaseException, so that forward does not catch it."""
 
 
 class _SegmentStop(BaseException):
@@ -113,14 +117,22 @@ def _record_first_calls(
     count = recorder.graph_breaks[path].calls
     if not count:
         return [], []
-    prefix = recorder.prefixes[path] = RecordedCalls(count)
+    names: list[str] = []
+    results: list[Any] = []
+
+    def add(name: str, result: Any) -> None:
+        names.append(name.removeprefix(f"{path}.") if path else name)
+        results.append(result)
+        if len(results) == count:
+            raise _BreakReached
+
+    recorder.listeners[path] = add
     try:
-        with contextlib.suppress(BreakReached):
+        with contextlib.suppress(_BreakReached):
             forward_of(module)(*args, **kwargs)
     finally:
-        del recorder.prefixes[path]
-    names, results = zip(*prefix.results, strict=True)
-    return [name.removeprefix(f"{path}.") if path else name for name in names], list(results)
+        del recorder.listeners[path]
+    return names, results
 
 
 def _segment_error(path: str, error: Exception) -> CannotRecord:
@@ -227,12 +239,14 @@ class _Segment:
         outside = [slot for slot in slots if not _is_in_modules(slot, self._left_out)]
         run = replica_of(recorder.model, self.module, (), self._run)
         copied = map_tensor_leaves(torch.clone, arguments)
-        drawn = len(recorder.draws_from_stream)
-        with without_gradients(recorder.model), preserve_state(recorder.model):
-            recorder.external_tensors = []
+        with (
+            without_gradients(recorder.model),
+            preserve_state(recorder.model),
+            recorder.random.ignore_draws(),
+            recorder.observe_opaque() as opaque,
+        ):
             run((), copied, {})
-            used, recorder.external_tensors = set(map(id, recorder.external_tensors)), None
-        del recorder.draws_from_stream[drawn:]
+        used = set(map(id, opaque.known_tensors))
         if self.end is not None:
             outside = [slot for slot in outside if slot.kind == "parameter"]
         return tuple(slot for slot, tensor in slots.items() if slot in outside or id(tensor) in used)

@@ -44,6 +44,12 @@ class InputReads:
         if text not in self.reads:
             self.reads[text] = InputRead(question, question(self.leaves), text, where)
 
+    def ask_layouts(self, where: str) -> None:
+        self.ask_all(layouts_of, "the memory layout of its inputs", where)
+
+    def ask_memory(self, where: str) -> None:
+        self.ask_all(memory_of, "the memory of its inputs", where)
+
     def ask(self, tensor: Any, ask: Callable[[Any], Any], name: str, where: str) -> None:
         """Records a question about a tensor if it is an input."""
         for place, leaf in enumerate(self.leaves):

@@ -12,8 +12,9 @@ one. The comparison also uses other samples, to detect a forward that takes its 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,17 +35,17 @@ from fxpipe.tracing.traced import Traced, as_given
 from fxpipe.tracing.verify.equivalence import is_close
 from fxpipe.utils.pytree import preserve_objects
 
+_MISSING = object()
+
 
 @dataclass(frozen=True, slots=True)
 class _LazyItem:
     """An item that a call put into a `__dict__`, a store of buffers, a list or a dict, or a tensor that it resized."""
 
     name: str
-    owner: dict[str, Any] | None  # the store of the attribute; None: the item is a container or a tensor
-    key: str
-    value: Any  # the attribute, or a copy of the container or tensor
-    container: Any = None
-    tensor: torch.Tensor | None = None
+    new: Any  # the attribute, or a copy of the container or tensor
+    get: Callable[[], Any]
+    put: Callable[[Any], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +59,18 @@ class _LazyCall:
 class LazyState:
     """The items that the first call created, and the values before it."""
 
-    items: tuple[_LazyItem, ...]
-    before: tuple[tuple[Any, bool | None], ...]
+    before: tuple[tuple[_LazyItem, Any], ...]
+
+    @classmethod
+    def put(cls, items: Sequence[_LazyItem]) -> LazyState:
+        state = cls(tuple((one, one.get()) for one in items))
+        for one in items:
+            one.put(one.new)
+        return state
 
     def remove(self) -> None:
-        _remove_items(self.items, self.before)
+        for one, value in self.before:
+            one.put(value)
 
 
 def new_attributes(traced: Traced) -> list[str]:
@@ -94,22 +102,19 @@ def make_lazy_state(
         items = first.items
         if not items:
             return None
-        before = [_before(one) for one in items]
-        _put_items(items)
+        state = LazyState.put(items)
         later, later_of_others = _call_once(model, values, spec), _call_once(model, others, spec)
     except Exception:
         return None  # the model raises again
-    if later.items == [] and later_of_others.items == []:
-        if (
-            _calls_agree(first, later)
-            and _calls_agree(first_of_others, later_of_others)
-            and not _values_agree(values, others)
-        ):
-            return LazyState(tuple(items), tuple(before))
-        is_once = True
-    else:
-        is_once = False
-    _remove_items(items, before)
+    is_once = later.items == [] and later_of_others.items == []
+    if (
+        is_once
+        and _calls_agree(first, later)
+        and _calls_agree(first_of_others, later_of_others)
+        and not _values_agree(values, others)
+    ):
+        return state
+    state.remove()
     if is_once:
         raise CannotRecord(
             f"forward makes {items[0].name!r} when it is first called, and what it computes or keeps then is not what "
@@ -165,20 +170,36 @@ def _new_items(snapshot: Snapshot) -> list[_LazyItem] | None:
                 continue
             if isinstance(value, (nn.Module, nn.Parameter)) or (key in MODULE_DICT_KEYS):
                 return None
-            kept = value.detach() if isinstance(value, torch.Tensor) else value
-            new.append(_LazyItem(f"{path}.{key}" if path else key, owner, key, kept))
+            new.append(_attribute(f"{path}.{key}" if path else key, owner, key))
     for name, tensor in snapshot.tensors_reshaped():
         if tensor.requires_grad:
             return None
-        new.append(_LazyItem(name, None, "", tensor.detach().clone(), tensor=tensor))
+        new.append(_resized(name, tensor))
     for name, container in snapshot.containers_changed():
-        if not MODULE_DICT_KEYS.isdisjoint(name.split(".")):  # hooks
-            return None
         items = container.values() if isinstance(container, dict) else container
-        if any(_is_tensor(item) and item.requires_grad for item in items):
+        is_of_hooks = not MODULE_DICT_KEYS.isdisjoint(name.split("."))
+        if is_of_hooks or any(_is_tensor(item) and item.requires_grad for item in items):
             return None
-        new.append(_LazyItem(name, None, "", _copy(container), container))
+        new.append(_LazyItem(name, _copy(container), partial(_copy, container), partial(_fill, container)))
     return new
+
+
+def _attribute(name: str, owner: dict[str, Any], key: str) -> _LazyItem:
+    def put(value: Any) -> None:
+        if value is _MISSING:
+            del owner[key]
+        else:
+            owner[key] = value
+
+    new = owner[key].detach() if _is_tensor(owner[key]) else owner[key]
+    return _LazyItem(name, new, lambda: owner.get(key, _MISSING), put)
+
+
+def _resized(name: str, tensor: torch.Tensor) -> _LazyItem:
+    def put(value: torch.Tensor) -> None:
+        tensor.data = value.clone()  # forward writes to it
+
+    return _LazyItem(name, tensor.detach().clone(), tensor.detach, put)
 
 
 def _is_set_to(value: Any, before: Any) -> bool:
@@ -188,35 +209,6 @@ def _is_set_to(value: Any, before: Any) -> bool:
 
 def _copy(container: Any) -> Any:
     return type(container)(container) if type(container) in (list, dict, set) else list(container)
-
-
-def _before(one: _LazyItem) -> tuple[Any, bool | None]:
-    """Returns the current value of an item, and, for an attribute, whether it exists."""
-    if one.tensor is not None:
-        return one.tensor.detach(), None
-    return (_copy(one.container), None) if one.owner is None else (one.owner.get(one.key), one.key in one.owner)
-
-
-def _put_items(items: Sequence[_LazyItem]) -> None:
-    for one in items:
-        if one.tensor is not None:
-            one.tensor.data = one.value.clone()  # forward writes to it
-        elif one.owner is not None:
-            one.owner[one.key] = one.value
-        else:
-            _fill(one.container, one.value)
-
-
-def _remove_items(items: Sequence[_LazyItem], before: Sequence[tuple[Any, bool | None]]) -> None:
-    for one, (value, was_there) in zip(items, before, strict=True):
-        if one.tensor is not None:
-            one.tensor.data = value
-        elif one.owner is None:
-            _fill(one.container, value)
-        elif was_there:
-            one.owner[one.key] = value
-        else:
-            del one.owner[one.key]
 
 
 def _fill(container: Any, items: Any) -> None:

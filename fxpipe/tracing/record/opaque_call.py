@@ -20,14 +20,7 @@ from torch import fx, nn
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.autograd import leaves_below, version_of
 from fxpipe.errors import StateError
-from fxpipe.tracing.model_state import (
-    equal_tensors,
-    preserve_rng,
-    python_rng_state,
-    same_python_rng_state,
-    slots_of,
-    without_gradients,
-)
+from fxpipe.tracing.model_state import equal_tensors, preserve_rng, slots_of, without_gradients
 from fxpipe.tracing.node_info import OpaqueCall, RandomDraws, info, opaque_call_of, update_info
 from fxpipe.tracing.record.host_arguments import HostArgumentConversion
 from fxpipe.tracing.record.recorded_sizes import RECORDED
@@ -58,17 +51,12 @@ class OpaqueStateError(Exception):
 
 def call_hook(recorder: Recorder, module: nn.Module, hook: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """Calls a hook of a module as one node. A hook that uses tensors of the module needs an opaque module."""
-
-    def run(_: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return hook(module, *args)
-
-    recorder.read_captured_sizes(hook)
     name = getattr(hook, "__name__", type(hook).__name__)
+    label = f"hook_{name}" if name.isidentifier() else "hook"
     hooks = [store for key, store in module.__dict__.items() if key.endswith("_hooks")]
     before = [dict(store) for store in hooks]
     try:
-        label = f"hook_{name}" if name.isidentifier() else "hook"
-        result, node = call_opaque(recorder, run, label, [], arguments, {}, in_module=True)
+        result, node = call_function(recorder, functools.partial(hook, module), label, arguments, {}, in_module=True)
     finally:
         for store, items in zip(hooks, before, strict=True):  # the hook may have removed itself, which a step has to do
             store.clear()
@@ -77,13 +65,21 @@ def call_hook(recorder: Recorder, module: nn.Module, hook: Callable[..., Any], a
     return result
 
 
-def call_transform(recorder: Recorder, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    recorder.read_captured_sizes(function)
+def call_function(
+    recorder: Recorder,
+    function: Callable[..., Any],
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    in_module: bool = False,
+) -> tuple[Any, fx.Node]:
+    """Calls a function as one node; see `call_opaque`."""
+    recorder.sizes.read_captured(function)
 
     def run(_: Sequence[torch.Tensor], a: tuple[Any, ...], k: dict[str, Any]) -> Any:
         return function(*a, **k)
 
-    return call_opaque(recorder, run, name, [], args, kwargs, in_module=True)[0]
+    return call_opaque(recorder, run, name, [], args, kwargs, in_module)
 
 
 def leaf(function: F) -> F:
@@ -101,12 +97,7 @@ def leaf(function: F) -> F:
         recorder = active.recorder
         if recorder is None or recorder.paused:
             return function(*args, **kwargs)
-        recorder.read_captured_sizes(function)
-
-        def run(_: Sequence[torch.Tensor], a: tuple[Any, ...], k: dict[str, Any]) -> Any:
-            return function(*a, **k)
-
-        return call_opaque(recorder, run, getattr(function, "__name__", "leaf"), [], args, kwargs)[0]
+        return call_function(recorder, function, getattr(function, "__name__", "leaf"), args, kwargs)[0]
 
     return call  # type: ignore[return-value]
 
@@ -190,42 +181,31 @@ def call_opaque(
         storages = list(map(storage_of, own))
         others = _tensors_not_given(recorder.model, [*own, *(x for x in plain if isinstance(x, torch.Tensor))])
         buffers = [(t, t.detach().clone()) for t in tensors if not isinstance(t, nn.Parameter)]
-    recorder.note_python_rng()
-    before, applied = python_rng_state(), recorder.applied_inside
+    recorder.random.note_python()
     shared = [x for x, node in zip(plain, nodes, strict=True) if isinstance(x, torch.Tensor) and _is_used(node)]
-    recorder.unhookable = [*own, *shared] if hookable else None
-    recorder.has_drawn_inside = False
-    outside: list[torch.Tensor] = []
-    recorder.external_tensors = outside
+    unhookable = [*own, *shared] if hookable else None
     try:
-        outputs, random = recorder.run_opaque(whole, (own, plain), {})
+        outputs, random, opaque = recorder.run_opaque(whole, (own, plain), {}, unhookable)
     except OpaqueStateError as error:
         raise refuse(str(error), error.remedy) from error
-    finally:
-        recorder.unhookable = ()
-        recorder.external_tensors = None
-    seeds = recorder.has_drawn_inside and not random
-    rolled = not same_python_rng_state(before, python_rng_state())
-    recorder.skip_python_rng()
+    rolled = recorder.random.skip_python()
     with recorder.pause():
-        own_gradients = recorder.applied_inside != applied and _puts_gradients(recorder.model, outputs, [*own, *ends])
+        own_gradients = opaque.has_applied and _puts_gradients(recorder.model, outputs, [*own, *ends])
         external = _external_tensors(outputs, [*own, *ends])
         if external and not any(recorder.name_of(t) for t in external):
-            drawn = len(recorder.draws_from_stream)
-            again = recorder.run(
-                whole, (list(map(_parameter_copy, tensors)), _cut_graph(list(map(_clone, leaves)))[0]), {}
-            )[0]
+            with recorder.random.ignore_draws():
+                copies = list(map(_parameter_copy, tensors)), _cut_graph(list(map(_clone, leaves)))[0]
+                again = recorder.run(whole, copies, {})[0]
+            recorder.random.skip_python()
             external = [t for t in external if id(t) in {id(other) for other in _external_tensors(again, [])}]
-            del recorder.draws_from_stream[drawn:]
-            recorder.skip_python_rng()
         changed = [t for t, mine in zip(tensors, own, strict=True) if isinstance(t, nn.Parameter) and version_of(mine)]
         changed_buffers = [t for t, old in buffers if not equal_tensors(t, old)]
         written = [key for key, tensor, version in others if version_of(tensor) != version]
         has_run_backward = any(t.grad is not None for t in (*own, *ends))
         moved = list(map(storage_of, own)) != storages
-    if outside or external:
+    if outside := opaque.known_tensors or external:
         raise refuse(
-            f"uses {_tensor_names(recorder, outside or external)} from outside (a closure, a patched method)",
+            f"uses {_tensor_names(recorder, outside)} from outside (a closure, a patched method)",
             "use tensors of the module itself (self.weight), or give them as arguments",
         )
     if changed:
@@ -254,7 +234,7 @@ def call_opaque(
     node = recorder.add("call_function", whole, node_args)
     update_info(
         node,
-        opaque=OpaqueCall(fixed, spec, seeds_generator=seeds),
+        opaque=OpaqueCall(fixed, spec, seeds_generator=opaque.has_drawn and not random),
         rng=RandomDraws(from_python=rolled) if random or rolled else None,
         written_storages=info(node).written_storages.union(map(recorder.registry.storages.name, changed_buffers)),
     )

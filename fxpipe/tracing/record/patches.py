@@ -5,15 +5,17 @@
 - applications of an `autograd.Function`, through any alias, as one node each; functions of `torch.utils.checkpoint`
   are bypassed, since the pipeline recomputes itself;
 - attributes of modules that forward reads (`dropout.p`), and the Python that runs (`python_reads`);
-- the bytes of storages, which depend on sizes of tensors.
+- the bytes of storages, which depend on sizes of tensors;
+- `len`, which returns a size; C code would get a plain number.
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ from fxpipe.tracing.node_info import RandomDraws, update_info
 from fxpipe.tracing.record.graph_break import call_with_graph_break
 from fxpipe.tracing.record.leaf_module import call_leaf_module
 from fxpipe.tracing.record.module_hooks import forward_of, is_computation_hook, run_model, run_with_hooks
-from fxpipe.tracing.record.opaque_call import active, call_hook, call_transform
+from fxpipe.tracing.record.opaque_call import active, call_function, call_hook
 from fxpipe.tracing.record.recorded_sizes import unwrap_sizes
 from fxpipe.tracing.record.recorder import Recorder, RunningModule
 from fxpipe.tracing.tensors import tensors_in
@@ -62,16 +64,17 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
                 whole=False,
             )
         if is_elsewhere():
-            recorder.applied_inside += threading.get_ident() == here
+            if recorder.opaque is not None and threading.get_ident() == here:
+                recorder.opaque.has_applied = True
             return plain(function, *args, **kwargs)
         if function is CheckpointFunction:
             return args[0](*args[2:])
         if function.__module__ == CheckpointFunction.__module__:  # keeps inputs for a recompute (torch 2.11; not 2.13)
             return recorder.run(plain, (function, *args), kwargs)[0]
         node_args, node_kwargs = recorder.node_argument(args), recorder.node_argument(kwargs)
-        recorder.read_captured_sizes(function.forward, function.backward)
+        recorder.sizes.read_captured(function.forward, function.backward)
         values = unwrap_sizes((args, kwargs))
-        result, random = recorder.run_opaque(plain, (function, *values[0]), values[1])
+        result, random, _ = recorder.run_opaque(plain, (function, *values[0]), values[1])
         _add_application(recorder, plain, function, node_args, node_kwargs, result, random)
         return result
 
@@ -90,42 +93,59 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
         settings, args = settings_and_args[:4], settings_and_args[4:]  # in_dims, out_dims, randomness, chunk_size
         if is_elsewhere() or is_in_functorch_transform():
             return map_batch(function, *settings, *args, **kwargs)
-        return call_transform(recorder, "vmap", functools.partial(map_batch, function, *settings), args, kwargs)
+        mapped = functools.partial(map_batch, function, *settings)
+        return call_function(recorder, mapped, "vmap", args, kwargs, in_module=True)[0]
 
     def told_of(bytes_of: Callable[[torch.UntypedStorage], int]) -> Callable[[torch.UntypedStorage], int]:
         def method(storage: torch.UntypedStorage) -> int:
             if not is_elsewhere():
-                recorder.read_storage_bytes(storage)
+                recorder.sizes.read_storage_bytes(storage)
             return bytes_of(storage)
 
         return method
 
+    def length(value: Any) -> int:
+        if isinstance(value, torch.Tensor) and not is_elsewhere() and value.shape:
+            return value.shape[0]
+        return plain_length(value)
+
     storage: Any = torch.UntypedStorage
-    patches: list[tuple[type, str, Any]] = [
+    plain_length = builtins.len
+    patches: list[tuple[Any, str, Any]] = [
+        (builtins, "len", length),
         (storage, "nbytes", told_of(storage.nbytes)),
         (storage, "__len__", told_of(storage.__len__)),
         (storage, "data_ptr", told_of(storage.data_ptr)),
         (nn.Module, "__getattribute__", getattribute),
         (nn.Module, "__call__", call),
     ]
-    own = [vars(kind).get(name) for kind, name, _ in patches]  # None: inherited; recordings can be nested
     try:
-        for kind, name, patch in patches:
-            setattr(kind, name, patch)
         with (
+            _replaced(patches),
             intercept_vmap(vmap),
             intercept_apply(apply, _HiddenApplications(recorder, is_elsewhere)),
             recorder.python_reads.follow(is_elsewhere),
         ):
             yield
     finally:
-        for (kind, name, _), before in zip(patches, own, strict=True):
-            if before is not None:
-                setattr(kind, name, before)
-            elif name in vars(kind):
-                delattr(kind, name)
         active.recorder = outer
         PATCH_TURN.release()
+
+
+@contextlib.contextmanager
+def _replaced(patches: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """A block in which attributes (owner, name) have these values. Blocks can be nested."""
+    own = [vars(owner).get(name) for owner, name, _ in patches]  # None: inherited
+    try:
+        for owner, name, value in patches:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for (owner, name, _), before in zip(patches, own, strict=True):
+            if before is not None:
+                setattr(owner, name, before)
+            elif name in vars(owner):
+                delattr(owner, name)
 
 
 class _HiddenApplications:
@@ -193,7 +213,7 @@ def _run_module(recorder: Recorder, module: nn.Module, args: tuple[Any, ...], kw
     path = recorder.paths.get(id(module), recorder.module)
     if path in recorder.whole and recorder.paths.get(id(module)):
         return call_leaf_module(recorder, module, path, args, kwargs)
-    recorder.note_python_rng()
+    recorder.random.note_python()
     recorder.stack.append(RunningModule.now(path, module))
     try:
         forward = forward_of(module)
@@ -213,7 +233,7 @@ def _run_module(recorder: Recorder, module: nn.Module, args: tuple[Any, ...], kw
         recorder.module_of_error = recorder.module_of_error or path
         raise
     finally:
-        recorder.note_python_rng()
+        recorder.random.note_python()
         recorder.stack.pop()
 
 
@@ -246,15 +266,11 @@ _QUESTIONS = ("is_compiling", "is_exporting")
 
 @contextlib.contextmanager
 def compile_mode() -> Iterator[None]:
-    here, before = threading.get_ident(), {name: getattr(torch.compiler, name) for name in _QUESTIONS}
+    here = threading.get_ident()
 
     def answer(original: Callable[[], bool]) -> bool:
         return threading.get_ident() == here or original()
 
-    try:
-        for name, original in before.items():
-            setattr(torch.compiler, name, functools.partial(answer, original))
+    compiler = torch.compiler
+    with _replaced([(compiler, name, functools.partial(answer, getattr(compiler, name))) for name in _QUESTIONS]):
         yield
-    finally:
-        for name, original in before.items():
-            setattr(torch.compiler, name, original)

@@ -7,6 +7,7 @@ import functools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,11 +31,11 @@ from fxpipe.tracing.record.input_containers import (
     leaf_name,
     line_of_change,
 )
-from fxpipe.tracing.record.input_reads import layouts_of
 from fxpipe.tracing.record.module_hooks import forward_of
 from fxpipe.tracing.record.patches import compile_mode, patch_for_recording
 from fxpipe.tracing.record.recorded_sizes import RECORDED, SIZE_FUNCTIONS
 from fxpipe.tracing.record.recorder import Recorder
+from fxpipe.tracing.record.size_recorder import Disguise
 from fxpipe.tracing.record.unrecordable import CannotRecord, python_rng_error, refuse_model
 from fxpipe.tracing.source_lines import UNKNOWN_LINE, line_of_function
 from fxpipe.tracing.traced import PLAIN_RECORDING, InputLeaf, RecordingOptions, Traced, as_given, signature_of
@@ -88,7 +89,7 @@ def record(
     kwargs: dict[str, Any],
     options: RecordingOptions = PLAIN_RECORDING,
     seed: int = 0,
-    disguised: Mapping[Any, int] | None = None,
+    disguised: Disguise = MappingProxyType({}),
     run: Callable[..., Any] | None = None,
     held: Mapping[str, torch.Tensor] | None = None,
 ) -> Traced:
@@ -112,18 +113,17 @@ def record(
 
         def attempt() -> tuple[Traced, list[_UnknownTensor]]:
             nonlocal options
-            while True:
-                recorder = Recorder(model, options, held, seed, step, disguised)
-                recording, error = None, None
-                try:
-                    recording = _record_once(recorder, args, kwargs, run)
-                except Exception as problem:
-                    error = problem
-                before, options = options, _options_after(recorder, error)
-                if options == before and error is not None:
-                    raise error
-                if options == before and recording is not None:
-                    return recording
+            recorder = Recorder(model, options, held, seed, step)
+            recorder.sizes.disguised = disguised
+            try:
+                return _record_once(recorder, args, kwargs, run)
+            except TraceError:
+                raise
+            except Exception:
+                if not recorder.sizes.was_refused_as_key:
+                    raise
+            options = replace(options, hashes_sizes=True)
+            return attempt()
 
         traced, constants = attempt()
         if constants:
@@ -131,15 +131,6 @@ def record(
                 if tensor is not other:
                     raise error
         return replace(traced, recording_options=options)
-
-
-def _options_after(recorder: Recorder, error: Exception | None) -> RecordingOptions:
-    """Returns the options for the next attempt; the recording's options if others would not help."""
-    if recorder.must_save:
-        return replace(recorder.options, saves=True)
-    if recorder.was_hashed and error is not None and not isinstance(error, TraceError):
-        return replace(recorder.options, hashes_sizes=True)
-    return recorder.options
 
 
 def refuse_side_effects(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], has_run: bool) -> None:
@@ -172,9 +163,10 @@ def _record_once(
     model_flags = module_flags(model)
     leaves, spec, values = input_leaves(model, args, kwargs)
     copies = as_given(leaves, map(copy_of_input, values))
-    recorder.input_reads.leaves, recorder.input_reads.paths = copies, [leaf.path for leaf in leaves]
+    input_reads = recorder.sizes.input_reads
+    input_reads.leaves, input_reads.paths = copies, [leaf.path for leaf in leaves]
     if run:
-        recorder.input_reads.ask_all(layouts_of, "the memory layout of its inputs", UNKNOWN_LINE)
+        input_reads.ask_layouts(UNKNOWN_LINE)
     for place, (leaf, copy) in enumerate(zip(leaves, copies, strict=True)):
         if leaf.is_tensor:
             recorder.placeholder(f"in_{place}", copy)
@@ -183,11 +175,11 @@ def _record_once(
     own_generators = OwnGenerators(model)
     try:
         with preserve_state(model) as snapshot, preserve_objects(spec):
-            recorder.seed_generator(comparison_seed())
+            recorder.random.seed_generator(comparison_seed())
             with in_fake_mode(), patch_for_recording(recorder), recorder:
                 result = run(recorder, *run_args, **run_kwargs) if run else model(*run_args, **run_kwargs)
             recorder.origin = "", line_of_function(forward_of(model))
-            recorder.check_generator()
+            recorder.random.check_generator()
             changed = changed_input_item(model, (run_args, run_kwargs), leaves, copies, spec)
             _refuse_reshaped(recorder, leaves, layouts, copies)
             named = snapshot.assigned(recorder.read_names())
@@ -207,10 +199,8 @@ def _record_once(
             raise recorder.refusal
         snapshot.refuse_changes()
         _refuse_refilled(snapshot, recorder)
-        if recorder.python_rng_modules:
-            raise python_rng_error(
-                frozenset() if "" in recorder.python_rng_modules else frozenset(recorder.python_rng_modules)
-            )
+        if paths := recorder.random.python_modules:
+            raise python_rng_error(frozenset() if "" in paths else frozenset(paths))
         outputs, out_spec = _flat_output(recorder, result)
         recorder.graph.output((tuple(_output_argument(recorder, o) for o in outputs), assigned))
     except TraceError:
@@ -218,7 +208,7 @@ def _record_once(
     except Exception as error:
         if recorder.refusal is not None:
             raise recorder.refusal from error
-        if not recorder.was_hashed:
+        if not recorder.sizes.was_refused_as_key:
             where = f" in module {recorder.module_of_error!r}" if recorder.module_of_error else ""
             error.add_note(f"fxpipe: the model raised this{where} when it was run on the inputs to trace it")
         raise
@@ -234,17 +224,17 @@ def _record_once(
         model_flags,
         ThreadState.now(),
         recorder.constants,
-        tuple(recorder.size_reads),
+        tuple(recorder.sizes.reads),
         recorder.python_reads.state(),
-        layout_reads=tuple(recorder.layout_reads.values()),
-        input_reads=tuple(recorder.input_reads.reads.values()),
-        attributes=tensor_guards_of(model, recorder.read_names() | recorder.sized_names),
+        layout_reads=tuple(recorder.sizes.layout_reads.values()),
+        input_reads=tuple(input_reads.reads.values()),
+        attributes=tensor_guards_of(model, recorder.read_names() | recorder.sizes.names),
         requires_grad=requires_grad_flags(model) if recorder.asks_for_gradients else None,
-        seed=recorder.seed,
-        draws_from_stream=tuple(recorder.draws_from_stream),
+        seed=recorder.random.seed,
+        draws_from_stream=tuple(recorder.random.draws_from_stream),
         marks=tuple(recorder.marks),
         tied=frozenset(tied & assigned.keys()),
-        has_keys_of_sizes=recorder.has_keys_of_sizes,
+        has_keys_of_sizes=recorder.sizes.are_keys,
         ended_modules=tuple(recorder.ended_modules),
     )
     erase_unused_nodes(traced, keeping=("size", operator.getitem))  # sizes may still turn out to be data-dependent
@@ -321,7 +311,7 @@ def _output_argument(recorder: Recorder, value: Any) -> Any:
 
 def _is_recorded(recorder: Recorder, value: Any) -> bool:
     if isinstance(value, RECORDED):
-        return value.recorder is recorder
+        return value.recorder is recorder.sizes
     return isinstance(value, torch.Tensor) and recorder.knows(value)
 
 

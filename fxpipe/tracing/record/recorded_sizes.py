@@ -16,7 +16,6 @@ import enum
 import functools
 import math
 import operator
-import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,9 +24,10 @@ import torch
 from torch import fx
 
 from fxpipe._torch import torch_pytree as pytree
+from fxpipe.utils.python_objects import captured_values
 
 if TYPE_CHECKING:
-    from fxpipe.tracing.record.recorder import Recorder
+    from fxpipe.tracing.record.size_recorder import SizeRecorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,39 +88,57 @@ PIECES: dict[Callable[..., Any], Callable[[Any, Any], Any]] = {
 NOT_FOLLOWED = (length, plain_number, *PIECES)
 
 
-class RecordedSize(int):
-    """A size of a recorded tensor. Code that calls no method sees `shown`, which differs from `value` only in
+class _RecordedNumber:
+    """A number computed from sizes. Code that calls no method sees `shown`, which differs from `value` only in
     `untracked_sizes`."""
 
     node: fx.Node
-    recorder: Recorder
+    recorder: SizeRecorder
+    value: Any
+    plain: type  # int or float
+
+    @property
+    def shown(self) -> Any:
+        return self.plain.__pos__(self)  # type: ignore[operator]
+
+    @property
+    def is_recording(self) -> bool:
+        return self.recorder.recorder.recording
+
+    def __pos__(self) -> Any:
+        return self
+
+    conjugate = __pos__
+    real = property(__pos__)
+
+    def __abs__(self) -> Any:
+        return self if self >= 0 else -self  # type: ignore[operator]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.shown
+
+    def __reduce__(self) -> tuple[type, tuple[Any]]:
+        return self.plain, (self.shown,)
+
+
+class RecordedSize(_RecordedNumber, int):
+    """A size of a recorded tensor. Its arithmetic adds nodes."""
+
+    plain = int
     value: int
 
-    def __new__(cls, value: int, node: fx.Node, recorder: Recorder, shown: int | None = None) -> RecordedSize:
+    def __new__(cls, value: int, node: fx.Node, recorder: SizeRecorder, shown: int | None = None) -> RecordedSize:
         size = super().__new__(cls, value if shown is None else shown)
         size.value, size.node, size.recorder = value, node, recorder
         return size
 
-    @property
-    def shown(self) -> int:
-        return int.__int__(self)
-
     def __hash__(self) -> int:
-        # As for torch.SymInt: a cache keyed by sizes would depend on their values, and many libraries then skip the
-        # cache. The comparison with the model detects wrong cache entries.
-        if self.recorder.recording and not self.recorder.options.hashes_sizes:
-            self.recorder.was_hashed = True
-            raise TypeError("unhashable type: a recorded size")
-        if self.recorder.recording:  # a missing key is never compared with the size
-            self.recorder.has_keys_of_sizes = True
-            self.recorder.read_size(operator.eq, (self, plain_size(self)), True)
+        if self.is_recording:
+            self.recorder.read_key(self)
         return int.__hash__(self)
 
     def __neg__(self) -> int:
         return self * -1
-
-    def __abs__(self) -> int:
-        return self if self >= 0 else -self
 
     def __divmod__(self, other: Any) -> tuple[int, int]:
         return self // other, self % other
@@ -131,20 +149,11 @@ class RecordedSize(int):
     def __invert__(self) -> int:
         return self * -1 - 1
 
-    def __pos__(self) -> int:
-        return self
-
     def __round__(self, digits: Any = None) -> int:
         return self
 
-    __trunc__ = __ceil__ = __floor__ = conjugate = __pos__
-    real = numerator = property(__pos__)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> int:
-        return self.shown
-
-    def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        return int, (self.shown,)
+    __trunc__ = __ceil__ = __floor__ = _RecordedNumber.__pos__
+    numerator = property(_RecordedNumber.__pos__)
 
 
 class FloatForm(enum.Enum):
@@ -156,82 +165,56 @@ class FloatForm(enum.Enum):
     SUM = "sum"
 
 
-class RecordedFloat(float):
-    """A float computed from sizes, with `shown` and `value` as in `RecordedSize`.
+class RecordedFloat(_RecordedNumber, float):
+    """A float computed from sizes.
 
     Its arithmetic adds nodes if sympy evaluates the formula like Python; else it returns a number and leaves a read.
     """
 
-    node: fx.Node
-    recorder: Recorder
+    plain = float
     value: float
     form: FloatForm
 
     def __new__(
-        cls, value: float, node: fx.Node, recorder: Recorder, form: FloatForm, shown: float | None = None
+        cls, value: float, node: fx.Node, recorder: SizeRecorder, form: FloatForm, shown: float | None = None
     ) -> RecordedFloat:
         number = super().__new__(cls, value if shown is None else shown)
         number.value, number.node, number.recorder, number.form = value, node, recorder, form
         return number
 
-    @property
-    def shown(self) -> float:
-        return float.__float__(self)
-
     def __hash__(self) -> int:
-        if self.recorder.recording:
-            self.recorder.read_size(operator.eq, (self, self.value), True)
+        if self.is_recording:
+            self.recorder.read(operator.eq, (self, self.value), True)
         return hash(self.shown)
 
-    def __neg__(self) -> float:
-        return self._derived(operator.neg, self.form)
+    def __neg__(self) -> Any:
+        return self._derived(operator.neg, functools.partial(RecordedFloat, form=self.form))
 
-    def __abs__(self) -> float:
-        return self if self >= 0 else -self
+    def __trunc__(self) -> Any:
+        return self._derived(math.trunc, RecordedSize)
 
-    def __pos__(self) -> float:
-        return self
+    def __floor__(self) -> Any:
+        return self._derived(math.floor, RecordedSize)
 
-    def __trunc__(self) -> int:
-        return self._whole(math.trunc)
-
-    def __floor__(self) -> int:
-        return self._whole(math.floor)
-
-    def __ceil__(self) -> int:
-        return self._whole(math.ceil)
+    def __ceil__(self) -> Any:
+        return self._derived(math.ceil, RecordedSize)
 
     def __round__(self, digits: Any = None) -> Any:
         if digits is None:
-            return self._whole(round)
-        if self.recorder.recording:
-            self.recorder.read_size(round, (self, digits), round(self.value, digits))
+            return self._derived(round, RecordedSize)
+        if self.is_recording:
+            self.recorder.read(round, (self, digits), round(self.value, digits))
         return round(self.shown, digits)
 
     def is_integer(self) -> bool:
         whole: float = self.__floor__()
         return self == whole
 
-    conjugate = __pos__
-    real = property(__pos__)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> float:
-        return self.shown
-
-    def __reduce__(self) -> tuple[type[float], tuple[float]]:
-        return float, (self.shown,)
-
-    def _derived(self, function: Callable[[Any], Any], form: FloatForm) -> float:
+    def _derived(self, function: Callable[[Any], Any], make: Callable[..., Any]) -> Any:
         if not self.recorder.follows(self):
-            return function(self.value)  # type: ignore[no-any-return]
-        node = self.recorder.add_size(function, self)
-        return RecordedFloat(function(self.value), node, self.recorder, form, function(self.shown))
-
-    def _whole(self, function: Callable[[Any], Any]) -> int:
-        if not self.recorder.follows(self):
-            return function(self.value)  # type: ignore[no-any-return]
-        node = self.recorder.add_size(function, self)
-        return RecordedSize(function(self.value), node, self.recorder, function(self.shown))
+            return function(self.value)
+        node = self.recorder.add(function, self)
+        return make(function(self.value), node, self.recorder, shown=function(self.shown))
 
 
 RECORDED = (RecordedSize, RecordedFloat)
@@ -247,17 +230,11 @@ def _shown_value(value: Any) -> Any:
 
 def unwrap_sizes(value: Any) -> Any:
     """Replaces recorded sizes in the arguments of a call by their values."""
-    if isinstance(value, RECORDED):
-        return value.value
-    if isinstance(value, RecordedShape):
-        return torch.Size(map(unwrap_sizes, value))
-    if type(value) in (tuple, list):
-        return type(value)(map(unwrap_sizes, value))
-    if type(value) is dict:
-        return {key: unwrap_sizes(item) for key, item in value.items()}
-    if isinstance(value, slice):
-        return slice(*map(unwrap_sizes, (value.start, value.stop, value.step)))
-    return value
+
+    def unwrap(part: Any) -> Any:
+        return slice(*map(plain_size, (part.start, part.stop, part.step))) if isinstance(part, slice) else part.value
+
+    return pytree.tree_map_only((*RECORDED, slice), unwrap, value)
 
 
 # -- arithmetic ------------------------------------------------------------------------------------------------------
@@ -278,23 +255,20 @@ SIZE_FUNCTIONS: tuple[Callable[..., Any], ...] = (
 
 
 def _result(function: Callable[[Any, Any], Any], left: Any, right: Any) -> Callable[..., Any] | None:
-    """Returns the constructor of the recorded result, (value, node, recorder, shown); None if it is not followed."""
+    """Returns the constructor of the recorded result, (value, node, recorder, shown=); None if it is not followed."""
     is_whole = isinstance(left, int) and isinstance(right, int)
     exponent = right if function is operator.pow and not isinstance(right, RECORDED) else None
     if is_whole and (function in _WHOLE or (exponent is not None and exponent >= 0)):
         return RecordedSize
-    form = _form_of_power(left, exponent) if function is operator.pow else _float_form(function, left, right)
-    if form is None:
-        return None
-    return lambda value, node, recorder, shown: RecordedFloat(value, node, recorder, form, shown)
-
-
-def _form_of_power(base: Any, exponent: Any) -> FloatForm | None:
-    return FloatForm.ATOM if isinstance(exponent, float) or (exponent is not None and isinstance(base, float)) else None
+    form = _float_form(function, left, right)
+    return None if form is None else functools.partial(RecordedFloat, form=form)
 
 
 def _float_form(function: Callable[[Any, Any], Any], left: Any, right: Any) -> FloatForm | None:
     """Returns the form of a formula that sympy evaluates like Python; None if it would differ."""
+    if function is operator.pow:
+        is_plain = not is_recorded(right) and isinstance(left, float) | isinstance(right, float)
+        return FloatForm.ATOM if is_plain else None
     forms = {
         one.form if isinstance(one, RecordedFloat) else FloatForm.ATOM for one in (left, right) if is_recorded(one)
     }
@@ -315,7 +289,7 @@ def is_recorded(value: Any) -> bool:
 def _arithmetic_method(function: Callable[[Any, Any], Any], swap: bool) -> Callable[[Any, Any], Any]:
     def method(self: Any, other: Any, *modulus: Any) -> Any:
         if modulus:
-            self.recorder.follows_no_further(self)
+            self.recorder.read_plain(self)
             return pow(plain_size(self), plain_size(other), *map(plain_size, modulus))
         if not isinstance(other, _NUMBERS):
             return NotImplemented
@@ -325,10 +299,10 @@ def _arithmetic_method(function: Callable[[Any, Any], Any], swap: bool) -> Calla
             return value
         make = _result(function, left, right)
         if make is None or not isinstance(value, (int, float)) or not math.isfinite(value):
-            self.recorder.read_size(function, (left, right), value)
+            self.recorder.read(function, (left, right), value)
             return value
         shown = function(_shown_value(left), _shown_value(right)) if self.recorder.disguised else value
-        return make(value, self.recorder.add_size(function, left, right), self.recorder, shown)
+        return make(value, self.recorder.add(function, left, right), self.recorder, shown=shown)
 
     return method
 
@@ -339,8 +313,8 @@ def _reading_method(function: Callable[..., Any], swap: bool = False) -> Callabl
             return NotImplemented
         operands = (*others, self) if swap else (self, *others)
         value = function(*map(plain_size, operands))
-        if self.recorder.recording and not isinstance(value, torch.SymInt):
-            self.recorder.read_size(function, operands, value)
+        if self.is_recording and not isinstance(value, torch.SymInt):
+            self.recorder.read(function, operands, value)
         return value
 
     return method
@@ -359,7 +333,7 @@ def _mixed_method(kind: type, name: str, method: Callable[..., Any]) -> Callable
 
 def _add_methods(kind: type, name: str, method_of: Callable[..., Callable[..., Any]], swaps: bool = True) -> None:
     function, name = getattr(operator, name), name.rstrip("_")
-    plain = kind.__mro__[1]
+    plain = kind.plain  # type: ignore[attr-defined]
     setattr(kind, f"__{name}__", _mixed_method(plain, f"__{name}__", method_of(function, False)))
     if swaps:
         setattr(kind, f"__r{name}__", _mixed_method(plain, f"__r{name}__", method_of(function, True)))
@@ -380,7 +354,7 @@ def _not_followed(kind: type, name: str) -> Callable[..., Any]:
     plain = getattr(kind, name)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.recorder.follows_no_further(self)
+        self.recorder.read_plain(self)
         return plain(self.shown, *args, **kwargs)
 
     return method
@@ -394,31 +368,7 @@ for _name in ("hex", "as_integer_ratio", "__str__", "__repr__", "__format__", "_
 
 def captured_sizes(function: Any) -> Iterator[RecordedSize | RecordedFloat]:
     """Yields the sizes in the closure of a function, which it keeps for later calls."""
-    todo, known = [function], set[int]()
-    while todo:
-        value = todo.pop()
-        if id(value) in known:
-            continue
-        known.add(id(value))
-        if isinstance(value, RECORDED):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            todo += value
-        elif isinstance(value, dict):
-            todo += value.values()
-        elif isinstance(value, functools.partial):
-            todo += (value.func, value.args, value.keywords)
-        elif isinstance(value, types.FunctionType):
-            todo += (_content(cell) for cell in value.__closure__ or ())
-        elif isinstance(value, types.MethodType):
-            todo.append(value.__func__)
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
+    return (value for value in captured_values(function) if isinstance(value, RECORDED))
 
 
 class RecordedShape(tuple[int, ...]):

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -52,40 +51,19 @@ from fxpipe._torch.storages import storage_address
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.tracing.fake_tensors import NEEDS_VALUES_ERRORS, is_faked
 from fxpipe.tracing.forward_rng import (
-    DrawStream,
     generator_states,
     is_draw_of_numbers,
     is_scalar_draw,
     might_draw,
     same_generator_states,
 )
-from fxpipe.tracing.model_state import python_rng_state, same_python_rng_state
 from fxpipe.tracing.node_info import NodeInfo, RandomDraws, RecordingPlace, ValueRead, info, set_info, update_info
-from fxpipe.tracing.record.grad_fn import NODE_HOOK_PROBLEM, NODE_HOOK_REMEDY, GradFnProxy, is_grad_fn_access
-from fxpipe.tracing.record.input_reads import (
-    INPUT_ATTRIBUTES,
-    INPUT_METHODS,
-    MEMORY_QUESTIONS,
-    InputReads,
-    layouts_of,
-    memory_of,
-)
+from fxpipe.tracing.record.grad_fn import NODE_PROBLEM, NODE_REMEDY, is_grad_fn_access
+from fxpipe.tracing.record.input_reads import INPUT_ATTRIBUTES, INPUT_METHODS, MEMORY_QUESTIONS
 from fxpipe.tracing.record.python_reads import PythonReads
-from fxpipe.tracing.record.recorded_sizes import (
-    RECORDED,
-    LayoutRead,
-    RecordedFloat,
-    RecordedShape,
-    RecordedSize,
-    SizeRead,
-    captured_sizes,
-    chunk_pieces,
-    length,
-    plain_number,
-    plain_size,
-    split_pieces,
-    unwrap_sizes,
-)
+from fxpipe.tracing.record.random_recorder import RandomRecorder
+from fxpipe.tracing.record.recorded_sizes import RECORDED, RecordedShape, unwrap_sizes
+from fxpipe.tracing.record.size_recorder import SizeRecorder
 from fxpipe.tracing.record.tensor_registry import TensorNames, TensorRegistry
 from fxpipe.tracing.record.unrecordable import (
     OPAQUE_REMEDY,
@@ -107,10 +85,6 @@ PARTIAL_HOOK = (
 )
 
 
-def _storage_bytes(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
-
-
 class RunningModule(NamedTuple):
     path: str
     module: nn.Module
@@ -121,54 +95,14 @@ class RunningModule(NamedTuple):
         return cls(path, module, is_in_functorch_transform())
 
 
-class GraphBreak(NamedTuple):
-    """A position in forward after which a module is one node: after the given number of calls of other modules."""
-
-    calls: int
-    why: str
-    may_split: bool = False  # the remaining forward may become several nodes, between calls of other modules
-
-
-class BreakReached(BaseException):
-    """Raised after the last recorded call returns. A BaseException, so that forward does not catch it."""
-
-
 @dataclass(slots=True)
-class RecordedCalls:
-    """The recorded calls of a module whose remaining forward is opaque."""
+class OpaqueRun:
+    """What Python that runs as one node may do, and what it does, while recording is paused."""
 
-    count: int
-    results: list[tuple[str, Any]] = field(default_factory=list)
-
-    def add(self, path: str, result: Any) -> None:
-        self.results.append((path, result))
-        if len(self.results) == self.count:
-            raise BreakReached
-
-
-class OtherSizeReadError(Exception):
-    """A size was read with another result than expected: forward may do something else from here on."""
-
-
-class _Expected(threading.local):
-    size_reads: Sequence[SizeRead] = ()
-
-
-_expected = _Expected()
-
-
-@contextlib.contextmanager
-def expecting_size_reads(size_reads: Sequence[SizeRead]) -> Iterator[None]:
-    """A block in which a recording raises `OtherSizeReadError` where it reads sizes with other results than these.
-
-    So a recording on tensors without values ends before it takes a branch that only another number of samples takes,
-    and leaves no such tensors in Python state of the branch.
-    """
-    outer, _expected.size_reads = _expected.size_reads, size_reads
-    try:
-        yield
-    finally:
-        _expected.size_reads = outer
+    unhookable: Sequence[torch.Tensor] | None = ()  # arguments that must not get a hook. None: no tensor may get one
+    known_tensors: list[torch.Tensor] = field(default_factory=list)  # used tensors of forward and of the model
+    has_drawn: bool = False  # random numbers
+    has_applied: bool = False  # an `autograd.Function`
 
 
 class Recorder(TorchFunctionMode):
@@ -181,7 +115,6 @@ class Recorder(TorchFunctionMode):
         held: Mapping[str, torch.Tensor] | None = None,
         seed: int = 0,
         step: ProgressStep = ignore_progress,
-        disguised: Mapping[Any, int] | None = None,
     ):
         """
         Args:
@@ -189,24 +122,15 @@ class Recorder(TorchFunctionMode):
             held: tensors, by name, that a replacement of the model holds: constants of the graph.
             seed: seed of the random numbers that forward draws and reads.
             step: called for each node.
-            disguised: sizes, by name of node and dimension, that code outside the recording sees increased by this
-                value (`untracked_sizes`).
         """
         super().__init__()
         self.model = model
         self.graph = TracedGraph()
         self.recording, self._step = True, step
         self.options, self.whole, self.graph_breaks = options, options.whole, options.graph_breaks
-        self.was_hashed = False  # True if a size was used as a key, which options do not allow
-        self.has_keys_of_sizes = False
-        self.prefixes: dict[str, RecordedCalls] = {}  # by path: modules recorded up to a graph break
-        self._calls = Counter[str]()  # calls of other modules, by path of the calling module
-        self.size_reads: list[SizeRead] = []
-        self.layout_reads: dict[tuple[fx.Node, str], LayoutRead] = {}
-        self.input_reads = InputReads()
-        self._storages: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}  # by id: storages that forward holds
-        self.disguised = disguised or {}
-        self.sized_names = set[str]()  # tensors of the model whose sizes forward has read
+        self.sizes, self.random = SizeRecorder(self), RandomRecorder(self, seed)
+        self.listeners: dict[str, Callable[[str, Any], None]] = {}  # by path of a module: gets the calls that it makes
+        self.calls = Counter[str]()  # calls of other modules, by path of the calling module
         self.python_reads = PythonReads(model)
         self.asks_for_gradients = False  # True if forward has read which tensors require grad
         self.constants: dict[str, torch.Tensor] = {}  # by name: tensors that are not attributes of a module
@@ -216,55 +140,28 @@ class Recorder(TorchFunctionMode):
         self.refusal: CannotRecord | None = None
         self.module_of_error: str | None = None
         self.origin: tuple[str, str] | None = None  # module path and source line, if the running code is not the user's
-        self.python_rng_modules: set[str] = set()
-        self._python_rng_state = python_rng_state()
         self._changed: frozenset[int] = frozenset()
         self.stack: list[RunningModule] = []
         self.paths = {id(m): path for path, m in reversed(list(model.named_modules()))}
         self.paused = 0
         self.runs_opaque = False  # True inside an opaque call, whose closures keep the sizes of this recording
-        # Arguments of an opaque call that must not get a hook. None: no tensor may get one.
-        self.unhookable: Sequence[torch.Tensor] | None = ()
-        self.applied_inside = 0  # number of autograd.Functions applied while recording is paused
-        self.external_tensors: list[torch.Tensor] | None = None  # if requested: known tensors used in pauses
-        self.has_drawn_inside = False  # True if an opaque call has drawn random numbers
+        self.opaque: OpaqueRun | None = None  # Python that runs as one node, or its trial
         self.marks: list[str] = []
         self.ended_modules: list[str] = []
-        self.seed, self.draws = seed, DrawStream(seed)
-        self.draws_from_stream: list[bool] = []  # for each draw, whether it came from the stream
         self.registry = TensorRegistry()
-        self._forgetting = None if options.saves else NoSavedTensors()
-        self._size_nodes: dict[tuple[fx.Node, str, int], fx.Node] = {}
+        self._forgetting = NoSavedTensors()
         self._tensor_names = TensorNames(model, held or {})
         self._attribute_nodes: dict[str, fx.Node] = {}
         self._parameters = {
             storage_address(p): name for name, p in model.named_parameters() if p.layout == torch.strided
         }
         self._default_dtype = torch.get_default_dtype()
-        self._seed_of_generator = torch.default_generator.initial_seed()
-        self._draw_starts = set[tuple[bytes, str]]()  # generator states in which a draw has begun
 
     def end(self) -> None:
         """Drops all values, since caches of libraries keep sizes alive."""
         self.recording = False
         self.registry.clear()
-        self._storages.clear()
-
-    @property
-    def must_save(self) -> bool:
-        """Returns whether forward has read a saved tensor, which the recording did not keep."""
-        return self._forgetting is not None and self._forgetting.was_read
-
-    def note_python_rng(self) -> None:
-        """Records, before another module runs, whether the current one drew Python's random numbers."""
-        now = python_rng_state()
-        if not same_python_rng_state(self._python_rng_state, now):
-            self.python_rng_modules.add(self.module)
-        self._python_rng_state = now
-
-    def skip_python_rng(self) -> None:
-        """Ignores draws since the last check: opaque calls repeat them in every step."""
-        self._python_rng_state = python_rng_state()
+        self.sizes.end()
 
     @property
     def module(self) -> str:
@@ -279,9 +176,9 @@ class Recorder(TorchFunctionMode):
         self.ended_modules.append(path)
         if not self.stack or path == self.module:
             return
-        self._calls[self.module] += 1
-        if self.module in self.prefixes:
-            self.prefixes[self.module].add(path, result)
+        self.calls[self.module] += 1
+        if self.module in self.listeners:
+            self.listeners[self.module](path, result)
 
     # -- values to nodes ---------------------------------------------------------------------------------------------
 
@@ -348,7 +245,7 @@ class Recorder(TorchFunctionMode):
         if isinstance(value, torch.Tensor):
             return self.node_of(value)
         if isinstance(value, RECORDED):
-            return value.node if value.recorder is self else value.value
+            return value.node if value.recorder is self.sizes else value.value
         if isinstance(value, (RecordedShape, torch.Size)):
             return tuple(map(self.node_argument, value))
         if isinstance(value, tuple):
@@ -381,7 +278,7 @@ class Recorder(TorchFunctionMode):
             source=self.source,
             module=path,
             state=ThreadState.now(),
-            recorded_at=RecordingPlace(self._calls[path], len(self.marks), len(self.ended_modules)),
+            recorded_at=RecordingPlace(self.calls[path], len(self.marks), len(self.ended_modules)),
             written_storages=self._changed,
         )
         set_info(node, known)
@@ -407,100 +304,6 @@ class Recorder(TorchFunctionMode):
                     set_info(part, replace(info(node), rng=None, written_storages=frozenset()))
                     self.keep(item, part)
 
-    # -- sizes -------------------------------------------------------------------------------------------------------
-
-    def _sizes(self, tensor: torch.Tensor, method: str) -> tuple[int, ...]:
-        numbers = tensor.shape if method == "size" else tensor.stride()
-        if not self.knows(tensor):
-            self._note_sizes(tensor)
-            return numbers  # a tensor of the model: other sizes need another graph
-        if method == "stride":
-            self.input_reads.ask_all(layouts_of, "the memory layout of its inputs", self.source)
-        node = self.node_of(tensor)
-        return RecordedShape(
-            RecordedSize(
-                number, self._size_node(node, method, i, number), self, number + self.disguised.get((node.name, i), 0)
-            )
-            for i, number in enumerate(numbers)
-        )
-
-    def _size_node(self, node: fx.Node, method: str, dim: int, number: int) -> fx.Node:
-        key = (node, method, dim)
-        if key not in self._size_nodes:
-            self._size_nodes[key] = self.add("call_method", method, (node, dim))
-            update_info(self._size_nodes[key], recorded_size=number)
-        return self._size_nodes[key]
-
-    def _note_sizes(self, tensor: torch.Tensor) -> None:
-        """Records that forward depends on the sizes of a tensor of the model."""
-        name = self._tensor_names.own(tensor)
-        if name is not None:
-            self.sized_names.add(name)
-
-    def _read_length(self, tensor: torch.Tensor, dim: int) -> None:
-        if not self.knows(tensor):
-            self._note_sizes(tensor)
-        if self.knows(tensor) and -tensor.dim() <= dim < tensor.dim():
-            self.read_size(length, (tensor, dim % tensor.dim()), tensor.shape[dim])
-
-    def _read_pieces(self, name: str, args: tuple[Any, ...], dim: int) -> None:
-        """Records the length of the list that `split` or `chunk` returns."""
-        tensor, size = args[0], (*args, None)[1]
-        function = {"split": split_pieces, "chunk": chunk_pieces}.get(name.removeprefix("unsafe_"))
-        is_known = self.knows(tensor) and -tensor.dim() <= dim < tensor.dim() and tensor.shape[dim] > 0
-        if function is None or not is_known or not isinstance(size, int) or size < 1:
-            self._read_length(tensor, dim)
-            return
-        where = dim % tensor.dim()
-        self.read_size(function, (tensor, where, size), function(tensor, where, plain_size(size)))
-
-    def add_size(self, function: Callable[..., Any], *operands: Any) -> fx.Node:
-        return self.add("call_function", function, tuple(map(self.node_argument, operands)))
-
-    def read_size(self, function: Callable[..., Any], operands: tuple[Any, ...], result: Any) -> None:
-        self.size_reads.append(
-            SizeRead(
-                function,
-                tuple(map(self.node_argument, operands)),
-                result,
-                self.source,
-                self.module,
-                self._calls[self.module],
-            )
-        )
-        expected = _expected.size_reads[len(self.size_reads) - 1 : len(self.size_reads)]
-        if any((one.function, one.result) != (function, result) for one in expected):
-            raise OtherSizeReadError(self.source)
-
-    def follows(self, number: RecordedSize | RecordedFloat) -> bool:
-        """Returns whether arithmetic on a size adds nodes. In opaque calls a size is read as a plain number."""
-        if self.runs_opaque:
-            self.follows_no_further(number)
-        return self.recording and not self.runs_opaque
-
-    def follows_no_further(self, number: RecordedSize | RecordedFloat) -> None:
-        """Records that a size continues as a plain number."""
-        if self.recording:
-            self.read_size(plain_number, (number,), number.value)
-
-    def _read_layout(self, tensor: torch.Tensor, question: Callable[[torch.Tensor], Any], name: str) -> Any:
-        with self.pause():
-            self.input_reads.ask_all(layouts_of, "the memory layout of its inputs", self.source)
-            answer = question(tensor)
-        if self.knows(tensor):
-            node = self.node_of(tensor)
-            self.layout_reads[node, name] = LayoutRead(node, question, answer, self.source)
-        else:
-            self._note_sizes(tensor)
-        return answer
-
-    def read_storage_bytes(self, storage: torch.UntypedStorage) -> None:
-        """Records that forward has read the bytes of a storage that it took from a tensor."""
-        if id(storage) in self._storages:
-            with self.pause():
-                self.input_reads.ask_all(memory_of, "the memory of its inputs", self.source)
-            self._read_layout(self._storages[id(storage)][1], _storage_bytes, "storage")
-
     # -- torch functions ---------------------------------------------------------------------------------------------
 
     def __torch_function__(
@@ -512,39 +315,37 @@ class Recorder(TorchFunctionMode):
             return self._unrecorded(func, args, kwargs)
         if name in MEMORY_QUESTIONS:
             with self.pause():
-                self.input_reads.ask_all(memory_of, "the memory of its inputs", self.source)
+                self.sizes.input_reads.ask_memory(self.source)
         if name in INPUT_METHODS:
-            self.input_reads.ask(args[0], lambda tensor: func(tensor, *args[1:], **kwargs), name, self.source)
+            self.sizes.input_reads.ask(args[0], lambda tensor: func(tensor, *args[1:], **kwargs), name, self.source)
             return self._plainly(func, args, kwargs)
         if name in STORAGE_METHODS and args[0].layout == torch.strided:
-            with self.pause():
-                storage = args[0].untyped_storage()
-            self._storages[id(storage)] = storage, args[0]
+            self.sizes.note_storage(args[0])
             return self._plainly(func, args, kwargs)
         if name in LAYOUT_QUESTIONS and args[0].layout == torch.strided:
-            return self._read_layout(
+            return self.sizes.read_layout(
                 args[0], lambda tensor: func(tensor, *args[1:], **kwargs), f"{name}{args[1:]}{kwargs}"
             )
         if name == "is_same_size" and len(args) == 2:
-            return self._sizes(args[0], "size") == self._sizes(args[1], "size")
+            return self.sizes.of(args[0], "size") == self.sizes.of(args[1], "size")
         if name in TEXT_METHODS or leaves_no_node(name):
             return self._plainly(func, args, kwargs)
         if name in ("__get__", "__set__"):
             return self._attribute(func, name, args)
         if name in ("size", "stride"):
-            sizes = self._sizes(args[0], name)
+            sizes = self.sizes.of(args[0], name)
             dim = (*args[1:], *kwargs.values())
             return sizes if not dim or dim[0] is None else sizes[dim[0]]
         if name in ("numel", "nelement"):
-            return math.prod(self._sizes(args[0], "size"))
+            return math.prod(self.sizes.of(args[0], "size"))
         if name == "__len__":
-            self._read_length(args[0], 0)
+            self.sizes.read_length(args[0], 0)
             return self._plainly(func, args, kwargs)
         self._refuse_unrecordable(func, name, args, kwargs)
         if SPLIT_FUNCTIONS.get(name) == 2 and isinstance((*args, 1)[1], torch.Tensor):
             self.__torch_function__(torch.Tensor.__index__, (), args[1:2])
         if name in SPLIT_FUNCTIONS and args and not isinstance((*args, 1)[1], (list, tuple)):
-            self._read_pieces(name, args, kwargs.get("dim", (*args, 0, 0)[SPLIT_FUNCTIONS[name]]))
+            self.sizes.read_pieces(name, args, kwargs.get("dim", (*args, 0, 0)[SPLIT_FUNCTIONS[name]]))
         if name == "__iter__":
             parts, _ = self.run(torch.Tensor.unbind, (args[0], 0), {})
             self.keep(parts, self.add("call_method", "unbind", (self.node_of(args[0]), 0)))
@@ -556,6 +357,8 @@ class Recorder(TorchFunctionMode):
             return result
         node_args, node_kwargs = self.node_argument(args), self.node_argument(kwargs)
         result, random = self.run(func, args, kwargs)
+        if name in ("tensor", "as_tensor") and len(args) == 1 and isinstance(args[0], RECORDED):
+            func, name, node_args = torch.full, "full", ((), *node_args)  # `tensor` takes no symbolic number
         if not any(True for _ in tensors_in(result)) and (name in VALUE_READS or holds_numbers(result)):
             self._read(func, name, node_args, node_kwargs, result)
             return result
@@ -568,9 +371,9 @@ class Recorder(TorchFunctionMode):
             node = self._call(func, name, node_args, node_kwargs)
             is_draw = random and is_scalar_draw(args, kwargs, result)
             if random and is_draw_of_numbers(args, kwargs, result):
-                self.draws_from_stream.append(is_draw)
+                self.random.draws_from_stream.append(is_draw)
             if is_draw:
-                result = self.draws.take(lambda: func(*args, **kwargs))
+                result = self.random.stream.take(lambda: func(*args, **kwargs))
             self.keep(result, node)
         if random or might_draw(func, args, kwargs, result):
             update_info(node, rng=RandomDraws(is_scalar=is_draw))
@@ -581,7 +384,7 @@ class Recorder(TorchFunctionMode):
         with self.pause():  # a custom op applies autograd.Functions
             seed, before = torch.default_generator.initial_seed(), generator_states()
             versions = [(t, version_of(t)) for t in tensors_in((args, kwargs)) if not t.is_inference()]
-            with contextlib.nullcontext() if self._forgetting is None else saving_block_for(func, self._forgetting):
+            with saving_block_for(func, self._forgetting):
                 result = self._plainly(func, args, kwargs)
             changed = [t for t, version in versions if version_of(t) != version]
             for tensor in filter(self.knows, changed):
@@ -589,73 +392,58 @@ class Recorder(TorchFunctionMode):
             self._changed = frozenset(map(self.registry.storages.name, changed))
             random = not same_generator_states(before, generator_states())
             if random:
-                self._refuse_seeding(seed, before)
+                self.random.refuse_seeding(seed, before)
             return result, random
 
-    def seed_generator(self, seed: int) -> None:
-        """Seeds torch's generator before forward runs, in order to detect seeding in forward."""
-        torch.default_generator.manual_seed(seed)
-        self._seed_of_generator = seed
-
-    def check_generator(self) -> None:
-        """Raises `CannotRecord` if forward left torch's generator in a state that draws do not lead to."""
-        self._refuse_seeding(torch.default_generator.initial_seed(), generator_states())
-
-    def _refuse_seeding(self, seed: int, states: list[Any]) -> None:
-        start = None if is_faked() else (bytes(states[0].tolist()), repr(states[1:]))  # fake draws do not advance it
-        if seed != self._seed_of_generator or start in self._draw_starts:
-            raise self.refuse(
-                "seeds torch's random generator, or resets it (manual_seed, fork_rng, set_rng_state),",
-                "draw these numbers in __init__ and keep them (register_buffer), or in a module of their own that is "
-                "kept whole (leaf_modules=)",
-                whole=False,
-            )
-        if start is not None:
-            self._draw_starts.add(start)
-
-    def read_captured_sizes(self, *functions: Any) -> None:
-        """Records sizes in closures of functions that run opaquely in every step: they are plain numbers there."""
-        for size in captured_sizes(functions):
-            if size.recorder is self:
-                self.read_size(plain_number, (size,), size.value)
-
-    def run_opaque(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+    def run_opaque(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unhookable: Sequence[torch.Tensor] | None = ()
+    ) -> tuple[Any, bool, OpaqueRun]:
+        """Runs a function that is one node as Python; see `run` and `OpaqueRun`."""
         outer, self.runs_opaque = self.runs_opaque, True
         try:
-            return self.run(func, args, kwargs)
+            with self.observe_opaque(unhookable) as opaque:
+                return *self.run(func, args, kwargs), opaque
         finally:
             self.runs_opaque = outer
+
+    @contextlib.contextmanager
+    def observe_opaque(self, unhookable: Sequence[torch.Tensor] | None = ()) -> Iterator[OpaqueRun]:
+        outer, self.opaque = self.opaque, OpaqueRun(unhookable)
+        try:
+            yield self.opaque
+        finally:
+            self.opaque = outer
 
     def _unrecorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a function inside an opaque call; records draws, and known tensors that are not arguments."""
         if self.runs_opaque:
             for leaf in pytree.tree_leaves((args, kwargs)):
-                if isinstance(leaf, RECORDED) and leaf.recorder is self:
-                    self.read_size(plain_number, (leaf,), leaf.value)
+                if isinstance(leaf, RECORDED) and leaf.recorder is self.sizes:
+                    self.sizes.read_plain(leaf)
             name = opname(func)
             if name in TENSOR_HOOKS and self._is_unhookable(args[0]):
                 raise self._refuse_hook(*PARTIAL_HOOK)
-            if is_grad_fn_access(func, name) and self._is_unhookable(args[0]):
-                node = self._plainly(func, args, kwargs)
-                return node and GradFnProxy(node, self._refuse_node_hook)
+            if is_grad_fn_access(func, name) and self._is_unhookable(args[0]) and func(*args) is not None:
+                raise self._refuse_hook(NODE_PROBLEM, NODE_REMEDY)
         tensors = list(tensors_in((args, kwargs)))
-        if self.external_tensors is not None:
-            self.external_tensors += [t for t in tensors if self.knows(t) or self.name_of(t)]
+        if self.opaque is not None:
+            self.opaque.known_tensors += [t for t in tensors if self.knows(t) or self.name_of(t)]
         if tensors and not self.runs_opaque:
             return self._plainly(func, args, kwargs)
         before = generator_states()
         result = self._plainly(func, args, kwargs)
         if not same_generator_states(before, generator_states()):
-            self.has_drawn_inside = True
+            if self.opaque is not None:
+                self.opaque.has_drawn = True
             if is_draw_of_numbers(args, kwargs, result):
-                self.draws_from_stream.append(False)
+                self.random.draws_from_stream.append(False)
         return result
 
     def _plainly(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a function; refuses it if it needs values that fake tensors do not have."""
         name = opname(func)
         try:
-            if self.disguised:
+            if self.sizes.disguised:
                 return func(*unwrap_sizes(args), **unwrap_sizes(kwargs))
             return func(*args, **kwargs)
         except Exception as error:
@@ -706,17 +494,17 @@ class Recorder(TorchFunctionMode):
                 whole=self.knows(args[0]),
             )
         if attribute == "shape":
-            return self._sizes(args[0], "size")
+            return self.sizes.of(args[0], "size")
         if attribute == "nbytes" and args[0].layout == torch.strided:
-            return math.prod(self._sizes(args[0], "size")) * args[0].element_size()
+            return math.prod(self.sizes.of(args[0], "size")) * args[0].element_size()
         value = func(*args)
         if attribute in INPUT_ATTRIBUTES:
-            self.input_reads.ask(args[0], func, attribute, self.source)
+            self.sizes.input_reads.ask(args[0], func, attribute, self.source)
         self.asks_for_gradients |= attribute in GRADIENT_ATTRIBUTES
         if attribute == "grad" and value is not None:
             raise self.refuse("reads a gradient", "read gradients outside forward", whole=False)
         if attribute == "grad_fn" and value is not None:
-            return GradFnProxy(value, self._refuse_node_hook)
+            raise self._refuse_hook(NODE_PROBLEM, NODE_REMEDY)
         if attribute in TENSOR_ATTRIBUTES and value is not None:
             self.keep(value, self.add("call_function", getattr, (self.node_of(args[0]), attribute)))
         return value
@@ -727,7 +515,7 @@ class Recorder(TorchFunctionMode):
         where = f" in module {self.module!r}" if self.module else ""
         path = next((r.path for r in reversed(self.stack) if not r.in_transform), "")
         modules = frozenset({path}) if whole and path else frozenset[str]()
-        calls = {self.module: calls_before_effects(self.graph, self.module, self._calls[self.module])}
+        calls = {self.module: calls_before_effects(self.graph, self.module, self.calls[self.module])}
         return CannotRecord(f"the model{where} {what} at {self.source}; {remedy}", modules, not whole, calls=calls)
 
     def refuse(self, what: str, remedy: str, whole: bool = True) -> CannotRecord:
@@ -737,16 +525,14 @@ class Recorder(TorchFunctionMode):
         return error
 
     def _is_unhookable(self, tensor: torch.Tensor) -> bool:
-        return self.unhookable is None or any(tensor is one for one in self.unhookable)
+        unhookable = self.opaque.unhookable if self.opaque is not None else ()
+        return unhookable is None or any(tensor is one for one in unhookable)
 
     def _refuse_hook(self, what: str, remedy: str) -> CannotRecord:
         error = self.refuse(what, remedy)
         error.calls.clear()  # do not continue forward: its lines would run in several nodes, with parts of the gradient
         error.is_final = error.modules <= self.whole.keys()
         return error
-
-    def _refuse_node_hook(self) -> None:
-        raise self._refuse_hook(NODE_HOOK_PROBLEM, NODE_HOOK_REMEDY)
 
     def _refuse_unexplained(self, tensor: torch.Tensor, node: fx.Node) -> None:
         name = self.registry.unexpected_backward(tensor)

@@ -1,13 +1,14 @@
 """Finds sizes that are used outside torch without being tracked, by recording again with other sizes.
 
-A size that depends on values, or a dynamic size, may be used without a method call (`range(size)`, an index of a list).
-So such sizes are *disguised*: Python sees other numbers, and torch functions the real ones. If the recording changes, a
-size that depends on values becomes a read like others (`guards`), and a dynamic size is refused.
+A size that depends on values, or one that may vary, may be used without a method call (`range(size)`, an index of a
+list). So such sizes are *disguised*: Python sees other numbers, and torch functions the real ones. If the recording
+changes, a size that depends on values becomes a read like others (`guards`), and one that may vary is refused: a
+dynamic size, and the number of samples if only a part of them was recorded (`small_batch`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import sympy
@@ -18,16 +19,15 @@ from fxpipe.tracing.node_info import info
 from fxpipe.tracing.record.batch_numbers import is_same_recording
 from fxpipe.tracing.record.record_model import erase_unused_nodes
 from fxpipe.tracing.record.recorded_sizes import SizeRead, length
+from fxpipe.tracing.record.size_recorder import Disguise
 from fxpipe.tracing.shapes.size_reads import add_size_read
 from fxpipe.tracing.traced import Traced
-
-Disguise = Mapping[tuple[str, int], int]  # name of a node and dimension -> how much larger Python sees the size
 
 
 def read_untracked_sizes(traced: Traced) -> Traced:
     """Adds a read for each size that depends on values and that forward uses untracked.
 
-    Raises `FixedSizeError` if forward uses a dynamic size untracked.
+    Raises `FixedSizeError` if forward uses a size that may vary untracked.
     """
     again = traced.again
     sizes = {
@@ -35,9 +35,18 @@ def read_untracked_sizes(traced: Traced) -> Traced:
         for node in traced.graph.nodes
         if node.target == "size" and info(node).is_data_dependent
     }
-    if again is not None and (sizes or traced.dynamic.symbols):
+    example = dict(traced.dynamic.example)
+    others = [(size + more, (2 * more + 2) * size + more) for more, size in enumerate(example.values(), 1)]
+    if traced.recorded_samples is not None:
+        if traced.not_followed:
+            raise FixedSizeError(f"forward takes the number of samples as a plain number at {traced.not_followed}")
+        example[traced.batch] = traced.recorded_samples
+        batch = traced.batch_of(traced.leaves)
+        others.append((batch, batch + 1))
+    if again is not None and (sizes or example):
         plain = again({})
-        _refuse_untracked_dynamic_sizes(traced, plain, again)
+        if example:
+            _refuse_untracked(traced, example, others, plain, again)
         if not _is_same_recording(plain, again, dict.fromkeys(sizes, 1)):
             met = [node for key, node in sizes.items() if not _is_same_recording(plain, again, {key: 1})]
             for node in met or sizes.values():
@@ -46,25 +55,34 @@ def read_untracked_sizes(traced: Traced) -> Traced:
     return replace(traced, again=None)
 
 
-def _refuse_untracked_dynamic_sizes(traced: Traced, plain: Traced, again: Callable[[Disguise], Traced]) -> None:
-    """Refuses a dynamic size if a larger disguise changes the recording.
+def _refuse_untracked(
+    traced: Traced,
+    example: Mapping[sympy.Symbol, int],
+    others: Sequence[tuple[int, int]],
+    plain: Traced,
+    again: Callable[[Disguise], Traced],
+) -> None:
+    """Refuses a size if its disguise changes the recording. `others`: two sizes that Python sees for each of `example`.
 
-    Sizes are increased by one, which shows a dependence on each size (`range(size)`), then several times over, which
-    shows a dependence in steps (`math.isqrt(size)`). Different factors show a dependence on the ratio of sizes.
+    A size that is larger by one shows a dependence on each size (`range(size)`), one several times larger a dependence
+    in steps (`math.isqrt(size)`). Different factors show a dependence on the ratio of sizes.
     """
-    sizes_of: dict[sympy.Symbol, set[tuple[str, int]]] = {symbol: set() for symbol in traced.dynamic.symbols}
-    for node in traced.graph.nodes:
-        for shape in (info(node).dynamic_shapes or ())[:1]:
-            for dim, formula in enumerate(shape.shape):
-                for symbol in formula.free_symbols & sizes_of.keys():
-                    sizes_of[symbol].add((node.name, dim))
-    example = dict(traced.dynamic.example)
+    sizes = {
+        (node.name, dim): formula
+        for node in traced.graph.nodes
+        for shape in info(node).full_shapes[:1]
+        for dim, formula in enumerate(shape.shape)
+        if formula.free_symbols & example.keys() and formula.free_symbols <= {*example, traced.batch}
+    }
+    recorded = {traced.batch: traced.batch_of(traced.leaves), **example}
 
     def is_same(symbols: Collection[sympy.Symbol]) -> bool:
-        steps = [*enumerate(symbols, 1)]
-        nearly = {key: more for more, symbol in steps for key in sizes_of[symbol]}
-        larger = {key: (2 * more + 1) * example[symbol] + more for more, symbol in steps for key in sizes_of[symbol]}
-        return all(_is_same_recording(plain, again, disguised) for disguised in (nearly, larger))
+        for seen in zip(*others, strict=True):
+            values = {**recorded, **{s: size for s, size in zip(example, seen, strict=True) if s in symbols}}
+            more = {formula: int(formula.subs(values)) - int(formula.subs(recorded)) for formula in {*sizes.values()}}
+            if not _is_same_recording(plain, again, {key: more[formula] for key, formula in sizes.items()}):
+                return False
+        return True
 
     if is_same(example):
         return

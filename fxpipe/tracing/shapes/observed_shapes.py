@@ -30,7 +30,7 @@ from fxpipe.errors import StateError, TraceError
 from fxpipe.tracing.dynamic_sizes import InputDim
 from fxpipe.tracing.interpreter import NodeValues, copy_of_input, run_node, run_nodes
 from fxpipe.tracing.model_state import preserve_state
-from fxpipe.tracing.record.fit_formula import SizeFormula, formula_value, simplest_formula
+from fxpipe.tracing.record.fit_formula import SizeFormula, simplest_formula
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
 from fxpipe.utils.batch_split import rows_per_sample, samples_along
 from fxpipe.utils.equality import equal_values
@@ -364,7 +364,7 @@ def _fit_to(columns: Mapping[tuple[int, ...], int], sizes: Sequence[int]) -> Fit
     }
     for places, column in products.items():
         if column == tuple(sizes):
-            return FittedSize(functools.partial(_value_of_product, places, "b"))
+            return FittedSize(functools.partial(_value_of_product, places, SizeFormula(1, 0)))
     for places, column in products.items():
         points = dict(zip(column, sizes, strict=True))
         is_function = all(points[x] == size for x, size in zip(column, sizes, strict=True))
@@ -376,4 +376,4 @@ def _fit_to(columns: Mapping[tuple[int, ...], int], sizes: Sequence[int]) -> Fit
 
 def _value_of_product(places: tuple[int, ...], formula: SizeFormula, sizes: Sequence[Any]) -> Any:
     """Returns the formula of the product of some sizes of a node's inputs; `places`: their indices."""
-    return formula_value(formula, functools.reduce(operator.mul, (sizes[place] for place in places)))
+    return formula.at(functools.reduce(operator.mul, (sizes[place] for place in places)))

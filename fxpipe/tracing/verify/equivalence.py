@@ -1,7 +1,7 @@
 """Compares every graph with its model, on real values and at the sizes that will run.
 
-Other sizes show what a recording can miss: a loop over the batch, a branch on a size, a value treated as a constant. A
-recording on a part of the samples was already compared with recordings of other sizes (`record.small_batch`).
+Other sizes show what a recording can miss: a loop over the batch, a branch on a size, a value treated as a constant. If
+only a part of the samples was recorded, disguised sizes have shown these (`record.untracked_sizes`).
 """
 
 from __future__ import annotations

