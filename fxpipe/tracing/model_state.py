@@ -178,7 +178,9 @@ def are_equal_plainly(left: Any, right: Any) -> bool:
         return list(left) == list(right) and all(are_equal_plainly(left[key], right[key]) for key in left)
     if isinstance(left, (list, tuple)) and type(left) is type(right):
         return len(left) == len(right) and all(map(are_equal_plainly, left, right))
-    return type(left) in _PLAIN and type(left) is type(right) and bool(left == right)
+    # A size that is recorded is a whole number of its own class.
+    is_same_kind = isinstance(right, type(left)) and isinstance(left, bool) == isinstance(right, bool)
+    return type(left) in _PLAIN and is_same_kind and bool(left == right)
 
 
 @dataclass(slots=True)
