@@ -121,30 +121,23 @@ def test_micro_batches_that_are_handed_over_are_those_of_gradient_accumulation(n
         _assert_same_gradients(pipe, plain)
 
 
-def test_micro_batches_count_the_same_where_samples_meet_in_the_loss():
+@pytest.mark.parametrize(
+    ("make", "sizes", "loss_of"),
+    [
+        (TwoTowers, [((3, 8), (3, 6)), ((5, 8), (5, 6))], lambda out: out[1]),
+        (Field, [((3, 8), (3, 8)), ((5, 8), (2, 8))], lambda out: out.square().mean()),
+    ],
+    ids=["samples meet in the loss", "nothing is a mean over samples"],
+)
+def test_micro_batches_count_the_same(make, sizes, loss_of):
     torch.manual_seed(0)
-    model = TwoTowers()
+    model = make()
     plain = copy.deepcopy(model)
-    pipe = fxpipe.pipeline(model, DEVICES, chunks=4, schedule="1f1b")
-    calls = [(torch.randn(n, 8), torch.randn(n, 6)) for n in (3, 5)]
-    losses = [plain(*args)[1] for args in calls]
+    pipe = fxpipe.pipeline(model, DEVICES, chunks=4 if make is TwoTowers else 1, schedule="1f1b")
+    calls = [tuple(torch.randn(size) for size in call) for call in sizes]
+    losses = [loss_of(plain(*args)) for args in calls]
     sum(losses).div(2).backward()
-    loss = pipe.forward_backward(micro_batches=[(args, {}, None) for args in calls], loss_fn=lambda out: out[1])
-    torch.testing.assert_close(loss, sum(losses).detach() / 2)
-    _assert_same_gradients(pipe, plain)
-
-
-def test_micro_batches_count_the_same_where_nothing_is_a_mean_over_samples():
-    torch.manual_seed(0)
-    model = Field()
-    plain = copy.deepcopy(model)
-    pipe = fxpipe.pipeline(model, DEVICES, chunks=1)
-    calls = [(torch.randn(3, 8), torch.randn(3, 8)), (torch.randn(5, 8), torch.randn(2, 8))]
-    losses = [plain(*args).square().mean() for args in calls]
-    sum(losses).div(2).backward()
-    loss = pipe.forward_backward(
-        micro_batches=[(args, {}, None) for args in calls], loss_fn=lambda y: y.square().mean()
-    )
+    loss = pipe.forward_backward(micro_batches=[(args, {}, None) for args in calls], loss_fn=loss_of)
     torch.testing.assert_close(loss, sum(losses).detach() / 2)
     _assert_same_gradients(pipe, plain)
 

@@ -275,6 +275,15 @@ def test_hooks_and_functions_are_told(checkpoint):
     assert Counter(told) + Counter(Telling.told) == Counter(want)
 
 
+class Calling(nn.Module):
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(5, 5), function
+
+    def forward(self, x):
+        return self.function(self.linear(x))
+
+
 def test_only_the_thread_that_recomputes_is_told():
     told = []
 
@@ -286,16 +295,8 @@ def test_only_the_thread_that_recomputes_is_told():
             other.join()
         return x * 1
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(5, 5)
-
-        def forward(self, x):
-            return ask(self.linear(x))
-
     x, _ = _inputs()
-    with fxpipe.pipeline(Model(), ["cpu"], CHUNKS, checkpoint="always") as pipe:
+    with fxpipe.pipeline(Calling(ask), ["cpu"], CHUNKS, checkpoint="always") as pipe:
         pipe(x).sum().backward()
     assert told == [False] * CHUNKS
     assert not fxpipe.is_recomputing()
@@ -311,17 +312,9 @@ def test_after_a_recompute_that_failed_nothing_recomputes():
             raise RuntimeError("at will")
         return x * 1
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(5, 5)
-
-        def forward(self, x):
-            return fail(self.linear(x))
-
     failing = True
     x, _ = _inputs()
-    with fxpipe.pipeline(Model(), ["cpu"], CHUNKS, checkpoint="always", example_args=(x,)) as pipe:
+    with fxpipe.pipeline(Calling(fail), ["cpu"], CHUNKS, checkpoint="always", example_args=(x,)) as pipe:
         with pytest.raises(RuntimeError, match="at will"):
             pipe(x).sum().backward()
         told.clear()
