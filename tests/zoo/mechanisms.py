@@ -77,7 +77,7 @@ MECHANISMS = (
         ("seen in real runs at other lengths", "tracing.shapes.observed_shapes.fit_lengths"),
         ("seen to depend on values", "tracing.shapes.observed_shapes._is_of_values"),
         ("functions of the user's distrusted", "tracing.shapes.symbolic_run._Knowledge.distrust"),
-        ("a squeeze told its dimensions", "tracing.shapes.squeezes._set_squeeze_dims"),
+        ("a squeeze told its dimensions", "tracing.shapes.size_reads._set_squeeze_dims"),
         ("micro-batches compared with the mini-batch in each step",
          "tracing.verify.micro_batch_sizes.must_compare_micro_batches?"),
         ("samples that are apart again behind a block", "tracing.verify.sample_rows._SideBySide._changes_with"),

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
+from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
 from fxpipe._torch import torch_pytree as pytree
@@ -58,13 +59,18 @@ from fxpipe.tracing.forward_rng import (
     same_generator_states,
 )
 from fxpipe.tracing.node_info import NodeInfo, RandomDraws, RecordingPlace, ValueRead, info, set_info, update_info
-from fxpipe.tracing.record.grad_fn import NODE_PROBLEM, NODE_REMEDY, is_grad_fn_access
 from fxpipe.tracing.record.input_reads import INPUT_ATTRIBUTES, INPUT_METHODS, MEMORY_QUESTIONS
 from fxpipe.tracing.record.python_reads import PythonReads
 from fxpipe.tracing.record.random_recorder import RandomRecorder
-from fxpipe.tracing.record.recorded_sizes import RECORDED, RecordedShape, unwrap_sizes
+from fxpipe.tracing.record.recorded_sizes import RECORDED, unwrap_sizes
 from fxpipe.tracing.record.size_recorder import SizeRecorder
-from fxpipe.tracing.record.tensor_registry import TensorNames, TensorRegistry
+from fxpipe.tracing.record.tensor_registry import (
+    NODE_PROBLEM,
+    NODE_REMEDY,
+    TensorNames,
+    TensorRegistry,
+    is_grad_fn_access,
+)
 from fxpipe.tracing.record.unrecordable import (
     OPAQUE_REMEDY,
     TENSOR_HOOKS,
@@ -242,28 +248,21 @@ class Recorder(TorchFunctionMode):
         return self._tensor_names.add(tensor)
 
     def node_argument(self, value: Any) -> Any:
+        """Returns an argument of a node: nodes replace tensors and sizes, also in containers and slices."""
+        return map_aggregate(value, self._part_of_argument)
+
+    def _part_of_argument(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self.node_of(value)
         if isinstance(value, RECORDED):
             return value.node if value.recorder is self.sizes else value.value
-        if isinstance(value, (RecordedShape, torch.Size)):
-            return tuple(map(self.node_argument, value))
-        if isinstance(value, tuple):
-            items = map(self.node_argument, value)
-            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-        if isinstance(value, list):
-            return list(map(self.node_argument, value))
-        if type(value) is dict:
-            return {key: self.node_argument(item) for key, item in value.items()}
-        if isinstance(value, slice):
-            return slice(*map(self.node_argument, (value.start, value.stop, value.step)))
         if isinstance(value, CONSTANT_TYPES):
             return value
         for kind in PLAIN_TYPES:  # converts subclasses: numpy.float64, enumerations
             if isinstance(value, kind):
                 return value if type(value) is kind else kind.__call__(value)
         if type(value).__module__ == "numpy" and not getattr(value, "shape", ()) and hasattr(value, "item"):
-            return self.node_argument(value.item())
+            return self._part_of_argument(value.item())
         raise self.refuse(
             f"passes a {type(value).__module__}.{type(value).__qualname__} to a torch function",
             "convert it to a tensor or a plain number first",

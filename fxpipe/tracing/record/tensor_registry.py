@@ -2,6 +2,11 @@
 
 A tensor is identified by identity while it is alive; the registry holds no reference, so a recording needs no more
 memory than forward. Storages have unique numbers, which are not reused after a storage is freed.
+
+A custom node of autograd, from an `autograd.Function` in Python or C++, is in the graph only if a recorded function
+created it. A custom node that appears on a tensor later comes from an unrecorded function, whose inside was recorded
+instead. A stage has other nodes than the recording, and a hook on a recorded node would never run: so forward may look
+at nodes (`tensor.grad_fn`) only in a module that is kept whole.
 """
 
 from __future__ import annotations
@@ -10,14 +15,19 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.autograd.function import BackwardCFunction
 
+from fxpipe._torch.autograd import forward_class_of
+from fxpipe._torch.function_modes import without_torch_function
 from fxpipe._torch.storages import StorageNumbers
 from fxpipe.tracing.model_state import container_tensors, slots_of
 from fxpipe.tracing.node_info import info, update_info
-from fxpipe.tracing.record.grad_fn import custom_backward_name
+
+NODE_PROBLEM, NODE_REMEDY = "looks at a node of autograd (grad_fn)", "do so outside forward"
 
 
 class TensorRegistry:
@@ -84,3 +94,18 @@ class TensorNames:
         name = next(self._free)
         self._others[id(tensor)] = (name, tensor)
         return name
+
+
+def is_grad_fn_access(func: Any, name: str) -> bool:
+    return name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") == "grad_fn"
+
+
+def custom_backward_name(tensor: torch.Tensor) -> str | None:
+    """Returns the name of a tensor's node if it has a custom backward."""
+    with without_torch_function():
+        node: Any = tensor.grad_fn if tensor.requires_grad else None
+    if isinstance(node, BackwardCFunction):
+        return str(forward_class_of(node).__name__)
+    if type(node).__name__ == "CppFunction":  # Python's type for custom C++ nodes
+        return str(node.name())
+    return None

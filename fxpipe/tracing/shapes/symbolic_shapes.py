@@ -34,11 +34,11 @@ from fxpipe.tracing.shapes.size_reads import (
     batch_condition,
     constant_formula,
     depends_on_values,
+    fix_squeezes,
     is_not_followed,
     recorded_sizes_condition,
     relation,
 )
-from fxpipe.tracing.shapes.squeezes import fix_squeezes
 from fxpipe.tracing.shapes.symbolic_run import SymbolicRun, run_on_symbols
 from fxpipe.tracing.shapes.tensor_shape import TensorShape
 from fxpipe.tracing.tensors import tensors_in
