@@ -113,7 +113,6 @@ READS: dict[str, tuple[Any, str]] = {
     "contains": (lambda m, x: m.lin(x) * (3.0 in m.lin(x)), rf"\(contains\) that {HIDDEN}"),
     "equal": (lambda m, x: m.lin(x) if torch.equal(m.lin(x), x) else m.lin(x) + 1, rf"\(equal\) that {HIDDEN}"),
     "allclose": (lambda m, x: m.lin(x) * torch.allclose(m.lin(x), x), rf"\(allclose\) that {HIDDEN}"),
-    "assert": (lambda m, x: torch._assert((m.lin(x) < 1e9).all(), "large") or m.lin(x), rf"\(bool\) that {HIDDEN}"),
     "a number from another function": (
         lambda m, x: m.lin(x) * torch.ops.aten._local_scalar_dense(m.lin(x).max()), r"\(local_scalar_dense",
     ),
