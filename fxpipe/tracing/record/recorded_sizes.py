@@ -5,9 +5,9 @@ functions require it) whose arithmetic adds nodes. `size / 2` is a `RecordedFloa
 again. Other operations (a comparison, `int(size)`, `size & 1`) return a plain value and leave a `SizeRead`, which is
 checked for other batch sizes when the symbolic value of the node is known.
 
-A recording cannot follow `range(size)`, `int(size)` and `len(x)`: such numbers are found by recording at other sizes
+A recording cannot follow `range(size)` and `int(size)`: such numbers are found by recording at other sizes
 (`batch_numbers`), and the graph holds only for the compared sizes, since a number can be equal for several sizes
-(`h[: len(x) // 2 * 2]`). A size that depends on tensor values is guarded like any other read (`guards`).
+(`h[: int(size) // 2 * 2]`). A size that depends on tensor values is guarded like any other read (`guards`).
 """
 
 from __future__ import annotations

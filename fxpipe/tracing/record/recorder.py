@@ -102,7 +102,7 @@ class RunningModule(NamedTuple):
 
 
 @dataclass(slots=True)
-class OpaqueRun:
+class PausedRun:
     """What Python that runs as one node may do, and what it does, while recording is paused."""
 
     unhookable: Sequence[torch.Tensor] | None = ()  # arguments that must not get a hook. None: no tensor may get one
@@ -151,7 +151,7 @@ class Recorder(TorchFunctionMode):
         self.paths = {id(m): path for path, m in reversed(list(model.named_modules()))}
         self.paused = 0
         self.runs_opaque = False  # True inside an opaque call, whose closures keep the sizes of this recording
-        self.opaque: OpaqueRun | None = None  # Python that runs as one node, or its trial
+        self.opaque: PausedRun | None = None  # Python that runs as one node, or its trial
         self.marks: list[str] = []
         self.ended_modules: list[str] = []
         self.registry = TensorRegistry()
@@ -396,8 +396,8 @@ class Recorder(TorchFunctionMode):
 
     def run_opaque(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unhookable: Sequence[torch.Tensor] | None = ()
-    ) -> tuple[Any, bool, OpaqueRun]:
-        """Runs a function that is one node as Python; see `run` and `OpaqueRun`."""
+    ) -> tuple[Any, bool, PausedRun]:
+        """Runs a function that is one node as Python; see `run` and `PausedRun`."""
         outer, self.runs_opaque = self.runs_opaque, True
         try:
             with self.observe_opaque(unhookable) as opaque:
@@ -406,8 +406,8 @@ class Recorder(TorchFunctionMode):
             self.runs_opaque = outer
 
     @contextlib.contextmanager
-    def observe_opaque(self, unhookable: Sequence[torch.Tensor] | None = ()) -> Iterator[OpaqueRun]:
-        outer, self.opaque = self.opaque, OpaqueRun(unhookable)
+    def observe_opaque(self, unhookable: Sequence[torch.Tensor] | None = ()) -> Iterator[PausedRun]:
+        outer, self.opaque = self.opaque, PausedRun(unhookable)
         try:
             yield self.opaque
         finally:

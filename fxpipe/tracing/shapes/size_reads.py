@@ -104,7 +104,7 @@ def recorded_sizes_condition(traced: Traced) -> SizeCondition:
             raise TraceError(
                 f"the model computes with sizes in plain Python, and {node.name}, made at {info(node).source}, has a "
                 "size that depends on the values of tensors: which numbers come from which cannot be told; use "
-                "functions with fixed sizes (torch.where, masks), or keep sizes sizes (x.shape[0], not len(x))"
+                "functions with fixed sizes (torch.where, masks), or keep sizes sizes (x.shape[0], not int(x.shape[0]))"
             )
     first = next(node for node in traced.graph.nodes if node.op in CALL_OPS)
     return SizeCondition(sympy.Or(*(sympy.Eq(traced.batch, s) for s in traced.recorded_sizes)), info(first).source)
