@@ -25,11 +25,6 @@ class Between(nn.Module):
         return self.after(self.norm(h + self.gate * self.function(h)))
 
 
-def gram(h):
-    flat = h.flatten(1)
-    return ((flat @ flat.T / 30).softmax(-1) @ flat).view_as(h)
-
-
 def attention(h):
     return F.scaled_dot_product_attention(*[h.transpose(0, 1)] * 3).transpose(0, 1)
 
@@ -46,29 +41,9 @@ def written_to(*writes, reads=lambda h: h - h.mean(0)):
     return function
 
 
-def added_in_place(h):
-    h = h * 1
-    h[..., 1] = 0
-    h[..., ::2] += h[..., 1::2]
-    return h - h.mean(0)
-
-
-def all_of_it_added_to(h):
-    h = h * 1
-    h[..., 1] = 0
-    h[..., :] += 1.0
-    return h - h.mean(0)
-
-
 def centred_in_part(h):
     h = h.clone()
     h[..., :3] -= h[..., :3].mean(0)
-    return h
-
-
-def centred_and_then_written_to(h):
-    h = h - h.mean(0)
-    h[..., 1:3] = 0
     return h
 
 
@@ -81,14 +56,9 @@ def filled_bit_by_bit(h):
 
 MIXING = {
     "mean": lambda h: h - h.mean(0),
-    "rows": lambda h: h.view(-1, 8).mean(0).expand_as(h),
-    "largest": lambda h: h / h.abs().amax((0, 1)),
-    "squeeze and excite": lambda h: h * h.mean((0, 1)).sigmoid(),
     "softmax": lambda h: h.softmax(0),
-    "sum so far": lambda h: h.cumsum(0),
     "sorted": lambda h: h.sort(0).values,
     "attention": attention,
-    "all against all": gram,
 }
 
 
@@ -100,11 +70,7 @@ def test_a_gate_that_is_closed_hides_nothing(name):
 
 IN_PART = {
     "a part written to": written_to((1, 0)),
-    "parts written to": written_to((slice(0, 4), 0), (slice(2, 6), 1.0), (-1, 0)),
-    "a part added to": added_in_place,
-    "all of it added to": all_of_it_added_to,
     "a part centred": centred_in_part,
-    "centred and then written to": centred_and_then_written_to,
     "filled bit by bit": filled_bit_by_bit,
     "samples sorted in part": written_to((1, 0), reads=lambda h: h.sort(0).values),
 }
