@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import sympy
 import torch
@@ -30,7 +30,7 @@ from fxpipe._torch.fake_tensor_mode import FakeTensorMode
 from fxpipe._torch.shape_env import LocalSource, QuietShapeEnv, enable_python_dispatcher
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.errors import TraceError
-from fxpipe.tracing.dynamic_sizes import TOO_LONG, FixedSizeError, InputDim
+from fxpipe.tracing.dynamic_sizes import TOO_LONG, FixedSizeError, InputDim, SizeCondition
 from fxpipe.tracing.interpreter import run_node_without_grad
 from fxpipe.tracing.model_state import preserve_rng
 from fxpipe.tracing.node_arguments import named_arguments
@@ -52,14 +52,6 @@ from fxpipe.utils.batch_split import rows_per_sample, samples_along
 from fxpipe.utils.progress import progress
 
 PATIENCE = 20.0  # seconds of CPU time for formulas of dynamic sizes
-
-
-class SizeGuard(NamedTuple):
-    """A condition on sizes that torch evaluated, either on its own or because forward asked."""
-
-    condition: sympy.Basic
-    where: str  # the user's line
-    is_asked: bool
 
 
 def run_on_symbols(
@@ -162,7 +154,7 @@ class _Knowledge:
 
     traced: Traced
     unknown_nodes: dict[fx.Node, Exception] = field(default_factory=dict)  # to fake tensors, with the error
-    # Their results may have sizes that are values (`t[:n]`).
+    # They read a number from a value, so that sizes of their results may depend on values (`t[:n]`).
     value_dependent_nodes: set[fx.Node] = field(default_factory=set)
     baked: set[fx.Node] = field(default_factory=set)  # functions that fix the batch size
     observed: list[Observation] = field(default_factory=list)
@@ -243,7 +235,7 @@ class SymbolicRun:
         self.traced, self.values, self.dims, self.known, self.cache = traced, values, dims, known, cache
         self.asked_dynamic = dynamic
         self.dynamic: dict[InputDim, sympy.Symbol] = {}
-        self.guards: list[SizeGuard] = []
+        self.guards: list[SizeCondition] = []  # in torch's symbols
         self.observed_dims: set[InputDim] = set()
         self.start = time.thread_time()
         self.env = QuietShapeEnv(duck_shape=False)
@@ -254,11 +246,6 @@ class SymbolicRun:
         self.symbols: dict[int, sympy.Symbol] = {}
         self.fixed_by: dict[sympy.Symbol, fx.Node] = {}
         self.layouts: list[tuple[LayoutRead, Any]] = []
-
-    @property
-    def value_dependent_nodes(self) -> set[fx.Node]:
-        """Nodes that read a number from a value, so that sizes of their results may depend on values."""
-        return self.known.value_dependent_nodes
 
     @property
     def is_free(self) -> bool:
@@ -350,7 +337,7 @@ class SymbolicRun:
             if before != (len(self.env.replacements), len(self.env.guards)):
                 raise _RetryError from error
             return self._seen(node)
-        self._keep_guards(before[1], info(node).source, is_asked=False)
+        self._keep_guards(before[1], info(node).source, is_of_torch=True)
         fixed = self._note_fixed(node) if len(self.env.replacements) != before[0] else []
         if fixed and node not in self.known.baked:
             if _is_user_function(node):
@@ -370,8 +357,8 @@ class SymbolicRun:
         with set_thread_state(state_of(node)), torch.no_grad():
             return F.interpolate(**arguments)
 
-    def _keep_guards(self, start: int, where: str, is_asked: bool) -> None:
-        self.guards += [SizeGuard(guard.expr, where, is_asked) for guard in self.env.guards[start:]]
+    def _keep_guards(self, start: int, where: str, is_of_torch: bool) -> None:
+        self.guards += [SizeCondition(guard.expr, where, is_of_torch) for guard in self.env.guards[start:]]
 
     def _layout_answer(self, read: LayoutRead) -> Any:
         """Evaluates the question on the fake tensor, if any. Earlier conclusions of torch may enter the answer."""
@@ -379,11 +366,11 @@ class SymbolicRun:
         if not isinstance(fake, torch.Tensor):
             return None
         start, answer = len(self.env.guards), read.question(fake)
-        self._keep_guards(start, read.where, is_asked=True)
+        self._keep_guards(start, read.where, is_of_torch=False)
         sizes = (*fake.shape, *fake.stride())
         symbols = {symbol for size in sizes for symbol in self._symbols_of(size)}
         self.guards = [
-            guard._replace(is_asked=guard.is_asked or not symbols.isdisjoint(guard.condition.free_symbols))
+            replace(guard, is_of_torch=guard.is_of_torch and symbols.isdisjoint(guard.condition.free_symbols))
             for guard in self.guards
         ]
         return answer

@@ -95,7 +95,7 @@ def add_shapes(
             dynamic_number = dynamic_number if example.keys() & dynamic_number.free_symbols else None
             sources = [source for source in node.all_input_nodes if info(source).is_data_dependent]
             is_data_dependent = bool(number.free_symbols - {traced.batch} or sources)
-        elif not run.value_dependent_nodes.isdisjoint((node, container_of(node))):
+        elif not run.known.value_dependent_nodes.isdisjoint((node, container_of(node))):
             is_data_dependent = True
         known_shapes, dynamic_shapes = shapes[id(value)]
         update_info(
@@ -252,7 +252,7 @@ def _dynamic_sizes(
         symbols.setdefault(names[symbol], key)  # sizes with one name are equal
     conditions = [SizeCondition(s >= 2, "torch, for which 0 and 1 are sizes of their own") for s in symbols]
     for read in traced.size_reads:
-        is_of_values = any(isinstance(o, fx.Node) and o in run.value_dependent_nodes for o in read.operands)
+        is_of_values = any(isinstance(o, fx.Node) and o in run.known.value_dependent_nodes for o in read.operands)
         operands = list(map(formula, _operand_values(run, read)))
         met = {s for operand in operands for s in operand.free_symbols} & symbols.keys()
         if not met or is_of_values:
@@ -266,7 +266,7 @@ def _dynamic_sizes(
     for guard in run.guards:
         expression = run.env.replace(guard.condition).xreplace(names)
         if expression.free_symbols & symbols.keys():
-            conditions.append(SizeCondition(expression, guard.where, is_of_torch=not guard.is_asked))
+            conditions.append(replace(guard, condition=expression))
     formulas = {key: run.env.replace(symbol).xreplace(names) for key, symbol in run.dynamic.items()}
     example = tuple((s, values[place].shape[dim]) for s, (place, dim) in symbols.items())
     different = {condition.condition: condition for condition in reversed(conditions)}
