@@ -34,7 +34,10 @@ class InputsKey:
 
     @classmethod
     def of(cls, spec: pytree.TreeSpec, leaves: Sequence[Any]) -> InputsKey:
-        kinds = tuple(_kind_of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+        kinds = tuple(
+            TensorKind(leaf.dtype, leaf.dim(), leaf.requires_grad) if isinstance(leaf, torch.Tensor) else None
+            for leaf in leaves
+        )
         return cls(spec, kinds, same_tensors(leaves))
 
 
@@ -43,10 +46,6 @@ def same_tensors(leaves: Sequence[Any]) -> tuple[int | None, ...]:
     first: dict[int, int] = {}
     places = (first.setdefault(id(leaf), i) if isinstance(leaf, torch.Tensor) else i for i, leaf in enumerate(leaves))
     return tuple(None if place == i else place for i, place in enumerate(places))
-
-
-def _kind_of(tensor: torch.Tensor) -> TensorKind:
-    return TensorKind(tensor.dtype, tensor.dim(), tensor.requires_grad)
 
 
 @dataclass(frozen=True, slots=True)

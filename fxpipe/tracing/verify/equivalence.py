@@ -144,13 +144,9 @@ def _cuts_samples(node: fx.Node) -> bool:
     return any(
         isinstance(part, slice)
         and bool(size.free_symbols)
-        and any(type(bound) is int and bound for bound in _bounds(part))
+        and any(type(bound) is int and bound for bound in (part.start, part.stop))
         for part, size in zip(plain, shapes[0].shape, strict=False)
     )
-
-
-def _bounds(part: slice[Any, Any, Any]) -> tuple[Any, Any]:
-    return part.start, part.stop
 
 
 def excuse_reads(traced: Traced, leaves: Sequence[Any], size: int) -> GraphRun | None:

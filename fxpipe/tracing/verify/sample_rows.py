@@ -268,7 +268,8 @@ class _SideBySide:
         self.values: NodeValues = {}
         self.eps: dict[fx.Node, float] = {}  # precision of values; reductions include their sources
         self.has_python = any(info(n).opaque is not None for n in traced.nodes)
-        self.buffers = {n for n in traced.graph.nodes if n.op == "get_attr" and not _is_parameter(traced, n)}
+        attributes = [n for n in traced.graph.nodes if n.op == "get_attr"]
+        self.buffers = {n for n in attributes if not isinstance(attribute_tensor(traced, n), nn.Parameter)}
         self.state = frozenset[int]().union(*(info(n).storages for n in self.buffers))
         self.assigned = set[fx.Node]().union(*map(dependencies_of, traced.assigned.values()))
         self.updates: dict[fx.Node, frozenset[int]] = {}  # node -> buffers that it is written to, also indirectly
@@ -549,10 +550,6 @@ def _is_last_map(node: fx.Node, written: frozenset[int]) -> bool:
     is_bare = source is node.args[0] and source.op in CALL_OPS and written.isdisjoint(info(source).storages)
     last = info(node).shapes[0].shape[-1]
     return is_bare and not last.free_symbols and not info(source).shapes[0].shape[-1].free_symbols
-
-
-def _is_parameter(traced: Traced, node: fx.Node) -> bool:
-    return isinstance(attribute_tensor(traced, node), nn.Parameter)
 
 
 def _joins_of_tensors(
