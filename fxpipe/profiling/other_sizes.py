@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import sympy
-import torch
 
 from fxpipe.tracing.dynamic_sizes import Lengths
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.traced import Traced
+from fxpipe.tracing.verify.dynamic_sizes_check import resize
 from fxpipe.tracing.verify.equivalence import take_samples
 from fxpipe.utils.polynomial import SizePoint
 
@@ -36,14 +36,7 @@ def planned_lengths(traced: Traced, leaves: Sequence[Any]) -> Lengths:
 
 def resize_inputs(traced: Traced, leaves: Sequence[Any], samples: int, lengths: Lengths) -> list[Any]:
     """Returns flattened inputs with this number of samples and these dynamic sizes, truncated or repeated."""
-    resized, values = list(leaves), dict(lengths)
-    with torch.no_grad():
-        for (place, dim), formula in traced.dynamic.formulas.items():
-            leaf, size = resized[place], int(formula.xreplace(values))
-            if leaf.shape[dim] != size:
-                longer = torch.cat([leaf] * -(-size // leaf.shape[dim]), dim)
-                resized[place] = longer.narrow(dim, 0, size).contiguous().requires_grad_(leaf.requires_grad)
-    return take_samples(traced, resized, 0, samples)
+    return take_samples(traced, resize(traced, leaves, lengths), 0, samples)
 
 
 def other_lengths(traced: Traced, symbol: sympy.Symbol, samples: int, lengths: Lengths) -> Iterator[Lengths]:

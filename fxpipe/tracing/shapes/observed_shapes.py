@@ -104,7 +104,7 @@ def observe_shapes(
         samples = samples_along(values[varied[0]], dims[varied[0]])
         for numbers in _sample_counts(samples):
             try:
-                runs = [observe_graph(traced, _resized(values, dims, varied, n), node) for n in numbers]
+                runs = [observe_graph(traced, _with_samples(values, dims, varied, n), node) for n in numbers]
             except Exception as error:
                 why = f"in real runs with {_listed(numbers)} samples: {type(error).__name__}: {error}"
                 out_of_memory = out_of_memory or allocator_error(error)
@@ -140,7 +140,7 @@ def observe_lengths(
     Raises:
         TraceError: the graph does not run at other sizes.
     """
-    inputs = _resized(values, dims, observation.varied, observation.samples) if observation.varied else [*values]
+    inputs = _with_samples(values, dims, observation.varied, observation.samples)
     everywhere = [key for group in groups for key in group]
     changes: tuple[Callable[[int], int], ...] = (lambda s: 2 * s, lambda s: 3 * s, lambda s: s + 1, lambda s: s + 2)
     runs: list[ObservedValues] = []
@@ -161,16 +161,18 @@ def observe_lengths(
 
 
 def _with_lengths(values: Sequence[Any], dims: Sequence[InputDim], change: Callable[[int], int]) -> list[Any]:
-    resized = list(values)
-    for place, dim in dims:
-        resized[place] = repeat_to_size(resized[place], dim, change(resized[place].shape[dim]))
-    return resized
+    return resized(values, {(place, dim): change(values[place].shape[dim]) for place, dim in dims})
 
 
-def repeat_to_size(value: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """Resizes a tensor: cuts it, or repeats it from its beginning."""
-    index = torch.arange(size, device=value.device) % value.shape[dim]
-    return value.detach().index_select(dim, index).requires_grad_(value.requires_grad)
+def resized(values: Sequence[Any], sizes: Mapping[InputDim, int]) -> list[Any]:
+    """Returns inputs with other sizes of these dimensions: cut, or repeated from their beginning."""
+    result = list(values)
+    for (place, dim), size in sizes.items():
+        value = result[place]
+        if value.shape[dim] != size:
+            index = torch.arange(size, device=value.device) % value.shape[dim]
+            result[place] = value.detach().index_select(dim, index).requires_grad_(value.requires_grad)
+    return result
 
 
 # -- samples to run with ---------------------------------------------------------------------------------------------
@@ -196,11 +198,8 @@ def _sample_counts(samples: int) -> list[tuple[int, int, int]]:
     return [first, (samples, 2 * samples, 3 * samples)]
 
 
-def _resized(values: Sequence[Any], dims: Mapping[int, int], varied: Sequence[int], number: int) -> list[Any]:
-    resized = list(values)
-    for place in varied:
-        resized[place] = repeat_to_size(values[place], dims[place], number * rows_per_sample(dims[place]))
-    return resized
+def _with_samples(values: Sequence[Any], dims: Mapping[int, int], varied: Sequence[int], number: int) -> list[Any]:
+    return resized(values, {(place, dims[place]): number * rows_per_sample(dims[place]) for place in varied})
 
 
 # No model of the zoo: Python whose sizes depend on values of samples needs it (behaviour/test_continuation.py).

@@ -15,7 +15,7 @@ from fxpipe.errors import TraceError
 from fxpipe.tracing.dynamic_sizes import FixedSizeError, InputDim, Lengths
 from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.node_info import info
-from fxpipe.tracing.shapes.observed_shapes import observe_graph, observed_tensors, repeat_to_size
+from fxpipe.tracing.shapes.observed_shapes import observe_graph, observed_tensors, resized
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.equivalence import compare_runs, take_samples
 from fxpipe.tracing.verify.micro_batch_sizes import checking_mode
@@ -157,7 +157,5 @@ def _have_expected_shapes(traced: Traced, sample: Sequence[Any], batch: int, len
 
 def resize(traced: Traced, leaves: Sequence[Any], lengths: Lengths) -> list[Any]:
     """Returns the flattened inputs with these dynamic sizes: cut, or repeated from their beginning."""
-    values, resized = dict(lengths), list(leaves)
-    for (place, dim), formula in traced.dynamic.formulas.items():
-        resized[place] = repeat_to_size(resized[place], dim, int(formula.subs(values)))
-    return resized
+    values = dict(lengths)
+    return resized(leaves, {key: int(formula.subs(values)) for key, formula in traced.dynamic.formulas.items()})
