@@ -8,8 +8,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from torch import fx
-
 from fxpipe.errors import InternalError
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.traced import Traced
@@ -31,39 +29,14 @@ def check_invariants(traced: Traced) -> None:
 
 def find_faults(traced: Traced) -> Iterator[str]:
     """Yields descriptions of broken invariants whose loss would go unnoticed. Others raise where a graph runs."""
-    for node in traced.nodes:
-        yield from _work_faults(traced, node)
     yield from _ordinal_faults(traced)
     if traced.in_dims:
-        yield from _out_dim_faults(traced)
+        for node in traced.nodes:
+            if info(node).known_shapes is None and not info(node).is_guarded_read:
+                yield f"{node.name} has no shapes"
         yield from _combination_faults(traced)
     if traced.effects is not None:
         yield from _effect_faults(traced, traced.effects)
-
-
-def _work_faults(traced: Traced, node: fx.Node) -> Iterator[str]:
-    """Checks that a node is no guarded read, and that its sizes are formulas in the batch size."""
-    known = info(node)
-    if traced.guards is not None and known.is_guarded_read:
-        yield f"{node.name} reads a value that a guard asks for, and is still in the graph"
-    if not traced.in_dims or known.is_guarded_read:
-        return
-    if known.known_shapes is None:
-        yield f"{node.name} has no shapes"
-    number = known.number
-    if number is not None and not known.is_data_dependent and number.free_symbols - {traced.batch}:
-        yield f"{node.name} is {number}, which depends on more than the batch size {traced.batch}"
-
-
-def _out_dim_faults(traced: Traced) -> Iterator[str]:
-    """Checks that each output and piece has a valid dimension or operation for joining micro-batches."""
-    for values, dims in ((traced.outputs, traced.out_dims), (traced.pieces, traced.piece_dims)):
-        if len(values) != len(dims):
-            yield f"there are {len(values)} results, and {len(dims)} ways in which they go together"
-    for value, dim in zip(traced.outputs, traced.out_dims, strict=False):
-        shapes = info(value).shapes if isinstance(value, fx.Node) else ()
-        if isinstance(dim, int) and not (len(shapes) == 1 and 0 <= dim < len(shapes[0].shape)):
-            yield f"the output {value} has no dimension {dim}, along which it would be put together"
 
 
 def _ordinal_faults(traced: Traced) -> Iterator[str]:
