@@ -23,8 +23,7 @@ from fxpipe.scheduling import (
     weight_versions,
 )
 from fxpipe.tracing.dynamic_sizes import Lengths
-from fxpipe.tracing.node_info import info
-from fxpipe.tracing.shapes.tensor_shape import bytes_at, bytes_formula
+from fxpipe.tracing.node_info import bytes_at, bytes_formula, info
 from fxpipe.tracing.tensors import has_values, storage_of, tensor_bytes
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import Effects

@@ -49,8 +49,7 @@ from fxpipe.simulation import transfers_of
 from fxpipe.tracing import Traced
 from fxpipe.tracing.cache_key import evaluating_modules
 from fxpipe.tracing.dynamic_sizes import Lengths
-from fxpipe.tracing.node_info import info
-from fxpipe.tracing.shapes.tensor_shape import bytes_at, bytes_formula
+from fxpipe.tracing.node_info import bytes_at, bytes_formula, info
 from fxpipe.tracing.source_lines import UNKNOWN_LINE
 from fxpipe.tracing.tensors import tensor_bytes
 from fxpipe.tracing.traced import attribute_tensor, opaque_name

@@ -19,8 +19,7 @@ from fxpipe.errors import ArgumentError
 from fxpipe.profiling.other_sizes import size_point
 from fxpipe.profiling.profile_data import Seconds
 from fxpipe.tracing.dynamic_sizes import Lengths
-from fxpipe.tracing.node_info import info
-from fxpipe.tracing.shapes.tensor_shape import bytes_at, bytes_formula
+from fxpipe.tracing.node_info import bytes_at, bytes_formula, info
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.effects import Effects
 from fxpipe.utils.polynomial import ZERO, Polynomial, SizePoint, fit_counts

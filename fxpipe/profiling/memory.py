@@ -40,8 +40,7 @@ from fxpipe.profiling.skip_matmul import SkipMatmul
 from fxpipe.tracing.dynamic_sizes import Lengths
 from fxpipe.tracing.fake_tensors import in_fake_mode, is_faked
 from fxpipe.tracing.model_state import preserve_state, slots_of
-from fxpipe.tracing.node_info import info
-from fxpipe.tracing.shapes.tensor_shape import bytes_at
+from fxpipe.tracing.node_info import bytes_at, info
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import Traced, runs_python
 from fxpipe.tracing.verify.effects import Effects

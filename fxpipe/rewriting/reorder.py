@@ -21,8 +21,7 @@ from fxpipe._torch.functions import opname
 from fxpipe.rewriting.aliasing import VIEW_FUNCTIONS
 from fxpipe.rewriting.linear_order import Items, ItemValue, arrange_items
 from fxpipe.tracing.node_arguments import container_of
-from fxpipe.tracing.node_info import info, random_draws_of, update_info
-from fxpipe.tracing.shapes.tensor_shape import bytes_formula
+from fxpipe.tracing.node_info import bytes_formula, info, random_draws_of, update_info
 from fxpipe.tracing.traced import Traced, TracedGraph
 from fxpipe.tracing.verify.effects import Effects
 

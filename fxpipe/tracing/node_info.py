@@ -8,11 +8,13 @@ It is frozen, so that torch.fx may copy it with the node; a pass replaces it:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import sympy
+import torch
 from torch import fx
 
 from fxpipe._torch import torch_pytree as pytree
@@ -20,7 +22,7 @@ from fxpipe.errors import InternalError
 
 if TYPE_CHECKING:
     from fxpipe._torch.thread_state import ThreadState
-    from fxpipe.tracing.shapes.tensor_shape import TensorShape
+    from fxpipe.tracing.dynamic_sizes import Lengths
 
 T = TypeVar("T")
 
@@ -81,6 +83,21 @@ class WriteOrder:
 
     place: int  # -1: an input, a parameter, a buffer
     last_write: int  # -1: no write
+
+
+@dataclass(frozen=True, slots=True)
+class TensorShape:
+    """A tensor of a node, with sizes in the batch size `b`."""
+
+    shape: tuple[sympy.Expr, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> sympy.Expr:
+        return sympy.Mul(*self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,3 +240,18 @@ def _required(node: fx.Node, value: T | None, what: str) -> T:
     if value is None:
         raise InternalError(f"the node {node.name} has no {what}")
     return value
+
+
+# -- bytes of values ---------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def bytes_formula(shapes: tuple[TensorShape, ...]) -> sympy.Expr:
+    return sympy.Add(*(shape.bytes for shape in shapes))
+
+
+@functools.lru_cache(maxsize=4096)
+def bytes_at(formula: sympy.Expr, batch: sympy.Symbol, samples: int, lengths: Lengths = ()) -> int:
+    """Computes the bytes for `samples` samples and dynamic sizes `lengths`. Data-dependent sizes count as 0."""
+    number = formula.xreplace({batch: sympy.Integer(samples), **{s: sympy.Integer(size) for s, size in lengths}})
+    return int(number.subs(dict.fromkeys(number.free_symbols, 0)))

@@ -26,7 +26,7 @@ from fxpipe.planning.plans.simulate_plan import vary_plan
 from fxpipe.planning.tuning.candidates import Candidate
 from fxpipe.scheduling import Schedule, is_stream, make_schedule, micro_batches_in_flight
 from fxpipe.simulation import StageCost, simulate_schedule, simulate_stream
-from fxpipe.tracing.shapes.tensor_shape import bytes_at
+from fxpipe.tracing.node_info import bytes_at
 from fxpipe.tracing.tensors import tensor_bytes
 from fxpipe.utils.batch_split import largest_micro_batch, micro_batch_sizes
 

@@ -35,8 +35,7 @@ from torch import fx
 from fxpipe._torch.functions import opname
 from fxpipe.tracing.dynamic_sizes import FixedSizeError
 from fxpipe.tracing.node_arguments import named_arguments_and_defaults
-from fxpipe.tracing.node_info import constant_of, info, number_of, set_info, state_of, update_info
-from fxpipe.tracing.shapes.tensor_shape import TensorShape
+from fxpipe.tracing.node_info import TensorShape, constant_of, info, number_of, set_info, state_of, update_info
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor, runs_python
 from fxpipe.utils.batch_split import rows_per_sample
 from fxpipe.utils.output_combination import (

@@ -24,7 +24,7 @@ from fxpipe._torch import torch_pytree as pytree
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.dynamic_sizes import FIXED_SIZES, DynamicSizes, FixedSizeError, InputDim, SizeCondition
 from fxpipe.tracing.node_arguments import container_of
-from fxpipe.tracing.node_info import constant_of, info, update_info
+from fxpipe.tracing.node_info import TensorShape, constant_of, info, update_info
 from fxpipe.tracing.record.recorded_sizes import PIECES, SIZE_FUNCTIONS, SizeRead, length
 from fxpipe.tracing.shapes.input_dims import batch_sizes, candidate_dims
 from fxpipe.tracing.shapes.output_dims import left_dims, uneven_outputs, with_out_dims
@@ -40,7 +40,6 @@ from fxpipe.tracing.shapes.size_reads import (
     relation,
 )
 from fxpipe.tracing.shapes.symbolic_run import SymbolicRun, run_on_symbols
-from fxpipe.tracing.shapes.tensor_shape import TensorShape
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import CALL_OPS, Traced, common_batch_size
 from fxpipe.utils.batch_split import rows_per_sample

@@ -21,8 +21,7 @@ from fxpipe.rewriting import forbidden_cuts, reorder_nodes, sent_bytes, split_in
 from fxpipe.rewriting.linear_order import Items, ItemValue, arrange_items, order_cost
 from fxpipe.rewriting.reorder import OrderConstraints
 from fxpipe.tracing import Traced, trace
-from fxpipe.tracing.node_info import NodeInfo, info
-from fxpipe.tracing.shapes.tensor_shape import bytes_at, bytes_formula
+from fxpipe.tracing.node_info import NodeInfo, bytes_at, bytes_formula, info
 from fxpipe.tracing.verify.effects import effects_of, observe_run
 
 # -- plain numbers ---------------------------------------------------------------------------------------------------
