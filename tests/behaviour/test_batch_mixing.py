@@ -102,7 +102,6 @@ def written_in_part(h):
 
 RIGHT = {
     "written to in part": written_in_part,
-    "a shift that a softmax takes out": lambda h: (h - h.amax((0, 2), keepdim=True)).softmax(-1),
     "a softmax written out": stable,
     "scaled and back": rescaled,
 }
