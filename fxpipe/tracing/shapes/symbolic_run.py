@@ -9,8 +9,9 @@ Shapes that fake tensors cannot show are observed in real runs (`observed_shapes
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -90,57 +91,7 @@ def run_on_symbols(
         except _RetryError:
             continue
         except _UnknownShapeError as unknown:
-            _observe_node(traced, values, dims, known, unknown)
-        except _UnknownLengthsError as unknown:
-            _observe_lengths(traced, values, dims, known, unknown)
-
-
-def _observe_lengths(
-    traced: Traced, values: Sequence[Any], dims: dict[int, int], known: _Knowledge, unknown: _UnknownLengthsError
-) -> None:
-    """Runs the graph on real tensors at other dynamic sizes, to observe a node. Raises `FixedSizeError`."""
-    node, observation = unknown.node, unknown.observation
-    try:
-        runs = observe_lengths(traced, values, dims, observation, unknown.groups, node)
-        known.lengths[node] = fit_lengths(node, unknown.sources, [*observation.runs, *runs])
-    except TraceError as error:
-        if isinstance(known.unknown_nodes.get(node), _BakesSizeError) and not _is_user_function(node):
-            del known.unknown_nodes[node]
-            known.baked.add(node)
-            return
-        raise FixedSizeError(
-            f"torch cannot tell what {node.name} ({info(node).source}) makes of other sizes, where nothing but a run "
-            f"shows it; {error}",
-            frozenset(key for group in unknown.groups for key in group),
-        ) from error
-
-
-def _observe_node(
-    traced: Traced, values: Sequence[Any], dims: dict[int, int], known: _Knowledge, unknown: _UnknownShapeError
-) -> None:
-    """Runs the graph on real tensors with other numbers of samples, to observe a node."""
-    node = unknown.node
-    try:
-        known.observed.append(observe_shapes(traced, values, dims, unknown.groups, node))
-    except TraceError as error:
-        why = known.unknown_nodes.pop(node, None)
-        if isinstance(why, _BakesSizeError):
-            known.baked.add(node)
-            return
-        told = f"with fake tensors: {_first_line(why)}; " if why else ""
-        text = (
-            f"the shape of {node.name} ({info(node).module or 'the model'}, made at {info(node).source}) cannot be "
-            f"told for other batch sizes: {told}{error}. Let it take sizes from its inputs (x.shape[0]) and make the "
-            "same for each sample, or take it out of forward"
-        )
-        cause = allocator_error(error) or why  # with more memory it may succeed
-        if info(node).is_graph_break:  # it may succeed in one piece
-            raise CannotRecord(text, frozenset({opaque_call_of(node).path} - {""})) from cause
-        if not unknown.is_of_values:
-            raise TraceError(text) from cause
-        path = info(node).module
-        calls = {path: calls_before_effects(traced.graph, path, info(node).recorded_at.calls)}
-        raise CannotRecord(text, frozenset({path} - {""}), calls=calls) from cause
+            unknown.observe()
 
 
 def _first_line(error: Exception) -> str:
@@ -184,20 +135,11 @@ class _Knowledge:
 
 
 class _UnknownShapeError(Exception):
-    """Fake tensors do not show the result of a node. `groups`: inputs whose samples may vary, grouped by symbol."""
+    """Fake tensors do not show the result of a node. `observe`: runs the graph on real tensors, to observe it."""
 
-    def __init__(self, node: fx.Node, groups: list[list[int]], is_of_values: bool):
-        super().__init__(node.name)
-        self.node, self.groups = node, groups
-        self.is_of_values = is_of_values  # does a size depend on the values of tensors?
-
-
-class _UnknownLengthsError(Exception):
-    """A node was not yet observed at other dynamic sizes. `groups`: dimensions, grouped by size."""
-
-    def __init__(self, node: fx.Node, sources: list[fx.Node], observation: Observation, groups: list[list[InputDim]]):
-        super().__init__(node.name)
-        self.node, self.sources, self.observation, self.groups = node, sources, observation, groups
+    def __init__(self, observe: Callable[[], None]):
+        super().__init__()
+        self.observe = observe
 
 
 class _RetryError(Exception):
@@ -392,7 +334,8 @@ class SymbolicRun:
         observation = self.known.observation(node, candidates)
         if observation is None:
             is_asked = isinstance(self.known.unknown_nodes.get(node), GuardOnDataDependentSymNode)  # `t[:n]`
-            raise _UnknownShapeError(node, groups, is_asked or self._is_of_values(node))
+            is_of_values = is_asked or self._is_of_values(node)  # does a size depend on the values of tensors?
+            raise _UnknownShapeError(functools.partial(self._observe, node, groups, is_of_values))
         for place in observation.fixed.intersection(candidates):
             int(self.inputs[place])  # fixes the symbol
         self._note_fixed(node)
@@ -412,10 +355,53 @@ class SymbolicRun:
             for key, symbol in self.dynamic.items():
                 if (size := self.env.replace(symbol)).free_symbols:
                     groups.setdefault(size, []).append(key)
-            raise _UnknownLengthsError(node, sources, observation, [*groups.values()])
+            observe = functools.partial(self._observe_lengths, node, sources, observation, [*groups.values()])
+            raise _UnknownShapeError(observe)
         self.observed_dims |= dims
         sizes = [*given_sizes([self.node_values[source] for source in sources])]
         return fake_value(self.known.lengths[node], sizes)
+
+    def _observe(self, node: fx.Node, groups: list[list[int]], is_of_values: bool) -> None:
+        """Observes a node with other numbers of samples. `groups`: inputs whose samples may vary, by symbol."""
+        try:
+            self.known.observed.append(observe_shapes(self.traced, self.values, self.dims, groups, node))
+        except TraceError as error:
+            why = self.known.unknown_nodes.pop(node, None)
+            if isinstance(why, _BakesSizeError):
+                self.known.baked.add(node)
+                return
+            told = f"with fake tensors: {_first_line(why)}; " if why else ""
+            text = (
+                f"the shape of {node.name} ({info(node).module or 'the model'}, made at {info(node).source}) cannot be "
+                f"told for other batch sizes: {told}{error}. Let it take sizes from its inputs (x.shape[0]) and make "
+                "the same for each sample, or take it out of forward"
+            )
+            cause = allocator_error(error) or why  # with more memory it may succeed
+            if info(node).is_graph_break:  # it may succeed in one piece
+                raise CannotRecord(text, frozenset({opaque_call_of(node).path} - {""})) from cause
+            if not is_of_values:
+                raise TraceError(text) from cause
+            path = info(node).module
+            calls = {path: calls_before_effects(self.traced.graph, path, info(node).recorded_at.calls)}
+            raise CannotRecord(text, frozenset({path} - {""}), calls=calls) from cause
+
+    def _observe_lengths(
+        self, node: fx.Node, sources: list[fx.Node], observation: Observation, groups: list[list[InputDim]]
+    ) -> None:
+        """Observes a node at other dynamic sizes. `groups`: dynamic dimensions, by size. Raises `FixedSizeError`."""
+        try:
+            runs = observe_lengths(self.traced, self.values, self.dims, observation, groups, node)
+            self.known.lengths[node] = fit_lengths(node, sources, [*observation.runs, *runs])
+        except TraceError as error:
+            if isinstance(self.known.unknown_nodes.get(node), _BakesSizeError) and not _is_user_function(node):
+                del self.known.unknown_nodes[node]
+                self.known.baked.add(node)
+                return
+            raise FixedSizeError(
+                f"torch cannot tell what {node.name} ({info(node).source}) makes of other sizes, where nothing but a "
+                f"run shows it; {error}",
+                frozenset(key for group in groups for key in group),
+            ) from error
 
     def _dynamic_dims_given(self, node: fx.Node) -> frozenset[InputDim]:
         """Returns the dynamic dimensions whose sizes the inputs of a node depend on."""
