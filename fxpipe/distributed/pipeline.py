@@ -28,6 +28,7 @@ from fxpipe.planning.options.pipeline_options import Settings, check_replicas, m
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.tuning.auto_options import with_best_schedule
 from fxpipe.runtime import StepRecord
+from fxpipe.runtime.losses import LossCall
 from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.scheduling import Action, make_schedule
 from fxpipe.scheduling.streams import WeightPolicy
@@ -121,20 +122,12 @@ class DistributedPipeline(Pipeline):
             return state.engine.call_ranks(graph, inputs, schedule, to_all=self._to_all)
 
     def _open_stream(
-        self,
-        batches: Iterable[Any],
-        loss_fn: Callable[..., Any],
-        optimizer: StagewiseOptimizer,
-        reduction: str,
-        policy: WeightPolicy,
-        is_loss_given: bool,
+        self, batches: Iterable[Any], call: LossCall, optimizer: StagewiseOptimizer, policy: WeightPolicy
     ) -> TrainStream:
         self._check_replicas_are_equal()
-        fields = {"vertical_sync": str(policy is WeightPolicy.VERTICAL_SYNC), "reduction": reduction}
+        fields = {"vertical_sync": str(policy is WeightPolicy.VERTICAL_SYNC), "reduction": call.reduction}
         check_agreement(self._state.group, fields, is_long=False)
-        return RankTrainStream(
-            RankStreamLoop(self._state, batches, loss_fn, optimizer, reduction, policy, is_loss_given)
-        )
+        return RankTrainStream(RankStreamLoop(self._state, batches, call, optimizer, policy))
 
     def _check_replicas_are_equal(self) -> None:
         """Raises `StateError` if a stream would update replicas with different gradients."""

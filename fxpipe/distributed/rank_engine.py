@@ -7,7 +7,7 @@ which the rank of the last stage has, and whether the step succeeded. So it is c
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,17 +29,14 @@ from fxpipe.rewriting.relay_routes import RelayRoutes
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors, different_programs
 from fxpipe.runtime.engine import (
     Engine,
-    copied_target,
     gathered_results,
-    loss_of_all,
-    losses_of_mini_batch,
-    targets_on_device,
+    losses_of,
     write_back_results,
 )
 from fxpipe.runtime.executors import InlineExecutor
 from fxpipe.runtime.loss_stage import LossStage
-from fxpipe.runtime.losses import MicroBatchLosses
-from fxpipe.runtime.step_inputs import StepInputs, shares_of, takes_all
+from fxpipe.runtime.losses import LossCall, MicroBatchLosses
+from fxpipe.runtime.step_inputs import GivenInputs, StepInputs
 from fxpipe.runtime.step_record import StepRecord
 from fxpipe.scheduling import Schedule
 from fxpipe.utils.pytree import map_tensor_leaves
@@ -67,28 +64,13 @@ def pairs_of_ranks(routes: RelayRoutes, transfers: TensorTransfers | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class RankInputs:
-    """The inputs of a step, the same on all ranks, except for the leaves on the rank of the first stage."""
+class RankInputs(GivenInputs):
+    """The inputs of a step, the same on all ranks, except for leaves and targets, which are where they are needed."""
 
-    graphs: tuple[RankGraph, ...]  # by micro-batch, like `samples`
-    samples: tuple[int, ...]
-    leaves: Sequence[Any]  # with `is_handed_over` one sequence per micro-batch
-    sizes: tuple[Any, ...]  # sizes of the leaves, on all ranks
-    seed: int
+    graphs: tuple[RankGraph, ...] = ()  # by micro-batch
+    sizes: tuple[Any, ...] = ()  # sizes of the leaves, on all ranks
+    seed: int = 0
     known: Mapping[int, Any] = field(default_factory=dict)  # pieces of the mini-batch, by index
-    is_handed_over: bool = False  # True if the caller passes micro-batches
-
-    def takes_all(self, reduction: str) -> bool:
-        """Returns whether the backward of a step needs the outputs of all micro-batches."""
-        return takes_all(self.bounds[0], len(self.samples), reduction) and not self.is_handed_over
-
-    @property
-    def batch(self) -> int:
-        return sum(self.samples)
-
-    @property
-    def bounds(self) -> tuple[BoundProgram, ...]:
-        return tuple(graph.bound for graph in self.graphs)
 
     @property
     def programs(self) -> list[Program]:
@@ -98,18 +80,6 @@ class RankInputs:
     @property
     def constants(self) -> dict[str, torch.Tensor]:
         return {name: tensor for graph in self.graphs for name, tensor in graph.bound.constants.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingCall:
-    """The arguments of `forward_backward`, except its inputs."""
-
-    loss_fn: Callable[..., Any]
-    target: Any  # () or (target,); a list of them if the caller passes micro-batches
-    reduction: str
-    scaler: torch.amp.GradScaler | None  # this rank's
-    with_outputs: bool
-    to_all: bool  # True if all ranks get the outputs
 
 
 class RankEngine(Engine):
@@ -188,13 +158,10 @@ class RankEngine(Engine):
         return step
 
     def own_inputs(self, inputs: RankInputs) -> StepInputs:
-        bounds, shares, leaves = inputs.bounds, shares_of(inputs.samples), inputs.leaves
-        if not inputs.graphs[0].routes.is_here(0, self.group.rank):
-            parts = tuple(leaves) if inputs.is_handed_over else (leaves,) * len(bounds)
-            return StepInputs(bounds, parts, tuple(shares), (), ())
-        if inputs.is_handed_over:
-            return StepInputs.of_micro_batches(bounds, leaves, shares)
-        return StepInputs.of_mini_batch(bounds[0], leaves, shares)
+        if inputs.graphs[0].routes.is_here(0, self.group.rank):
+            return StepInputs.of(inputs)
+        parts = tuple(inputs.leaves) if inputs.is_handed_over else (inputs.leaves,) * len(inputs.bounds)
+        return StepInputs(inputs.bounds, parts, tuple(inputs.shares), (), ())
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
@@ -226,9 +193,12 @@ class RankEngine(Engine):
     # -- training ----------------------------------------------------------------------------------------------------
 
     def train_ranks(
-        self, graph: RankGraph, inputs: RankInputs, schedule: Schedule, call: TrainingCall
+        self, graph: RankGraph, inputs: RankInputs, schedule: Schedule, call: LossCall, to_all: bool
     ) -> tuple[torch.Tensor, Any]:
-        """Runs a step and adds its gradients to `.grad` on this rank; returns the loss, and outputs or None."""
+        """Runs a step and adds its gradients to `.grad` on this rank; returns the loss, and outputs or None.
+
+        `to_all`: all ranks get the outputs.
+        """
         bound, m = graph.bound, schedule.micro_batches
         last = graph.routes.rank(len(bound.devices))
         is_last = self.group.rank == last
@@ -241,7 +211,7 @@ class RankEngine(Engine):
                 "replica"
             )
         if is_last and not inputs.is_handed_over and not is_whole:
-            kind = self.loss_histories.of(call.loss_fn, call.reduction, call.target, bound, (inputs.batch, m))
+            kind = self.history_of(inputs, call)
         mailbox = self._mailbox(graph)
         exchange = self._tensor_exchange(graph, mailbox, tensors)
         exchange.borrow(graph.transfers)
@@ -255,7 +225,7 @@ class RankEngine(Engine):
             step = self._run_row(
                 graph, inputs, schedule, mailbox, part.seed, gradients.open_sum(),
                 losses=losses,
-                keep_outputs=is_last and (is_verified or call.with_outputs),
+                keep_outputs=is_last and (is_verified or call.return_outputs),
                 look_at_elements=(kind is None or kind.look_at_elements) and looks_at_elements,
                 first_micro_batch=part.first,
             )  # fmt: skip
@@ -264,9 +234,9 @@ class RankEngine(Engine):
                 self.refuse_strange_leaves(step.loss)
                 report.loss = loss_of_replica(step.loss.losses)
             if step.loss is not None and kind is not None:
-                outputs = self._close_loss(step, step.loss, kind, report, is_verified, call.with_outputs)
+                outputs = self._close_loss(step, step.loss, kind, report, is_verified, call.return_outputs)
                 self._note_step(step, schedule)
-            elif step.loss is not None and is_whole and call.with_outputs:
+            elif step.loss is not None and is_whole and call.return_outputs:
                 outputs = step.loss.gather_outputs()
             if step.loss is None or self.replicas.count > 1:
                 report.weights_of_elements = dict(step.loss_weighting.gradients)
@@ -290,9 +260,9 @@ class RankEngine(Engine):
         others = exchange.sum_gradients(graph.transfers, step)
         more = self._from_last(graph, inputs, self._other_results(step, inputs))
         output = None
-        if step.loss is not None and call.with_outputs:
+        if step.loss is not None and call.return_outputs:
             output = step.loss.outputs_of_micro_batches() if inputs.is_handed_over else step.loss.tree(outputs)
-        if call.with_outputs and call.to_all:
+        if call.return_outputs and to_all:
             output = self._on_all(output, last)
         mailbox.settle()
         gradients.commit(step, reports, others, divisor)
@@ -305,7 +275,7 @@ class RankEngine(Engine):
         self,
         graph: RankGraph,
         inputs: RankInputs,
-        call: TrainingCall,
+        call: LossCall,
         gradients: RankGradients,
         is_last: bool,
     ) -> ReplicaPart:
@@ -355,23 +325,10 @@ class RankEngine(Engine):
         if self.replicas.count > 1 and part.changes_buffers:
             share_buffers(self.group, tensors, self.changed_here(graph, inputs))
 
-    def losses_of(
-        self, inputs: RankInputs, part: ReplicaPart, call: TrainingCall, is_verified: bool
-    ) -> MicroBatchLosses:
+    def losses_of(self, inputs: RankInputs, part: ReplicaPart, call: LossCall, is_verified: bool) -> MicroBatchLosses:
         """Returns the losses of this replica's micro-batches, on the rank of the last stage."""
-        device, target, samples = self.group.device, call.target, inputs.samples
-        if inputs.takes_all(call.reduction):
-            return loss_of_all(call.loss_fn, target, device, call.scaler)
-        whole = copied_target(target, device) if is_verified else None
-        rest = call.loss_fn, call.reduction
-        if inputs.is_handed_over:
-            targets = targets_on_device(target, device)
-            losses = MicroBatchLosses(*rest, shares_of(samples), targets, call.scaler, is_handed_over=True)
-        else:
-            known = map_tensor_leaves(lambda t: t.to(device), dict(part.known or {}))
-            losses = losses_of_mini_batch(
-                inputs.bounds[0], inputs.leaves, inputs.batch, len(samples), *rest, target, call.scaler, whole, known
-            )
+        known = map_tensor_leaves(lambda t: t.to(self.group.device), dict(part.known or {}))
+        losses = losses_of(inputs, call, is_verified, known)
         losses.portion, losses.unit = part.portion, self.replicas.unit(part)
         return losses
 
@@ -382,14 +339,9 @@ class RankEngine(Engine):
         losses = stage.losses
         report.wrong = step.loss_weighting.difference(losses.share)
         report.shares = [losses.share(i) * losses.scale for i in range(step.micro_batches)]
-        outputs, is_verified = self.gathered_outputs(stage, is_verified, is_asked)
         if self.replicas.count > 1 and stage.tree.is_weighed:
             is_verified = False  # the micro-batches of all replicas add up to the loss, which is not verified here
-        report.is_verified = is_verified
-        if is_verified:
-            start = time.perf_counter()
-            kind.can_verify = stage.verify(outputs)
-            step.log.verifications.append(time.perf_counter() - start)
+        outputs, report.is_verified = self.verified_outputs(step, kind, is_verified, is_asked)
         report.can_verify = kind.can_verify
         if report.wrong:
             means_only = kind.can_verify is False

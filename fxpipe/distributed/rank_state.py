@@ -20,13 +20,13 @@ from fxpipe._torch.module_internals import all_modules
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.distributed.agreement import check_agreement, graph_fields
 from fxpipe.distributed.held_tensors import HeldTensors
-from fxpipe.distributed.rank_engine import RankEngine, RankGraph, RankInputs, TrainingCall
+from fxpipe.distributed.rank_engine import RankEngine, RankGraph, RankInputs
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.errors import ArgumentError, StateError
 from fxpipe.pipe.graph_cache import MAX_GRAPHS, CachedGraph
 from fxpipe.pipe.graph_finder import count_elements, peek_seed
 from fxpipe.pipe.model_calls import ModelCall
-from fxpipe.pipe.pipeline_state import PipelineState, StepCall
+from fxpipe.pipe.pipeline_state import PipelineState
 from fxpipe.planning.options.pipeline_options import Settings
 from fxpipe.planning.options.stage_placement import DROP_IN_SCHEDULE
 from fxpipe.planning.passes import PreparedGraph
@@ -34,6 +34,7 @@ from fxpipe.planning.plans import Plan
 from fxpipe.rewriting.relay_routes import relay_routes
 from fxpipe.runtime import BoundProgram, InlineExecutor
 from fxpipe.runtime.bound_program import ModelTensors, different_programs
+from fxpipe.runtime.losses import LossCall
 from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.runtime.step_inputs import GivenInputs
 from fxpipe.tracing.fake_tensors import names_without_values
@@ -188,19 +189,25 @@ class RankState(PipelineState):
         is_needed = not isinstance(micro_batches, (tuple, list)) or bool(micro_batches)
         return super().read_micro_batches(micro_batches) if is_needed else None
 
-    def train(self, call: StepCall, optimizer: StagewiseOptimizer | None) -> tuple[torch.Tensor, Any, bool]:
+    def train(
+        self,
+        calls: Sequence[ModelCall] | None,
+        is_handed_over: bool,
+        call: LossCall,
+        optimizer: StagewiseOptimizer | None,
+    ) -> tuple[torch.Tensor, Any, bool]:
         if optimizer is not None and not self.engine.replicas.is_synced:
             raise ArgumentError(
                 "optimizer= within no_sync(): replicas would each be updated with gradients of their own; give it "
                 "to the last call, outside"
             )
         name = BATCH_TRAINING if call.reduction == "batch" else TRAINING
-        graph, inputs = self.agree(name, call.calls, call.is_handed_over)
-        targets = self.targets_of(call.calls, inputs) if call.is_handed_over else (call.calls or [])[0].target
-        order, to_all = DROP_IN_SCHEDULE if inputs.takes_all(call.reduction) else None, self.outputs == "all"
+        graph, inputs = self.agree(name, calls, is_handed_over)
+        targets = self.targets_of(calls, inputs) if is_handed_over else (calls or [])[0].target
+        order = DROP_IN_SCHEDULE if inputs.takes_all(call.reduction) else None
         schedule = self.schedule_for(len(inputs.samples), order)
-        arguments = TrainingCall(call.loss_fn, targets, call.reduction, call.scaler, call.return_outputs, to_all)
-        return (*self.engine.train_ranks(graph, inputs, schedule, arguments), False)
+        inputs = replace(inputs, targets=targets)
+        return (*self.engine.train_ranks(graph, inputs, schedule, call, to_all=self.outputs == "all"), False)
 
     def agree(
         self, call: str, calls: Sequence[ModelCall] | None, is_handed_over: bool = False, seed: int | None = None
@@ -232,11 +239,11 @@ class RankState(PipelineState):
             draw_seed()  # advance the generators of all ranks as in one process
         return self._union(inputs.graphs), inputs
 
-    def targets_of(self, calls: Sequence[ModelCall] | None, inputs: RankInputs) -> list[tuple[Any, ...]]:
+    def targets_of(self, calls: Sequence[ModelCall] | None, inputs: RankInputs) -> tuple[Any, ...]:
         """Returns the targets of the micro-batches passed by the caller, on the rank of the last stage."""
         if self.group.rank != self.last:
-            return []
-        targets = [one.target for one in self._required(calls)]
+            return ()
+        targets = tuple(one.target for one in self._required(calls))
         if len(targets) != len(inputs.graphs):
             raise ArgumentError(
                 f"rank {self.group.rank} has the last stage and was given {len(targets)} micro_batches, and rank "
@@ -253,7 +260,8 @@ class RankState(PipelineState):
         known = {} if job.known is None else map_tensor_leaves(lambda t: t.to(self.group.device), job.known)
         graphs = tuple(self._numbered[number][1] for number in job.numbers)
         own = leaves if job.is_handed_over else leaves[0]
-        return RankInputs(graphs, job.samples, own, job.sizes, job.seed, known, job.is_handed_over)
+        bounds = tuple(graph.bound for graph in graphs)
+        return RankInputs(bounds, own, job.samples, (), job.is_handed_over, graphs, job.sizes, job.seed, known)
 
     def _required(self, calls: Sequence[ModelCall] | None) -> Sequence[ModelCall]:
         """Returns the calls that this rank needs. Raises `ArgumentError` if the caller has passed none."""
@@ -380,7 +388,8 @@ class RankState(PipelineState):
         sizes, (graph, *_) = samples_per_micro_batch(inputs.batch, micro_batches), inputs.graphs
         prepared, _ = self._numbered[graph.number]
         prepared.traced.refuse_uneven_outputs(inputs.batch, sizes)
-        return replace(inputs, graphs=(graph,) * micro_batches, samples=tuple(sizes))
+        graphs, bounds = (graph,) * micro_batches, (graph.bound,) * micro_batches
+        return replace(inputs, graphs=graphs, bounds=bounds, samples=tuple(sizes))
 
     def check_stream_graph(self, graph: RankGraph, held: Collection[int]) -> None:
         """Raises `StateError` if a graph cannot run in a stream. `held`: ids of trained parameters."""

@@ -19,19 +19,17 @@ when the previous packet has arrived, and expects the same layout: so both ends 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from fxpipe.distributed.device_sums import WAITED_FOR
 from fxpipe.distributed.gradient_reduction import StageParameter
 from fxpipe.distributed.held_tensors import share_buffers
 from fxpipe.distributed.packet_link import JOB_TAG, PacketLink, PacketOrder, cut_of, tag_of
 from fxpipe.distributed.packets import Layout, Mailbox, PacketValue
-from fxpipe.distributed.rank_engine import RankEngine, RankGraph, RankInputs, TrainingCall, pairs_of_ranks
+from fxpipe.distributed.rank_engine import RankEngine, RankGraph, RankInputs, pairs_of_ranks
 from fxpipe.distributed.rank_gradients import RankGradients, parameters_of_loss
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_step import RankExchange
@@ -52,12 +50,11 @@ from fxpipe.runtime.bound_program import ModelTensors
 from fxpipe.runtime.caller_context import CallerContext
 from fxpipe.runtime.exchange import Exchange
 from fxpipe.runtime.loss_verification import LossHistory
-from fxpipe.runtime.losses import LOSS_REMEDIES, MODEL_LOSS_REMEDIES
-from fxpipe.runtime.stage_updates import OverlappedUpdates, StagewiseOptimizer
+from fxpipe.runtime.losses import LOSS_REMEDIES, MODEL_LOSS_REMEDIES, MicroBatchLosses
+from fxpipe.runtime.stage_updates import OverlappedUpdates
 from fxpipe.runtime.step import Step
-from fxpipe.runtime.step_inputs import StepInputs
-from fxpipe.runtime.stream import MiniBatch, StageWeights, Stream, StreamLoss, StreamRun, StreamStep
-from fxpipe.runtime.transport import on_all_streams
+from fxpipe.runtime.step_inputs import GivenInputs, StepInputs
+from fxpipe.runtime.stream import MiniBatch, StageWeights, Stream, StreamRun, StreamStep
 from fxpipe.scheduling.actions import Action, ActionKind, Rows
 from fxpipe.scheduling.streams import StreamSchedule
 from fxpipe.utils.pytree import map_tensor_leaves
@@ -79,11 +76,7 @@ class RankStreamStep(StreamStep):
 
     def __init__(
         self,
-        inputs: StepInputs,
-        model: nn.Module,
-        seed: int,
-        recomputed: frozenset[Action],
-        ambient: CallerContext,
+        *arguments: Any,
         routes: RelayRoutes,
         group: RankGroup,
         part: ReplicaPart,
@@ -95,7 +88,7 @@ class RankStreamStep(StreamStep):
         self.part, self.first_micro_batch = part, part.first
         self._first_changes_buffers = first_changes_buffers
         self.report: LossReport | None = None  # None until it arrives
-        super().__init__(inputs, model, seed, recomputed, ambient, **more)
+        super().__init__(*arguments, **more)
 
     def _open_exchange(self, inputs: StepInputs) -> Exchange:
         routes = [self._routes] * len(inputs.bounds)
@@ -234,16 +227,7 @@ class RankStream(Stream):
     engine: RankEngine
 
     def __init__(
-        self,
-        name: str,
-        engine: RankEngine,
-        context: CallerContext,
-        order: StreamSchedule,
-        stage_devices: Sequence[Sequence[torch.device]],
-        optimizer: StagewiseOptimizer,
-        parameters: Mapping[int, Sequence[torch.Tensor]],
-        loss: StreamLoss,
-        routes: RelayRoutes,
+        self, engine: RankEngine, context: CallerContext, order: StreamSchedule, *more: Any, routes: RelayRoutes
     ):
         (self._stage,) = [j for j in range(order.stages) if routes.is_here(j, engine.group.rank)]
         self.packets = StreamLink(engine.group, routes, self._stage, order)
@@ -253,7 +237,8 @@ class RankStream(Stream):
         self._summed: Mapping[StageParameter, torch.Tensor] = {}
         self._digest = ""
         self._changes_buffers = self._first_changes_buffers = False  # forward, here and on replica 0
-        super().__init__(name, engine, context, order, stage_devices, optimizer, parameters, loss, seed=0)
+        self._part = ReplicaPart(0, 0, 0)  # of the mini-batch that is admitted
+        super().__init__(engine, context, order, *more)
         self.stages = (self._stage,)
 
     def _make_run(
@@ -303,39 +288,36 @@ class RankStream(Stream):
         """Returns this replica's part in a mini-batch; None if any replica has no mini-batch."""
         return self._replicas.begin_in_stream(start, graph.bound.combinations)
 
-    def admit_part(self, graph: RankGraph, inputs: RankInputs, target: tuple[Any, ...], part: ReplicaPart) -> None:
-        """Queues this rank's part of a mini-batch. `target`: on the rank of the last stage."""
-        bound = graph.bound
-        t, count = self._order.admitted, len(inputs.samples)
-        history, losses, is_verified = LossHistory(is_cheap=True), None, False
+    def admit_part(self, inputs: RankInputs, part: ReplicaPart) -> None:
+        """Queues this rank's part of a mini-batch. Its target is needed on the rank of the last stage."""
+        self._part = part
+        self.admit(inputs)
+
+    def _history_of(self, given_inputs: GivenInputs) -> LossHistory:
         if self.packets.is_last:
-            sizes = inputs.batch, count
-            history = self.engine.loss_histories.of(self.loss.function, self.loss.reduction, target, bound, sizes)
-            is_verified = history.is_due and count > 1
-        looks_at_elements = part.micro_batches > 1 and (history.look_at_elements or not self.packets.is_last)
-        self._run.state = bound.state
-        with on_all_streams(self._run.transport, bound.devices, bound.devices[-1]):
-            if self.packets.is_last:
-                call = TrainingCall(self.loss.function, target, self.loss.reduction, None, False, False)
-                losses = self.engine.losses_of(inputs, part, call, is_verified)
-            step = RankStreamStep(
-                self.engine.own_inputs(inputs),
-                self.engine.model,
-                part.seed,
-                self._order.recomputed(count),
-                self._context,
-                graph.routes,
-                self.engine.group,
-                part,
-                self._first_changes_buffers,
-                losses=losses,
-                keep_outputs=is_verified,
-                look_at_elements=looks_at_elements,
-                known_tensors=self._tensors_of(bound),
-            )
-        self._run.add(t, MiniBatch(step, bound, self._updates_now(), history, is_verified, {*self.stages}))
-        step.log.begun.append(time.perf_counter())
-        self._queue(self._order.admit(count))
+            return super()._history_of(given_inputs)
+        return LossHistory(is_cheap=True, passes=1)  # looks at elements, and does not verify
+
+    def _losses_of(self, given_inputs: GivenInputs, is_verified: bool) -> MicroBatchLosses | None:
+        assert isinstance(given_inputs, RankInputs)
+        if not self.packets.is_last:
+            return None
+        return self.engine.losses_of(given_inputs, self._part, self.loss, is_verified)
+
+    def _open(self, given_inputs: GivenInputs, history: LossHistory, **more: Any) -> StreamStep:
+        assert isinstance(given_inputs, RankInputs)
+        part, routes, changes = self._part, given_inputs.graphs[0].routes, self._first_changes_buffers
+        return RankStreamStep(
+            self.engine.own_inputs(given_inputs),
+            self.engine.model,
+            part.seed,
+            look_at_elements=history.look_at_elements and part.micro_batches > 1,
+            routes=routes,
+            group=self.engine.group,
+            part=part,
+            first_changes_buffers=changes,
+            **more,
+        )
 
     def _queue(self, rows: Rows) -> None:
         """Queues rows, and runs the rows queued before."""

@@ -11,8 +11,9 @@ replicas drop the mini-batches they have read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,10 +26,8 @@ from fxpipe.distributed.replicas import ReplicaPart
 from fxpipe.errors import ArgumentError, DistributedError
 from fxpipe.pipe.graph_finder import peek_seed
 from fxpipe.pipe.model_calls import ModelCall, parse_call
-from fxpipe.pipe.train_stream import READ_AHEAD, StreamLoop, TrainStream, check_can_stream_now
+from fxpipe.pipe.train_stream import StreamLoop, TrainStream, check_can_stream_now
 from fxpipe.runtime.caller_context import CallerContext
-from fxpipe.runtime.stage_updates import StagewiseOptimizer
-from fxpipe.scheduling.streams import WeightPolicy
 from fxpipe.utils.random_generators import draw_seed, mix_seed
 
 
@@ -62,17 +61,8 @@ class RankStreamLoop(StreamLoop):
     _inside: RankState
     stream: RankStream | None
 
-    def __init__(
-        self,
-        inside: RankState,
-        batches: Iterable[Any],
-        loss_fn: Callable[..., Any],
-        optimizer: StagewiseOptimizer,
-        reduction: str,
-        policy: WeightPolicy,
-        is_loss_given: bool,
-    ):
-        super().__init__(inside, batches, loss_fn, optimizer, reduction, policy, is_loss_given)
+    def __init__(self, inside: RankState, batches: Iterable[Any], *arguments: Any):
+        super().__init__(inside, batches, *arguments)
         rank = inside.group.rank
         self._is_leader, self._is_last = rank == inside.leader, rank == inside.last
         # `batches=()` on the last rank means that there are no targets.
@@ -121,8 +111,7 @@ class RankStreamLoop(StreamLoop):
 
     def _next_loss(self, context: CallerContext) -> torch.Tensor | None:
         self._inside.check_open()
-        most = len(self._inside.settings.placement) + READ_AHEAD
-        while not self._is_over and (self.stream is None or self.stream.in_flight < most):
+        while not self._is_over and (self.stream is None or self.stream.in_flight < self._most):
             check_can_stream_now()
             if self._graph is None:
                 self._begin_segment(context)
@@ -145,7 +134,7 @@ class RankStreamLoop(StreamLoop):
             draw_seed()  # advance the generators of all ranks as in one process
         inside.check_stream_graph(graph, {id(p) for p in self._optimizer.parameters()})
         if self.stream is None:
-            self.stream = self._begin_on_rank(context, graph)
+            self.stream = self._begin(RankStream, context, routes=graph.routes)
         self._graph = graph
         self._admit(graph, inputs, self.stream.begin_segment(graph, inputs))
 
@@ -177,22 +166,8 @@ class RankStreamLoop(StreamLoop):
         if self._is_last:
             self._check_call(ModelCall((), {}, target))
         self._call = None
-        self.stream.admit_part(graph, inputs, target, part)
+        self.stream.admit_part(replace(inputs, targets=target), part)
         self._read += 1
-
-    def _begin_on_rank(self, context: CallerContext, graph: RankGraph) -> RankStream:
-        inside = self._inside
-        return RankStream(
-            str(inside.settings.schedule),
-            inside.engine,
-            context,
-            self._order(),
-            inside.settings.stage_devices,
-            self._optimizer,
-            inside.parameters_by_stage(self._optimizer),
-            self._loss,
-            graph.routes,
-        )
 
     # -- mini-batches --------------------------------------------------------------------------------------------------
 

@@ -141,7 +141,7 @@ class GraphFinder(ABC):
                 }
                 refuse_unwritable_inputs(prepared.traced, one.leaves, in_one=True, others=others)
                 samples.append(samples_of(prepared.traced, one.leaves) if counts_samples else 1)
-        bounds, targets = tuple(bound for _, bound in graphs), [one.call.target for one in inputs]
+        bounds, targets = tuple(bound for _, bound in graphs), tuple(one.call.target for one in inputs)
         return GivenInputs(bounds, [one.leaves for one in inputs], tuple(samples), targets, is_handed_over=True)
 
     def _known(self, inputs: GraphInputs, is_part: bool, first: CachedGraph | None = None) -> CachedGraph | None:

@@ -17,7 +17,7 @@ from fxpipe._torch.module_internals import STORE_NAMES
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
 from fxpipe.pipe.model_calls import ModelCall
 from fxpipe.pipe.pipeline_class import NOT_COMPILED, SLOTS, class_of_model, pipeline_class, replaced_forward, set_up
-from fxpipe.pipe.pipeline_state import PipelineState, StepCall
+from fxpipe.pipe.pipeline_state import PipelineState
 from fxpipe.pipe.train_stream import StreamLoop, TrainStream, parse_batches, stream_policy
 from fxpipe.planning.options.parse import parse_compile, parse_switch
 from fxpipe.planning.options.pipeline_options import OPTION_DEFAULTS, Settings
@@ -25,7 +25,14 @@ from fxpipe.planning.options.stage_placement import DROP_IN_SCHEDULE
 from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.node_groups import node_groups_of
 from fxpipe.runtime import Executor, StepRecord, executor_for
-from fxpipe.runtime.losses import check_loss_function, check_reduction, check_scaler, refuse_inputs_by_name
+from fxpipe.runtime.losses import (
+    LossCall,
+    check_loss_function,
+    check_reduction,
+    check_scaler,
+    model_loss,
+    refuse_inputs_by_name,
+)
 from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.scheduling.streams import WeightPolicy
 from fxpipe.tracing.record.module_hooks import run_with_user_hooks, user_hooks_of
@@ -317,8 +324,8 @@ class Pipeline(nn.Module):
             check_can_train(self._fxpipe_model)
             check_optimizer(optimizer, self, grad_scaler)
             with inside.running(), _asking_for_target(may_lack_target):
-                call = StepCall(calls, is_handed_over, loss_fn or model_loss, reduction, grad_scaler, return_outputs)
-                loss, outputs, has_stepped = inside.train(call, optimizer)
+                call = LossCall(loss_fn or model_loss, reduction, grad_scaler, return_outputs)
+                loss, outputs, has_stepped = inside.train(calls, is_handed_over, call, optimizer)
         if optimizer is not None and has_stepped:
             optimizer.count_step()
         elif optimizer is not None:
@@ -408,19 +415,13 @@ class Pipeline(nn.Module):
             policy = stream_policy(inside.settings.schedule, vertical_sync)
             self._check_stream_arguments(optimizer, loss_fn, grad_scaler)
             inside.check_open()
-            function, is_given = loss_fn or model_loss, loss_fn is not None
-            return self._open_stream(parse_batches(batches), function, optimizer, reduction, policy, is_given)
+            call = LossCall(loss_fn or model_loss, reduction)
+            return self._open_stream(parse_batches(batches), call, optimizer, policy)
 
     def _open_stream(
-        self,
-        batches: Iterable[Any],
-        loss_fn: Callable[..., Any],
-        optimizer: StagewiseOptimizer,
-        reduction: str,
-        policy: WeightPolicy,
-        is_loss_given: bool,
+        self, batches: Iterable[Any], call: LossCall, optimizer: StagewiseOptimizer, policy: WeightPolicy
     ) -> TrainStream:
-        return TrainStream(StreamLoop(self._fxpipe, batches, loss_fn, optimizer, reduction, policy, is_loss_given))
+        return TrainStream(StreamLoop(self._fxpipe, batches, call, optimizer, policy))
 
     def _check_stream_arguments(self, optimizer: Any, loss_fn: Any, grad_scaler: Any) -> None:
         check_scaler(grad_scaler)
@@ -634,11 +635,6 @@ def _asking_for_target(may_lack_target: bool) -> Iterator[None]:
                 "alone; did you mean pipe.forward_backward(x, target=y, loss_fn=...)?"
             )
         raise
-
-
-def model_loss(output: Any) -> Any:
-    """Returns the model's output: the loss, if there is no loss_fn."""
-    return output
 
 
 def check_optimizer(optimizer: Any, pipe: Pipeline, grad_scaler: torch.amp.GradScaler | None) -> None:

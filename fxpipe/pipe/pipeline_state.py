@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +35,7 @@ from fxpipe.planning.plans import Plan
 from fxpipe.planning.plans.simulate_plan import simulate
 from fxpipe.runtime import BoundProgram, Engine, Executor, StepRecord, executor_for
 from fxpipe.runtime.bound_program import ModelTensors
+from fxpipe.runtime.losses import LossCall
 from fxpipe.runtime.stage_updates import OverlappedUpdates, StagewiseOptimizer, noting_updates
 from fxpipe.scheduling import Schedule, make_schedule
 from fxpipe.tracing.fake_tensors import names_without_values
@@ -51,18 +52,6 @@ from fxpipe.utils.pytree import flatten
 from fxpipe.utils.units import human_bytes
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class StepCall:
-    """The arguments of `forward_backward`."""
-
-    calls: list[ModelCall] | None  # a mini-batch, or micro-batches; None if this process does not need them
-    is_handed_over: bool  # `calls` are micro-batches
-    loss_fn: Callable[..., Any]
-    reduction: str
-    scaler: torch.amp.GradScaler | None  # the scaler in this process
-    return_outputs: bool
 
 
 class PipelineState(GraphFinder):
@@ -267,23 +256,31 @@ class PipelineState(GraphFinder):
         """Parses the argument `micro_batches`; None if this process does not need them."""
         return parse_micro_batches(micro_batches)
 
-    def train(self, call: StepCall, optimizer: StagewiseOptimizer | None) -> tuple[torch.Tensor, Any, bool]:
+    def train(
+        self,
+        calls: Sequence[ModelCall] | None,
+        is_handed_over: bool,
+        call: LossCall,
+        optimizer: StagewiseOptimizer | None,
+    ) -> tuple[torch.Tensor, Any, bool]:
         """Runs a step of `forward_backward`.
+
+        Args:
+            calls: a mini-batch, or micro-batches; None if this process does not need them.
+            is_handed_over: `calls` are micro-batches.
 
         Returns:
             The loss, the outputs or None, and whether the optimizer has updated the stages within the step.
         """
-        assert call.calls is not None
-        given_inputs = self.find(call.calls, call.is_handed_over)
+        assert calls is not None
+        given_inputs = self.find(calls, is_handed_over)
         takes_all, count = given_inputs.takes_all(call.reduction), len(given_inputs.samples)
         if takes_all:
             self.warn_of_drop_in_memory(count, given_inputs.batch, is_call=False)
         schedule = self.schedule_for(count, DROP_IN_SCHEDULE if takes_all else None)
         updates = self.overlapped_updates(optimizer)
         with noting_updates(updates):
-            loss, outputs = self.engine.forward_backward(
-                given_inputs, schedule, call.loss_fn, call.reduction, call.scaler, call.return_outputs, updates
-            )
+            loss, outputs = self.engine.forward_backward(given_inputs, schedule, call, updates)
         return loss, outputs, updates is not None and bool(updates.begun)
 
     # -- updates of the weights --------------------------------------------------------------------------------------

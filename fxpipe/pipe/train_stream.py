@@ -7,7 +7,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,16 +18,18 @@ from fxpipe.pipe.pipeline_state import PipelineState
 from fxpipe.runtime.bound_program import BoundProgram
 from fxpipe.runtime.caller_context import CallerContext
 from fxpipe.runtime.executors import close_all_executors
-from fxpipe.runtime.losses import check_loss_function
+from fxpipe.runtime.losses import LossCall, check_loss_function
 from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.runtime.step_inputs import GivenInputs
-from fxpipe.runtime.stream import Stream, StreamLoss
+from fxpipe.runtime.stream import Stream
 from fxpipe.scheduling.streams import STREAM_POLICIES, StreamSchedule, WeightPolicy
 from fxpipe.utils.random_generators import draw_seed
 from fxpipe.utils.units import with_article
 
 READ_AHEAD = 2  # additional mini-batches, so that the first stage need not wait for the reader of losses
 
+
+S = TypeVar("S", bound=Stream)
 
 _streams: weakref.WeakSet[TrainStream] = weakref.WeakSet()
 
@@ -119,16 +121,13 @@ class StreamLoop:
         self,
         inside: PipelineState,
         batches: Iterable[Any],
-        loss_fn: Callable[..., Any],
+        loss: LossCall,
         optimizer: StagewiseOptimizer,
-        reduction: str,
         policy: WeightPolicy,
-        is_loss_given: bool,
     ):
-        self._inside, self._optimizer, self._policy = inside, optimizer, policy
+        self._inside, self._loss, self._optimizer, self._policy = inside, loss, optimizer, policy
         self._batches = MiniBatches(batches, lambda: 0 if self.stream is None else min(self.stream.applied))
         self.engine = inside.engine
-        self._loss, self._is_loss_given = StreamLoss(loss_fn, reduction), is_loss_given
         self.stream: Stream | None = None
         self._bound: BoundProgram | None = None  # the running program
         self._has_target: bool | None = None  # mini-batches have targets
@@ -200,7 +199,7 @@ class StreamLoop:
                 self._drain()
                 return error
             if self.stream is None:
-                self.stream = self._begin(context)
+                self.stream = self._begin(Stream, context, self._seed)
             self.stream.admit(given_inputs)
             self._read += 1
         return None
@@ -210,29 +209,16 @@ class StreamLoop:
         if self.stream is not None:
             self.stream.drain()
 
-    def _begin(self, context: CallerContext) -> Stream:
-        inside = self._inside
-        settings, order = inside.settings, self._order()  # after planning
-        self._most = order.mini_batches_to_end + READ_AHEAD
-        parameters = inside.parameters_by_stage(self._optimizer)
-        name = str(settings.schedule)
-        return Stream(
-            name,
-            inside.engine,
-            context,
-            order,
-            settings.stage_devices,
-            self._optimizer,
-            parameters,
-            self._loss,
-            self._seed,
-        )
-
-    def _order(self) -> StreamSchedule:
-        settings = self._inside.settings
+    def _begin(self, kind: Callable[..., S], context: CallerContext, seed: int = 0, **more: Any) -> S:
+        """Begins the stream, of this kind, after planning."""
+        settings, engine = self._inside.settings, self._inside.engine
         checkpoint, n = settings.checkpoint, len(settings.placement)
         modes = (checkpoint,) * n if isinstance(checkpoint, str) else checkpoint
-        return StreamSchedule(n, self._policy, modes, tuple(map(len, settings.stage_devices)))
+        order = StreamSchedule(n, self._policy, modes, tuple(map(len, settings.stage_devices)))
+        self._most = order.mini_batches_to_end + READ_AHEAD
+        parameters = self._inside.parameters_by_stage(self._optimizer)
+        optimizer, devices = self._optimizer, settings.stage_devices
+        return kind(engine, context, order, settings.schedule, devices, optimizer, parameters, self._loss, seed, **more)
 
     # -- the program of a mini-batch -----------------------------------------------------------------------------------
 
@@ -266,7 +252,7 @@ class StreamLoop:
         has_target = bool(call.target)
         if self._has_target is None:
             self._has_target = has_target
-            check_loss_function(self._loss.function if self._is_loss_given else None, call.target or None)
+            check_loss_function(self._loss.given_function, call.target or None)
         if has_target is not self._has_target:
             with_one, without = ("it", "those before it") if has_target else ("those before it", "it")
             raise ArgumentError(

@@ -37,11 +37,11 @@ from fxpipe.runtime.exchange import BoundaryValue, TransferNote
 from fxpipe.runtime.executors import Executor, close_all_executors
 from fxpipe.runtime.loss_stage import LossStage
 from fxpipe.runtime.loss_verification import LossHistories, LossHistory
-from fxpipe.runtime.losses import LOSS_REMEDIES, MODEL_LOSS_REMEDIES, MicroBatchLosses
+from fxpipe.runtime.losses import LOSS_REMEDIES, MODEL_LOSS_REMEDIES, LossCall, MicroBatchLosses
 from fxpipe.runtime.microbatches import gather, scatter, scatter_gradient, target_dims
 from fxpipe.runtime.stage_updates import OverlappedUpdates, UpdateStep, actions_before_updates, update_rows
 from fxpipe.runtime.step import Step
-from fxpipe.runtime.step_inputs import GivenInputs, StepInputs, shares_of
+from fxpipe.runtime.step_inputs import GivenInputs, StepInputs
 from fxpipe.runtime.step_record import DeviceRecord, StepLog, StepRecord, step_record_of
 from fxpipe.runtime.transport import Transport, leaves_on_device
 from fxpipe.scheduling import backward_part, forward_part, with_updates
@@ -49,7 +49,7 @@ from fxpipe.scheduling.actions import ActionKind, Rows, Schedule
 from fxpipe.scheduling.replicas import replica_of
 from fxpipe.scheduling.validation import check_order
 from fxpipe.utils import accelerator
-from fxpipe.utils.batch_split import rows_of_inputs, samples_per_micro_batch
+from fxpipe.utils.batch_split import rows_of_inputs
 from fxpipe.utils.locks import call_in_forked_child, stop_planning_threads
 from fxpipe.utils.pytree import flatten, map_tensor_leaves, refuse_hidden_tensors, refuse_layout
 from fxpipe.utils.random_generators import draw_seed
@@ -325,10 +325,7 @@ class Engine:
         self,
         given_inputs: GivenInputs,
         schedule: Schedule,
-        loss_fn: Callable[..., Any],
-        reduction: str = "mean",
-        scaler: torch.amp.GradScaler | None = None,
-        return_outputs: bool = False,
+        call: LossCall,
         updates: OverlappedUpdates | None = None,
     ) -> tuple[torch.Tensor, Any]:
         """Runs a step and adds its gradients to the model's parameters; returns the loss, and the outputs or None.
@@ -336,22 +333,20 @@ class Engine:
         With `updates` the stages update their weights within the step, unless the step verifies the loss.
         """
         bound, m = given_inputs.bound, schedule.micro_batches
-        takes_all = given_inputs.takes_all(reduction)
+        takes_all = given_inputs.takes_all(call.reduction)
         if not takes_all:
-            _check_scaler_device(scaler, bound)
+            _check_scaler_device(call.scaler, bound)
         history = None  # there is one loss, or the caller's micro-batches have no mini-batch to compare with
         if not given_inputs.is_handed_over and not takes_all:
-            history = self.loss_histories.of(
-                loss_fn, reduction, tuple(given_inputs.targets), bound, (given_inputs.batch, m)
-            )
+            history = self.history_of(given_inputs, call)
 
         def run(is_verified: bool, seed: int | None = None) -> Step:
             step = self._step(
                 StepInputs.of(given_inputs),
                 schedule,
                 seed,
-                losses=losses_of(given_inputs, loss_fn, reduction, scaler, is_verified),
-                keep_outputs=is_verified or return_outputs,
+                losses=losses_of(given_inputs, call, is_verified),
+                keep_outputs=is_verified or call.return_outputs,
                 look_at_elements=history is not None and history.look_at_elements and m > 1,
             )
             step.samples = given_inputs.batch
@@ -363,7 +358,7 @@ class Engine:
         assert step.loss is not None
         if history is None:
             loss = step.loss.losses.total()
-            outputs = step.loss.gather_outputs() if takes_all and return_outputs else None
+            outputs = step.loss.gather_outputs() if takes_all and call.return_outputs else None
         else:
             wrong = step.loss_weighting.difference(step.loss.losses.share)
             if wrong and updates is not None and updates.begun:
@@ -371,7 +366,7 @@ class Engine:
             if wrong and history.can_verify and not is_verified:  # nothing has changed yet: run again and verify
                 is_verified = True
                 step = run(is_verified, step.seed)
-            loss, outputs, _ = self.judged_loss(step, history, wrong, is_verified, return_outputs)
+            loss, outputs, _ = self.judged_loss(step, history, wrong, is_verified, call.return_outputs)
             if is_verified:
                 self._note_step(step, schedule)
         stage, output = step.loss, None
@@ -380,7 +375,7 @@ class Engine:
             results = [stage.other_results(i) for i in range(m)]
         else:
             results = [stage.gather_other_results()]
-        if return_outputs:
+        if call.return_outputs:
             output = stage.outputs_of_micro_batches() if outputs is None else stage.tree(outputs)
         self.add_gradients(step, updates)
         step.commit_buffers()
@@ -389,6 +384,10 @@ class Engine:
             for own, values, of_one in zip(given_inputs.bounds, results, leaves, strict=False):
                 write_back_results(ModelTensors(self.model, own.constants), of_one, own.program, values)
         return loss, output
+
+    def history_of(self, given_inputs: GivenInputs, call: LossCall) -> LossHistory:
+        sizes = given_inputs.batch, len(given_inputs.samples)
+        return self.loss_histories.of(call.function, call.reduction, given_inputs.targets, given_inputs.bound, sizes)
 
     @classmethod
     def judged_loss(
@@ -407,11 +406,7 @@ class Engine:
         stage = step.loss
         assert stage is not None
         loss = stage.losses.total()
-        outputs, is_verified = cls.gathered_outputs(stage, is_verified, is_asked)
-        if is_verified:
-            start = time.perf_counter()
-            history.can_verify = stage.verify(outputs)
-            step.log.verifications.append(time.perf_counter() - start)
+        outputs, is_verified = cls.verified_outputs(step, history, is_verified, is_asked)
         if wrong and not (is_verified and history.can_verify):
             wrong = step.loss_weighting.difference(stage.losses.share, means_only=history.can_verify is False)
             if wrong:
@@ -421,16 +416,23 @@ class Engine:
         return loss, outputs, is_verified and bool(history.can_verify)
 
     @staticmethod
-    def gathered_outputs(stage: LossStage, is_verified: bool, is_asked: bool) -> tuple[list[Any], bool]:
-        """Returns the outputs of the mini-batch, if they were kept, and whether they can verify the loss."""
+    def verified_outputs(step: Step, history: LossHistory, is_verified: bool, is_asked: bool) -> tuple[list[Any], bool]:
+        """Returns the outputs of the mini-batch, if they were kept, and whether the loss was compared with theirs."""
+        stage = step.loss
+        assert stage is not None
         if not stage.keep_outputs:
             return [], False
         try:
-            return stage.gather_outputs(), is_verified
+            outputs = stage.gather_outputs()
         except UnequalOutputsError:
             if is_asked:
                 raise
             return [], False
+        if is_verified:
+            start = time.perf_counter()
+            history.can_verify = stage.verify(outputs)
+            step.log.verifications.append(time.perf_counter() - start)
+        return outputs, is_verified
 
     def add_gradients(self, step: Step, updates: OverlappedUpdates | None = None) -> None:
         """Adds the gradients of a successful step to the gradients of the model's parameters."""
@@ -542,66 +544,29 @@ def _check_scaler_device(scaler: torch.amp.GradScaler | None, bound: BoundProgra
 
 def losses_of(
     given_inputs: GivenInputs,
-    loss_fn: Callable[..., Any],
-    reduction: str,
-    scaler: torch.amp.GradScaler | None = None,
+    call: LossCall,
     is_verified: bool = False,
-) -> MicroBatchLosses:
-    """Returns the losses of a step, not yet computed."""
-    if given_inputs.is_handed_over:
-        targets = targets_of_replicas([*given_inputs.targets], given_inputs.bound.stage_devices[-1])
-        return MicroBatchLosses(loss_fn, reduction, given_inputs.shares, targets, scaler, is_handed_over=True)
-    target = tuple(given_inputs.targets)
-    if given_inputs.takes_all(reduction):
-        return loss_of_all(loss_fn, target, given_inputs.bound.devices[-1], scaler)
-    whole = copied_target(target, given_inputs.bound.devices[-1]) if is_verified else None
-    count = len(given_inputs.samples)
-    return losses_of_mini_batch(
-        given_inputs.bound, given_inputs.leaves, given_inputs.batch, count, loss_fn, reduction, target, scaler, whole
-    )
-
-
-def loss_of_all(
-    loss_fn: Callable[..., Any],
-    target: tuple[Any, ...],
-    device: torch.device,
-    scaler: torch.amp.GradScaler | None = None,
-) -> MicroBatchLosses:
-    """Returns the loss of the outputs of all micro-batches together, not yet computed, for a target on `device`."""
-    return MicroBatchLosses(loss_fn, "sum", (1.0,), targets_on_device([target], device), scaler, takes_all=True)
-
-
-def losses_of_mini_batch(
-    bound: BoundProgram,
-    leaves: Sequence[Any],
-    batch: int,
-    count: int,
-    loss_fn: Callable[..., Any],
-    reduction: str,
-    target: tuple[Any, ...],
-    scaler: torch.amp.GradScaler | None = None,
-    whole: tuple[Any, ...] | None = None,
     known: Mapping[int, Any] | None = None,
 ) -> MicroBatchLosses:
-    """Returns the losses of a mini-batch in `count` micro-batches.
+    """Returns the losses of a step, not yet computed.
 
-    Args:
-        whole: the target of the mini-batch, if the loss is verified.
-        known: pieces of the mini-batch, by place, if this process does not have its leaves.
+    `known`: pieces of the mini-batch, by place, if this process does not have its leaves.
     """
-    shares = shares_of(samples_per_micro_batch(batch, count))
-    targets = scatter_target(target, batch, count, bound.stage_devices[-1], rows_of_inputs(bound.in_dims))
-    losses = MicroBatchLosses(loss_fn, reduction, shares, targets, scaler, whole)
+    bound, target, shares = given_inputs.bound, given_inputs.targets, given_inputs.shares
+    devices, home = bound.stage_devices[-1], bound.devices[-1]
+    if given_inputs.is_handed_over:
+        targets = targets_of_replicas([*target], devices)
+        return MicroBatchLosses(call.function, call.reduction, shares, targets, call.scaler, is_handed_over=True)
+    if given_inputs.takes_all(call.reduction):
+        targets = targets_on_device([target], home)
+        return MicroBatchLosses(call.function, "sum", (1.0,), targets, call.scaler, takes_all=True)
+    whole = None
+    if is_verified:  # copied before the step, since loss_fn may write to the target
+        whole = map_tensor_leaves(lambda t: t.detach().to(home, copy=True), target)
+    targets = scatter_target(target, given_inputs.batch, len(shares), devices, rows_of_inputs(bound.in_dims))
     if known is None:
-        known = bound.known_pieces(leaves, batch) if bound.known_pieces is not None else {}
-    losses.known = known
-    return losses
-
-
-def copied_target(target: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
-    """Copies the target before the step, since loss_fn may write to it."""
-    copied: tuple[Any, ...] = map_tensor_leaves(lambda t: t.detach().to(device, copy=True), target)
-    return copied
+        known = bound.known_pieces(given_inputs.leaves, given_inputs.batch) if bound.known_pieces is not None else {}
+    return MicroBatchLosses(call.function, call.reduction, shares, targets, call.scaler, whole, known=known)
 
 
 def write_back_results(

@@ -43,6 +43,26 @@ MODEL_LOSS_REMEDIES = (
 LARGEST_UNIT = 2.0**60
 
 
+@dataclass(frozen=True, slots=True)
+class LossCall:
+    """The loss of a step or a stream, as the caller passes it."""
+
+    function: Callable[..., Any]
+    reduction: str = "mean"
+    scaler: torch.amp.GradScaler | None = None  # in this process
+    return_outputs: bool = False
+
+    @property
+    def given_function(self) -> Callable[..., Any] | None:
+        """The caller's function; None if the model's output is the loss."""
+        return None if self.function is model_loss else self.function
+
+
+def model_loss(output: Any) -> Any:
+    """Returns the model's output: the loss, if there is no loss_fn."""
+    return output
+
+
 @dataclass(slots=True)
 class MicroBatchLosses:
     """The losses of one step, computed by the worker of the last stage."""

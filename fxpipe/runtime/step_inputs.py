@@ -26,7 +26,7 @@ class GivenInputs:
     bounds: tuple[BoundProgram, ...]  # by micro-batch
     leaves: Sequence[Any]  # flattened inputs of the mini-batch; or by micro-batch
     samples: tuple[int, ...]  # by micro-batch
-    targets: Sequence[Any]  # () or (target,) of the mini-batch; or by micro-batch
+    targets: tuple[Any, ...] = ()  # () or (target,) of the mini-batch; or by micro-batch
     is_handed_over: bool = False
 
     @classmethod
@@ -42,7 +42,8 @@ class GivenInputs:
 
     def takes_all(self, reduction: str) -> bool:
         """Returns whether the backward of a step needs the outputs of all micro-batches."""
-        return takes_all(self.bound, len(self.samples), reduction) and not self.is_handed_over
+        is_split = len(self.samples) > 1 and not self.is_handed_over
+        return is_split and (reduction == "batch" or needing_all(self.bound.combinations) is not None)
 
     @property
     def batch(self) -> int:
@@ -50,17 +51,7 @@ class GivenInputs:
 
     @property
     def shares(self) -> list[float]:
-        return shares_of(self.samples)
-
-
-def takes_all(bound: BoundProgram, micro_batches: int, reduction: str) -> bool:
-    """Returns whether the backward of the micro-batches of a mini-batch needs the outputs of all of them."""
-    return micro_batches > 1 and (reduction == "batch" or needing_all(bound.combinations) is not None)
-
-
-def shares_of(samples: Sequence[int]) -> list[float]:
-    batch = sum(samples)
-    return [size / batch for size in samples]
+        return [size / self.batch for size in self.samples]
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ from fxpipe.runtime.caller_context import CallerContext, thread_defaults
 from fxpipe.runtime.engine import Engine, StepNotes, losses_of
 from fxpipe.runtime.exchange import TransferNote
 from fxpipe.runtime.loss_verification import LossHistory
+from fxpipe.runtime.losses import LossCall, MicroBatchLosses
 from fxpipe.runtime.stage_instance import StageInstance
 from fxpipe.runtime.stage_updates import OverlappedUpdates, StagewiseOptimizer
 from fxpipe.runtime.step import OpenProgram, Step
@@ -343,36 +344,30 @@ class StreamRun(ActionPerformer):
     }
 
 
-@dataclass(frozen=True, slots=True)
-class StreamLoss:
-    function: Callable[..., Any]
-    reduction: str
-
-
 class Stream:
     """The mini-batches of one call of `train_stream`, from admission to loss."""
 
     def __init__(
         self,
-        name: str,
         engine: Engine,
         context: CallerContext,
         order: StreamSchedule,
+        schedule: object,
         stage_devices: Sequence[Sequence[torch.device]],
         optimizer: StagewiseOptimizer,
         parameters: Mapping[int, Sequence[torch.Tensor]],
-        loss: StreamLoss,
+        loss: LossCall,
         seed: int,
     ):
         """
         Args:
-            name: of the schedule.
             context: of the caller.
+            schedule: its name.
             stage_devices: by stage, the devices of its replicas.
             parameters: by stage, the parameters in the optimizer.
             seed: of the random numbers of the stages.
         """
-        self.name, self.engine, self.optimizer, self.loss, self.seed = name, engine, optimizer, loss, seed
+        self.name, self.engine, self.optimizer, self.loss, self.seed = str(schedule), engine, optimizer, loss, seed
         self._order, self._parameters, self._context = order, parameters, context
         self.stages: Sequence[int] = range(order.stages)  # stages in this process
         named = {id(p): name for name, p in engine.model.named_parameters(remove_duplicate=False)}
@@ -413,31 +408,37 @@ class Stream:
     # -- in, and out ---------------------------------------------------------------------------------------------------
 
     def admit(self, given_inputs: GivenInputs) -> None:
+        """Queues a mini-batch."""
         t, bound, count = self._order.admitted, given_inputs.bound, len(given_inputs.samples)
-        sizes = given_inputs.batch, count
-        history = self.engine.loss_histories.of(
-            self.loss.function, self.loss.reduction, tuple(given_inputs.targets), bound, sizes
-        )
+        history = self._history_of(given_inputs)
         is_verified = history.is_due and count > 1
         self._run.state = bound.state
         self._run.in_order = self._stages_in_order(bound)
         own = replace(given_inputs, bounds=(bound.with_turns_from(self._order.micro_batches),) * count)
         with on_all_streams(self._run.transport, self._run.every_device, bound.devices[-1]):
-            losses = losses_of(own, self.loss.function, self.loss.reduction, is_verified=is_verified)
-            step = StreamStep(
-                StepInputs.of(own),
-                self.engine.model,
-                self.seed_of(t),
-                self._order.recomputed(count),
-                self._context,
-                losses=losses,
+            step = self._open(
+                own,
+                history,
+                recomputed=self._order.recomputed(count),
+                ambient=self._context,
+                losses=self._losses_of(own, is_verified),
                 keep_outputs=is_verified,
-                look_at_elements=history.look_at_elements and count > 1,
                 known_tensors=self._tensors_of(bound),
             )
         self._run.add(t, MiniBatch(step, bound, self._updates_now(), history, is_verified, {*self.stages}))
         step.log.begun.append(time.perf_counter())
         self._queue(self._order.admit(count))
+
+    def _history_of(self, given_inputs: GivenInputs) -> LossHistory:
+        return self.engine.history_of(given_inputs, self.loss)
+
+    def _losses_of(self, given_inputs: GivenInputs, is_verified: bool) -> MicroBatchLosses | None:
+        return losses_of(given_inputs, self.loss, is_verified)
+
+    def _open(self, given_inputs: GivenInputs, history: LossHistory, **more: Any) -> StreamStep:
+        looks = history.look_at_elements and len(given_inputs.samples) > 1
+        seed = self.seed_of(self._order.admitted)
+        return StreamStep(StepInputs.of(given_inputs), self.engine.model, seed, look_at_elements=looks, **more)
 
     def _stages_in_order(self, bound: BoundProgram) -> frozenset[int]:
         """Returns the stages with replicas whose forward changes buffers, which the next micro-batch reads."""

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.rewriting import forbidden_cuts, split_into_stages
 from fxpipe.runtime import BoundProgram, Engine, wire_program
+from fxpipe.runtime.losses import LossCall
 from fxpipe.runtime.step_inputs import GivenInputs
 from fxpipe.scheduling import make_schedule
 from fxpipe.scheduling.actions import Rows, Schedule
@@ -190,6 +191,6 @@ class EveryCut:
             loss_of(output).backward()
         else:
             plan = self.schedule(schedule, len(devices), m, checkpoint)
-            engine.forward_backward(given, plan, loss_of)
+            engine.forward_backward(given, plan, LossCall(loss_of))
         inputs = [x.detach() for x in leaves if isinstance(x, torch.Tensor)]
         return self._result(model, args, outputs, inputs)

@@ -23,6 +23,7 @@ from fxpipe.rewriting.program import WeightGradientTape
 from fxpipe.rewriting.split_backward import split_stage_backward
 from fxpipe.rewriting.weight_gradients import ADDMM, BMM, LINEAR, MATMUL, convolution_kind, split_embedding, split_node
 from fxpipe.runtime import BoundProgram, Engine, ThreadedExecutor, wire_program
+from fxpipe.runtime.losses import LossCall
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.step_inputs import GivenInputs
 from fxpipe.scheduling import CHECKPOINTS, make_schedule
@@ -394,7 +395,7 @@ def _train(every, starts, chunks, executor, steps=3, with_w=True, checkpoint="ne
         leaves = pytree.tree_leaves((every.args, {}))
         sizes = samples_per_micro_batch(every.batch, schedule.micro_batches)
         given = GivenInputs.of_mini_batch(assembly, leaves, sizes)
-        losses.append(engine.forward_backward(given, schedule, loss_of)[0])
+        losses.append(engine.forward_backward(given, schedule, LossCall(loss_of))[0])
         optimizer.step()
         optimizer.zero_grad()
     return {f"loss {k}": loss for k, loss in enumerate(losses)} | dict(model.state_dict())
