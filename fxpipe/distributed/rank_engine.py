@@ -6,6 +6,7 @@ which the rank of the last stage has, and whether the step succeeded. So it is c
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from fxpipe.distributed.packet_link import FIRST_FREE_TAG, PacketLink, order_of_
 from fxpipe.distributed.packets import MAX_KEYS, Layout, Mailbox
 from fxpipe.distributed.rank_gradients import RankGradients
 from fxpipe.distributed.rank_group import RankGroup
-from fxpipe.distributed.rank_step import RankStep
+from fxpipe.distributed.rank_step import RankExchange, RankStep
 from fxpipe.distributed.replicas import ReplicaPart, Replicas, ReplicaStart, digest, loss_of_replica, loss_of_union
 from fxpipe.distributed.step_report import LossVerdict, StepReport, check_scales
 from fxpipe.errors import LossError
@@ -135,29 +136,35 @@ class RankEngine(Engine):
         """Runs the row. `reduction`: gets gradients as soon as they are complete, if one program runs."""
         rank = self.group.rank
         link = PacketLink(mailbox, graph.routes, (graph.number, inputs.sizes, schedule.micro_batches))
-        step = RankStep(
-            self.own_inputs(inputs),
-            self.model,
-            seed,
+        step: RankStep = self._step(
+            inputs,
             schedule,
-            self._caller_context,
-            [one.routes for one in inputs.graphs],
-            self.group,
-            link,
+            seed,
+            RankStep,
+            group=self.group,
+            link=link,
+            row=schedule.rows[rank],
             reduction=reduction if len(inputs.programs) == 1 else None,
+            **self.part_of_step(inputs),
             **more,
         )
-        step.samples = inputs.batch
         step.log.begun.append(time.perf_counter())
         link.queue(order_of_step(schedule.rows, graph.routes.placement, rank))
         self.executor.run(step, (schedule.rows[rank],))
         self._note_step(step, schedule)
-        step.rank_exchange.check_empty()
+        step.exchange.check_empty()
         if self.group.transfers is not None:
             self.group.transfers.settle()  # a missing message fails this step before the ranks commit it
         return step
 
-    def own_inputs(self, inputs: RankInputs) -> StepInputs:
+    def part_of_step(self, inputs: RankInputs) -> dict[str, Any]:
+        """Returns the arguments of a step with the stages of this rank only."""
+        routes, rank = [one.routes for one in inputs.graphs], self.group.rank
+        here = [j for j, at in enumerate(routes[0].placement) if at == rank]
+        return {"exchange": functools.partial(RankExchange, routes=routes, rank=rank), "stages": here}
+
+    def own_inputs(self, inputs: GivenInputs) -> StepInputs:
+        assert isinstance(inputs, RankInputs)
         if inputs.graphs[0].routes.is_here(0, self.group.rank):
             return StepInputs.of(inputs)
         parts = tuple(inputs.leaves) if inputs.is_handed_over else (inputs.leaves,) * len(inputs.bounds)

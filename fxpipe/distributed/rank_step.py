@@ -11,7 +11,6 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from fxpipe._torch.autograd import takes_gradient
 from fxpipe.distributed.gradient_reduction import GradientReduction
@@ -21,21 +20,20 @@ from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.errors import InternalError
 from fxpipe.rewriting.program import PIPE_INPUT, ValueKey
 from fxpipe.rewriting.relay_routes import GradientKey, RelayRoutes
-from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
-from fxpipe.runtime.caller_context import CallerContext
 from fxpipe.runtime.exchange import BoundaryValue, Exchange
-from fxpipe.runtime.losses import MicroBatchLosses
-from fxpipe.runtime.step import OpenProgram, Step
+from fxpipe.runtime.step import Step
 from fxpipe.runtime.step_inputs import StepInputs
 from fxpipe.runtime.transport import Transport
 from fxpipe.runtime.wiring import ValueLink
-from fxpipe.scheduling.actions import Action, ActionKind, Schedule
+from fxpipe.scheduling.actions import Action, ActionKind
 
 
 class RankExchange(Exchange):
     """The values and gradients of one step on this rank."""
 
-    def __init__(self, inputs: StepInputs, transport: Transport, grad: bool, routes: Sequence[RelayRoutes], rank: int):
+    def __init__(
+        self, inputs: StepInputs, transport: Transport, grad: bool, *, routes: Sequence[RelayRoutes], rank: int
+    ):
         """`inputs`: without the first stage, placeholders instead of tensors. `routes`: by micro-batch."""
         self._routes, self._rank = routes, rank
         # By micro-batch and value, the cuts that it crosses from this rank on; by cut, the values to send.
@@ -122,55 +120,28 @@ def _cuts_of(routes: RelayRoutes, rank: int) -> dict[ValueKey, list[int]]:
 class RankStep(Step):
     """One mini-batch on one rank. The rank of the last stage has the loss."""
 
+    exchange: RankExchange
+
     def __init__(
         self,
-        inputs: StepInputs,
-        model: nn.Module,
-        seed: int,
-        schedule: Schedule,
-        ambient: CallerContext,
-        routes: Sequence[RelayRoutes],
+        *arguments: Any,
         group: RankGroup,
         link: PacketLink,
-        losses: MicroBatchLosses | None = None,
-        keep_outputs: bool = False,
-        look_at_elements: bool = False,
-        first_micro_batch: int = 0,
+        row: tuple[Action, ...],
         reduction: GradientReduction | None = None,
+        **more: Any,
     ):
-        """Creates the step. `routes`: by micro-batch. `reduction`: gets each gradient as soon as it is complete."""
-        self.first_micro_batch = first_micro_batch
-        self._routes, self._group, self._link, self._reduction = routes, group, link, reduction
-        self._last = _last_backwards(schedule.rows[group.rank]) if reduction is not None else frozenset()
-        actions = [action for row in schedule.rows for action in row]
-        super().__init__(
-            inputs,
-            model,
-            seed,
-            frozenset(action for action in actions if action.kind is ActionKind.RECOMPUTE),
-            ambient,
-            losses,
-            keep_outputs,
-            schedule.split_backwards,
-            look_at_elements,
-        )
-
-    def _open_exchange(self, inputs: StepInputs) -> Exchange:
-        self.rank_exchange = RankExchange(inputs, self.transport, self.grad, self._routes, self._group.rank)
-        return self.rank_exchange
-
-    def _open(self, bound: BoundProgram, tensors: ModelTensors, split_stages: set[int]) -> OpenProgram:
-        here = [j for j in range(len(self.devices)) if self._routes[0].is_here(j, self._group.rank)]
-        return OpenProgram(
-            bound, tensors, {j: self._open_replica(bound, j, 0, tensors, j in split_stages) for j in here}
-        )
+        """`row`: of this rank. `reduction`: gets each gradient as soon as it is complete."""
+        super().__init__(*arguments, **more)
+        self._group, self._link, self._reduction = group, link, reduction
+        self._last = _last_backwards(row) if reduction is not None else frozenset()
 
     def wait(self, action: Action) -> None:
         if self.failure is not None:
             return
         maker = self._link.maker_before(action)
         if maker is not None:
-            self.rank_exchange.enter_packet(maker, self._link.receive(maker))
+            self.exchange.enter_packet(maker, self._link.receive(maker))
         self._group.doing = str(action)
 
     def perform(self, action: Action) -> None:
@@ -188,7 +159,7 @@ class RankStep(Step):
 
     def pass_on(self, action: Action) -> None:
         if self._link.is_sent(action):
-            self._link.send(action, self.rank_exchange.take_packet(action))
+            self._link.send(action, self.exchange.take_packet(action))
         super().pass_on(action)
 
 

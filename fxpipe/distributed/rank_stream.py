@@ -48,12 +48,11 @@ from fxpipe.errors import InternalError, LossError
 from fxpipe.rewriting.relay_routes import RelayRoutes
 from fxpipe.runtime.bound_program import ModelTensors
 from fxpipe.runtime.caller_context import CallerContext
-from fxpipe.runtime.exchange import Exchange
 from fxpipe.runtime.loss_verification import LossHistory
 from fxpipe.runtime.losses import LOSS_REMEDIES, MODEL_LOSS_REMEDIES, MicroBatchLosses
 from fxpipe.runtime.stage_updates import OverlappedUpdates
 from fxpipe.runtime.step import Step
-from fxpipe.runtime.step_inputs import GivenInputs, StepInputs
+from fxpipe.runtime.step_inputs import GivenInputs
 from fxpipe.runtime.stream import MiniBatch, StageWeights, Stream, StreamRun, StreamStep
 from fxpipe.scheduling.actions import Action, ActionKind, Rows
 from fxpipe.scheduling.streams import StreamSchedule
@@ -74,36 +73,18 @@ class RankStreamStep(StreamStep):
 
     takes_loss = True
 
-    def __init__(
-        self,
-        *arguments: Any,
-        routes: RelayRoutes,
-        group: RankGroup,
-        part: ReplicaPart,
-        first_changes_buffers: bool,
-        **more: Any,
-    ):
-        """`first_changes_buffers`: whether forward changes buffers of this stage on the first replica."""
-        self._routes, self._rank, self._group = routes, group.rank, group
-        self.part, self.first_micro_batch = part, part.first
-        self._first_changes_buffers = first_changes_buffers
-        self.report: LossReport | None = None  # None until it arrives
-        super().__init__(*arguments, **more)
+    exchange: RankExchange
 
-    def _open_exchange(self, inputs: StepInputs) -> Exchange:
-        routes = [self._routes] * len(inputs.bounds)
-        self.rank_exchange = RankExchange(inputs, self.transport, self.grad, routes, self._rank)
-        return self.rank_exchange
+    def __init__(self, *arguments: Any, group: RankGroup, part: ReplicaPart, first_changes_buffers: bool, **more: Any):
+        """`first_changes_buffers`: whether forward changes buffers of this stage on the first replica."""
+        super().__init__(*arguments, **more)
+        self.first_micro_batch = part.first
+        self._group, self.part, self._first_changes_buffers = group, part, first_changes_buffers
+        self.report: LossReport | None = None  # None until it arrives
 
     @property
     def divisor(self) -> Any:
         return None if self.report is None else self.report.divisor
-
-    def tensors_by_name(self) -> dict[str, torch.Tensor]:
-        (program,) = self.open_programs
-        stages = program.bound.program.stages
-        names = (n for j, stage in enumerate(stages) if self._routes.is_here(j, self._rank) for n in stage.attributes)
-        return {name: program.tensors.get(name) for name in names}
 
     @torch.no_grad()
     def commit_buffers_of(self, j: int) -> None:
@@ -197,7 +178,7 @@ class RankStreamRun(StreamRun):
                 size = len(LossReport._fields)
                 values, report = values[:-size], values[-size:]
                 step.report = LossReport(*(one.value for one in report))
-            step.rank_exchange.enter_packet(own, values)
+            step.exchange.enter_packet(own, values)
         self._group.doing = str(action)
 
     def pass_on(self, action: Action) -> None:
@@ -207,7 +188,7 @@ class RankStreamRun(StreamRun):
             step.report = self._report(one)
         if self._packets.is_sent(action):
             report = map(PacketValue, step.report) if is_end and step.report is not None else ()
-            self._packets.send(action, [*step.rank_exchange.take_packet(own), *report])
+            self._packets.send(action, [*step.exchange.take_packet(own), *report])
         super().pass_on(action)
 
     @staticmethod
@@ -306,16 +287,16 @@ class RankStream(Stream):
 
     def _open(self, given_inputs: GivenInputs, history: LossHistory, **more: Any) -> StreamStep:
         assert isinstance(given_inputs, RankInputs)
-        part, routes, changes = self._part, given_inputs.graphs[0].routes, self._first_changes_buffers
+        part = self._part
         return RankStreamStep(
             self.engine.own_inputs(given_inputs),
             self.engine.model,
             part.seed,
             look_at_elements=history.look_at_elements and part.micro_batches > 1,
-            routes=routes,
             group=self.engine.group,
             part=part,
-            first_changes_buffers=changes,
+            first_changes_buffers=self._first_changes_buffers,
+            **self.engine.part_of_step(given_inputs),
             **more,
         )
 
@@ -419,7 +400,7 @@ class RankStream(Stream):
         report = step.report
         if report is None:
             raise InternalError("a mini-batch has ended without a report of its loss")
-        step.rank_exchange.check_empty()
+        step.exchange.check_empty()
         if not self.packets.is_last and not report.is_verified:
             wrong = step.loss_weighting.difference(report.shares.__getitem__, means_only=True)
             if wrong is not None:

@@ -162,14 +162,27 @@ class Engine:
         """True while a stream is open, whose stages have their own weights and gradients."""
         return self._is_streaming
 
-    def _step(self, inputs: StepInputs, schedule: Schedule, seed: int | None = None, **more: Any) -> Step:
+    def own_inputs(self, given_inputs: GivenInputs) -> StepInputs:
+        return StepInputs.of(given_inputs)
+
+    def _step(
+        self,
+        given_inputs: GivenInputs,
+        schedule: Schedule,
+        seed: int | None = None,
+        kind: type[Step] = Step,
+        **more: Any,
+    ) -> Any:
+        """Creates a step, of class `kind`."""
+        inputs = self.own_inputs(given_inputs)
         # A model without random nodes leaves the generator unchanged, as it does without a pipe.
         if seed is None:
             is_random = any(bound.program.is_random for bound in inputs.programs)
             seed = draw_seed() if is_random else 0
         recomputed = frozenset(a for row in schedule.rows for a in row if a.kind is ActionKind.RECOMPUTE)
         split = schedule.split_backwards
-        step = Step(inputs, self.model, seed, recomputed, self._caller_context, split=split, **more)
+        step = kind(inputs, self.model, seed, recomputed, self._caller_context, split=split, **more)
+        step.samples = given_inputs.batch
         if step.in_order:
             check_order(schedule, step.in_order, ORDER_OF_BUFFERS)
         if step.has_losses_in_order:
@@ -244,8 +257,7 @@ class Engine:
         """Runs all forwards of a mini-batch and returns the output, whose backward runs all backwards, once."""
         bound, leaves, m = given_inputs.bound, given_inputs.leaves, schedule.micro_batches
         kind = self.loss_histories.for_drop_in(bound)
-        step = self._step(StepInputs.of(given_inputs), schedule, look_at_elements=kind.look_at_elements and m > 1)
-        step.samples = given_inputs.batch
+        step: Step = self._step(given_inputs, schedule, look_at_elements=kind.look_at_elements and m > 1)
         self._run_rows(step, schedule, forward_part(schedule))
         outputs, parts = gathered_results(step)
         step.commit_buffers()
@@ -341,15 +353,14 @@ class Engine:
             history = self.history_of(given_inputs, call)
 
         def run(is_verified: bool, seed: int | None = None) -> Step:
-            step = self._step(
-                StepInputs.of(given_inputs),
+            step: Step = self._step(
+                given_inputs,
                 schedule,
                 seed,
                 losses=losses_of(given_inputs, call, is_verified),
                 keep_outputs=is_verified or call.return_outputs,
                 look_at_elements=history is not None and history.look_at_elements and m > 1,
             )
-            step.samples = given_inputs.batch
             self._run_with_updates(step, schedule, None if is_verified else updates)
             return step
 

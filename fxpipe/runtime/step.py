@@ -12,7 +12,7 @@ their last reader: `saved` from F to R, `pending` from F or R to B, `tapes` from
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -80,7 +80,6 @@ class OpenProgram:
 
 
 class Step(ActionPerformer):
-    first_micro_batch = 0  # index of the first one, a seed of random numbers
     samples: int | None = None  # in the mini-batch; None if unknown
 
     def __init__(
@@ -95,11 +94,23 @@ class Step(ActionPerformer):
         split: frozenset[tuple[int, int]] = frozenset(),
         look_at_elements: bool = False,
         known_tensors: ModelTensors | None = None,
+        first_micro_batch: int = 0,
+        exchange: Callable[[StepInputs, Transport, bool], Exchange] | None = None,
+        stages: Collection[int] | None = None,
     ):
-        """`split`: (stage, micro-batch) pairs with W; `known_tensors`: resolved tensors of the only program."""
+        """
+        Args:
+            split: (stage, micro-batch) pairs with W.
+            known_tensors: resolved tensors of the only program.
+            first_micro_batch: index of the first one, a seed of random numbers.
+            exchange: creates the exchange, if stages are in several processes.
+            stages: those in this process; None: all.
+        """
         # Keep no reference to the inputs: their parts are freed with the stages that use them.
         self.bounds, self.trained, self.weights = inputs.bounds, inputs.trained, inputs.weights
         self.seed, self.recomputed, self.split = seed, recomputed, split
+        self.first_micro_batch = first_micro_batch
+        self.stages_here = range(len(inputs.devices)) if stages is None else stages
         every_device = [device for of_stage in inputs.stage_devices for device in of_stage]
         super().__init__(
             inputs.devices, Transport.of(every_device, inputs.values), ambient, stage_devices=inputs.stage_devices
@@ -107,7 +118,8 @@ class Step(ActionPerformer):
         self.state = inputs.bounds[0].state
         self.grad = self.state.grad
         self.has_loss = losses is not None
-        self.exchange = self._open_exchange(inputs)
+        make_exchange = exchange or partial(Exchange, has_loss=self.has_loss)
+        self.exchange: Any = make_exchange(inputs, self.transport, self.grad)
         self.loss_weighting = LossWeightingCheck.of(inputs.bounds[0], look_at_elements)
         self.loss: LossStage | None = None
         if losses is not None:
@@ -149,12 +161,8 @@ class Step(ActionPerformer):
             Action(ActionKind.FORWARD, last, self.micro_batches - 1) if takes_all else None,
         )
 
-    def _open_exchange(self, inputs: StepInputs) -> Exchange:
-        return Exchange(inputs, self.transport, self.grad, self.has_loss)
-
     def _open(self, bound: BoundProgram, tensors: ModelTensors, split_stages: set[int]) -> OpenProgram:
-        stages = range(len(bound.program.stages))
-        first = {j: self._open_stage(bound, j, tensors, j in split_stages) for j in stages}
+        first = {j: self._open_replica(bound, j, 0, tensors, j in split_stages) for j in self.stages_here}
         replicas = {
             j: (
                 first[j],
@@ -167,9 +175,6 @@ class Step(ActionPerformer):
 
     def _stages_by_micro_batch(self) -> list[dict[int, StageInstance]]:
         return [one.stages_of_turn(i) for i, one in enumerate(self._programs)]
-
-    def _open_stage(self, bound: BoundProgram, j: int, tensors: ModelTensors, is_split: bool) -> StageInstance:
-        return self._open_replica(bound, j, 0, tensors, is_split)
 
     def _open_replica(
         self, bound: BoundProgram, j: int, replica: int, tensors: ModelTensors, is_split: bool
@@ -322,12 +327,12 @@ class Step(ActionPerformer):
         return any(name in totals.buffers for totals in self.totals)
 
     def tensors_by_name(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors of the model that stages use."""
+        """Returns the tensors of the model that stages in this process use."""
         return {
             name: program.tensors.get(name)
             for program in self.open_programs
-            for stage in program.bound.program.stages
-            for name in stage.attributes
+            for j in self.stages_here
+            for name in program.bound.program.stages[j].attributes
         }
 
     @torch.no_grad()

@@ -51,7 +51,7 @@ from fxpipe.runtime.losses import LossCall, MicroBatchLosses
 from fxpipe.runtime.stage_instance import StageInstance
 from fxpipe.runtime.stage_updates import OverlappedUpdates, StagewiseOptimizer
 from fxpipe.runtime.step import OpenProgram, Step
-from fxpipe.runtime.step_inputs import GivenInputs, StepInputs
+from fxpipe.runtime.step_inputs import GivenInputs
 from fxpipe.runtime.step_record import StepLog
 from fxpipe.runtime.stream_gradients import HiddenGradients
 from fxpipe.runtime.transport import Transport, on_all_streams
@@ -438,7 +438,7 @@ class Stream:
     def _open(self, given_inputs: GivenInputs, history: LossHistory, **more: Any) -> StreamStep:
         looks = history.look_at_elements and len(given_inputs.samples) > 1
         seed = self.seed_of(self._order.admitted)
-        return StreamStep(StepInputs.of(given_inputs), self.engine.model, seed, look_at_elements=looks, **more)
+        return StreamStep(self.engine.own_inputs(given_inputs), self.engine.model, seed, look_at_elements=looks, **more)
 
     def _stages_in_order(self, bound: BoundProgram) -> frozenset[int]:
         """Returns the stages with replicas whose forward changes buffers, which the next micro-batch reads."""
