@@ -1922,27 +1922,21 @@ DISTRIBUTED = (
         "behaviour/test_over_ranks_data_parallel.py",
     ),
     Mutant(
-        "distributed/replicas.py",
-        "earlier = {key: gradient / self.count for key, gradient in unsynced.items()}",
-        "earlier = dict(unsynced)",
+        "distributed/rank_gradients.py",
+        "earlier = {key: leaf.grad / count for",
+        "earlier = {key: leaf.grad for",
+        "behaviour/test_over_ranks_data_parallel.py",
+    ),
+    Mutant(
+        "distributed/rank_gradients.py",
+        "                _write_gradients(self._earlier)\n",
+        "",
         "behaviour/test_over_ranks_data_parallel.py",
     ),
     Mutant(
         "distributed/replicas.py",
         "        if self._reduced != reduced:\n",
         "        if self._reduction is None:\n",
-        "behaviour/test_over_ranks_data_parallel.py",
-    ),
-    Mutant(
-        "distributed/gradient_reduction.py",
-        "gradient = (gradient if earlier is None else gradient + earlier)",
-        "gradient = (gradient)",
-        "behaviour/test_over_ranks_data_parallel.py",
-    ),
-    Mutant(
-        "distributed/rank_gradients.py",
-        "self._held.holders(name)[0] == self._group.rank",
-        "self._group.rank in self._held.holders(name)",
         "behaviour/test_over_ranks_data_parallel.py",
     ),
     Mutant(

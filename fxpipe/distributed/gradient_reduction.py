@@ -60,7 +60,6 @@ class GradientReduction:
         self._sums, self._device = sums, torch.device("cpu") if sums is None else sums.device
         self._buckets = buckets_of(parameters)
         self._bucket_of = {key: number for number, bucket in enumerate(self._buckets) for key in bucket}
-        self._unsynced: Mapping[StageParameter, torch.Tensor] = {}
         self._gradients: dict[StageParameter, torch.Tensor] = {}  # waiting for their bucket
         self._missing: list[int] = []  # by bucket, number of gradients
         self._begun: list[tuple[Any, torch.Tensor]] = []  # by bucket, the operation and its memory
@@ -73,9 +72,9 @@ class GradientReduction:
     def _on_stream(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self._sums is None else self._sums.on_stream()
 
-    def begin(self, unsynced: Mapping[StageParameter, torch.Tensor] | None = None) -> None:
-        """Begins a sum on all replicas. `unsynced`: gradients of earlier calls to add, scaled as in `Replicas`."""
-        self.completed, self._unsynced = set(), unsynced or {}
+    def begin(self) -> None:
+        """Begins a sum on all replicas."""
+        self.completed = set()
         self._missing = [len(bucket) for bucket in self._buckets]
         self._gradients.clear()
         self._begun.clear()
@@ -92,11 +91,10 @@ class GradientReduction:
         It is summed in the dtype of the parameter, as on replicas where the parameter has no gradient.
         """
         self.completed.add(key)
-        earlier = self._unsynced.get(key)
         shape, dtype, _ = self._like[key]
         if gradient.shape != shape:
             raise InternalError(f"the gradient of {key} has shape {(*gradient.shape,)} and not shape {(*shape,)}")
-        gradient = (gradient if earlier is None else gradient + earlier).to(self._device, dtype)
+        gradient = gradient.to(self._device, dtype)
         if self._sums is not None:
             self._sums.take(gradient)
         self._gradients[key] = gradient

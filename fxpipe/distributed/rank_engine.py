@@ -261,9 +261,9 @@ class RankEngine(Engine):
             kind.count_pass(is_mistaken=verdict.wrong[self.group.replica] is not None)
         check_scales(reports)
         loss, divisor = loss_of_union([of_last.loss for of_last in verdict.of_last], part, call.reduction)
-        self.replicas.note_loss([of_last.loss for of_last in verdict.of_last])
+        self.replicas.note_unit([of_last.loss for of_last in verdict.of_last])
 
-        gradients.sum_over_replicas(step, reports, divisor)
+        gradients.sum_over_replicas(step, reports)
         others = exchange.sum_gradients(graph.transfers, step)
         more = self._from_last(graph, inputs, self._other_results(step, inputs))
         output = None

@@ -2,7 +2,7 @@
 
     sums of stages ──▶ sums over replicas ──▶ sums over the stages of all ranks (tied weights) ──▶ divided ──▶ `.grad`
 
-The second step is omitted with one replica, and within `no_sync()`; the next call that sums over replicas then also
+The second step is omitted with one replica, and within `no_sync()`; the next call that sums over replicas then first
 sums the gradients in `.grad`.
 """
 
@@ -21,7 +21,7 @@ from fxpipe.distributed.gradient_reduction import GradientReduction, StageParame
 from fxpipe.distributed.held_tensors import HeldTensors, TensorTransfers, gradient_of
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_step import RankStep
-from fxpipe.distributed.replicas import Replicas, give_totals, put_sums
+from fxpipe.distributed.replicas import GradientReport, Replicas, give_totals, put_sums
 from fxpipe.distributed.step_report import StepReport
 from fxpipe.rewriting.program import Program
 from fxpipe.runtime.bound_program import ModelTensors
@@ -52,8 +52,8 @@ class RankGradients:
         self.parameters = replicas.reducible({(n, j): self.trained[n] for n, j in own if n in self.trained})
         self._reduction: GradientReduction | None = None
         self._sums: dict[StageParameter, torch.Tensor] = {}
-        self._is_divided = False
         self._late: set[StageParameter] = set()  # gradients summed after the step
+        self._earlier: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, and sums over replicas of `.grad`
 
     def _trained(self) -> dict[str, torch.Tensor]:
         """Returns, by name, the tensors that this rank holds and trains."""
@@ -70,104 +70,70 @@ class RankGradients:
 
     # -- sums over replicas ------------------------------------------------------------------------------------------
 
-    def _unsynced(self) -> dict[StageParameter, torch.Tensor]:
-        """Returns the gradients in `.grad` that are not summed over replicas, each on the first rank that holds it."""
-        if not self._replicas.has_unsynced:
-            return {}
-        at_home = (
-            (name, self._held.first_use(name), parameter)
-            for name, parameter in self.trained.items()
-            if parameter.grad is not None and self._held.holders(name)[0] == self._group.rank
-        )
-        return {(name, j or 0): parameter.grad for name, j, parameter in at_home if parameter.grad is not None}
-
-    def _reducible_unsynced(self) -> dict[StageParameter, torch.Tensor]:
-        """Returns the `_unsynced` gradients that the reduction sums."""
-        return {k: g for k, g in self._unsynced().items() if k in self.parameters and not g.is_sparse}
-
     def open_sum(self) -> GradientReduction | None:
-        """Begins to sum gradients over replicas while the row runs; returns None if they are summed later or never."""
-        self._reduction = self._begin_sum() if self._replicas.sums_at_once else None
+        """Begins to sum gradients over replicas while the row runs; returns None if they are not summed."""
+        self._reduction = self._replicas.open_sum() if self._replicas.sums_gradients else None
         return self._reduction
-
-    def _begin_sum(self) -> GradientReduction:
-        return self._replicas.open_sum(self._reducible_unsynced())
 
     def give_rest(self, step: RankStep, report: StepReport) -> None:
         """Gives the reduction the remaining gradients of the row, and reports the gradients that it does not sum."""
-        replicas = self._replicas
-        if replicas.count == 1 or not replicas.is_synced:
+        if self._reduction is None:
             return
-        completed = self._reduction.completed if self._reduction is not None else frozenset()
         left = {(name, j): g for j, totals in enumerate(step.totals) for name, g in totals.sums.items()}
-        unsynced, reduced = self._unsynced(), self._reducible_unsynced()
-        report.note_gradients(left, self.parameters)
-        report.missing -= completed | reduced.keys()
-        report.late |= unsynced.keys() - reduced.keys()
-        if step.loss is not None:
-            report.loss_parameters = len(parameters_of_loss(step))
-        if self._reduction is not None:
-            give_totals(step.totals, self._reduction)
+        report.gradients = GradientReport.of(left, self.parameters, self._reduction.completed)
+        report.loss_parameters = len(parameters_of_loss(step))
+        give_totals(step.totals, self._reduction)
 
     def finish_sum(self) -> None:
         if self._reduction is not None:
-            self._sums = self._finish(self._reduction)
+            self._sums = self._reduction.finish()
+            self._wait_for_devices()
 
-    def _finish(self, reduction: GradientReduction) -> dict[StageParameter, torch.Tensor]:
-        sums = reduction.finish()
+    def _wait_for_devices(self) -> None:
         if self._group.any_device_sums:  # if a device hangs for some ranks, none commits the step
             self._group.everybody(None, WAITED_FOR)
-        return sums
 
-    def sum_over_replicas(self, step: RankStep, reports: Reports, divisor: Any) -> None:
-        """Replaces gradients with sums over replicas; computes the sums now if the row did not."""
-        replicas, rank = self._replicas, self._group.rank
-        if replicas.count == 1 or not replicas.is_synced:
-            return
+    def sum_over_replicas(self, step: RankStep, reports: Reports) -> None:
+        """Replaces gradients with their sums over replicas."""
         if self._reduction is None:
-            self._divide(step, divisor)  # the gradients in `.grad`, which are added, are already divided
-            self._sums = self._finish(give_totals(step.totals, self._begin_sum()))
-        put_sums(step.totals, self._sums, [of_replica[rank].missing for of_replica in reports])
-        replicas.note_unreducible(key for of_replica in reports for key in of_replica[rank].sparse)
-        self._sums = {}
-
-    def _divide(self, step: RankStep, divisor: Any) -> None:
-        self._is_divided = True
-        if divisor is None:
             return
-        for totals in step.totals:
-            totals.sums = {name: divided(gradient, divisor) for name, gradient in totals.sums.items()}
-        for leaf, gradient, count in parameters_of_loss(step):
-            step.loss.own[id(leaf)] = (leaf, divided(gradient, divisor), count)  # type: ignore[union-attr]
+        of_rank = [of_replica[self._group.rank].gradients for of_replica in reports]
+        put_sums(step.totals, self._sums, [one.missing for one in of_rank])
+        self._replicas.note_unreducible(key for one in of_rank for key in one.sparse)
+        self._sums = {}
+        if self._replicas.has_unsynced:
+            self._sum_earlier(step)
+
+    def _sum_earlier(self, step: RankStep) -> None:
+        """Sums the gradients in `.grad`, of calls within `no_sync()`, over replicas."""
+        keys = {name: (name, j) for name, j in self.parameters}
+        leaves = {keys.get(name, (name, 0)): parameter for name, parameter in self.trained.items()}
+        leaves |= {("", k): leaf for k, (leaf, *_) in enumerate(parameters_of_loss(step))}
+        count = self._replicas.count
+        earlier = {key: leaf.grad / count for key, leaf in leaves.items() if leaf.grad is not None}
+        report = GradientReport.of(earlier, self.parameters)
+        sums = self._replicas.sum_complete(earlier, self._group.replicas.all_gather(report, WAITED_FOR))
+        self._earlier = [(leaves[key], value) for key, value in sums.items()]
+        self._wait_for_devices()
 
     def sum_late(
         self, step: RankStep, reports: Reports, others: Mapping[StageParameter, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Returns, by name, sums over replicas of late gradients; also replaces gradients of loss_fn's parameters."""
         everybody = [report for of_replica in reports for report in of_replica]
-        if not any(report.late or report.loss_parameters for report in everybody):
+        if not any(report.gradients.late or report.loss_parameters for report in everybody):
             return {}
-        late = self._late = {key for report in reports[self._group.replica] for key in report.late}
+        late = self._late = {key for report in reports[self._group.replica] for key in report.gradients.late}
         gradients: dict[Any, torch.Tensor | None] = {}
-        for name, parameter in self.trained.items():
+        for name in self.trained:
             stages = [j for j in self._transfers.stages_of.get(name, ()) if (name, j) in late]
             gradients[name] = gradient_of(name, stages, step, others)
-            if (name, self._held.first_use(name) or 0) in late:
-                gradients[name] = self._with_unsynced(gradients[name], parameter)
         own = parameters_of_loss(step)
-        for k, (leaf, gradient, _) in enumerate(own):
-            gradients[k] = self._with_unsynced(gradient, leaf)
+        gradients |= {k: gradient for k, (_, gradient, _) in enumerate(own)}
         sums = self._replicas.sum_late({key: value for key, value in gradients.items() if value is not None})
-        at_home = {key: value.to(self._group.device) for key, value in sums.items()}
         for k, (leaf, _, count) in enumerate(own):
-            step.loss.own[id(leaf)] = (leaf, at_home[k], count)  # type: ignore[union-attr]
-        return {key: value for key, value in at_home.items() if isinstance(key, str)}
-
-    def _with_unsynced(self, gradient: torch.Tensor | None, leaf: torch.Tensor) -> torch.Tensor | None:
-        if not self._replicas.has_unsynced or leaf.grad is None:
-            return gradient
-        earlier = leaf.grad / self._replicas.count
-        return earlier if gradient is None else gradient + earlier
+            step.loss.own[id(leaf)] = (leaf, sums[k], count)  # type: ignore[union-attr]
+        return {key: value for key, value in sums.items() if isinstance(key, str)}
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -177,8 +143,7 @@ class RankGradients:
         """Adds the gradients of the step to `.grad`. If gradients have hooks, which may fail, all ranks wait."""
         replicas = self._replicas
         any_hooks = any(report.has_hooks for of_replica in reports for report in of_replica)
-        is_summed = replicas.count > 1 and replicas.is_synced
-        late = self.sum_late(step, reports, others) if is_summed else {}
+        late = self.sum_late(step, reports, others) if replicas.sums_gradients else {}
         # The next sum over replicas divides `.grad` by their count.
         scale = replicas.count if replicas.count > 1 and not replicas.is_synced else 1
         is_scaled = reports[0][0].scale is not None  # by a gradient scaler; equal on all ranks (`check_scales`)
@@ -187,7 +152,7 @@ class RankGradients:
         def finished(gradient: torch.Tensor | None, is_shared: bool) -> torch.Tensor | None:
             if gradient is None:
                 return None
-            if divisor is not None and not (is_shared and self._is_divided):
+            if divisor is not None:
                 gradient = divided(gradient, divisor)
             return gradient * scale if is_shared and scale != 1 else gradient
 
@@ -209,8 +174,7 @@ class RankGradients:
         if leaves:
             (root,) = attach_commit(step.transport.on_step_streams(finish), [torch.zeros((), device="cpu")], leaves)
             with gradient_rollback(leaves_below(root), is_certain=any_hooks):
-                if is_summed and replicas.has_unsynced:  # the sums include `.grad`
-                    _clear_gradients([*self.trained.values(), *(x for x in extra if isinstance(x, nn.Parameter))])
+                _write_gradients(self._earlier)
                 root.backward()
                 if any_hooks:
                     self._wait_for_hooks()
@@ -253,7 +217,9 @@ def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tenso
 
 
 @torch.no_grad()
-def _clear_gradients(parameters: Sequence[torch.Tensor]) -> None:
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.zero_()
+def _write_gradients(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for parameter, gradient in pairs:
+        if parameter.grad is None or parameter.grad.is_sparse or gradient.is_sparse:
+            parameter.grad = gradient
+        else:
+            parameter.grad.copy_(gradient)

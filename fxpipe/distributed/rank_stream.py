@@ -34,14 +34,13 @@ from fxpipe.distributed.rank_gradients import RankGradients, parameters_of_loss
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_step import RankExchange
 from fxpipe.distributed.replicas import (
+    GradientReport,
     ReplicaLoss,
     ReplicaPart,
     ReplicaStart,
     digest,
-    give_totals,
     loss_of_replica,
     loss_of_union,
-    put_sums,
 )
 from fxpipe.distributed.step_report import LossVerdict, StepReport
 from fxpipe.errors import InternalError, LossError
@@ -358,42 +357,31 @@ class RankStream(Stream):
 
     def _sum_over_replicas(self, step: RankStreamStep, j: int) -> None:
         """Sums the gradients of a stage over replicas. Raises `LossError` if element weights differ between them."""
-        replicas, sums = self._replicas, step.totals[j].sums
-        own = {(name, j): gradient for name, gradient in sums.items()}
+        replicas, own = self._replicas, {(name, j): gradient for name, gradient in step.totals[j].sums.items()}
         report = self._report_of_stage(step, own)
         reports: list[StepReport] = replicas.group.replicas.all_gather(report, WAITED_FOR)
         LossVerdict.of([[one] for one in reports], 0, step.part).check()
-        reduction = give_totals(step.totals, replicas.open_sum({}))
-        sums.clear()
-        put_sums(step.totals, reduction.finish(), [one.missing for one in reports])
-        if replicas.group.device_sums is not None:  # if a device hangs for some replicas, none updates
-            replicas.group.replicas.all_gather(None, WAITED_FOR)
-        if not any(one.late for one in reports):
-            return
-        late = replicas.sum_late({key: gradient for key, gradient in own.items() if key in report.late})
-        for key, value in late.items():
-            there, (name, _) = value.to(self.engine.group.device), key
-            sums[name] = sums[name] + there if name in sums else there
-        replicas.note_unreducible(key for one in reports for key in one.sparse)
-        self._summed = replicas.reducible(self._summed)
-        self._digest = digest(self._summed)
-        replicas.prepare_sum(self._summed, self._digest)
+        total = replicas.sum_complete(own, [one.gradients for one in reports])
+        step.totals[j].sums = {name: gradient for (name, _), gradient in total.items()}
+        if any(one.gradients.sparse for one in reports):
+            self._summed = replicas.reducible(self._summed)
+            self._digest = digest(self._summed)
+            replicas.prepare_sum(self._summed, self._digest)
 
     def _report_of_stage(self, step: RankStreamStep, own: Mapping[StageParameter, torch.Tensor]) -> StepReport:
         """Returns this replica's report to the others on its gradients of a stage, before they are summed."""
         report = step.report
         assert report is not None
         shares = report.shares.tolist()
-        result = StepReport(
+        return StepReport(
             shares=shares,
             wrong=step.loss_weighting.difference(shares.__getitem__),
             wrong_means=step.loss_weighting.difference(shares.__getitem__, means_only=True),
             can_verify=report.is_verified,
             is_verified=report.is_verified,
             weights_of_elements=dict(step.loss_weighting.gradients),
+            gradients=GradientReport.of(own, self._summed),
         )
-        result.note_gradients(own, self._summed)
-        return result
 
     def _checked_loss(self, one: MiniBatch) -> torch.Tensor:
         step = _rank_step(one)

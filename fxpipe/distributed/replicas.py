@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from fxpipe.distributed.connection import content_of
+from fxpipe.distributed.device_sums import WAITED_FOR
 from fxpipe.distributed.gradient_reduction import GradientReduction, StageParameter
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.errors import LossError, StateError
@@ -131,6 +132,27 @@ def _known_of_union(
 
 
 @dataclass(frozen=True, slots=True)
+class GradientReport:
+    """The gradients of a rank that are summed over replicas."""
+
+    missing: frozenset[StageParameter] = frozenset()  # gradients that the reduction sums, and this rank does not have
+    late: frozenset[StageParameter] = frozenset()  # gradients that the reduction does not sum
+    sparse: frozenset[StageParameter] = frozenset()  # gradients that the reduction can never sum
+
+    @classmethod
+    def of(
+        cls, own: Mapping[StageParameter, torch.Tensor], summed: Iterable[StageParameter], given: Iterable[Any] = ()
+    ) -> GradientReport:
+        """
+        Args:
+            summed: the gradients that the reduction sums.
+            given: those that it has been given, which are not in `own`.
+        """
+        sparse, every = frozenset(key for key, gradient in own.items() if gradient.is_sparse), frozenset(summed)
+        return cls(every - (own.keys() - sparse) - frozenset(given), sparse | (own.keys() - every), sparse & every)
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaLoss:
     """The loss of one replica, before the division by the weights of all replicas."""
 
@@ -187,7 +209,6 @@ class Replicas:
         self.group = group
         self.is_synced = True  # False within no_sync(): gradients stay on their replica
         self.has_unsynced = False  # True if `.grad` has gradients that are not summed over replicas
-        self._is_weighted = False  # True if the last loss was a pair
         self._unit: float | None = None  # for losses that are pairs; the same on all replicas
         self._unreducible: set[StageParameter] = set()  # parameters with sparse gradients
         self._reduction: GradientReduction | None = None
@@ -275,32 +296,17 @@ class Replicas:
         return unit_of_samples(part.batch) if self._unit is None else self._unit
 
     @property
-    def sums_at_once(self) -> bool:
-        """Returns whether gradients are summed as soon as they are complete.
+    def sums_gradients(self) -> bool:
+        """Returns whether the gradients of a step are summed over replicas."""
+        return self.count > 1 and self.is_synced
 
-        They are not if gradients in `.grad` are added and the divisor is only known when the step has ended.
-        """
-        return self.count > 1 and self.is_synced and not (self.has_unsynced and self._is_weighted)
-
-    def open_sum(self, unsynced: Mapping[StageParameter, torch.Tensor]) -> GradientReduction:
-        """Begins a sum of gradients over replicas. `unsynced`: the gradients in `.grad`."""
+    def open_sum(self) -> GradientReduction:
+        """Begins a sum of gradients over replicas."""
         assert self._reduction is not None
-        earlier = {key: gradient / self.count for key, gradient in unsynced.items()} if self.has_unsynced else {}
-        self._reduction.begin(earlier)
+        self._reduction.begin()
         return self._reduction
 
     # -- after the rows ----------------------------------------------------------------------------------------------
-
-    def note_loss(self, losses: Sequence[ReplicaLoss]) -> None:
-        """Records whether the loss is a pair. Raises `LossError` if its gradients cannot be added to `.grad`."""
-        is_weighted = losses[0].weight is not None
-        if is_weighted and self.sums_at_once and self.has_unsynced:
-            raise LossError(
-                "loss_fn returns (total, weight) in this call and has returned a loss in one within no_sync(); return "
-                "one kind in all calls whose gradients are summed together"
-            )
-        self._is_weighted = is_weighted
-        self.note_unit(losses)
 
     def note_unit(self, losses: Sequence[ReplicaLoss]) -> None:
         if losses[0].weight is not None:
@@ -309,14 +315,29 @@ class Replicas:
     def note_unreducible(self, keys: Iterable[StageParameter]) -> None:
         self._unreducible.update(keys)
 
+    def sum_complete(
+        self, gradients: Mapping[StageParameter, torch.Tensor], reports: Sequence[GradientReport]
+    ) -> dict[StageParameter, torch.Tensor]:
+        """Returns the sums over replicas of complete gradients. `reports`: of all replicas on these gradients."""
+        own, reduction = reports[self.group.replica], self.open_sum()
+        reduction.give_rest({key: gradient for key, gradient in gradients.items() if key not in own.late})
+        sums = {k: v for k, v in reduction.finish().items() if not all(k in one.missing for one in reports)}
+        if self.group.device_sums is not None:  # if a device hangs for some replicas, none goes on
+            self.group.replicas.all_gather(None, WAITED_FOR)
+        if any(one.late for one in reports):
+            for key, value in self.sum_late({key: gradients[key] for key in own.late}).items():
+                sums[key] = sums[key] + value if key in sums else value
+        self.note_unreducible(key for one in reports for key in one.sparse)
+        return sums
+
     def sum_late(self, gradients: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
         """Returns the sums over replicas of gradients that the reduction has not summed. Keys differ by replica."""
         sums: dict[Any, torch.Tensor] = {}
         own = {key: gradient.detach().cpu() for key, gradient in gradients.items()}
-        for part in self.group.replicas.all_gather(own, "the gradients of the other replicas"):
+        for part in self.group.replicas.all_gather(own, WAITED_FOR):
             for key, gradient in part.items():
                 sums[key] = sums[key] + gradient if key in sums else gradient
-        return sums
+        return {key: value.to(self.group.device) for key, value in sums.items()}
 
 
 def give_totals(totals: Sequence[StageTotals], reduction: GradientReduction) -> GradientReduction:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from fxpipe.distributed.gradient_reduction import StageParameter
-from fxpipe.distributed.replicas import ReplicaLoss, ReplicaPart
+from fxpipe.distributed.replicas import GradientReport, ReplicaLoss, ReplicaPart
 from fxpipe.errors import LossError, StateError
 from fxpipe.runtime.loss_weighting_check import LossWeightingCheck
 from fxpipe.runtime.losses import LOSS_REMEDIES, MODEL_LOSS_REMEDIES
@@ -28,20 +25,8 @@ class StepReport:
     can_verify: bool | None = False  # None: the loss draws random numbers
     is_verified: bool = False
     weights_of_elements: dict[Any, Any] = field(default_factory=dict)  # recorded by the loss weighting check
-    # For gradients that are summed over replicas:
-    missing: frozenset[StageParameter] = frozenset()  # gradients that this rank does not have
-    late: frozenset[StageParameter] = frozenset()  # gradients that the reduction does not sum
-    sparse: frozenset[StageParameter] = frozenset()  # gradients that the reduction can never sum
+    gradients: GradientReport = field(default_factory=GradientReport)
     loss_parameters: int = 0  # number of parameters that loss_fn uses
-
-    def note_gradients(
-        self, own: Mapping[StageParameter, torch.Tensor], summed: Mapping[StageParameter, torch.Tensor]
-    ) -> None:
-        """Records which gradients this rank has. `summed`: the parameters whose gradients the reduction sums."""
-        sparse = frozenset(key for key, gradient in own.items() if gradient.is_sparse)
-        self.missing = frozenset(summed) - (own.keys() - sparse)
-        self.late = sparse | (own.keys() - summed.keys())
-        self.sparse = sparse & summed.keys()
 
 
 @dataclass(frozen=True, slots=True)
