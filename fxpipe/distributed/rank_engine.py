@@ -32,7 +32,6 @@ from fxpipe.runtime.engine import (
     Engine,
     gathered_results,
     losses_of,
-    write_back_results,
 )
 from fxpipe.runtime.executors import InlineExecutor
 from fxpipe.runtime.loss_stage import LossStage
@@ -184,14 +183,14 @@ class RankEngine(Engine):
         if self.group.rank == last:
             outputs, _ = gathered_results(step)
         count = len(bound.program.outputs)
-        more = self._from_last(graph, inputs, outputs[count:])
+        more = self._from_last(graph, inputs, [outputs[count:]])
         output = bound.output(outputs[:count]) if self.group.rank == last else None
         if to_all:
             output = self._on_all(output, last)
         connection.all_gather(None, "the end of the step")
         step.commit_buffers()
         exchange.spread_changes(graph.transfers)
-        self._write_back(inputs, tensors, more)
+        self.write_back(inputs, more)
         step.transport.settle()
         mailbox.settle()
         mailbox.remember()
@@ -265,7 +264,7 @@ class RankEngine(Engine):
 
         gradients.sum_over_replicas(step, reports)
         others = exchange.sum_gradients(graph.transfers, step)
-        more = self._from_last(graph, inputs, self._other_results(step, inputs))
+        more = self._from_last(graph, inputs, [] if step.loss is None else self.other_results(step, inputs))
         output = None
         if step.loss is not None and call.return_outputs:
             output = step.loss.outputs_of_micro_batches() if inputs.is_handed_over else step.loss.tree(outputs)
@@ -274,7 +273,7 @@ class RankEngine(Engine):
         mailbox.settle()
         gradients.commit(step, reports, others, divisor)
         self._commit_buffers(graph, inputs, step, exchange, tensors, part)
-        self._write_back(inputs, tensors, more)
+        self.write_back(inputs, more)
         mailbox.remember()
         return loss.to(self.group.device), output
 
@@ -366,16 +365,6 @@ class RankEngine(Engine):
                 "what the loss needs of it, a penalty say"
             )
 
-    @staticmethod
-    def _other_results(step: RankStep, inputs: RankInputs) -> list[Any]:
-        """Returns results that forward has left in inputs and attributes; per micro-batch if the caller passed them."""
-        if step.loss is None:
-            return []
-        if inputs.is_handed_over:
-            return [step.loss.other_results(i) for i in range(step.micro_batches)]
-        with torch.no_grad():
-            return step.loss.gather_other_results()
-
     # -- exchange at the end of a step -------------------------------------------------------------------------------
 
     def _from_last(self, graph: RankGraph, inputs: RankInputs, values: Sequence[Any]) -> Sequence[Any]:
@@ -388,24 +377,3 @@ class RankEngine(Engine):
         at_home = map_tensor_leaves(lambda t: t.detach().cpu(), value)
         result = self.group.connection.broadcast(at_home, source, "the outputs")
         return value if self.group.rank == source else map_tensor_leaves(lambda t: t.to(self.group.device), result)
-
-    def _write_back(self, inputs: RankInputs, tensors: ModelTensors, values: Sequence[Any]) -> None:
-        if not inputs.is_handed_over:
-            _write_results(tensors, inputs.leaves, inputs.bounds[0].program, values)
-            return
-        for leaves, bound, results in zip(inputs.leaves, inputs.bounds, values, strict=False):
-            _write_results(tensors, leaves, bound.program, results)
-
-
-def _write_results(
-    tensors: ModelTensors, leaves: Sequence[Any], program: Program, values: Sequence[torch.Tensor]
-) -> None:
-    if not values:
-        return
-    written = ((place, leaves[place]) for place in program.written_inputs)
-    by_place = {
-        place: leaf if isinstance(leaf, torch.Tensor) else torch.empty_like(value)  # not given on this rank
-        for (place, leaf), value in zip(written, values, strict=False)
-    }
-    with torch.no_grad():
-        write_back_results(tensors, by_place, program, values)  # type: ignore[arg-type]

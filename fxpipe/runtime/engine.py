@@ -382,19 +382,28 @@ class Engine:
                 self._note_step(step, schedule)
         stage, output = step.loss, None
         assert stage is not None
-        if given_inputs.is_handed_over:
-            results = [stage.other_results(i) for i in range(m)]
-        else:
-            results = [stage.gather_other_results()]
+        results = self.other_results(step, given_inputs)
         if call.return_outputs:
             output = stage.outputs_of_micro_batches() if outputs is None else stage.tree(outputs)
         self.add_gradients(step, updates)
         step.commit_buffers()
-        with torch.no_grad():  # attributes get the values of the last micro-batch, as in a loop
-            leaves = given_inputs.leaves if given_inputs.is_handed_over else [given_inputs.leaves]
-            for own, values, of_one in zip(given_inputs.bounds, results, leaves, strict=False):
-                write_back_results(ModelTensors(self.model, own.constants), of_one, own.program, values)
+        self.write_back(given_inputs, results)
         return loss, output
+
+    @staticmethod
+    def other_results(step: Step, given_inputs: GivenInputs) -> list[list[torch.Tensor]]:
+        """Returns what forward leaves in inputs and attributes: of the mini-batch, or of each micro-batch."""
+        assert step.loss is not None
+        if given_inputs.is_handed_over:
+            return [step.loss.other_results(i) for i in range(step.micro_batches)]
+        return [step.loss.gather_other_results()]
+
+    @torch.no_grad()
+    def write_back(self, given_inputs: GivenInputs, results: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Writes these results; attributes get the values of the last micro-batch, as in a loop."""
+        leaves = given_inputs.leaves if given_inputs.is_handed_over else [given_inputs.leaves]
+        for bound, of_one, values in zip(given_inputs.bounds, leaves, results, strict=False):
+            write_back_results(ModelTensors(self.model, bound.constants), of_one, bound.program, values)
 
     def history_of(self, given_inputs: GivenInputs, call: LossCall) -> LossHistory:
         sizes = given_inputs.batch, len(given_inputs.samples)
@@ -586,7 +595,8 @@ def write_back_results(
     """Writes the final values of inputs that forward writes to, and sets the attributes that it sets."""
     places = len(program.written_inputs)
     for place, value in zip(program.written_inputs, values[:places], strict=True):
-        leaves[place].copy_(value)
+        if isinstance(leaves[place], torch.Tensor):  # else another process has the inputs
+            leaves[place].copy_(value)
     for name, value in zip(program.left, values[places:], strict=True):
         tensors.set(name, value)
 

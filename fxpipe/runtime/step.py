@@ -154,7 +154,7 @@ class Step(ActionPerformer):
         self.has_losses_in_order = losses is not None and len(self.stage_devices[-1]) > 1
         last = len(self.devices) - 1
         takes_all = losses is not None and losses.takes_all
-        self._fences = Fences(
+        self.fences = Fences(
             fences,
             self.in_order,
             last if self.has_losses_in_order else None,
@@ -201,29 +201,22 @@ class Step(ActionPerformer):
         return thread_defaults(self.state)
 
     def is_ready(self, action: Action) -> bool:
-        return self.failure is not None or self._fences.are_open(action)
+        return self.failure is not None or self.fences.are_open(action)
 
     def wait(self, action: Action) -> None:
-        self._fences.wait(action)
+        self.fences.wait(action)
         if self.has_losses_in_order and self.caller_context.takes_turns:  # a thread that holds the turn must not wait
             self.wait_before_loss(action)
 
     def wait_before_loss(self, action: Action) -> None:
         """Returns when the loss after an F may be computed, if losses have an order."""
-        self._fences.wait_before_loss(action)
-
-    def has_passed(self, action: Action) -> bool:
-        """Returns whether an action has ended, or the step has failed."""
-        return self._fences.has_passed(action)
-
-    def wait_behind(self, action: Action) -> None:
-        self._fences.wait_behind(action)
+        self.fences.wait_before_loss(action)
 
     def pass_on(self, action: Action) -> None:
-        self._fences.pass_on(action)
+        self.fences.pass_on(action)
 
     def open_all(self) -> None:
-        self._fences.open_all()
+        self.fences.open_all()
 
     def note_of_failure(self, action: Action, error: BaseException) -> str:
         opened = self._stages[action.micro_batch][action.stage]
@@ -304,7 +297,7 @@ class Step(ActionPerformer):
     def set_updates(self, updates: Mapping[int, Callable[[], None]], before: Mapping[int, Sequence[Action]]) -> None:
         """Sets the function that U of each stage calls, and the actions of other stages that it waits for."""
         self._updates = updates
-        self._fences.add_updates(before)
+        self.fences.add_updates(before)
 
     def update(self, j: int, i: int) -> None:
         devices = [device for of_stage in self.stage_devices for device in of_stage]

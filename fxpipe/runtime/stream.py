@@ -241,13 +241,13 @@ class StreamRun(ActionPerformer):
         if self.failure is not None:
             return True
         others = (*self.order.awaited(action, self.in_order), *self._before_loss(action))
-        return one.step.is_ready(own) and all(step.has_passed(other) for step, other in self._in_steps(others))
+        return one.step.is_ready(own) and all(step.fences.has_passed(other) for step, other in self._in_steps(others))
 
     def wait(self, action: Action) -> None:
         one, own = self._at(action)
         one.step.wait(own)
         for step, other in self._in_steps(self.order.awaited(action, self.in_order)):
-            step.wait_behind(other)
+            step.fences.wait_behind(other)
 
     def _in_steps(self, actions: Iterable[Action]) -> Iterator[tuple[StreamStep, Action]]:
         """Yields actions with the steps of their mini-batches, and numbered as there."""
@@ -266,7 +266,7 @@ class StreamRun(ActionPerformer):
     def _wait_before_loss(self, first: int, action: Action) -> None:
         """Returns when the loss of an F may be computed. `first`: the first micro-batch of its mini-batch."""
         for step, other in self._in_steps(self._before_loss(_shifted(action, first))):
-            step.wait_behind(other)
+            step.fences.wait_behind(other)
 
     def pass_on(self, action: Action) -> None:
         t, k = self.order.place(action.micro_batch)
