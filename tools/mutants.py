@@ -146,7 +146,7 @@ RUNTIME = (
     ),
     Mutant(
         "runtime/stream.py",
-        "if count > 1 and (stage.changed_buffers or stage.assigns)",
+        "if count > 1 and stage.changes",
         "if False",
         "unit/runtime/test_stream_replicas.py::test_batch_norm_sees_the_mini_batches_in_order",
     ),
@@ -476,7 +476,7 @@ RUNTIME = (
         "attacks/test_tensor_hooks.py",
     ),
     Mutant(
-        "pipe/graph_finder.py",
+        "pipe/pipeline_state.py",
         "count = 1 if bound.moving_buffers and not in_one else self.settings.micro_batches(batch)",
         "count = self.settings.micro_batches(batch)",
         "attacks/test_moving_buffers.py",

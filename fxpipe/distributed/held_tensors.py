@@ -86,7 +86,7 @@ class HeldTensors:
         for j, stages in enumerate(zip(*(program.stages for program in programs), strict=True)):
             for name in dict.fromkeys(name for stage in stages for name in stage.attributes):
                 stages_of.setdefault(name, []).append(j)
-            for name in sorted({name for stage in stages for name in (*stage.changed_buffers, *stage.assigns)}):
+            for name in sorted({name for stage in stages for name in stage.changes}):
                 for rank in self.holders(name):
                     if rank != routes.rank(j):
                         changed.setdefault((routes.rank(j), rank), []).append(name)
@@ -112,8 +112,16 @@ def _frozen(peers: Peers) -> dict[tuple[int, int], tuple[Any, ...]]:
 class TensorExchange:
     """The transfers of tensors of the model in one step, on one rank."""
 
-    def __init__(self, mailbox: Mailbox, rank: int, tensors: ModelTensors, packet_key: tuple[Any, ...], free_tag: int):
-        self._mailbox, self._rank, self._tensors = mailbox, rank, tensors
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        rank: int,
+        tensors: ModelTensors,
+        transfers: TensorTransfers,
+        packet_key: tuple[Any, ...],
+        free_tag: int,
+    ):
+        self._mailbox, self._rank, self._tensors, self._transfers = mailbox, rank, tensors, transfers
         self._packet_key, self._free_tag = packet_key, free_tag
 
     def _swap(
@@ -135,25 +143,24 @@ class TensorExchange:
         return received
 
     @torch.no_grad()
-    def borrow(self, transfers: TensorTransfers) -> None:
+    def borrow(self) -> None:
         """Sends values of tensors to ranks that use them and do not hold them."""
-        values = self._swap(0, "the parameters that it holds", transfers.borrowed, self._detached)
-        self.write(values)
+        self.write(self._swap(0, "the parameters that it holds", self._transfers.borrowed, self._detached))
 
-    def sum_gradients(self, transfers: TensorTransfers, step: RankStep) -> dict[tuple[str, int], torch.Tensor]:
+    def sum_gradients(self, step: RankStep) -> dict[tuple[str, int], torch.Tensor]:
         """Returns, by name and stage, gradient sums of stages on other ranks, for tensors that this rank holds."""
 
         def sum_of(key: StageSum) -> torch.Tensor | None:
             name, j = key
             return step.totals[j].sums.get(name)
 
-        received = self._swap(1, "the gradients of tied weights", transfers.gradients, sum_of)
+        received = self._swap(1, "the gradients of tied weights", self._transfers.gradients, sum_of)
         return {key: value for key, value in received.items() if value is not None}
 
     @torch.no_grad()
-    def spread_changes(self, transfers: TensorTransfers) -> None:
+    def spread_changes(self) -> None:
         """Sends changed buffers to their holders."""
-        self.write(self._swap(2, "the buffers that it has changed", transfers.changed, self._detached))
+        self.write(self._swap(2, "the buffers that it has changed", self._transfers.changed, self._detached))
 
     @torch.no_grad()
     def write(self, values: Mapping[str, torch.Tensor]) -> None:

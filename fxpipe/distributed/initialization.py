@@ -26,12 +26,11 @@ from fxpipe.distributed.materialization import GivenMemory
 from fxpipe.distributed.pipeline import distributed_state
 from fxpipe.distributed.rank_state import RankState
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
-from fxpipe.pipe.graph_finder import peek_seed
 from fxpipe.pipe.pipeline_module import Pipeline
 from fxpipe.pipe.pipeline_state import PipelineState
 from fxpipe.tracing.model_state import preserve_rng, python_rng_state, set_python_rng_state
 from fxpipe.tracing.tensors import has_values, storage_of, tensors_in
-from fxpipe.utils.random_generators import mix_seed
+from fxpipe.utils.random_generators import mix_seed, peek_seed
 from fxpipe.utils.units import names_text, with_article
 
 InitFunction = Callable[[nn.Module], object]

@@ -119,8 +119,12 @@ class RankEngine(Engine):
             transfers.connect(pairs_of_ranks(graph.routes, graph.transfers))
         return Mailbox(self.group.connection, self.group.device, self._layouts, transfers)
 
-    def _tensor_exchange(self, graph: RankGraph, mailbox: Mailbox, tensors: ModelTensors) -> TensorExchange:
-        return TensorExchange(mailbox, self.group.rank, tensors, (graph.number, "tensors"), FIRST_FREE_TAG)
+    def _borrowed(self, graph: RankGraph, mailbox: Mailbox, tensors: ModelTensors) -> TensorExchange:
+        """Begins the exchange of tensors of the model."""
+        key = graph.number, "tensors"
+        exchange = TensorExchange(mailbox, self.group.rank, tensors, graph.transfers, key, FIRST_FREE_TAG)
+        exchange.borrow()
+        return exchange
 
     def _run_row(
         self,
@@ -175,8 +179,7 @@ class RankEngine(Engine):
         """Runs all forwards; returns the output on the rank of the last stage or on all ranks, else None."""
         bound, connection = graph.bound, self.group.connection
         mailbox, tensors = self._mailbox(graph), ModelTensors(self.model, bound.constants)
-        exchange = self._tensor_exchange(graph, mailbox, tensors)
-        exchange.borrow(graph.transfers)
+        exchange = self._borrowed(graph, mailbox, tensors)
         step = self._run_row(graph, inputs, schedule, mailbox, inputs.seed)
         last = graph.routes.rank(len(bound.devices))
         outputs: list[Any] = []
@@ -189,7 +192,7 @@ class RankEngine(Engine):
             output = self._on_all(output, last)
         connection.all_gather(None, "the end of the step")
         step.commit_buffers()
-        exchange.spread_changes(graph.transfers)
+        exchange.spread_changes()
         self.write_back(inputs, more)
         step.transport.settle()
         mailbox.settle()
@@ -219,8 +222,7 @@ class RankEngine(Engine):
         if is_last and not inputs.is_handed_over and not is_whole:
             kind = self.history_of(inputs, call)
         mailbox = self._mailbox(graph)
-        exchange = self._tensor_exchange(graph, mailbox, tensors)
-        exchange.borrow(graph.transfers)
+        exchange = self._borrowed(graph, mailbox, tensors)
         gradients = RankGradients(graph.held, graph.transfers, tensors, inputs.programs, self.group, self.replicas)
         part = self._begin(graph, inputs, call, gradients, is_last)
         looks_at_elements = not inputs.is_handed_over and not is_whole and part.micro_batches > 1
@@ -263,7 +265,7 @@ class RankEngine(Engine):
         self.replicas.note_unit([of_last.loss for of_last in verdict.of_last])
 
         gradients.sum_over_replicas(step, reports)
-        others = exchange.sum_gradients(graph.transfers, step)
+        others = exchange.sum_gradients(step)
         more = self._from_last(graph, inputs, [] if step.loss is None else self.other_results(step, inputs))
         output = None
         if step.loss is not None and call.return_outputs:
@@ -311,8 +313,7 @@ class RankEngine(Engine):
         return float(scaler.get_scale())
 
     def changed_here(self, graph: RankGraph, inputs: RankInputs) -> list[str]:
-        stages = [stage for program in inputs.programs for stage in program.stages]
-        changed = dict.fromkeys(name for stage in stages for name in (*stage.changed_buffers, *stage.assigns))
+        changed = dict.fromkeys(name for program in inputs.programs for name in program.changes)
         return [name for name in changed if self.group.rank in graph.held.holders(name)]
 
     def _commit_buffers(
@@ -327,7 +328,7 @@ class RankEngine(Engine):
         """Writes the buffers that forward has changed into the model: the first replica's on all replicas."""
         if self.group.replica == 0:
             step.commit_buffers()
-            exchange.spread_changes(graph.transfers)
+            exchange.spread_changes()
         if self.replicas.count > 1 and part.changes_buffers:
             share_buffers(self.group, tensors, self.changed_here(graph, inputs))
 

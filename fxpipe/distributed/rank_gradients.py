@@ -59,8 +59,7 @@ class RankGradients:
         """Returns, by name, the tensors that this rank holds and trains."""
         rank, held, tensors = self._group.rank, self._held, self._tensors
         names = dict.fromkeys((*self._transfers.stages_of, *(name for name, _ in held.used_by_stages(rank))))
-        stages = [stage for program in self._programs for stage in program.stages]
-        changed = {name for stage in stages for name in (*stage.changed_buffers, *stage.assigns)}
+        changed = {name for program in self._programs for name in program.changes}
         own = {name: tensors.get(name) for name in names if rank in held.holders(name) and name not in changed}
         return {name: tensor for name, tensor in own.items() if tensor.requires_grad}
 

@@ -24,7 +24,6 @@ from fxpipe.distributed.rank_engine import RankEngine, RankGraph, RankInputs
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.errors import ArgumentError, StateError
 from fxpipe.pipe.graph_cache import MAX_GRAPHS, CachedGraph
-from fxpipe.pipe.graph_finder import count_elements, peek_seed
 from fxpipe.pipe.model_calls import ModelCall
 from fxpipe.pipe.pipeline_state import PipelineState
 from fxpipe.planning.options.pipeline_options import Settings
@@ -42,7 +41,7 @@ from fxpipe.tracing.model_state import container_tensors, slots_of
 from fxpipe.tracing.tensors import has_values
 from fxpipe.utils.batch_split import samples_per_micro_batch
 from fxpipe.utils.pytree import flatten, map_tensor_leaves
-from fxpipe.utils.random_generators import draw_seed
+from fxpipe.utils.random_generators import draw_seed, peek_seed
 from fxpipe.utils.units import names_text
 
 T = TypeVar("T")
@@ -283,7 +282,7 @@ class RankState(PipelineState):
     def _first_job(self, call: str, calls: Sequence[ModelCall], is_handed_over: bool, seed: int | None) -> Job:
         """Returns the job to plan with: the mini-batch, or the largest micro-batch."""
         seed = peek_seed() if seed is None else seed
-        largest = max(self._graph_inputs(calls, seed), key=lambda one: count_elements(one.leaves))
+        largest = max(self._graph_inputs(calls, seed), key=lambda one: one.elements)
         return self._recording_job(call, largest.call, seed, len(calls) if is_handed_over else None)
 
     def _recording_job(self, call: str, one: ModelCall, seed: int, count: int | None) -> Job:

@@ -93,7 +93,7 @@ class RankStreamStep(StreamStep):
         if self._group.replica_count > 1 and self._first_changes_buffers:
             (program,) = self.open_programs
             stage = program.bound.program.stages[j]
-            share_buffers(self._group, program.tensors, dict.fromkeys((*stage.changed_buffers, *stage.assigns)))
+            share_buffers(self._group, program.tensors, stage.changes)
 
 
 class StreamMailbox(Mailbox):

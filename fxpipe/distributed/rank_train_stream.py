@@ -24,11 +24,10 @@ from fxpipe.distributed.rank_state import STREAM, Job, RankState
 from fxpipe.distributed.rank_stream import RankStream
 from fxpipe.distributed.replicas import ReplicaPart
 from fxpipe.errors import ArgumentError, DistributedError
-from fxpipe.pipe.graph_finder import peek_seed
 from fxpipe.pipe.model_calls import ModelCall, parse_call
 from fxpipe.pipe.train_stream import StreamLoop, TrainStream, check_can_stream_now
 from fxpipe.runtime.caller_context import CallerContext
-from fxpipe.utils.random_generators import draw_seed, mix_seed
+from fxpipe.utils.random_generators import draw_seed, mix_seed, peek_seed
 
 
 class RankTrainStream(TrainStream):

@@ -11,6 +11,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from fxpipe.errors import ArgumentError
 from fxpipe.pipe.model_calls import ModelCall
 from fxpipe.planning.passes import PreparedGraph
 from fxpipe.runtime import BoundProgram
@@ -35,6 +38,28 @@ class GraphInputs:
     key: GraphKey
     seed: int
     checked: dict[int, tuple[Traced, bool]]  # by id, for all micro-batches of a step: a graph, if it is the model's now
+
+    @property
+    def elements(self) -> int:
+        return sum(leaf.numel() for leaf in self.leaves if isinstance(leaf, torch.Tensor))
+
+    def samples_of(self, traced: Traced) -> int:
+        """Returns the number of samples.
+
+        Raises:
+            ArgumentError: there are no samples.
+        """
+        batch = traced.batch_of(self.leaves)
+        if batch == 0:
+            raise ArgumentError(
+                "the inputs hold no samples (size 0 in the batch dimension); give at least one, or skip the step"
+            )
+        return batch
+
+    def are_far_from(self, traced: Traced) -> bool:
+        """Returns whether dynamic sizes are far from the sizes at which graph and model were compared."""
+        lengths = traced.dynamic.lengths_of(self.leaves)
+        return lengths is not None and traced.dynamic.is_far_from(lengths, traced.comparisons.lengths)
 
     def match(self, traced: Traced, sizes_of: Callable[[int], Collection[int]] | None = None) -> bool:
         """Returns whether a graph fits these inputs.

@@ -9,7 +9,8 @@ Outer pairs and triples may be lists, as data loaders return them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -129,3 +130,14 @@ def _described(value: Any) -> str:
     if type(value) in (tuple, list):
         return f"{with_article(value)} of {len(value)} ({', '.join(type(part).__name__ for part in value)})"
     return with_article(value)
+
+
+@contextlib.contextmanager
+def note_of_micro_batch(i: int, count: int | None) -> Iterator[None]:
+    """A block for one of `count` micro-batches of the caller, which exceptions name; None: for a mini-batch."""
+    try:
+        yield
+    except Exception as error:
+        if count is not None:
+            error.add_note(f"fxpipe: raised for micro-batch {i} of the {count} in micro_batches")
+        raise

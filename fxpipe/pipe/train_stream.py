@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
-from fxpipe.pipe.graph_finder import peek_seed
 from fxpipe.pipe.model_calls import FORMS, ModelCall, parse_call, refuse_written, tensor_versions
 from fxpipe.pipe.pipeline_state import PipelineState
 from fxpipe.runtime.bound_program import BoundProgram
@@ -23,7 +22,7 @@ from fxpipe.runtime.stage_updates import StagewiseOptimizer
 from fxpipe.runtime.step_inputs import GivenInputs
 from fxpipe.runtime.stream import Stream
 from fxpipe.scheduling.streams import STREAM_POLICIES, StreamSchedule, WeightPolicy
-from fxpipe.utils.random_generators import draw_seed
+from fxpipe.utils.random_generators import draw_seed, peek_seed
 from fxpipe.utils.units import with_article
 
 READ_AHEAD = 2  # additional mini-batches, so that the first stage need not wait for the reader of losses

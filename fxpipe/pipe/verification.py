@@ -211,8 +211,8 @@ def _why_micro_batches_differ(traced: Traced, bound: BoundProgram) -> str:
             return f"forward draws random numbers at {info(node).source}"
         if node.target in NORM_FUNCTIONS and named_arguments(node).get("training"):
             return f"batch norm normalizes each micro-batch at {info(node).source}"
-    changed = [name for stage in bound.program.stages for name in (*stage.changed_buffers, *stage.assigns)]
-    return f"forward changes {changed[0]!r}" if changed else ""
+    changed = next(iter(bound.program.changes), None)
+    return "" if changed is None else f"forward changes {changed!r}"
 
 
 # -- a step ----------------------------------------------------------------------------------------------------------

@@ -72,9 +72,18 @@ class Stage:
     _callables: dict[bool, StageCallable] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
+    def changes(self) -> dict[str, None]:
+        """The tensors of the model that F changes or sets, by name, in order."""
+        return dict.fromkeys((*self.changed_buffers, *self.assigns))
+
+    def uses(self, name: str) -> bool:
+        """Returns whether the stage reads this tensor of the model, or sets it."""
+        return name in self.attributes or name in self.assigns
+
+    @property
     def changes_in_order(self) -> bool:
         """Returns True if F changes tensors of the model that F of the next micro-batch reads."""
-        return bool({*self.changed_buffers, *self.assigns} - {*self.tracked_statistics, *self.counters})
+        return bool(self.changes.keys() - {*self.tracked_statistics, *self.counters})
 
     def callable(self, is_split: bool) -> StageCallable:
         """Returns the callable that runs the stage. `is_split`: compute the gradients of weights in W, not in B."""
@@ -113,6 +122,11 @@ class Program:
     written_inputs: Mapping[int, ReceivedValue] = field(default_factory=dict)
     # By name: the value of an attribute that forward sets for each sample.
     left: Mapping[str, ReceivedValue] = field(default_factory=dict)
+
+    @property
+    def changes(self) -> dict[str, None]:
+        """The tensors of the model that its stages change or set, by name."""
+        return {name: None for stage in self.stages for name in stage.changes}
 
     def __str__(self) -> str:
         return "\n\n".join(stage.code for stage in self.stages)

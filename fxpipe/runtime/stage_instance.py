@@ -189,6 +189,7 @@ class StageInstance:
         self.views: dict[str, torch.Tensor] = {}  # parameters only
         self.constants: dict[str, torch.Tensor] = {}
         self._detached_parameters: dict[str, torch.Tensor] = {}  # as tapes refer to them
+        changes = stage.changes
         for name in stage.attributes:
             tensor = tensors.get(name)
             if tensor.is_meta:
@@ -197,7 +198,7 @@ class StageInstance:
                     "planning; give the model its values back (to_empty, load_state_dict), or make another pipe"
                 )
             moved = bring(tensor.detach())
-            if name in stage.changed_buffers or name in stage.assigns:
+            if name in changes:
                 if name not in totals.buffers:
                     totals.buffers[name] = moved.clone()  # the drop-in commits before R reads the buffers of F
             elif tensor.is_floating_point() or tensor.is_complex():
@@ -212,10 +213,6 @@ class StageInstance:
         self._names, self._summed = [*summed], [*summed.values()]  # parameters whose gradients B sums
         self._all = frozenset(summed)
         self._large = frozenset(n for n, view in summed.items() if view.nbytes >= LARGE_GRADIENT)
-
-    def uses(self, name: str) -> bool:
-        """Returns whether the stage reads this tensor of the model, or sets it."""
-        return name in self.stage.attributes or name in self.stage.assigns
 
     def versions(self, received: Sequence[BoundaryValue]) -> list[int]:
         """Returns the versions of the tensors that a run on these values reads and the caller could write to."""

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -63,20 +63,11 @@ class RecomputeInputs:
     versions: list[int]  # versions of model tensors and received values, after F
 
 
-@dataclass(frozen=True, slots=True)
-class OpenProgram:
-    """A program in one step, with its tensors and stages."""
+class OpenProgram(NamedTuple):
+    """A program in one step, with its tensors."""
 
     bound: BoundProgram
     tensors: ModelTensors
-    stages: dict[int, StageInstance]  # by number; the first replica
-    replicas: dict[int, tuple[StageInstance, ...]] = field(default_factory=dict)  # only for stages with several
-
-    def stages_of_turn(self, i: int) -> dict[int, StageInstance]:
-        """Returns the instances of the stages for a micro-batch, by number."""
-        if not self.replicas:
-            return self.stages
-        return self.stages | {j: own[replica_of(i, len(own))] for j, own in self.replicas.items()}
 
 
 class Step(ActionPerformer):
@@ -129,16 +120,15 @@ class Step(ActionPerformer):
             )
         self.replica_totals = [tuple(StageTotals() for _ in own) for own in self.stage_devices]
         self.totals = [own[0] for own in self.replica_totals]
-        split_stages = {j for j, _ in split}
+        self._split_stages = {j for j, _ in split}
         self.open_programs = [
-            self._open(bound, known_tensors or ModelTensors(model, bound.constants), split_stages)
-            for bound in inputs.programs
+            OpenProgram(bound, known_tensors or ModelTensors(model, bound.constants)) for bound in inputs.programs
         ]
         if len(self.open_programs) > 1:
             check_programs_fit(inputs.programs, [one.tensors for one in self.open_programs])
         by_id = {id(one.bound): one for one in self.open_programs}
         self._programs = [by_id[id(bound)] for bound in inputs.bounds]
-        self._stages = self._stages_by_micro_batch()
+        self._stages = self._open_stages()
         self.saved: dict[tuple[int, int], RecomputeInputs] = {}
         self.pending: dict[tuple[int, int], BackwardHandle] = {}
         self.tapes: dict[tuple[int, int], WeightGradientTape] = {}
@@ -152,7 +142,7 @@ class Step(ActionPerformer):
         fences = fences_of([bound.wiring for bound in inputs.programs], losses is not None)
         # Replicas of the last stage compute losses in order, too: loss_fn may draw random numbers, or count.
         self.has_losses_in_order = losses is not None and len(self.stage_devices[-1]) > 1
-        last = len(self.devices) - 1
+        self._last_stage = last = len(self.devices) - 1
         takes_all = losses is not None and losses.takes_all
         self.fences = Fences(
             fences,
@@ -161,33 +151,29 @@ class Step(ActionPerformer):
             Action(ActionKind.FORWARD, last, self.micro_batches - 1) if takes_all else None,
         )
 
-    def _open(self, bound: BoundProgram, tensors: ModelTensors, split_stages: set[int]) -> OpenProgram:
-        first = {j: self._open_replica(bound, j, 0, tensors, j in split_stages) for j in self.stages_here}
-        replicas = {
-            j: (
-                first[j],
-                *(self._open_replica(bound, j, r, tensors, j in split_stages) for r in range(1, len(totals))),
-            )
-            for j, totals in enumerate(self.replica_totals)
-            if len(totals) > 1
-        }
-        return OpenProgram(bound, tensors, first, replicas)
+    def _open_stages(self) -> list[dict[int, StageInstance]]:
+        """Opens the stages of this process; returns, by micro-batch, the instances that run it, by stage."""
+        opened: dict[tuple[int, int, int], StageInstance] = {}
+        stages: list[dict[int, StageInstance]] = [{} for _ in self._programs]
+        for i, program in enumerate(self._programs):
+            for j in self.stages_here:
+                turn = i % len(self.stage_devices[j])
+                key = id(program), j, turn
+                if key not in opened:
+                    opened[key] = self._open_stage(program.bound, j, turn, program.tensors)
+                stages[i][j] = opened[key]
+        return stages
 
-    def _stages_by_micro_batch(self) -> list[dict[int, StageInstance]]:
-        return [one.stages_of_turn(i) for i, one in enumerate(self._programs)]
-
-    def _open_replica(
-        self, bound: BoundProgram, j: int, replica: int, tensors: ModelTensors, is_split: bool
-    ) -> StageInstance:
-        device, stage = bound.replicas_of(j)[replica]
+    def _open_stage(self, bound: BoundProgram, j: int, turn: int, tensors: ModelTensors) -> StageInstance:
+        device, stage = bound.replicas_of(j)[turn]
         return StageInstance(
             stage,
-            stage.callable(is_split),
+            stage.callable(j in self._split_stages),
             bound.wiring.links[j],
             partial(self.transport.bring, target=device),
             tensors,
             self.state,
-            self.replica_totals[j][replica],
+            self.replica_totals[j][turn],
         )
 
     @property
@@ -241,7 +227,7 @@ class Step(ActionPerformer):
                 self.pending[j, i] = ran.pending
         opened.totals.finish_forward(opened.stage, i, ran)
         self._send(j, i, ran.sent)
-        if j == len(self.devices) - 1 and self.loss is not None:
+        if self.loss is not None and j == self._last_stage:
             del received, ran  # free unsaved values before the loss runs
             _, stream = self._place(Action(ActionKind.FORWARD, j, i)) if self.has_replicas else self._places[j][0]
             if self.has_losses_in_order:
@@ -341,7 +327,7 @@ class Step(ActionPerformer):
         others = [one for one in replicas if one is not totals]
         bring = partial(self.transport.bring, target=self.devices[j]) if others else None
         for name, value in totals.final_buffers(others, bring).items():
-            tensors = next(one.tensors for one in self.open_programs if one.stages[j].uses(name))
+            tensors = next(one.tensors for one in self.open_programs if one.bound.program.stages[j].uses(name))
             if name in totals.assigned:
                 tensors.set(name, value)
             else:

@@ -141,8 +141,7 @@ def check_programs_fit(bounds: Sequence[BoundProgram], tensors: Sequence[ModelTe
     Raises:
         StateError: they cannot.
     """
-    stages = [stage for bound in bounds for stage in bound.program.stages]
-    changed = {name for stage in stages for name in (*stage.changed_buffers, *stage.assigns)}
+    changed = {name for bound in bounds for name in bound.program.changes}
     places: dict[str, set[int]] = {}
     objects: dict[str, set[int]] = {}
     for bound, own in zip(bounds, tensors, strict=True):

@@ -50,7 +50,7 @@ from fxpipe.runtime.loss_verification import LossHistory
 from fxpipe.runtime.losses import LossCall, MicroBatchLosses
 from fxpipe.runtime.stage_instance import StageInstance
 from fxpipe.runtime.stage_updates import OverlappedUpdates, StagewiseOptimizer
-from fxpipe.runtime.step import OpenProgram, Step
+from fxpipe.runtime.step import Step
 from fxpipe.runtime.step_inputs import GivenInputs
 from fxpipe.runtime.step_record import StepLog
 from fxpipe.runtime.stream_gradients import HiddenGradients
@@ -148,16 +148,13 @@ class VersionedTensors(ModelTensors):
 
 
 class StreamStep(Step):
-    def _open(self, bound: BoundProgram, tensors: ModelTensors, split_stages: set[int]) -> OpenProgram:
-        return OpenProgram(bound, tensors, {})
-
     before_loss: Callable[[Action], None] | None = None  # waits for losses of earlier mini-batches
 
     def wait_before_loss(self, action: Action) -> None:
         if self.before_loss is not None:
             self.before_loss(action)
 
-    def _stages_by_micro_batch(self) -> list[dict[int, StageInstance]]:
+    def _open_stages(self) -> list[dict[int, StageInstance]]:
         return [{} for _ in range(self.micro_batches)]
 
     def open_stage(self, j: int, i: int, versions: Mapping[int, torch.Tensor]) -> None:
@@ -166,14 +163,12 @@ class StreamStep(Step):
         model, count = program.tensors, len(self.replica_totals[j])
         tensors = VersionedTensors(model.model, model.constants, model.modules, model.places, versions)
         turn = replica_of(i, count)
-        opened = self._open_replica(program.bound, j, turn, tensors, is_split=False)
-        program.stages.setdefault(j, opened)
+        opened = self._open_stage(program.bound, j, turn, tensors)
         for own in self._stages[turn::count]:
             own[j] = opened
 
     def close_stage(self, j: int) -> None:
         """Drops a stage after its update, with its version of the weights."""
-        del self.open_programs[0].stages[j]
         for own in self._stages:
             del own[j]
 
@@ -443,9 +438,7 @@ class Stream:
     def _stages_in_order(self, bound: BoundProgram) -> frozenset[int]:
         """Returns the stages with replicas whose forward changes buffers, which the next micro-batch reads."""
         stages = zip(bound.program.stages, self._order.replicas, strict=True)
-        return frozenset(
-            j for j, (stage, count) in enumerate(stages) if count > 1 and (stage.changed_buffers or stage.assigns)
-        )
+        return frozenset(j for j, (stage, count) in enumerate(stages) if count > 1 and stage.changes)
 
     def _updates_now(self) -> OverlappedUpdates:
         return OverlappedUpdates(self.optimizer, self._parameters, options=self.optimizer.options_now())

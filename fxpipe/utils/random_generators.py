@@ -29,6 +29,13 @@ def draw_seed(generator: torch.Generator | None = None) -> int:
     return int(torch.randint(2**62, (), generator=generator, device="cpu").item())
 
 
+def peek_seed() -> int:
+    """Returns the next number of torch's generator without advancing it: the step draws from it."""
+    generator = torch.Generator()
+    generator.set_state(torch.default_generator.get_state())
+    return draw_seed(generator)
+
+
 def comparison_seed() -> int:
     """Returns the seed for comparing a model and its graph: a number that forward is unlikely to set itself."""
     return mix_seed(torch.default_generator.initial_seed()) % 2**31
