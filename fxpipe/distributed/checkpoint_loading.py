@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -79,14 +78,6 @@ def _state_of(pipe: object) -> PipelineState:
     return distributed_state(pipe)
 
 
-@dataclass(frozen=True, slots=True)
-class Misfits:
-    """The mismatches between a checkpoint and the tensors of one process."""
-
-    missing: tuple[str, ...]
-    shapes: tuple[str, ...]
-
-
 def _check_fit(
     state: PipelineState,
     reader: CheckpointReader,
@@ -106,10 +97,10 @@ def _check_fit(
         if shape != own:
             shapes.append(f"{name!r} ({_shape_text(shape)}, in the model {_shape_text(own)})")
     missing = [name for name, value in entries.items() if name not in keys and id(value) not in present]
-    everybody = state.from_all(Misfits(tuple(missing), tuple(sorted(shapes))), "its part of the checkpoint")
+    everybody = state.from_all((missing, sorted(shapes)), "its part of the checkpoint")
     unexpected = sorted(keys - {*all_keys})
-    all_missing = list(dict.fromkeys(name for one in everybody for name in one.missing))
-    all_shapes = list(dict.fromkeys(text for one in everybody for text in one.shapes))
+    all_missing = list(dict.fromkeys(name for names, _ in everybody for name in names))
+    all_shapes = list(dict.fromkeys(text for _, texts in everybody for text in texts))
     problems = []
     if strict and all_missing:
         problems.append(f"it lacks {names_text(all_missing)}")

@@ -148,10 +148,6 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     yield module
 
 
-def _generator_states() -> bytes:
-    return pickle.dumps((bytes(torch.get_rng_state().tolist()), random.getstate()))
-
-
 @contextlib.contextmanager
 def _initializing(tensors: Iterable[torch.Tensor], model: nn.Module) -> Iterator[_Initialization]:
     """Runs a block that initializes these tensors on the CPU. Tensors that it does not write to are unchanged."""
@@ -193,7 +189,8 @@ class _Initialization(TorchDispatchMode):
         except Exception as error:
             error.add_note(f"fxpipe: raised while {with_article(module)} was initialized")
             raise
-        self.digest = hashlib.sha256(self.digest + _generator_states()).digest()
+        states = pickle.dumps((bytes(torch.get_rng_state().tolist()), random.getstate()))
+        self.digest = hashlib.sha256(self.digest + states).digest()
 
     @contextlib.contextmanager
     def _scratch_memory(self, module: nn.Module) -> Iterator[None]:

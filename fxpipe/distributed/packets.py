@@ -27,7 +27,7 @@ import torch
 from fxpipe.distributed.connection import Connection, content_of, pickled
 from fxpipe.distributed.device_transfers import DeviceTransfers
 from fxpipe.errors import InternalError
-from fxpipe.runtime.transport import PackedTensor, is_packable, pack
+from fxpipe.runtime.transport import MemoryForm, is_packable, pack
 
 CONTROL_BYTES = 24
 ALIGNMENT = 64  # bytes; of each tensor in a payload
@@ -46,12 +46,8 @@ class TensorLayout:
     """A plain tensor in a payload."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
     numel: int  # in memory
-    is_gathered: bool
-    is_conj: bool
-    is_neg: bool
+    form: MemoryForm
     requires_grad: bool
     is_on_device: bool  # True if it is sent from device to device
 
@@ -99,21 +95,8 @@ def encode(values: Sequence[PacketValue], device: torch.device | None = None) ->
     memories: dict[bool, list[torch.Tensor]] = {False: [], True: []}
     for value, requires_grad in values:
         if isinstance(value, torch.Tensor) and is_packable(value):
-            packed = pack(value)
-            memory, is_on_device = packed.memory, value.device == device
-            layout.append(
-                TensorLayout(
-                    memory.dtype,
-                    packed.shape,
-                    tuple(packed.stride),
-                    memory.numel(),
-                    packed.is_gathered,
-                    packed.is_conj,
-                    packed.is_neg,
-                    requires_grad,
-                    is_on_device,
-                )
-            )
+            (memory, form), is_on_device = pack(value), value.device == device
+            layout.append(TensorLayout(memory.dtype, memory.numel(), form, requires_grad, is_on_device))
             memories[is_on_device].append(
                 memory.view(torch.uint8) if memory.numel() else memory.new_empty(0, dtype=torch.uint8)
             )
@@ -151,9 +134,7 @@ def decode(layout: Layout, payload: Payload, device: torch.device) -> list[Packe
             part, start = parts[one.is_on_device], _next_start(ends[one.is_on_device])
             assert part is not None
             ends[one.is_on_device] = start + one.bytes
-            memory = part[start : start + one.bytes].view(one.dtype)
-            packed = PackedTensor(memory, one.shape, one.stride, one.is_gathered, one.is_conj, one.is_neg)
-            value = packed.unpack()
+            value = one.form.unpack(part[start : start + one.bytes].view(one.dtype))
         values.append(PacketValue(value, one.requires_grad))
     return values
 

@@ -119,7 +119,7 @@ class DistributedPipeline(Pipeline):
             graph, inputs = state.agree("the pipe", [ModelCall(args, kwargs, ())])
             placement = state.settings.placement
             schedule = make_schedule("inference", len(placement), len(inputs.samples), "never", placement)
-            return state.engine.call_ranks(graph, inputs, schedule, to_all=self._to_all)
+            return state.engine.call_ranks(graph, inputs, schedule, to_all=state.outputs == "all")
 
     def _open_stream(
         self, batches: Iterable[Any], call: LossCall, optimizer: StagewiseOptimizer, policy: WeightPolicy
@@ -269,10 +269,6 @@ class DistributedPipeline(Pipeline):
         state = self._fxpipe
         assert isinstance(state, RankState)
         return state
-
-    @property
-    def _to_all(self) -> bool:
-        return self._state.outputs == "all"
 
 
 def gathered_record(records: Sequence[StepRecord | None]) -> StepRecord | None:

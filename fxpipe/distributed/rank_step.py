@@ -22,8 +22,6 @@ from fxpipe.rewriting.program import PIPE_INPUT, ValueKey
 from fxpipe.rewriting.relay_routes import GradientKey, RelayRoutes
 from fxpipe.runtime.exchange import BoundaryValue, Exchange
 from fxpipe.runtime.step import Step
-from fxpipe.runtime.step_inputs import StepInputs
-from fxpipe.runtime.transport import Transport
 from fxpipe.runtime.wiring import ValueLink
 from fxpipe.scheduling.actions import Action, ActionKind
 
@@ -31,9 +29,7 @@ from fxpipe.scheduling.actions import Action, ActionKind
 class RankExchange(Exchange):
     """The values and gradients of one step on this rank."""
 
-    def __init__(
-        self, inputs: StepInputs, transport: Transport, grad: bool, *, routes: Sequence[RelayRoutes], rank: int
-    ):
+    def __init__(self, *arguments: Any, routes: Sequence[RelayRoutes], rank: int):
         """`inputs`: without the first stage, placeholders instead of tensors. `routes`: by micro-batch."""
         self._routes, self._rank = routes, rank
         # By micro-batch and value, the cuts that it crosses from this rank on; by cut, the values to send.
@@ -41,7 +37,7 @@ class RankExchange(Exchange):
         self._cuts_of = [cuts_of[id(one)] for one in routes]
         self._leaving: dict[tuple[int, int], dict[ValueKey, PacketValue]] = {}
         self._returning: dict[tuple[GradientKey, int], torch.Tensor] = {}
-        super().__init__(inputs, transport, grad)
+        super().__init__(*arguments)
 
     def _is_here(self, stage: int) -> bool:
         return self._routes[0].is_here(stage, self._rank)  # equal for all micro-batches

@@ -230,11 +230,26 @@ class PipelineState:
             )
 
     def settle(self) -> None:
-        """Moves the model's tensors back to the devices of their stages."""
+        """Moves tensors to the first stage of this process that uses them; the objects stay the same."""
         if self.first is None:
             return
-        stages = self._own_stages(self.settings.placement)
-        _move_to_stages(self.model, self.first, self.settings.devices, stages, self.optimizer_states)
+        moved = {*self.first.traced.constants}
+        for j in self._own_stages(self.settings.placement):
+            device = self.settings.devices[j]
+            for name in self.first.program.stages[j].attributes:
+                if name not in moved:
+                    moved.add(name)
+                    tensor = ModelTensors(self.model, {}).get(name)
+                    if tensor.device != device and has_values(tensor):
+                        torch.clear_autocast_cache()  # cached casts stay on the old device
+                        self.optimizer_states.note_move(name, tensor.device)
+                        replace_data(tensor, tensor.data.to(device))
+                        if tensor.grad is not None and tensor.grad.device != device:
+                            replace_data(tensor.grad, tensor.grad.data.to(device))
+        for module in self.model.modules():
+            # cuDNN needs the weights of an RNN in one block; otherwise it copies them at every call, with a warning.
+            if isinstance(module, nn.RNNBase) and len({weight.device for weight in module.parameters(False)}) == 1:
+                module.flatten_parameters()
 
     def _own_stages(self, placement: Sequence[int]) -> Sequence[int]:
         """Returns the stages whose tensors live in this process."""
@@ -622,33 +637,6 @@ class PipelineState:
             self._has_prints = True
             warn_of_prints(self.model, traced.print_lines)
         return prepared, bound
-
-
-def _move_to_stages(
-    model: nn.Module,
-    prepared: PreparedGraph,
-    devices: Sequence[torch.device],
-    stages: Sequence[int],
-    optimizer_states: OptimizerStateMover,
-) -> None:
-    """Moves parameters and buffers of `stages` to the first stage that uses them; the objects stay the same."""
-    moved = set()
-    for j in stages:
-        device = devices[j]
-        for name in prepared.program.stages[j].attributes:
-            if name not in moved and name not in prepared.traced.constants:
-                tensor = ModelTensors(model, {}).get(name)
-                if tensor.device != device and has_values(tensor):
-                    torch.clear_autocast_cache()  # cached casts stay on the old device
-                    optimizer_states.note_move(name, tensor.device)
-                    replace_data(tensor, tensor.data.to(device))
-                    if tensor.grad is not None and tensor.grad.device != device:
-                        replace_data(tensor.grad, tensor.grad.data.to(device))
-                moved.add(name)
-    for module in model.modules():
-        # cuDNN needs the weights of an RNN in one block; otherwise it copies them at every call, with a warning.
-        if isinstance(module, nn.RNNBase) and len({weight.device for weight in module.parameters(False)}) == 1:
-            module.flatten_parameters()
 
 
 def _add_batch_size_note(error: Exception, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -63,7 +63,9 @@ class OrderConstraints:
             for user in node.users:
                 if user in of and of[user] != of[node]:
                     after[of[node]].add(of[user])
-        for row in (*_memory_chains(effects, written), *_gradient_chains(effects), _side_effect_chain(effects)):
+        is_print = {n for n in effects.nodes if not n.users and _module_name_of(n) == "builtins"}
+        with_side_effects = [n for n in effects.nodes if n in is_print or has_side_effects(n)]
+        for row in (*_memory_chains(effects, written), *_gradient_chains(effects), with_side_effects):
             places = list(dict.fromkeys(of[node] for node in row))
             for one, other in itertools.pairwise(places):
                 after[one].add(other)
@@ -86,14 +88,10 @@ def written_alias_classes(effects: Effects) -> set[int]:
     classes = set[int]().union(*effects.written_classes)
     for node in effects.nodes:
         name = opname(node.target)
-        if name.endswith("_") and not name.endswith("__") and isinstance(first := _first_argument(node), fx.Node):
+        if name.endswith("_") and not name.endswith("__") and node.args and isinstance(first := node.args[0], fx.Node):
             alias = effects.alias[first]
             classes |= {alias} if alias is not None else set()
     return classes
-
-
-def _first_argument(node: fx.Node) -> object:
-    return node.args[0] if node.args else None
 
 
 def _memory_chains(effects: Effects, written: set[int]) -> Iterable[list[fx.Node]]:
@@ -139,12 +137,6 @@ def _returned_argument(effects: Effects, node: fx.Node) -> fx.Node | None:
     if alias is None or opname(node.target) in VIEW_FUNCTIONS:
         return None
     return next((n for n in node.all_input_nodes if effects.alias[n] == alias), None)
-
-
-def _side_effect_chain(effects: Effects) -> list[fx.Node]:
-    return [
-        n for n in effects.nodes if has_side_effects(n) or (not n.users and _module_name_of(n) == "builtins")
-    ]  # `print`
 
 
 def has_side_effects(node: fx.Node) -> bool:

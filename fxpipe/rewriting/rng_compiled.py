@@ -36,7 +36,7 @@ def _(like: Tensor, p: float, ordinal: int) -> Tensor:
 
 def with_compilable_rng(run: fx.GraphModule) -> fx.GraphModule:
     """Replaces unsupported nodes of the code; returns the same code if it has none."""
-    drawing = [node for node in run.graph.nodes if isinstance(_random_call_of(node), RandomCall)]
+    drawing = [node for node in run.graph.nodes if isinstance(getattr(node.target, "drawing", None), RandomCall)]
     continued = [node for node in run.graph.nodes if info(node).is_graph_break and node not in drawing]
     if not drawing and not continued:
         return run
@@ -48,10 +48,6 @@ def with_compilable_rng(run: fx.GraphModule) -> fx.GraphModule:
     for node in continued:
         copies[node].target = torch.compiler.disable(node.target)
     return fx.GraphModule({}, graph, class_name=type(run).__name__)
-
-
-def _random_call_of(node: fx.Node) -> Any:
-    return getattr(node.target, "drawing", None)
 
 
 def _compilable_function(target: Any) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from fxpipe.runtime.commit import (
     gradient_rollback,
     roll_back_with_caller,
 )
-from fxpipe.runtime.exchange import BoundaryValue, TransferNote
+from fxpipe.runtime.exchange import BoundaryValue
 from fxpipe.runtime.executors import Executor, close_all_executors
 from fxpipe.runtime.loss_stage import LossStage
 from fxpipe.runtime.loss_verification import LossHistories, LossHistory
@@ -42,7 +42,7 @@ from fxpipe.runtime.microbatches import gather, scatter, scatter_gradient, targe
 from fxpipe.runtime.stage_updates import OverlappedUpdates, UpdateStep, actions_before_updates, update_rows
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.step_inputs import GivenInputs, StepInputs
-from fxpipe.runtime.step_record import DeviceRecord, StepLog, StepRecord, step_record_of
+from fxpipe.runtime.step_record import DeviceRecord, StepNotes, StepRecord, step_record_of
 from fxpipe.runtime.transport import Transport, leaves_on_device
 from fxpipe.scheduling import backward_part, forward_part, with_updates
 from fxpipe.scheduling.actions import ActionKind, Rows, Schedule
@@ -53,18 +53,6 @@ from fxpipe.utils.batch_split import rows_of_inputs
 from fxpipe.utils.locks import call_in_forked_child, stop_planning_threads
 from fxpipe.utils.pytree import flatten, map_tensor_leaves, refuse_hidden_tensors, refuse_layout
 from fxpipe.utils.random_generators import draw_seed
-
-
-@dataclass(frozen=True, slots=True)
-class StepNotes:
-    """The notes of a step, from which its record is computed."""
-
-    schedule: Schedule
-    bounds: Sequence[BoundProgram]
-    log: StepLog
-    moved: Sequence[TransferNote]
-    samples: int | None = None  # in the mini-batch; None if unknown
-
 
 ORDER_OF_BUFFERS = "forward changes buffers there, of which each micro-batch is to find what the one before has left"
 ORDER_OF_LOSSES = "loss_fn, which may draw random numbers or count, is called for one micro-batch after the other"
@@ -211,7 +199,7 @@ class Engine:
         """The record of the last step, computed on the first access; None before the first step."""
         notes = self._last_notes
         if self._last_step is None and notes is not None:
-            record = step_record_of(notes.schedule, notes.bounds, notes.log, notes.moved, notes.samples)
+            record = step_record_of(notes)
             self._last_step = replace(record, devices=tuple(self._with_peak(*one) for one in enumerate(record.devices)))
         return self._last_step
 
@@ -477,10 +465,8 @@ class Engine:
             for j, stage in enumerate(program.bound.program.stages):
                 for name in stage.attributes:
                     users.setdefault(id(program.tensors.get(name)), set()).add(j)
-        step.set_updates(
-            {j: functools.partial(self.update_stage, [step], j, updates) for j in range(schedule.stages)},
-            actions_before_updates(schedule, updates.parameters, users),
-        )
+        step.updates = {j: functools.partial(self.update_stage, [step], j, updates) for j in range(schedule.stages)}
+        step.fences.before_updates = actions_before_updates(schedule, updates.parameters, users)
         schedule = with_updates(schedule)
         self._run_rows(step, schedule, schedule.rows)
 

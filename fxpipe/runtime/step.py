@@ -86,7 +86,7 @@ class Step(ActionPerformer):
         look_at_elements: bool = False,
         known_tensors: ModelTensors | None = None,
         first_micro_batch: int = 0,
-        exchange: Callable[[StepInputs, Transport, bool], Exchange] | None = None,
+        exchange: Callable[[StepInputs, Transport, bool, bool], Exchange] | None = None,
         stages: Collection[int] | None = None,
     ):
         """
@@ -109,8 +109,7 @@ class Step(ActionPerformer):
         self.state = inputs.bounds[0].state
         self.grad = self.state.grad
         self.has_loss = losses is not None
-        make_exchange = exchange or partial(Exchange, has_loss=self.has_loss)
-        self.exchange: Any = make_exchange(inputs, self.transport, self.grad)
+        self.exchange: Any = (exchange or Exchange)(inputs, self.transport, self.grad, self.has_loss)
         self.loss_weighting = LossWeightingCheck.of(inputs.bounds[0], look_at_elements)
         self.loss: LossStage | None = None
         if losses is not None:
@@ -132,7 +131,7 @@ class Step(ActionPerformer):
         self.saved: dict[tuple[int, int], RecomputeInputs] = {}
         self.pending: dict[tuple[int, int], BackwardHandle] = {}
         self.tapes: dict[tuple[int, int], WeightGradientTape] = {}
-        self._updates: Mapping[int, Callable[[], None]] = {}
+        self.updates: Mapping[int, Callable[[], None]] = {}  # by stage, what U calls
         # Stages with replicas whose forward changes buffers: each micro-batch reads the buffers of the previous one.
         self.in_order = frozenset(
             j
@@ -280,15 +279,10 @@ class Step(ActionPerformer):
         if tape is not None:  # else B computed all gradients
             self._stages[i][j].weight_gradients(tape)
 
-    def set_updates(self, updates: Mapping[int, Callable[[], None]], before: Mapping[int, Sequence[Action]]) -> None:
-        """Sets the function that U of each stage calls, and the actions of other stages that it waits for."""
-        self._updates = updates
-        self.fences.add_updates(before)
-
     def update(self, j: int, i: int) -> None:
         devices = [device for of_stage in self.stage_devices for device in of_stage]
         with on_all_streams(self.transport, devices, self.devices[j]):
-            self._updates[j]()
+            self.updates[j]()
 
     # -- the end of the step -----------------------------------------------------------------------------------------
 

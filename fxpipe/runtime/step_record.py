@@ -60,6 +60,17 @@ class StepLog:
         return replace(self, **copies)
 
 
+@dataclass(frozen=True, slots=True)
+class StepNotes:
+    """The notes of a step, from which its record is computed."""
+
+    schedule: Schedule
+    bounds: Sequence[BoundProgram]  # by micro-batch
+    log: StepLog
+    moved: Sequence[TransferNote]
+    samples: int | None = None  # in the mini-batch; None if unknown
+
+
 class HostClock:
     """Converts time marks to seconds of the host's clock."""
 
@@ -228,31 +239,25 @@ class StepRecord(TimelineMixin):
         if self.reduction:
             loss.append(f"gradients are summed over replicas by {self.reduction}")
         head = f"{self.schedule}: {count} in {human_seconds(self.seconds)}{away}"
-        return "\n".join([head, table, *memory, *loss, "", *self._timeline()]).rstrip()
-
-    def _timeline(self) -> Iterator[str]:
-        count = len(self.devices)
-        for d, line in enumerate(timeline_lines(self.spans, count, self.seconds)):
-            yield f"device {d:>{len(str(count - 1))}}: {line.rstrip()}"
+        width = len(str(len(self.devices) - 1))
+        timeline = [
+            f"device {d:>{width}}: {line.rstrip()}"
+            for d, line in enumerate(timeline_lines(self.spans, len(self.devices), self.seconds))
+        ]
+        return "\n".join([head, table, *memory, *loss, "", *timeline]).rstrip()
 
 
 # -- Evaluation of the notes -----------------------------------------------------------------------------------------
 
 
-def step_record_of(
-    schedule: Schedule,
-    bounds: Sequence[BoundProgram],
-    log: StepLog,
-    moved: Sequence[TransferNote],
-    samples: int | None = None,
-) -> StepRecord:
-    """Returns the record of a step from its schedule and notes. `bounds`: the program of each micro-batch."""
+def step_record_of(notes: StepNotes) -> StepRecord:
+    schedule, bounds, log = notes.schedule, notes.bounds, notes.log
     row_of = schedule.row_of
     names = {d: _device_name(bounds[0], j, i) for (j, i), d in row_of.items()}
     clock = HostClock()
     parts, away = _step_parts(log, clock)
     has_loss = len(parts) == 1 and any(action.kind is ActionKind.BACKWARD for action in log.times)
-    transfers = tuple(_transfer_records(bounds, moved, has_loss))
+    transfers = tuple(_transfer_records(bounds, notes.moved, has_loss))
     received: Counter[Action] = Counter()
     sent: Counter[Action] = Counter()
     for transfer in transfers:
@@ -276,7 +281,9 @@ def step_record_of(
     )
     losses = tuple(clock.seconds(end) - clock.seconds(start) for _, (start, end) in sorted(log.losses.items()))
     verification = sum(log.verifications)
-    return StepRecord(schedule.name, tuple(actions), transfers, devices, away, losses, verification, samples=samples)
+    return StepRecord(
+        schedule.name, tuple(actions), transfers, devices, away, losses, verification, samples=notes.samples
+    )
 
 
 def _device_name(bound: BoundProgram, stage: int, micro_batch: int) -> str:

@@ -44,7 +44,7 @@ from fxpipe.rewriting.program import stage_context
 from fxpipe.runtime.action_performer import ActionPerformer
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
 from fxpipe.runtime.caller_context import CallerContext, thread_defaults
-from fxpipe.runtime.engine import Engine, StepNotes, losses_of
+from fxpipe.runtime.engine import Engine, losses_of
 from fxpipe.runtime.exchange import TransferNote
 from fxpipe.runtime.loss_verification import LossHistory
 from fxpipe.runtime.losses import LossCall, MicroBatchLosses
@@ -52,7 +52,7 @@ from fxpipe.runtime.stage_instance import StageInstance
 from fxpipe.runtime.stage_updates import OverlappedUpdates, StagewiseOptimizer
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.step_inputs import GivenInputs
-from fxpipe.runtime.step_record import StepLog
+from fxpipe.runtime.step_record import StepLog, StepNotes
 from fxpipe.runtime.stream_gradients import HiddenGradients
 from fxpipe.runtime.transport import Transport, on_all_streams
 from fxpipe.scheduling.actions import Action, ActionKind, Rows, Schedule
@@ -420,7 +420,8 @@ class Stream:
                 keep_outputs=is_verified,
                 known_tensors=self._tensors_of(bound),
             )
-        self._run.add(t, MiniBatch(step, bound, self._updates_now(), history, is_verified, {*self.stages}))
+        updates = OverlappedUpdates(self.optimizer, self._parameters, options=self.optimizer.options_now())
+        self._run.add(t, MiniBatch(step, bound, updates, history, is_verified, {*self.stages}))
         step.log.begun.append(time.perf_counter())
         self._queue(self._order.admit(count))
 
@@ -439,9 +440,6 @@ class Stream:
         """Returns the stages with replicas whose forward changes buffers, which the next micro-batch reads."""
         stages = zip(bound.program.stages, self._order.replicas, strict=True)
         return frozenset(j for j, (stage, count) in enumerate(stages) if count > 1 and stage.changes)
-
-    def _updates_now(self) -> OverlappedUpdates:
-        return OverlappedUpdates(self.optimizer, self._parameters, options=self.optimizer.options_now())
 
     def _queue(self, rows: Rows) -> None:
         self.engine.executor.start(self._run, rows)

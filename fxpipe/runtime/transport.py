@@ -35,7 +35,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -53,28 +53,23 @@ from fxpipe.utils import accelerator
 
 
 @dataclass(frozen=True, slots=True)
-class PackedTensor:
-    """A plain tensor, as it is transferred."""
+class MemoryForm:
+    """How a plain tensor is in the memory in which it is transferred: 1-dim and dense."""
 
-    memory: torch.Tensor  # 1-dim, dense
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    is_gathered: bool  # `memory` has the elements in order, without gaps
+    is_gathered: bool  # the memory has the elements in order, without gaps
     is_conj: bool
     is_neg: bool
 
-    def at(self, memory: torch.Tensor) -> PackedTensor:
-        """Returns a copy of this description with other memory."""
-        return replace(self, memory=memory)
-
-    def unpack(self) -> torch.Tensor:
+    def unpack(self, memory: torch.Tensor) -> torch.Tensor:
         """Returns the tensor on the device of the memory; spread on the current stream, if it was gathered."""
         if self.is_gathered:
-            dense = self.memory.view(self.shape)
+            dense = memory.view(self.shape)
             tensor = torch.empty_strided(self.shape, self.stride, dtype=dense.dtype, device=dense.device).copy_(dense)
         else:
-            start = self.memory.storage_offset()  # it may be a part of a larger storage
-            tensor = self.memory.as_strided(self.shape, self.stride, start).detach()  # not a view for autograd
+            start = memory.storage_offset()  # it may be a part of a larger storage
+            tensor = memory.as_strided(self.shape, self.stride, start).detach()  # not a view for autograd
         if self.is_neg:
             tensor = neg_view(tensor)
         return tensor.conj() if self.is_conj else tensor
@@ -95,8 +90,8 @@ def has_gaps(tensor: torch.Tensor) -> bool:
     return extent > tensor.numel() and not overlaps
 
 
-def pack(tensor: torch.Tensor) -> PackedTensor:
-    """Packs a plain tensor; gathers it on the current stream if it has gaps."""
+def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, MemoryForm]:
+    """Returns the memory of a plain tensor, gathered on the current stream if it has gaps."""
     bare = tensor.detach()
     is_conj, is_neg = bare.is_conj(), bare.is_neg()
     bare = bare.conj() if is_conj else bare
@@ -107,7 +102,7 @@ def pack(tensor: torch.Tensor) -> PackedTensor:
     else:
         extent, _ = covered_extent(bare.shape, bare.stride())
         memory = bare.as_strided((extent,), (1,), bare.storage_offset())
-    return PackedTensor(memory, tuple(bare.shape), bare.stride(), is_gathered, is_conj, is_neg)
+    return memory, MemoryForm(tuple(bare.shape), tuple(bare.stride()), is_gathered, is_conj, is_neg)
 
 
 def covered_extent(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, bool]:
@@ -131,7 +126,8 @@ _NO_STREAM: AbstractContextManager[None] = contextlib.nullcontext()
 class PendingCopy:
     """A tensor on the way to another device."""
 
-    content: PackedTensor | torch.Tensor  # a tensor that is not plain is copied by its reader
+    memory: torch.Tensor
+    form: MemoryForm | None  # None for a tensor that is not plain, which its reader copies
     arrived: Any  # event at the end of the copy; None if there is none to wait for
 
 
@@ -226,14 +222,14 @@ class Transport:
             value = self.start_copy(value, target)
             if not isinstance(value, PendingCopy):
                 return value
-        if isinstance(value.content, torch.Tensor):
-            return self._carried(value.content, target)
+        if value.form is None:
+            return self._carried(value.memory, target)
         if value.arrived is not None:
             if target.type == "cpu":
                 accelerator.wait_on_host(value.arrived)
             else:
                 self._stream(target).wait_event(value.arrived)
-        return value.content.unpack()
+        return value.form.unpack(value.memory)
 
     def bring(self, tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
         """Returns a tensor on a device: itself, or a copy that this thread may use immediately."""
@@ -245,13 +241,13 @@ class Transport:
 
     def _send(self, tensor: torch.Tensor, source: torch.device, target: torch.device) -> PendingCopy:
         if not is_packable(tensor):
-            return PendingCopy(tensor, None)
+            return PendingCopy(tensor, None, None)
         with self.at(source) if has_gaps(tensor) else _NO_STREAM:  # gathered where it was computed
-            packed = pack(tensor)
+            memory, form = pack(tensor)
         if source.type == target.type == "cpu":
-            return PendingCopy(packed.at(packed.memory.clone()), None)
-        memory, arrived = self._copied(packed.memory, source, target)
-        return PendingCopy(packed.at(memory), arrived)
+            return PendingCopy(memory.clone(), form, None)
+        memory, arrived = self._copied(memory, source, target)
+        return PendingCopy(memory, form, arrived)
 
     def _copied(self, memory: torch.Tensor, source: torch.device, target: torch.device) -> tuple[torch.Tensor, Any]:
         streams = copy_streams(source, target)

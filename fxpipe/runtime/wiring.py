@@ -114,19 +114,15 @@ class Fences:
         """
         self._before, self._in_order, self._loss_stage = before, in_order, loss_stage
         self._before_backward = () if last_forward is None else (last_forward,)
-        self._before_updates: Mapping[int, Sequence[Action]] = {}
+        self.before_updates: Mapping[int, Sequence[Action]] = {}  # by stage, the actions that U waits for
         self._passed: set[_ActionKey] = set()
         self._events: dict[_ActionKey, threading.Event] = {}
         self._all_open = False
 
-    def add_updates(self, before: Mapping[int, Sequence[Action]]) -> None:
-        """Adds the actions, of any micro-batch, that U of a stage waits for."""
-        self._before_updates = before
-
     def _keys_before(self, action: Action) -> Sequence[_ActionKey]:
         kind, stage, i = action
         if kind is ActionKind.UPDATE:
-            return self._before_updates.get(stage, ())
+            return self.before_updates.get(stage, ())
         keys = [(*fence, i) for fence in self._before.get((kind, stage), ())]
         if i and kind is ActionKind.FORWARD and stage in self._in_order:
             keys.append((kind, stage, i - 1))

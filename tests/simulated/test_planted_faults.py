@@ -346,8 +346,8 @@ FAULTS = {
             Step,
             "parameter_gradient",
             "self.transport.bring(gradient, home)",
-            "(gradient if gradient.device == home else self.transport._send(gradient, gradient.device, home)"
-            ".content.unpack())",
+            "(gradient if gradient.device == home else (lambda sent: sent.form.unpack(sent.memory))("
+            "self.transport._send(gradient, gradient.device, home)))",
         ),
         "read too early",
     ),
@@ -356,7 +356,7 @@ FAULTS = {
             Exchange,
             "input_gradients",
             "self.transport.open(g, device)",
-            "g.content.unpack()",
+            "g.form.unpack(g.memory)",
         ),
         "read too early",
     ),
