@@ -1761,13 +1761,13 @@ DISTRIBUTED = (
         "unit/distributed/test_meeting_ranks.py",
     ),
     Mutant(
-        "distributed/bounded_store.py",
+        "distributed/failures.py",
         "thread.join(self.seconds)",
         "thread.join()",
         "unit/distributed/test_bounded_store.py",
     ),
     Mutant(
-        "distributed/bounded_store.py",
+        "distributed/failures.py",
         "if errors:",
         "if errors and answers:",
         "unit/distributed/test_bounded_store.py",

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from fxpipe._torch.autograd import has_gradient_hooks, leaves_below
-from fxpipe.distributed.device_sums import WAITED_FOR
-from fxpipe.distributed.gradient_reduction import GradientReduction, StageParameter
+from fxpipe.distributed.gradient_reduction import WAITED_FOR, GradientReduction, StageParameter
 from fxpipe.distributed.held_tensors import HeldTensors, TensorTransfers, gradient_of
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.distributed.rank_step import RankStep

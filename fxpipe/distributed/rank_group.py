@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxpipe._torch.process_groups import PrefixStore, ProcessGroupGloo, Store
 from fxpipe.distributed.connection import Connection
-from fxpipe.distributed.device_sums import DeviceSums
 from fxpipe.distributed.device_transfers import DeviceTransfers, device_backend
 from fxpipe.distributed.failures import (
     ConnectionLost,
@@ -28,6 +27,7 @@ from fxpipe.distributed.failures import (
     error_text,
     meet_ranks,
 )
+from fxpipe.distributed.gradient_reduction import DeviceSums
 from fxpipe.errors import ArgumentError, ArgumentTypeError, DistributedError, InternalError
 from fxpipe.utils import accelerator
 from fxpipe.utils.units import with_article

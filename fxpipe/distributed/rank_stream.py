@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fxpipe.distributed.device_sums import WAITED_FOR
-from fxpipe.distributed.gradient_reduction import StageParameter
+from fxpipe.distributed.gradient_reduction import WAITED_FOR, StageParameter
 from fxpipe.distributed.held_tensors import share_buffers
 from fxpipe.distributed.packet_link import JOB_TAG, PacketLink, PacketOrder, cut_of, tag_of
 from fxpipe.distributed.packets import Layout, Mailbox, PacketValue

@@ -24,8 +24,7 @@ from typing import Any
 import torch
 
 from fxpipe.distributed.connection import content_of
-from fxpipe.distributed.device_sums import WAITED_FOR
-from fxpipe.distributed.gradient_reduction import GradientReduction, StageParameter
+from fxpipe.distributed.gradient_reduction import WAITED_FOR, GradientReduction, StageParameter
 from fxpipe.distributed.rank_group import RankGroup
 from fxpipe.errors import LossError, StateError
 from fxpipe.runtime.losses import LARGEST_UNIT, MicroBatchLosses

@@ -8,7 +8,7 @@ with its update U, an action of the rows. So a worker waits for its neighbours o
 mini-batch in flight still needs the version there, the parameter first gets a copy; the older version stays in the
 views that forward ran on, and is freed with the last of them. Views are of `.data`, which has a separate version
 counter: `detach()` would share the parameter's, and autograd would refuse the backward. The counter after an update
-shows if other code has written to a parameter. Gradients are hidden between updates (`stream_gradients`).
+shows if other code has written to a parameter. Gradients are hidden between updates.
 
 *Buffers* are written into the model when a stage has run all forwards of a mini-batch, so the next mini-batch reads
 them.
@@ -53,7 +53,6 @@ from fxpipe.runtime.stage_updates import OverlappedUpdates, StagewiseOptimizer
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.step_inputs import GivenInputs
 from fxpipe.runtime.step_record import StepLog, StepNotes
-from fxpipe.runtime.stream_gradients import HiddenGradients
 from fxpipe.runtime.transport import Transport, on_all_streams
 from fxpipe.scheduling.actions import Action, ActionKind, Rows, Schedule
 from fxpipe.scheduling.replicas import replica_of, rows_of_replicas
@@ -63,6 +62,57 @@ from fxpipe.utils.random_generators import mix_seed
 
 RECORDED_MINI_BATCHES = 32  # mini-batches of a stream in `last_step`: the last ones
 _HERE = nullcontext()
+
+
+NO_GRADIENTS = (
+    "the gradient of a parameter is asked for in the middle of a stream (train_stream), in which each stage updates as "
+    "soon as it has gradients, and there is no time at which those of all stages are there. What needs them all "
+    "(clip_grad_norm_, clip_grad_value_, GradScaler, another optimizer, logging norms) needs forward_backward, and "
+    "stands between it and optimizer.step(); or let the stream end, or close it"
+)
+
+
+class StreamGradient(torch.Tensor):
+    """The `.grad` of a parameter while a stream is open. It has no memory of the parameter's size."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise StateError(NO_GRADIENTS)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return "StreamGradient()"
+
+
+class HiddenGradients:
+    """The gradients of some parameters, hidden except during an update.
+
+    Each stage assigns gradients, updates its parameters and drops the gradients, while other stages are at other
+    mini-batches. Code between two losses that reads `.grad` (`clip_grad_norm_`, another optimizer, a logger) would find
+    None, and skip all parameters silently. (Code that reads it while all stages update gets the error the next time.)
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]):
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._hidden: list[StreamGradient] = []  # reused, since creating them is slow
+
+    def hide(self) -> None:
+        """Sets `.grad` of parameters without a gradient to an unusable one."""
+        if not self._hidden:
+            self._hidden = [_unusable_gradient(parameter) for parameter in self._parameters]
+        for parameter, hidden in zip(self._parameters, self._hidden, strict=True):
+            if parameter.grad is None:
+                parameter.grad = hidden
+
+    def show(self) -> None:
+        """Removes the unusable gradients."""
+        for parameter in self._parameters:
+            if type(parameter.grad) is StreamGradient:
+                parameter.grad = None
+
+
+def _unusable_gradient(parameter: torch.Tensor) -> StreamGradient:
+    empty = torch.empty((), dtype=parameter.dtype, device=parameter.device)
+    return empty.expand(parameter.shape).as_subclass(StreamGradient)
 
 
 class StageWeights:

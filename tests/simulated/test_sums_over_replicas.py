@@ -16,9 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.distributed import device_sums, gradient_reduction
-from fxpipe.distributed.device_sums import DeviceSums
-from fxpipe.distributed.gradient_reduction import GradientReduction
+from fxpipe.distributed import gradient_reduction
+from fxpipe.distributed.gradient_reduction import DeviceSums, GradientReduction
 from fxpipe.errors import DistributedError
 from fxpipe.utils import accelerator
 from simulated import communicator
@@ -230,7 +229,7 @@ _record_event = accelerator.record_event
 
 def _event_of_a_hung_sum(stream, timing=False):
     is_of_sums = not timing and any(
-        frame.function == "settle" and frame.filename == device_sums.__file__ for frame in inspect.stack()[:3]
+        frame.function == "settle" and frame.filename == gradient_reduction.__file__ for frame in inspect.stack()[:3]
     )
     return NeverPassed() if is_of_sums else _record_event(stream, timing)
 
@@ -244,7 +243,7 @@ def hang_on_one_rank(mesh):
         before = [p.grad.clone() for p in pipe.parameters()]
         with pytest.MonkeyPatch.context() as patch:
             if mesh.get_rank() == 1:
-                patch.setattr(device_sums.accelerator, "record_event", _event_of_a_hung_sum)
+                patch.setattr(gradient_reduction.accelerator, "record_event", _event_of_a_hung_sum)
             with pytest.raises(DistributedError) as caught:
                 pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
         assert all(map(torch.equal, before, [p.grad for p in pipe.parameters()]))

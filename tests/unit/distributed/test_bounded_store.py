@@ -5,8 +5,14 @@ import threading
 import pytest
 from torch.distributed import HashStore
 
-from fxpipe.distributed.bounded_store import BoundedStore, StoreSilentError
-from fxpipe.distributed.failures import ConnectionLost, FailureBoard, FailureReport, meet_ranks
+from fxpipe.distributed.failures import (
+    BoundedStore,
+    ConnectionLost,
+    FailureBoard,
+    FailureReport,
+    StoreSilentError,
+    meet_ranks,
+)
 from fxpipe.errors import DistributedError
 
 
