@@ -1813,8 +1813,8 @@ DISTRIBUTED = (
             ),
             (
                 "distributed/rank_stream.py",
-                "part.first\n        self._first",
-                "0\n        self._first",
+                "self.first_micro_batch = part.first\n",
+                "self.first_micro_batch = 0\n",
                 "test_replicas_draw_the_numbers_of_the_mini_batches_together",
             ),
             (
