@@ -69,8 +69,6 @@ class LossReport(NamedTuple):
 class RankStreamStep(StreamStep):
     """A mini-batch of a stream on one rank. The rank of the last stage has the loss; all ranks get its report."""
 
-    takes_loss = True
-
     exchange: RankExchange
 
     def __init__(self, *arguments: Any, group: RankGroup, part: ReplicaPart, first_changes_buffers: bool, **more: Any):

@@ -65,6 +65,7 @@ class ActionPerformer(ABC):
         """
         self.devices, self.transport = tuple(devices), transport
         self.stage_devices = tuple(map(tuple, stage_devices)) or tuple((device,) for device in devices)
+        self.every_device = [device for own in self.stage_devices for device in own]
         self.has_replicas = any(len(own) > 1 for own in self.stage_devices)
         # Device and stream by stage and replica, cached for all actions.
         self._places = [[(device, transport.compute_stream(device)) for device in own] for own in self.stage_devices]

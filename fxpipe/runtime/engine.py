@@ -267,6 +267,8 @@ class Engine:
                 if wrong := step.loss_weighting.difference(lambda i: step.weights[i], means_only=True):
                     raise LossError(f"{wrong} {MODEL_LOSS_REMEDIES}")
                 kind.count_pass()
+                tensors = (*self._trained_parameters(step).values(), *(one.tensor for one in step.trained))
+                roll_back_with_caller([tensor for tensor in tensors if tensor.is_leaf])
 
             parts_of_graph = [outputs[place] for place, *_ in differentiable]
             attached = self._commit(step, backward, parts_of_graph, running=self.running)
@@ -303,9 +305,6 @@ class Engine:
             backward(gradients)
             sums: GradientList = [step.parameter_gradient(name, tensor.device) for name, tensor in named.items()]
             sums += [step.exchange.input_gradients(one) for one in trained]
-            if not step.takes_loss:
-                roll_back_with_caller([tensor for tensor in (*parameters, *inputs) if tensor.is_leaf])
-                return sums
             if step.loss is not None:
                 sums += [step.loss.own.pop(id(leaf))[1] for leaf in extra]
             divisor = step.divisor

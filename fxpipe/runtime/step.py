@@ -280,16 +280,10 @@ class Step(ActionPerformer):
             self._stages[i][j].weight_gradients(tape)
 
     def update(self, j: int, i: int) -> None:
-        devices = [device for of_stage in self.stage_devices for device in of_stage]
-        with on_all_streams(self.transport, devices, self.devices[j]):
+        with on_all_streams(self.transport, self.every_device, self.devices[j]):
             self.updates[j]()
 
     # -- the end of the step -----------------------------------------------------------------------------------------
-
-    @property
-    def takes_loss(self) -> bool:
-        """True if the loss is computed within the step; otherwise the caller's backward passes gradients of outputs."""
-        return self.loss is not None
 
     @property
     def divisor(self) -> Any:

@@ -259,8 +259,8 @@ class StreamRun(ActionPerformer):
             stage_devices: by stage, the devices of its replicas; parameters are on the first.
             update: updates a stage with the mean gradients of some steps.
         """
-        self.every_device = [device for own in stage_devices for device in own]
-        super().__init__([own[0] for own in stage_devices], Transport(self.every_device), context, stage_devices)
+        transport = Transport(device for own in stage_devices for device in own)
+        super().__init__([own[0] for own in stage_devices], transport, context, stage_devices)
         self.order, self.weights, self.in_flight = order, weights, dict[int, MiniBatch]()
         self.in_order: Collection[int] = ()  # stages with replicas whose forward changes buffers
         for of_stage in weights:
