@@ -16,11 +16,13 @@ STATISTICS = "1.running_mean"
 
 
 def stage_of(*attributes: str, changed: tuple[str, ...] = (), assigns: tuple[str, ...] = ()) -> Any:
-    return SimpleNamespace(attributes=attributes, changed_buffers=changed, assigns=assigns)
+    return SimpleNamespace(attributes=attributes, changes=(*changed, *assigns), assigns=assigns)
 
 
 def program_of(*stages: Any, in_dims: Any = (0,), written: Any = ()) -> Any:
-    return SimpleNamespace(program=SimpleNamespace(stages=stages, written_inputs=written), in_dims=in_dims)
+    changes = [name for stage in stages for name in stage.changes]
+    program = SimpleNamespace(stages=stages, written_inputs=written, changes=changes)
+    return SimpleNamespace(program=program, in_dims=in_dims)
 
 
 def check(programs: list[Any], constants: tuple[dict[str, torch.Tensor], ...] = ({}, {})) -> None:
