@@ -102,12 +102,12 @@ class LossStage:
         links, user = bound.wiring.links[-1], len(bound.devices)
         outputs: list[Any] = []
         trained: list[int] = []
-        for link in links:
+        for place, link in enumerate(links):
             received = self.exchange.take(user, link, i)
             output = self._brought(received.value) if self.losses.takes_all and self.is_spread else received.value
             if received.requires_grad:
                 output = output.detach().requires_grad_()
-                trained.append(len(outputs))
+                trained.append(place)
             outputs.append(output)
         if self.keep_outputs:
             self.outputs[i] = [x.detach() if isinstance(x, torch.Tensor) else x for x in outputs]
