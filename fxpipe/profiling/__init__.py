@@ -6,16 +6,18 @@
 
 `memory` and `formulas` compute bytes and FLOPs for every batch size. `node_timing` measures the seconds of each node at
 two micro-batch sizes; `formulas` splits them into a fixed cost and a cost per sample, so one profile serves all numbers
-of micro-batches. Without values (meta or fake tensors), `roofline` estimates the seconds on hardware known by name.
+of micro-batches. Without values (meta or fake tensors), seconds are estimated for hardware known by name, from the
+operations of each node (`probe`, `roofline`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeAlias, TypeVar
 
 import sympy
 import torch
@@ -23,7 +25,7 @@ from torch import fx, nn
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import HARDWARE, Hardware, NodeWork, parse_hardware
-from fxpipe.profiling.flops import NodeOperations, work_of
+from fxpipe.profiling.flops import work_of
 from fxpipe.profiling.formulas import (
     bytes_of_values,
     fit_growth,
@@ -36,12 +38,18 @@ from fxpipe.profiling.formulas import (
     work_formulas,
 )
 from fxpipe.profiling.loss_cost import LOSS_NAME, ExampleLoss, parse_loss
-from fxpipe.profiling.memory import GraphCounts, count_flops_and_bytes
+from fxpipe.profiling.memory import GraphCounts, count_flops_and_bytes, record_operations
 from fxpipe.profiling.node_timing import NodeTiming, dependents_of, measure
 from fxpipe.profiling.other_sizes import lengths_together, planned_lengths, size_point
 from fxpipe.profiling.profile_data import ZERO_FORMULA, NodeCost, Profile, Seconds
-from fxpipe.profiling.roofline import estimate
-from fxpipe.tracing.fake_tensors import is_faked, mute_fake_tensor_logs, names_without_values, with_fake_tensors
+from fxpipe.profiling.saved_storages import StorageObservations
+from fxpipe.tracing.fake_tensors import (
+    in_fake_mode,
+    is_faked,
+    mute_fake_tensor_logs,
+    names_without_values,
+    with_fake_tensors,
+)
 from fxpipe.tracing.model_state import preserve_state
 from fxpipe.tracing.parameter_offload import parameters_at_home
 from fxpipe.tracing.traced import Traced, attribute_tensor
@@ -54,6 +62,9 @@ from fxpipe.utils.pytree import flatten
 from fxpipe.utils.units import parse_count, parse_number, with_article
 
 __all__ = ["NodeCost", "Profile", "Seconds", "profile"]
+
+T = TypeVar("T")
+Timings: TypeAlias = dict[SizePoint, dict[fx.Node, NodeTiming]]  # by size; the loss is under the output node
 
 
 @mute_fake_tensor_logs()  # costs that need values are counted on values
@@ -139,15 +150,21 @@ def profile(
         loss = None if planned is None else ExampleLoss(traced, planned, traced.batch_of(leaves))
         place = _device_of_model(traced, leaves) if device is None else accelerator.parse_device("device", device)
         phase("counting operations")
-        counts = _counts(traced, effects, leaves, micro_batch, anywhere=chosen is not None)
         if is_faked() and chosen is None:
             chosen = HARDWARE["a100-80gb"]
         contention = 1.0
-        phase("profiling")
         if chosen is not None:
-            first = (*itertools.islice(others, 1),)
-            timings = _estimates(traced, effects, leaves, here, first, counts.points, chosen, loss)
+            points = _first_points(here, others)
+
+            def count(leaves: Sequence[Any]) -> tuple[GraphCounts, Timings]:
+                counts = count_flops_and_bytes(traced, effects, leaves, micro_batch, True)
+                return counts, _estimates(traced, effects, leaves, points, chosen, loss, counts.runs)
+
+            counts, timings = _on_fake_tensors(traced, leaves, count) or count(leaves)
+            estimates = timings
         else:
+            counts = count_flops_and_bytes(traced, effects, leaves, micro_batch)
+            phase("profiling")
             with _torch_threads(threads), parameters_at_home():
                 measured = measure(
                     traced,
@@ -162,9 +179,21 @@ def profile(
                     loss=loss,
                     workers=workers,
                 )
-            timings, contention = measured.timings, measured.contention
-        phase("counting operations at other sizes")
-        ran = _operations_by_size(traced, effects, leaves, here, counts.points, timings, loss, operations)
+            timings, contention, estimates = measured.timings, measured.contention, {}
+            if operations:  # times on other hardware follow from them
+                phase("counting operations at other sizes")
+                points = (
+                    *_first_points(here, sizes_to_measure(traced, micro_batch)),
+                    *(counts.runs if lengths else ()),
+                )
+                estimates = (
+                    _on_fake_tensors(
+                        traced,
+                        leaves,
+                        lambda fakes: _estimates(traced, effects, fakes, points, HARDWARE["cpu"], loss),
+                    )
+                    or {}
+                )
     end = traced.graph.output_node()
     parameters = parameter_bytes(traced)
     outputs = output_bytes(traced, effects, {n: m.bytes for n, m in timings[here].items()}, micro_batch)
@@ -182,7 +211,8 @@ def profile(
         return replace(line, growing=fit_growth(by_point, here, formula))
 
     def operations_of(node: fx.Node) -> NodeWork | None:
-        return None if ran is None else work_of({point: of[node] for point, of in ran.items() if node in of}, here)
+        ran = {point: of[node].ran for point, of in estimates.items() if node in of}
+        return work_of({point: one for point, one in ran.items() if one is not None}, here) if ran else None
 
     costs = []
     for node in traced.nodes:
@@ -247,65 +277,46 @@ def _growing_on(
     return replace(forward, growing=ahead), replace(backward, growing=back), replace(weight, growing=of_weights)
 
 
+def _first_points(here: SizePoint, others: Iterable[int]) -> tuple[SizePoint, ...]:
+    return (here, *(here._replace(b=size) for size in itertools.islice(others, 1)))
+
+
+def _on_fake_tensors(traced: Traced, leaves: Sequence[Any], run: Callable[[Sequence[Any]], T]) -> T | None:
+    """Runs a function on fake tensors; None if they are in use already, or if the model needs values."""
+    if not is_faked():
+        with contextlib.suppress(Exception), with_fake_tensors(traced.model, leaves, always=True) as fakes:
+            return run(fakes)
+    return None
+
+
 def _estimates(
     traced: Traced,
     effects: Effects,
     leaves: Sequence[Any],
-    here: SizePoint,
-    others: Sequence[int],
     points: Sequence[SizePoint],
     hardware: Hardware,
     loss: ExampleLoss | None,
-) -> dict[SizePoint, dict[fx.Node, NodeTiming]]:
-    """Estimates the graph for a micro-batch, for other numbers of samples and, with dynamic sizes, at `points`.
+    known: Mapping[SizePoint, StorageObservations] = MappingProxyType({}),
+) -> Timings:
+    """Estimates the graph for a micro-batch, the first of `points`, for the other points and, with dynamic sizes, for
+    those of the `known` runs, which have recorded operations.
 
     The loss is estimated only for the dynamic sizes of the example, for which a target exists.
     """
-    wanted = dict.fromkeys([here, *(here._replace(b=size) for size in others), *(points if here.others else ())])
-    symbols = {symbol.name: symbol for symbol in traced.dynamic.symbols}
+    sizes = points[0].others
+    wanted = dict.fromkeys([*points, *(known if sizes else ())])
+    runs = {**known, **record_operations(traced, effects, leaves, [p for p in wanted if p not in known])}
     timings = {}
-    for b, sizes in wanted:
-        lengths = tuple((symbols[name], size) for name, size in sizes)
-        own_loss = loss if sizes == here.others else None
-        timings[SizePoint(b, sizes)] = estimate(traced, effects, leaves, b, hardware, own_loss, lengths)
+    with in_fake_mode(), torch.inference_mode(False):
+        for point in wanted:
+            ran = runs[point]
+            timings[point] = {
+                n: NodeTiming.estimated(ran.probes[n].operations, ran.value_bytes[n], hardware) for n in effects.nodes
+            }
+            if loss is not None and point.others == sizes:
+                size, operations = loss.of(ran.outputs, point.b).probe()
+                timings[point][traced.graph.output_node()] = NodeTiming.estimated(operations, size, hardware)
     return timings
-
-
-def _operations_by_size(
-    traced: Traced,
-    effects: Effects,
-    leaves: Sequence[Any],
-    here: SizePoint,
-    points: Sequence[SizePoint],
-    timings: Mapping[SizePoint, Mapping[fx.Node, NodeTiming]],
-    loss: ExampleLoss | None,
-    operations: bool,
-) -> dict[SizePoint, dict[fx.Node, NodeOperations]] | None:
-    """Finds each node's operations by size: the estimated ones or, for measured nodes, an estimate.
-
-    Returns None if nodes were measured and `operations` is off or the model runs on values only. Times on other
-    hardware are then unknown.
-    """
-
-    def noted(of: Mapping[SizePoint, Mapping[fx.Node, NodeTiming]]) -> dict[SizePoint, dict[fx.Node, NodeOperations]]:
-        return {size: {n: m.ran for n, m in nodes.items() if m.ran is not None} for size, nodes in of.items()}
-
-    if any(m.ran is not None for m in timings[here].values()) or not timings[here]:
-        return noted(timings)
-    if not operations:
-        return None
-    others = (*itertools.islice(sizes_to_measure(traced, here.b), 1),)
-    with contextlib.suppress(Exception), with_fake_tensors(traced.model, leaves, always=True) as fakes:
-        return noted(_estimates(traced, effects, fakes, here, others, points, HARDWARE["cpu"], loss))
-    return None
-
-
-def _counts(traced: Traced, effects: Effects, leaves: Sequence[Any], micro_batch: int, anywhere: bool) -> GraphCounts:
-    """Counts FLOPs and bytes. `anywhere`: use fake tensors unless the model needs values."""
-    if anywhere and not is_faked():
-        with contextlib.suppress(Exception), with_fake_tensors(traced.model, leaves, always=True) as fakes:
-            return count_flops_and_bytes(traced, effects, fakes, micro_batch)
-    return count_flops_and_bytes(traced, effects, leaves, micro_batch)
 
 
 def _leaves(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -20,8 +20,9 @@ from torch import fx
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.profiling.clock import Clock
+from fxpipe.profiling.flops import NodeOperations
 from fxpipe.profiling.node_kinds import as_leaf
-from fxpipe.profiling.probe import peak_bytes
+from fxpipe.profiling.probe import probe_loss
 from fxpipe.runtime.losses import check_loss_function, checked_loss
 from fxpipe.runtime.microbatches import target_dims
 from fxpipe.tracing.fake_tensors import fake_if_active
@@ -114,6 +115,6 @@ class LossCall:
             backward.append(clock.backward_seconds(ends, starts, list(map(torch.ones_like, ends)), ())[0])
         return median(forward[1:]), max(0.0, median(backward[1:]))  # the first is a warm-up
 
-    def peak_bytes(self) -> int:
-        """Counts the peak bytes in addition to the outputs; gradients of the outputs are included."""
-        return peak_bytes(self, (*tensors_in(self.outputs), *tensors_in(self.target)))
+    def probe(self) -> tuple[int, NodeOperations]:
+        """Counts the peak bytes in addition to the outputs, with their gradients; records the operations."""
+        return probe_loss(self, (*tensors_in(self.outputs), *tensors_in(self.target)))

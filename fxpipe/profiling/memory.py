@@ -24,8 +24,8 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -164,10 +164,12 @@ class NodeCounts:
 class GraphCounts:
     nodes: Mapping[fx.Node, NodeCounts]
     saved: tuple[SavedStorage, ...]  # storages that autograd keeps, without the model's tensors
-    points: tuple[SizePoint, ...] = ()  # sizes at which the graph ran, the micro-batch first
+    runs: Mapping[SizePoint, StorageObservations] = field(default_factory=dict)  # by size, the micro-batch first
 
 
-def count_flops_and_bytes(traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int) -> GraphCounts:
+def count_flops_and_bytes(
+    traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int, records: bool = False
+) -> GraphCounts:
     """Runs the graph and counts. The model, its gradients and all random states are not changed.
 
     Call it in a block of `with_fake_tensors`.
@@ -175,6 +177,7 @@ def count_flops_and_bytes(traced: Traced, effects: Effects, leaves: Sequence[Any
     Args:
         leaves: flattened inputs, with any number of samples.
         samples: samples of one micro-batch.
+        records: record the operations of nodes, too.
 
     Raises:
         Exception: raised by a node with this number of samples, with a note.
@@ -182,7 +185,7 @@ def count_flops_and_bytes(traced: Traced, effects: Effects, leaves: Sequence[Any
     lengths = planned_lengths(traced, leaves)
     here = size_point(samples, lengths)
     with in_fake_mode(), torch.inference_mode(False), torch.enable_grad():
-        runs = _run_at_sizes(traced, effects, leaves, samples, lengths)
+        runs = _run_at_sizes(traced, effects, leaves, samples, lengths, records)
     seen = tuple(runs[here].seen.values())
     storages = tuple(_storage(traced, s, runs, samples, lengths) for s in seen)
     probes = [{size: run.probes[node] for size, run in runs.items()} for node in effects.nodes]
@@ -207,15 +210,28 @@ def count_flops_and_bytes(traced: Traced, effects: Effects, leaves: Sequence[Any
     return GraphCounts(
         dict(zip(effects.nodes, nodes, strict=True)),
         tuple(_saved_storage(*pair) for pair in zip(seen, storages, strict=True) if pair[0].savers),
-        tuple(runs),
+        runs,
     )
+
+
+def record_operations(
+    traced: Traced, effects: Effects, leaves: Sequence[Any], points: Iterable[SizePoint]
+) -> dict[SizePoint, StorageObservations]:
+    """Runs the graph at these sizes, and records operations. Call it as `count_flops_and_bytes`."""
+    symbols, nodes = {symbol.name: symbol for symbol in traced.dynamic.symbols}, unread_nodes(effects)
+    runs = {}
+    with in_fake_mode(), torch.inference_mode(False), torch.enable_grad():
+        for point in points:
+            lengths = tuple((symbols[name], size) for name, size in point.others)
+            runs[point] = _run_at_size(traced, effects, leaves, point.b, lengths, nodes, is_faked(), True)
+    return runs
 
 
 # -- runs ------------------------------------------------------------------------------------------------------------
 
 
 def _run_at_sizes(
-    traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int, lengths: Lengths
+    traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int, lengths: Lengths, records: bool
 ) -> dict[SizePoint, StorageObservations]:
     """Runs the graph for a micro-batch, for two other numbers of samples, and for a third if these are on no line.
 
@@ -225,13 +241,13 @@ def _run_at_sizes(
     values = (*tensors_in(leaves), *slots_of(traced.model).values())
     one_of_a_kind = is_faked() or (len(nodes) == len(effects.nodes) and all(t.device.type == "cpu" for t in values))
     here = size_point(samples, lengths)
-    runs = {here: _run_at_size(traced, effects, leaves, samples, lengths, nodes)}
+    runs = {here: _run_at_size(traced, effects, leaves, samples, lengths, nodes, False, records)}
 
     def run_also(size: int, others: Lengths) -> bool:
         point = size_point(size, others)
         if point not in runs:
             try:
-                runs[point] = _run_at_size(traced, effects, leaves, size, others, nodes, one_of_a_kind)
+                runs[point] = _run_at_size(traced, effects, leaves, size, others, nodes, one_of_a_kind, records)
             except Exception:  # the model does not accept the size, or has another graph for it
                 return False
         return True
@@ -311,23 +327,24 @@ def _run_at_size(
     size: int,
     lengths: Lengths,
     nodes: Collection[fx.Node],
-    once: bool = False,
+    once: bool,
+    records: bool,
 ) -> StorageObservations:
     """Runs the graph at a size, with as little arithmetic as the counts allow.
 
-    `nodes`: nodes whose values no Python reads. `once`: run one node of each kind only.
+    `nodes`: nodes whose values no Python reads. `once`, `records`: see `observe_storages`.
     """
     sample = resize_inputs(traced, leaves, size, lengths)
     attempts = [(True, SkipMatmul(nodes, has_zeros=True))] if once else []
     for is_once, products in (*attempts, (False, SkipMatmul(nodes))):
         try:
             with preserve_state(traced.model):  # an opaque module may write to memory that it does not own
-                return observe_storages(traced, effects, sample, products, is_once)
+                return observe_storages(traced, effects, sample, products, is_once, records)
         except Exception:  # something depends on values, or the next run raises it, too
             if not products.has_zeros:
                 raise
     with preserve_state(traced.model):
-        return observe_storages(traced, effects, sample, SkipMatmul())
+        return observe_storages(traced, effects, sample, SkipMatmul(), False, records)
 
 
 def _other_sizes(traced: Traced, samples: int, lengths: Lengths) -> list[int]:
@@ -343,11 +360,14 @@ def _grows_unevenly(runs: Mapping[SizePoint, StorageObservations]) -> bool:
     return any(polynomial_through(_along(series)) is None for series in _count_series(runs))
 
 
+_PROBED = ("flops", "backward_flops", "temporary_bytes", "backward_temporary_bytes")
+
+
 def _count_series(runs: Mapping[SizePoint, StorageObservations]) -> set[tuple[tuple[SizePoint, int], ...]]:
     """Returns all counts of these runs, each by the sizes of the runs."""
     first, *others = runs.values()
     probes = {tuple(run.probes[node] for run in runs.values()) for node in first.probes}
-    counts = {tuple(astuple(probe)[k] for probe in of) for of in probes for k in range(len(fields(Probe)))}
+    counts = {tuple(getattr(probe, name) for probe in of) for of in probes for name in _PROBED}
     seen = {(storage.bytes, *(run.bytes(storage.label) for run in others)) for storage in first.seen.values()}
     known: set[tuple[int, ...]] = counts | {
         tuple(n for n in numbers if n is not None) for numbers in seen if None not in numbers

@@ -22,6 +22,7 @@ last; summing a parameter's gradients over micro-batches counts for the node tha
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import time
 import warnings
@@ -36,6 +37,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from fxpipe._torch.thread_state import set_thread_state
+from fxpipe.hardware import Hardware
 from fxpipe.profiling.backward_timing import (
     BackwardQueue,
     GradientSumTimes,
@@ -45,7 +47,7 @@ from fxpipe.profiling.backward_timing import (
 )
 from fxpipe.profiling.clock import Clock
 from fxpipe.profiling.contention import BUDGET_SHARE, ConcurrentCall, heavy_nodes, measure_contention
-from fxpipe.profiling.flops import NodeOperations
+from fxpipe.profiling.flops import NodeOperations, OperationCounts
 from fxpipe.profiling.loss_cost import ExampleLoss, LossCall
 from fxpipe.profiling.node_kinds import (
     MAX_SAMPLES,
@@ -93,6 +95,16 @@ class NodeTiming:
     weight_seconds: float  # the part of backward that computes gradients of parameters
     bytes: int  # bytes of all returned tensors; for a loss, the peak bytes
     ran: NodeOperations | None = None  # its operations, if estimated
+
+    @classmethod
+    def estimated(cls, ran: NodeOperations, size: int, hardware: Hardware) -> NodeTiming:
+        """Estimates the seconds of operations; `size` is the bytes of the result."""
+
+        def seconds(operations: Sequence[OperationCounts]) -> float:
+            return math.fsum(hardware.seconds(flops, dtype, moved) for dtype, flops, moved in operations)
+
+        forward, backward, to_inputs = map(seconds, (ran.forward, ran.backward, ran.to_inputs))
+        return cls(forward, backward, max(0.0, backward - to_inputs), size, ran)
 
 
 @dataclass(slots=True)
@@ -519,7 +531,7 @@ def measure(
 
 def _loss_timing(call: LossCall, clock: Clock, repeats: int) -> NodeTiming:
     forward, backward = call.seconds(clock, repeats)
-    return NodeTiming(forward, backward, 0.0, call.peak_bytes())
+    return NodeTiming(forward, backward, 0.0, call.probe()[0])
 
 
 def _with_weight_share(timing: NodeTiming, like: NodeTiming) -> NodeTiming:

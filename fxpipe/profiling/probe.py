@@ -1,4 +1,4 @@
-"""Counts one node: its FLOPs and its temporary memory, forward and backward.
+"""Counts one node: its FLOPs, its temporary memory and its operations, forward and backward.
 
 The node runs forward and backward on detached values under a dispatch mode, which counts the FLOPs of each operation,
 and the bytes of new storages. On an accelerator the allocator's peak is used, which includes the workspaces of kernels;
@@ -10,8 +10,9 @@ this resets the peak that users read (`max_memory_allocated`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from fxpipe._torch.error_messages import has_no_way_back
 from fxpipe._torch.fake_tensor_mode import FakeTensor
 from fxpipe._torch.storages import StorageNumbers, storages_of
 from fxpipe._torch.thread_state import set_thread_state
-from fxpipe.profiling.flops import operation_flops
+from fxpipe.profiling.flops import NodeOperations, OperationCounts, operation_flops
 from fxpipe.profiling.node_kinds import as_leaf, distinct_tensors, map_tensors_in
+from fxpipe.profiling.roofline import bytes_moved, compute_dtype
 from fxpipe.tracing.node_info import state_of
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import call_node
@@ -33,83 +35,119 @@ from fxpipe.utils import accelerator
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    flops: int = 0
-    backward_flops: int = 0
-    temporary_bytes: int = 0
-    backward_temporary_bytes: int = 0
+    flops: int
+    backward_flops: int
+    temporary_bytes: int
+    backward_temporary_bytes: int
+    operations: NodeOperations  # empty unless recorded
 
 
-def probe_node(node: fx.Node, written: Iterable[fx.Node], values: Mapping[fx.Node, Any]) -> Probe:
-    """Runs a node forward and backward, on copies of the values that it writes to."""
+def probe_node(
+    node: fx.Node,
+    written: Collection[fx.Node],
+    values: Mapping[fx.Node, Any],
+    fixed: Collection[fx.Node] | None = None,
+) -> Probe:
+    """Runs a node forward and backward, on copies of the values that it writes to.
+
+    `fixed`: nodes that do not depend on the inputs of the model, so that their gradients are of parameters. None:
+    operations are not recorded.
+    """
     inputs = _detached_inputs({n: values[n] for n in node.all_input_nodes})
-    written = tuple(written)
     tensors = [*tensors_in(list(inputs.values()))]
     device = next((t.device for t in tensors if accelerator.counts_memory(t.device)), None)
-    if device is None or any(isinstance(t, FakeTensor) for t in tensors):
-        return _probe_once(node, written, inputs, _CountingMode())
-    _probe_once(node, written, inputs, _CountingMode())  # libraries allocate their workspaces at the first call
-    return _probe_once(node, written, inputs, _AllocatorCountingMode(device))
+    probe = _probe_once(node, written, inputs, OperationCounter(fixed is not None))
+    ran = probe.operations
+    if fixed is not None and any(t.requires_grad for n in inputs if n in fixed for t in tensors_in(inputs[n])):
+        # The first backward has freed its graph.
+        again = _probe_once(node, written, inputs, OperationCounter(records=True), {*inputs} - {*fixed})
+        ran = replace(ran, to_inputs=again.operations.backward)
+    if device is not None and not any(isinstance(t, FakeTensor) for t in tensors):
+        # Libraries allocate their workspaces at the first call.
+        probe = _probe_once(node, written, inputs, _AllocatorCounter(device))
+    return replace(probe, operations=ran)
 
 
-def peak_bytes(call: Callable[[], tuple[torch.Tensor, list[torch.Tensor]]], known: Iterable[torch.Tensor]) -> int:
-    """Counts the peak bytes of a loss and its backward, without tensors in `known`.
+def probe_loss(
+    call: Callable[[], tuple[torch.Tensor, list[torch.Tensor]]], known: Iterable[torch.Tensor]
+) -> tuple[int, NodeOperations]:
+    """Counts the peak bytes of a loss and its backward, without tensors in `known`, and records its operations.
 
     `call` returns the loss, and the tensors that its gradient goes to.
     """
-    counter = _CountingMode()
+    counter = OperationCounter(records=True)
     with counter, torch.autograd.set_multithreading_enabled(False):
         counter.begin(known)
         loss, starts = call()
-        gradients = torch.autograd.grad(loss, starts, allow_unused=True) if loss.requires_grad and starts else ()
+        forward, ones = counter.take(), torch.ones_like(loss)
+        counter.take()
+        gradients = torch.autograd.grad(loss, starts, ones, allow_unused=True) if loss.requires_grad and starts else ()
+        backward = counter.take()
     del gradients  # not earlier: they count
-    return counter.most
+    return counter.most, NodeOperations(forward, backward, backward)
 
 
 def _probe_once(
-    node: fx.Node, written: Iterable[fx.Node], inputs: Mapping[fx.Node, Any], counter: _CountingMode
+    node: fx.Node,
+    written: Collection[fx.Node],
+    inputs: Mapping[fx.Node, Any],
+    counter: OperationCounter,
+    to: Collection[fx.Node] | None = None,
 ) -> Probe:
+    """`to`: the inputs to which backward goes. None: all."""
     with torch.enable_grad():  # autograd forbids writes to a leaf, but not to its clone
-        changed = {n: map_tensors_in(torch.clone, inputs[n]) for n in written}
-    operands = {**inputs, **changed}
-    starts = [t for t in tensors_in(list(inputs.values())) if t.requires_grad]
+        operands = {**inputs, **{n: map_tensors_in(torch.clone, inputs[n]) for n in written}}
     with set_thread_state(state_of(node)), counter:
         counter.begin(tensors_in(list(operands.values())))
         value = call_node(node, operands.__getitem__)
-        forward = counter.end()
-    ends = distinct_tensors(t for t in tensors_in([value, list(changed.values())]) if t.grad_fn is not None)
+        flops, size, forward = counter.end()
+    changed = [operands[n] for n in written]
+    ends = distinct_tensors(t for t in tensors_in([value, changed]) if t.grad_fn is not None)
+    reached = [own for n, own in inputs.items() if to is None or n in to]
+    starts = distinct_tensors(t for t in tensors_in(reached) if t.requires_grad)
     if not ends or not starts:
-        return Probe(forward[0], 0, forward[1], 0)
+        return Probe(flops, 0, size, 0, NodeOperations(forward))
     ones = [torch.ones_like(t) for t in ends]
     try:
         with counter, torch.autograd.set_multithreading_enabled(False):
-            counter.begin((*tensors_in([value, ones, starts]),))
+            counter.begin(tensors_in([value, ones, starts]))
             gradients = torch.autograd.grad(ends, starts, ones, allow_unused=True)
-            back = counter.end()
+            backward_flops, backward_size, backward = counter.end()
         del gradients  # not earlier: remaining tensors are not temporary
     except RuntimeError as error:
         if not has_no_way_back(error):
             raise
-        back = 0, 0
-    return Probe(forward[0], back[0], forward[1], back[1])
+        return Probe(flops, 0, size, 0, NodeOperations(forward))
+    return Probe(flops, backward_flops, size, backward_size, NodeOperations(forward, backward, backward))
 
 
 def _detached_inputs(values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
-    """Makes detached leaves on the same storages, one for each tensor."""
-    own: dict[int, torch.Tensor] = {}
+    """Makes detached leaves, one for each tensor; a fake tensor may represent several, one in each value."""
+    own: dict[Hashable, torch.Tensor] = {}
 
-    def detach(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in own:
-            own[id(tensor)] = as_leaf(tensor)
-        return own[id(tensor)]
+    def detach(tensor: torch.Tensor, n: fx.Node) -> torch.Tensor:
+        key = (id(tensor), n if isinstance(tensor, FakeTensor) else None)
+        if key not in own:
+            own[key] = detached_alone(tensor)
+        return own[key]
 
-    return {n: map_tensors_in(detach, value) for n, value in values.items()}
+    return {n: map_tensors_in(partial(detach, n=n), value) for n, value in values.items()}
 
 
-class _CountingMode(TorchDispatchMode):
-    """Counts FLOPs, and bytes of new storages, between `begin` and `end`."""
+def detached_alone(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a leaf of autograd on the same memory or, for a fake tensor, on separate memory."""
+    if type(tensor) is not FakeTensor or tensor.layout != torch.strided or tensor.constant is not None:
+        return as_leaf(tensor)
+    own = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return own.requires_grad_(tensor.requires_grad)
 
-    def __init__(self) -> None:
+
+class OperationCounter(TorchDispatchMode):
+    """Counts FLOPs, and bytes of new storages, between `begin` and `end`, and records the operations if asked to."""
+
+    def __init__(self, records: bool = False) -> None:
         super().__init__()
+        self.records = records
         self.begin(())
 
     def begin(self, known: Iterable[torch.Tensor]) -> None:
@@ -117,17 +155,24 @@ class _CountingMode(TorchDispatchMode):
         self.storages = StorageNumbers()
         self.known = {number for tensor in known for number in self.storages.numbers(tensor)}
         self.alive: dict[int, int] = {}  # number of a storage -> its bytes
+        self.recorded: list[OperationCounts] = []
 
-    def end(self) -> tuple[int, int]:
-        """Returns the FLOPs, and the peak bytes beyond the bytes that are alive now."""
+    def end(self) -> tuple[int, int, tuple[OperationCounts, ...]]:
+        """Returns the FLOPs, the peak bytes beyond the bytes that are alive now, and the operations."""
         self._forget_gone()
-        return self.arithmetic, self.most - sum(self.alive.values())
+        return self.arithmetic, self.most - sum(self.alive.values()), self.take()
+
+    def take(self) -> tuple[OperationCounts, ...]:
+        """Returns the operations since the last call."""
+        recorded, self.recorded = self.recorded, []
+        return tuple(recorded)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._forget_gone()
         result = func(*args, **kwargs)
-        self.arithmetic += operation_flops(func, args, kwargs, result)
+        flops = operation_flops(func, args, kwargs, result)
+        self.arithmetic += flops
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 for storage in storages_of(tensor):
@@ -135,6 +180,11 @@ class _CountingMode(TorchDispatchMode):
                     if number not in self.known:
                         self.alive[number] = storage.nbytes()
         self.most = max(self.most, sum(self.alive.values()))
+        # A view launches nothing; fake tensors often ask for their device.
+        if self.records and func is not torch.ops.prim.device.default:
+            moved = bytes_moved(func, args, kwargs, result)
+            if moved:
+                self.recorded.append((compute_dtype(func, args) if flops else "", flops, moved))
         return result
 
     def _forget_gone(self) -> None:
@@ -142,7 +192,7 @@ class _CountingMode(TorchDispatchMode):
             del self.alive[number]
 
 
-class _AllocatorCountingMode(_CountingMode):
+class _AllocatorCounter(OperationCounter):
     """Counts peak bytes by the allocator of a device."""
 
     def __init__(self, device: torch.device):
@@ -154,8 +204,8 @@ class _AllocatorCountingMode(_CountingMode):
         accelerator.reset_peak(self.device)
         self.start = accelerator.allocated_bytes(self.device)
 
-    def end(self) -> tuple[int, int]:
+    def end(self) -> tuple[int, int, tuple[OperationCounts, ...]]:
         most = accelerator.peak_allocated_bytes(self.device) - self.start
-        arithmetic, _ = super().end()
+        flops, _, recorded = super().end()
         unit = accelerator.allocation_unit(self.device)
-        return arithmetic, max(0, most - sum(-(-n // unit) * unit for n in self.alive.values()))
+        return flops, max(0, most - sum(-(-n // unit) * unit for n in self.alive.values())), recorded

@@ -9,6 +9,8 @@ A saved tensor keeps its full storage, which counts once for any number of saved
 A storage belongs to the node whose value contains it, or else (statistics of a norm, a dropout mask, casts under
 autocast) to the node that saves it. Tensors of the model do not count. The hooks keep no tensors, so the run needs the
 memory of a forward without gradients.
+
+One node of each kind also runs separately, forward and backward (`probe`).
 """
 
 from __future__ import annotations
@@ -27,16 +29,16 @@ from fxpipe._torch.error_messages import forbids_saved_tensor_hooks
 from fxpipe._torch.storages import StorageNumbers, storages_of
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.errors import StateError
-from fxpipe.profiling.node_kinds import NodeKinds
-from fxpipe.profiling.probe import Probe, probe_node
+from fxpipe.profiling.node_kinds import NodeKinds, map_tensors_in
+from fxpipe.profiling.probe import Probe, detached_alone, probe_node
 from fxpipe.profiling.skip_matmul import SkipMatmul
-from fxpipe.tracing.fake_tensors import fake_if_active
+from fxpipe.tracing.fake_tensors import fake_if_active, is_faked
 from fxpipe.tracing.forward_rng import DrawStream
 from fxpipe.tracing.interpreter import naming_node
 from fxpipe.tracing.model_state import container_tensors, slots_of
 from fxpipe.tracing.node_info import info, state_of
 from fxpipe.tracing.shapes.node_cache import ChangedInPlaceError
-from fxpipe.tracing.tensors import hidden_tensors, tensors_in
+from fxpipe.tracing.tensors import bytes_in, hidden_tensors, tensors_in
 from fxpipe.tracing.traced import Traced, attribute_tensor, call_node
 from fxpipe.tracing.verify.effects import Effects
 
@@ -87,6 +89,8 @@ class StorageObservations:
     seen: dict[Hashable, ObservedStorage]  # by label, in order of appearance; without the model's tensors
     probes: dict[fx.Node, Probe]
     same: dict[fx.Node, fx.Node]  # nodes that did not run, and the node of their kind that ran
+    value_bytes: dict[fx.Node, int]
+    outputs: dict[fx.Node, Any]  # of the model, detached; empty unless operations are recorded
 
     def bytes(self, label: ValueLabel | SavedLabel) -> int | None:
         """Returns the bytes of a storage; None if it does not exist."""
@@ -95,7 +99,12 @@ class StorageObservations:
 
 
 def observe_storages(
-    traced: Traced, effects: Effects, leaves: Sequence[Any], products: SkipMatmul, once: bool = False
+    traced: Traced,
+    effects: Effects,
+    leaves: Sequence[Any],
+    products: SkipMatmul,
+    once: bool = False,
+    records: bool = False,
 ) -> StorageObservations:
     """Runs the graph, and one node of each kind separately, forward and backward (`probe_node`).
 
@@ -106,19 +115,20 @@ def observe_storages(
         products: selects the nodes at which products are skipped.
         once: run one node of each kind only, and use its value for the others. For runs in which no values are read,
             and sharing of memory between them does not matter.
+        records: record the operations of nodes.
 
     Raises:
         ValuesNeededError: counts depend on values, so run without skipped products or without `once`.
         ChangedInPlaceError: run without `once`, since a node changes more of its arguments than their values.
     """
-    return _StorageObserver(traced, effects, products, once).run(leaves)
+    return _StorageObserver(traced, effects, products, once, records).run(leaves)
 
 
 class _StorageObserver:
     """One run; values live until their last user has run."""
 
-    def __init__(self, traced: Traced, effects: Effects, products: SkipMatmul, once: bool):
-        self.traced, self.effects = traced, effects
+    def __init__(self, traced: Traced, effects: Effects, products: SkipMatmul, once: bool, records: bool):
+        self.traced, self.effects, self.records = traced, effects, records
         self.kinds = NodeKinds(effects)
         self.first: dict[Hashable, tuple[fx.Node, Any]] = {}  # by kind: the first node and, with `once`, its value
         self.products, self.once = products, once
@@ -130,6 +140,11 @@ class _StorageObserver:
         self.probes: dict[fx.Node, Probe] = {}
         self.same: dict[fx.Node, fx.Node] = {}
         self.draws = DrawStream(traced.seed)
+        self.by_roles: dict[Hashable, Probe] = {}  # by kind and roles of the inputs
+        self.value_bytes: dict[fx.Node, int] = {}
+        self.fixed: set[fx.Node] = set()  # independent of inputs: their gradients are of parameters
+        self.handed_out = {n for n in (*traced.outputs, *traced.pieces) if isinstance(n, fx.Node) and records}
+        self.outputs: dict[fx.Node, Any] = {}
 
     def run(self, leaves: Sequence[Any]) -> StorageObservations:
         try:
@@ -138,6 +153,7 @@ class _StorageObserver:
             # Break a reference cycle: values refer to their history, it to the hooks, and these to this run.
             self.values.clear()
             self.first.clear()
+            self.outputs.clear()
 
     def _run(self, leaves: Sequence[Any]) -> StorageObservations:
         self._begin(leaves)
@@ -149,28 +165,46 @@ class _StorageObserver:
             for used in (*node.all_input_nodes, node):
                 if last[used] <= at:
                     self._release(used)
-        return StorageObservations({s.label: s for s in self.seen.values()}, self.probes, self.same)
+        outputs = self.outputs | {n: self.values[n] for n in self.handed_out if n in self.values}
+        return StorageObservations(
+            {s.label: s for s in self.seen.values()},
+            self.probes,
+            self.same,
+            self.value_bytes,
+            {n: map_tensors_in(detached_alone, value) for n, value in outputs.items()},
+        )
 
     def _visit(self, node: fx.Node, place: int) -> None:
         kind = self.kinds.of(node, self.values)
-        if kind in self.first:
+        self._probe(node, place, kind)
+        if self.once and kind in self.first:
             first, value = self.first[kind]
-            self.probes[node] = self.probes[first]
-            if self.once:
-                self.values[node], self.same[node] = pytree.tree_map_only(torch.Tensor, _alias_of, value), first
-                return
-        else:
-            written = [n for n in node.all_input_nodes if self.effects.alias[n] in self.effects.written_classes[place]]
-            self.probes[node] = probe_node(node, written, self.values)
+            self.values[node] = value if is_faked() else pytree.tree_map_only(torch.Tensor, _alias_of, value)
+            self.same[node] = first
+            self.value_bytes[node] = self.value_bytes[first]
+            return
         before = [self.kinds.like(n, self.values) for n in node.all_input_nodes] if self.once else []
         self.values[node] = self._step(node, place)
         if self.once and before != [self.kinds.like(n, self.values) for n in node.all_input_nodes]:
             raise ChangedInPlaceError
+        self.value_bytes[node] = bytes_in(self.values[node])
         self.first.setdefault(kind, (node, self.values[node] if self.once else None))
+
+    def _probe(self, node: fx.Node, place: int, kind: Hashable) -> None:
+        inputs = node.all_input_nodes
+        written = [n for n in inputs if self.effects.alias[n] in self.effects.written_classes[place]]
+        roles = kind, tuple(n in self.fixed for n in inputs) if self.records else ()
+        if roles not in self.by_roles:
+            self.by_roles[roles] = probe_node(node, written, self.values, self.fixed if self.records else None)
+        self.probes[node] = self.by_roles[roles]
+        if all(n in self.fixed for n in inputs):
+            self.fixed.add(node)
 
     def _release(self, node: fx.Node) -> None:
         """Releases a value after its last user; the model's output also counts as a user."""
         value = self.values.pop(node, None)
+        if node in self.handed_out:
+            self.outputs.setdefault(node, value)
         if node in self._outputs:
             for seen in self._all(tensors_in(value)):
                 seen.users.add(len(self.effects.nodes))
@@ -200,6 +234,7 @@ class _StorageObserver:
                 is_copied = (effects.alias[node] in written and not needs_grad) or tensor.is_inference()
                 held = tensor.detach().clone() if is_copied else tensor.detach()
                 self.values[node] = held.requires_grad_(needs_grad)
+                self.fixed.add(node)
                 self._own(held)
 
     def _own(self, tensor: torch.Tensor) -> None:

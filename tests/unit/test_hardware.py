@@ -1,6 +1,5 @@
 """Hardware known by its figures, links between devices, and what nodes would take on it."""
 
-import importlib
 import json
 from dataclasses import replace
 
@@ -25,10 +24,11 @@ from fxpipe.hardware import (
     parse_hardware,
 )
 from fxpipe.partitioning.chain import Link
-from fxpipe.profiling.roofline import Roofline
+from fxpipe.profiling import saved_storages
+from fxpipe.profiling.node_kinds import NodeKinds
+from fxpipe.profiling.probe import OperationCounter
 from fxpipe.utils import accelerator
 
-estimating = importlib.import_module("fxpipe.profiling.roofline")  # the package has the function by that name
 NETWORK = Link(1e9, 1e-5)
 PLAIN = Hardware("plain", {"float32": 1e12, "bfloat16": 16e12}, 1e11, 2**30, None, NETWORK)  # no launch, no losses
 
@@ -317,11 +317,8 @@ def test_sharing_changes_nothing(name, monkeypatch):
     model, x = make(), make_input()
     traced = fxpipe.trace(model, (x,))
     shared = fxpipe.profile(traced, (x,), hardware="h100")
-    walks = []
-    real = estimating._EstimateRun
-    monkeypatch.setattr(estimating, "_EstimateRun", lambda *args: walks.append(args[-1]) or real(*args[:-1], None))
+    monkeypatch.setattr(NodeKinds, "of", lambda self, node, values: node)
     alone = fxpipe.profile(traced, (x,), hardware="h100")
-    assert any(alike is not None for alike in walks)
     for want, have in zip(alone.nodes, shared.nodes, strict=True):
         assert want == have
 
@@ -331,18 +328,21 @@ def test_the_nodes_together_take_what_the_model_takes(name):
     make, make_input = MODELS[name]
     model, x = make(), make_input()
     costs = fxpipe.profile(fxpipe.trace(model, (x,)), (x,), hardware=PLAIN)
-    with Roofline(PLAIN) as clock:
+    with OperationCounter(records=True) as record:
         model(x)
-    assert costs.forward_seconds == pytest.approx(clock.seconds)
+    seconds = sum(PLAIN.seconds(flops, dtype, moved) for dtype, flops, moved in record.take())
+    assert costs.forward_seconds == pytest.approx(seconds)
 
 
 def test_backward_of_the_nodes_takes_what_backward_of_the_model_takes():
     model, x = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 4)), torch.randn(4, 8)
     costs = fxpipe.profile(fxpipe.trace(model, (x,)), (x,), hardware=PLAIN)
     y = model(x)
-    with Roofline(PLAIN) as clock:
-        called = clock.back([y], list(model.parameters()))
-    seconds = sum(PLAIN.seconds(arithmetic, dtype, moved) for dtype, arithmetic, moved in called)
+    with OperationCounter(records=True) as record:
+        torch.autograd.grad([y], list(model.parameters()), [torch.ones_like(y)])
+    seconds = sum(
+        PLAIN.seconds(arithmetic, dtype, moved) for dtype, arithmetic, moved in record.take()[1:]
+    )  # without the ones
     assert costs.backward_seconds == pytest.approx(seconds)
 
 
@@ -388,16 +388,17 @@ def test_a_model_that_asks_for_values_is_estimated_on_them():
     assert torch.equal(torch.get_rng_state(), state)
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key]), key
-    with Roofline(PLAIN) as clock:
+    with OperationCounter(records=True) as record:
         model(x)
-    assert costs.forward_seconds == pytest.approx(clock.seconds, rel=0.2)  # other numbers are dropped and picked
+    seconds = sum(PLAIN.seconds(flops, dtype, moved) for dtype, flops, moved in record.take())
+    assert costs.forward_seconds == pytest.approx(seconds, rel=0.2)  # other numbers are dropped and picked
     assert costs.estimated_for == "plain"
 
 
 def test_more_equal_layers_are_no_more_kinds(monkeypatch):
     found = []
-    real = estimating._EstimateRun._cost
-    monkeypatch.setattr(estimating._EstimateRun, "_cost", lambda *args: found.append(args[1]) or real(*args))
+    real = saved_storages.probe_node
+    monkeypatch.setattr(saved_storages, "probe_node", lambda *args: found.append(args[0]) or real(*args))
 
     def kinds(layers):
         found.clear()

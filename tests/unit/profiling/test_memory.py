@@ -23,7 +23,7 @@ from fxpipe.profiling.memory import (
     larger_formula,
     working_bytes_of,
 )
-from fxpipe.profiling.probe import _CountingMode
+from fxpipe.profiling.probe import OperationCounter
 from fxpipe.tracing import Traced, trace
 from fxpipe.tracing.node_info import info
 
@@ -287,7 +287,7 @@ def test_activations_are_not_held() -> None:
     """At no time more than a few of the thirty layers' activations are alive."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(30)))
     traced, x = trace(model, (torch.randn(256, 64),)), torch.randn(256, 64)
-    with (counter := _CountingMode()):
+    with (counter := OperationCounter()):
         counter.begin([x, *model.parameters()])
         counted(traced, [x], 256)
     assert counter.most <= 8 * x.nbytes

@@ -141,7 +141,7 @@ def test_nothing_goes_back_where_nothing_requires_grad() -> None:
 @pytest.fixture
 def only_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is counted or noted beside it, which takes runs of its own."""
-    monkeypatch.setattr(profiling, "_operations_by_size", lambda *_: None)
+    monkeypatch.setattr(profiling, "_estimates", lambda *_: {})
     nothing = NodeCounts(*(sympy.Integer(0),) * 4)
     monkeypatch.setattr(profiling, "count_flops_and_bytes", lambda *_: GraphCounts(defaultdict(lambda: nothing), ()))
 
