@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from fxpipe.inspect.table import Column, Table, bytes_column, number_column, seconds_column, share_column, text_column
-from fxpipe.simulation.timeline import MemoryParts, MemoryTimeline
+from fxpipe.simulation.timeline import MEMORY_PARTS, MemoryParts, MemoryTimeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,6 @@ def _part_column(part: str) -> Column[DeviceFigures]:
     return bytes_column(part, lambda row: getattr(row.parts, part) or None)
 
 
-MEMORY_PARTS = tuple(field.name for field in fields(MemoryParts))
 DEVICE_COLUMNS: tuple[Column[DeviceFigures], ...] = (
     number_column("device", lambda row: row.index),
     text_column("", lambda row: row.name),

@@ -163,40 +163,30 @@ LONGEST_LABEL = 170.0  # width of a device's name
 
 
 @dataclass(frozen=True, slots=True)
-class _RowFigures:
-    busy: list[str]
-    bubble: list[str]
-
-    @property
-    def widths(self) -> tuple[float, float]:
-        busy, bubble = (
-            max(text_width(text, LABEL_SIZE) for text in (*texts, name))
-            for texts, name in ((self.busy, "busy"), (self.bubble, "bubble"))
-        )
-        return busy, bubble
-
-    @property
-    def width(self) -> float:
-        return sum(self.widths) + 14
-
-
-@dataclass(frozen=True, slots=True)
 class GanttLayout:
     """The rows of a picture with their labels and figures; lengths in points."""
 
     labels: list[str]
-    figures: _RowFigures
+    figures: dict[str, list[str]]  # columns at the right
     frame: TimeAxis
     top: float  # y of the first row
     pitch: float  # from a row to the next
     height: float
+
+    @property
+    def columns(self) -> tuple[float, float]:
+        """The right ends of the columns of figures."""
+        first, second = (
+            max(text_width(text, LABEL_SIZE) for text in (*texts, name)) for name, texts in self.figures.items()
+        )
+        return self.frame.right + 8 + first, self.frame.right + 8 + first + second + 14
 
 
 def gantt_layout(step: StepTimeline) -> GanttLayout:
     pitch = min(HIGHEST_PITCH, max(LOWEST_PITCH, ROWS_HEIGHT / max(1, len(step.devices))))
     height = pitch * 0.82 if pitch > 8 else pitch - 1
     labels = [fit_text(name, LONGEST_LABEL, LABEL_SIZE) for name in _device_labels(step)]
-    figures = _RowFigures([human_seconds(seconds) for seconds in step.busy], [percent(share) for share in step.bubble])
+    figures = {"busy": [*map(human_seconds, step.busy)], "bubble": [*map(percent, step.bubble)]}
     left = GANTT_MARGIN + max((text_width(label, LABEL_SIZE) for label in labels), default=0) + 8
     frame = TimeAxis(left, left + _time_width(step, text_size_for(height)), step.seconds)
     return GanttLayout(labels, figures, frame, GANTT_MARGIN + 68, pitch, height)
@@ -206,7 +196,7 @@ def draw_gantt(step: StepTimeline, *, title: str = "") -> Scene:
     """Draws a step. `title` is the heading. Default: a description of the step."""
     layout, n = gantt_layout(step), len(step.devices)
     frame, rows = layout.frame, (layout.top, layout.pitch, layout.height)
-    width = frame.right + 8 + max(layout.figures.width, 70) + GANTT_MARGIN
+    width = max(layout.columns[-1], frame.right + 8 + 70) + GANTT_MARGIN
     names = box_names(step, frame, *rows)
     headline, facts = " ".join(printable(title).split()) or _headline(step), _facts(step)
     if names.are_stacked:
@@ -241,17 +231,15 @@ def draw_gantt(step: StepTimeline, *, title: str = "") -> Scene:
 
 def _row_labels(layout: GanttLayout) -> Iterator[Text]:
     """Yields names and figures of the devices; skips rows if rows are lower than letters."""
-    labels, figures, frame, top = layout.labels, layout.figures, layout.frame, layout.top
+    labels, frame, top, columns = layout.labels, layout.frame, layout.top, layout.columns
     size = min(LABEL_SIZE, max(SMALLEST_TEXT, layout.pitch * 0.72))
-    one, _ = figures.widths
-    columns = frame.right + 8 + one, frame.right + 8 + figures.width
-    for x, name in zip(columns, ("busy", "bubble"), strict=True):
+    for x, name in zip(columns, layout.figures, strict=True):
         yield Text(x, top - 6, name, 9, FAINT, "end")
     for d in range(0, len(labels), ceil((size + 2) / layout.pitch)):
         y = top + d * layout.pitch + layout.height / 2 + size * 0.36
         yield Text(frame.left - 8, y, labels[d], size, anchor="end")
-        for x, text in zip(columns, (figures.busy[d], figures.bubble[d]), strict=True):
-            yield Text(x, y, text, size, anchor="end")
+        for x, texts in zip(columns, layout.figures.values(), strict=True):
+            yield Text(x, y, texts[d], size, anchor="end")
 
 
 def _time_ticks(frame: TimeAxis, axis: float, grid: Sequence[tuple[float, float]]) -> Iterator[Item]:

@@ -7,13 +7,13 @@ curves that they would be flat.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate, groupby
 
 from fxpipe.inspect.axes import LegendEntry, TimeAxis, byte_ticks, legend_items
 from fxpipe.inspect.scene import Area, Item, Line, Point, Rect, Scene, Text
 from fxpipe.inspect.style import FAINT, GRID, INK, LIMIT_COLOUR, MEMORY_COLOURS, fit_text, ramp_colour
-from fxpipe.simulation.timeline import MemoryParts, MemoryTimeline
+from fxpipe.simulation.timeline import MEMORY_PARTS, MemoryParts, MemoryTimeline
 from fxpipe.utils.units import human_bytes
 
 MAX_PANELS = 8  # devices
@@ -22,7 +22,6 @@ CHART_HEIGHT = 200.0
 GRAIN = 4.0  # points over which a line of the chart of many devices shows the maximum
 CHART_HEAD = 38.0  # height of the title and the legend
 FLAT_LIMIT_RATIO = 3.0  # a limit above this many times the peak is not drawn
-MEMORY_PARTS = tuple(field.name for field in fields(MemoryParts))
 SMALL_TEXT = 9.0
 
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from fxpipe.scheduling.actions import Action
 from fxpipe.simulation.timeline import (
+    MEMORY_PARTS,
     HasTimeline,
-    MemoryParts,
     MemoryTimeline,
     Span,
     StepTimeline,
@@ -26,7 +25,6 @@ from fxpipe.simulation.timeline import (
 from fxpipe.utils.files import write_atomically
 
 PERFETTO_PROCESS = 1
-_MEMORY_PARTS = tuple(field.name for field in fields(MemoryParts))
 
 
 def write_perfetto(source: HasTimeline, path: str | Path) -> None:
@@ -108,7 +106,7 @@ def _flow_events(arrow: TransferRecord, at: dict[Action, Span], number: int) -> 
 
 def _memory_events(device: int, memory: MemoryTimeline) -> Iterator[dict[str, Any]]:
     """Yields the bytes of all parts that are ever nonzero; viewers stack them."""
-    held = [name for name in _MEMORY_PARTS if any(getattr(parts, name) for _, parts in memory.steps)]
+    held = [name for name in MEMORY_PARTS if any(getattr(parts, name) for _, parts in memory.steps)]
     common = {"ph": "C", "name": f"memory of device {device}", "cat": "memory", "pid": PERFETTO_PROCESS, "tid": device}
     for time, parts in memory.steps:
         yield {**common, "ts": round(time * 1e9) / 1e3, "args": {name: getattr(parts, name) for name in held}}

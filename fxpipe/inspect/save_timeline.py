@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from fxpipe.errors import ArgumentTypeError
-from fxpipe.inspect.device_table import MEMORY_PARTS, device_table
+from fxpipe.inspect.device_table import device_table
 from fxpipe.inspect.gantt import draw_gantt
 from fxpipe.inspect.html import notebook_picture, notebook_view
 from fxpipe.inspect.svg import svg_of
-from fxpipe.simulation.timeline import HasTimeline, StepTimeline
+from fxpipe.simulation.timeline import MEMORY_PARTS, HasTimeline, StepTimeline
 from fxpipe.utils.files import check_output_path, write_atomically
 from fxpipe.utils.units import count_text, human_seconds, percent
 

@@ -64,7 +64,6 @@ class Curve:
 class Area:
     points: tuple[Point, ...]
     fill: str
-    opacity: float = 1.0
     title: str = ""
 
 
@@ -77,7 +76,6 @@ class Text:
     fill: str = "#222222"
     anchor: Literal["start", "middle", "end"] = "start"
     is_bold: bool = False
-    angle: float = 0.0  # degrees, clockwise, about (x, y)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +97,6 @@ class Scene:
     height: float
     items: tuple[Item, ...]
     title: str = ""  # for screen readers
-    background: str = "#ffffff"
 
 
 def arrow_head(curve: Curve) -> tuple[Point, Point, Point]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from fxpipe.inspect.scene import Area, Bars, Curve, Group, Item, Line, Point, Rect, Scene, Text, arrow_head
-from fxpipe.inspect.style import FONTS, printable
+from fxpipe.inspect.style import FONTS, PAPER, printable
 
 TEXT_DEFAULTS = Text(0, 0, "")  # attributes that elements omit
 
@@ -21,8 +21,7 @@ def svg_of(scene: Scene) -> str:
     ]
     if scene.title:
         lines.append(f"<title>{escape_markup(scene.title)}</title>")
-    if scene.background:
-        lines.append(f'<rect width="{width}" height="{height}" fill="{scene.background}"/>')
+    lines.append(f'<rect width="{width}" height="{height}" fill="{PAPER}"/>')
     return "\n".join([*lines, *_item_elements(scene.items), "</svg>\n"])
 
 
@@ -52,10 +51,8 @@ def _item_elements(items: Iterable[Item]) -> Iterator[str]:
             case Line():
                 yield _titled_element("polyline", _line_attributes(item), item.title)
             case Area():
-                opacity = "" if item.opacity == 1 else f' fill-opacity="{_number_text(item.opacity)}"'
-                yield _titled_element(
-                    "polygon", f'points="{_points_text(item.points)}" fill="{item.fill}"{opacity}', item.title
-                )
+                attributes = f'points="{_points_text(item.points)}" fill="{item.fill}"'
+                yield _titled_element("polygon", attributes, item.title)
 
 
 def _rect_attributes(item: Rect) -> str:
@@ -105,7 +102,6 @@ def _text_element(item: Text) -> str:
         + ("" if item.fill == TEXT_DEFAULTS.fill else f' fill="{item.fill}"')
         + ("" if item.anchor == TEXT_DEFAULTS.anchor else f' text-anchor="{item.anchor}"')
         + (' font-weight="bold"' if item.is_bold else "")
-        + (f' transform="rotate({_number_text(item.angle)} {x} {y})"' if item.angle else "")
         + f">{escape_markup(item.text)}</text>"
     )
 

@@ -122,8 +122,7 @@ def unknown_name_message(name: str, nodes: NodeSequence) -> str:
         return f"the module {name!r} runs in {nodes.inside[name]!r}, which is one node: name that"
     if name in nodes.empty:
         return f"the module {name!r} has no nodes: forward does not call it, or it computes nothing; name another one"
-    paths = {path[: len(path) - cut] for path in set(nodes.modules) for cut in _suffix_lengths(path)}
-    known = list(dict.fromkeys([*sorted(paths - {""}), *nodes.names]))
+    known = list(dict.fromkeys([*sorted(enclosing_paths(nodes.modules) - {""}), *nodes.names]))
     if not known:
         return f"{name!r} is given, but the nodes have no names here: cut by numbers of nodes"
     close = difflib.get_close_matches(name, known)
@@ -131,10 +130,9 @@ def unknown_name_message(name: str, nodes: NodeSequence) -> str:
     return f"no node or module is named {name!r}; {'close to it' if close else 'there'} are {listing}"
 
 
-def _suffix_lengths(path: str) -> Iterable[int]:
-    """Yields the lengths to cut off "a.b.c" for itself and for each enclosing module: 0, 2, 4."""
-    yield 0
-    yield from (len(path) - at for at, letter in enumerate(path) if letter == ".")
+def enclosing_paths(modules: Iterable[str]) -> set[str]:
+    """Returns the paths of modules and of all modules around them: a.b.c, a.b and a."""
+    return {path[:end] for path in {*modules} for end, letter in enumerate(f"{path}.") if letter == "."}
 
 
 def _nothing_behind_message(name: str) -> str:

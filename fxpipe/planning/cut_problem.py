@@ -11,7 +11,7 @@ from functools import partial
 
 from fxpipe.errors import ArgumentError, PartitionError
 from fxpipe.partitioning.chain import Chain, StageSite
-from fxpipe.partitioning.manual_cuts import NodeSequence, cuts_by_names, is_by_names, starts_by_counts
+from fxpipe.partitioning.manual_cuts import NodeSequence, cuts_by_names, enclosing_paths, is_by_names, starts_by_counts
 from fxpipe.partitioning.pins import PinnedPlacement, placements_for_pins
 from fxpipe.planning.cost_model import chain_of, remaining_kinds, stage_devices_of
 from fxpipe.planning.options.pipeline_options import Settings
@@ -57,7 +57,7 @@ def is_cut_by_hand(traced: Traced, settings: Settings) -> bool:
 
 def _partition_nodes(traced: Traced, chain: Chain) -> NodeSequence:
     modules = tuple(info(node).module for node in traced.nodes)
-    busy = {path[:end] for path in {*modules} for end in _prefix_ends(path)}
+    busy = enclosing_paths(modules)
     paths = [path for path, _ in traced.model.named_modules() if path and path not in busy]
     inside = {path: whole for path in paths for whole in traced.whole if path.startswith(f"{whole}.")}
     ends = traced.ends
@@ -69,12 +69,6 @@ def _partition_nodes(traced: Traced, chain: Chain) -> NodeSequence:
         {path: ends.get(path) for path in paths if path not in inside},
         inside,
     )
-
-
-def _prefix_ends(path: str) -> Iterator[int]:
-    """Yields the ends of the paths of a module and its enclosing modules."""
-    yield len(path)
-    yield from (end for end, letter in enumerate(path) if letter == ".")
 
 
 def node_costs_of(chain: Chain) -> tuple[float, ...]:

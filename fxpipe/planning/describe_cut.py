@@ -335,6 +335,8 @@ def formulas_of_sizes(
     formulas = _value_formulas(traced, program, samples, profile.lengths)
     lines = {node.name: user_line_of(node) for node in traced.graph.nodes}
     memory, names = stage_bytes(traced, starts, profiles, samples), [node.name for node in traced.nodes]
+    assert traced.effects is not None
+    returns = {node.name for node, requires_grad in traced.effects.requires_grad.items() if requires_grad}
     stages = []
     for j, (start, end) in enumerate(pairwise([*starts, len(names)])):
         sent = _sent_bytes(program, j, formulas)
@@ -345,8 +347,8 @@ def formulas_of_sizes(
             Portal(s.name, s.source, s.target, formulas[s.name].at(here), formulas[s.name], lines[s.name])
             for s in program.skips
         ),
-        "sendings": _planned_transfers(traced, program, formulas, settings, here),
-        "packets": _planned_packets(traced, program, formulas, settings, here),
+        "sendings": _planned_transfers(program, returns, formulas, settings, here),
+        "packets": _planned_packets(program, returns, formulas, settings, here),
         "sizes": planned_sizes(traced, profile),
     }
 
@@ -374,12 +376,13 @@ def _value_formulas(traced: Traced, program: Program, samples: int, lengths: Len
 
 
 def _planned_transfers(
-    traced: Traced, program: Program, formulas: Mapping[str, Polynomial], settings: Settings, here: Mapping[str, int]
+    program: Program,
+    returns: Collection[str],
+    formulas: Mapping[str, Polynomial],
+    settings: Settings,
+    here: Mapping[str, int],
 ) -> tuple[PlannedTransfer, ...]:
     """Returns the transfers between stages, by pairs of stages; outputs, which go to the caller, are not included."""
-    effects = traced.effects
-    assert effects is not None
-    returns = {node.name for node, requires_grad in effects.requires_grad.items() if requires_grad}
     users: dict[tuple[int, str], list[int]] = {}
     for j, stage in enumerate(program.stages):
         for value in stage.receives:
@@ -389,36 +392,31 @@ def _planned_transfers(
     for (source, name), stages in users.items():
         for way in transfers_of(source, stages, 0, returns=name in returns):
             sizes_by_ends.setdefault((way.source, way.target), []).append(formulas[name])
-    cluster, placement = settings.cluster, settings.placement
-    sendings = []
-    for (source, target), sizes in sorted(sizes_by_ends.items()):
-        one, other = placement[source], placement[target]
-        over = () if cluster is None else cluster.adapters(one, other)
-        sent = PlannedTransfer(
-            source,
-            target,
-            sum(size.at(here) for size in sizes),
-            over=over,
-            size=polynomial_sum(sizes),
-            values=len(sizes),
+    return tuple(
+        _over_link(
+            PlannedTransfer(
+                source, target, sum(size.at(here) for size in sizes), size=polynomial_sum(sizes), values=len(sizes)
+            ),
+            settings,
         )
-        sendings.append(transfer_over_link(sent, worker_link(settings, one, other)))
-    return tuple(sendings)
+        for (source, target), sizes in sorted(sizes_by_ends.items())
+    )
 
 
 def _planned_packets(
-    traced: Traced, program: Program, formulas: Mapping[str, Polynomial], settings: Settings, here: Mapping[str, int]
+    program: Program,
+    returns: Collection[str],
+    formulas: Mapping[str, Polynomial],
+    settings: Settings,
+    here: Mapping[str, int],
 ) -> tuple[PlannedTransfer, ...]:
     """Lists the packets that stages send if each device has a process: one for each cut and direction.
 
     Values for later stages are relayed in the packets of the stages between (`relay_routes`), and so are inputs read by
     later stages and outputs of stages before the last.
     """
-    effects = traced.effects
-    assert effects is not None
     users = value_users(program)
     routes = relay_routes(users, settings.placement)
-    returns = {node.name for node, requires_grad in effects.requires_grad.items() if requires_grad}
     packets = []
     for cut in (cut for cut in range(len(settings.placement) - 1) if routes.crosses(cut)):
         values = [(formulas[key[1]], is_relayed_value(routes, users[key], cut)) for key in routes.down[cut]]
@@ -426,26 +424,20 @@ def _planned_packets(
             (formulas[key[1]], is_relayed_gradient(routes, key, cut)) for key in routes.up[cut] if key[1] in returns
         ]
         for source, target, parts in ((cut, cut + 1, values), (cut + 1, cut, gradients)):
-            packets.append(_planned_packet(settings, source, target, parts, here))
+            size = polynomial_sum(size for size, _ in parts)
+            relayed = polynomial_sum(size for size, is_relayed in parts if is_relayed)
+            packet = PlannedTransfer(
+                source, target, size.at(here), handling=MESSAGE_SECONDS, size=size, relayed=relayed
+            )
+            packets.append(_over_link(packet, settings, LOOPBACK))
     return tuple(packets)
 
 
-def _planned_packet(
-    settings: Settings, source: int, target: int, parts: Sequence[tuple[Polynomial, bool]], here: Mapping[str, int]
-) -> PlannedTransfer:
-    """Returns a packet of values, given as pairs of (size, whether it is relayed)."""
-    cluster, one, other = settings.cluster, settings.placement[source], settings.placement[target]
-    size = polynomial_sum(size for size, _ in parts)
-    packet = PlannedTransfer(
-        source,
-        target,
-        size.at(here),
-        over=() if cluster is None else cluster.adapters(one, other),
-        handling=MESSAGE_SECONDS,
-        size=size,
-        relayed=polynomial_sum(size for size, is_relayed in parts if is_relayed),
-    )
-    return transfer_over_link(packet, worker_link(settings, one, other) or LOOPBACK)
+def _over_link(way: PlannedTransfer, settings: Settings, handed_over: Link | None = None) -> PlannedTransfer:
+    """Adds the link of a transfer; `handed_over` is the link if values are passed within one process."""
+    cluster, one, other = settings.cluster, settings.placement[way.source], settings.placement[way.target]
+    over = () if cluster is None else cluster.adapters(one, other)
+    return transfer_over_link(replace(way, over=over), worker_link(settings, one, other) or handed_over)
 
 
 def _stage_work(

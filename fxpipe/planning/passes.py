@@ -277,8 +277,18 @@ class PreparedGraph:
 
     def on_devices(self, devices: Sequence[torch.device]) -> Program:
         """Returns the program of the same stages on other devices, for replicas."""
-        deferred, compiled = self.settings.deferred_batch_norm, self.settings.compile
-        return split_into_stages(self.traced, self.starts, devices, self.copies, deferred, compiled)
+        return _split(self.traced, self.starts, self.settings, self.copies, devices)
+
+
+def _split(
+    traced: Traced,
+    starts: Sequence[int],
+    settings: Settings,
+    copies: Sequence[Collection[str]] = (),
+    devices: Sequence[torch.device] | None = None,
+) -> Program:
+    devices = settings.devices if devices is None else devices
+    return split_into_stages(traced, starts, devices, copies, settings.deferred_batch_norm, settings.compile)
 
 
 def prepare_profiled(profiled: ProfiledModel, settings: Settings) -> PreparedGraph:
@@ -296,11 +306,10 @@ def prepare_cut(cut: Cut, fingerprint: str, batch: int, settings: Settings) -> P
     phase("making stages")
     traced = cut.traced
     settings = replace(cut.settings, checkpoint=_decided_checkpoint(settings.checkpoint, cut.recompute))
-    deferred, compiled = settings.deferred_batch_norm, settings.compile
-    program = split_into_stages(traced, cut.starts, settings.devices, (), deferred, compiled)
+    program = _split(traced, cut.starts, settings)
     copies = rematerialized_nodes(cut, program, settings.largest_micro_batch(batch))
     if any(copies):
-        program = split_into_stages(traced, cut.starts, settings.devices, copies, deferred, compiled)
+        program = _split(traced, cut.starts, settings, copies)
     plan = plan_of_cut(cut, program, copies, batch, settings)
     plan = replace(plan, fingerprint=fingerprint)
     is_reordered = traced.fingerprint() != fingerprint
@@ -324,8 +333,7 @@ def prepare_given_plan(traced: Traced, asked: Plan, batch: int, settings: Settin
     reordered = with_node_order(traced, [by_name[name] for name in names])
     starts = tuple(accumulate((len(stage.nodes) for stage in asked.stages[:-1]), initial=0))
     copies = [stage.copies for stage in asked.stages]
-    deferred, compiled = settings.deferred_batch_norm, settings.compile
-    program = split_into_stages(reordered, starts, settings.devices, copies, deferred, compiled)
+    program = _split(reordered, starts, settings, copies)
     stages = tuple(
         replace(stage, device=str(device), code=built.code)
         for stage, device, built in zip(asked.stages, settings.devices, program.stages, strict=True)
@@ -366,8 +374,7 @@ def prepare_additional_graph(
     if first.is_reordered:
         traced = reorder_nodes(traced)
     starts = cut_least_misplaced(_misplacement_costs(first, traced), forbidden_cuts(traced))
-    deferred, compiled = settings.deferred_batch_norm, settings.compile
-    program = split_into_stages(traced, starts, settings.devices, (), deferred, compiled)
+    program = _split(traced, starts, settings)
     return replace(first, traced=traced, program=program, starts=tuple(starts), copies=())
 
 

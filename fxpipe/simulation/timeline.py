@@ -6,7 +6,7 @@ All views start from a `StepTimeline`: lines of text (`text_timeline.py`), and p
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Protocol, runtime_checkable
 
 from fxpipe.scheduling import Action, ActionKind, split_backwards
@@ -42,6 +42,9 @@ class MemoryParts:
     @property
     def total(self) -> float:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.portals + self.working
+
+
+MEMORY_PARTS = tuple(field.name for field in fields(MemoryParts))
 
 
 @dataclass(frozen=True, slots=True)

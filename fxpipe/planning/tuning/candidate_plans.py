@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from fxpipe.errors import ArgumentError
 from fxpipe.partitioning import block_partition
@@ -33,33 +33,9 @@ from fxpipe.utils.batch_split import largest_micro_batch, micro_batch_sizes
 CheckpointMode: TypeAlias = "str | tuple[str, ...]"  # for all stages, or one for each
 
 
-class PlanSource(Protocol):
-    """A source of plans for candidates."""
-
-    @property
-    def devices(self) -> int:
-        """The number of devices of a replica."""
-
-    @property
-    def batch(self) -> int:
-        """The samples of the mini-batch of a replica."""
-
-    def plan(self, candidate: Candidate, mode: CheckpointMode) -> Plan:
-        """Returns the plan for stages with this checkpoint mode, ignoring memory limits, or raises a FxpipeError."""
-
-    def within_limits(self, candidate: Candidate, mode: CheckpointMode) -> Plan | None:
-        """Returns a plan that fits, or raises a FxpipeError; None if cuts cannot be moved. "auto" chooses modes."""
-
-    def bound(self, candidate: Candidate) -> float:
-        """Computes a lower bound on the seconds of a step: all work shared evenly, or one micro-batch in all stages."""
-
-    def bound_without_sending(self, candidate: Candidate) -> float:
-        """Computes the seconds of a step with the most even stages, no transfers, and the least recomputation."""
-
-
 @dataclass
 class ModelPlans:
-    """Plans of a profiled model."""
+    """Plans of a profiled model, for candidates of one replica."""
 
     profiled: ProfiledModel
     settings: Settings  # everything that does not differ between candidates
@@ -77,11 +53,13 @@ class ModelPlans:
         return self.profiled.batch
 
     def plan(self, candidate: Candidate, mode: CheckpointMode) -> Plan:
+        """Returns the plan for stages with this checkpoint mode, ignoring memory limits, or raises a FxpipeError."""
         graph = self._prepared(self._unlimited(candidate, mode))
         modes = graph.plan.checkpoint if isinstance(self.settings.checkpoint, tuple) else mode
         return _variant(graph.plan, candidate, self.profiled.batch, modes)
 
     def within_limits(self, candidate: Candidate, mode: CheckpointMode) -> Plan | None:
+        """Returns a plan that fits, or raises a FxpipeError; None if cuts cannot be moved. "auto" chooses modes."""
         settings = self._settings(candidate)
         if isinstance(settings.checkpoint, str):
             settings = replace(settings, checkpoint=mode)
@@ -90,6 +68,7 @@ class ModelPlans:
         return _variant(graph.plan, candidate, self.profiled.batch, modes)
 
     def bound(self, candidate: Candidate) -> float:
+        """Computes a lower bound on the seconds of a step: all work shared evenly, or one micro-batch in all stages."""
         if self.settings.replicas:
             return 0.0  # no bound: each replica has only a part of the micro-batches
         m = min(candidate.chunks, self.profiled.batch)
@@ -101,6 +80,7 @@ class ModelPlans:
         return max(even, total - math.fsum(cost.weight or 0.0 for cost in nodes)) * (1 - 1e-9)  # sums are rounded
 
     def bound_without_sending(self, candidate: Candidate) -> float:
+        """Computes the seconds of a step with the most even stages, no transfers, and the least recomputation."""
         if self.settings.replicas:
             return 0.0
         m = min(candidate.chunks, self.profiled.batch)
@@ -226,7 +206,7 @@ def _stage_of_nodes(nodes: Sequence[StageCost], starting: float) -> StageCost:
 
 @dataclass(frozen=True, slots=True)
 class PlanVariants:
-    """Variants of a plan that keep its stages."""
+    """Variants of a plan that keep its stages; see `ModelPlans`."""
 
     base: Plan
     batch: int
@@ -248,6 +228,9 @@ class PlanVariants:
         return 0.0
 
 
+PlanSource: TypeAlias = ModelPlans | PlanVariants
+
+
 def _variant(plan: Plan, candidate: Candidate, batch: int, modes: CheckpointMode) -> Plan:
     return vary_plan(plan, schedule=candidate.schedule, chunks=candidate.chunks, checkpoint=modes, batch=batch)
 
@@ -267,9 +250,5 @@ def with_memory_limits(plan: Plan, limits: Sequence[float | None]) -> Plan:
 
 def memory_limits_of(plan: Plan) -> list[float | None]:
     """Returns the memory limit of each worker: the sum over its stages."""
-    sums: list[float | None] = []
-    for k in range(len(plan.workers)):
-        limits = [stage.memory_limit for stage, place in zip(plan.stages, plan.placement, strict=True) if place == k]
-        known = [limit for limit in limits if limit is not None]
-        sums.append(math.fsum(known) if len(known) == len(limits) else None)
-    return sums
+    firsts = {k: rows[0] for k, rows in zip(plan.placement, plan.stage_rows, strict=True)}
+    return [plan.memory_limits[firsts[k]] for k in range(len(plan.workers))]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fxpipe.errors import ArgumentError, PartitionError, ScheduleError
@@ -22,7 +23,6 @@ from fxpipe.planning.plans.retarget import resize_plan
 from fxpipe.planning.plans.simulate_plan import simulate
 from fxpipe.planning.tuning.candidate_plans import CheckpointMode, PlanSource
 from fxpipe.planning.tuning.candidates import SAME_STEP_TOLERANCE, Candidate, CandidateResult
-from fxpipe.scheduling import ScheduleLike
 from fxpipe.utils.progress import ignore_progress
 from fxpipe.utils.units import human_bytes, size_at_least
 
@@ -127,24 +127,21 @@ def _simulate_candidate(
     lacks = max(
         (peak - limit for peak, limit in zip(memory, own, strict=True) if limit is not None), default=-float("inf")
     )
-    return CandidateResult(
-        plan.schedule,
-        candidate.chunks,
-        candidate.stages_per_device,
-        plan.checkpoint,
-        plan,
-        simulation.step_seconds,
-        memory,
-        max(0.0, lacks),
+    return replace(
+        _skipped_candidate(candidate, "", simulation.step_seconds),
+        schedule=plan.schedule,
+        checkpoint=plan.checkpoint,
+        plan=plan,
+        memory=memory,
+        lacks=max(0.0, lacks),
         others=others,
-        data_parallel=candidate.data_parallel,
-        mesh=candidate.mesh,
     )
 
 
 def _skipped_candidate(candidate: Candidate, why: str, seconds: float = 0.0) -> CandidateResult:
+    schedule = candidate.schedule
     return CandidateResult(
-        _schedule_label(candidate.schedule),
+        schedule if isinstance(schedule, str) else getattr(schedule, "__name__", None) or str(schedule),
         candidate.chunks,
         candidate.stages_per_device,
         why=why,
@@ -152,10 +149,6 @@ def _skipped_candidate(candidate: Candidate, why: str, seconds: float = 0.0) -> 
         data_parallel=candidate.data_parallel,
         mesh=candidate.mesh,
     )
-
-
-def _schedule_label(schedule: ScheduleLike) -> str:
-    return schedule if isinstance(schedule, str) else getattr(schedule, "__name__", None) or str(schedule)
 
 
 # -- The message if no candidate fits into memory: the least sufficient limit ------------------------------------------

@@ -64,7 +64,6 @@ def overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
 def extent(text: Text) -> tuple[float, ...]:
     width = text_width(text.text, text.size, is_bold=text.is_bold)
     assert text.anchor == "start"
-    assert not text.angle
     return text.x, text.y - 0.75 * text.size, text.x + width, text.y + 0.2 * text.size
 
 
