@@ -203,7 +203,7 @@ def _bottlenecks(plan: PlanData) -> str:
 
 def _checkpoint_text(plan: PlanData) -> str:
     """Formats the mode of most stages, and the exceptions: `never (always in stages 1-2, 5)`."""
-    most, *others = sorted({*plan.modes}, key=lambda mode: -plan.modes.count(mode))
+    most, *others = sorted(dict.fromkeys(plan.modes), key=lambda mode: -plan.modes.count(mode))
     where = []
     for mode in others:
         places = [j for j, one in enumerate(plan.modes) if one == mode]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -146,6 +146,10 @@ class GraphLayout:
         """Returns the y of the middle of a lane's k-th line."""
         return self.top(stage) + (self.lane_height - self.rows * TEXT_ROW) / 2 + TEXT_ROW * (k + 0.5)
 
+    def label(self, stage: int, k: int, x: float, text: str) -> Text:
+        """Returns a small text in a lane's k-th line."""
+        return Text(x, self.row(stage, k) + 3.5, text, SMALL_LETTERS, FAINT)
+
     def first_row(self, stage: int) -> int:
         """Returns the first line of outgoing portals: incoming portals have the line before."""
         return 1 if self.arriving.get(stage) else 0
@@ -176,24 +180,17 @@ ARC_COLOURS = (
 def portal_labels(j: int, frame: GraphLayout) -> Iterator[Item]:
     """Yields the labels of a lane's portals: a sum of incoming portals, and names of outgoing portals that fit."""
     x, room = frame.right - PORTAL_NAMES_WIDTH, PORTAL_NAMES_WIDTH - 22
-    base = 3.5  # from the middle of a line to its baseline
     if arriving := frame.arriving.get(j, ()):
-        yield Text(x, frame.row(j, 0) + base, _bundles_text("in", arriving, room), SMALL_LETTERS, FAINT)
+        yield frame.label(j, 0, x, _bundles_text("in", arriving, room))
     leaving = frame.leaving.get(j, ())
     rows = frame.rows - frame.first_row(j)
     named = leaving if len(leaving) <= rows else leaving[: rows - 1]
     for bundle in named:
         size = f" → {bundle.target}, {human_bytes(bundle.bytes)}"
         name = fit_text(bundle.label, room - text_width(size, SMALL_LETTERS), SMALL_LETTERS)
-        yield Text(x, frame.row(j, frame.line_of(bundle)) + base, name + size, SMALL_LETTERS, INK)
+        yield replace(frame.label(j, frame.line_of(bundle), x, name + size), fill=INK)
     if rest := leaving[len(named) :]:
-        yield Text(
-            x,
-            frame.row(j, frame.rows - 1) + base,
-            _bundles_text("and" if named else "out", rest, room),
-            SMALL_LETTERS,
-            FAINT,
-        )
+        yield frame.label(j, frame.rows - 1, x, _bundles_text("and" if named else "out", rest, room))
 
 
 def _bundles_text(word: str, bundles: Sequence[PortalBundle], room: float) -> str:
@@ -320,23 +317,17 @@ def _lane_head(plan: Plan, stage: StagePlan, frame: GraphLayout) -> Iterator[Ite
     x, room = GRAPH_MARGIN + 13, LANE_HEAD - 20
     name, where = f"stage {stage.index}", _devices_text(plan, stage)
     time = f"{human_seconds(stage.forward_seconds)} + {human_seconds(stage.backward_seconds)}"
-    base = 3.5  # from the middle of a line to its baseline
-    yield Text(x, frame.row(stage.index, 0) + base, name, USUAL_LETTERS, INK, is_bold=True)
+    head = frame.label(stage.index, 0, x, name)
+    yield replace(head, size=USUAL_LETTERS, fill=INK, is_bold=True)
     if frame.is_low:
         beside = text_width(name, USUAL_LETTERS, is_bold=True) + 6
         short = where.partition(",")[0] if len(plan.row_devices) != len(plan.stages) else stage.device
-        yield Text(
-            x + beside,
-            frame.row(stage.index, 0) + base,
-            fit_text(short, room - beside, SMALL_LETTERS),
-            SMALL_LETTERS,
-            FAINT,
-        )
-        yield Text(x, frame.row(stage.index, 1) + base, time, SMALL_LETTERS, FAINT)
+        yield frame.label(stage.index, 0, x + beside, fit_text(short, room - beside, SMALL_LETTERS))
+        yield frame.label(stage.index, 1, x, time)
         return
     lines = (fit_text(where, room, SMALL_LETTERS), time, f"{human_bytes(stage.parameter_bytes)} parameters")
     for k, line in enumerate(lines):
-        yield Text(x, frame.row(stage.index, k + 1) + base, line, SMALL_LETTERS, FAINT)
+        yield frame.label(stage.index, k + 1, x, line)
 
 
 def _stage_title(plan: Plan, stage: StagePlan) -> str:

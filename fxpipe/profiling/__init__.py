@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import sympy
 import torch
@@ -39,7 +39,7 @@ from fxpipe.profiling.formulas import (
 )
 from fxpipe.profiling.loss_cost import LOSS_NAME, ExampleLoss, parse_loss
 from fxpipe.profiling.memory import GraphCounts, count_flops_and_bytes, record_operations
-from fxpipe.profiling.node_timing import NodeTiming, dependents_of, measure
+from fxpipe.profiling.node_timing import NodeTiming, Timings, dependents_of, measure
 from fxpipe.profiling.other_sizes import lengths_together, planned_lengths, size_point
 from fxpipe.profiling.profile_data import ZERO_FORMULA, NodeCost, Profile, Seconds
 from fxpipe.profiling.saved_storages import StorageObservations
@@ -64,7 +64,6 @@ from fxpipe.utils.units import parse_count, parse_number, with_article
 __all__ = ["NodeCost", "Profile", "Seconds", "profile"]
 
 T = TypeVar("T")
-Timings: TypeAlias = dict[SizePoint, dict[fx.Node, NodeTiming]]  # by size; the loss is under the output node
 
 
 @mute_fake_tensor_logs()  # costs that need values are counted on values
@@ -166,7 +165,7 @@ def profile(
             counts = count_flops_and_bytes(traced, effects, leaves, micro_batch)
             phase("profiling")
             with _torch_threads(threads), parameters_at_home():
-                measured = measure(
+                timings, contention = measure(
                     traced,
                     effects,
                     leaves,
@@ -179,7 +178,7 @@ def profile(
                     loss=loss,
                     workers=workers,
                 )
-            timings, contention, estimates = measured.timings, measured.contention, {}
+            estimates = {}
             if operations:  # times on other hardware follow from them
                 phase("counting operations at other sizes")
                 points = (

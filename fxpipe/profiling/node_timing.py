@@ -30,7 +30,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -118,7 +118,6 @@ class TimingRounds:
     repeats: int
     deadline: float
     step: Callable[[], object]  # called after each node
-    drops_first: bool = True  # the first sample of a kind is a warm-up
     device: torch.device | None = None  # device to run on; None: where model and inputs are
     times_input_gradient: bool = True  # if there are gradients of parameters, also time backward without them
     keeps_outputs: bool = False  # for a loss
@@ -321,7 +320,7 @@ class TimingRounds:
         if kind not in self.samples:
             # A user's hook may have visible side effects: it runs no more often than necessary.
             is_seldom = info(node).is_hook
-            self.samples[kind] = TimingSamples(is_seldom or not self.drops_first, is_seldom)
+            self.samples[kind] = TimingSamples(is_seldom, is_seldom)
             self._chosen.add(node)
 
     def _held(self, node: fx.Node) -> torch.Tensor:
@@ -446,10 +445,7 @@ def _have_equal_signatures(left: NodeValue, right: NodeValue) -> bool:
 # -- Rounds at several micro-batch sizes alternate, so that a slower machine affects all sizes equally ----------------
 
 
-@dataclass(frozen=True, slots=True)
-class Measurements:
-    timings: dict[SizePoint, dict[fx.Node, NodeTiming]]  # by size; the cost of the loss is under the output node
-    contention: float = 1.0  # factor of the slow-down while all workers are busy
+Timings: TypeAlias = dict[SizePoint, dict[fx.Node, NodeTiming]]  # by size; the loss is under the output node
 
 
 def measure(
@@ -465,7 +461,7 @@ def measure(
     budget: float = 10.0,
     loss: ExampleLoss | None = None,
     workers: int = 1,
-) -> Measurements:
+) -> tuple[Timings, float]:
     """Measures every working node on the first samples of flattened inputs. The model is not changed.
 
     Args:
@@ -477,6 +473,9 @@ def measure(
         budget: seconds after which one sample for each kind is enough.
         loss: the loss of the outputs.
         workers: number of workers that will run at the same time, on the CPU.
+
+    Returns:
+        The timings, and the factor of the slow-down while all workers are busy.
     """
     with (
         torch.inference_mode(False),
@@ -497,7 +496,7 @@ def measure(
             sample, to_inputs = resize_inputs(traced, leaves, size, lengths), size_point(size, lengths) == here
             keeps_outputs = loss is not None and lengths == own  # there is no target for other sizes
             return TimingRounds(
-                traced, effects, sample, clock, repeats, deadline, step, True, device, to_inputs, keeps_outputs
+                traced, effects, sample, clock, repeats, deadline, step, device, to_inputs, keeps_outputs
             )
 
         rounds = {here: rounds_of(micro_batch, own)}
@@ -514,19 +513,21 @@ def measure(
         # A list, so that all take their turn in each round.
         while any([r.round() for r in rounds.values()]):
             pass
-        losses = (
-            {} if loss is None else {p: loss.of(r.outputs, p.b) for p, r in rounds.items() if p.others == here.others}
-        )
-        of_loss = {point: _loss_timing(call, clock, repeats) for point, call in losses.items()}
+        outputs = {p: r.outputs for p, r in rounds.items() if p.others == here.others}
+        of_loss = {}
+        if loss is not None:
+            of_loss = {p: _loss_timing(loss.of(values, p.b), clock, repeats) for p, values in outputs.items()}
         contention = 1.0 if device.type != "cpu" else rounds[here].contention(workers, BUDGET_SHARE * budget)
     measured = {node: rounds[here].measured(node) for node in effects.nodes}
-    timings = {here: measured}
-    for point, other in rounds.items():
-        if point != here:
-            timings[point] = {n: _with_weight_share(other.measured(n), measured[n]) for n in effects.nodes}
+    timings = {
+        point: {n: _with_weight_share(one.measured(n), measured[n]) for n in effects.nodes}
+        if point != here
+        else measured
+        for point, one in rounds.items()
+    }
     for point, timing in of_loss.items():
         timings[point][traced.graph.output_node()] = timing
-    return Measurements(timings, contention)
+    return timings, contention
 
 
 def _loss_timing(call: LossCall, clock: Clock, repeats: int) -> NodeTiming:

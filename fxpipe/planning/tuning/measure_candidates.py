@@ -11,7 +11,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,25 +33,6 @@ MEASURED_CANDIDATES = 4
 MEASURING_ROUNDS = 5  # after one warm-up round: fewer than the steps after which a loss is verified again
 
 
-@dataclass(frozen=True, slots=True)
-class LossArguments:
-    """The arguments of `forward_backward` other than the inputs."""
-
-    loss_fn: Callable[..., Any] | None
-    target: Any
-    reduction: str
-
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """The loss module, if there is one: it may have parameters and buffers, which must be restored."""
-        return (self.loss_fn,) if isinstance(self.loss_fn, nn.Module) else ()
-
-    def arguments(self, batch: int) -> dict[str, Any]:
-        if self.loss_fn is None and self.target is None:
-            return {"loss_fn": default_loss}
-        return {"loss_fn": self.loss_fn, "target": _target_of_size(self.target, batch), "reduction": self.reduction}
-
-
 def default_loss(output: Any) -> torch.Tensor:
     """Returns the default loss: the output if it is a scalar, otherwise the sum of the mean squares of all outputs."""
     leaves = [leaf for leaf in flatten(output)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
@@ -66,16 +47,23 @@ def measure_steps(
     contestants: Sequence[CandidateResult],
     plans: ModelPlans,
     inputs: tuple[tuple[Any, ...], dict[str, Any]],
-    loss: LossArguments,
+    loss_fn: Callable[..., Any] | None,
+    target: Any,
+    reduction: str,
 ) -> tuple[CandidateResult, ...]:
     """Returns the rows, with the median seconds of measured steps for the contestants."""
     profiled = plans.profiled
     args, kwargs = _inputs_of_size(plans, inputs)
-    arguments = loss.arguments(profiled.batch)
+    arguments: dict[str, Any] = {"loss_fn": default_loss}
+    if loss_fn is not None or target is not None:
+        target_of_batch = _target_of_size(target, profiled.batch)
+        arguments = {"loss_fn": loss_fn, "target": target_of_batch, "reduction": reduction}
+    # A loss module may have parameters and buffers, which must be restored.
+    loss_modules = (loss_fn,) if isinstance(loss_fn, nn.Module) else ()
     seconds: dict[int, list[float]] = {k: [] for k in range(len(contestants))}
     model = profiled.traced.model
     with (
-        _restore_all((model, *loss.modules), (inputs, loss.target)),
+        _restore_all((model, *loss_modules), (inputs, target)),
         contextlib.ExitStack() as stack,
         progress("measuring", MEASURING_ROUNDS + 1, "rounds") as step,
     ):

@@ -37,7 +37,7 @@ from fxpipe.planning.tuning.candidates import (
     order_for_table,
     rank_fitting,
 )
-from fxpipe.planning.tuning.measure_candidates import MEASURED_CANDIDATES, LossArguments, measure_steps
+from fxpipe.planning.tuning.measure_candidates import MEASURED_CANDIDATES, measure_steps
 from fxpipe.planning.tuning.replicated_plans import (
     FORWARDS_OF_REPLICA,
     LEAST_GAIN_OF_REPLICATION,
@@ -189,8 +189,8 @@ def tune(
             raise _nothing_fits_error(rows, limits)
         rows = _check_best(rows, MEASURED_CANDIDATES if measure else 1, profiled, example_args, kwargs, settings)
         if measure:
-            loss = LossArguments(options.get("loss_fn"), options.get("target"), reduction)
-            rows = measure_steps(rows, rank_fitting(rows)[:MEASURED_CANDIDATES], longest, (example_args, kwargs), loss)
+            best, loss = rank_fitting(rows)[:MEASURED_CANDIDATES], (options.get("loss_fn"), options.get("target"))
+            rows = measure_steps(rows, best, longest, (example_args, kwargs), *loss, reduction)
         return _tuning_of_rows(rows, limits, profiled.batch)
 
 
