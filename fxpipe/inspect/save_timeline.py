@@ -32,7 +32,7 @@ def save_timeline(source: HasTimeline, path: str | Path, *, title: str = "") -> 
         FileError: the file cannot be written.
         ArgumentTypeError: the source, or the path, has another type.
     """
-    form = check_timeline_path(path)
+    form = check_output_path(path, TIMELINE_FORMATS, TIMELINE_FILE)
     if not isinstance(source, HasTimeline):
         raise ArgumentTypeError(
             f"a timeline is that of a Simulation or a StepRecord (pipe.last_step), not of {type(source).__name__}"
@@ -44,11 +44,6 @@ def save_timeline(source: HasTimeline, path: str | Path, *, title: str = "") -> 
     else:
         content = svg_of(draw_gantt(source.as_step(), title=title))
     write_atomically(path, content.encode(), TIMELINE_FILE)
-
-
-def check_timeline_path(path: str | Path) -> str:
-    """Returns the format of a timeline's file. Raises the errors of `save_timeline`; writes nothing."""
-    return check_output_path(path, TIMELINE_FORMATS, TIMELINE_FILE)
 
 
 def step_html(step: StepTimeline) -> str:

@@ -129,13 +129,18 @@ def stage_flops(profile: Profile, names: Collection[str]) -> Polynomial:
     return polynomial_bound(total, profile.batch, *(symbol for symbol, _ in profile.lengths))
 
 
-def stage_growth(own: Sequence[NodeCost], copied: Sequence[NodeCost], loss: NodeCost | None) -> StageGrowth:
-    return StageGrowth(
-        polynomial_sum(cost.forward.growing for cost in (*own, *copied)),
-        polynomial_sum(cost.backward.growing for cost in own),
-        polynomial_sum(cost.weight.growing for cost in own),
-        ZERO if loss is None else (loss.forward + loss.backward).growing,
+def stage_seconds(
+    own: Sequence[NodeCost], copied: Sequence[NodeCost], loss: NodeCost | None
+) -> tuple[StageSeconds, StageGrowth]:
+    """Computes the parts of a stage's seconds that are fixed, and those that grow with the sizes."""
+    parts = (
+        [cost.forward for cost in (*own, *copied)],
+        [cost.backward for cost in own],
+        [cost.weight for cost in own],
+        [] if loss is None else [loss.forward, loss.backward],
     )
+    fixed = StageSeconds(*(math.fsum(seconds.fixed for seconds in part) for part in parts))
+    return fixed, StageGrowth(*(polynomial_sum(seconds.growing for seconds in part) for part in parts))
 
 
 def planned_sizes(traced: Traced, profile: Profile) -> tuple[PlannedSize, ...]:
@@ -257,6 +262,7 @@ def plan_of_cut(
         own, device = [costs[name] for name in names[start:end]], settings.figure_devices[settings.placement[j]]
         copied = [costs[name] for name in copies[j]]
         loss = losses[cut.sites[j].kind] if end == len(names) else None
+        fixed, growing = stage_seconds(own, copied, loss)
         update = 0.0 if hardware is None else hardware.update_seconds(cost.gradient_bytes, cost.optimizer_bytes)
         stages.append(
             StagePlan(
@@ -275,13 +281,8 @@ def plan_of_cut(
                 state_bytes=int(cost.gradient_bytes + cost.optimizer_bytes),
                 gradient_bytes=int(cost.gradient_bytes),
                 memory_limit=None if memory is None else int(memory),
-                fixed=StageSeconds(
-                    math.fsum(one.forward.fixed for one in (*own, *copied)),
-                    math.fsum(one.backward.fixed for one in own),
-                    math.fsum(one.weight.fixed for one in own),
-                    0.0 if loss is None else (loss.forward + loss.backward).fixed,
-                ),
-                growing=stage_growth(own, copied, loss),
+                fixed=fixed,
+                growing=growing,
                 work=_stage_work(own, copied, loss, operations) if knows_work else StageWork(),
                 update_seconds=update,
                 modules=tuple(info(node).module for node in traced.nodes[start:end]),
