@@ -100,9 +100,10 @@ def node_expression(node: fx.Node) -> str:
     name = node.target if isinstance(node.target, str) else opname(node.target)
     home = getattr(node.target, "__module__", None) or ""
     if node.op == "call_method" or home == "_operator":
-        if name.strip("_") in _SYMBOLS and len(args) == 2 and not keywords:
-            return f"{args[0]} {_SYMBOLS[name.strip('_')]} {args[1]}"
-        if name.strip("_") == "getitem":
+        plain = name.strip("_") if home == "_operator" or name.startswith("__") else name  # `x.add_(1)` is no sum
+        if plain in _SYMBOLS and len(args) == 2 and not keywords:
+            return f"{args[0]} {_SYMBOLS[plain]} {args[1]}"
+        if plain == "getitem":
             return f"{args[0]}[{_index(node.args[1])}]"
         if name == "setitem":
             return f"{args[0]}[{_index(node.args[1])}] = {args[2]}"
