@@ -262,6 +262,12 @@ def sorted_and_back(m, h):
     return torch.empty_like(out).index_copy(0, order, out)
 
 
+def zeros_sorted_and_back(m, h):
+    order = h.sum(1).argsort()
+    out = m.zero(h[order])
+    return h + torch.empty_like(out).index_copy(0, order, out)
+
+
 def experts(m, h):
     weights, chosen = h[:, :4].softmax(-1).topk(2, -1)
     out = torch.zeros_like(h)
@@ -308,6 +314,7 @@ RIGHT = {
     "a running mean that is assigned": (assigned_running_mean, LAST),
     "a table in the dtype of samples": (table, LAST),
     "sorted and back": (sorted_and_back, {}),
+    "a map of zeros, sorted and back": (zeros_sorted_and_back, {"zero": nn.Linear(8, 8)}),
     "experts": (experts, {"experts": nn.ModuleList(nn.Linear(8, 8) for _ in range(4))}),
     "attention within samples": (by_sample, {}),
     "a maximum that softmax takes out": (lambda m, h: (h - h.max()).softmax(-1), {}),
