@@ -125,16 +125,15 @@ def test_sums_in_memory_of_devices_have_the_bits_of_those_by_gloo(four_devices, 
 FAULTS = {
     "nothing": ((), ""),
     "sums are not waited for": (
-        (GradientReduction, "_wait_for_first", "self._begun[0][0].wait()", "pass"),
+        (GradientReduction, "finish", "_or_lost(work.wait)", "pass"),
         "read too early",
     ),
     "sums are waited for on another stream": (
         (
             GradientReduction,
-            "_wait_for_first",
-            "self._begun",
-            "from fxpipe.utils import accelerator\n    "
-            "with accelerator.current_streams(accelerator.new_stream(self._device)): self._begun",
+            "finish",
+            "_or_lost(work.wait)",
+            "with accelerator.current_streams(accelerator.new_stream(self._device)): _or_lost(work.wait)",
         ),
         "read too early",
     ),
