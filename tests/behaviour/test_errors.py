@@ -367,7 +367,9 @@ def test_a_loss_and_a_pair_by_turns():
 
 
 def test_unknown_reduction():
-    with pytest.raises(ArgumentError, match=r"reduction='average' is unknown.*'mean' and 'sum'.*\(total, weight\)"):
+    with pytest.raises(
+        ArgumentError, match=r"reduction='average' is unknown.*'mean', 'sum' and 'batch'.*\(total, weight\)"
+    ):
         _pipe().forward_backward(_x(), target=_x(), loss_fn=F.mse_loss, reduction="average")
 
 
