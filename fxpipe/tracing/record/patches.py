@@ -38,6 +38,15 @@ from fxpipe.tracing.tensors import tensors_in
 from fxpipe.utils.locks import ForkSafeLock
 
 PATCH_TURN = ForkSafeLock()
+_plain_length = builtins.len
+
+
+def _length(value: Any) -> int:
+    """`len` in a thread that records. Modules imported meanwhile may keep it: it refers to no recording."""
+    recorder = active.recorder if isinstance(value, torch.Tensor) else None
+    if recorder is not None and not recorder.paused and value.shape:
+        return value.shape[0]  # type: ignore[no-any-return]
+    return _plain_length(value)
 
 
 @contextlib.contextmanager
@@ -104,15 +113,9 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
 
         return method
 
-    def length(value: Any) -> int:
-        if isinstance(value, torch.Tensor) and not is_elsewhere() and value.shape:
-            return value.shape[0]
-        return plain_length(value)
-
     storage: Any = torch.UntypedStorage
-    plain_length = builtins.len
     patches: list[tuple[Any, str, Any]] = [
-        (builtins, "len", length),
+        (builtins, "len", _length),
         (storage, "nbytes", told_of(storage.nbytes)),
         (storage, "__len__", told_of(storage.__len__)),
         (storage, "data_ptr", told_of(storage.data_ptr)),
