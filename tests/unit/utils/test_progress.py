@@ -134,7 +134,7 @@ def test_planning_shows_its_long_steps(monkeypatch):
 @pytest.mark.parametrize(
     ("module", "slow_pass", "shown"),
     [
-        ("fxpipe.profiling", "_counts", "counting operations"),
+        ("fxpipe.profiling", "count_flops_and_bytes", "counting operations"),
         ("fxpipe.tracing.tracing_passes", "check_against_model", "comparing the graph with the model"),
         ("fxpipe.planning.passes", "choose_cut", "cutting"),
     ],
