@@ -64,7 +64,7 @@ def is_check() -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _lines_of_checks(file: str, text: str) -> frozenset[int]:
-    """Returns the lines of conditions of which one answer raises."""
+    """Returns the lines of conditions that raise if they are true, or if they are false."""
     lines = set[int]()
     try:
         nodes = [*ast.walk(ast.parse(text))]

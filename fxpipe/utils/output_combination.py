@@ -54,7 +54,7 @@ class OutputCombination:
     requires_grad: bool = True  # as the model's output does
 
     def __call__(self, pieces: Sequence[Any], computed: dict[str, Any] | None = None) -> Any:
-        """Computes the output. `computed`: by node, the values of outputs before, to which it adds its own."""
+        """Computes the output. `computed`: values of other outputs by node; values of this one are added."""
         values, computed = list(pieces), {} if computed is None else computed
         for call in self.calls:
             if call.node not in computed:
