@@ -103,7 +103,7 @@ class RunningModule(NamedTuple):
 
 @dataclass(slots=True)
 class PausedRun:
-    """What Python that runs as one node may do, and what it does, while recording is paused."""
+    """The effects of Python that runs as one node, while recording is paused, and the effects that it may have."""
 
     unhookable: Sequence[torch.Tensor] | None = ()  # arguments that must not get a hook. None: no tensor may get one
     known_tensors: list[torch.Tensor] = field(default_factory=list)  # used tensors of forward and of the model
