@@ -811,7 +811,7 @@ SIMULATION = (
     ),
     Mutant(
         "planning/describe_cut.py",
-        "        handling=MESSAGE_SECONDS,\n",
+        "handling=MESSAGE_SECONDS, ",
         "",
         "unit/planning/plans/test_plan_packets.py::test_the_tuner_knows_what_a_message_costs",
     ),

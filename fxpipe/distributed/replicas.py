@@ -140,15 +140,15 @@ class GradientReport:
 
     @classmethod
     def of(
-        cls, own: Mapping[StageParameter, torch.Tensor], summed: Iterable[StageParameter], given: Iterable[Any] = ()
+        cls, own: Mapping[StageParameter, torch.Tensor], summed: Iterable[StageParameter], received: Iterable[Any] = ()
     ) -> GradientReport:
         """
         Args:
             summed: the gradients that the reduction sums.
-            given: those that it has been given, which are not in `own`.
+            received: the gradients that it has received already, which are not in `own`.
         """
         sparse, every = frozenset(key for key, gradient in own.items() if gradient.is_sparse), frozenset(summed)
-        return cls(every - (own.keys() - sparse) - frozenset(given), sparse | (own.keys() - every), sparse & every)
+        return cls(every - (own.keys() - sparse) - frozenset(received), sparse | (own.keys() - every), sparse & every)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ from fxpipe.utils import accelerator
 
 @dataclass(frozen=True, slots=True)
 class MemoryForm:
-    """How a plain tensor is in the memory in which it is transferred: 1-dim and dense."""
+    """The form of a plain tensor in the memory in which it is transferred: 1-dim and dense."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]

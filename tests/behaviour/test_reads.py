@@ -1,6 +1,7 @@
 """Every value that leaves torch is accounted for: what forward reads is the plain model's, or an error of ours."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -243,3 +244,33 @@ def test_a_hidden_size_that_is_seen_when_sizes_are_known_is_refused():
     torch.manual_seed(0)
     with pytest.raises(TraceError, match=r"test_reads.py:\d+; .*"):
         fxpipe.pipeline(ReadsASizeLate().eval(), ["cpu"], chunks=1, example_args=(torch.randn(8, 4),))
+
+
+class GoesByText(nn.Module):
+    """A branch on a number that was made a text, of an input that is the same for all samples."""
+
+    def __init__(self, goes: Callable[[str], bool]):
+        super().__init__()
+        self.lin, self.goes = nn.Linear(4, 4), goes
+
+    def forward(self, x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        h = self.lin(x)
+        return h * 2 if self.goes(f"{number}") else h - 1
+
+
+TEXTS = {
+    "larger": lambda text: int(text) > 1,  # 2 and the next number are on one side
+    "equal": lambda text: text == "5",
+    "sign": lambda text: int(text) < 0,
+    "truth": lambda text: "True" in text,
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_branch_on_the_text_of_a_number_goes_either_way(name):
+    model, x = GoesByText(TEXTS[name]), torch.randn(4, 4)
+    numbers = [torch.tensor(n) for n in ((True, False) if name == "truth" else (2, 1, 5, -3))]
+    plain = copy.deepcopy(model)
+    with fxpipe.pipeline(model, ["cpu"], chunks=CHUNKS, example_args=(x, numbers[0])) as pipe:
+        for number in numbers:
+            torch.testing.assert_close(pipe(x, number), plain(x, number))

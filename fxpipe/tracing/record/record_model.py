@@ -233,6 +233,7 @@ def _record_once(
         seed=recorder.random.seed,
         draws_from_stream=tuple(recorder.random.draws_from_stream),
         marks=tuple(recorder.marks),
+        first_text=recorder.first_text,
         tied=frozenset(tied & assigned.keys()),
         has_keys_of_sizes=recorder.sizes.are_keys,
         ended_modules=tuple(recorder.ended_modules),

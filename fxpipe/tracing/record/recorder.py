@@ -63,7 +63,7 @@ from fxpipe.tracing.record.input_reads import INPUT_ATTRIBUTES, INPUT_METHODS, M
 from fxpipe.tracing.record.python_reads import PythonReads
 from fxpipe.tracing.record.random_recorder import RandomRecorder
 from fxpipe.tracing.record.recorded_sizes import RECORDED, unwrap_sizes
-from fxpipe.tracing.record.size_recorder import SizeRecorder
+from fxpipe.tracing.record.size_recorder import TEXTS, SizeRecorder, disguised_text
 from fxpipe.tracing.record.tensor_registry import (
     NODE_PROBLEM,
     NODE_REMEDY,
@@ -138,6 +138,8 @@ class Recorder(TorchFunctionMode):
         self.listeners: dict[str, Callable[[str, Any], None]] = {}  # by path of a module: gets the calls that it makes
         self.calls = Counter[str]()  # calls of other modules, by path of the calling module
         self.python_reads = PythonReads(model)
+        # Where forward formats a tensor first: the module, the line, and the number of its calls before.
+        self.first_text: tuple[str, str, int] | None = None
         self.asks_for_gradients = False  # True if forward has read which tensors require grad
         self.constants: dict[str, torch.Tensor] = {}  # by name: tensors that are not attributes of a module
         self.unknown_tensors: list[
@@ -327,7 +329,12 @@ class Recorder(TorchFunctionMode):
             )
         if name == "is_same_size" and len(args) == 2:
             return self.sizes.of(args[0], "size") == self.sizes.of(args[1], "size")
-        if name in TEXT_METHODS or leaves_no_node(name):
+        if name in TEXT_METHODS:
+            text = self._plainly(func, args, kwargs)
+            self.first_text = self.first_text or (self.module, self.source, self.calls[self.module])
+            guise = self.sizes.disguised.get(TEXTS)  # to detect whether forward depends on it
+            return text if guise is None else disguised_text(text, guise)
+        if leaves_no_node(name):
             return self._plainly(func, args, kwargs)
         if name in ("__get__", "__set__"):
             return self._attribute(func, name, args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,20 @@ if TYPE_CHECKING:
 
 
 Disguise = Mapping[tuple[str, int], int]  # name of a node and dimension -> how much larger Python sees the size
+TEXTS = ("texts of tensors", 0)  # a key of a disguise: the guise in which Python sees texts
+GUISES = range(11)
+
+
+def disguised_text(text: str, guise: int) -> str:
+    """Returns a text with other values: guise 0 inverts signs and truth values, the others change each digit.
+
+    The guises of a one-digit number include all other digits, and the guises of any number larger and smaller ones.
+    """
+    if guise == 0:
+        opposite = {"True": "False", "False": "True", "-": ""}
+        return re.sub(r"True|False|-(?=\d)|(?<![\d.e-])(?=\d)", lambda match: opposite.get(match[0], "-"), text)
+    digits = "0123456789"
+    return text.translate(str.maketrans(digits, digits[guise:] + digits[:guise] if guise < 10 else "9" * 10))
 
 
 class SizeRecorder:

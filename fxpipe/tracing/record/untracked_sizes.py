@@ -3,7 +3,8 @@
 A size that depends on values, or one that may vary, may be used without a method call (`range(size)`, an index of a
 list). So such sizes are *disguised*: Python sees other numbers, and torch functions the real ones. If the recording
 changes, a size that depends on values becomes a read like others (`guards`), and one that may vary is refused: a
-dynamic size, and the number of samples if only a part of them was recorded (`small_batch`).
+dynamic size, and the number of samples if only a part of them was recorded (`small_batch`). Texts of tensors are
+disguised as well: a forward that depends on one runs as Python.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from fxpipe.tracing.node_info import info
 from fxpipe.tracing.record.batch_numbers import is_same_recording
 from fxpipe.tracing.record.record_model import erase_unused_nodes
 from fxpipe.tracing.record.recorded_sizes import SizeRead, length
-from fxpipe.tracing.record.size_recorder import Disguise
+from fxpipe.tracing.record.size_recorder import GUISES, TEXTS, Disguise
+from fxpipe.tracing.record.unrecordable import CannotRecord, calls_before_effects
 from fxpipe.tracing.shapes.size_reads import add_size_read
 from fxpipe.tracing.traced import Traced
 
@@ -27,7 +29,8 @@ from fxpipe.tracing.traced import Traced
 def read_untracked_sizes(traced: Traced) -> Traced:
     """Adds a read for each size that depends on values and that forward uses untracked.
 
-    Raises `FixedSizeError` if forward uses a size that may vary untracked.
+    Raises `FixedSizeError` if forward uses a size that may vary untracked, `CannotRecord` if it depends on a tensor's
+    text.
     """
     again = traced.again
     sizes = {
@@ -43,8 +46,16 @@ def read_untracked_sizes(traced: Traced) -> Traced:
         example[traced.batch] = traced.recorded_samples
         batch = traced.batch_of(traced.leaves)
         others.append((batch, batch + 1))
-    if again is not None and (sizes or example):
+    if again is not None and (sizes or example or traced.first_text):
         plain = again({})
+        if traced.first_text and not all(_is_same_recording(plain, again, {TEXTS: guise}) for guise in GUISES):
+            module, line, calls = traced.first_text
+            raise CannotRecord(
+                f"the model{f' in module {module!r}' if module else ''} depends on the text of a tensor at {line}; "
+                "read the number itself (int, float, item), or keep the decision in tensors (torch.where, masks)",
+                frozenset({module}) if module else frozenset(),
+                calls={module: calls_before_effects(traced.graph, module, calls)},
+            )
         if example:
             _refuse_untracked(traced, example, others, plain, again)
         if not _is_same_recording(plain, again, dict.fromkeys(sizes, 1)):
