@@ -214,7 +214,7 @@ class RankEngine(Engine):
         tensors = ModelTensors(self.model, inputs.constants)
         kind = None  # micro-batches from the caller are not compared with a mini-batch
         is_whole = inputs.takes_all(call.reduction)
-        if is_whole and self.replicas.count > 1:
+        if (is_whole or call.reduction == "batch") and self.replicas.count > 1:
             raise LossError(
                 "the loss needs all samples together, and replicas of the pipe do not gather them: train with one "
                 "replica"

@@ -147,7 +147,7 @@ class Outcome:
     run: StepSummary | None = None  # None: no such step
     plan: Plan | None = None
     speedup: float | None = None  # over one device; None: not known
-    lacks: float = 0.0  # if no plan fits: bytes that the nearest one is over the limit
+    lacks: float = 0.0  # if no plan fits: bytes by which the nearest one exceeds the limit
     problem: str = ""  # why there is no step, if memory is not the reason
 
     @property

@@ -469,8 +469,8 @@ def _moved_by_rounding(tensors: Sequence[torch.Tensor], unit: float) -> Iterator
 def _gradients_moved_by_rounding(unit: float) -> Iterator[None]:
     """A block in which each number of the gradients of module outputs is moved by at most one unit of rounding.
 
-    The gradient of a bias is a sum, which may cancel: its rounding errors are the errors of its terms. The modules are
-    those that this thread calls, of the model and of the loss; each call has its own errors.
+    The gradient of a bias is a sum, which may cancel: its rounding errors are the errors of its terms. The
+    noise is added to modules of the model and of the loss that this thread calls; each call has its own errors.
     """
     thread, calls = threading.get_ident(), itertools.count(1)
 

@@ -298,7 +298,7 @@ def _estimates(
     known: Mapping[SizePoint, StorageObservations] = MappingProxyType({}),
 ) -> Timings:
     """Estimates the graph for a micro-batch, the first of `points`, for the other points and, with dynamic sizes, for
-    those of the `known` runs, which have recorded operations.
+    the points of the `known` runs, which have recorded operations.
 
     The loss is estimated only for the dynamic sizes of the example, for which a target exists.
     """

@@ -61,7 +61,7 @@ class ExampleLoss:
     loss: PlannedLoss
     batch: int  # samples of the example
 
-    def of(self, values: Mapping[fx.Node, Any], samples: int) -> LossCall:
+    def of(self, values: Mapping[fx.Node, Any], samples: int) -> MicroBatchLoss:
         """Returns the loss of this number of samples, for these values of the graph."""
         leaves = [*self.traced.outputs, *self.traced.pieces]
         outputs = [values[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
@@ -75,11 +75,11 @@ class ExampleLoss:
 
         targets, spec = flatten(map_tensor_leaves(beside_outputs, self.loss.target))
         part = slice_samples(targets, target_dims(targets, self.batch, rows_of_inputs(self.traced.in_dims)), 0, samples)
-        return LossCall(self.traced, self.loss.function, tuple(outputs), pytree.tree_unflatten(part, spec))
+        return MicroBatchLoss(self.traced, self.loss.function, tuple(outputs), pytree.tree_unflatten(part, spec))
 
 
 @dataclass(frozen=True, slots=True)
-class LossCall:
+class MicroBatchLoss:
     """The loss of one micro-batch."""
 
     traced: Traced

@@ -48,7 +48,7 @@ from fxpipe.profiling.backward_timing import (
 from fxpipe.profiling.clock import Clock
 from fxpipe.profiling.contention import BUDGET_SHARE, ConcurrentCall, heavy_nodes, measure_contention
 from fxpipe.profiling.flops import NodeOperations, OperationCounts
-from fxpipe.profiling.loss_cost import ExampleLoss, LossCall
+from fxpipe.profiling.loss_cost import ExampleLoss, MicroBatchLoss
 from fxpipe.profiling.node_kinds import (
     MAX_SAMPLES,
     NEGLIGIBLE_SHARE,
@@ -530,7 +530,7 @@ def measure(
     return timings, contention
 
 
-def _loss_timing(call: LossCall, clock: Clock, repeats: int) -> NodeTiming:
+def _loss_timing(call: MicroBatchLoss, clock: Clock, repeats: int) -> NodeTiming:
     forward, backward = call.seconds(clock, repeats)
     return NodeTiming(forward, backward, 0.0, call.probe()[0])
 

@@ -145,7 +145,7 @@ class Traced:
     batch_conditions: tuple[SizeCondition, ...] = ()  # on mini-batch and micro-batches
     mini_batch_conditions: tuple[SizeCondition, ...] = ()  # on the mini-batch only
     dynamic: DynamicSizes = FIXED_SIZES  # dynamic dimensions of inputs
-    first_text: tuple[str, str, int] | None = None  # where forward formats a tensor: module, line, calls before
+    first_text: tuple[str, str, int] | None = None  # place of the first formatted tensor: module, line, calls before
     not_followed: str = ""  # the line where forward reads the batch size without a condition (`for row in x`)
     comparisons: SizeComparisons = field(default_factory=SizeComparisons)
     # The batch size is a number in the graph: it holds only for accepted splits.

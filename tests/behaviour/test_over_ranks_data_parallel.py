@@ -170,6 +170,27 @@ def unequal_lengths(mesh, chunks):
     return error, pipe.forward_backward(x, target=t, loss_fn=token_loss).item()
 
 
+def matching_loss(out, target):
+    return F.cross_entropy(out @ target.T, torch.arange(len(target)))
+
+
+def loss_of_all_samples(mesh, chunks):
+    torch.manual_seed(0)
+    x = torch.randn(6, 4)
+    pipe = pipe_of(Dense(), x, chunks=chunks, balance=DENSE_CUTS[2])
+    error = raised(pipe.forward_backward, x, target=x, loss_fn=matching_loss, reduction="batch")
+    assert all(p.grad is None for p in pipe.parameters())
+    return error, pipe.forward_backward(x, target=x, loss_fn=F.mse_loss).item()
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_loss_of_the_samples_of_all_replicas_is_refused(four_ranks, chunks):
+    for (kind, text, _), loss in four_ranks.run(loss_of_all_samples, chunks):
+        assert kind is LossError
+        assert "train with one replica" in text
+        assert loss > 0
+
+
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_a_mean_over_elements_of_which_replicas_have_unequal_numbers_is_refused(four_ranks, chunks):
     results = four_ranks.run(unequal_lengths, chunks)

@@ -138,7 +138,7 @@ class Recorder(TorchFunctionMode):
         self.listeners: dict[str, Callable[[str, Any], None]] = {}  # by path of a module: gets the calls that it makes
         self.calls = Counter[str]()  # calls of other modules, by path of the calling module
         self.python_reads = PythonReads(model)
-        # Where forward formats a tensor first: the module, the line, and the number of its calls before.
+        # The place of the first tensor that forward formats: module, line, number of its calls before.
         self.first_text: tuple[str, str, int] | None = None
         self.asks_for_gradients = False  # True if forward has read which tensors require grad
         self.constants: dict[str, torch.Tensor] = {}  # by name: tensors that are not attributes of a module

@@ -109,7 +109,7 @@ def _is_same_recording(plain: Traced, again: Callable[[Disguise], Traced], disgu
         return False
 
 
-# No model of the zoo: Python that goes by a size of values needs it (behaviour/test_continuation.py).
+# No model of the zoo: Python that depends on a size of values needs it (behaviour/test_continuation.py).
 def _add_read(traced: Traced, size: fx.Node) -> None:
     known = info(size)
     calls = known.recorded_at.calls
