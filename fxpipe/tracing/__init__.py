@@ -239,7 +239,7 @@ def _find_graph_with_lazy_state(request: TraceRequest) -> Traced:
             )
     except Exception:
         if lazy_state is not None:
-            lazy_state.remove()
+            lazy_state.restore()
         raise
     return traced
 

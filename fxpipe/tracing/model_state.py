@@ -10,6 +10,7 @@ import contextlib
 import random
 import sys
 import traceback
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -64,6 +65,19 @@ def slots_of(model: nn.Module) -> dict[Slot, torch.Tensor]:
                 if isinstance(value, torch.Tensor):
                     slots[Slot(path, kind, key)] = value
     return slots
+
+
+_written = weakref.WeakValueDictionary[int, torch.Tensor]()  # by id: frozen parameters that forward may write to
+
+
+def allow_writes(model: nn.Module) -> None:
+    """Lets forward write to the frozen parameters of a model, as to buffers (a teacher that follows a student)."""
+    _written.update({id(p): p for p in model.parameters() if not p.requires_grad})
+
+
+def is_fixed(tensor: torch.Tensor) -> bool:
+    """Returns whether this is a parameter that forward must not write to."""
+    return isinstance(tensor, nn.Parameter) and (tensor.requires_grad or _written.get(id(tensor)) is not tensor)
 
 
 def container_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -137,12 +151,16 @@ def same_python_rng_state(left: tuple[Any, Any], right: tuple[Any, Any]) -> bool
 def _containers_in(name: str, value: Any, depth: int = 3) -> Iterator[tuple[str, Any, Any]]:
     """Yields the lists, dicts and sets in an attribute with copies, outer ones first."""
     if depth and isinstance(value, (list, dict, set, deque)):
-        # copy.copy is slow for the many empty dicts of hooks.
-        kind = dict if isinstance(value, dict) else set if isinstance(value, set) else list
-        yield name, value, kind(value)
+        yield name, value, _copy_of_container(value)
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in items:
             yield from _containers_in(f"{name}[{key!r}]", item, depth - 1)
+
+
+def _copy_of_container(container: Any) -> Any:
+    # copy.copy is slow for the many empty dicts of hooks.
+    kind = dict if isinstance(container, dict) else set if isinstance(container, set) else list
+    return kind(container)
 
 
 def _same_items(left: Any, right: Any) -> bool:
@@ -217,7 +235,7 @@ class Snapshot:
         snapshot = cls(model, slots, _dtype=torch.get_default_dtype())
         for slot, tensor in slots.items():
             if slot.kind == "parameter" or has_values(tensor):
-                snapshot._copy(slot.name, tensor, slot.kind == "parameter")
+                snapshot._copy(slot.name, tensor, is_fixed(tensor))
         for name, tensor in container_tensors(model).items():
             if has_values(tensor) and not tensor.requires_grad:
                 snapshot._copy(name, tensor)
@@ -272,6 +290,17 @@ class Snapshot:
                 raise _reshaped_error(slot.name)
             assigned[slot.name] = tensor
         return assigned
+
+    def keep_items(self) -> None:
+        """Takes the attributes, the items of lists and dicts, and the tensors of other shapes as they are now."""
+        for _, store, before in self.dicts:
+            new = {key: value for key, value in store.items() if value is not before.get(key)}
+            before.update({k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in new.items()})
+        for index, (name, container, _) in enumerate(self._containers):
+            self._containers[index] = name, container, _copy_of_container(container)
+        for _, kept in self._copies:
+            if kept.value is not None and kept.tensor.shape != kept.value.shape:
+                kept.alias, kept.value = kept.tensor.detach(), kept.tensor.detach().clone()
 
     def restore(self) -> None:
         self.reshaped += [name for name, _ in self.tensors_reshaped()]

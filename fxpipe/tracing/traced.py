@@ -38,6 +38,7 @@ from fxpipe.tracing.cache_key import (
     torch_switches,
 )
 from fxpipe.tracing.dynamic_sizes import FIXED_SIZES, DynamicSizes, Lengths, SizeComparisons, SizeCondition
+from fxpipe.tracing.model_state import is_fixed
 from fxpipe.tracing.node_info import info, opaque_call_of
 from fxpipe.tracing.record.recorded_sizes import LayoutRead, SizeRead
 from fxpipe.utils.batch_split import rows_per_sample, samples_along
@@ -433,13 +434,13 @@ def common_batch_size(batch_sizes: Sequence[tuple[str, int]]) -> int:
 
 
 def attribute_tensor(traced: Traced, node: fx.Node) -> torch.Tensor:
-    """Returns the tensor of a `get_attr` node."""
+    """Returns the tensor of a `get_attr` node: a parameter only if no forward writes to it."""
     name = str(node.target)
     if name in traced.constants:
         return traced.constants[name]
     path, _, key = name.rpartition(".")
     tensor: torch.Tensor = getattr(traced.model.get_submodule(path), key)
-    return tensor
+    return tensor if is_fixed(tensor) or not isinstance(tensor, nn.Parameter) else tensor.detach()
 
 
 def opaque_name(node: fx.Node) -> str:

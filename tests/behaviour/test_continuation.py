@@ -26,24 +26,26 @@ def calm_and_wild() -> list[torch.Tensor]:
 
 
 def assert_trains(
-    model: nn.Module, batches: Sequence[torch.Tensor], check: Callable[[Any], None] = lambda plan: None, **options: Any
+    model: nn.Module, batches: Sequence[Any], check: Callable[[Any], None] = lambda plan: None, **options: Any
 ) -> None:
     """Steps of the pipe are those of the plain model over the same micro-batches."""
     plain, optimizers = copy.deepcopy(model), []
-    with fxpipe.pipeline(model, ["cpu", "cpu"], chunks=CHUNKS, example_args=(batches[0].clone(),), **options) as pipe:
+    batches = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
+    example = tuple(tensor.clone() for tensor in batches[0])
+    with fxpipe.pipeline(model, ["cpu", "cpu"], chunks=CHUNKS, example_args=example, **options) as pipe:
         check(pipe.plan)
         for one in (plain, pipe):
             optimizers.append(torch.optim.SGD(one.parameters(), lr=1e-5))
         for step, batch in enumerate(batches):
             for one in (plain, pipe):
                 one.zero_grad()
-            parts = [plain(part) for part in batch.tensor_split(CHUNKS)]
-            loss = sum(part.square().mean() for part in parts) / CHUNKS
+            parts = [plain(*part) for part in zip(*(t.tensor_split(CHUNKS) for t in batch), strict=True)]
+            loss = sum(part.square().mean() * len(part) for part in parts) / len(batch[0])
             loss.backward()
             if step % 2:
-                have = pipe.forward_backward(batch, loss_fn=lambda y: y.square().mean())
+                have = pipe.forward_backward(*batch, loss_fn=lambda y: y.square().mean())
             else:
-                outputs = pipe(batch)
+                outputs = pipe(*batch)
                 torch.testing.assert_close(outputs, torch.cat(parts))
                 have = outputs.square().mean()
                 have.backward()
@@ -52,6 +54,14 @@ def assert_trains(
             assert_same_state(pipe, plain, exact=False)
             for optimizer in optimizers:
                 optimizer.step()
+
+
+def untils(plan: Any) -> list[str]:
+    return [name for stage in plan.stages for name in stage.nodes if "until" in name]
+
+
+def check_cut(plan: Any) -> None:
+    assert untils(plan)
 
 
 class Bank(nn.Module):
@@ -127,8 +137,7 @@ def test_a_branch_on_hidden_values_goes_either_way(checkpoint: str) -> None:
 @pytest.mark.parametrize("options", [{}, {"checkpoint": "always"}, {"schedule": "zero_bubble"}])
 def test_a_forward_that_looks_between_its_blocks_is_cut_between_them(options: dict[str, Any]) -> None:
     def check(plan: Any) -> None:
-        nodes = [name for stage in plan.stages for name in stage.nodes]
-        assert len([name for name in nodes if "until" in name]) >= 3
+        assert len(untils(plan)) >= 3
 
     assert max(fxpipe.trace(Checked(), (samples(0.1),)).opaque_shares.values(), default=0.0) < 0.1
     assert_trains(Checked(), calm_and_wild(), check, **options)
@@ -250,26 +259,10 @@ def test_results_of_any_structure_are_handed_on() -> None:
 
 
 def test_a_large_module_that_reads_is_recorded_up_to_there() -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bank, self.last = Bank(), nn.Linear(5, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.last(self.bank(x))
-
     def check(plan: Any) -> None:
-        assert [w.name for w in plan.whole] == ["forward of module 'bank' behind its call of 'encoder'"]
+        assert [w.name for w in plan.whole] == ["forward of module '0' behind its call of 'encoder'"]
 
-    assert_trains(Outer(), [samples() for _ in range(5)], check)
-
-
-def untils(plan: Any) -> list[str]:
-    return [name for stage in plan.stages for name in stage.nodes if "until" in name]
-
-
-def check_cut(plan: Any) -> None:
-    assert untils(plan)
+    assert_trains(nn.Sequential(Bank(), nn.Linear(5, 2)), [samples() for _ in range(5)], check)
 
 
 def test_a_buffer_that_some_step_writes_to_between_the_blocks_is_an_error_of_that_step_and_stays() -> None:
@@ -365,27 +358,11 @@ class Experts(nn.Module):
         return self.last(h + self.embedding(ids) if self.uses_ids else h)
 
 
-def assert_same_as_parts(model: nn.Module, batches: Sequence[tuple[torch.Tensor, ...]], **options: Any) -> None:
-    """Outputs and gradients of the pipe are those of the plain model over the same micro-batches."""
-    plain = copy.deepcopy(model)
-    pipe = fxpipe.pipeline(model, ["cpu", "cpu"], chunks=CHUNKS, example_args=batches[0], **options)
-    with closing(pipe):
-        for batch in batches:
-            for one in (plain, pipe):
-                one.zero_grad()
-            want = torch.cat([plain(*part) for part in zip(*(t.tensor_split(CHUNKS) for t in batch), strict=True)])
-            have = pipe(*batch)
-            torch.testing.assert_close(have, want)
-            for outputs in (have, want):
-                outputs.square().mean().backward()
-            assert_same_gradients(pipe, plain, loose=[name for name, _ in plain.named_parameters()])
-
-
 @pytest.mark.parametrize(("seed", "uses_ids"), [(0, False), (1, True)])
 def test_sizes_chosen_by_value_do_not_fix_the_batch_of_the_inputs_behind_them(seed: int, uses_ids: bool) -> None:
     torch.manual_seed(seed)
     batches = [(torch.randn(n, 4, 4), torch.randint(0, 3, (n, 4))) for n in (8, 8, 5)]
-    assert_same_as_parts(Experts(uses_ids), batches)
+    assert_trains(Experts(uses_ids), batches)
 
 
 class Scaled(nn.Module):
@@ -407,7 +384,7 @@ def test_a_number_of_the_samples_is_the_same_on_both_sides_of_what_is_recorded()
     torch.manual_seed(0)
     numbers = (4, 4, 4, 4), (1, 2, 3, 4), (4, 2, 1, 1)
     batches = [(torch.randn(4, 4), torch.tensor(ids)) for ids in numbers]
-    assert_same_as_parts(Scaled(), batches, out_dims=0)  # the number and the branch are those of a micro-batch
+    assert_trains(Scaled(), batches, out_dims=0)  # the number and the branch are those of a micro-batch
 
 
 class Recomputing(nn.Module):
@@ -428,8 +405,57 @@ class Recomputing(nn.Module):
 
 @pytest.mark.parametrize("options", [{}, {"checkpoint": "always"}])
 def test_checkpoints_around_calls_that_are_recorded_are_calls(options: dict[str, Any]) -> None:
-    def is_cut(plan: Any) -> None:
-        assert any("until" in name for name in plan.nodes)
-
     torch.manual_seed(1)
-    assert_trains(Recomputing(), calm_and_wild(), **options)
+    assert_trains(Recomputing(), calm_and_wild(), check_cut, **options)
+
+
+class Taught(nn.Module):
+    """A teacher follows its student: forward writes to parameters without a gradient."""
+
+    def __init__(self, follow: Callable[[Any, Any], Any], is_first: bool, looks: bool = False) -> None:
+        super().__init__()
+        self.student, self.teacher, self.head = (nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        self.teacher.requires_grad_(False)
+        self.follow, self.is_first, self.looks = follow, is_first, looks
+
+    @torch.no_grad()
+    def teach(self, x: torch.Tensor) -> torch.Tensor:
+        taught = None if self.is_first else self.teacher(x)
+        for p, q in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            self.follow(p, q)
+        return self.teacher(x) if taught is None else taught
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.student(x)
+        if self.looks and h.detach().max() > 10:
+            h = h * 0.5
+        return self.head(h) + self.teach(x)
+
+
+FOLLOWS: list[Callable[[Any, Any], Any]] = [
+    lambda p, q: p.mul_(0.9).add_(q, alpha=0.1),
+    lambda p, q: p.data.lerp_(q.data, 0.1),
+    lambda p, q: setattr(p, "data", p.data * 0.9 + q.data * 0.1),  # not in a module that is kept whole
+]
+
+
+@pytest.mark.filterwarnings("ignore:module '1' is one node")
+@pytest.mark.parametrize("number", range(3))
+def test_a_teacher_follows_its_student_in_each_micro_batch(number: int) -> None:
+    follow = FOLLOWS[number]
+    assert_trains(Taught(follow, is_first=False), calm_and_wild())
+    taught = Taught(follow, is_first=True, looks=number < 2)
+    assert_trains(nn.Sequential(nn.Linear(8, 8), taught, nn.Linear(8, 8)), calm_and_wild(), checkpoint="always")
+
+
+def test_a_teacher_that_is_to_be_trained_as_well_is_refused_and_planning_leaves_it_as_it_was() -> None:
+    model, x = Taught(FOLLOWS[0], is_first=True), samples()
+    before = copy.deepcopy(model)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,)) as pipe:
+        assert_same_state(model, before)
+        with pytest.raises(TypeError):
+            pipe.forward_backward(x, loss_fn=lambda y: y + None)
+        assert_same_state(model, before)
+        model.teacher.requires_grad_(True)
+        with pytest.raises(FxpipeError, match=r"the parameter 'teacher.0.weight' at .*\(requires_grad_\(False\)\)"):
+            pipe(x)

@@ -11,10 +11,8 @@ one. The comparison also uses other samples, to detect a forward that takes its 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,42 +33,12 @@ from fxpipe.tracing.traced import Traced, as_given
 from fxpipe.tracing.verify.equivalence import is_close
 from fxpipe.utils.pytree import preserve_objects
 
-_MISSING = object()
-
-
-@dataclass(frozen=True, slots=True)
-class _LazyItem:
-    """An item that a call put into a `__dict__`, a store of buffers, a list or a dict, or a tensor that it resized."""
-
-    name: str
-    new: Any  # the attribute, or a copy of the container or tensor
-    get: Callable[[], Any]
-    put: Callable[[Any], None]
-
 
 @dataclass(frozen=True, slots=True)
 class _LazyCall:
     outputs: list[Any]  # with the inputs after the call, which may have written to them
     tensors: dict[str, torch.Tensor]  # tensors of the model after the call; parameters only if written
-    items: list[_LazyItem] | None  # None: the call created state that cannot be kept
-
-
-@dataclass(frozen=True, slots=True)
-class LazyState:
-    """The items that the first call created, and the values before it."""
-
-    before: tuple[tuple[_LazyItem, Any], ...]
-
-    @classmethod
-    def put(cls, items: Sequence[_LazyItem]) -> LazyState:
-        state = cls(tuple((one, one.get()) for one in items))
-        for one in items:
-            one.put(one.new)
-        return state
-
-    def remove(self) -> None:
-        for one, value in self.before:
-            one.put(value)
+    created: list[str] | None  # names of created items; None: the call created state that cannot be kept
 
 
 def new_attributes(traced: Traced) -> list[str]:
@@ -87,46 +55,40 @@ def new_attributes(traced: Traced) -> list[str]:
 
 def make_lazy_state(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], in_dims: Any = None
-) -> LazyState | None:
+) -> Snapshot | None:
     """Calls the model and keeps the state that the first call creates and no later one changes.
 
-    Returns the created state; None if no call creates any, or each creates another. Raises `CannotRecord`, with the
-    name of the created item, if the first call computes something else than a later one.
+    Returns the model's state before it; None if no call creates any, or each creates another. Raises `CannotRecord`,
+    with the name of the created item, if the first call computes something else than a later one.
     """
     if is_faked():
         return None
     leaves, spec, values = input_leaves(model, args, kwargs)
+    before = Snapshot.take(model)
     try:
         others = as_given(leaves, _other_samples(values, candidate_dims(leaves, in_dims)))
-        first, first_of_others = _call_once(model, values, spec), _call_once(model, others, spec)
-        items = first.items
-        if not items:
-            return None
-        state = LazyState.put(items)
+        first_of_others, first = _call_once(model, others, spec), _call_once(model, values, spec, keeps=True)
         later, later_of_others = _call_once(model, values, spec), _call_once(model, others, spec)
     except Exception:
+        before.restore()
         return None  # the model raises again
-    is_once = later.items == [] and later_of_others.items == []
+    is_once = bool(first.created) and later.created == [] and later_of_others.created == []
     if (
         is_once
         and _calls_agree(first, later)
         and _calls_agree(first_of_others, later_of_others)
         and not _values_agree(values, others)
     ):
-        return state
-    state.remove()
-    if is_once:
+        return before
+    before.restore()
+    if is_once and first.created:
         raise CannotRecord(
-            f"forward makes {items[0].name!r} when it is first called, and what it computes or keeps then is not what "
-            "it computes later, or that cannot be told from these samples; call the model once (model(...)) before it "
-            "is planned",
+            f"forward makes {first.created[0]!r} when it is first called, and what it computes or keeps then is not "
+            "what it computes later, or that cannot be told from these samples; call the model once (model(...)) "
+            "before it is planned",
             is_final=True,
         )
     return None
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def _other_samples(values: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
@@ -139,7 +101,8 @@ def _other_samples(values: Sequence[Any], dims: Sequence[int | None]) -> list[An
     return [value if dim is None else other(value, dim) for value, dim in zip(values, dims, strict=True)]
 
 
-def _call_once(model: nn.Module, values: Sequence[Any], spec: pytree.TreeSpec) -> _LazyCall:
+def _call_once(model: nn.Module, values: Sequence[Any], spec: pytree.TreeSpec, keeps: bool = False) -> _LazyCall:
+    """Calls the model and restores it. `keeps`: what the call creates stays, if it can be kept."""
     before = {slot: _memory_of(tensor) for slot, tensor in slots_of(model).items() if slot.kind == "parameter"}
     with preserve_state(model) as snapshot, without_gradients(model), preserve_objects(spec):
         torch.manual_seed(0)
@@ -151,69 +114,44 @@ def _call_once(model: nn.Module, values: Sequence[Any], spec: pytree.TreeSpec) -
         # Parameters only if written: copies of all would take as much memory as the model.
         written = {s: t for s, t in slots_of(model).items() if s not in before or _memory_of(t) != before[s]}
         tensors = {slot.name: tensor.detach().clone() for slot, tensor in written.items()}
-        return _LazyCall(outputs, tensors, _new_items(snapshot))
+        created = _created_items(snapshot)
+        if keeps and created:
+            snapshot.keep_items()
+        return _LazyCall(outputs, tensors, created)
 
 
 def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
     return storage_of(tensor), -1 if tensor.is_inference() else version_of(tensor)
 
 
-def _new_items(snapshot: Snapshot) -> list[_LazyItem] | None:
-    new = []
+def _created_items(snapshot: Snapshot) -> list[str] | None:
+    created = []
     for path, owner, before in snapshot.dicts:
         if before.keys() - owner.keys():
             return None
         for key, value in owner.items():
-            if key in before and (value is before[key] or _is_set_to(value, before[key])):
-                continue
-            if key in before and are_equal_plainly(value, before[key]):
+            if key in before and _is_no_creation(value, before[key]):
                 continue
             if isinstance(value, (nn.Module, nn.Parameter)) or (key in MODULE_DICT_KEYS):
                 return None
-            new.append(_attribute(f"{path}.{key}" if path else key, owner, key))
+            created.append(f"{path}.{key}" if path else key)
     for name, tensor in snapshot.tensors_reshaped():
         if tensor.requires_grad:
             return None
-        new.append(_resized(name, tensor))
+        created.append(name)
     for name, container in snapshot.containers_changed():
         items = container.values() if isinstance(container, dict) else container
         is_of_hooks = not MODULE_DICT_KEYS.isdisjoint(name.split("."))
-        if is_of_hooks or any(_is_tensor(item) and item.requires_grad for item in items):
+        if is_of_hooks or any(isinstance(item, torch.Tensor) and item.requires_grad for item in items):
             return None
-        new.append(_LazyItem(name, _copy(container), partial(_copy, container), partial(_fill, container)))
-    return new
+        created.append(name)
+    return created
 
 
-def _attribute(name: str, owner: dict[str, Any], key: str) -> _LazyItem:
-    def put(value: Any) -> None:
-        if value is _MISSING:
-            del owner[key]
-        else:
-            owner[key] = value
-
-    new = owner[key].detach() if _is_tensor(owner[key]) else owner[key]
-    return _LazyItem(name, new, lambda: owner.get(key, _MISSING), put)
-
-
-def _resized(name: str, tensor: torch.Tensor) -> _LazyItem:
-    def put(value: torch.Tensor) -> None:
-        tensor.data = value.clone()  # forward writes to it
-
-    return _LazyItem(name, tensor.detach().clone(), tensor.detach, put)
-
-
-def _is_set_to(value: Any, before: Any) -> bool:
-    """Returns whether a tensor replaces another one, which is state, unless the old one was empty."""
-    return _is_tensor(value) and _is_tensor(before) and bool(before.numel())
-
-
-def _copy(container: Any) -> Any:
-    return type(container)(container) if type(container) in (list, dict, set) else list(container)
-
-
-def _fill(container: Any, items: Any) -> None:
-    container.clear()
-    (container.extend if isinstance(container, (list, deque)) else container.update)(items)
+def _is_no_creation(value: Any, before: Any) -> bool:
+    """Returns whether a value is as before, or a tensor that replaces another one, which is state, not an empty one."""
+    is_set = isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor) and bool(before.numel())
+    return value is before or is_set or are_equal_plainly(value, before)
 
 
 def _values_agree(left: Sequence[Any], right: Sequence[Any]) -> bool:

@@ -20,7 +20,7 @@ from torch import fx, nn
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.autograd import leaves_below, version_of
 from fxpipe.errors import StateError
-from fxpipe.tracing.model_state import equal_tensors, preserve_rng, slots_of, without_gradients
+from fxpipe.tracing.model_state import equal_tensors, is_fixed, preserve_rng, slots_of, without_gradients
 from fxpipe.tracing.node_info import OpaqueCall, RandomDraws, info, opaque_call_of, update_info
 from fxpipe.tracing.record.host_arguments import HostArgumentConversion
 from fxpipe.tracing.record.recorded_sizes import RECORDED
@@ -180,7 +180,7 @@ def call_opaque(
         plain, ends = _cut_graph(leaves)
         storages = list(map(storage_of, own))
         others = _tensors_not_given(recorder.model, [*own, *(x for x in plain if isinstance(x, torch.Tensor))])
-        buffers = [(t, t.detach().clone()) for t in tensors if not isinstance(t, nn.Parameter)]
+        buffers = [(t, t.detach().clone()) for t in tensors if not is_fixed(t)]
     recorder.random.note_python()
     shared = [x for x, node in zip(plain, nodes, strict=True) if isinstance(x, torch.Tensor) and _is_used(node)]
     unhookable = [*own, *shared] if hookable else None
@@ -198,7 +198,7 @@ def call_opaque(
                 again = recorder.run(whole, copies, {})[0]
             recorder.random.skip_python()
             external = [t for t in external if id(t) in {id(other) for other in _external_tensors(again, [])}]
-        changed = [t for t, mine in zip(tensors, own, strict=True) if isinstance(t, nn.Parameter) and version_of(mine)]
+        changed = [t for t, mine in zip(tensors, own, strict=True) if is_fixed(t) and _is_written(t, mine)]
         changed_buffers = [t for t, old in buffers if not equal_tensors(t, old)]
         written = [key for key, tensor, version in others if version_of(tensor) != version]
         has_run_backward = any(t.grad is not None for t in (*own, *ends))
@@ -209,10 +209,7 @@ def call_opaque(
             "use tensors of the module itself (self.weight), or give them as arguments",
         )
     if changed:
-        raise refuse(
-            f"writes to the parameter {recorder.name_of(changed[0])!r}",
-            "keep what forward changes in a buffer (register_buffer), or change the parameter outside forward",
-        )
+        raise refuse(*recorder.refusal_of_write(changed[0], recorder.name_of(changed[0]))[:2])
     if written:
         raise refuse(f"writes to {written[0]!r} outside of it", "keep what it changes in a buffer (register_buffer)")
     if own_gradients:
@@ -262,7 +259,12 @@ def _is_changed(arguments: Any, spec: pytree.TreeSpec, leaves: Sequence[Any]) ->
 def _parameter_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Returns an autograd leaf with the tensor's value: a clone for a parameter, which must not be written to."""
     value = tensor.detach()
-    return (value.clone() if isinstance(tensor, nn.Parameter) else value).requires_grad_(tensor.requires_grad)
+    return (value.clone() if is_fixed(tensor) else value).requires_grad_(tensor.requires_grad)
+
+
+def _is_written(parameter: torch.Tensor, copy: torch.Tensor) -> bool:
+    """Returns whether an opaque call has written to its copy of a parameter; `.data` of it has no version."""
+    return bool(version_of(copy)) or not (parameter.requires_grad or equal_tensors(parameter, copy))
 
 
 def _clone(value: Any) -> Any:

@@ -118,7 +118,9 @@ def record(
             try:
                 return _record_once(recorder, args, kwargs, run)
             except TraceError:
-                raise
+                if not recorder.writes_frozen:
+                    raise
+                return attempt()
             except Exception:
                 if not recorder.sizes.was_refused_as_key:
                     raise

@@ -58,6 +58,7 @@ from fxpipe.tracing.forward_rng import (
     might_draw,
     same_generator_states,
 )
+from fxpipe.tracing.model_state import allow_writes, is_fixed
 from fxpipe.tracing.node_info import NodeInfo, RandomDraws, RecordingPlace, ValueRead, info, set_info, update_info
 from fxpipe.tracing.record.input_reads import INPUT_ATTRIBUTES, INPUT_METHODS, MEMORY_QUESTIONS
 from fxpipe.tracing.record.python_reads import PythonReads
@@ -77,7 +78,7 @@ from fxpipe.tracing.record.unrecordable import (
     CannotRecord,
     calls_before_effects,
     refusal_of_call,
-    refusal_of_parameter_write,
+    written_parameter,
 )
 from fxpipe.tracing.source_lines import is_check, user_line
 from fxpipe.tracing.tensors import tensors_in
@@ -140,7 +141,9 @@ class Recorder(TorchFunctionMode):
         self.python_reads = PythonReads(model)
         # The place of the first tensor that forward formats: module, line, number of its calls before.
         self.first_text: tuple[str, str, int] | None = None
-        self.asks_for_gradients = False  # True if forward has read which tensors require grad
+        # True if forward has read which tensors require grad, or may write to those that do not.
+        self.asks_for_gradients = not all(map(is_fixed, model.parameters()))
+        self.writes_frozen = False  # True if forward writes to a frozen parameter, which only another recording can do
         self.constants: dict[str, torch.Tensor] = {}  # by name: tensors that are not attributes of a module
         self.unknown_tensors: list[
             tuple[torch.Tensor, CannotRecord]
@@ -161,7 +164,9 @@ class Recorder(TorchFunctionMode):
         self._tensor_names = TensorNames(model, held or {})
         self._attribute_nodes: dict[str, fx.Node] = {}
         self._parameters = {
-            storage_address(p): name for name, p in model.named_parameters() if p.layout == torch.strided
+            storage_address(p): name
+            for name, p in model.named_parameters()
+            if p.layout == torch.strided and is_fixed(p)
         }
         self._default_dtype = torch.get_default_dtype()
 
@@ -493,6 +498,10 @@ class Recorder(TorchFunctionMode):
             return None
         if name == "__set__" and attribute == "_backward_hooks" and args[1] is None:
             return func(*args)  # called by C++ for tensors that an autograd.Function has written to
+        if name == "__set__" and attribute == "data" and _is_frozen(args[0]) and args[0].shape == args[1].shape:
+            with torch.no_grad():
+                value = self.__torch_function__(torch.Tensor.detach, (), args[1:])
+                return self.__torch_function__(torch.Tensor.copy_, (), (args[0], value))
         if name == "__set__":
             raise self.refuse(
                 f"sets the attribute `.{attribute}` of a tensor",
@@ -530,6 +539,19 @@ class Recorder(TorchFunctionMode):
         self.refusal = self.refusal or error
         return error
 
+    def refusal_of_write(self, parameter: torch.Tensor, name: str | None) -> tuple[str, str, bool]:
+        """Returns the refusal of a write to a parameter. If it is frozen, another recording takes it as a buffer."""
+        if _is_frozen(parameter):
+            allow_writes(self.model)
+            self.writes_frozen = True
+        return (
+            f"writes to the parameter {name!r}",
+            "keep what forward changes in a buffer (register_buffer), or in a parameter without a gradient "
+            "(requires_grad_(False)), or change the parameter outside forward (by calling the model once in this "
+            "mode, where only the first call does)",
+            False,
+        )
+
     def _is_unhookable(self, tensor: torch.Tensor) -> bool:
         unhookable = self.opaque.unhookable if self.opaque is not None else ()
         return unhookable is None or any(tensor is one for one in unhookable)
@@ -563,10 +585,14 @@ class Recorder(TorchFunctionMode):
             raise self.refuse(
                 "changes the default dtype", "do so outside forward, or pass dtype= to the functions", whole=False
             )
-        refusal = refusal_of_call(func, name, args, kwargs) or refusal_of_parameter_write(
-            func, args, kwargs, self._parameters
-        )
+        refusal = refusal_of_call(func, name, args, kwargs)
+        if refusal is None and (written := written_parameter(func, args, kwargs, self._parameters)):
+            refusal = self.refusal_of_write(self.model.get_parameter(written), written)
         if refusal is not None:
             if name in TENSOR_HOOKS:
                 raise self._refuse_hook(refusal[0], refusal[1] + OPAQUE_REMEDY)
             raise self.refuse(*refusal)
+
+
+def _is_frozen(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad

@@ -166,18 +166,13 @@ def lost_by_import(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str
     return what, remedy
 
 
-def refusal_of_parameter_write(
+def written_parameter(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: dict[int, str]
-) -> tuple[str, str, bool] | None:
-    """Returns the refusal (see `refusal_of_call`) of a call that writes to a parameter. `parameters`: by storage."""
+) -> str | None:
+    """Returns the name of the parameter that a call writes to, or None. `parameters`: names by storage."""
     for tensor in tensors_in(tuple(written_arguments(function, args, kwargs))):
         if tensor.layout == torch.strided and storage_address(tensor) in parameters:
-            return (
-                f"writes to the parameter {parameters[storage_address(tensor)]!r}",
-                "keep what forward changes in a buffer (register_buffer), or change the parameter outside forward (by "
-                "calling the model once in this mode, where only the first call does)",
-                False,
-            )
+            return parameters[storage_address(tensor)]
     return None
 
 

@@ -24,7 +24,14 @@ from fxpipe.tracing.dynamic_sizes import SizeCondition
 from fxpipe.tracing.forward_rng import DrawFromStream, DrawStream
 from fxpipe.tracing.guards import expectations_of
 from fxpipe.tracing.interpreter import copy_as_leaf, writable_copy
-from fxpipe.tracing.model_state import Snapshot, container_tensors, preserve_state, slots_of, without_gradients
+from fxpipe.tracing.model_state import (
+    Snapshot,
+    container_tensors,
+    is_fixed,
+    preserve_state,
+    slots_of,
+    without_gradients,
+)
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.record import module_hooks as hooks
 from fxpipe.tracing.record.input_containers import changed_container_error, changed_input_item
@@ -259,7 +266,7 @@ def _run_now(traced: Traced, sample: Sequence[Any], size_note: str) -> RunResult
         slots = slots_of(traced.model)
         own = {storage_of(t) for t in (*slots.values(), *container_tensors(traced.model).values())}
         outputs = [detached(x, own) for x in leaves]
-        slots = {s: t for s, t in slots.items() if s.kind != "parameter" and s.name in names}
+        slots = {s: t for s, t in slots.items() if not is_fixed(t) and s.name in names}
         buffers = {s.name: t.detach().clone() for s, t in slots.items()}
         inputs = {p: detached(copies[p], own) for p in traced.placeholders}
     return RunResult(outputs, buffers, inputs)

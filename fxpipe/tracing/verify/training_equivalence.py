@@ -29,6 +29,7 @@ from fxpipe.tracing.interpreter import copy_as_leaf
 from fxpipe.tracing.model_state import (
     container_tensors,
     equal_tensors,
+    is_fixed,
     python_rng_state,
     set_python_rng_state,
     set_tensor,
@@ -278,7 +279,7 @@ def _model_state(traced: Traced, held: Mapping[str, torch.Tensor]) -> dict[str, 
     kept = {
         slot.name: tensor
         for slot, tensor in slots_of(traced.model).items()
-        if slot.kind != "parameter" and not (tensor.requires_grad and slot.name not in read)
+        if not is_fixed(tensor) and not (tensor.requires_grad and slot.name not in read)
     }
     return {name: tensor.detach().clone() for name, tensor in (kept | dict(held)).items()}
 
